@@ -1,0 +1,161 @@
+"""The engine's one page: what services may ask of a model, and in which words.
+
+Three users (prefill, decode, tests) and two implementations (``torch_engine``, ``fake``) meet here.
+Services see plans, numpy arrays and buffers; never torch. All methods but ``gather`` and
+``scatter`` are called from one compute thread at a time. An engine keeps no state of a request:
+everything a step needs is in its rows, so that recompute, preemption and migration are nothing
+special.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from shared.kv.layout import KvLayout
+from shared.request import SamplingParams, TokenLogprobs
+
+Buffer = Any
+"""An object with ``__cuda_array_interface__`` or the buffer protocol; contiguous, writable, one
+byte per item."""
+
+OnLayer = Callable[[int], None]
+"""Called on the compute thread after layer ``i``'s KV of the running step is written (0-based, in
+order).
+On CUDA the work may still be queued on the stream: ``gather`` waits for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """What the mesh must know of a loaded model.
+
+    fingerprint: 32 bytes, SHA-256 over the canonical config and the weights' identity; equal
+    fingerprints mean the same function. max_model_len: prompt plus generated tokens.
+    """
+
+    name: str
+    fingerprint: bytes
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpec:
+    """Sample one token after a row's last position.
+
+    index: position of the token in the answer; the counter of its random number.
+    prompt, output: the ids that penalties look at (only read when ``params.needs_history``).
+    """
+
+    params: SamplingParams
+    index: int
+    prompt: Sequence[int]
+    output: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One sequence's share of a step: a prompt chunk, or one token of a running sequence.
+
+        tokens of the sequence   0 ......... start ............ start + len(token_ids)
+                                 KV in pool  computed now       (sample: the next one)
+
+    block_table: physical block of each logical block, long enough for ``start + len(token_ids)``
+    tokens. sample: None for a chunk that does not end its prompt.
+    prompt_logprobs: None = off; k = logprobs of the prompt tokens that this chunk predicts, i.e. of
+    tokens at positions ``start + 1 .. start + len(token_ids)`` as far as ``prompt_targets`` gives
+    them. prompt_targets: the ids at those positions (one shorter on a prompt's last chunk).
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    block_table: Sequence[int]
+    sample: SampleSpec | None = None
+    prompt_logprobs: int | None = None
+    prompt_targets: Sequence[int] = ()
+
+
+class RowResult(NamedTuple):
+    """token_id: -1 if the row sampled nothing. logprobs: when the row's params asked for them.
+    prompt_logprobs: one entry per prompt target."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+class Engine(Protocol):
+    """One model on one device with one paged KV pool.
+
+    Blocks are 0-based; the pool holds ``num_blocks`` blocks of ``block_size`` tokens for all
+    layers.
+    """
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def layout(self) -> KvLayout: ...
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def block_size(self) -> int: ...
+
+    def step(self, rows: Sequence[StepRow], on_layer: OnLayer | None = None) -> list[RowResult]:
+        """Run one forward pass over all rows; results in row order.
+
+        Rows may mix prompt chunks and single tokens in any order; a row attends to its own sequence
+        only.
+        Raises EngineFailed: the device failed; the process should end.
+        """
+        ...
+
+    def step_seconds(self, rows: Sequence[StepRow]) -> float:
+        """Predict the duration of a step (exact under virtual time, an estimate otherwise; 0 =
+        unknown)."""
+        ...
+
+    def new_buffer(self, num_bytes: int) -> Buffer:
+        """Return a staging buffer on this engine's device (pinned or huge-page host memory on
+        CPU)."""
+        ...
+
+    def gather(
+        self,
+        block_table: Sequence[int],
+        start: int,
+        stop: int,
+        first_layer: int,
+        last_layer: int,
+        out: Buffer,
+    ) -> None:
+        """Copy KV of tokens [start, stop), layers [first_layer, last_layer) from the pool into
+        ``out`` (wire layout, see kv/layout.py). Waits until the step that wrote these layers has
+        really written them.
+
+        Thread-safe beside ``step`` as long as no step writes those tokens.
+        """
+        ...
+
+    def scatter(
+        self,
+        block_table: Sequence[int],
+        start: int,
+        stop: int,
+        first_layer: int,
+        last_layer: int,
+        data: Buffer,
+    ) -> None:
+        """Copy a received frame (wire layout) into the pool; complete when this returns.
+        Thread-safe beside
+        ``step`` as long as no row of that step uses those blocks."""
+        ...
+
+    def close(self) -> None:
+        """Free device memory."""
+        ...

@@ -1,0 +1,183 @@
+"""The errors of the mesh: one type per kind of failure, and whose fault each one is.
+
+A ``MeshError`` carries what a client must be told (``type``, ``message``, ``param``, ``code``,
+``retry_after_s``) and how the gateway should react (``retry``). How each one looks over HTTP and
+gRPC is one table in ``shared/rpc/status.py``. Libraries' exceptions are mapped once, at the edge
+where they appear.
+
+This module knows no transport: no HTTP or gRPC number stands here.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import ClassVar
+
+
+class Retry(Enum):
+    """What the gateway does with a request whose attempt failed so."""
+
+    NEVER = "never"  # the client's own fault, or it would fail again
+    OTHER_PAIR = "other_pair"  # another prefill/decode pair may serve it
+    LATER = "later"  # the same mesh may serve it after a while
+
+
+class MeshError(Exception):
+    """Base of all typed failures; never raised itself.
+
+    message: one sentence that helps the reader mend it. Ids travel as fields of the log record, not
+    in it. param: the request field at fault. code: finer machine-readable code.
+    retry_after_s: hint for the client, 0 = none.
+    """
+
+    type: ClassVar[str] = "internal"
+    retry: ClassVar[Retry] = Retry.NEVER
+
+    def __init__(
+        self, message: str, *, param: str = "", code: str = "", retry_after_s: float = 0.0
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.message!r}, param={self.param!r}, code={self.code!r})"
+
+
+# The client's side.
+
+
+class InvalidRequest(MeshError):
+    """The request breaks a rule; it will never work as it is."""
+
+    type = "invalid_request"
+
+
+class NotFound(MeshError):
+    """No such model or route."""
+
+    type = "not_found"
+
+
+class Unauthorized(MeshError):
+    """No API key, or an unknown one."""
+
+    type = "unauthorized"
+
+
+class TooLarge(MeshError):
+    """A body, header or message over its limit."""
+
+    type = "too_large"
+
+
+class NoCapacity(MeshError):
+    """The request needs more KV than any decode worker has."""
+
+    type = "no_capacity"
+
+
+class DeadlinePassed(MeshError):
+    """The request's own deadline came first."""
+
+    type = "deadline"
+
+
+# The mesh's side.
+
+
+class Overloaded(MeshError):
+    """Refused at admission, before any work."""
+
+    type = "overloaded"
+    retry = Retry.LATER
+
+
+class ShuttingDown(MeshError):
+    """This process drains and takes nothing new."""
+
+    type = "shutting_down"
+    retry = Retry.OTHER_PAIR
+
+
+class PeerError(MeshError):
+    """A peer failed us; base, never raised itself."""
+
+    retry = Retry.OTHER_PAIR
+
+
+class WorkerLost(PeerError):
+    """A worker died, went silent, or cannot be reached."""
+
+    type = "worker_lost"
+
+
+class RemoteProtocolError(PeerError):
+    """A peer broke the rules of the protocol."""
+
+    type = "protocol_error"
+
+
+class LeaseLost(PeerError):
+    """A reservation expired, was released, or belongs to an older epoch."""
+
+    type = "lease_lost"
+
+
+class TransferFailed(PeerError):
+    """KV could not be moved, or arrived damaged."""
+
+    type = "kv_transfer_failed"
+
+
+class NoBlocks(PeerError):
+    """This decode worker has no room now; another may have."""
+
+    type = "no_blocks"
+
+
+class IncompatiblePeer(MeshError):
+    """Model, dtype, layout or protocol version differ: these two must not work together."""
+
+    type = "incompatible_peer"
+
+
+# Our own bugs.
+
+
+class LocalProtocolError(MeshError):
+    """Our own code called a core in a state where that is not allowed."""
+
+    type = "internal"
+
+
+class InvariantViolated(MeshError):
+    """A count that must hold does not hold."""
+
+    type = "internal"
+
+
+class EngineFailed(MeshError):
+    """The engine raised (device lost, out of memory): the process must end."""
+
+    type = "engine_failed"
+    retry = Retry.OTHER_PAIR
+
+
+class ModelError(MeshError):
+    """A model folder is missing, unsupported or damaged."""
+
+    type = "model_error"
+
+
+ERROR_TYPES: dict[str, type[MeshError]] = {
+    cls.type: cls
+    for cls in (
+        InvalidRequest, NotFound, Unauthorized, TooLarge, NoCapacity, DeadlinePassed, Overloaded,
+        ShuttingDown, WorkerLost, RemoteProtocolError, LeaseLost, TransferFailed, NoBlocks,
+        IncompatiblePeer, InvariantViolated, EngineFailed, ModelError,
+    )
+}  # fmt: skip
+"""Wire name -> class: how an error that crossed a stream becomes an exception again."""

@@ -1,0 +1,41 @@
+"""Identities of the mesh. Ids carry no meaning: they are random, compared, and never parsed.
+
+Random sources are arguments, so that a simulation with one seed replays bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NewType
+
+RequestId = NewType("RequestId", bytes)
+"""16 random bytes, made by the gateway for every request."""
+
+TransferId = NewType("TransferId", bytes)
+"""16 random bytes, made by decode for every grant."""
+
+Incarnation = NewType("Incarnation", int)
+"""Random 64 bits per process start, never 0: a peer that restarts on the same address is a new
+peer."""
+
+StreamId = NewType("StreamId", int)
+"""Names one (request, attempt) within one gateway-worker session; made by the gateway, never
+reused."""
+
+RandomBytes = Callable[[int], bytes]
+"""``secrets.token_bytes`` in production, ``random.Random(seed).randbytes`` under simulation."""
+
+
+def new_request_id(random_bytes: RandomBytes) -> RequestId:
+    """Return a fresh request id."""
+    return RequestId(random_bytes(16))
+
+
+def new_transfer_id(random_bytes: RandomBytes) -> TransferId:
+    """Return a fresh transfer id."""
+    return TransferId(random_bytes(16))
+
+
+def new_incarnation(random_bytes: RandomBytes) -> Incarnation:
+    """Return a fresh incarnation; 0 is kept for "nobody"."""
+    return Incarnation(int.from_bytes(random_bytes(8), "little") or 1)

@@ -1,0 +1,110 @@
+"""What a client asked, after validation: the same record in all three services.
+
+No wire type and no tokenizer here; the gateway builds these, ``shared/rpc/codec.py`` moves them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple
+
+
+class FinishReason(IntEnum):
+    """Why a sequence ended; the values are those of ``proto/pdmesh/v1/common.proto``."""
+
+    NONE = 0
+    STOP = 1
+    LENGTH = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose the next token. Defaults are greedy decoding with everything else off.
+
+    Stop strings are not here: the gateway alone knows text.
+    seed: token i is a pure function of (seed, i, logits), so a request that moves to another worker
+    continues with the very tokens it would have had.
+    logprobs: None = off, k = the chosen token's logprob and the k most likely alternatives.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether earlier tokens change the logits."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+
+class TokenLogprobs(NamedTuple):
+    """Natural-log probabilities at one position, of the raw model distribution (before temperature
+    and filters).
+
+    logprob: of the token itself (NaN for the first prompt token, which nothing predicts).
+    top: (token id, logprob), most likely first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkItem:
+    """One attempt of one request, as a worker sees it.
+
+    token_ids: the prompt, then the tokens that an earlier attempt already produced.
+    num_prompt_tokens: length of the client's prompt; the next token has index ``len(token_ids) -
+    num_prompt_tokens``. cache_salt: keys the prefix cache, so that tenants never share KV; empty =
+    the shared pool.
+    """
+
+    token_ids: tuple[int, ...] = field(repr=False)
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    cache_salt: bytes = b""
+
+    @property
+    def next_index(self) -> int:
+        """Index, in the answer, of the next token to sample."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+def finish_reason_of(
+    token_id: int,
+    index: int,
+    total_len: int,
+    sampling: SamplingParams,
+    *,
+    eos_token_ids: frozenset[int],
+    max_model_len: int,
+) -> FinishReason:
+    """Decide whether the token just sampled ends its sequence; the one place where this is decided.
+
+    index: of this token in the answer. total_len: prompt and answer including this token.
+    """
+    num_output = index + 1
+    if num_output >= sampling.min_tokens:
+        is_eos = token_id in eos_token_ids and not sampling.ignore_eos
+        if is_eos or token_id in sampling.stop_token_ids:
+            return FinishReason.STOP
+    if num_output >= sampling.max_tokens or total_len >= max_model_len:
+        return FinishReason.LENGTH
+    return FinishReason.NONE

@@ -1,0 +1,59 @@
+"""How processes find each other's gRPC services: the seam between real sockets and a mesh in one
+process.
+
+``TcpNetwork`` (tcp.py) is production; ``MemoryNetwork`` (memory.py) carries the same HTTP/2 bytes
+through memory, so that the whole mesh can run in one process under virtual time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A gRPC address."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class RpcServer(Protocol):
+    """A listening gRPC server."""
+
+    @property
+    def address(self) -> Address:
+        """Where it listens, with the real port if 0 was asked for."""
+        ...
+
+    async def drain(self, limit_s: float) -> bool:
+        """Take no new calls, wait for running ones; False if the limit came first."""
+        ...
+
+
+class Network(Protocol):
+    """Serves and dials gRPC."""
+
+    def serve(
+        self, address: Address, handlers: Sequence[Any]
+    ) -> AbstractAsyncContextManager[RpcServer]:
+        """Serve handlers (objects with grpclib's ``__mapping__``) until the block ends; health and
+        reflection are added.
+
+        Raises OSError: the port is in use.
+        """
+        ...
+
+    def channel(self, address: Address) -> AbstractAsyncContextManager[Any]:
+        """A grpclib Channel to the address; closed when the block ends."""
+        ...
+
+    async def resolve(self, host: str, port: int) -> list[Address]:
+        """Every address behind a name, sorted; empty if the name is not known now."""
+        ...

@@ -1,0 +1,100 @@
+"""The data plane's one page: tagged, two-sided messages between two processes.
+
+Implementations: ``ucxx`` (shared memory, tcp, RDMA where a system UCX has it) and ``loopback`` (in
+memory, for tests and simulation; same contract). Semantics that the mesh relies on, and that tests
+assert for both:
+
+- A tag is used once in the life of a transport. A message goes to the receive posted with exactly
+  its tag.
+- ``Operation`` is settled only when the transport will never touch the buffer again. Cancelling
+  asks for that; it is not that. Until then the buffer belongs to the transport.
+- A completed send is not a receipt.
+- A lost peer fails every operation of its endpoint, within ``detect_s``, if the process died; a
+  stopped process looks alive: only heartbeats above can tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from enum import Enum
+from typing import Any, Protocol
+
+Buffer = Any
+"""``__cuda_array_interface__`` or buffer protocol; contiguous; writable for receives."""
+
+
+class Outcome(Enum):
+    """How an operation settled."""
+
+    DONE = "done"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+class Operation(Protocol):
+    """A send or receive in flight."""
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """None while the transport may still touch the buffer."""
+        ...
+
+    @property
+    def error(self) -> str:
+        """Why it failed, or ''."""
+        ...
+
+    def cancel(self) -> None:
+        """Ask for an early end; wait for ``settled`` before touching the buffer. Never blocks."""
+        ...
+
+    async def settled(self) -> Outcome:
+        """Wait until settled. Cancelling this wait does not cancel the operation."""
+        ...
+
+
+class Endpoint(Protocol):
+    """One peer's transport."""
+
+    @property
+    def alive(self) -> bool: ...
+
+    @property
+    def lane(self) -> str:
+        """What carries the bytes, e.g. 'sysv', 'tcp/eth0', 'loopback'; '' until known."""
+        ...
+
+    def send(self, buffer: Buffer, num_bytes: int, tag: int) -> Operation: ...
+
+    async def close(self) -> None:
+        """Abort what is in flight and wait until the peer's data can no longer arrive through this
+        endpoint."""
+        ...
+
+
+class Transport(Protocol):
+    """All endpoints of this process."""
+
+    @property
+    def address(self) -> bytes:
+        """Opaque; a peer's ``connect`` takes it. Travels over gRPC."""
+        ...
+
+    async def connect(self, address: bytes, on_lost: Callable[[], None]) -> Endpoint:
+        """Make an endpoint. ``on_lost`` is called once on the loop when the transport sees the peer
+        die.
+
+        Raises TransferFailed: the address is malformed or unreachable.
+        """
+        ...
+
+    def receive(self, endpoint: Endpoint, buffer: Buffer, num_bytes: int, tag: int) -> Operation:
+        """Post a receive for the message with exactly this tag from this endpoint's peer."""
+        ...
+
+    async def close(self) -> None:
+        """Abort everything; returns when no buffer is in use and no thread runs."""
+        ...
+
+
+TransportFactory = Callable[[], Awaitable[Transport]]
