@@ -1,0 +1,75 @@
+# Everything a developer does here, one verb each. `make` or `make help` lists them.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV   ?= .venv
+# The torch build is yours to choose (CPU, CUDA 12, CUDA 13): pip is never left to choose it.
+TORCH  ?= torch==2.13.0
+# ucxx wheels exist for CUDA 12 and 13; both also serve machines without a GPU.
+WORKER ?= worker
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: help setup demo test test-all check fmt proto up bench clean
+
+help: ## list the verbs
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  \033[1m%-10s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
+	  || { echo "pdmesh needs Python 3.11 to 3.13; set PYTHON=/path/to/python3.12"; exit 1; }
+	@echo "[1/3] making an environment of its own in $(VENV)"
+	@$(PYTHON) -m venv $(VENV) 2>/dev/null \
+	  || { rm -rf $(VENV); $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install -q pip; }
+
+$(VENV)/.run: pyproject.toml | $(BIN)/python
+	@echo "[2/3] installing $(TORCH) (the largest part)"
+	@$(PIP) install -q --progress-bar on "$(TORCH)"
+	@echo "[3/3] installing pdmesh"
+	@$(PIP) install -q -e ".[$(WORKER)]"
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	@echo "[dev] installing what tests and checks need"
+	@$(PIP) install -q -e ".[$(WORKER),dev]"
+	@touch $@
+
+setup: $(VENV)/.dev ## make the environment with everything in it
+	@echo "ready: source $(VENV)/bin/activate, then pdmesh --help"
+
+demo: $(VENV)/.run ## answer a prompt through three real processes with the bundled model
+	@$(BIN)/pdmesh demo
+
+test: $(VENV)/.dev ## run the tests (without the slow ones)
+	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	@echo "next: make demo, make up, make check, make test-all"
+
+test-all: $(VENV)/.dev ## run every test
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.dev ## lint, types, layering, generated files
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/python tools/generate_wire.py --check
+	$(BIN)/python tools/protocol_docs.py --check
+
+fmt: $(VENV)/.dev ## format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+proto: $(VENV)/.dev ## regenerate shared/wire from proto/ and the state tables in docs/
+	$(BIN)/python tools/generate_wire.py
+	$(BIN)/python tools/protocol_docs.py
+
+up: $(VENV)/.run ## start a mesh on this machine and keep it running
+	@$(BIN)/pdmesh up
+
+bench: $(VENV)/.dev ## run the quick benchmarks and print their ratios
+	@for question in transfer overlap loop_lag; do $(BIN)/python bench/$$question/run.py --quick; done
+
+clean: ## remove the environment and caches
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build *.egg-info

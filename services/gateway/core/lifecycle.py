@@ -1,0 +1,253 @@
+"""The life of one request at the gateway: attempts, legs, fencing, and exactly one end.
+
+An attempt has two legs, dispatched together: *prefill* (KV and the next token) and *decode* (the
+rest). Events say what the legs reported; effects say what the shell must do. Tokens leave in index
+order, once each, whichever leg and whichever attempt brought them; what an older attempt still says
+is dropped by its attempt number.
+
+    WAITING --dispatched--> RUNNING --last token--> FINISHED
+       ^                      |  |
+       +----attempt failed----+  +--error that no retry mends, or attempts used up--> FAILED
+
+Pure: no clock, no streams, no text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import NamedTuple
+
+from shared.errors import LocalProtocolError, MeshError, NoBlocks, Overloaded, Retry
+from shared.request import FinishReason, SamplingParams, TokenLogprobs
+
+
+class State(Enum):
+    """Where a request stands."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+class Leg(Enum):
+    """One of the two workers of an attempt."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class ArrivedToken(NamedTuple):
+    """One token as a worker reported it; position counts from the first token of the answer."""
+
+    position: int
+    token_id: int
+    finish_reason: FinishReason = FinishReason.NONE
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+# Effects: orders to the shell, in the order in which they must be carried out.
+
+
+class Emit(NamedTuple):
+    """Hand these tokens to the client."""
+
+    tokens: tuple[ArrivedToken, ...]
+
+
+class CancelLeg(NamedTuple):
+    """Tell this leg of the current attempt to stop."""
+
+    leg: Leg
+
+
+class Reroute(NamedTuple):
+    """Find another pair and dispatch again; ``avoid`` names the leg that failed."""
+
+    error: MeshError
+    avoid: Leg
+
+
+class End(NamedTuple):
+    """The request is over; nothing follows. error: None after a finish reason."""
+
+    error: MeshError | None
+
+
+Effect = Emit | CancelLeg | Reroute | End
+
+
+@dataclass(slots=True)
+class _Attempt:
+    number: int
+    open_legs: list[Leg]
+    has_first_token: bool = False
+    has_joined: bool = False
+
+
+class Lifecycle:
+    """One request's state machine.
+
+    prompt: the client's token ids. max_attempts: dispatches in all, the first included.
+    """
+
+    def __init__(
+        self, prompt: tuple[int, ...], sampling: SamplingParams, *, max_attempts: int
+    ) -> None:
+        self.state = State.WAITING
+        self.finish_reason = FinishReason.NONE
+        self.num_dropped = 0
+        self._prompt = prompt
+        self._sampling = sampling
+        self._max_attempts = max_attempts
+        self._output: list[int] = []
+        self._early: dict[int, ArrivedToken] = {}
+        self._attempt: _Attempt | None = None
+        self._num_attempts = 0
+
+    @property
+    def num_attempts(self) -> int:
+        """Dispatches so far."""
+        return self._num_attempts
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens handed to the client so far."""
+        return len(self._output)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """What the next attempt must compute: the prompt and the tokens the client already has."""
+        return self._prompt + tuple(self._output)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the client's prompt."""
+        return len(self._prompt)
+
+    @property
+    def needs_decode(self) -> bool:
+        """Whether a decode worker takes part: not if the next token must be the last."""
+        return self._sampling.max_tokens - len(self._output) > 1
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Sampling of the next attempt; prompt logprobs are computed once only."""
+        if self._output and self._sampling.prompt_logprobs is not None:
+            return replace(self._sampling, prompt_logprobs=None)
+        return self._sampling
+
+    # --- events -------------------------------------------------------------------------------
+
+    def dispatched(self) -> int:
+        """The shell sent both legs of a new attempt; return its number (0, 1, ...)."""
+        if self.state is not State.WAITING:
+            raise LocalProtocolError(f"dispatched a request that is {self.state.value}")
+        legs = [Leg.PREFILL, Leg.DECODE] if self.needs_decode else [Leg.PREFILL]
+        self._attempt = _Attempt(self._num_attempts, legs)
+        self._num_attempts += 1
+        self.state = State.RUNNING
+        return self._attempt.number
+
+    def tokens_arrived(
+        self, attempt: int, leg: Leg, tokens: tuple[ArrivedToken, ...]
+    ) -> list[Effect]:
+        """A leg reported tokens."""
+        current = self._current(attempt)
+        if current is None or leg not in current.open_legs:
+            self.num_dropped += len(tokens)
+            return []
+        if leg is Leg.PREFILL:
+            current.has_first_token = True
+        for token in tokens:
+            if token.position >= len(self._output) and token.position not in self._early:
+                self._early[token.position] = token
+            else:
+                self.num_dropped += 1
+        ready: list[ArrivedToken] = []
+        while (token := self._early.pop(len(self._output), None)) is not None:
+            self._output.append(token.token_id)
+            ready.append(token)
+            if token.finish_reason is not FinishReason.NONE:
+                self.finish_reason = token.finish_reason
+                break
+        if not ready:
+            return []
+        effects: list[Effect] = [Emit(tuple(ready))]
+        if self.finish_reason is not FinishReason.NONE:
+            if leg is Leg.DECODE:
+                current.open_legs.remove(Leg.DECODE)
+            effects += self._end(State.FINISHED, None)
+        return effects
+
+    def joined(self, attempt: int) -> None:
+        """Decode has all KV: from here on the prefill leg's fate does not matter."""
+        current = self._current(attempt)
+        if current is not None:
+            current.has_joined = True
+
+    def prefill_done(self, attempt: int) -> None:
+        """Prefill has nothing left to do."""
+        current = self._current(attempt)
+        if current is not None and Leg.PREFILL in current.open_legs:
+            current.open_legs.remove(Leg.PREFILL)
+
+    def leg_failed(self, attempt: int, leg: Leg, error: MeshError, *, lost: bool) -> list[Effect]:
+        """A leg reported an error, or its worker is gone (``lost``).
+
+        A prefill worker that dies after its token may have pushed everything: decode knows, and
+        will either join or fail, so nothing is decided here.
+        """
+        current = self._current(attempt)
+        if current is None or leg not in current.open_legs:
+            return []
+        current.open_legs.remove(leg)
+        if leg is Leg.PREFILL:
+            if current.has_joined:
+                return []
+            if lost and current.has_first_token and Leg.DECODE in current.open_legs:
+                return []
+        if error.retry is Retry.NEVER or self._num_attempts >= self._max_attempts:
+            return self._end(State.FAILED, _for_client(error))
+        effects: list[Effect] = [CancelLeg(other) for other in current.open_legs]
+        self._attempt = None
+        self._early.clear()
+        self.state = State.WAITING
+        return [*effects, Reroute(error, leg)]
+
+    def fail(self, error: MeshError) -> list[Effect]:
+        """The shell gives up: deadline, no pair left, drain. No effect after the end."""
+        if self.state in (State.FINISHED, State.FAILED):
+            return []
+        return self._end(State.FAILED, _for_client(error))
+
+    def cancel(self) -> list[Effect]:
+        """The client is gone; valid in every state, no effect after the end."""
+        if self.state in (State.FINISHED, State.FAILED):
+            return []
+        return self._end(State.FAILED, None)
+
+    # --- inside -------------------------------------------------------------------------------
+
+    def _current(self, attempt: int) -> _Attempt | None:
+        if self._attempt is None or self._attempt.number != attempt:
+            return None
+        return self._attempt
+
+    def _end(self, state: State, error: MeshError | None) -> list[Effect]:
+        effects: list[Effect] = []
+        if self._attempt is not None:
+            effects += [CancelLeg(leg) for leg in self._attempt.open_legs]
+        self._attempt = None
+        self._early.clear()
+        self.state = state
+        return [*effects, End(error)]
+
+
+def _for_client(error: MeshError) -> MeshError:
+    """Translate what only workers say into what clients are told."""
+    if isinstance(error, NoBlocks):
+        return Overloaded(error.message, code="no_blocks", retry_after_s=1.0)
+    return error

@@ -1,0 +1,164 @@
+"""Who is in the mesh, as a running thing: the peer table, one session task per worker, and the routing policy.
+
+Workers come and go through ``registry.py``; requests ask here for a pair. All state is soft: a restarted gateway learns it
+again from the workers' reports within a heartbeat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+import structlog
+
+from services.gateway.core.peer_table import PeerTable, Role, Worker, WorkerStatus
+from services.gateway.core.routing import Policy, RouteDecision, RouteRequest, route
+from services.gateway.peers import WorkerSession
+from shared.errors import NoCapacity, WorkerLost
+from shared.ids import Incarnation
+from shared.rpc.network import Address, Network
+from shared.runtime.groups import plain_errors
+
+_log = structlog.get_logger(__name__)
+
+
+class Membership:
+    """The gateway's view of its workers; made by ``membership``.
+
+    random: a source of uniform numbers in [0, 1) for the policy.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        policy: Policy,
+        incarnation: Incarnation,
+        version: str,
+        random: Callable[[], float],
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        self.table = PeerTable()
+        self._network = network
+        self._policy = policy
+        self._incarnation = incarnation
+        self._version = version
+        self._random = random
+        self._tasks = tasks
+        self._sessions: dict[Incarnation, WorkerSession] = {}
+        self._session_tasks: dict[Incarnation, asyncio.Task[None]] = {}
+        self._changed = asyncio.Event()
+
+    # --- workers --------------------------------------------------------------------------------
+
+    def join(self, worker: Worker) -> None:
+        """Add a worker and open its session.
+
+        Raises IncompatiblePeer: it does not fit the workers that are here.
+        """
+        self.table.join(worker)
+        old = self._sessions.get(worker.incarnation)
+        if old is not None:
+            worker.has_session = old.worker.has_session
+            old.worker = worker
+        else:
+            session = WorkerSession(
+                worker,
+                Address(worker.host, worker.port),
+                self._network,
+                self._incarnation,
+                self._version,
+                self.note_change,
+            )
+            self._sessions[worker.incarnation] = session
+            self._session_tasks[worker.incarnation] = self._tasks.create_task(session.run())
+        _log.info(
+            "worker joined",
+            worker=worker.incarnation,
+            role=worker.role.value,
+            address=f"{worker.host}:{worker.port}",
+            num_blocks=worker.num_blocks,
+            block_size=worker.block_size,
+        )
+        self.note_change()
+
+    def update(self, incarnation: Incarnation, status: WorkerStatus) -> None:
+        """Take a worker's report."""
+        worker = self.table.get(incarnation)
+        if worker is not None:
+            worker.status = status
+            self.note_change()
+
+    def leave(self, worker: Worker, reason: str) -> None:
+        """Remove a worker; requests on it fail over. An entry that a rejoin has replaced stays."""
+        incarnation = worker.incarnation
+        if self.table.get(incarnation) is not worker:
+            return
+        self.table.leave(incarnation)
+        self._session_tasks.pop(incarnation).cancel()
+        self._sessions.pop(incarnation).abandon(WorkerLost(f"the worker left the mesh: {reason}"))
+        _log.warning("worker left", worker=incarnation, role=worker.role.value, reason=reason)
+        self.note_change()
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set once, at the next change of anything here; take a fresh one for the change after."""
+        return self._changed
+
+    def note_change(self) -> None:
+        """Wake everybody who waits for a change."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def decode_addresses(self) -> list[tuple[Incarnation, str, int]]:
+        """What prefill workers must know: every decode worker that may be pushed to."""
+        return [(w.incarnation, w.host, w.port) for w in self.table.all(Role.DECODE)]
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def route(
+        self, *, num_tokens: int, max_new_tokens: int, avoid: frozenset[Incarnation]
+    ) -> RouteDecision | None:
+        """Choose a pair, or None if none can take the request now."""
+        request = RouteRequest(num_tokens=num_tokens, max_new_tokens=max_new_tokens, avoid=avoid)
+        return route(self._policy, request, self.table.usable_pairs(), self._random())
+
+    def require_capacity(self, num_tokens: int) -> None:
+        """Raise NoCapacity if no decode worker that is here could ever hold the request."""
+        decodes = self.table.all(Role.DECODE)
+        if decodes and all(w.blocks_for(num_tokens + 1) > w.num_blocks for w in decodes):
+            largest = max(w.num_blocks * w.block_size for w in decodes)
+            raise NoCapacity(
+                f"the request needs KV for {num_tokens + 1} tokens; the largest decode worker holds {largest}",
+                param="messages",
+                code="kv_too_small",
+            )
+
+    def session(self, incarnation: Incarnation) -> WorkerSession:
+        """Return the session of a worker that ``route`` just chose."""
+        return self._sessions[incarnation]
+
+    @property
+    def why_not_ready(self) -> str:
+        """One sentence, '' when ready."""
+        return self.table.why_not_ready()
+
+
+@contextlib.asynccontextmanager
+async def membership(
+    network: Network,
+    policy: Policy,
+    incarnation: Incarnation,
+    version: str,
+    random: Callable[[], float],
+) -> AsyncIterator[Membership]:
+    """Own the sessions of all workers for the length of the block."""
+    with plain_errors():
+        async with asyncio.TaskGroup() as tasks:
+            members = Membership(network, policy, incarnation, version, random, tasks)
+            try:
+                yield members
+            finally:
+                for role in Role:
+                    for worker in members.table.all(role):
+                        members.leave(worker, "the gateway stops")

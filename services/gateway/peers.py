@@ -1,0 +1,362 @@
+"""Streams to workers: one long-lived session per worker, dialled for as long as the worker is a member.
+
+A session multiplexes every request's leg on that worker by ``stream_id``: the fence of an attempt, because an id is used
+once and forgotten when its leg ends, so what a late or zombie worker still says finds nobody. This module knows wire
+messages and heartbeats; what an event means for a request is ``session.py``'s and the lifecycle core's affair.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import structlog
+
+from services.gateway.core.lifecycle import ArrivedToken, Leg
+from services.gateway.core.peer_table import Role, Worker
+from shared import wire
+from shared.errors import MeshError, RemoteProtocolError, WorkerLost
+from shared.ids import Incarnation, StreamId
+from shared.liveness import Liveness, PeerState
+from shared.request import FinishReason, SamplingParams, TokenLogprobs
+from shared.rpc import codec
+from shared.rpc.columns import pack_u32
+from shared.rpc.methods import DECODE_SESSION, PREFILL_SESSION
+from shared.rpc.network import Address, Network
+from shared.rpc.stream import ClientStream, open_stream
+from shared.runtime.groups import plain_errors
+
+_log = structlog.get_logger(__name__)
+
+_MAX_OUTBOX = 16_384
+"""Commands waiting for one worker. A worker that lets so many pile up is not alive."""
+
+_REDIAL_S = (0.05, 0.2, 0.5, 1.0)
+
+
+class LegEvents(Protocol):
+    """One leg of one attempt, as the session calls it; every call is on the loop and returns at once."""
+
+    @property
+    def leg(self) -> Leg: ...
+
+    def tokens(self, tokens: tuple[ArrivedToken, ...]) -> None:
+        """Tokens arrived."""
+        ...
+
+    def prefilled(self, event: wire.PrefillToken) -> None:
+        """Prefill's own times and cache hits, with its token (``tokens`` follows)."""
+        ...
+
+    def pushed(self, event: wire.PrefillDone) -> None:
+        """Prefill has nothing left to do."""
+        ...
+
+    def granted(self, event: wire.Granted) -> None:
+        """Decode reserved the blocks."""
+        ...
+
+    def joined(self, event: wire.Joined) -> None:
+        """Decode has all KV."""
+        ...
+
+    def failed(self, error: MeshError, *, lost: bool) -> None:
+        """The worker reported a failure, or is gone."""
+        ...
+
+
+class WorkerSession:
+    """The gateway's end of one worker's session stream, across reconnections.
+
+    on_change: called when the worker's usability changed.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        address: Address,
+        network: Network,
+        incarnation: Incarnation,
+        version: str,
+        on_change: Callable[[], None],
+    ) -> None:
+        self.worker = worker
+        self._address = address
+        self._network = network
+        self._hello = wire.Hello(
+            protocol_version=codec.PROTOCOL_VERSION,
+            role=wire.Role.GATEWAY,
+            incarnation=incarnation,
+            version=version,
+        )
+        self._on_change = on_change
+        self._legs: dict[StreamId, LegEvents] = {}
+        self._outbox: deque[Any] = deque()
+        self._has_mail = asyncio.Event()
+        self._next_stream_id = 1
+        self.silence_s = 0.0
+        """How long the worker had been silent when the session was last lost."""
+
+    @property
+    def num_legs(self) -> int:
+        """Legs that have not ended here."""
+        return len(self._legs)
+
+    # --- what requests do -----------------------------------------------------------------------
+
+    def start_prefill(
+        self,
+        leg: LegEvents,
+        *,
+        request_id: bytes,
+        attempt: int,
+        token_ids: tuple[int, ...],
+        num_prompt_tokens: int,
+        sampling: SamplingParams,
+        deadline_s: float,
+        decode: Incarnation,
+        cache_salt: bytes,
+    ) -> StreamId:
+        """Send a prompt; events come to ``leg`` until ``forget`` or a failure."""
+        stream_id = self._attach(leg)
+        self._post(
+            wire.PrefillCommand(
+                start=wire.StartPrefill(
+                    stream_id=stream_id,
+                    request_id=request_id,
+                    attempt=attempt,
+                    token_ids=pack_u32(token_ids),
+                    num_prompt_tokens=num_prompt_tokens,
+                    sampling=codec.sampling_to_wire(sampling),
+                    deadline_s=deadline_s,
+                    decode_incarnation=decode,
+                    cache_salt=cache_salt,
+                )
+            )
+        )
+        return stream_id
+
+    def reserve(
+        self,
+        leg: LegEvents,
+        *,
+        request_id: bytes,
+        attempt: int,
+        token_ids: tuple[int, ...],
+        num_prompt_tokens: int,
+        sampling: SamplingParams,
+        deadline_s: float,
+        wait_s: float,
+        prefill: Incarnation,
+        cache_salt: bytes,
+    ) -> StreamId:
+        """Ask for room; events come to ``leg`` until ``forget`` or a failure."""
+        stream_id = self._attach(leg)
+        self._post(
+            wire.DecodeCommand(
+                reserve=wire.Reserve(
+                    stream_id=stream_id,
+                    request_id=request_id,
+                    attempt=attempt,
+                    token_ids=pack_u32(token_ids),
+                    num_prompt_tokens=num_prompt_tokens,
+                    sampling=codec.sampling_to_wire(sampling),
+                    deadline_s=deadline_s,
+                    wait_s=wait_s,
+                    prefill_incarnation=prefill,
+                    cache_salt=cache_salt,
+                )
+            )
+        )
+        return stream_id
+
+    def cancel(self, stream_id: StreamId) -> None:
+        """Tell the worker to stop this leg, and forget it. Idempotent."""
+        if self._legs.pop(stream_id, None) is None or not self.worker.has_session:
+            return
+        if self.worker.role is Role.PREFILL:
+            self._post(wire.PrefillCommand(cancel=wire.CancelPrefill(stream_id=stream_id)))
+        else:
+            self._post(wire.DecodeCommand(cancel=wire.CancelDecode(stream_id=stream_id)))
+
+    def forget(self, stream_id: StreamId) -> None:
+        """The leg has ended by itself; later events with this id are dropped. Idempotent."""
+        self._legs.pop(stream_id, None)
+
+    def _attach(self, leg: LegEvents) -> StreamId:
+        stream_id = StreamId(self._next_stream_id)
+        self._next_stream_id += 1
+        self._legs[stream_id] = leg
+        return stream_id
+
+    def _post(self, command: Any) -> None:
+        self._outbox.append(command)
+        self._has_mail.set()
+
+    # --- the stream -----------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Keep the session up until cancelled: the worker's membership is the length of this call."""
+        num_failures = 0
+        while True:
+            try:
+                await self._run_once()
+                error: MeshError = WorkerLost("the worker closed its session")
+            except MeshError as reason:
+                error = reason
+            finally:
+                was_up = self.worker.has_session
+                self._down()
+            if was_up:
+                num_failures = 0
+            _log.warning(
+                "worker session lost",
+                worker=self.worker.incarnation,
+                role=self.worker.role.value,
+                address=str(self._address),
+                error=error.message,
+            )
+            self._fail_all(error)
+            await asyncio.sleep(_REDIAL_S[min(num_failures, len(_REDIAL_S) - 1)])
+            num_failures += 1
+
+    def abandon(self, error: MeshError) -> None:
+        """The worker has left the mesh: fail what is on it."""
+        self._down()
+        self._fail_all(error)
+
+    def _down(self) -> None:
+        self.worker.has_session = False
+        self._outbox.clear()
+        self._on_change()
+
+    def _fail_all(self, error: MeshError) -> None:
+        if not isinstance(error, WorkerLost):
+            error = WorkerLost(f"the {self.worker.role.value} worker's session broke: {error.message}")
+        legs, self._legs = list(self._legs.values()), {}
+        for leg in legs:
+            leg.failed(error, lost=True)
+
+    async def _run_once(self) -> None:
+        is_prefill = self.worker.role is Role.PREFILL
+        method: Any = PREFILL_SESSION if is_prefill else DECODE_SESSION
+        command: Any = wire.PrefillCommand if is_prefill else wire.DecodeCommand
+        async with (
+            self._network.channel(self._address) as channel,
+            open_stream(channel, method) as stream,
+        ):
+            await stream.send(command(hello=self._hello))
+            await self._greet(stream)
+            loop = asyncio.get_running_loop()
+            liveness = Liveness(loop.time())
+            self.worker.is_suspect = False
+            self.silence_s = 0.0
+            self.worker.has_session = True
+            self._on_change()
+            with plain_errors():
+                async with asyncio.TaskGroup() as tasks:
+                    writer = tasks.create_task(self._write(stream))
+                    watcher = tasks.create_task(self._watch(liveness, command))
+                    await self._read(stream, liveness)
+                    writer.cancel()
+                    watcher.cancel()
+
+    async def _greet(self, stream: ClientStream[Any, Any]) -> None:
+        try:
+            async with asyncio.timeout(3.0):
+                event = await stream.receive()
+        except TimeoutError:
+            raise WorkerLost("the worker did not say hello within 3 s") from None
+        hello = event.hello if event is not None else None
+        if hello is None or hello.incarnation != self.worker.incarnation:
+            raise WorkerLost("another process answers at this worker's address")
+
+    async def _write(self, stream: ClientStream[Any, Any]) -> None:
+        while True:
+            await self._has_mail.wait()
+            self._has_mail.clear()
+            if len(self._outbox) > _MAX_OUTBOX:
+                raise WorkerLost("the worker does not take its commands")
+            while self._outbox:
+                await stream.send(self._outbox.popleft())
+
+    async def _watch(self, liveness: Liveness, command: Any) -> None:
+        loop = asyncio.get_running_loop()
+        rule = liveness.rule
+        while True:
+            slept_from = loop.time()
+            await asyncio.sleep(rule.interval_s)
+            now = loop.time()
+            if now - slept_from > rule.suspect_after_s:
+                liveness.heard(now)  # it was this process that stood still
+            self._post(command(heartbeat=wire.Heartbeat()))
+            state = liveness.state(now)
+            if state is PeerState.DEAD:
+                self.silence_s = liveness.silence_s(now)
+                raise WorkerLost(f"the worker has been silent for {liveness.silence_s(now):.1f} s")
+            if (state is PeerState.SUSPECT) != self.worker.is_suspect:
+                self.worker.is_suspect = state is PeerState.SUSPECT
+                self._on_change()
+
+    async def _read(self, stream: ClientStream[Any, Any], liveness: Liveness) -> None:
+        loop = asyncio.get_running_loop()
+        dispatch = (
+            self._on_prefill_event if self.worker.role is Role.PREFILL else self._on_decode_event
+        )
+        async for event in stream:
+            liveness.heard(loop.time())
+            dispatch(event)
+
+    # --- events ---------------------------------------------------------------------------------
+
+    def _on_prefill_event(self, event: wire.PrefillEvent) -> None:
+        if event.token is not None:
+            leg = self._legs.get(StreamId(event.token.stream_id))
+            if leg is not None:
+                leg.prefilled(event.token)
+                leg.tokens((_prefill_token(event.token),))
+        elif event.done is not None:
+            leg = self._legs.pop(StreamId(event.done.stream_id), None)
+            if leg is not None:
+                leg.pushed(event.done)
+        elif event.failed is not None:
+            self._on_failed(event.failed.stream_id, event.failed.error)
+
+    def _on_decode_event(self, event: wire.DecodeEvent) -> None:
+        if event.tokens is not None:
+            self._on_step_tokens(event.tokens)
+        elif event.joined is not None:
+            leg = self._legs.get(StreamId(event.joined.stream_id))
+            if leg is not None:
+                leg.joined(event.joined)
+        elif event.granted is not None:
+            leg = self._legs.get(StreamId(event.granted.stream_id))
+            if leg is not None:
+                leg.granted(event.granted)
+        elif event.failed is not None:
+            self._on_failed(event.failed.stream_id, event.failed.error)
+
+    def _on_failed(self, stream_id: int, error: wire.Error | None) -> None:
+        leg = self._legs.pop(StreamId(stream_id), None)
+        if leg is not None:
+            reason = codec.error_from_wire(error) if error is not None else WorkerLost("no reason given")
+            leg.failed(reason, lost=False)
+
+    def _on_step_tokens(self, step: wire.StepTokens) -> None:
+        rows = codec.step_tokens_from_wire(step)
+        for row in rows:
+            leg = self._legs.get(row.stream_id)
+            if leg is not None:
+                finish = row.finish_reason
+                if finish is not FinishReason.NONE:
+                    self._legs.pop(row.stream_id, None)
+                leg.tokens((ArrivedToken(row.position, row.token_id, finish, row.logprobs),))
+
+
+def _prefill_token(event: wire.PrefillToken) -> ArrivedToken:
+    token = codec.prefill_token_from_wire(event)
+    return ArrivedToken(
+        token.position, token.token_id, token.finish_reason, token.logprobs, token.prompt_logprobs
+    )

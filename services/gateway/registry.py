@@ -1,0 +1,142 @@
+"""``Registry.Join``: how workers become members. The stream is the membership: when it ends, the worker has left.
+
+The gateway is the registry; there is nothing else to run. A worker says what it is, then how it is; the gateway answers
+with whom prefill may push to. Addresses come from here alone, never from a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from services.gateway.core.peer_table import Role, ServedModel, Worker, WorkerStatus
+from services.gateway.membership import Membership
+from shared import wire
+from shared.errors import IncompatiblePeer, RemoteProtocolError
+from shared.ids import Incarnation
+from shared.liveness import DEAD_AFTER_S
+from shared.rpc import codec
+from shared.rpc.columns import unpack_u64
+from shared.rpc.methods import REGISTRY_JOIN
+from shared.rpc.service import ServerStream, Servicer, bind
+from shared.runtime.groups import plain_errors
+
+_ROLES = {wire.Role.PREFILL: Role.PREFILL, wire.Role.DECODE: Role.DECODE}
+
+JoinStream = ServerStream[Any, Any]
+
+
+class Registry:
+    """The servicer of ``Registry.Join``."""
+
+    def __init__(self, members: Membership, incarnation: Incarnation, version: str) -> None:
+        self._members = members
+        self._hello = wire.Hello(
+            protocol_version=codec.PROTOCOL_VERSION,
+            role=wire.Role.GATEWAY,
+            incarnation=incarnation,
+            version=version,
+        )
+
+    @property
+    def servicer(self) -> Servicer:
+        """What ``Network.serve`` takes."""
+        return Servicer(bind(REGISTRY_JOIN, self.join))
+
+    async def join(self, stream: JoinStream) -> None:
+        """Serve one worker until its stream ends."""
+        report = await stream.receive()
+        if report is None or report.announce is None:
+            raise RemoteProtocolError("a worker's first message must be its announcement")
+        worker = _worker(report.announce, stream.peer.host)
+        try:
+            self._members.join(worker)
+        except IncompatiblePeer as error:
+            await stream.send(wire.GatewayDirective(refused=codec.error_to_wire(error)))
+            return
+        reason = "its join stream ended"
+        try:
+            await stream.send(wire.GatewayDirective(hello=self._hello))
+            with plain_errors():
+                async with asyncio.TaskGroup() as tasks:
+                    teller = tasks.create_task(self._tell_peers(stream, worker.role))
+                    reason = await self._read(stream, worker.incarnation)
+                    teller.cancel()
+        finally:
+            self._members.leave(worker, reason)
+
+    async def _read(self, stream: JoinStream, incarnation: Incarnation) -> str:
+        while True:
+            try:
+                async with asyncio.timeout(2 * DEAD_AFTER_S):
+                    report = await stream.receive()
+            except TimeoutError:
+                return f"no report for {2 * DEAD_AFTER_S:g} s"
+            if report is None:
+                return "it left"
+            if report.status is not None:
+                self._members.update(incarnation, _status(report.status))
+
+    async def _tell_peers(self, stream: JoinStream, role: Role) -> None:
+        if role is not Role.PREFILL:
+            return
+        told: list[tuple[Incarnation, str, int]] | None = None
+        while True:
+            changed = self._members.changed
+            peers = self._members.decode_addresses()
+            if peers != told:
+                told = peers
+                await stream.send(
+                    wire.GatewayDirective(
+                        peers=wire.PeerList(
+                            peers=[
+                                wire.Peer(incarnation=incarnation, host=host, port=port)
+                                for incarnation, host, port in peers
+                            ]
+                        )
+                    )
+                )
+            await changed.wait()
+
+
+def _worker(announce: wire.WorkerAnnounce, peer_host: str) -> Worker:
+    """Validate an announcement. Raises RemoteProtocolError, IncompatiblePeer."""
+    hello = codec.require_hello(announce.hello)
+    if announce.model is None or announce.layout is None:
+        raise RemoteProtocolError("the announcement lacks model or layout")
+    role = _ROLES.get(wire.Role(hello.role))
+    if role is None:
+        raise RemoteProtocolError("only prefill and decode workers join", param="role")
+    if not (0 < announce.port < 65536 and announce.num_blocks > 0 and announce.block_size > 0):
+        raise RemoteProtocolError("port, num_blocks and block_size must be positive")
+    model = codec.model_from_wire(announce.model)
+    return Worker(
+        role=role,
+        incarnation=Incarnation(hello.incarnation),
+        host=announce.host or peer_host,
+        port=announce.port,
+        model=ServedModel(
+            name=model.name,
+            fingerprint=model.fingerprint,
+            vocab_size=model.vocab_size,
+            max_model_len=model.max_model_len,
+            dtype=model.dtype,
+        ),
+        layout=codec.layout_from_wire(announce.layout),
+        num_blocks=announce.num_blocks,
+        block_size=announce.block_size,
+    )
+
+
+def _status(status: wire.WorkerStatus) -> WorkerStatus:
+    return WorkerStatus(
+        pending_tokens=status.pending_tokens,
+        num_waiting=status.num_waiting,
+        num_running=status.num_running,
+        free_blocks=status.free_blocks,
+        reserved_blocks=status.reserved_blocks,
+        quarantined_blocks=status.quarantined_blocks,
+        step_s=status.step_s,
+        is_draining=status.draining,
+        paired=frozenset(Incarnation(i) for i in unpack_u64(status.paired, name="paired")),
+    )

@@ -1,0 +1,329 @@
+"""One request's shell: admits it, dispatches both legs at once, feeds their events to the lifecycle core, and carries out
+what the core decides.
+
+There is no task per request here: the client's own task (the HTTP or gRPC handler) drives it by iterating. Worker sessions
+call in synchronously; the iterator wakes, hands out what has arrived, and dispatches again when an attempt has failed.
+Leaving the block in any way cancels both legs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+from services.gateway.core.lifecycle import (
+    ArrivedToken,
+    CancelLeg,
+    Effect,
+    Emit,
+    End,
+    Leg,
+    Lifecycle,
+    Reroute,
+)
+from services.gateway.core.peer_table import Worker
+from services.gateway.core.routing import RouteDecision
+from services.gateway.membership import Membership
+from services.gateway.mesh import GenerationRequest, TokenBatch
+from services.gateway.peers import WorkerSession
+from services.gateway.timeline import Timeline
+from shared import wire
+from shared.errors import DeadlinePassed, MeshError, WorkerLost
+from shared.ids import Incarnation, StreamId
+from shared.request import FinishReason
+
+
+class _LegShell:
+    """One leg of one attempt: passes events on with their attempt's number, and gives its load back once."""
+
+    def __init__(self, request: RequestShell, attempt: int, leg: Leg, session: WorkerSession) -> None:
+        self.leg = leg
+        self._request = request
+        self._attempt = attempt
+        self.session = session
+        self.stream_id = StreamId(0)
+        self._load = 0
+
+    @property
+    def worker(self) -> Worker:
+        return self.session.worker
+
+    def take_load(self, amount: int) -> None:
+        """Count this leg on its worker, in tokens (prefill) or blocks (decode), until ``drop_load``."""
+        self._load = amount
+        if self.leg is Leg.PREFILL:
+            self.worker.own_tokens += amount
+        else:
+            self.worker.own_blocks += amount
+
+    def drop_load(self) -> None:
+        """Give the load back; idempotent."""
+        if self.leg is Leg.PREFILL:
+            self.worker.own_tokens -= self._load
+        else:
+            self.worker.own_blocks -= self._load
+        self._load = 0
+
+    def cancel(self) -> None:
+        """Stop the worker's part."""
+        self.session.cancel(self.stream_id)
+        self.drop_load()
+
+    def tokens(self, tokens: tuple[ArrivedToken, ...]) -> None:
+        if self.leg is Leg.PREFILL:
+            self.drop_load()
+        self._request.apply(
+            self._request.lifecycle.tokens_arrived(self._attempt, self.leg, tokens), self._attempt
+        )
+
+    def prefilled(self, event: wire.PrefillToken) -> None:
+        self._request.timeline.prefilled(
+            queue_s=event.queue_s, compute_s=event.compute_s, cached_tokens=event.cached_tokens
+        )
+
+    def pushed(self, event: wire.PrefillDone) -> None:
+        self.drop_load()
+        self._request.timeline.pushed(
+            num_bytes=event.bytes_sent,
+            transfer_s=event.transfer_s,
+            exposed_s=event.exposed_s,
+            lane=event.lane,
+            mode=event.mode,
+        )
+        self._request.lifecycle.prefill_done(self._attempt)
+
+    def granted(self, event: wire.Granted) -> None:
+        self._request.timeline.granted(cached_tokens=event.cached_tokens, wait_s=event.wait_s)
+
+    def joined(self, event: wire.Joined) -> None:
+        self._request.timeline.joined()
+        self._request.lifecycle.joined(self._attempt)
+
+    def failed(self, error: MeshError, *, lost: bool) -> None:
+        self.drop_load()
+        self._request.apply(
+            self._request.lifecycle.leg_failed(self._attempt, self.leg, error, lost=lost),
+            self._attempt,
+        )
+
+
+class RequestShell:
+    """One running answer (the ``Generation`` of ``mesh.py``)."""
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        membership: Membership,
+        timeline: Timeline,
+        *,
+        max_attempts: int,
+        pair_wait_s: float,
+        failover_wait_s: float,
+    ) -> None:
+        self.lifecycle = Lifecycle(request.token_ids, request.sampling, max_attempts=max_attempts)
+        self.timeline = timeline
+        self._request = request
+        self._membership = membership
+        self._pair_wait_s = pair_wait_s
+        self._failover_wait_s = failover_wait_s
+        self._pending: list[ArrivedToken] = []
+        self._wake = asyncio.Event()
+        self._end: End | None = None
+        self._reroute: Reroute | None = None
+        self._legs: dict[Leg, _LegShell] = {}
+        self._avoid: set[Incarnation] = set()
+        self._num_emitted = 0
+
+    # --- the client's side ----------------------------------------------------------------------
+
+    def __aiter__(self) -> AsyncIterator[TokenBatch]:
+        return self
+
+    async def __anext__(self) -> TokenBatch:
+        """Return what has arrived since the last call, as one batch."""
+        while not self._pending:
+            if self._end is not None:
+                if self._end.error is not None:
+                    raise self._end.error
+                raise StopAsyncIteration
+            if self._reroute is not None:
+                await self._dispatch_again(self._reroute)
+                continue
+            try:
+                async with asyncio.timeout_at(self._request.deadline_at):
+                    await self._wake.wait()
+            except TimeoutError:
+                self.apply(self.lifecycle.fail(DeadlinePassed("the request's deadline passed")))
+            self._wake.clear()
+        tokens, self._pending = self._pending, []
+        return self._batch(tokens)
+
+    def _batch(self, tokens: list[ArrivedToken]) -> TokenBatch:
+        has_logprobs = self._request.sampling.logprobs is not None
+        first_index, self._num_emitted = self._num_emitted, self._num_emitted + len(tokens)
+        return TokenBatch(
+            first_index=first_index,
+            token_ids=tuple(token.token_id for token in tokens),
+            logprobs=tuple(t.logprobs for t in tokens if t.logprobs is not None)
+            if has_logprobs
+            else None,
+            finish_reason=tokens[-1].finish_reason,
+            prompt_logprobs=tokens[0].prompt_logprobs,
+        )
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.timeline.cached_tokens
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """NONE until the last token has arrived."""
+        return self.lifecycle.finish_reason
+
+    def receipt(self) -> dict[str, Any]:
+        return self.timeline.receipt(
+            attempts=self.lifecycle.num_attempts, num_output_tokens=self.lifecycle.num_output_tokens
+        )
+
+    # --- dispatch -------------------------------------------------------------------------------
+
+    async def dispatch(self) -> None:
+        """Find a pair and send both legs; waits a bounded while for a pair.
+
+        Raises WorkerLost: no pair came. NoCapacity: no decode worker is large enough. DeadlinePassed.
+        """
+        limit_at = asyncio.get_running_loop().time() + self._pair_wait_s
+        self._send(await self._find_pair(limit_at))
+
+    async def _dispatch_again(self, reroute: Reroute) -> None:
+        self._reroute = None
+        failed = self._legs.get(reroute.avoid)
+        silence_s = 0.0
+        if failed is not None:
+            self._avoid.add(failed.worker.incarnation)
+            silence_s = min(failed.session.silence_s, self._failover_wait_s)
+        self._drop_legs()
+        limit_at = asyncio.get_running_loop().time() + self._failover_wait_s - silence_s
+        try:
+            decision = await self._find_pair(limit_at)
+        except MeshError as no_pair:
+            error = no_pair if isinstance(no_pair, DeadlinePassed) else reroute.error
+            self.apply(self.lifecycle.fail(error))
+            return
+        self.timeline.rerouted(reroute.error)
+        self._send(decision)
+
+    async def _find_pair(self, limit_at: float) -> RouteDecision:
+        deadline_at = self._request.deadline_at
+        give_up_at = limit_at if deadline_at is None else min(limit_at, deadline_at)
+        num_tokens = len(self.lifecycle.token_ids)
+        while True:
+            changed = self._membership.changed
+            decision = self._membership.route(
+                num_tokens=num_tokens,
+                max_new_tokens=self._request.sampling.max_tokens,
+                avoid=frozenset(self._avoid),
+            )
+            if decision is not None:
+                return decision
+            self._membership.require_capacity(num_tokens)
+            try:
+                async with asyncio.timeout_at(give_up_at):
+                    await changed.wait()
+            except TimeoutError:
+                if deadline_at is not None and give_up_at >= deadline_at:
+                    raise DeadlinePassed("the deadline passed while no worker was free") from None
+                raise WorkerLost(
+                    f"no pair of workers can take the request: {self._membership.why_not_ready}",
+                    code="no_pair",
+                    retry_after_s=1.0,
+                ) from None
+
+    def _send(self, decision: RouteDecision) -> None:
+        """Send both legs in the same instant: prefill computes while decode makes room."""
+        lifecycle = self.lifecycle
+        needs_decode = lifecycle.needs_decode
+        token_ids, sampling = lifecycle.token_ids, lifecycle.sampling
+        attempt = lifecycle.dispatched()
+        self.timeline.dispatched(decision)
+        deadline_s = self._remaining_s()
+        prefill = _LegShell(
+            self, attempt, Leg.PREFILL, self._membership.session(decision.prefill)
+        )
+        self._legs = {Leg.PREFILL: prefill}
+        prefill.take_load(len(token_ids))
+        prefill.stream_id = prefill.session.start_prefill(
+            prefill,
+            request_id=self._request.request_id,
+            attempt=attempt,
+            token_ids=token_ids,
+            num_prompt_tokens=lifecycle.num_prompt_tokens,
+            sampling=sampling,
+            deadline_s=deadline_s,
+            decode=decision.decode if needs_decode else Incarnation(0),
+            cache_salt=self._request.cache_salt,
+        )
+        if not needs_decode:
+            return
+        decode = _LegShell(self, attempt, Leg.DECODE, self._membership.session(decision.decode))
+        self._legs[Leg.DECODE] = decode
+        decode.take_load(decode.worker.blocks_for(len(token_ids) + 1))
+        decode.stream_id = decode.session.reserve(
+            decode,
+            request_id=self._request.request_id,
+            attempt=attempt,
+            token_ids=token_ids,
+            num_prompt_tokens=lifecycle.num_prompt_tokens,
+            sampling=sampling,
+            deadline_s=deadline_s,
+            wait_s=self._pair_wait_s,
+            prefill=decision.prefill,
+            cache_salt=self._request.cache_salt,
+        )
+
+    def _remaining_s(self) -> float:
+        if self._request.deadline_at is None:
+            return 0.0
+        return max(0.001, self._request.deadline_at - asyncio.get_running_loop().time())
+
+    # --- effects --------------------------------------------------------------------------------
+
+    def apply(self, effects: list[Effect], attempt: int | None = None) -> None:
+        """Carry out what the core decided; never waits."""
+        for effect in effects:
+            match effect:
+                case Emit(tokens):
+                    self.timeline.emitted(len(tokens), from_prefill=attempt is not None)
+                    self._pending.extend(tokens)
+                case CancelLeg(leg):
+                    self._legs[leg].cancel()
+                case Reroute():
+                    self._reroute = effect
+                case End():
+                    self._end = effect
+                    self._drop_legs()
+                    self.timeline.ended(effect.error)
+        self._wake.set()
+
+    def _drop_legs(self) -> None:
+        for shell in self._legs.values():
+            shell.drop_load()
+
+    def close(self) -> None:
+        """The consumer has left: cancel whatever is still running."""
+        self.apply(self.lifecycle.cancel())
+
+
+@contextlib.asynccontextmanager
+async def closing(shell: RequestShell) -> AsyncIterator[RequestShell]:
+    """Dispatch on entry, cancel on exit."""
+    try:
+        await shell.dispatch()
+        yield shell
+    except MeshError as error:
+        shell.apply(shell.lifecycle.fail(error))
+        raise
+    finally:
+        shell.close()

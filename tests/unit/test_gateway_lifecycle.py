@@ -1,0 +1,163 @@
+"""One request's state machine: order, fencing, retries, exactly one end."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.gateway.core.lifecycle import (
+    ArrivedToken,
+    CancelLeg,
+    Emit,
+    End,
+    Leg,
+    Lifecycle,
+    Reroute,
+    State,
+)
+from shared.errors import InvalidRequest, LocalProtocolError, NoBlocks, Overloaded, WorkerLost
+from shared.request import FinishReason, SamplingParams
+
+LOST = WorkerLost("gone")
+
+
+def a_request(max_tokens: int = 4, **sampling: object) -> Lifecycle:
+    params = SamplingParams(max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
+    return Lifecycle((1, 2, 3), params, max_attempts=3)
+
+
+def token(
+    position: int, token_id: int = 7, finish: FinishReason = FinishReason.NONE
+) -> ArrivedToken:
+    return ArrivedToken(position, token_id, finish)
+
+
+def test_tokens_of_both_legs_leave_in_order() -> None:
+    """A decode token that overtakes prefill's first token waits for it."""
+    life = a_request()
+    attempt = life.dispatched()
+    assert life.tokens_arrived(attempt, Leg.DECODE, (token(1),)) == []
+    assert life.tokens_arrived(attempt, Leg.PREFILL, (token(0),)) == [Emit((token(0), token(1)))]
+
+
+def test_the_last_token_ends_the_request_and_cancels_what_is_open() -> None:
+    """A finish reason is followed by the end; the prefill leg, still pushing, is told to stop."""
+    life = a_request()
+    attempt = life.dispatched()
+    last = token(0, finish=FinishReason.STOP)
+    effects = life.tokens_arrived(attempt, Leg.PREFILL, (last,))
+    assert effects == [Emit((last,)), CancelLeg(Leg.PREFILL), CancelLeg(Leg.DECODE), End(None)]
+    assert life.state is State.FINISHED
+
+
+def test_nothing_follows_the_end() -> None:
+    """Late tokens, failures and cancels of a finished request have no effect."""
+    life = a_request(max_tokens=1)
+    attempt = life.dispatched()
+    life.tokens_arrived(attempt, Leg.PREFILL, (token(0, finish=FinishReason.LENGTH),))
+    assert life.tokens_arrived(attempt, Leg.DECODE, (token(1),)) == []
+    assert life.leg_failed(attempt, Leg.PREFILL, LOST, lost=True) == []
+    assert life.cancel() == []
+    assert life.fail(LOST) == []
+
+
+def test_a_lost_decode_worker_means_another_attempt_with_the_tokens_so_far() -> None:
+    """The next attempt computes prompt plus sent tokens, and old tokens are fenced off."""
+    life = a_request(max_tokens=8)
+    first = life.dispatched()
+    life.tokens_arrived(first, Leg.PREFILL, (token(0, 10),))
+    life.prefill_done(first)
+    life.joined(first)
+    life.tokens_arrived(first, Leg.DECODE, (token(1, 11),))
+    assert life.leg_failed(first, Leg.DECODE, LOST, lost=True) == [Reroute(LOST, Leg.DECODE)]
+    assert life.token_ids == (1, 2, 3, 10, 11)
+    second = life.dispatched()
+    assert life.tokens_arrived(first, Leg.DECODE, (token(2, 99),)) == []
+    assert life.num_dropped == 1
+    assert life.tokens_arrived(second, Leg.PREFILL, (token(2, 12),)) == [Emit((token(2, 12),))]
+
+
+def test_prefill_lost_before_its_token_cancels_decode_and_retries() -> None:
+    """Without token 1 the attempt cannot go on."""
+    life = a_request()
+    attempt = life.dispatched()
+    assert life.leg_failed(attempt, Leg.PREFILL, LOST, lost=True) == [
+        CancelLeg(Leg.DECODE),
+        Reroute(LOST, Leg.PREFILL),
+    ]
+
+
+def test_prefill_lost_after_its_token_leaves_the_verdict_to_decode() -> None:
+    """All KV may have arrived: decode joins, or fails the attempt itself."""
+    life = a_request()
+    attempt = life.dispatched()
+    life.tokens_arrived(attempt, Leg.PREFILL, (token(0),))
+    assert life.leg_failed(attempt, Leg.PREFILL, LOST, lost=True) == []
+    assert life.leg_failed(attempt, Leg.DECODE, LOST, lost=False) == [Reroute(LOST, Leg.DECODE)]
+
+
+def test_attempts_are_bounded() -> None:
+    """The third failure is the client's error."""
+    life = a_request()
+    for _ in range(2):
+        effects = life.leg_failed(life.dispatched(), Leg.DECODE, LOST, lost=True)
+        assert effects[-1] == Reroute(LOST, Leg.DECODE)
+    assert life.leg_failed(life.dispatched(), Leg.DECODE, LOST, lost=True) == [
+        CancelLeg(Leg.PREFILL),
+        End(LOST),
+    ]
+    assert life.state is State.FAILED
+
+
+def test_the_clients_own_fault_is_not_retried() -> None:
+    """An invalid request ends at once."""
+    life = a_request()
+    error = InvalidRequest("no")
+    effects = life.leg_failed(life.dispatched(), Leg.PREFILL, error, lost=False)
+    assert effects == [CancelLeg(Leg.DECODE), End(error)]
+
+
+def test_no_blocks_becomes_overloaded_for_the_client() -> None:
+    """Clients are told when to come back, in the words of the error table."""
+    life = Lifecycle((1,), SamplingParams(max_tokens=4), max_attempts=1)
+    effects = life.leg_failed(life.dispatched(), Leg.DECODE, NoBlocks("full"), lost=False)
+    end = effects[-1]
+    assert isinstance(end, End)
+    assert isinstance(end.error, Overloaded)
+    assert end.error.retry_after_s > 0
+
+
+def test_one_token_needs_no_decode_worker() -> None:
+    """max_tokens=1, or one token left after a failover, is prefill's alone."""
+    life = a_request(max_tokens=2)
+    assert life.needs_decode
+    attempt = life.dispatched()
+    life.tokens_arrived(attempt, Leg.PREFILL, (token(0),))
+    life.leg_failed(attempt, Leg.DECODE, LOST, lost=True)
+    assert not life.needs_decode
+
+
+def test_prompt_logprobs_are_asked_for_once() -> None:
+    """A retry that already has tokens does not compute the prompt's logprobs again."""
+    life = a_request(prompt_logprobs=0)
+    attempt = life.dispatched()
+    assert life.sampling.prompt_logprobs == 0
+    life.tokens_arrived(attempt, Leg.PREFILL, (token(0),))
+    life.leg_failed(attempt, Leg.DECODE, LOST, lost=True)
+    assert life.sampling.prompt_logprobs is None
+
+
+def test_dispatching_twice_is_our_own_bug() -> None:
+    """The shell may dispatch only while the request waits."""
+    life = a_request()
+    life.dispatched()
+    with pytest.raises(LocalProtocolError):
+        life.dispatched()
+
+
+def test_a_duplicated_token_is_dropped() -> None:
+    """The same index twice reaches the client once."""
+    life = a_request()
+    attempt = life.dispatched()
+    life.tokens_arrived(attempt, Leg.PREFILL, (token(0),))
+    assert life.tokens_arrived(attempt, Leg.DECODE, (token(0),)) == []
+    assert life.num_dropped == 1

@@ -1,0 +1,149 @@
+"""Routing policies and the peer table they read."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from services.gateway.core.peer_table import PeerTable, Role, ServedModel, Worker, WorkerStatus
+from services.gateway.core.routing import POLICIES, RouteRequest, route
+from shared.errors import IncompatiblePeer
+from shared.ids import Incarnation
+from shared.kv.layout import KvLayout
+
+LAYOUT = KvLayout(dtype="float32", num_layers=2, num_kv_heads=2, head_dim=8)
+
+
+def a_worker(role: Role, incarnation: int, **changes: object) -> Worker:
+    model = ServedModel(
+        name="m", fingerprint=b"f" * 32, vocab_size=100, max_model_len=512, dtype="float32"
+    )
+    fields: dict[str, object] = {
+        "role": role,
+        "incarnation": Incarnation(incarnation),
+        "host": "h",
+        "port": 1,
+        "model": model,
+        "layout": LAYOUT,
+        "num_blocks": 64,
+        "block_size": 16,
+        "has_session": True,
+    }
+    return Worker(**(fields | changes))  # type: ignore[arg-type]
+
+
+def a_mesh(num_prefill: int = 2, num_decode: int = 2) -> PeerTable:
+    table = PeerTable()
+    decodes = [Incarnation(100 + i) for i in range(num_decode)]
+    for i in range(num_prefill):
+        worker = a_worker(Role.PREFILL, i + 1)
+        worker.status = WorkerStatus(paired=frozenset(decodes))
+        table.join(worker)
+    for incarnation in decodes:
+        table.join(a_worker(Role.DECODE, incarnation))
+    return table
+
+
+def pairs_chosen(policy_name: str, table: PeerTable, n: int) -> Counter[tuple[int, int]]:
+    policy = POLICIES[policy_name]()
+    chosen: Counter[tuple[int, int]] = Counter()
+    for i in range(n):
+        request = RouteRequest(num_tokens=10, max_new_tokens=5)
+        decision = route(policy, request, table.usable_pairs(), (i * 0.37) % 1)
+        assert decision is not None
+        chosen[(decision.prefill, decision.decode)] += 1
+    return chosen
+
+
+@pytest.mark.parametrize("name", ["round_robin", "least_loaded"])
+def test_idle_workers_share_the_work_equally(name: str) -> None:
+    """Round robin and least loaded use each prefill and each decode worker equally often."""
+    chosen = pairs_chosen(name, a_mesh(), 40)
+    for side in (0, 1):
+        by_worker: Counter[int] = Counter()
+        for pair, count in chosen.items():
+            by_worker[pair[side]] += count
+        assert set(by_worker.values()) == {20}
+
+
+def test_random_reaches_every_pair() -> None:
+    """The random number decides alone."""
+    assert len(pairs_chosen("random", a_mesh(), 100)) == 4
+
+
+def test_least_loaded_joins_the_shortest_queue() -> None:
+    """Pending tokens decide for prefill, the share of reserved blocks for decode."""
+    table = a_mesh()
+    busy_prefill, idle_prefill = table.all(Role.PREFILL)
+    busy_decode, idle_decode = table.all(Role.DECODE)
+    busy_prefill.own_tokens = 500
+    busy_decode.own_blocks = 10
+    decision = route(
+        POLICIES["least_loaded"](),
+        RouteRequest(num_tokens=1, max_new_tokens=1),
+        table.usable_pairs(),
+        0.0,
+    )
+    assert decision is not None
+    assert (decision.prefill, decision.decode) == (
+        idle_prefill.incarnation,
+        idle_decode.incarnation,
+    )
+    assert len(decision.candidates) == 4
+
+
+def test_a_worker_that_failed_is_avoided_while_another_is_there() -> None:
+    """With a spare it is left out; alone it is used again."""
+    table = a_mesh(num_prefill=1)
+    request = RouteRequest(num_tokens=1, max_new_tokens=1, avoid=frozenset({Incarnation(100)}))
+    for _ in range(3):
+        decision = route(POLICIES["round_robin"](), request, table.usable_pairs(), 0.0)
+        assert decision is not None
+        assert decision.decode == 101
+    everyone = frozenset(Incarnation(i) for i in (1, 100, 101))
+    request = RouteRequest(num_tokens=1, max_new_tokens=1, avoid=everyone)
+    assert route(POLICIES["random"](), request, table.usable_pairs(), 0.0) is not None
+
+
+def test_only_pairs_whose_canary_crossed_are_used() -> None:
+    """A prefill worker that reaches no decode worker takes no work, and the reason is said."""
+    table = a_mesh(num_prefill=1)
+    table.all(Role.PREFILL)[0].status = WorkerStatus()
+    assert table.usable_pairs() == []
+    assert "has reached a decode worker" in table.why_not_ready()
+
+
+def test_a_request_larger_than_a_decode_pool_finds_no_pair() -> None:
+    """64 blocks of 16 hold 1,023 prompt tokens and the next."""
+    pairs = a_mesh().usable_pairs()
+    policy = POLICIES["random"]()
+    fits = RouteRequest(num_tokens=1023, max_new_tokens=1)
+    too_large = RouteRequest(num_tokens=1024, max_new_tokens=1)
+    assert route(policy, fits, pairs, 0.0) is not None
+    assert route(policy, too_large, pairs, 0.0) is None
+
+
+@pytest.mark.parametrize("state", ["has_session", "is_suspect", "is_draining"])
+def test_unusable_workers_get_nothing_new(state: str) -> None:
+    """No session, silence, or draining each take a worker out of every pair."""
+    table = a_mesh(num_prefill=1)
+    prefill = table.all(Role.PREFILL)[0]
+    if state == "is_draining":
+        prefill.status = WorkerStatus(is_draining=True, paired=prefill.status.paired)
+    else:
+        setattr(prefill, state, state == "is_suspect")
+    assert table.usable_pairs() == []
+
+
+def test_a_worker_with_another_model_or_layout_is_refused() -> None:
+    """The sentence names the difference and the remedy."""
+    table = a_mesh(num_prefill=1, num_decode=0)
+    other_model = ServedModel(
+        name="x", fingerprint=b"g" * 32, vocab_size=100, max_model_len=512, dtype="float32"
+    )
+    with pytest.raises(IncompatiblePeer, match="same --model"):
+        table.join(a_worker(Role.DECODE, 7, model=other_model))
+    other_layout = KvLayout(dtype="bfloat16", num_layers=2, num_kv_heads=2, head_dim=8)
+    with pytest.raises(IncompatiblePeer, match="dtype"):
+        table.join(a_worker(Role.DECODE, 7, layout=other_layout))
