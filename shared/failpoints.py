@@ -1,11 +1,13 @@
 """Named points in the code where a fault test may stop, kill or hold this very process.
 
-``PDMESH_FAILPOINTS="prefill.mid_push:3=kill,decode.before_grant=stop"`` kills the process with SIGKILL the third time it
-comes by ``prefill.mid_push``, and stops it with SIGSTOP the first time it comes by ``decode.before_grant``. A point acts
-once. With the variable unset a point costs one look-up in an empty dictionary.
+``PDMESH_FAILPOINTS="prefill.mid_push:3=kill,decode.before_grant=stop"`` kills the process with
+SIGKILL the third time it comes by ``prefill.mid_push``, and stops it with SIGSTOP the first time it
+comes by ``decode.before_grant``. A point acts once. With the variable unset a point costs one
+look-up in an empty dictionary.
 
-Before it acts, a point writes ``failpoint <name> <action> pid=<pid>`` to stderr, so that a test that watches stderr
-knows the instant. The points themselves are named where they are called; this module knows none of them.
+Before it acts, a point writes ``failpoint <name> <action> pid=<pid>`` to stderr, so that a test
+that watches stderr knows the instant. The points themselves are named where they are called; this
+module knows none of them.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ VARIABLE = "PDMESH_FAILPOINTS"
 class Action(Enum):
     """What happens at an armed point."""
 
-    STOP = "stop"  # SIGSTOP to itself: the process looks alive to the kernel and to UCX, and answers nothing
+    STOP = "stop"  # SIGSTOP to itself: looks alive to the kernel and to UCX, and answers nothing
     KILL = "kill"  # SIGKILL to itself
     WAIT = "wait"  # the calling thread never goes on: a test kills the process from outside
 

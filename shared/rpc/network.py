@@ -9,19 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """A gRPC address."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+from shared.address import Address as Address
 
 
 class RpcServer(Protocol):
@@ -32,8 +22,15 @@ class RpcServer(Protocol):
         """Where it listens, with the real port if 0 was asked for."""
         ...
 
+    def set_ready(self, is_ready: bool) -> None:
+        """What health checks hear: SERVING (from the start) or NOT_SERVING."""
+        ...
+
     async def drain(self, limit_s: float) -> bool:
-        """Take no new calls, wait for running ones; False if the limit came first."""
+        """Refuse new calls with ShuttingDown, wait for running ones; False if the limit came first.
+
+        Long-lived sessions count as running: end them first. The block that serves then closes.
+        """
         ...
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Generator
 from typing import cast
@@ -17,9 +18,16 @@ def first_error(error: BaseException) -> BaseException:
 
 @contextlib.contextmanager
 def plain_errors() -> Generator[None]:
-    """Put this round an ``async with TaskGroup()`` whose callers expect plain exceptions."""
+    """Put this round an ``async with TaskGroup()`` whose callers expect plain exceptions.
+
+    A cancellation from outside that met an error in the group wins: before Python 3.13 the error
+    replaces it, and whoever retries after errors would never hear that it was cancelled.
+    """
     try:
         yield
     except BaseExceptionGroup as group:
         error = first_error(cast("BaseException", group))
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise asyncio.CancelledError from error
         raise error from error.__cause__

@@ -1,0 +1,32 @@
+"""Where a process listens. Addresses come from configuration and membership, never requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Host and TCP port."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_address(text: str, *, param: str, default_port: int | None = None) -> Address:
+    """Read ``host:port`` or ``[v6]:port``.
+
+    Raises InvalidRequest, naming the flag ``param``: it is neither.
+    """
+    host, colon, port = text.strip().rpartition(":")
+    if not colon and default_port is not None:
+        host, port = text.strip(), str(default_port)
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdigit() or not 0 <= int(port) < 65536:
+        raise InvalidRequest(f"--{param} must be host:port, for example 10.0.0.5:8001", param=param)
+    return Address(host, int(port))

@@ -1,0 +1,243 @@
+"""What can be set, with units in the names and a sentence each: the command line and the
+environment are made from this.
+
+Every field is a flag (``--max-running``) and an environment variable (``PDMESH_MAX_RUNNING``) of
+the same name; there is no other way to configure a service. Values are checked here, before
+anything is started.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared.address import Address, parse_address
+from shared.errors import InvalidRequest
+
+DEMO_MODEL = "demo"
+"""Name that ``--model`` takes for the bundled model."""
+
+
+def _require(condition: bool, param: str, rule: str) -> None:
+    if not condition:
+        raise InvalidRequest(f"--{param.replace('_', '-')} {rule}", param=param)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceConfig:
+    """What all three services share."""
+
+    model: str = DEMO_MODEL
+    """Model: a Hugging Face folder, a hub name, or 'demo' for the bundled one."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for other machines (there is no encryption: keep it on a
+    private network)."""
+
+    log_level: str = "info"
+    """debug, info, warning or error."""
+
+    log_format: str = "auto"
+    """json, pretty, or auto: pretty on a terminal."""
+
+    drain_s: float = 30.0
+    """Seconds to finish what is in hand after SIGTERM."""
+
+    def check(self) -> None:
+        """Raise InvalidRequest, naming the flag, for the first value out of range."""
+        _require(self.log_level in ("debug", "info", "warning", "error"), "log_level", "is unknown")
+        _require(self.log_format in ("auto", "json", "pretty"), "log_format", "is unknown")
+        _require(0 <= self.drain_s <= 3600, "drain_s", "must be 0..3600 seconds")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig(ServiceConfig):
+    """The gateway: clients on one side, workers on the other. It needs the model's tokenizer, not
+    its weights."""
+
+    http_port: int = 8000
+    """Port of the OpenAI-compatible API; 0 = any free one."""
+
+    grpc_port: int = 8001
+    """Port of the gRPC API, which workers join as well; 0 = any free one."""
+
+    model_name: str = ""
+    """Name that clients use; default: the folder's name."""
+
+    policy: str = "least_loaded"
+    """Routing policy: least_loaded, round_robin or random."""
+
+    api_keys: Path | None = None
+    """File of API keys, one 'name:sha256-hex' a line; without it every client is let in."""
+
+    max_running: int = 1024
+    """Requests in progress at once; more wait."""
+
+    max_waiting: int = 256
+    """Requests that may wait for a place; more are refused at once."""
+
+    max_wait_s: float = 2.0
+    """Longest wait for a place, for a worker pair, and for blocks on decode."""
+
+    max_attempts: int = 3
+    """Dispatches of one request in all, the first included."""
+
+    failover_wait_s: float = 3.5
+    """Longest silence of a request whose worker was lost, until another takes it or it fails."""
+
+    request_timeout_s: float = 600.0
+    """Deadline of requests that bring none; 0 = none."""
+
+    def check(self) -> None:
+        """See ServiceConfig."""
+        super(GatewayConfig, self).check()
+        for name in ("http_port", "grpc_port"):
+            _require(0 <= getattr(self, name) < 65536, name, "must be a port, 0..65535")
+        _require(
+            self.policy in ("least_loaded", "round_robin", "random"),
+            "policy",
+            "must be least_loaded, round_robin or random",
+        )
+        _require(self.max_running >= 1, "max_running", "must be at least 1")
+        _require(self.max_waiting >= 0, "max_waiting", "must be at least 0")
+        _require(0 < self.max_wait_s <= 60, "max_wait_s", "must be above 0 and at most 60 seconds")
+        _require(1 <= self.max_attempts <= 5, "max_attempts", "must be 1..5")
+        _require(0 < self.failover_wait_s <= 60, "failover_wait_s", "must be in 0..60 seconds")
+        _require(self.request_timeout_s >= 0, "request_timeout_s", "must be at least 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig(ServiceConfig):
+    """What prefill and decode share."""
+
+    gateway: str = "127.0.0.1:8001"
+    """host:port of the gateway's gRPC API; a name with several addresses means several gateways;
+    commas separate more."""
+
+    port: int = 0
+    """gRPC port of this worker; 0 = any free one."""
+
+    advertise: str = ""
+    """host or host:port at which others reach this worker; default: the address the gateway
+    sees."""
+
+    metrics_port: int = 0
+    """Port for /metrics and /health of this worker; 0 = none."""
+
+    engine: str = "torch"
+    """torch, or fake: exact and deterministic without weights, for tests and for trying things
+    out."""
+
+    device: str = "auto"
+    """cpu, cuda, or auto: cuda where torch sees one."""
+
+    dtype: str = "auto"
+    """float32, bfloat16, float16, or auto: as the checkpoint says."""
+
+    threads: int = 0
+    """CPU threads of the engine; 0 = as many as cores, shared among the local workers."""
+
+    kv_gib: float = 0.0
+    """Memory for KV in GiB; 0 = 1 GiB on CPU, 80 percent of what is free on a GPU."""
+
+    num_blocks: int = 0
+    """KV blocks; overrides --kv-gib; 0 = from memory."""
+
+    block_size: int = 16
+    """Tokens a KV block. May differ between prefill and decode."""
+
+    max_model_len: int = 0
+    """Longest prompt plus answer in tokens; 0 = what the model was made for."""
+
+    token_budget: int = 2048
+    """Most tokens a step computes; longer prompts are computed in chunks."""
+
+    max_running: int = 256
+    """Most sequences in a step."""
+
+    cache_prefixes: bool = True
+    """Keep KV of finished prompts for later ones with the same beginning."""
+
+    fake_step_s: float = 0.0
+    """Fake engine only: seconds that a step takes."""
+
+    @property
+    def gateways(self) -> tuple[Address, ...]:
+        """The gateways' names. Raises InvalidRequest."""
+        names = [name for name in self.gateway.split(",") if name.strip()]
+        return tuple(parse_address(name, param="gateway", default_port=8001) for name in names)
+
+    def check(self) -> None:
+        """See ServiceConfig."""
+        super(WorkerConfig, self).check()
+        for name in ("port", "metrics_port"):
+            _require(0 <= getattr(self, name) < 65536, name, "must be a port, 0..65535")
+        _require(self.engine in ("torch", "fake"), "engine", "must be torch or fake")
+        _require(
+            self.dtype in ("auto", "float32", "bfloat16", "float16"),
+            "dtype",
+            "must be auto, float32, bfloat16 or float16",
+        )
+        _require(bool(self.gateways), "gateway", "must name a gateway as host:port")
+        for name, low, high in (
+            ("threads", 0, 1024),
+            ("kv_gib", 0, 1 << 20),
+            ("num_blocks", 0, 1 << 24),
+            ("block_size", 1, 4096),
+            ("max_model_len", 0, 1 << 28),
+            ("token_budget", 1, 1 << 24),
+            ("max_running", 1, 1 << 16),
+            ("fake_step_s", 0, 60),
+        ):
+            _require(low <= getattr(self, name) <= high, name, f"must be {low}..{high}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillConfig(WorkerConfig):
+    """A prefill worker: computes prompts and pushes their KV."""
+
+    max_jobs: int = 256
+    """Prompts in hand at once; more are refused."""
+
+    transfer_mode: str = "auto"
+    """layerwise: KV moves while later layers compute; serialized: after them; auto: whichever
+    exposes less."""
+
+    group_kib: int = 1024
+    """Layers are grouped until a frame is this large, in KiB."""
+
+    staging_mib: int = 64
+    """Memory for frames on their way, in MiB."""
+
+    def check(self) -> None:
+        """See ServiceConfig."""
+        super(PrefillConfig, self).check()
+        _require(self.max_jobs >= 1, "max_jobs", "must be at least 1")
+        _require(
+            self.transfer_mode in ("auto", "layerwise", "serialized"),
+            "transfer_mode",
+            "must be auto, layerwise or serialized",
+        )
+        _require(1 <= self.group_kib <= 8192, "group_kib", "must be 1..8192")
+        _require(16 <= self.staging_mib <= 65536, "staging_mib", "must be 16..65536")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeConfig(WorkerConfig):
+    """A decode worker: receives KV, runs the batch, streams tokens."""
+
+    staging_mib: int = 128
+    """Memory for frames that arrive, in MiB."""
+
+    max_requests: int = 1024
+    """Requests in hand at once, waiting ones included; more are refused."""
+
+    watermark_blocks: int = 0
+    """Blocks that reservations leave free for running answers to grow into."""
+
+    def check(self) -> None:
+        """See ServiceConfig."""
+        super(DecodeConfig, self).check()
+        _require(16 <= self.staging_mib <= 65536, "staging_mib", "must be 16..65536")
+        _require(self.max_requests >= 1, "max_requests", "must be at least 1")
+        _require(self.watermark_blocks >= 0, "watermark_blocks", "must be at least 0")

@@ -1,0 +1,142 @@
+"""Logs: one line an event, JSON for machines or pretty for people, on stderr.
+
+Only fields on the allow-list leave the process, so that no prompt, output, key or header can slip
+into a log by a careless call; control characters are escaped, so that a client cannot forge lines.
+Use ``structlog.get_logger(__name__)`` everywhere; this module only sets it up.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping, MutableMapping
+from typing import Any, TextIO
+
+import orjson
+import structlog
+
+Event = MutableMapping[str, Any]
+
+MAX_TEXT = 2000
+"""Longest text of one field; tracebacks are cut from the front, their end says more."""
+
+_RECORD_FIELDS = frozenset({"event", "level", "timestamp", "logger", "exception", "stack"})
+
+ALLOWED_FIELDS = frozenset({
+    # who (``key``: the name of an API key)
+    "service", "version", "pid", "incarnation", "peer", "gateway", "worker", "prefill", "decode",
+    "role", "address", "host", "port", "http_port", "grpc_port", "metrics_port", "addresses", "key",
+    # which request
+    "request_id", "label", "attempt", "stream_id", "transfer_id", "epoch", "route", "method",
+    "status", "model", "endpoint",
+    # what and why
+    "error", "error_type", "reason", "code", "param", "phase", "state", "signal", "failpoint",
+    "finish_reason", "policy", "decision", "outcome", "type", "device", "dtype", "engine",
+    "lane", "mode", "transport", "is_cancelled", "is_streaming", "ok",
+    # how many, how long
+    "prompt_tokens", "completion_tokens", "output_tokens", "cached_tokens", "num_requests",
+    "num_running", "num_waiting", "num_blocks", "free_blocks", "block_size", "num_peers",
+    "num_workers", "num_frames", "num_layers", "num_restarts", "num_bytes", "body_bytes", "count",
+    "limit", "lag_s", "seconds", "limit_s", "wait_s", "queue_s", "silence_s", "step_s", "drain_s",
+    "uptime_s", "retry_after_s", "ttft_s", "gb_per_s", "gbytes_per_s",
+    # the one line of a request
+    "receipt",
+})  # fmt: skip
+"""Fields that may be logged. A new one is added here on purpose; none may hold a client's text."""
+
+
+def _allow_only(_logger: Any, _name: str, event: Event) -> Event:
+    refused = [name for name in event if name not in ALLOWED_FIELDS and name not in _RECORD_FIELDS]
+    for name in refused:
+        del event[name]
+    if refused:
+        event["refused_fields"] = ",".join(sorted(refused))
+    return event
+
+
+def _safe(value: Any) -> Any:
+    if isinstance(value, str):
+        text = value if len(value) <= MAX_TEXT else f"…{value[-MAX_TEXT:]}"
+        return "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in text)
+    if isinstance(value, Mapping):
+        return {str(_safe(str(key))): _safe(item) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    if isinstance(value, (list, tuple)):
+        return [_safe(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
+    if value is None or isinstance(value, (bool, float)):
+        return value
+    if isinstance(value, int):
+        return value if -(1 << 53) < value < (1 << 53) else f"{value:016x}"
+    if isinstance(value, bytes):
+        return value.hex()[:64]
+    return _safe(str(value))
+
+
+def _escape(_logger: Any, _name: str, event: Event) -> Event:
+    for name, value in event.items():
+        event[name] = _safe(value)
+    return event
+
+
+def _dump(value: Any, **_options: Any) -> str:
+    return orjson.dumps(value, default=str).decode()
+
+
+class _Handler(logging.Handler):
+    """Brings the libraries' own records (grpclib, aiohttp, asyncio) into the same lines."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        logger = structlog.get_logger(record.name)
+        logger.log(record.levelno, record.getMessage(), exc_info=record.exc_info or None)
+
+
+def configure_logs(
+    *,
+    service: str,
+    level: str = "info",
+    form: str = "auto",
+    stream: TextIO | None = None,
+) -> None:
+    """Set logging up for this process; call it once, first.
+
+    service: stands in every line. level: debug, info, warning or error. form: json, pretty, or
+    auto = pretty on a terminal. stream: stderr by default.
+    """
+    out = stream if stream is not None else sys.stderr
+    number = logging.getLevelNamesMapping()[level.upper()]
+    is_pretty = form == "pretty" or (form == "auto" and out.isatty())
+    renderer: Any = (
+        structlog.dev.ConsoleRenderer(colors=out.isatty(), pad_event_to=36)
+        if is_pretty
+        else structlog.processors.JSONRenderer(serializer=_dump)
+    )
+
+    def add_service(_logger: Any, _name: str, event: Event) -> Event:
+        event["service"] = service
+        return event
+
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            add_service,
+            structlog.processors.format_exc_info,
+            _allow_only,
+            _escape,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        logger_factory=structlog.PrintLoggerFactory(out),
+        cache_logger_on_first_use=False,
+    )
+    root = logging.getLogger()
+    root.handlers = [_Handler()]
+    root.setLevel(max(number, logging.WARNING))
+
+
+_log = structlog.get_logger("pdmesh.request")
+
+
+def log_request(record: Mapping[str, Any]) -> None:
+    """Write the one line of a finished request: its ids, counts, outcome and receipt."""
+    _log.info("request", **record)

@@ -1,0 +1,221 @@
+"""A gRPC server without its socket: calls, health, reflection, draining, closing.
+
+``tcp.py`` and ``memory.py`` give it connections. What grpclib's own server lacks: a deadline on the
+loop's clock, damaged headers that end one call only, a drain that refuses new calls with a typed
+error while running ones finish, and a close that tells every caller. It knows no service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from grpclib.const import Handler as MethodHandler
+from grpclib.events import _DispatchServerEvents  # pyright: ignore[reportPrivateUsage]
+from grpclib.health.check import ServiceStatus
+from grpclib.health.service import Health
+from grpclib.metadata import decode_bin_value, decode_timeout
+from grpclib.protocol import Stream
+from grpclib.reflection.service import ServerReflection
+from grpclib.server import Handler as GrpclibServerHandler
+from h2.errors import ErrorCodes
+
+from shared.errors import ShuttingDown
+from shared.rpc.connection import ConnectionLimits, GuardedProtocol
+from shared.rpc.descriptors import descriptors
+from shared.rpc.message_codec import MessageCodec
+from shared.rpc.service import DEADLINE_KEY
+from shared.rpc.status import ERROR_TRAILER, error_to_json, grpc_status_of
+
+CLOSE_WITHIN_S = 5.0
+"""Cancelled handlers get this long to clean up."""
+
+_STANDARD_SERVICES = ("/grpc.health.", "/grpc.reflection.")
+
+Headers = list[tuple[str, str]]
+
+
+def checked_headers(headers: Headers, now: float) -> Headers | None:
+    """Return the headers as grpclib may read them, or None for a request that is not one.
+
+    ``grpc-timeout`` becomes an absolute time of our loop under DEADLINE_KEY; binary metadata that
+    is not base64, and a caller's own DEADLINE_KEY, are dropped.
+    """
+    names = {name for name, _ in headers}
+    if not {":method", ":path"} <= names:
+        return None
+    kept: Headers = []
+    for name, value in headers:
+        if name == DEADLINE_KEY:
+            continue
+        if name == "grpc-timeout":
+            try:
+                value = repr(now + decode_timeout(value))
+            except ValueError:
+                pass  # grpclib refuses the call
+            else:
+                name = DEADLINE_KEY
+        elif name.endswith("-bin"):
+            try:
+                decode_bin_value(value.encode("ascii"))
+            except ValueError:
+                continue
+        kept.append((name, value))
+    return kept
+
+
+class _CallHandler(GrpclibServerHandler):
+    """The calls of one connection."""
+
+    def __init__(self, server: CallServer) -> None:
+        super().__init__(server.mapping, MessageCodec(), None, _DispatchServerEvents())
+        self._server = server
+
+    def accept(self, stream: Stream, headers: Headers, release_stream: Callable[[], Any]) -> None:
+        checked = checked_headers(headers, self.loop.time())
+        if checked is None:
+            stream.reset_nowait(ErrorCodes.PROTOCOL_ERROR)
+            release_stream()
+            return
+        super().accept(stream, checked, release_stream)
+        path = dict(checked)[":path"]
+        if not path.startswith(_STANDARD_SERVICES):
+            self._server.started(self._tasks[stream])
+
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        return list(self._tasks.values())
+
+    def cancel(self, stream: Stream) -> None:
+        if stream in self._tasks:  # a call may be over, or never have become a task
+            super().cancel(stream)
+
+
+class _ServerProtocol(GuardedProtocol):
+    """One connection to the server."""
+
+    def __init__(self, server: CallServer, limits: ConnectionLimits) -> None:
+        self._calls = _CallHandler(server)
+        super().__init__(self._calls, limits, is_client=False)
+        self._server = server
+
+    @property
+    def calls(self) -> list[asyncio.Task[None]]:
+        """Calls in progress on this connection, health and reflection included."""
+        return self._calls.tasks
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if not self._server.connected(self):
+            self.goodbye(ErrorCodes.REFUSED_STREAM)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        super().connection_lost(exc)
+        self._server.disconnected(self)
+
+
+async def _refuse(stream: Any) -> None:
+    error = ShuttingDown("this process is shutting down", retry_after_s=1.0)
+    await stream.send_trailing_metadata(
+        status=grpc_status_of(error),
+        status_message=error.message,
+        metadata={ERROR_TRAILER: error_to_json(error)},
+    )
+
+
+class CallServer:
+    """Serves handlers on the connections that ``protocol`` makes."""
+
+    def __init__(
+        self,
+        handlers: Sequence[Any],
+        *,
+        limits: ConnectionLimits | None = None,
+        max_connections: int = 1024,
+    ) -> None:
+        self._limits = limits or ConnectionLimits()
+        self._max_connections = max_connections
+        self._statuses = [ServiceStatus() for _ in handlers]
+        health = Health(dict(zip(handlers, ([status] for status in self._statuses), strict=True)))
+        services = ServerReflection.extend([*handlers, health], pool=descriptors())
+        self.mapping: dict[str, MethodHandler] = {}
+        for service in services:
+            self.mapping.update(service.__mapping__())
+        self._protocols: dict[_ServerProtocol, None] = {}
+        self._calls: dict[asyncio.Task[None], None] = {}
+        self._is_draining = False
+        self.set_ready(True)
+
+    def protocol(self) -> GuardedProtocol:
+        """Return the protocol of one connection to come."""
+        return _ServerProtocol(self, self._limits)
+
+    @property
+    def num_calls(self) -> int:
+        """Calls in progress, health and reflection aside."""
+        return len(self._calls)
+
+    @property
+    def num_connections(self) -> int:
+        """Open connections."""
+        return len(self._protocols)
+
+    def set_ready(self, is_ready: bool) -> None:
+        """Say SERVING or NOT_SERVING to health checks, for all services."""
+        for status in self._statuses:
+            status.set(is_ready and not self._is_draining)
+
+    def connected(self, protocol: _ServerProtocol) -> bool:
+        """Count a connection; False = there are too many."""
+        if len(self._protocols) >= self._max_connections:
+            return False
+        self._protocols[protocol] = None
+        return True
+
+    def disconnected(self, protocol: _ServerProtocol) -> None:
+        """Forget a connection."""
+        self._protocols.pop(protocol, None)
+
+    def started(self, call: asyncio.Task[None]) -> None:
+        """Count a call until it is over."""
+        self._calls[call] = None
+        call.add_done_callback(lambda task: self._calls.pop(task, None))
+
+    async def drain(self, limit_s: float) -> bool:
+        """Refuse new calls with ShuttingDown, wait for running ones; False if the limit came first.
+
+        Long-lived sessions are calls too: their services end them first.
+        """
+        self._refuse_calls()
+        running = list(self._calls)
+        if not running:
+            return True
+        _, pending = await asyncio.wait(running, timeout=limit_s)
+        return not pending
+
+    def _refuse_calls(self) -> None:
+        self._is_draining = True
+        self.set_ready(False)
+        for path, method in list(self.mapping.items()):
+            if not path.startswith(_STANDARD_SERVICES):
+                self.mapping[path] = method._replace(func=_refuse)
+
+    async def close(self) -> None:
+        """Cancel what still runs, which tells its callers, and close every connection."""
+        self._refuse_calls()
+        tasks = [task for protocol in self._protocols for task in protocol.calls]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSE_WITHIN_S)
+        protocols = list(self._protocols)
+        for protocol in protocols:
+            protocol.goodbye()
+        try:
+            async with asyncio.timeout(CLOSE_WITHIN_S):
+                for protocol in protocols:
+                    await protocol.closed.wait()
+        except TimeoutError:
+            for protocol in protocols:
+                protocol.abort()

@@ -1,0 +1,440 @@
+"""Wire messages <-> our own records, validated strictly in the direction of reading.
+
+The message library accepts wrong wire types, truncated fields and unknown enum values, so nothing
+that was parsed is believed before it has passed here: a violation by a peer raises
+RemoteProtocolError with the field's name. Hides the message library from the cores. Client
+messages are checked by the gateway's own limits, not here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from shared import wire
+from shared.engine.base import ModelSpec
+from shared.errors import (
+    ERROR_TYPES,
+    IncompatiblePeer,
+    MeshError,
+    RemoteProtocolError,
+    WorkerLost,
+)
+from shared.ids import Incarnation, RequestId, StreamId
+from shared.kv.layout import DTYPE_BYTES, KvLayout
+from shared.request import FinishReason, SamplingParams, TokenLogprobs, WorkItem
+from shared.rpc.columns import pack_f32, pack_u8, pack_u32, unpack_f32, unpack_u8, unpack_u32
+
+PROTOCOL_VERSION = 1
+"""Grows when a message changes its meaning; peers of different versions do not work together."""
+
+ID_BYTES = 16
+FINGERPRINT_BYTES = 32
+MAX_TOKENS = 1 << 20
+"""Longest token list accepted from a peer."""
+MAX_SALT_BYTES = 64
+_MAX_U32 = (1 << 32) - 1
+_NAN = math.nan
+
+
+class PrefillOrder(NamedTuple):
+    """A checked ``StartPrefill``. decode_incarnation: None = no KV is pushed."""
+
+    stream_id: StreamId
+    request_id: RequestId
+    attempt: int
+    item: WorkItem
+    deadline_s: float | None
+    decode_incarnation: Incarnation | None
+
+
+class ReserveOrder(NamedTuple):
+    """A checked ``Reserve``."""
+
+    stream_id: StreamId
+    request_id: RequestId
+    attempt: int
+    item: WorkItem
+    deadline_s: float | None
+    wait_s: float
+    prefill_incarnation: Incarnation
+
+
+class StepToken(NamedTuple):
+    """One row of ``StepTokens``."""
+
+    stream_id: StreamId
+    position: int
+    token_id: int
+    finish_reason: FinishReason
+    logprobs: TokenLogprobs | None = None
+
+
+class FirstToken(NamedTuple):
+    """The token of a ``PrefillToken``."""
+
+    position: int
+    token_id: int
+    finish_reason: FinishReason
+    logprobs: TokenLogprobs | None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None
+
+
+# --- checks ---------------------------------------------------------------------------------------
+
+
+def _is_a(value: Any, kind: type) -> bool:
+    """Parsed messages may hold any type in any field, whatever their annotations say."""
+    return isinstance(value, kind)
+
+
+def _require(condition: bool, message: str, param: str) -> None:
+    if not condition:
+        raise RemoteProtocolError(message, param=param)
+
+
+def _id(value: Any, param: str) -> bytes:
+    _require(
+        isinstance(value, bytes) and len(value) == ID_BYTES, f"must be {ID_BYTES} bytes", param
+    )
+    return value
+
+
+def _int(value: Any, low: int, high: int, param: str) -> int:
+    ok = isinstance(value, int) and low <= value <= high
+    _require(ok, f"must be in {low}..{high}", param)
+    return value
+
+
+def _seconds(value: Any, param: str) -> float:
+    ok = isinstance(value, (int, float)) and math.isfinite(value) and 0 <= value < 1e9
+    _require(ok, "must be a finite number of seconds >= 0", param)
+    return float(value)
+
+
+def _number(value: Any, low: float, high: float, param: str) -> float:
+    ok = isinstance(value, (int, float)) and low <= value <= high  # NaN fails both comparisons
+    _require(ok, f"must be in {low:g}..{high:g}", param)
+    return float(value)
+
+
+def _finish(value: Any, param: str = "finish_reason") -> FinishReason:
+    try:
+        return FinishReason(int(value))
+    except (ValueError, TypeError):
+        raise RemoteProtocolError("unknown finish reason", param=param) from None
+
+
+def require_hello(hello: wire.Hello | None) -> wire.Hello:
+    """Return a peer's hello. Raises RemoteProtocolError: none or incomplete. IncompatiblePeer:
+    version."""
+    if hello is None or not _is_a(hello.incarnation, int) or hello.incarnation == 0:
+        raise RemoteProtocolError("a stream begins with a complete hello", param="hello")
+    if hello.protocol_version != PROTOCOL_VERSION:
+        raise IncompatiblePeer(
+            f"the peer ({hello.version or 'unknown version'}) speaks protocol "
+            f"{hello.protocol_version}, this process {PROTOCOL_VERSION}: run one release",
+            code="protocol_version",
+        )
+    return hello
+
+
+# --- small records --------------------------------------------------------------------------------
+
+
+def error_to_wire(error: MeshError) -> wire.Error:
+    """Return the wire form of an error; its class travels as ``type``."""
+    return wire.Error(
+        type=error.type,
+        message=error.message,
+        param=error.param,
+        code=error.code,
+        retry_after_s=error.retry_after_s,
+    )
+
+
+def error_from_wire(error: wire.Error | None) -> MeshError:
+    """Return the exception that a peer reported; an unknown type becomes WorkerLost."""
+    if error is None or not _is_a(error.type, str):
+        return WorkerLost("the worker failed without saying why")
+    cls = ERROR_TYPES.get(error.type, WorkerLost)
+    retry_after_s = error.retry_after_s
+    if not (isinstance(retry_after_s, float) and 0 <= retry_after_s < 1e6):
+        retry_after_s = 0.0
+    return cls(
+        str(error.message),
+        param=str(error.param),
+        code=str(error.code),
+        retry_after_s=retry_after_s,
+    )
+
+
+def layout_to_wire(layout: KvLayout) -> wire.KvLayout:
+    """Return the wire form of a KV layout."""
+    return wire.KvLayout(
+        dtype=layout.dtype,
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+    )
+
+
+def layout_from_wire(layout: wire.KvLayout | None) -> KvLayout:
+    """Check and return a KV layout."""
+    if layout is None:
+        raise RemoteProtocolError("must be given", param="layout")
+    _require(layout.dtype in DTYPE_BYTES, f"must be one of {', '.join(DTYPE_BYTES)}", "dtype")
+    return KvLayout(
+        dtype=layout.dtype,
+        num_layers=_int(layout.num_layers, 1, 4096, "num_layers"),
+        num_kv_heads=_int(layout.num_kv_heads, 1, 4096, "num_kv_heads"),
+        head_dim=_int(layout.head_dim, 1, 65536, "head_dim"),
+    )
+
+
+def model_to_wire(spec: ModelSpec) -> wire.ModelInfo:
+    """Return what peers and clients may know of a model."""
+    return wire.ModelInfo(
+        name=spec.name,
+        fingerprint=spec.fingerprint,
+        vocab_size=spec.vocab_size,
+        max_model_len=spec.max_model_len,
+        dtype=spec.dtype,
+    )
+
+
+def model_from_wire(model: wire.ModelInfo | None) -> ModelSpec:
+    """Check and return a model; it carries no end-of-sequence ids, for only workers need them."""
+    if model is None:
+        raise RemoteProtocolError("must be given", param="model")
+    fingerprint_ok = _is_a(model.fingerprint, bytes) and len(model.fingerprint) == FINGERPRINT_BYTES
+    _require(fingerprint_ok, f"must be {FINGERPRINT_BYTES} bytes", "fingerprint")
+    _require(_is_a(model.name, str) and len(model.name) <= 256, "must be a short name", "name")
+    return ModelSpec(
+        name=model.name,
+        fingerprint=model.fingerprint,
+        vocab_size=_int(model.vocab_size, 1, 1 << 24, "vocab_size"),
+        max_model_len=_int(model.max_model_len, 1, 1 << 28, "max_model_len"),
+        eos_token_ids=frozenset(),
+        dtype=str(model.dtype),
+    )
+
+
+# --- sampling and work ----------------------------------------------------------------------------
+
+
+def sampling_to_wire(params: SamplingParams) -> wire.SamplingParams:
+    """Return the wire form of sampling parameters."""
+    return wire.SamplingParams(
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias_ids=pack_u32(token_id for token_id, _ in params.logit_bias),
+        logit_bias_values=pack_f32(value for _, value in params.logit_bias),
+        seed=params.seed,
+        stop_token_ids=pack_u32(params.stop_token_ids),
+        ignore_eos=params.ignore_eos,
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+    )
+
+
+def sampling_from_wire(params: wire.SamplingParams | None) -> SamplingParams:
+    """Check and return sampling parameters."""
+    if params is None:
+        raise RemoteProtocolError("a request lacks its sampling", param="sampling")
+    bias_ids = unpack_u32(params.logit_bias_ids, name="logit_bias_ids")
+    bias = unpack_f32(params.logit_bias_values, count=len(bias_ids), name="logit_bias_values")
+    _require(all(map(math.isfinite, bias)), "must be finite", "logit_bias_values")
+    return SamplingParams(
+        max_tokens=_int(params.max_tokens, 1, _MAX_U32, "max_tokens"),
+        min_tokens=_int(params.min_tokens, 0, _MAX_U32, "min_tokens"),
+        temperature=_number(params.temperature, 0.0, 1e6, "temperature"),
+        top_k=_int(params.top_k, 0, _MAX_U32, "top_k"),
+        top_p=_number(params.top_p, 0.0, 1.0, "top_p"),
+        min_p=_number(params.min_p, 0.0, 1.0, "min_p"),
+        repetition_penalty=_number(params.repetition_penalty, 1e-6, 1e6, "repetition_penalty"),
+        presence_penalty=_number(params.presence_penalty, -1e6, 1e6, "presence_penalty"),
+        frequency_penalty=_number(params.frequency_penalty, -1e6, 1e6, "frequency_penalty"),
+        logit_bias=tuple(zip(bias_ids, bias, strict=True)),
+        seed=_int(params.seed, 0, (1 << 64) - 1, "seed"),
+        stop_token_ids=tuple(unpack_u32(params.stop_token_ids, name="stop_token_ids")),
+        ignore_eos=bool(params.ignore_eos),
+        logprobs=_optional_count(params.logprobs, "logprobs"),
+        prompt_logprobs=_optional_count(params.prompt_logprobs, "prompt_logprobs"),
+    )
+
+
+def _optional_count(value: int | None, param: str) -> int | None:
+    return None if value is None else _int(value, 0, 1024, param)
+
+
+def _work_item(message: wire.StartPrefill | wire.Reserve) -> WorkItem:
+    token_ids = tuple(unpack_u32(message.token_ids, name="token_ids"))
+    _require(0 < len(token_ids) <= MAX_TOKENS, f"must be 1..{MAX_TOKENS} tokens", "token_ids")
+    salt_ok = _is_a(message.cache_salt, bytes) and len(message.cache_salt) <= MAX_SALT_BYTES
+    _require(salt_ok, f"must be at most {MAX_SALT_BYTES} bytes", "cache_salt")
+    return WorkItem(
+        token_ids=token_ids,
+        num_prompt_tokens=_int(message.num_prompt_tokens, 1, len(token_ids), "num_prompt_tokens"),
+        sampling=sampling_from_wire(message.sampling),
+        cache_salt=message.cache_salt,
+    )
+
+
+def _deadline(value: Any) -> float | None:
+    return _seconds(value, "deadline_s") or None
+
+
+def start_prefill_from_wire(command: wire.StartPrefill) -> PrefillOrder:
+    """Check and return an order to prefill."""
+    return PrefillOrder(
+        stream_id=StreamId(_int(command.stream_id, 0, _MAX_U32, "stream_id")),
+        request_id=RequestId(_id(command.request_id, "request_id")),
+        attempt=_int(command.attempt, 0, 1000, "attempt"),
+        item=_work_item(command),
+        deadline_s=_deadline(command.deadline_s),
+        decode_incarnation=Incarnation(command.decode_incarnation) or None,
+    )
+
+
+def reserve_from_wire(command: wire.Reserve) -> ReserveOrder:
+    """Check and return an order to reserve."""
+    return ReserveOrder(
+        stream_id=StreamId(_int(command.stream_id, 0, _MAX_U32, "stream_id")),
+        request_id=RequestId(_id(command.request_id, "request_id")),
+        attempt=_int(command.attempt, 0, 1000, "attempt"),
+        item=_work_item(command),
+        deadline_s=_deadline(command.deadline_s),
+        wait_s=_seconds(command.wait_s, "wait_s"),
+        prefill_incarnation=Incarnation(command.prefill_incarnation),
+    )
+
+
+# --- tokens ---------------------------------------------------------------------------------------
+
+
+def _flatten(rows: Iterable[TokenLogprobs | None]) -> tuple[bytes, bytes, bytes, bytes]:
+    """Pack rows as the columns (logprobs, top_counts, top_ids, top_logprobs)."""
+    logprobs: list[float] = []
+    counts: list[int] = []
+    top_ids: list[int] = []
+    top_logprobs: list[float] = []
+    for row in rows:
+        logprobs.append(_NAN if row is None else row.logprob)
+        top = () if row is None else row.top
+        counts.append(len(top))
+        for token_id, logprob in top:
+            top_ids.append(token_id)
+            top_logprobs.append(logprob)
+    return pack_f32(logprobs), pack_u32(counts), pack_u32(top_ids), pack_f32(top_logprobs)
+
+
+def _unflatten(
+    num_rows: int, logprobs: bytes, counts: bytes, top_ids: bytes, top_logprobs: bytes
+) -> list[TokenLogprobs]:
+    values = unpack_f32(logprobs, count=num_rows, name="logprobs")
+    sizes = unpack_u32(counts, count=num_rows, name="top_counts")
+    total = sum(sizes)
+    ids = unpack_u32(top_ids, count=total, name="top_ids")
+    tops = unpack_f32(top_logprobs, count=total, name="top_logprobs")
+    rows: list[TokenLogprobs] = []
+    start = 0
+    for value, size in zip(values, sizes, strict=True):
+        stop = start + size
+        rows.append(
+            TokenLogprobs(value, tuple(zip(ids[start:stop], tops[start:stop], strict=True)))
+        )
+        start = stop
+    return rows
+
+
+def step_tokens_to_wire(tokens: Sequence[StepToken]) -> wire.StepTokens:
+    """Pack one step's tokens; the logprob columns stay empty if no row has any."""
+    message = wire.StepTokens(
+        stream_ids=pack_u32([token.stream_id for token in tokens]),
+        indices=pack_u32([token.position for token in tokens]),
+        token_ids=pack_u32([token.token_id for token in tokens]),
+        finish_reasons=pack_u8([token.finish_reason for token in tokens]),
+    )
+    if any(token.logprobs is not None for token in tokens):
+        columns = _flatten(token.logprobs for token in tokens)
+        message.logprobs, message.top_counts, message.top_ids, message.top_logprobs = columns
+    return message
+
+
+def step_tokens_from_wire(step: wire.StepTokens) -> list[StepToken]:
+    """Unpack and check one step's tokens; a row without logprobs has None."""
+    stream_ids = unpack_u32(step.stream_ids, name="stream_ids")
+    count = len(stream_ids)
+    positions = unpack_u32(step.indices, count=count, name="indices")
+    token_ids = unpack_u32(step.token_ids, count=count, name="token_ids")
+    reasons = unpack_u8(step.finish_reasons, count=count, name="finish_reasons")
+    logprobs: list[TokenLogprobs | None] = [None] * count
+    if step.logprobs:
+        rows = _unflatten(count, step.logprobs, step.top_counts, step.top_ids, step.top_logprobs)
+        logprobs = [None if math.isnan(row.logprob) else row for row in rows]
+    return [
+        StepToken(
+            StreamId(stream_ids[i]), positions[i], token_ids[i], _finish(reasons[i]), logprobs[i]
+        )
+        for i in range(count)
+    ]
+
+
+def prefill_token_to_wire(
+    *,
+    stream_id: StreamId,
+    position: int,
+    token_id: int,
+    finish_reason: FinishReason,
+    logprobs: TokenLogprobs | None,
+    prompt_logprobs: Sequence[TokenLogprobs] | None,
+) -> wire.PrefillToken:
+    """Pack the first token of an attempt; the worker adds its times."""
+    message = wire.PrefillToken(
+        stream_id=stream_id,
+        index=position,
+        token_id=token_id,
+        finish_reason=wire.FinishReason(int(finish_reason)),
+        logprob=_NAN,
+    )
+    if logprobs is not None:
+        message.logprob = logprobs.logprob
+        message.top_ids = pack_u32(token_id for token_id, _ in logprobs.top)
+        message.top_logprobs = pack_f32(value for _, value in logprobs.top)
+    if prompt_logprobs is not None:
+        values, counts, top_ids, top_logprobs = _flatten(prompt_logprobs)
+        message.prompt_logprobs = wire.PromptLogprobs(
+            logprobs=values, top_counts=counts, top_ids=top_ids, top_logprobs=top_logprobs
+        )
+    return message
+
+
+def prefill_token_from_wire(event: wire.PrefillToken) -> FirstToken:
+    """Unpack and check the first token of an attempt."""
+    top_ids = unpack_u32(event.top_ids, name="top_ids")
+    tops = unpack_f32(event.top_logprobs, count=len(top_ids), name="top_logprobs")
+    logprobs = None
+    if not math.isnan(event.logprob):
+        logprobs = TokenLogprobs(event.logprob, tuple(zip(top_ids, tops, strict=True)))
+    prompt_logprobs = None
+    if (rows := event.prompt_logprobs) is not None:
+        num_rows = len(rows.top_counts) // 4
+        prompt_logprobs = tuple(
+            _unflatten(num_rows, rows.logprobs, rows.top_counts, rows.top_ids, rows.top_logprobs)
+        )
+    return FirstToken(
+        _int(event.index, 0, _MAX_U32, "index"),
+        _int(event.token_id, 0, _MAX_U32, "token_id"),
+        _finish(event.finish_reason),
+        logprobs,
+        prompt_logprobs,
+    )

@@ -1,0 +1,91 @@
+"""Packed columns: `bytes` fields of the wire that hold little-endian u32, f32, u64 or u8 values.
+
+One C loop per column instead of one Python object per number: that is what keeps the message
+library off the token path (docs/adr/0002-messages.md). Packing raises LocalProtocolError for values
+that do not fit; unpacking raises RemoteProtocolError for lengths that do not.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from shared.errors import LocalProtocolError, RemoteProtocolError
+
+_BIG_ENDIAN = sys.byteorder == "big"
+_U32 = "I" if array("I").itemsize == 4 else "L"
+
+
+def _pack(typecode: str, values: Iterable[int] | Iterable[float]) -> bytes:
+    try:
+        column: array[Any] = array(typecode, values)
+    except (OverflowError, TypeError) as error:
+        raise LocalProtocolError(f"a value does not fit into a column: {error}") from error
+    if _BIG_ENDIAN:
+        column.byteswap()
+    return column.tobytes()
+
+
+def _unpack(typecode: str, item_bytes: int, data: bytes, count: int | None, name: str) -> Any:
+    size, rest = divmod(len(data), item_bytes)
+    if rest or (count is not None and size != count):
+        wanted = f"{count} values" if count is not None else f"whole values of {item_bytes} bytes"
+        raise RemoteProtocolError(f"column has {len(data)} bytes, not {wanted}", param=name)
+    column: array[Any] = array(typecode)
+    column.frombytes(data)
+    if _BIG_ENDIAN:
+        column.byteswap()
+    return column
+
+
+def pack_u32(values: Iterable[int]) -> bytes:
+    """Pack values of [0, 2^32)."""
+    return _pack(_U32, values)
+
+
+def unpack_u32(data: bytes, *, count: int | None = None, name: str = "") -> Sequence[int]:
+    """Unpack to a read-only-by-convention ``array``; count: the number of values it must hold."""
+    return _unpack(_U32, 4, data, count, name)
+
+
+def pack_u64(values: Iterable[int]) -> bytes:
+    """Pack values of [0, 2^64)."""
+    return _pack("Q", values)
+
+
+def unpack_u64(data: bytes, *, count: int | None = None, name: str = "") -> Sequence[int]:
+    """Unpack u64 values; count: the number of values it must hold."""
+    return _unpack("Q", 8, data, count, name)
+
+
+def pack_f32(values: Iterable[float]) -> bytes:
+    """Pack floats, rounded to f32; NaN and infinities are kept."""
+    return _pack("f", values)
+
+
+def unpack_f32(
+    data: bytes, *, count: int | None = None, name: str = "", is_finite: bool = False
+) -> Sequence[float]:
+    """Unpack f32 values; is_finite: refuse NaN and infinities."""
+    column: Sequence[float] = _unpack("f", 4, data, count, name)
+    if is_finite and not all(map(math.isfinite, column)):
+        raise RemoteProtocolError("column holds NaN or infinity", param=name)
+    return column
+
+
+def pack_u8(values: Iterable[int]) -> bytes:
+    """Pack values of [0, 256)."""
+    try:
+        return bytes(values)
+    except (ValueError, TypeError) as error:
+        raise LocalProtocolError(f"a value does not fit into a column: {error}") from error
+
+
+def unpack_u8(data: bytes, *, count: int | None = None, name: str = "") -> Sequence[int]:
+    """Unpack u8 values; count: the number of values it must hold."""
+    if count is not None and len(data) != count:
+        raise RemoteProtocolError(f"column has {len(data)} bytes, not {count} values", param=name)
+    return data

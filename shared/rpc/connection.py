@@ -1,0 +1,264 @@
+"""HTTP/2 connections with limits: grpclib's, minus what a stranger could do to them.
+
+More streams at once than h2's default of 100, larger frames, no delay of small writes; a budget for
+streams that are opened and reset at once ("rapid reset") and for control frames; unknown events and
+broken HTTP/2 end a connection, never the process. Works on any asyncio transport. Subclasses
+internals of grpclib 0.4.9, which is therefore pinned; the tests of this folder watch the seams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import structlog
+from grpclib.client import Handler as GrpclibClientHandler
+from grpclib.config import Configuration
+from grpclib.const import Status
+from grpclib.exceptions import GRPCError
+from grpclib.protocol import AbstractHandler, Connection, EventsProcessor, H2Protocol, Stream
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.errors import ErrorCodes
+from h2.events import (
+    DataReceived,
+    Event,
+    PingReceived,
+    PriorityUpdated,
+    RemoteSettingsChanged,
+    RequestReceived,
+    StreamEnded,
+    StreamReset,
+    UnknownFrameReceived,
+)
+from h2.exceptions import ProtocolError
+from h2.settings import SettingCodes, Settings
+
+from shared.rpc.message_codec import MAX_MESSAGE_BYTES
+
+_log = structlog.get_logger(__name__)
+
+_DEFAULT_WINDOW_BYTES = 65_535
+"""Of a connection, in HTTP/2."""
+
+_CONTROL_EVENTS = (PingReceived, PriorityUpdated, RemoteSettingsChanged, UnknownFrameReceived)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """What one connection may ask of us.
+
+    After ``reset_grace`` streams, a connection of which more than half were reset within
+    ``reset_within_s`` of their start is closed. keepalive_s: HTTP/2 pings; None = none (heartbeats
+    above notice a silent peer sooner, pings only clear away what is idle and dead).
+    """
+
+    max_streams: int = 4096
+    frame_bytes: int = 1 << 18
+    stream_window_bytes: int = 4 << 20
+    connection_window_bytes: int = 16 << 20
+    reset_grace: int = 500
+    reset_within_s: float = 1.0
+    control_frames_per_s: int = 1000
+    keepalive_s: float | None = 10.0
+    keepalive_timeout_s: float = 10.0
+
+    def configuration(self) -> Configuration:
+        """Return them in grpclib's terms."""
+        more: dict[str, Any] = {}
+        if self.keepalive_s is not None:
+            more = {
+                "_keepalive_timeout": self.keepalive_timeout_s,
+                "_keepalive_permit_without_calls": True,
+                "_http2_max_pings_without_data": 0,
+                "_http2_min_sent_ping_interval_without_data": self.keepalive_s / 2,
+            }
+        return Configuration(
+            _keepalive_time=self.keepalive_s,
+            http2_connection_window_size=self.connection_window_bytes,
+            http2_stream_window_size=self.stream_window_bytes,
+            **more,
+        )
+
+
+def h2_configuration(*, is_client: bool) -> H2Configuration:
+    """Return what grpclib's own server and client use."""
+    return H2Configuration(
+        client_side=is_client,
+        header_encoding="ascii",
+        validate_inbound_headers=False,
+        validate_outbound_headers=False,
+        normalize_inbound_headers=False,
+        normalize_outbound_headers=False,
+    )
+
+
+class GuardedStream(Stream):
+    """Refuses to buffer more than one message may have, for whoever reads (health and reflection
+    use grpclib's own reader)."""
+
+    async def recv_data(self, size: int) -> bytes:
+        if size > MAX_MESSAGE_BYTES:
+            raise GRPCError(Status.RESOURCE_EXHAUSTED, "the message is too large")
+        return await super().recv_data(size)
+
+
+class _Budget:
+    """Counts what costs us much and the peer little."""
+
+    def __init__(self, limits: ConnectionLimits, clock: Callable[[], float]) -> None:
+        self._limits = limits
+        self._clock = clock
+        self._opened_at: dict[int, float] = {}
+        self._num_opened = 0
+        self._num_quick_resets = 0
+        self._second = 0
+        self._num_control = 0
+
+    def is_exceeded(self, event: Event) -> bool:
+        if isinstance(event, RequestReceived):
+            self._num_opened += 1
+            self._opened_at[event.stream_id] = self._clock()
+        elif isinstance(event, StreamEnded):
+            self._opened_at.pop(event.stream_id, None)
+        elif isinstance(event, StreamReset):
+            opened_at = self._opened_at.pop(event.stream_id, None)
+            if opened_at is not None and self._clock() - opened_at < self._limits.reset_within_s:
+                self._num_quick_resets += 1
+                return (
+                    self._num_opened > self._limits.reset_grace
+                    and self._num_quick_resets * 2 > self._num_opened
+                )
+        elif isinstance(event, _CONTROL_EVENTS) or (
+            isinstance(event, DataReceived) and not event.flow_controlled_length
+        ):
+            second = int(self._clock())
+            if second != self._second:
+                self._second, self._num_control = second, 0
+            self._num_control += 1
+            return self._num_control > self._limits.control_frames_per_s
+        return False
+
+
+class GuardedProcessor(EventsProcessor):
+    """Dispatches HTTP/2 events; spends the connection's budget first."""
+
+    def __init__(
+        self, handler: AbstractHandler, connection: Connection, limits: ConnectionLimits
+    ) -> None:
+        super().__init__(handler, connection)
+        self._budget = _Budget(limits, asyncio.get_running_loop().time)
+
+    def process(self, event: Event) -> None:
+        if self._budget.is_exceeded(event):
+            _log.warning("closing a connection that wastes our time", reason=type(event).__name__)
+            self.goodbye(ErrorCodes.ENHANCE_YOUR_CALM)
+        elif isinstance(event, DataReceived) and not event.flow_controlled_length:
+            return  # grpclib takes an empty frame for the end of the stream
+        elif type(event) in getattr(self, "processors", ()):
+            super().process(event)
+
+    def process_request_received(self, event: RequestReceived) -> None:
+        connection = self.connection
+        stream = GuardedStream(
+            connection,
+            connection._connection,  # pyright: ignore[reportPrivateUsage]
+            connection._transport,  # pyright: ignore[reportPrivateUsage]
+            stream_id=event.stream_id,
+        )
+        headers: Any = event.headers
+        self.handler.accept(stream, headers, self.register(stream))
+
+    def goodbye(self, code: ErrorCodes = ErrorCodes.NO_ERROR) -> None:
+        """Close the connection and say so (GOAWAY); every stream on it ends."""
+        if not self.connection.is_closing():
+            try:
+                self.connection._connection.close_connection(code)  # pyright: ignore[reportPrivateUsage]
+                self.connection.flush()
+            except ProtocolError:
+                pass  # it was closed already
+        self.close("the connection was closed")
+
+    def close(self, reason: str = "Connection closed") -> None:
+        if hasattr(self, "processors"):  # once
+            super().close(reason)
+
+
+class GuardedProtocol(H2Protocol):
+    """One connection, either side. ``closed`` is set when its transport is gone."""
+
+    def __init__(
+        self, handler: AbstractHandler, limits: ConnectionLimits, *, is_client: bool
+    ) -> None:
+        config = limits.configuration()
+        config = config.__for_client__() if is_client else config.__for_server__()
+        super().__init__(handler, config, h2_configuration(is_client=is_client))
+        self._limits = limits
+        self.closed = asyncio.Event()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        link: socket.socket | None = transport.get_extra_info("socket")
+        if link is not None and link.family in (socket.AF_INET, socket.AF_INET6):
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.connection = Connection(self._new_h2(), self._transport, config=self.config)
+        self.connection.flush()
+        self.connection.initialize()
+        self._guarded = GuardedProcessor(self.handler, self.connection, self._limits)
+        self.processor = self._guarded
+
+    def _new_h2(self) -> H2Connection:
+        """Return the state machine with our settings in its very first frame: a peer may open its
+        streams in the same instant, and must not be held to h2's defaults."""
+        limits = self._limits
+        h2 = H2Connection(config=self.h2_config)
+        h2.local_settings = Settings(
+            client=bool(self.h2_config.client_side),
+            initial_values={
+                SettingCodes.MAX_CONCURRENT_STREAMS: limits.max_streams,
+                SettingCodes.MAX_HEADER_LIST_SIZE: H2Connection.DEFAULT_MAX_HEADER_LIST_SIZE,
+                SettingCodes.INITIAL_WINDOW_SIZE: limits.stream_window_bytes,
+                SettingCodes.MAX_FRAME_SIZE: limits.frame_bytes,
+            },
+        )
+        h2.max_inbound_frame_size = limits.frame_bytes
+        h2.initiate_connection()
+        h2.increment_flow_control_window(limits.connection_window_bytes - _DEFAULT_WINDOW_BYTES)
+        return h2
+
+    def data_received(self, data: bytes) -> None:
+        if self.connection.is_closing():
+            return
+        try:
+            super().data_received(data)
+            if not self.connection.is_closing() and self._has_overlong_frame():
+                self.goodbye(ErrorCodes.FRAME_SIZE_ERROR)
+        except Exception as error:  # bytes of a stranger must end nothing but their connection
+            if not self.connection.is_closing():
+                _log.info("closing a connection that broke HTTP/2", error=type(error).__name__)
+                self.processor.close("Protocol error")
+
+    def _has_overlong_frame(self) -> bool:
+        """h2 looks at a frame's length only when all of it, up to 16 MiB, has arrived."""
+        waiting = self.connection._connection.incoming_buffer._data  # pyright: ignore[reportPrivateUsage]
+        return len(waiting) >= 9 and int.from_bytes(waiting[:3], "big") > self._limits.frame_bytes
+
+    def goodbye(self, code: ErrorCodes = ErrorCodes.NO_ERROR) -> None:
+        """Close the connection and say so."""
+        self._guarded.goodbye(code)
+
+    def abort(self) -> None:
+        """Drop the connection without another byte."""
+        self._transport.abort()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self.processor.close("Connection lost")
+        self.closed.set()
+
+
+def client_protocol(limits: ConnectionLimits) -> GuardedProtocol:
+    """Return the client's end of a connection to come."""
+    return GuardedProtocol(GrpclibClientHandler(), limits, is_client=True)

@@ -1,0 +1,114 @@
+"""One long-lived stream with heartbeats: an outbox that never makes its caller wait, and one end.
+
+Both ends of a pair stream use it. The peer is dead after 3 s of silence (``shared/liveness.py``);
+the outbox is bounded, and a peer that lets it fill up is as good as dead. It does not know what
+the messages mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any, Generic, TypeVar
+
+from shared.errors import MeshError, WorkerLost
+from shared.liveness import Liveness, LivenessRule, PeerState
+from shared.runtime.groups import plain_errors
+
+Out = TypeVar("Out")
+In = TypeVar("In")
+
+MAX_OUTBOX = 10_000
+
+
+class HeartbeatStream(Generic[Out, In]):
+    """A raw stream after its handshake.
+
+    send, receive: those of the call. peer: what to call it in errors, e.g. "decode worker".
+    """
+
+    def __init__(
+        self,
+        send: Callable[[Out], Awaitable[Any]],
+        receive: Callable[[], Awaitable[In | None]],
+        *,
+        heartbeat: Out,
+        peer: str,
+        rule: LivenessRule | None = None,
+    ) -> None:
+        self._send = send
+        self._receive = receive
+        self._heartbeat = heartbeat
+        self._peer = peer
+        loop = asyncio.get_running_loop()
+        self._liveness = Liveness(loop.time(), rule)
+        self._outbox: deque[Out] = deque()
+        self._has_mail = asyncio.Event()
+        self._end: asyncio.Future[MeshError] = loop.create_future()
+
+    def send(self, message: Out) -> None:
+        """Queue a message, in order; after the end it is dropped."""
+        if self._end.done():
+            return
+        self._outbox.append(message)
+        self._has_mail.set()
+        if len(self._outbox) > MAX_OUTBOX:
+            self.close(WorkerLost(f"the {self._peer} left {MAX_OUTBOX} messages unread"))
+
+    def close(self, error: MeshError) -> None:
+        """End the stream; ``run`` raises the first error that was given. Returns at once."""
+        if not self._end.done():
+            self._end.set_result(error)
+
+    async def run(self, on_message: Callable[[In], None]) -> MeshError:
+        """Send, receive and beat until the stream is over; returns why.
+
+        on_message: called for every message, heartbeats too; a MeshError it raises ends the stream.
+        Cancelling it ends the stream, too.
+        """
+        try:
+            with plain_errors():
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(self._write())
+                    tasks.create_task(self._read(on_message))
+                    tasks.create_task(self._watch())
+                    raise await self._end
+        except MeshError as error:
+            self.close(error)
+            return error
+        finally:
+            self.close(WorkerLost("the stream was cancelled"))
+
+    async def _write(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(self._liveness.rule.interval_s):
+                    await self._has_mail.wait()
+            except TimeoutError:
+                await self._send(self._heartbeat)
+            self._has_mail.clear()
+            while self._outbox:
+                await self._send(self._outbox.popleft())
+
+    async def _read(self, on_message: Callable[[In], None]) -> None:
+        loop = asyncio.get_running_loop()
+        while (message := await self._receive()) is not None:
+            self._liveness.heard(loop.time())
+            on_message(message)
+        raise WorkerLost(f"the {self._peer} ended the stream")
+
+    async def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            wake_at = self._liveness.next_check_at(loop.time())
+            await asyncio.sleep(wake_at - loop.time())
+            now = loop.time()
+            if now - wake_at > self._liveness.rule.interval_s:
+                # This very process stood still: what the peer said meanwhile is not read yet.
+                self._liveness.heard(now)
+            if self._liveness.state(now) is PeerState.DEAD:
+                silence_s = self._liveness.silence_s(now)
+                raise WorkerLost(
+                    f"the {self._peer} was silent for {silence_s:.1f} s", code="silent"
+                )

@@ -1,0 +1,362 @@
+"""A worker's membership: keeps it joined to every gateway behind every configured name.
+
+The gateway is the registry (docs/protocol.md). Names are resolved again every ``resolve_s`` and
+whenever a gateway is lost, so gateways may come, go and multiply with nothing to configure. What
+the gateways say about decode workers is merged, and a decode worker that is named no more is
+forgotten only after a while: a gateway that restarts says nothing about whether its workers live.
+
+This module knows no request and no KV.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NoReturn
+
+import structlog
+
+from shared import wire
+from shared.address import Address, parse_address
+from shared.engine.base import ModelSpec
+from shared.errors import (
+    IncompatiblePeer,
+    MeshError,
+    RemoteProtocolError,
+    WorkerLost,
+)
+from shared.ids import Incarnation
+from shared.kv.layout import KvLayout
+from shared.liveness import LivenessRule
+from shared.rpc import codec
+from shared.rpc.columns import pack_u64
+from shared.rpc.methods import REGISTRY_JOIN
+from shared.rpc.network import Network
+from shared.rpc.stream import ClientStream, open_stream
+from shared.rpc.worker_session import check_hello
+from shared.runtime.groups import plain_errors
+from shared.telemetry.worker import WorkerLoad
+
+_log = structlog.get_logger(__name__)
+
+RESOLVE_S = 5.0
+FORGET_S = 10.0
+"""How long a decode worker counts that no gateway names any more."""
+
+_REJOIN_S = (0.1, 0.2, 0.5, 1.0, 2.0)
+_HELLO_WITHIN_S = 3.0
+
+
+class WorkerRole(Enum):
+    """What a worker does."""
+
+    PREFILL = wire.Role.PREFILL
+    DECODE = wire.Role.DECODE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announcement:
+    """What a worker is, for as long as its process lives.
+
+    address: an empty host = the address that the worker's stream comes from.
+    """
+
+    role: WorkerRole
+    incarnation: Incarnation
+    version: str
+    spec: ModelSpec
+    layout: KvLayout
+    address: Address
+    num_blocks: int
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePeer:
+    """A decode worker that a gateway named. Another incarnation on the same address is another
+    worker.
+    """
+
+    incarnation: Incarnation
+    address: Address
+
+
+def advertised(advertise: str, listening: Address) -> Address:
+    """Return where others reach a worker that listens there.
+
+    advertise: '' = let the gateway look, ``host``, or ``host:port`` if the port is mapped, too.
+    """
+    if not advertise:
+        return Address("", listening.port)
+    return parse_address(advertise, param="advertise", default_port=listening.port)
+
+
+class Membership:
+    """All gateways of one worker. ``run`` owns every task.
+
+    load: read whenever a status is due. on_peers: called with the merged list whenever it has
+    changed. on_drain: a gateway asked this worker to drain. on_change: ``num_joined`` has changed.
+    """
+
+    def __init__(
+        self,
+        *,
+        network: Network,
+        gateways: Sequence[Address],
+        announcement: Announcement,
+        load: Callable[[], WorkerLoad],
+        on_peers: Callable[[Sequence[DecodePeer]], None] = lambda _: None,
+        on_drain: Callable[[], None] = lambda: None,
+        on_change: Callable[[], None] = lambda: None,
+        liveness: LivenessRule | None = None,
+        resolve_s: float = RESOLVE_S,
+    ) -> None:
+        self._network = network
+        self._gateways = tuple(gateways)
+        self._announcement = announcement
+        self._load = load
+        self._on_peers = on_peers
+        self._on_drain = on_drain
+        self._on_change = on_change
+        self._interval_s = (liveness or LivenessRule()).interval_s
+        self._resolve_s = resolve_s
+        self._links: dict[Address, _Link] = {}
+        self._peers: tuple[DecodePeer, ...] = ()
+        self._known: dict[Incarnation, tuple[DecodePeer, float]] = {}  # and when to forget it
+        self._forgetting: asyncio.TimerHandle | None = None
+        self._was_accepted = False
+        self._look_again = asyncio.Event()
+
+    @property
+    def num_joined(self) -> int:
+        """Gateways that know this worker now."""
+        return len({link.gateway for link in self._links.values()} - {None})
+
+    @property
+    def not_ready_reason(self) -> str:
+        """One sentence; '' when at least one gateway has taken this worker in."""
+        if self.num_joined:
+            return ""
+        names = ", ".join(map(str, self._gateways))
+        return f"no gateway joined yet ({names})"
+
+    def report_soon(self) -> None:
+        """The load has changed: send a status now, not at the next interval. Bursts make one
+        status.
+        """
+        for link in self._links.values():
+            link.has_news.set()
+
+    def doubt(self, gateway: Incarnation) -> None:
+        """The gateway went silent elsewhere: join it anew, for this stream alone would not notice a
+        host that is gone.
+        """
+        for link in self._links.values():
+            if link.gateway == gateway and link.stream is not None:
+                link.stream.cancel()
+
+    async def run(self) -> NoReturn:
+        """Stay joined until cancelled.
+
+        Raises IncompatiblePeer: the first gateway that answers refuses this worker. A refusal
+        later, when this worker has been a member already, is that gateway's trouble: it is logged
+        and tried again."""
+        with plain_errors(), contextlib.ExitStack() as stack:
+            stack.callback(self._stop_forgetting)
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    self._look_again.clear()
+                    await self._find_gateways(tasks)
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(self._resolve_s):
+                            await self._look_again.wait()
+        raise AssertionError("unreachable")
+
+    async def _find_gateways(self, tasks: asyncio.TaskGroup) -> None:
+        found: dict[Address, None] = {}
+        for name in self._gateways:
+            found.update(dict.fromkeys(await self._network.resolve(name.host, name.port)))
+        for address in found:
+            if address not in self._links:
+                link = self._links[address] = _Link(address)
+                link.task = tasks.create_task(self._keep_joined(link))
+        for address, link in list(self._links.items()):
+            if address not in found and not link.is_connected:
+                del self._links[address]
+                if link.task is not None:
+                    link.task.cancel()
+                self._merge_peers()
+
+    # --- one gateway ------------------------------------------------------------------------------
+
+    async def _keep_joined(self, link: _Link) -> None:
+        num_failures = 0
+        while True:
+            try:
+                await self._join(link)
+                reason: MeshError = WorkerLost("the gateway ended the membership")
+            except IncompatiblePeer as refusal:
+                if not self._was_accepted:
+                    raise
+                reason = refusal
+            except MeshError as error:
+                reason = error
+            finally:
+                was_joined = self._left(link)
+            if was_joined:
+                num_failures = 0
+                _log.warning("gateway lost", gateway=str(link.address), error=reason.message)
+            elif num_failures == 0:
+                _log.info("gateway not joined", gateway=str(link.address), error=reason.message)
+            self._look_again.set()
+            await asyncio.sleep(_REJOIN_S[min(num_failures, len(_REJOIN_S) - 1)])
+            num_failures += 1
+
+    def _left(self, link: _Link) -> bool:
+        gateway, link.gateway, link.stream = link.gateway, None, None
+        link.is_connected, link.peers = False, ()
+        self._merge_peers()
+        if gateway is None:
+            return False
+        # The same gateway under another address (IPv4 and IPv6 of one name) has just forgotten this
+        # worker with the link that ended: that other link must announce it again.
+        self.doubt(gateway)
+        self._on_change()
+        return True
+
+    async def _join(self, link: _Link) -> None:
+        async with (
+            self._network.channel(link.address) as channel,
+            open_stream(channel, REGISTRY_JOIN) as stream,
+        ):
+            link.is_connected = True
+            await stream.send(wire.WorkerReport(announce=self._announce()))
+            gateway = await self._greet(stream)
+            link.gateway, link.stream = gateway, stream
+            self._was_accepted = True
+            _log.info("gateway joined", gateway=str(link.address), incarnation=gateway)
+            self._on_change()
+            with plain_errors():
+                async with asyncio.TaskGroup() as tasks:
+                    reporter = tasks.create_task(self._report(link, stream))
+                    await self._listen(link, stream)
+                    reporter.cancel()
+
+    def _announce(self) -> wire.WorkerAnnounce:
+        it = self._announcement
+        return wire.WorkerAnnounce(
+            hello=wire.Hello(
+                protocol_version=codec.PROTOCOL_VERSION,
+                role=it.role.value,
+                incarnation=it.incarnation,
+                version=it.version,
+            ),
+            model=codec.model_to_wire(it.spec),
+            layout=codec.layout_to_wire(it.layout),
+            host=it.address.host,
+            port=it.address.port,
+            num_blocks=it.num_blocks,
+            block_size=it.block_size,
+        )
+
+    async def _greet(self, stream: ClientStream[Any, Any]) -> Incarnation:
+        try:
+            async with asyncio.timeout(_HELLO_WITHIN_S):
+                directive = await stream.receive()
+        except TimeoutError:
+            raise WorkerLost(
+                f"the gateway did not say hello within {_HELLO_WITHIN_S:g} s"
+            ) from None
+        if directive is None:
+            raise WorkerLost("the gateway ended the membership before hello")
+        if directive.refused is not None:
+            raise _refusal(directive.refused)
+        return check_hello(directive.hello, wire.Role.GATEWAY)
+
+    async def _report(self, link: _Link, stream: ClientStream[Any, Any]) -> NoReturn:
+        while True:
+            link.has_news.clear()
+            await stream.send(wire.WorkerReport(status=_status(self._load())))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._interval_s):
+                    await link.has_news.wait()
+                    await asyncio.sleep(_BURST_S)
+
+    async def _listen(self, link: _Link, stream: ClientStream[Any, Any]) -> None:
+        async for directive in stream:
+            if directive.refused is not None:
+                raise _refusal(directive.refused)
+            if directive.peers is not None:
+                link.peers = tuple(map(_decode_peer, directive.peers.peers))
+                self._merge_peers()
+            if directive.drain is not None:
+                self._on_drain()
+
+    def _stop_forgetting(self) -> None:
+        if self._forgetting is not None:
+            self._forgetting.cancel()
+
+    def _merge_peers(self) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        named = [peer for link in self._links.values() for peer in link.peers]
+        for peer in named:
+            known, _ = self._known.get(peer.incarnation, (peer, 0.0))
+            self._known[peer.incarnation] = (known, now + FORGET_S)
+        self._known = {key: (peer, at) for key, (peer, at) in self._known.items() if at > now}
+        unnamed = self._known.keys() - {peer.incarnation for peer in named}
+        self._stop_forgetting()
+        if unnamed:
+            due = min(self._known[key][1] for key in unnamed)
+            self._forgetting = loop.call_at(due, self._merge_peers)
+        peers = tuple(peer for peer, _ in self._known.values())
+        if peers != self._peers:
+            self._peers = peers
+            self._on_peers(peers)
+
+
+_BURST_S = 0.05
+"""News within this time make one status."""
+
+
+class _Link:
+    """One address behind a gateway's name."""
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self.gateway: Incarnation | None = None
+        self.is_connected = False
+        self.stream: ClientStream[Any, Any] | None = None
+        self.peers: tuple[DecodePeer, ...] = ()
+        self.has_news = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+
+
+def _status(load: WorkerLoad) -> wire.WorkerStatus:
+    return wire.WorkerStatus(
+        pending_tokens=load.pending_tokens,
+        num_waiting=load.num_waiting,
+        num_running=load.num_running,
+        free_blocks=load.free_blocks,
+        reserved_blocks=load.reserved_blocks,
+        quarantined_blocks=load.quarantined_blocks,
+        step_s=load.step_s,
+        draining=load.is_draining,
+        paired=pack_u64(load.paired),
+    )
+
+
+def _decode_peer(peer: wire.Peer) -> DecodePeer:
+    if not (peer.incarnation and peer.host and 0 < peer.port < 65536):
+        raise RemoteProtocolError("the gateway named a peer without incarnation, host or port")
+    return DecodePeer(Incarnation(peer.incarnation), Address(peer.host, peer.port))
+
+
+def _refusal(error: wire.Error) -> MeshError:
+    """Only a gateway that says "incompatible" means it for good; all else may pass (it drains, it
+    starts).
+    """
+    return codec.error_from_wire(error)

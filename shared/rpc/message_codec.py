@@ -1,0 +1,89 @@
+"""betterproto2 messages for grpclib, with a size limit in both directions.
+
+grpclib reads a whole message into memory before anybody can object, so the limit is checked on the
+five-byte prefix (``read_message``), before the body is asked for: flow control then keeps the rest
+outside. Damage of any kind is one typed error; what is well-formed and still wrong (lengths,
+ranges) is caught by ``codec.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar, cast
+
+import betterproto2
+from google.protobuf.message import DecodeError
+from grpclib.encoding.base import CodecBase
+
+from shared.errors import RemoteProtocolError, TooLarge
+from shared.rpc.descriptors import canonical
+
+MAX_MESSAGE_BYTES = 4 << 20
+"""Both ways; what gRPC implementations accept by default."""
+
+PREFIX_BYTES = 5
+
+Message = TypeVar("Message")
+
+
+class MessageCodec(CodecBase):
+    """Encodes and decodes our messages, and those of the standard services (health, reflection).
+
+    Raises TooLarge when sending, RemoteProtocolError or TooLarge when reading.
+    """
+
+    @property
+    def __content_subtype__(self) -> str:
+        return "proto"
+
+    def encode(self, message: Any, message_type: Any) -> bytes:
+        if not isinstance(message, message_type):
+            raise TypeError(
+                f"this call sends {message_type.__name__}, not {type(message).__name__}"
+            )
+        is_ours = isinstance(message, betterproto2.Message)
+        data = bytes(message) if is_ours else cast("bytes", message.SerializeToString())
+        if len(data) > MAX_MESSAGE_BYTES:
+            raise TooLarge(
+                f"a message of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}"
+            )
+        return data
+
+    def decode(self, data: bytes, message_type: Any) -> Any:
+        name = message_type.__name__
+        try:
+            if not issubclass(message_type, betterproto2.Message):
+                return message_type.FromString(data)
+            return message_type.parse(canonical(name, data))
+        except (RemoteProtocolError, TooLarge):
+            raise
+        except (DecodeError, Exception) as error:
+            raise RemoteProtocolError(
+                f"the bytes are not a {name}: {type(error).__name__}", code="malformed_message"
+            ) from error
+
+
+async def read_message(
+    stream: Any, codec: MessageCodec, message_type: type[Message]
+) -> Message | None:
+    """Read one length-prefixed message from grpclib's HTTP/2 stream; None at its end.
+
+    Raises TooLarge: the prefix announces more than MAX_MESSAGE_BYTES; nothing of the body was read.
+    RemoteProtocolError: cut short, compressed, or no such message.
+    """
+    try:
+        prefix = await stream.recv_data(PREFIX_BYTES)
+        if not prefix:
+            return None
+        if prefix[0]:
+            raise RemoteProtocolError("compressed messages are not supported", code="compressed")
+        num_bytes = int.from_bytes(prefix[1:], "big")
+        if num_bytes > MAX_MESSAGE_BYTES:
+            raise TooLarge(
+                f"a message of {num_bytes} bytes is over the limit of {MAX_MESSAGE_BYTES}"
+            )
+        data = await stream.recv_data(num_bytes)
+    except AssertionError:  # grpclib's word for an end in the middle of a message
+        raise RemoteProtocolError("the stream ended in the middle of a message") from None
+    if len(data) != num_bytes:
+        raise RemoteProtocolError("the stream ended in the middle of a message")
+    return codec.decode(data, message_type)

@@ -1,0 +1,79 @@
+"""Every RPC of the mesh, by hand: path, shape and message types in one table.
+
+A test compares this table with the descriptor set, so it cannot drift from proto/.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from grpclib.const import Cardinality
+
+from shared import wire
+
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
+
+
+@dataclass(frozen=True, slots=True)
+class Method(Generic[Request, Reply]):
+    """One RPC: ``/package.Service/Name``."""
+
+    path: str
+    cardinality: Cardinality
+    request_type: type[Request]
+    reply_type: type[Reply]
+
+    @property
+    def service(self) -> str:
+        """Full name of its service, e.g. ``pdmesh.v1.Decode``."""
+        return self.path.split("/")[1]
+
+
+PREFILL_SESSION = Method(
+    "/pdmesh.v1.Prefill/Session",
+    Cardinality.STREAM_STREAM,
+    wire.PrefillCommand,
+    wire.PrefillEvent,
+)
+DECODE_SESSION = Method(
+    "/pdmesh.v1.Decode/Session", Cardinality.STREAM_STREAM, wire.DecodeCommand, wire.DecodeEvent
+)
+TRANSFER_PUSH = Method(
+    "/pdmesh.v1.Transfer/Push", Cardinality.STREAM_STREAM, wire.PushCommand, wire.PushEvent
+)
+REGISTRY_JOIN = Method(
+    "/pdmesh.v1.Registry/Join",
+    Cardinality.STREAM_STREAM,
+    wire.WorkerReport,
+    wire.GatewayDirective,
+)
+GENERATE = Method(
+    "/pdmesh.v1.Inference/Generate",
+    Cardinality.UNARY_STREAM,
+    wire.GenerateRequest,
+    wire.GenerateResponse,
+)
+TOKENIZE = Method(
+    "/pdmesh.v1.Inference/Tokenize",
+    Cardinality.UNARY_UNARY,
+    wire.TokenizeRequest,
+    wire.TokenizeResponse,
+)
+LIST_MODELS = Method(
+    "/pdmesh.v1.Inference/ListModels",
+    Cardinality.UNARY_UNARY,
+    wire.ListModelsRequest,
+    wire.ListModelsResponse,
+)
+
+ALL_METHODS: tuple[Method[Any, Any], ...] = (
+    PREFILL_SESSION,
+    DECODE_SESSION,
+    TRANSFER_PUSH,
+    REGISTRY_JOIN,
+    GENERATE,
+    TOKENIZE,
+    LIST_MODELS,
+)

@@ -1,0 +1,226 @@
+"""The server's side of a call: declarative servicers on raw grpclib streams.
+
+    service = Servicer(bind(DECODE_SESSION, decode.session))
+    async with network.serve(address, [service]) as server: ...
+
+A handler gets a ``ServerStream`` and works in grpclib's task, so it only awaits work that our own
+TaskGroups own (a TaskGroup opened inside the handler is fine). It ends a call by returning or by
+raising: a ``MeshError`` becomes its gRPC status and the trailer ``pdmesh-error``; anything else is
+our bug, logged, and INTERNAL without a word more to the client. This module knows no service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import structlog
+from grpclib.const import Handler as GrpclibHandler
+from grpclib.const import Status
+from grpclib.exceptions import StreamTerminatedError
+from h2.exceptions import H2Error
+
+from shared.errors import (
+    DeadlinePassed,
+    InvalidRequest,
+    InvariantViolated,
+    LocalProtocolError,
+    MeshError,
+    RemoteProtocolError,
+    ShuttingDown,
+    WorkerLost,
+)
+from shared.rpc.message_codec import MessageCodec, read_message
+from shared.rpc.methods import Method
+from shared.rpc.network import Address
+from shared.rpc.status import ERROR_TRAILER, error_to_json, grpc_status_of
+
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
+
+_log = structlog.get_logger(__name__)
+
+_SENDS_BEFORE_YIELD = 64
+"""grpclib's send does not yield while window and socket have room; a long burst would hold the
+loop."""
+
+_LAST_WORD_WITHIN_S = 1.0
+"""A call that is cancelled because the server closes still tells its caller."""
+
+DEADLINE_KEY = "pdmesh-deadline-at"
+"""Metadata key under which the server hands a call's deadline, in its own loop time, to it."""
+
+_CODEC = MessageCodec()
+
+
+class ServerStream(Generic[Request, Reply]):
+    """One call in progress, as its handler sees it. One task may receive while another sends."""
+
+    metadata: Mapping[str, str]
+    """Text metadata of the call; binary keys are dropped."""
+
+    peer: Address
+    """Where the caller's connection comes from."""
+
+    deadline_at: float | None
+    """Loop time at which the caller gives up; the call then ends with DeadlinePassed."""
+
+    def __init__(self, raw: Any, method: Method[Request, Reply]) -> None:
+        self._raw = raw
+        self._method = method
+        self._num_sends = 0
+        self._trailers: dict[str, str] = {}
+        metadata: dict[str, Any] = dict(raw.metadata or {})
+        self.metadata = {
+            key: value
+            for key, value in metadata.items()
+            if isinstance(value, str) and key != DEADLINE_KEY
+        }
+        host, port, *_ = raw.peer.addr() or ("", 0)
+        self.peer = Address(host, port)
+        deadline_at: str | None = metadata.get(DEADLINE_KEY)
+        self.deadline_at = None if deadline_at is None else float(deadline_at)
+
+    def remaining_s(self) -> float | None:
+        """Seconds until the caller's deadline (>= 0), or None if it set none."""
+        if self.deadline_at is None:
+            return None
+        return max(0.0, self.deadline_at - asyncio.get_running_loop().time())
+
+    async def receive(self) -> Request | None:
+        """Return the next message, or None when the caller has ended its side.
+
+        Raises InvalidRequest: the bytes are not such a message. TooLarge: over the receive limit.
+        """
+        h2_stream = self._raw._stream
+        try:
+            return await read_message(h2_stream, _CODEC, self._method.request_type)
+        except RemoteProtocolError as error:
+            raise InvalidRequest(error.message, code=error.code) from error
+
+    async def __aiter__(self) -> AsyncIterator[Request]:
+        """Iterate over ``receive`` until the caller has ended its side."""
+        while (message := await self.receive()) is not None:
+            yield message
+
+    async def send(self, message: Reply) -> None:
+        """Send one message; waits while the caller's window is full, and yields every 64 sends.
+
+        Raises TooLarge: the message is over the limit that peers accept; nothing was sent.
+        WorkerLost: the caller is gone.
+        """
+        try:
+            await self._raw.send_message(message)
+        except (H2Error, StreamTerminatedError, OSError) as error:
+            raise WorkerLost(f"the caller is gone: {error}") from error
+        self._num_sends += 1
+        if self._num_sends % _SENDS_BEFORE_YIELD == 0:
+            await asyncio.sleep(0)
+
+    def set_trailer(self, key: str, value: str) -> None:
+        """Add text metadata to the end of the call, e.g. ``pdmesh-receipt``."""
+        self._trailers[key] = value
+
+    async def cancel(self) -> None:
+        """Reset the stream without a status. The handler should return after this."""
+        await self._raw.cancel()
+
+    async def _finish(self, error: MeshError | None) -> None:
+        """Send the trailers. A caller that is gone needs none."""
+        raw = self._raw
+        if raw._send_trailing_metadata_done or raw._cancel_done:
+            return
+        status, message, trailers = Status.OK, None, dict(self._trailers)
+        if error is not None:
+            status, message = grpc_status_of(error), error.message
+            trailers[ERROR_TRAILER] = error_to_json(error)
+        try:
+            await raw.send_trailing_metadata(
+                status=status, status_message=message, metadata=trailers
+            )
+        except (H2Error, StreamTerminatedError, OSError, AttributeError):
+            return  # AttributeError: grpclib drops its transport when a connection closes
+
+
+StreamHandler = Callable[[ServerStream[Request, Reply]], Awaitable[None]]
+UnaryHandler = Callable[[Request, ServerStream[Request, Reply]], Awaitable[Reply]]
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """A method with its handler; made by ``bind`` and ``bind_unary``."""
+
+    method: Method[Any, Any]
+    run: Callable[[Any], Awaitable[None]]
+
+
+def bind(method: Method[Request, Reply], handler: StreamHandler[Request, Reply]) -> Binding:
+    """Serve a method with a handler that receives and sends itself."""
+
+    async def run(raw: Any) -> None:
+        stream = ServerStream(raw, method)
+        try:
+            timeout = asyncio.timeout_at(stream.deadline_at)
+            try:
+                async with timeout:
+                    await handler(stream)
+            except TimeoutError as error:
+                if not timeout.expired():
+                    raise
+                raise DeadlinePassed("the call's deadline passed") from error
+        except MeshError as error:
+            await stream._finish(error)  # pyright: ignore[reportPrivateUsage]
+        except asyncio.CancelledError:
+            # By the caller, who is gone then and needs no word, or because the server closes.
+            if raw._stream.closable:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_LAST_WORD_WITHIN_S):
+                        error = ShuttingDown("the server closed", retry_after_s=1.0)
+                        await stream._finish(error)  # pyright: ignore[reportPrivateUsage]
+            raise
+        except Exception:
+            _log.exception("a handler failed", method=method.path)
+            error = InvariantViolated("internal error; the server's log says more")
+            await stream._finish(error)  # pyright: ignore[reportPrivateUsage]
+        else:
+            await stream._finish(None)  # pyright: ignore[reportPrivateUsage]
+
+    return Binding(method, run)
+
+
+def bind_unary(method: Method[Request, Reply], handler: UnaryHandler[Request, Reply]) -> Binding:
+    """Serve a method with ``async (request, call) -> reply``."""
+
+    async def answer(stream: ServerStream[Request, Reply]) -> None:
+        request = await stream.receive()
+        if request is None:
+            raise InvalidRequest("the call brought no message")
+        await stream.send(await handler(request, stream))
+
+    return bind(method, answer)
+
+
+class Servicer:
+    """The handlers of one gRPC service; what ``Network.serve`` takes."""
+
+    def __init__(self, *bindings: Binding) -> None:
+        """Raises LocalProtocolError: no binding, or bindings of two services."""
+        services = {binding.method.service for binding in bindings}
+        if len(services) != 1:
+            raise LocalProtocolError("a servicer has the bindings of exactly one service")
+        self.name = services.pop()
+        self._bindings = bindings
+
+    def __mapping__(self) -> dict[str, GrpclibHandler]:
+        return {
+            binding.method.path: GrpclibHandler(
+                binding.run,
+                binding.method.cardinality,
+                binding.method.request_type,
+                binding.method.reply_type,
+            )
+            for binding in self._bindings
+        }

@@ -1,0 +1,180 @@
+"""One table: how each error of the mesh looks over HTTP, over gRPC and in an OpenAI error body.
+
+Both directions. Rows are keyed by ``MeshError.type``. See docs/protocol.md for the reader's
+version.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+from grpclib.const import Status
+
+from shared.errors import (
+    ERROR_TYPES,
+    DeadlinePassed,
+    IncompatiblePeer,
+    InvalidRequest,
+    InvariantViolated,
+    MeshError,
+    NotFound,
+    RemoteProtocolError,
+    TooLarge,
+    Unauthorized,
+    WorkerLost,
+)
+
+ERROR_TRAILER = "pdmesh-error"
+"""JSON of the error, in the trailers of a failed call."""
+
+RECEIPT_TRAILER = "pdmesh-receipt"
+"""JSON of the TTFT receipt, in the trailers of ``Inference.Generate``."""
+
+MAX_TRAILER_BYTES = 4096
+"""Of the error JSON: clients refuse large header lists (grpcio: 8 KiB)."""
+
+
+class StatusRow(NamedTuple):
+    """http: status code. grpc: status. openai_type: ``error.type`` of an OpenAI error body.
+    may_retry: whether a client may send the same request again."""
+
+    http: int
+    grpc: Status
+    openai_type: str
+    may_retry: bool
+
+
+STATUS_TABLE: dict[str, StatusRow] = {
+    "invalid_request": StatusRow(400, Status.INVALID_ARGUMENT, "invalid_request_error", False),
+    "unauthorized": StatusRow(401, Status.UNAUTHENTICATED, "authentication_error", False),
+    "forbidden": StatusRow(403, Status.PERMISSION_DENIED, "permission_error", False),
+    "not_found": StatusRow(404, Status.NOT_FOUND, "not_found_error", False),
+    "too_large": StatusRow(413, Status.RESOURCE_EXHAUSTED, "invalid_request_error", False),
+    "tenant_quota": StatusRow(429, Status.RESOURCE_EXHAUSTED, "rate_limit_error", True),
+    "no_capacity": StatusRow(400, Status.FAILED_PRECONDITION, "invalid_request_error", False),
+    "deadline": StatusRow(504, Status.DEADLINE_EXCEEDED, "timeout_error", False),
+    "overloaded": StatusRow(503, Status.UNAVAILABLE, "overloaded_error", True),
+    "shutting_down": StatusRow(503, Status.UNAVAILABLE, "overloaded_error", True),
+    "worker_lost": StatusRow(503, Status.UNAVAILABLE, "server_error", True),
+    "kv_transfer_failed": StatusRow(503, Status.UNAVAILABLE, "server_error", True),
+    "lease_lost": StatusRow(503, Status.UNAVAILABLE, "server_error", True),
+    "no_blocks": StatusRow(503, Status.UNAVAILABLE, "overloaded_error", True),
+    "protocol_error": StatusRow(503, Status.UNAVAILABLE, "server_error", True),
+    "incompatible_peer": StatusRow(503, Status.FAILED_PRECONDITION, "server_error", False),
+    "engine_failed": StatusRow(503, Status.UNAVAILABLE, "server_error", True),
+    "engine_poisoned": StatusRow(500, Status.INTERNAL, "server_error", False),
+    "model_error": StatusRow(500, Status.FAILED_PRECONDITION, "server_error", False),
+    "internal": StatusRow(500, Status.INTERNAL, "server_error", False),
+}
+
+_BY_GRPC_STATUS: dict[Status, type[MeshError]] = {
+    Status.INVALID_ARGUMENT: InvalidRequest,
+    Status.OUT_OF_RANGE: InvalidRequest,
+    Status.NOT_FOUND: NotFound,
+    Status.UNAUTHENTICATED: Unauthorized,
+    Status.PERMISSION_DENIED: Unauthorized,
+    Status.RESOURCE_EXHAUSTED: TooLarge,
+    Status.DEADLINE_EXCEEDED: DeadlinePassed,
+    Status.FAILED_PRECONDITION: IncompatiblePeer,
+    Status.UNIMPLEMENTED: IncompatiblePeer,
+    Status.UNAVAILABLE: WorkerLost,
+    Status.CANCELLED: WorkerLost,
+    Status.ABORTED: WorkerLost,
+}
+"""For a status without our trailer: a proxy, or grpclib itself, spoke. All others break a rule."""
+
+
+def row_of(error: MeshError) -> StatusRow:
+    """Return the error's row of the table."""
+    return STATUS_TABLE[error.type]
+
+
+def http_status_of(error: MeshError) -> int:
+    """Return the HTTP status that says this error."""
+    return row_of(error).http
+
+
+def grpc_status_of(error: MeshError) -> Status:
+    """Return the gRPC status that says this error."""
+    return row_of(error).grpc
+
+
+def openai_error_body(error: MeshError) -> dict[str, Any]:
+    """Return the OpenAI error object; also what goes out as an SSE error event."""
+    return {
+        "error": {
+            "message": error.message,
+            "type": row_of(error).openai_type,
+            "param": error.param or None,
+            "code": error.code or error.type,
+        }
+    }
+
+
+def error_to_json(error: MeshError) -> str:
+    """Return the error as printable ASCII JSON of at most MAX_TRAILER_BYTES."""
+    record: dict[str, Any] = {
+        "type": error.type,
+        "message": error.message[:1024],
+        "param": error.param[:128],
+        "code": error.code[:128],
+        "retry_after_s": error.retry_after_s,
+    }
+    text = json.dumps(record)
+    while len(text) > MAX_TRAILER_BYTES:  # escapes make one character up to 12 bytes
+        record["message"] = record["message"][: len(record["message"]) // 2]
+        text = json.dumps(record)
+    return text
+
+
+def make_error(
+    type_name: str,
+    message: str,
+    *,
+    param: str = "",
+    code: str = "",
+    retry_after_s: float = 0.0,
+    fallback: type[MeshError] = RemoteProtocolError,
+) -> MeshError:
+    """Return the error with this wire name; ``fallback`` if this version does not know the name."""
+    cls = ERROR_TYPES.get(type_name, fallback)
+    if type_name == "internal":
+        cls = InvariantViolated
+    return cls(message, param=param, code=code, retry_after_s=retry_after_s)
+
+
+def error_from_json(text: str) -> MeshError | None:
+    """Return the error of a ``pdmesh-error`` trailer, or None if it is not one."""
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict):
+        return None
+    fields: dict[str, Any] = {
+        name: value
+        for name in ("type", "message", "param", "code")
+        if isinstance(value := record.get(name), str)  # pyright: ignore[reportUnknownMemberType,reportUnknownVariableType]
+    }
+    if "type" not in fields or "message" not in fields:
+        return None
+    retry: object = record.get("retry_after_s")  # pyright: ignore[reportUnknownMemberType,reportUnknownVariableType]
+    retry_after_s = float(retry) if isinstance(retry, (int, float)) and 0 <= retry < 86400 else 0.0
+    return make_error(
+        fields["type"],
+        fields["message"],
+        param=fields.get("param", ""),
+        code=fields.get("code", ""),
+        retry_after_s=retry_after_s,
+    )
+
+
+def error_from_grpc(status: Status, message: str, trailer: str | None) -> MeshError:
+    """Return the typed error of a failed call: the trailer's, else the one its status suggests."""
+    if trailer is not None:
+        error = error_from_json(trailer)
+        if error is not None:
+            return error
+    cls = _BY_GRPC_STATUS.get(status, RemoteProtocolError)
+    return cls(message or f"the call failed with {status.name}", code=status.name.lower())

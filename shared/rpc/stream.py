@@ -1,0 +1,330 @@
+"""The client's side of a call: raw bidirectional streams, server streams and unary calls.
+
+    async with open_stream(channel, DECODE_SESSION) as stream:
+        await stream.send(command)
+        event = await stream.receive()     # None when the server has ended well
+
+Exceptions of grpclib, h2 and the socket are mapped once, here, to MeshError: the error that the
+server raised if it told us (trailer ``pdmesh-error``), WorkerLost if the connection broke or could
+not be made, RemoteProtocolError if the peer broke the rules, DeadlinePassed if time ran out.
+Generated stubs are not used: their bidi client hangs when the request side fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping
+from typing import Any, Generic, TypeVar
+
+from grpclib.const import Status
+from grpclib.exceptions import ProtocolError, StreamTerminatedError
+from grpclib.metadata import Deadline, decode_grpc_message
+from grpclib.utils import Wrapper
+from h2.errors import ErrorCodes
+from h2.exceptions import H2Error
+
+from shared.errors import DeadlinePassed, MeshError, RemoteProtocolError, WorkerLost
+from shared.rpc.message_codec import MessageCodec, read_message
+from shared.rpc.methods import Method
+from shared.rpc.status import ERROR_TRAILER, error_from_grpc
+
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
+
+_CODEC = MessageCodec()
+_SENDS_BEFORE_YIELD = 64
+CONNECT_WITHIN_S = 5.0
+
+
+class ClientStream(Generic[Request, Reply]):
+    """One call in progress. One task may receive while another sends."""
+
+    def __init__(self, raw: Any, method: Method[Request, Reply]) -> None:
+        self._raw = raw
+        self._method = method
+        self._num_sends = 0
+        self._is_ended = False
+        self._is_over = False
+        self._error: MeshError | None = None
+        self._trailers: dict[str, str] = {}
+
+    async def send(self, message: Request, *, end: bool = False) -> None:
+        """Send one message; ``end`` also ends our side. Waits while the peer's window is full.
+
+        Raises MeshError: the call is over (its error), or the message is too large (TooLarge).
+        """
+        with self._mapped():
+            await self._raw.send_message(message, end=end)
+        self._is_ended = self._is_ended or end
+        self._num_sends += 1
+        if self._num_sends % _SENDS_BEFORE_YIELD == 0:
+            await asyncio.sleep(0)
+
+    async def end(self) -> None:
+        """End our side; the server may go on sending. Idempotent."""
+        if not self._is_ended:
+            self._is_ended = True
+            with self._mapped():
+                await self._raw.end()
+
+    async def receive(self) -> Reply | None:
+        """Return the next message, or None when the server ended the call with status OK.
+
+        Raises MeshError: the call failed.
+        """
+        if self._is_over:
+            return None
+        with self._mapped():
+            stream: Any = self._raw._stream
+            interrupt: _Interrupt = self._raw._wrapper
+            if stream.headers is None:
+                with interrupt:
+                    await stream.recv_headers()
+            message = None
+            headers: dict[str, str] = _fields(stream.headers)
+            if "grpc-status" not in headers:  # else it failed before any message
+                message = await self._read(stream, interrupt)
+            if message is None:
+                self._finish(_fields(stream.trailers) or headers)
+                self._is_over = True
+        return message
+
+    async def _read(self, stream: Any, interrupt: _Interrupt) -> Reply | None:
+        _require_grpc(dict(stream.headers))
+        if not stream.buffer._eof:
+            try:
+                with interrupt:
+                    return await read_message(stream, _CODEC, self._method.reply_type)
+            except StreamTerminatedError:
+                # A server that fails a call resets it once all is said: first read what was said.
+                if not stream.buffer._eof:
+                    raise
+        return await read_message(stream, _CODEC, self._method.reply_type)  # never waits
+
+    def _finish(self, trailers: dict[str, str]) -> None:
+        """Take the end of the call in; raises what it says."""
+        self._trailers = {
+            key: value
+            for key, value in trailers.items()
+            if not key.startswith((":", "grpc-")) and not key.endswith("-bin")
+        }
+        error = _told(trailers)
+        if error is not None:
+            raise error
+        if "grpc-status" not in trailers:
+            raise RemoteProtocolError("the server ended the call without a status")
+
+    async def __aiter__(self) -> AsyncIterator[Reply]:
+        """Iterate over ``receive`` until None."""
+        while (message := await self.receive()) is not None:
+            yield message
+
+    @property
+    def trailers(self) -> Mapping[str, str]:
+        """Text metadata of the end of the call; empty until ``receive`` returned None or raised."""
+        return self._trailers
+
+    def cancel(self) -> None:
+        """Reset the call now, without waiting; later operations raise. Idempotent."""
+        if not self._is_over and self._error is None:
+            self._error = WorkerLost("the call was cancelled here", code="cancelled")
+            _reset(self._raw)
+            self._raw._wrapper.cancel(StreamTerminatedError("cancelled"))
+
+    @contextlib.contextmanager
+    def _mapped(self) -> Generator[None]:
+        """Raise the call's error for whatever grpclib, h2 and the socket raise; always the same
+        one once it is known."""
+        if self._error is not None:
+            raise self._error
+        try:
+            with _mapped():
+                yield
+        except MeshError as error:
+            if self._error is None and error.type != "too_large":
+                stream = self._raw._stream
+                told = _told(dict(stream.trailers or stream.headers or ()))
+                self._error = told if isinstance(error, WorkerLost) and told else error
+            raise (self._error or error) from error.__cause__
+
+
+class _Interrupt(Wrapper):
+    """Wakes the tasks that wait on a stream when it breaks.
+
+    grpclib's own wakes them by cancelling and then replaces the CancelledError, but leaves the
+    cancellation counted, which breaks every ``timeout`` and TaskGroup round the wait. This one
+    takes the count back, and lets a cancellation from elsewhere win.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting: dict[asyncio.Task[Any], int] = {}
+        self._woken: dict[asyncio.Task[Any], int] = {}
+
+    def __enter__(self) -> None:
+        if self._error is not None:
+            raise self._error
+        task = asyncio.current_task()
+        assert task is not None
+        self._waiting[task] = task.cancelling()
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._waiting.pop(task, None)
+        num_cancels = self._woken.pop(task, None)
+        if num_cancels is None or self._error is None:
+            return
+        if task.uncancel() <= num_cancels and exc_type is asyncio.CancelledError:
+            raise self._error
+
+    def cancel(self, error: Exception) -> None:
+        if self._error is not None:
+            return
+        self._error = error
+        self.cancelled = True
+        self._woken.update(self._waiting)
+        for task in self._waiting:
+            task.cancel()
+
+
+class _LoopDeadline(Deadline):
+    """grpclib's deadline on the loop's clock instead of ``time.monotonic``."""
+
+    def __init__(self, at: float) -> None:
+        super().__init__(_timestamp=at)
+
+    def time_remaining(self) -> float:
+        return max(0.0, self._timestamp - asyncio.get_running_loop().time())
+
+
+@contextlib.asynccontextmanager
+async def open_stream(
+    channel: Any,
+    method: Method[Request, Reply],
+    *,
+    timeout_s: float | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> AsyncGenerator[ClientStream[Request, Reply]]:
+    """Open a call; the block's end resets it if it is not over.
+
+    timeout_s: a deadline for the whole call, told to the server too. Entering connects.
+    Raises WorkerLost: the server cannot be reached.
+    """
+    loop = asyncio.get_running_loop()
+    interrupt = _Interrupt()
+    deadline, timer = None, None
+    if timeout_s is not None:
+        deadline = _LoopDeadline(loop.time() + timeout_s)
+        passed = TimeoutError("the call's deadline passed")
+        timer = loop.call_later(max(0.0, timeout_s), interrupt.cancel, passed)
+    raw = channel.request(
+        method.path,
+        method.cardinality,
+        method.request_type,
+        method.reply_type,
+        deadline=deadline,
+        metadata=dict(metadata or {}),
+    )
+    raw._wrapper = interrupt
+    try:
+        connecting = asyncio.timeout(CONNECT_WITHIN_S)
+        with _mapped():
+            try:
+                async with connecting:
+                    await raw.send_request()
+            except TimeoutError:
+                if not connecting.expired():
+                    raise
+                raise WorkerLost(f"no connection within {CONNECT_WITHIN_S:g} s") from None
+        yield ClientStream(raw, method)
+    finally:
+        if timer is not None:
+            timer.cancel()
+        if raw._send_request_done:
+            _reset(raw)
+            with contextlib.suppress(H2Error, AttributeError, KeyError):
+                raw._release_stream()
+
+
+async def call_unary(
+    channel: Any,
+    method: Method[Request, Reply],
+    request: Request,
+    *,
+    timeout_s: float | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> Reply:
+    """One request, one reply. Raises MeshError."""
+    async with open_stream(channel, method, timeout_s=timeout_s, metadata=metadata) as stream:
+        await stream.send(request, end=True)
+        reply = await stream.receive()
+        if reply is None:
+            raise RemoteProtocolError("the server ended the call without a reply")
+        await stream.receive()
+        return reply
+
+
+@contextlib.asynccontextmanager
+async def call_server_stream(
+    channel: Any,
+    method: Method[Request, Reply],
+    request: Request,
+    *,
+    timeout_s: float | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> AsyncGenerator[ClientStream[Request, Reply]]:
+    """One request, a stream of replies; the request is sent on entering."""
+    async with open_stream(channel, method, timeout_s=timeout_s, metadata=metadata) as stream:
+        await stream.send(request, end=True)
+        yield stream
+
+
+@contextlib.contextmanager
+def _mapped() -> Generator[None]:
+    """Map what grpclib, h2 and the socket raise."""
+    try:
+        yield
+    except MeshError:
+        raise
+    except TimeoutError as error:
+        raise DeadlinePassed("the call's deadline passed") from error
+    except StreamTerminatedError as error:
+        raise WorkerLost(f"the connection broke: {error}") from error
+    except (ProtocolError, H2Error) as error:
+        raise WorkerLost(f"the call is over: {error}") from error
+    except (OSError, AttributeError) as error:
+        # AttributeError: grpclib drops its transport when a connection closes.
+        raise WorkerLost(f"the server cannot be reached: {error}") from error
+
+
+def _fields(headers: Any) -> dict[str, str]:
+    return dict(headers or ())
+
+
+def _require_grpc(headers: dict[str, str]) -> None:
+    if headers.get(":status") != "200":
+        raise RemoteProtocolError(f"the server answered HTTP {headers.get(':status')}")
+    if not headers.get("content-type", "").startswith("application/grpc"):
+        raise RemoteProtocolError("the server does not speak gRPC")
+
+
+def _told(trailers: dict[str, str]) -> MeshError | None:
+    """Return the error that the end of a call tells; None if there is none."""
+    status = trailers.get("grpc-status", "0")
+    if status == "0":
+        return None
+    try:
+        code = Status(int(status))
+    except ValueError:
+        code = Status.UNKNOWN
+    message = decode_grpc_message(trailers.get("grpc-message", ""))
+    return error_from_grpc(code, message, trailers.get(ERROR_TRAILER))
+
+
+def _reset(raw: Any) -> None:
+    """Tell the server that nobody listens any more, if the call is still open."""
+    with contextlib.suppress(H2Error, AttributeError, OSError):
+        if raw._stream.closable:
+            raw._stream.reset_nowait(ErrorCodes.CANCEL)

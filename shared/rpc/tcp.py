@@ -1,0 +1,146 @@
+"""gRPC over real sockets: the Network of production."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import socket
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from grpclib.client import Channel
+from grpclib.protocol import H2Protocol
+
+from shared.rpc.call_server import CLOSE_WITHIN_S, CallServer
+from shared.rpc.connection import ConnectionLimits, GuardedProtocol, client_protocol
+from shared.rpc.message_codec import MessageCodec
+from shared.rpc.network import Address
+
+BACKLOG = 512
+
+
+class GuardedChannel(Channel):
+    """A channel whose connections have our limits; connects when a call first needs it."""
+
+    def __init__(self, address: Address, limits: ConnectionLimits) -> None:
+        super().__init__(  # pyright: ignore[reportUnknownMemberType]
+            address.host, address.port, codec=MessageCodec()
+        )
+        self._limits = limits
+
+    def _protocol_factory(self) -> H2Protocol:
+        return client_protocol(self._limits)
+
+    @property
+    def current(self) -> GuardedProtocol | None:
+        """The connection in use, if there is one."""
+        protocol = self._protocol
+        return protocol if isinstance(protocol, GuardedProtocol) else None
+
+
+@contextlib.asynccontextmanager
+async def closing(channel: GuardedChannel) -> AsyncGenerator[GuardedChannel]:
+    """Close the channel when the block ends, and wait until its connection is gone."""
+    try:
+        yield channel
+    finally:
+        protocol = channel.current
+        if protocol is not None:
+            channel.close()
+            try:
+                async with asyncio.timeout(CLOSE_WITHIN_S):
+                    await protocol.closed.wait()
+            except TimeoutError:
+                protocol.abort()
+
+
+class TcpServer:
+    """A listening server; made by ``TcpNetwork.serve``."""
+
+    def __init__(self, calls: CallServer, listener: asyncio.Server) -> None:
+        self._calls = calls
+        self._listener = listener
+        host, port, *_ = listener.sockets[0].getsockname()
+        self._address = Address(host, port)
+
+    @property
+    def address(self) -> Address:
+        """See RpcServer."""
+        return self._address
+
+    def set_ready(self, is_ready: bool) -> None:
+        """See RpcServer."""
+        self._calls.set_ready(is_ready)
+
+    async def drain(self, limit_s: float) -> bool:
+        """See RpcServer. The port stays open, so that refusals are typed and health answers."""
+        return await self._calls.drain(limit_s)
+
+
+class TcpNetwork:
+    """Serves and dials on TCP, without encryption: for private networks."""
+
+    def __init__(self, *, limits: ConnectionLimits | None = None) -> None:
+        self._limits = limits or ConnectionLimits()
+
+    @contextlib.asynccontextmanager
+    async def serve(self, address: Address, handlers: Sequence[Any]) -> AsyncGenerator[TcpServer]:
+        """See Network."""
+        loop = asyncio.get_running_loop()
+        calls = CallServer(handlers, limits=self._limits)
+        # With port 0 every family would get a port of its own, so only one is asked for.
+        hosts = [found.host for found in await self._passive(address)][
+            : 1 if not address.port else None
+        ]
+        try:
+            listener = await loop.create_server(
+                calls.protocol, hosts, address.port, backlog=BACKLOG
+            )
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                text = f"cannot listen on {address}: the port is in use"
+            else:
+                text = f"cannot listen on {address}: {error.strerror or error}"
+            raise OSError(error.errno, text) from error
+        try:
+            yield TcpServer(calls, listener)
+        finally:
+            listener.close()
+            await calls.close()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_WITHIN_S):
+                    await listener.wait_closed()
+
+    async def _passive(self, address: Address) -> list[Address]:
+        try:
+            infos = await asyncio.get_running_loop().getaddrinfo(
+                address.host or None,
+                address.port,
+                type=socket.SOCK_STREAM,
+                flags=socket.AI_PASSIVE,
+            )
+        except socket.gaierror as error:
+            raise OSError(error.errno, f"cannot listen on {address}: {error.strerror}") from error
+        return [Address(str(info[4][0]), address.port) for info in infos]
+
+    @contextlib.asynccontextmanager
+    async def channel(self, address: Address) -> AsyncGenerator[GuardedChannel]:
+        """See Network."""
+        async with closing(GuardedChannel(address, self._limits)) as channel:
+            yield channel
+
+    async def resolve(self, host: str, port: int) -> list[Address]:
+        """See Network. Of a name with addresses of both families only the IPv4 ones count: they
+        lead to the same hosts, and a gateway must not be joined twice."""
+        try:
+            infos = await asyncio.get_running_loop().getaddrinfo(
+                host, port, type=socket.SOCK_STREAM
+            )
+        except OSError:
+            return []
+        found: dict[int, dict[str, None]] = {}
+        for family, _, _, _, sockaddr in infos:
+            found.setdefault(family, {})[str(sockaddr[0])] = None
+        hosts = found.get(socket.AF_INET) or found.get(socket.AF_INET6) or {}
+        return [Address(name, port) for name in sorted(hosts)]

@@ -1,0 +1,262 @@
+"""Messages of ``Transfer.Push``, wire <-> domain, checked strictly.
+
+What a peer sends is taken apart here once; whatever has a wrong length, range or shape raises
+RemoteProtocolError. What the messages mean is ``shared/transfer``'s business.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from shared import wire
+from shared.engine.base import ModelSpec
+from shared.errors import IncompatiblePeer, RemoteProtocolError
+from shared.ids import Incarnation, RequestId, TransferId
+from shared.kv.layout import KvLayout
+from shared.rpc import codec
+from shared.transfer.messages import (
+    Abort,
+    Ack,
+    Commit,
+    Credit,
+    Grant,
+    Open,
+    PushMessage,
+    PushReply,
+    Refused,
+    Span,
+    TransferKey,
+)
+from shared.transfer.plan import MAX_FRAMES, FrameRule
+
+ID_BYTES = 16
+MAX_ADDRESS_BYTES = 1 << 16
+MAX_U32 = (1 << 32) - 1
+MAX_U64 = (1 << 64) - 1
+
+
+class PairIdentity(NamedTuple):
+    """What this worker says of itself when two workers pair up."""
+
+    incarnation: Incarnation
+    version: str
+    spec: ModelSpec
+    layout: KvLayout
+    transport_address: bytes
+    group_bytes: int
+    max_frame_bytes: int
+
+
+class PairTerms(NamedTuple):
+    """What a handshake agreed on."""
+
+    peer: Incarnation
+    transport_address: bytes
+    rule: FrameRule
+
+
+def hello_to_wire(role: wire.Role, it: PairIdentity) -> wire.PairHello:
+    """Our half of the handshake."""
+    return wire.PairHello(
+        hello=wire.Hello(
+            protocol_version=codec.PROTOCOL_VERSION,
+            role=role,
+            incarnation=it.incarnation,
+            version=it.version,
+        ),
+        model=codec.model_to_wire(it.spec),
+        layout=codec.layout_to_wire(it.layout),
+        transport_address=it.transport_address,
+        group_bytes=it.group_bytes,
+        max_frame_bytes=it.max_frame_bytes,
+    )
+
+
+def agree(it: PairIdentity, theirs: wire.PairHello | None, role: wire.Role) -> PairTerms:
+    """Compare both halves. role: what the peer must be.
+
+    Of both frame limits the smaller one counts; a group is never larger than a frame.
+    Raises IncompatiblePeer: protocol version, model or layout differ. RemoteProtocolError: the
+    message is not a handshake.
+    """
+    hello = codec.require_hello(None if theirs is None else theirs.hello)
+    if theirs is None or theirs.model is None or theirs.layout is None or hello.role != role:
+        raise RemoteProtocolError("a pair must begin with a complete hello of the right role")
+    model = codec.model_from_wire(theirs.model)
+    if model.fingerprint != it.spec.fingerprint:
+        raise IncompatiblePeer(
+            f"the peer serves another model ({model.name!r}, this worker {it.spec.name!r}), "
+            "or other weights under the same name: start both from the same folder",
+            code="model_fingerprint",
+        )
+    it.layout.require_same(codec.layout_from_wire(theirs.layout), who="the peer")
+    address: Any = theirs.transport_address
+    if not isinstance(address, bytes) or not 0 < len(address) <= MAX_ADDRESS_BYTES:
+        raise RemoteProtocolError("the peer gave no usable transport address")
+    rule = FrameRule(
+        layout=it.layout,
+        group_bytes=max(1, min(it.group_bytes, _number(theirs.group_bytes, "group_bytes"))),
+        max_frame_bytes=min(it.max_frame_bytes, _number(theirs.max_frame_bytes, "max_frame_bytes")),
+    )
+    return PairTerms(Incarnation(hello.incarnation), address, rule)
+
+
+# --- prefill -> decode --------------------------------------------------------------------------
+
+
+def command_to_wire(message: PushMessage) -> wire.PushCommand:
+    """One control message to decode."""
+    match message:
+        case Open(key=key):
+            return wire.PushCommand(
+                open=wire.OpenTransfer(request_id=key.request_id, attempt=key.attempt)
+            )
+        case Span():
+            return wire.PushCommand(
+                span=wire.AnnounceSpan(
+                    transfer_id=message.transfer_id, start=message.start, stop=message.stop
+                )
+            )
+        case Commit():
+            return wire.PushCommand(
+                commit=wire.CommitTransfer(
+                    transfer_id=message.transfer_id,
+                    first_token=message.first_token,
+                    num_frames=message.num_frames,
+                )
+            )
+        case Abort():
+            return wire.PushCommand(abort=_abort_to_wire(message))
+
+
+def command_from_wire(command: wire.PushCommand) -> PushMessage | None:
+    """Take a command apart; None for a heartbeat.
+
+    Raises RemoteProtocolError: it is none of the messages that may come now, or malformed.
+    """
+    if command.heartbeat is not None:
+        return None
+    if command.open is not None:
+        return Open(_key(command.open.request_id, command.open.attempt))
+    if (span := command.span) is not None:
+        return Span(
+            _transfer_id(span.transfer_id),
+            _number(span.start, "start"),
+            _number(span.stop, "stop"),
+        )
+    if (commit := command.commit) is not None:
+        return Commit(
+            _transfer_id(commit.transfer_id),
+            _number(commit.first_token, "first_token"),
+            _number(commit.num_frames, "num_frames"),
+        )
+    if command.abort is not None:
+        return _abort_from_wire(command.abort)
+    raise RemoteProtocolError("an unknown or misplaced command on a pair stream")
+
+
+# --- decode -> prefill --------------------------------------------------------------------------
+
+
+def reply_to_wire(reply: PushReply) -> wire.PushEvent:
+    """One control message to prefill."""
+    match reply:
+        case Grant():
+            return wire.PushEvent(
+                grant=wire.TransferGrant(
+                    request_id=reply.key.request_id,
+                    attempt=reply.key.attempt,
+                    transfer_id=reply.transfer_id,
+                    epoch=reply.epoch,
+                    tag_base=reply.tag_base,
+                    skip_tokens=reply.skip_tokens,
+                )
+            )
+        case Refused():
+            return wire.PushEvent(
+                refused=wire.TransferRefused(
+                    request_id=reply.key.request_id,
+                    attempt=reply.key.attempt,
+                    error=codec.error_to_wire(reply.error),
+                )
+            )
+        case Credit():
+            return wire.PushEvent(
+                credit=wire.TransferCredit(transfer_id=reply.transfer_id, frames=reply.frames)
+            )
+        case Ack():
+            return wire.PushEvent(
+                ack=wire.TransferAck(
+                    transfer_id=reply.transfer_id, frames=reply.frames, done=reply.done
+                )
+            )
+        case Abort():
+            return wire.PushEvent(abort=_abort_to_wire(reply))
+
+
+def reply_from_wire(event: wire.PushEvent) -> PushReply | None:
+    """Take an event apart; None for a heartbeat.
+
+    Raises RemoteProtocolError: it is none of the messages that may come now, or malformed.
+    """
+    if event.heartbeat is not None:
+        return None
+    if (grant := event.grant) is not None:
+        return Grant(
+            _key(grant.request_id, grant.attempt),
+            _transfer_id(grant.transfer_id),
+            _number(grant.epoch, "epoch", MAX_U64),
+            # All tags of the transfer must be tags.
+            _number(grant.tag_base, "tag_base", MAX_U64 - MAX_FRAMES),
+            _number(grant.skip_tokens, "skip_tokens"),
+        )
+    if (refused := event.refused) is not None:
+        if refused.error is None:
+            raise RemoteProtocolError("a refusal without a reason")
+        return Refused(
+            _key(refused.request_id, refused.attempt), codec.error_from_wire(refused.error)
+        )
+    if event.credit is not None:
+        return Credit(
+            _transfer_id(event.credit.transfer_id), _number(event.credit.frames, "frames")
+        )
+    if (ack := event.ack) is not None:
+        return Ack(_transfer_id(ack.transfer_id), _number(ack.frames, "frames"), bool(ack.done))
+    if event.abort is not None:
+        return _abort_from_wire(event.abort)
+    raise RemoteProtocolError("an unknown or misplaced event on a pair stream")
+
+
+# --- inside -------------------------------------------------------------------------------------
+
+
+def _abort_to_wire(abort: Abort) -> wire.AbortTransfer:
+    return wire.AbortTransfer(
+        transfer_id=abort.transfer_id,
+        error=None if abort.error is None else codec.error_to_wire(abort.error),
+        frames=abort.frames,
+    )
+
+
+def _abort_from_wire(abort: wire.AbortTransfer) -> Abort:
+    error = None if abort.error is None else codec.error_from_wire(abort.error)
+    return Abort(_transfer_id(abort.transfer_id), error, _number(abort.frames, "frames"))
+
+
+def _transfer_id(raw: Any) -> TransferId:
+    if not isinstance(raw, bytes) or len(raw) != ID_BYTES:
+        raise RemoteProtocolError("a transfer id has 16 bytes", param="transfer_id")
+    return TransferId(raw)
+
+
+def _key(request_id: Any, attempt: Any) -> TransferKey:
+    if not isinstance(request_id, bytes) or len(request_id) != ID_BYTES:
+        raise RemoteProtocolError("a request id has 16 bytes", param="request_id")
+    return TransferKey(RequestId(request_id), _number(attempt, "attempt"))
+
+
+def _number(value: Any, param: str, most: int = MAX_U32) -> int:
+    # The message library takes any number of any size in any field.
+    if not isinstance(value, int) or not 0 <= value <= most:
+        raise RemoteProtocolError(f"must be in 0..{most}", param=param)
+    return value

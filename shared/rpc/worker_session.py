@@ -1,0 +1,185 @@
+"""A worker's end of one gateway's session: the handshake, a byte-bounded outbox, and one place to
+end.
+
+Prefill.Session and Decode.Session differ in their messages alone; what a command means is the
+host's business (``services/prefill/intake.py``, ``services/decode/generation.py``). Heartbeats are
+``heartbeat_stream.py``'s. A gateway that does not read is dropped: a worker cannot slow down one
+gateway's tokens without slowing all others, so beyond ``max_outbox_bytes`` of unsent events its
+session ends and its requests are cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import structlog
+
+from shared import wire
+from shared.errors import MeshError, RemoteProtocolError, WorkerLost
+from shared.ids import Incarnation
+from shared.liveness import LivenessRule
+from shared.rpc import codec
+from shared.rpc.heartbeat_stream import HeartbeatStream
+from shared.rpc.service import ServerStream
+
+_log = structlog.get_logger(__name__)
+
+MAX_OUTBOX_BYTES = 4 << 20
+"""Unsent events of one session."""
+
+EVENT_BYTES = 64
+"""What a small event counts for in the outbox, before its columns."""
+
+HELLO_WITHIN_S = 3.0
+
+
+class WorkerSession:
+    """One gateway's session. ``send`` never waits; after the end it does nothing."""
+
+    def __init__(
+        self,
+        gateway: Incarnation,
+        stream: ServerStream[Any, Any],
+        *,
+        heartbeat: Any,
+        rule: LivenessRule | None = None,
+        max_outbox_bytes: int = MAX_OUTBOX_BYTES,
+    ) -> None:
+        self.gateway = gateway
+        self._raw = stream
+        self._max_outbox_bytes = max_outbox_bytes
+        self._sizes: deque[int] = deque()
+        self._outbox_bytes = 0
+        self._drained = asyncio.Event()
+        self._drained.set()
+        self._heartbeat = heartbeat
+        self._stream: HeartbeatStream[Any, Any] = HeartbeatStream(
+            self._write, stream.receive, heartbeat=heartbeat, peer="gateway", rule=rule
+        )
+
+    @property
+    def outbox_bytes(self) -> int:
+        """Bytes of events that wait to be sent."""
+        return self._outbox_bytes
+
+    def send(self, event: Any, num_bytes: int = EVENT_BYTES) -> None:
+        """Queue an event, in order. num_bytes: its approximate size, columns included."""
+        self._sizes.append(num_bytes)
+        self._outbox_bytes += num_bytes
+        self._drained.clear()
+        self._stream.send(event)
+        if self._outbox_bytes > self._max_outbox_bytes:
+            self.close(WorkerLost(f"the gateway left {self._outbox_bytes} bytes of events unread"))
+
+    def close(self, error: MeshError) -> None:
+        """End the session with this error. Returns at once; idempotent."""
+        self._stream.close(error)
+        self._drained.set()
+
+    async def wait_drained(self) -> None:
+        """Wait until every queued event was given to the connection, or the session has ended."""
+        await self._drained.wait()
+
+    async def run(self, on_command: Callable[[Any], None]) -> MeshError:
+        """Serve until the session is over; returns why."""
+
+        def on_message(command: Any) -> None:
+            if command.hello is not None:
+                raise RemoteProtocolError("hello comes once, and first")
+            if command.heartbeat is None:
+                on_command(command)
+
+        try:
+            return await self._stream.run(on_message)
+        finally:
+            self._drained.set()
+
+    async def _write(self, event: Any) -> None:
+        await self._raw.send(event)
+        if event is not self._heartbeat:
+            self._outbox_bytes -= self._sizes.popleft()
+            if not self._sizes:
+                self._drained.set()
+
+    def __repr__(self) -> str:
+        return f"<WorkerSession gateway={self.gateway:016x} {self._outbox_bytes} B unsent>"
+
+
+class SessionHost(Protocol):
+    """Who serves the sessions; every call is on the loop and returns at once."""
+
+    def session_opened(self, session: WorkerSession) -> None:
+        """The handshake is done."""
+        ...
+
+    def session_command(self, session: WorkerSession, command: Any) -> None:
+        """A command that is neither hello nor heartbeat. Raises RemoteProtocolError: end the
+        session.
+        """
+        ...
+
+    def session_closed(self, session: WorkerSession, *, is_silent: bool) -> None:
+        """The gateway is gone or was dropped: cancel everything it asked for. Called once after
+        ``opened``.
+
+        is_silent: it just stopped talking, so its other streams may not have noticed.
+        """
+        ...
+
+
+async def serve_session(
+    stream: ServerStream[Any, Any],
+    *,
+    host: SessionHost,
+    hello: wire.Hello,
+    event_type: Callable[..., Any],
+    rule: LivenessRule | None = None,
+    max_outbox_bytes: int = MAX_OUTBOX_BYTES,
+) -> None:
+    """Serve one session until the gateway ends it, falls silent, breaks a rule, or the host closes
+    it.
+
+    hello: our own. event_type: PrefillEvent or DecodeEvent.
+    Raises MeshError: what the gateway's call ends with.
+    """
+    gateway = await _greet(stream)
+    session = WorkerSession(
+        gateway,
+        stream,
+        heartbeat=event_type(heartbeat=wire.Heartbeat()),
+        rule=rule,
+        max_outbox_bytes=max_outbox_bytes,
+    )
+    session.send(event_type(hello=hello))
+    host.session_opened(session)
+    error: MeshError = WorkerLost("the session was cancelled")
+    try:
+        error = await session.run(lambda command: host.session_command(session, command))
+    finally:
+        host.session_closed(session, is_silent=error.code == "silent")
+        _log.info("session closed", gateway=gateway, error=error.message)
+    if not isinstance(error, WorkerLost):
+        raise error
+
+
+async def _greet(stream: ServerStream[Any, Any]) -> Incarnation:
+    try:
+        async with asyncio.timeout(HELLO_WITHIN_S):
+            command = await stream.receive()
+    except TimeoutError:
+        raise RemoteProtocolError(f"no hello within {HELLO_WITHIN_S:g} s") from None
+    return check_hello(None if command is None else command.hello, wire.Role.GATEWAY)
+
+
+def check_hello(hello: wire.Hello | None, role: wire.Role) -> Incarnation:
+    """Return the peer's incarnation.
+
+    Raises RemoteProtocolError: no hello, no incarnation, another role. IncompatiblePeer: another
+    protocol version."""
+    greeting = codec.require_hello(hello)
+    if greeting.role != role:
+        raise RemoteProtocolError(f"expected a {role.name}, not a {greeting.role!r}", param="role")
+    return Incarnation(greeting.incarnation)

@@ -1,0 +1,43 @@
+"""The background loops of a service: they run until it is told to stop, then it drains, then they
+end. Knows no role: what runs and what draining means are arguments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+from shared.errors import MeshError
+from shared.runtime.groups import plain_errors
+
+
+async def serve_until_stopped(
+    background: Sequence[Callable[[], Awaitable[object]]],
+    *,
+    stop: asyncio.Event,
+    drain: Callable[[], Awaitable[object]],
+    last_words: Callable[[], Awaitable[object]],
+) -> None:
+    """Run all loops until ``stop`` is set and ``drain`` is over; then cancel them, the first one
+    first.
+
+    A loop may not end: returning is a bug, raising ends all (and this call, with that error).
+    last_words: awaited at the end, drained or failed, while the server still serves.
+    """
+    try:
+        with plain_errors():
+            async with asyncio.TaskGroup() as tasks:
+                loops = [tasks.create_task(_for_ever(loop)) for loop in background]
+                await stop.wait()
+                await drain()
+                await last_words()
+                for loop in loops:
+                    loop.cancel()
+    except MeshError:
+        await last_words()
+        raise
+
+
+async def _for_ever(loop: Callable[[], Awaitable[object]]) -> None:
+    await loop()
+    raise AssertionError(f"a background loop has ended: {loop!r}")

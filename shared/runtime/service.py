@@ -1,0 +1,136 @@
+"""The life of a process: one root TaskGroup, signals, a bounded drain, and an exit code that says
+how it ended.
+
+    sys.exit(run_service("gateway", main, drain_s=config.drain_s))
+
+``main`` gets a ``Process`` and serves until ``process.stop`` is set, then drains and returns. The
+first SIGTERM or SIGINT sets it, as does the end of the parent (``parent.py``); what has not ended
+when the limit comes is cancelled; a second signal ends the process at once. Knows no role.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import structlog
+
+from shared.errors import InvalidRequest, MeshError
+from shared.runtime.groups import first_error
+from shared.runtime.parent import Parent
+
+_log = structlog.get_logger(__name__)
+
+EXIT_OK: Final = 0
+EXIT_FAILED: Final = 1
+EXIT_BAD_CONFIG: Final = 2
+EXIT_DRAIN_LIMIT: Final = 3
+
+GRACE_S = 5.0
+"""Beyond the drain limit, for closing what was drained."""
+
+CANCEL_WITHIN_S = 5.0
+"""A cancelled service that does not end is left behind by ending the process."""
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Process:
+    """What ``main`` sees of its process."""
+
+    def __init__(self, parent: Parent) -> None:
+        self._parent = parent
+        self.stop = asyncio.Event()
+        """Set when the process should drain and end."""
+
+    def ready(self, **facts: Any) -> None:
+        """Tell whoever started us that we serve; facts: our ports, in the gateway's words
+        (``http_port``, ``grpc_port``)."""
+        self._parent.tell(**facts)
+        _log.info("ready", **facts)
+
+
+Main = Callable[[Process], Awaitable[object]]
+
+
+def run_service(name: str, main: Main, *, drain_s: float = 30.0) -> int:
+    """Run ``main`` on a fresh loop to its end and return the exit code.
+
+    0 = it ended after a drain, 1 = it failed, 2 = its configuration is wrong, 3 = the drain limit
+    came first. A second signal does not return: the process ends with 128 + its number.
+    """
+    parent = Parent()
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(_supervise(name, main, parent, drain_s))
+    except BaseExceptionGroup as group:
+        return _report(first_error(group), parent)
+    except Exception as error:
+        return _report(error, parent)
+    finally:
+        parent.close()
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    if importlib.util.find_spec("uvloop") is None:
+        return None
+    import uvloop
+
+    return uvloop.new_event_loop
+
+
+def _report(error: BaseException, parent: Parent) -> int:
+    """Say once why the process ends: in a sentence for what the operator can mend, with a traceback
+    for our bugs."""
+    parent.tell(error=str(error) or type(error).__name__)
+    if isinstance(error, (MeshError, OSError)):
+        _log.error("stopped", error=str(error), error_type=type(error).__name__)
+    else:
+        _log.error("stopped by a bug", exc_info=error)
+    return EXIT_BAD_CONFIG if isinstance(error, InvalidRequest) else EXIT_FAILED
+
+
+async def _supervise(name: str, main: Main, parent: Parent, drain_s: float) -> int:
+    loop = asyncio.get_running_loop()
+    process = Process(parent)
+    is_over_limit = False
+
+    def on_signal(number: signal.Signals) -> None:
+        if process.stop.is_set():
+            sys.stderr.flush()
+            os._exit(128 + number)
+        _log.info("stopping", signal=number.name, drain_s=drain_s)
+        process.stop.set()
+
+    async def limit(service: asyncio.Task[object]) -> None:
+        nonlocal is_over_limit
+        await process.stop.wait()
+        await asyncio.sleep(drain_s + GRACE_S)
+        is_over_limit = True
+        _log.warning("the drain limit came first", limit_s=drain_s)
+        service.cancel()
+        await asyncio.sleep(CANCEL_WITHIN_S)
+        sys.stderr.flush()
+        os._exit(EXIT_DRAIN_LIMIT)
+
+    async def run() -> object:
+        return await main(process)
+
+    for number in SIGNALS:
+        loop.add_signal_handler(number, on_signal, number)
+    parent.watch(process.stop.set)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            service = tasks.create_task(run(), name=name)
+            guard = tasks.create_task(limit(service), name=f"{name} drain limit")
+            await asyncio.wait([service])
+            guard.cancel()
+    finally:
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
+    return EXIT_DRAIN_LIMIT if is_over_limit else EXIT_OK

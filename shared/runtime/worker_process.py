@@ -1,0 +1,77 @@
+"""A prefill or decode worker as a process: engine, platform, signals, exit code. Knows no role."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from typing import Protocol, TypeVar, cast
+
+from shared.address import Address
+from shared.config import WorkerConfig
+from shared.engine.base import Engine
+from shared.engine.load import load_engine
+from shared.engine.worker import ThreadCompute
+from shared.environment import config_from_environment
+from shared.errors import InvalidRequest
+from shared.log import configure_logs
+from shared.runtime.platform import Platform, real_platform
+from shared.runtime.service import Process, run_service
+from shared.transport.base import TransportFactory
+from shared.transport.ucxx import open_ucx
+
+Config = TypeVar("Config", bound=WorkerConfig, contravariant=True)
+AnyConfig = TypeVar("AnyConfig", bound=WorkerConfig)
+
+
+class Serve(Protocol[Config]):
+    """``serve_prefill`` or ``serve_decode``."""
+
+    async def __call__(
+        self,
+        config: Config,
+        platform: Platform,
+        engine: Engine,
+        ready: Callable[[Address], None],
+        stop: asyncio.Event | None = None,
+    ) -> None: ...
+
+
+def run_worker(name: str, serve: Serve[AnyConfig], config: AnyConfig) -> int:
+    """Run one worker as this process until a signal, and return the exit code (``service.py``).
+
+    Logs must be configured. Whatever keeps it from starting or ends it is one line on stderr.
+    """
+
+    async def main(process: Process) -> None:
+        # Loading holds the thread for seconds; signals are heard meanwhile.
+        engine = await asyncio.to_thread(load_engine, config)
+        try:
+            # Its operations are narrower than the protocol says: it takes its own endpoints only.
+            new_transport = cast("TransportFactory", open_ucx)
+            platform = real_platform(new_transport=new_transport, compute=ThreadCompute)
+
+            def ready(address: Address) -> None:
+                process.ready(grpc_port=address.port, num_blocks=engine.num_blocks)
+
+            await serve(config, platform, engine, ready, process.stop)
+        finally:
+            engine.close()
+
+    return run_service(name, main, drain_s=config.drain_s)
+
+
+def run_worker_from_environment(name: str, serve: Serve[AnyConfig], kind: type[AnyConfig]) -> int:
+    """``run_worker`` with the configuration of ``PDMESH_*``; sets logging up, too."""
+    try:
+        config = config_from_environment(kind, os.environ)
+    except InvalidRequest as error:
+        refusal = error
+
+        async def refuse(_: Process) -> None:
+            raise refusal
+
+        configure_logs(service=name)
+        return run_service(name, refuse)
+    configure_logs(service=name, level=config.log_level, form=config.log_format)
+    return run_worker(name, serve, config)

@@ -1,0 +1,52 @@
+"""The operator's door of a worker: ``/metrics`` for Prometheus, ``/health`` (alive) and ``/ready``
+(takes work).
+
+Knows nothing of what is measured. Numbers are rendered when somebody asks, so an idle worker pays
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+
+@asynccontextmanager
+async def serve_metrics(
+    host: str, port: int, registry: CollectorRegistry, not_ready_reason: Callable[[], str]
+) -> AsyncGenerator[None]:
+    """Listen until the block ends; port 0 = do not listen at all.
+
+    not_ready_reason: one sentence, or '' when the process takes work.
+    Raises OSError: the port is in use.
+    """
+    if port == 0:
+        yield
+        return
+
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(
+            body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
+        )
+
+    async def health(_: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def ready(_: web.Request) -> web.Response:
+        reason = not_ready_reason()
+        return web.Response(text=f"{reason or 'ready'}\n", status=503 if reason else 200)
+
+    app = web.Application()
+    app.add_routes(
+        [web.get("/metrics", metrics), web.get("/health", health), web.get("/ready", ready)]
+    )
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+        yield
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,299 @@
+"""What travels comes back the same, and nothing that a peer can send breaks more than a rule."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from shared import wire
+from shared.engine.base import ModelSpec
+from shared.errors import (
+    ERROR_TYPES,
+    IncompatiblePeer,
+    LocalProtocolError,
+    RemoteProtocolError,
+    TooLarge,
+    WorkerLost,
+)
+from shared.ids import StreamId
+from shared.kv.layout import DTYPE_BYTES, KvLayout
+from shared.request import FinishReason, SamplingParams, TokenLogprobs
+from shared.rpc import codec, columns, transfer_codec
+from shared.rpc.message_codec import MessageCodec
+from shared.rpc.methods import ALL_METHODS
+
+U32 = st.integers(0, 2**32 - 1)
+F32 = st.floats(width=32)
+FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
+UNIT = st.floats(0, 1, width=32)
+MESSAGES = sorted({t.__name__ for m in ALL_METHODS for t in (m.request_type, m.reply_type)})
+CODEC = MessageCodec()
+
+READERS: dict[str, Callable[[Any], object]] = {
+    "StartPrefill": codec.start_prefill_from_wire,
+    "Reserve": codec.reserve_from_wire,
+    "SamplingParams": codec.sampling_from_wire,
+    "KvLayout": codec.layout_from_wire,
+    "ModelInfo": codec.model_from_wire,
+    "Hello": codec.require_hello,
+    "StepTokens": codec.step_tokens_from_wire,
+    "PrefillToken": codec.prefill_token_from_wire,
+    "Error": codec.error_from_wire,
+    "PushCommand": transfer_codec.command_from_wire,
+    "PushEvent": transfer_codec.reply_from_wire,
+}
+
+SAMPLING = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(1, 2**32 - 1),
+    min_tokens=U32,
+    temperature=st.floats(0, 100, width=32),
+    top_k=U32,
+    top_p=UNIT,
+    min_p=UNIT,
+    repetition_penalty=st.floats(0.125, 8, width=32),
+    presence_penalty=st.floats(-2, 2, width=32),
+    frequency_penalty=st.floats(-2, 2, width=32),
+    logit_bias=st.lists(st.tuples(U32, FINITE), max_size=5).map(tuple),
+    seed=st.integers(0, 2**64 - 1),
+    stop_token_ids=st.lists(U32, max_size=5).map(tuple),
+    ignore_eos=st.booleans(),
+    logprobs=st.none() | st.integers(0, 20),
+    prompt_logprobs=st.none() | st.integers(0, 20),
+)
+
+LOGPROBS = st.builds(TokenLogprobs, FINITE, st.lists(st.tuples(U32, FINITE), max_size=4).map(tuple))
+
+
+def over_the_wire(message: Any) -> Any:
+    """Encode and decode, as a call does."""
+    return CODEC.decode(CODEC.encode(message, type(message)), type(message))
+
+
+@given(SAMPLING)
+def test_sampling_survives_the_wire(params: SamplingParams) -> None:
+    """Sampling parameters come back equal."""
+    assert codec.sampling_from_wire(over_the_wire(codec.sampling_to_wire(params))) == params
+
+
+@given(st.sampled_from(sorted(DTYPE_BYTES)), *[st.integers(1, 4096)] * 3)
+def test_layout_survives_the_wire(dtype: str, layers: int, heads: int, dim: int) -> None:
+    """A KV layout comes back equal."""
+    layout = KvLayout(dtype=dtype, num_layers=layers, num_kv_heads=heads, head_dim=dim)
+    assert codec.layout_from_wire(over_the_wire(codec.layout_to_wire(layout))) == layout
+
+
+def test_model_survives_the_wire() -> None:
+    """A model comes back equal, but for what only workers know."""
+    spec = ModelSpec(
+        name="m",
+        fingerprint=bytes(range(32)),
+        vocab_size=100,
+        max_model_len=64,
+        eos_token_ids=frozenset(),
+        dtype="float32",
+    )
+    assert codec.model_from_wire(over_the_wire(codec.model_to_wire(spec))) == spec
+
+
+@given(
+    st.lists(
+        st.builds(
+            codec.StepToken,
+            U32.map(StreamId),
+            U32,
+            U32,
+            st.sampled_from(FinishReason),
+            st.none() | LOGPROBS,
+        ),
+        max_size=6,
+    )
+)
+def test_step_tokens_survive_the_wire(tokens: list[codec.StepToken]) -> None:
+    """One step's tokens come back equal and in order."""
+    assert codec.step_tokens_from_wire(over_the_wire(codec.step_tokens_to_wire(tokens))) == tokens
+
+
+@given(st.sampled_from(sorted(ERROR_TYPES)), st.text(), st.text(), st.floats(0, 1e5))
+def test_errors_survive_the_wire(kind: str, message: str, param: str, retry_after_s: float) -> None:
+    """Every kind of error comes back as its class with all fields."""
+    sent = ERROR_TYPES[kind](message, param=param, code="c", retry_after_s=retry_after_s)
+    got = codec.error_from_wire(over_the_wire(codec.error_to_wire(sent)))
+    assert type(got) is type(sent)
+    assert (got.message, got.param, got.code, got.retry_after_s) == (
+        message,
+        param,
+        "c",
+        retry_after_s,
+    )
+
+
+def test_unknown_error_is_a_lost_worker() -> None:
+    """An error type of a later release still is an error that may be retried elsewhere."""
+    assert isinstance(codec.error_from_wire(wire.Error(type="of_tomorrow")), WorkerLost)
+    assert isinstance(codec.error_from_wire(None), WorkerLost)
+
+
+@given(st.sampled_from([*MESSAGES, *READERS]), st.binary(max_size=200))
+@example("SamplingParams", b"\x0b" * 200)
+def test_random_bytes_break_a_rule_or_nothing(name: str, data: bytes) -> None:
+    """Any bytes are a message or a typed error; a message passes its reader or breaks a rule."""
+    try:
+        message = CODEC.decode(data, getattr(wire, name))
+        READERS.get(name, lambda _: None)(message)
+    except (RemoteProtocolError, TooLarge, IncompatiblePeer):
+        return
+
+
+@given(st.sampled_from(sorted(READERS)), st.data())
+def test_damaged_messages_break_a_rule_or_nothing(name: str, data: st.DataObject) -> None:
+    """Well-formed messages with a few bytes changed never surprise a reader."""
+    good: dict[str, Any] = {
+        "StartPrefill": wire.StartPrefill(
+            stream_id=1,
+            request_id=bytes(16),
+            token_ids=columns.pack_u32([1, 2, 3]),
+            num_prompt_tokens=3,
+            sampling=codec.sampling_to_wire(SamplingParams(logit_bias=((1, 0.5),))),
+            deadline_s=1.5,
+        ),
+        "StepTokens": codec.step_tokens_to_wire(
+            [codec.StepToken(StreamId(1), 2, 3, FinishReason.STOP, TokenLogprobs(-0.5, ((1, -1),)))]
+        ),
+        "PushCommand": wire.PushCommand(open=wire.OpenTransfer(request_id=bytes(16), attempt=1)),
+        "PushEvent": wire.PushEvent(
+            grant=wire.TransferGrant(request_id=bytes(16), transfer_id=bytes(16), epoch=1)
+        ),
+        "Hello": wire.Hello(protocol_version=1, incarnation=7, version="1"),
+    }
+    raw = bytearray(bytes(good.get(name) or getattr(wire, name)()))
+    for _ in range(data.draw(st.integers(1, 5))):
+        if raw:
+            raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        READERS[name](CODEC.decode(bytes(raw), getattr(wire, name)))
+    except (RemoteProtocolError, TooLarge, IncompatiblePeer):
+        return
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("request_id", b"short"),
+        ("token_ids", b""),
+        ("token_ids", b"abc"),
+        ("num_prompt_tokens", 0),
+        ("num_prompt_tokens", 4),
+        ("deadline_s", math.nan),
+        ("deadline_s", -1.0),
+        ("deadline_s", math.inf),
+        ("cache_salt", bytes(1000)),
+        ("sampling", None),
+    ],
+)
+def test_order_that_breaks_a_rule_names_the_field(field: str, value: Any) -> None:
+    """A prefill order with one wrong field is refused, and the error names the field."""
+    fields: dict[str, Any] = {
+        "stream_id": 1,
+        "request_id": bytes(16),
+        "token_ids": columns.pack_u32([1, 2, 3]),
+        "num_prompt_tokens": 3,
+        "sampling": codec.sampling_to_wire(SamplingParams()),
+    }
+    assert codec.start_prefill_from_wire(wire.StartPrefill(**fields)).item.token_ids == (1, 2, 3)
+    with pytest.raises(RemoteProtocolError) as caught:
+        codec.start_prefill_from_wire(wire.StartPrefill(**{**fields, field: value}))
+    assert caught.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("temperature", math.nan),
+        ("temperature", -0.5),
+        ("top_p", 1.5),
+        ("min_p", math.inf),
+        ("repetition_penalty", 0.0),
+        ("logprobs", 100_000),
+        ("logit_bias_values", b"\0\0\0\0"),
+        ("stop_token_ids", b"\0"),
+    ],
+)
+def test_sampling_that_breaks_a_rule_names_the_field(field: str, value: Any) -> None:
+    """Sampling out of range is refused, and the error names the field."""
+    message = codec.sampling_to_wire(SamplingParams())
+    setattr(message, field, value)
+    with pytest.raises(RemoteProtocolError) as caught:
+        codec.sampling_from_wire(message)
+    assert caught.value.param == field
+
+
+@given(st.lists(U32), st.lists(st.integers(0, 2**64 - 1)), st.lists(st.integers(0, 255)))
+def test_integer_columns_survive(u32: list[int], u64: list[int], u8: list[int]) -> None:
+    """Columns of integers come back equal; u32 is what protobuf's packed fixed32 is."""
+    assert list(columns.unpack_u32(columns.pack_u32(u32), count=len(u32))) == u32
+    assert list(columns.unpack_u64(columns.pack_u64(u64), count=len(u64))) == u64
+    assert list(columns.unpack_u8(columns.pack_u8(u8), count=len(u8))) == u8
+    assert columns.pack_u32(u32) == b"".join(value.to_bytes(4, "little") for value in u32)
+
+
+@given(st.lists(F32))
+def test_float_columns_survive_to_the_bit(values: list[float]) -> None:
+    """Columns of floats come back equal, NaN and infinities included."""
+    packed = columns.pack_f32(values)
+    assert columns.pack_f32(columns.unpack_f32(packed)) == packed
+    assert packed == array("f", values).tobytes()
+
+
+@given(st.binary(max_size=40), st.integers(0, 10))
+def test_columns_of_the_wrong_length_are_refused(data: bytes, count: int) -> None:
+    """A column that is not exactly as long as it must be breaks the protocol."""
+    for unpack, size in (
+        (columns.unpack_u32, 4),
+        (columns.unpack_f32, 4),
+        (columns.unpack_u64, 8),
+        (columns.unpack_u8, 1),
+    ):
+        if len(data) == count * size:
+            assert len(unpack(data, count=count)) == count
+        else:
+            with pytest.raises(RemoteProtocolError, match="column"):
+                unpack(data, count=count)
+
+
+def test_values_that_do_not_fit_are_our_own_fault() -> None:
+    """Packing what does not fit is a bug of ours, and a NaN where numbers must be finite is
+    theirs."""
+    for pack, value in (
+        (columns.pack_u32, 2**32),
+        (columns.pack_u32, -1),
+        (columns.pack_u64, 2**64),
+        (columns.pack_u8, 256),
+    ):
+        with pytest.raises(LocalProtocolError):
+            pack([value])
+    with pytest.raises(RemoteProtocolError, match="NaN"):
+        columns.unpack_f32(columns.pack_f32([math.nan]), is_finite=True)
+
+
+def test_unknown_fields_are_dropped_before_parsing() -> None:
+    """A field of a later release does not reach the message library."""
+    unknown = b"\xf8\x7f\x01"
+    message = CODEC.decode(unknown + bytes(wire.Granted(stream_id=3)) + unknown, wire.Granted)
+    assert bytes(message) == bytes(wire.Granted(stream_id=3))
+
+
+def test_entries_are_counted_at_every_depth() -> None:
+    """Repeated entries count together, wherever in the message they are."""
+    peers = [wire.Peer()] * 70_000
+    directive = wire.GatewayDirective(peers=wire.PeerList(peers=peers))
+    with pytest.raises(TooLarge):
+        over_the_wire(directive)
+    assert len(over_the_wire(wire.PeerList(peers=peers[:100])).peers) == 100

@@ -1,0 +1,222 @@
+"""Receipts, metric definitions, loop lag and logs."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+import math
+from collections.abc import Iterator
+
+import orjson
+import pytest
+import structlog
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared import log
+from shared.telemetry.definitions import Outcome, Slo, attainment, goodput, percentile
+from shared.telemetry.lifetime import TTFT_PHASES, Marks, Receipt, receipt_of
+from shared.telemetry.loop_lag import LagWindow, watch_loop_lag
+from tests.support.virtual_loop import run_virtual
+
+GAP = st.floats(0, 100)
+
+
+@given(st.lists(GAP, min_size=6, max_size=6), GAP, GAP)
+def test_phases_add_up_to_ttft(gaps: list[float], queue_s: float, prefill_s: float) -> None:
+    """Whatever the gateway measured and the workers claim, the phases sum to TTFT, none below
+    zero."""
+    at = [1000.0]
+    for gap in gaps:
+        at.append(at[-1] + gap)
+    receipt = receipt_of(
+        Marks(
+            arrived_at=at[0],
+            admitted_at=at[1],
+            dispatched_at=at[2],
+            last_dispatched_at=at[3],
+            first_token_at=at[4],
+            second_token_at=at[5],
+            last_token_at=at[6],
+            ended_at=at[6],
+            prefill_queue_s=queue_s,
+            prefill_s=prefill_s,
+        ),
+        output_tokens=3,
+    )
+    assert receipt.ttft_s is not None
+    assert math.isclose(sum(receipt.phases.values()), receipt.ttft_s, abs_tol=1e-6)
+    assert min(receipt.phases.values()) >= -1e-9
+    record = receipt.as_dict()
+    assert math.isclose(sum(record[name] for name in TTFT_PHASES), record["ttft_s"], abs_tol=1e-9)
+
+
+def test_receipt_of_a_plain_request() -> None:
+    """Each mark ends its phase."""
+    receipt = receipt_of(
+        Marks(
+            arrived_at=10.0,
+            admitted_at=10.1,
+            dispatched_at=10.3,
+            last_dispatched_at=10.3,
+            first_token_at=10.9,
+            second_token_at=11.0,
+            last_token_at=11.3,
+            ended_at=11.4,
+            prefill_queue_s=0.2,
+            prefill_s=0.3,
+        ),
+        output_tokens=5,
+        lane="sysv",
+        attempts=1,
+    )
+    record = receipt.as_dict()
+    assert [record[name] for name in TTFT_PHASES] == [0.1, 0.2, 0.0, 0.2, 0.3, 0.1]
+    assert (record["ttft_s"], record["first_step_s"], record["tpot_s"]) == (0.9, 0.1, 0.1)
+    assert (record["e2e_s"], record["lane"]) == (1.4, "sysv")
+    assert json.loads(receipt.as_json()) == record
+
+
+def test_receipt_of_a_request_that_was_refused() -> None:
+    """Without a token there is no TTFT, and phases that never began are zero."""
+    receipt = receipt_of(Marks(arrived_at=5.0, ended_at=7.0), errors=("overloaded",))
+    record = receipt.as_dict()
+    assert "ttft_s" not in record
+    assert record["queue_s"] == record["prefill_s"] == 0.0
+    assert record["e2e_s"] == 2.0
+    assert record["errors"] == ["overloaded"]
+    assert isinstance(receipt, Receipt)
+
+
+def test_metrics_of_one_request() -> None:
+    """TTFT, TBT, TPOT and E2E are what their definitions say."""
+    outcome = Outcome(10.0, [10.5, 10.6, 10.8, 11.1])
+    assert outcome.ttft_s == 0.5
+    assert outcome.tbt_s == pytest.approx([0.1, 0.2, 0.3])
+    assert outcome.tpot_s == pytest.approx(0.2)
+    assert outcome.e2e_s == pytest.approx(1.1)
+    assert Outcome(10.0, [10.5]).tpot_s == 0.0
+    assert Outcome(10.0).ttft_s is None
+
+
+def test_refused_requests_count_as_missed() -> None:
+    """Attainment is over all submitted requests."""
+    slo = Slo(ttft_s=1.0, tpot_s=0.15)
+    good, slow = Outcome(0.0, [0.5, 0.6]), Outcome(0.0, [0.5, 0.9])
+    cut = Outcome(0.0, [0.5], is_complete=False)
+    assert attainment([good, slow, cut, Outcome(0.0)], slo) == 0.25
+    assert attainment([], slo) == 1.0
+
+
+def test_goodput_is_the_knee() -> None:
+    """The highest rate below the first miss counts; a lucky run above it does not."""
+    runs = [(4.0, 0.95), (1.0, 1.0), (2.0, 0.93), (3.0, 0.5)]
+    assert goodput(runs) == 2.0
+    assert goodput(runs, num_gpus=4) == 0.5
+    assert goodput([(1.0, 0.2)]) == 0.0
+
+
+def test_percentile_is_nearest_rank() -> None:
+    """A percentile is one of the values."""
+    values = [5.0, 1.0, 3.0, 2.0, 4.0]
+    assert [percentile(values, q) for q in (0, 20, 50, 99, 100)] == [1.0, 1.0, 3.0, 5.0, 5.0]
+    with pytest.raises(ValueError, match="no values"):
+        percentile([], 50)
+
+
+def test_lag_window_knows_a_blocked_loop() -> None:
+    """A loop that just stood still is not ready; later it is again, and p99 remembers."""
+    window = LagWindow()
+    assert (window.p99_s, window.is_blocked) == (0.0, False)
+    for lag in (0.001, 2.0):
+        window.add(lag)
+    assert window.is_blocked
+    window.add(0.001)
+    assert not window.is_blocked
+    assert window.p99_s == 2.0
+
+
+def test_idle_loop_is_never_late() -> None:
+    """On virtual time nothing is late."""
+    seen: list[float] = []
+
+    async def main() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(10):
+                await watch_loop_lag(seen.append)
+
+    run_virtual(main())
+    assert len(seen) >= 39
+    assert max(seen) < 1e-6
+
+
+@pytest.fixture
+def lines() -> Iterator[io.StringIO]:
+    """Logs as JSON into memory; whatever was configured before is back afterwards."""
+    root = logging.getLogger()
+    handlers, level = root.handlers, root.level
+    stream = io.StringIO()
+    log.configure_logs(service="test", level="info", form="json", stream=stream)
+    yield stream
+    structlog.reset_defaults()
+    root.handlers = handlers
+    root.setLevel(level)
+
+
+def test_only_allowed_fields_are_logged(lines: io.StringIO) -> None:
+    """A field that is not on the list leaves its name, never its value."""
+    structlog.get_logger("x").info("hello", peer="p", prompt="the secret", seconds=1.5)
+    record = orjson.loads(lines.getvalue())
+    assert record["event"] == "hello"
+    assert (record["service"], record["peer"], record["seconds"]) == ("test", "p", 1.5)
+    assert record["refused_fields"] == "prompt"
+    assert "secret" not in lines.getvalue()
+
+
+def test_control_characters_cannot_forge_lines(lines: io.StringIO) -> None:
+    """A newline or an escape sequence in a field is escaped, in pretty logs, too."""
+    for form in ("json", "pretty"):
+        log.configure_logs(service="test", form=form, stream=lines)
+        structlog.get_logger("x").info("hello", label='a\n{"event":"forged"}\x1b[2J')
+    text = lines.getvalue()
+    assert len(text.splitlines()) == 2
+    assert "\x1b[2J" not in text
+
+
+def test_request_is_one_line_with_its_receipt(lines: io.StringIO) -> None:
+    """A finished request is one line that holds its receipt."""
+    receipt = receipt_of(Marks(arrived_at=0.0, first_token_at=0.25))
+    log.log_request({"request_id": "ab", "prompt_tokens": 3, "receipt": receipt.as_dict()})
+    record = orjson.loads(lines.getvalue())
+    assert (record["event"], record["request_id"]) == ("request", "ab")
+    assert record["receipt"]["ttft_s"] == 0.25
+
+
+def test_exceptions_are_logged_with_their_traceback(lines: io.StringIO) -> None:
+    """A logged exception has its traceback in one field of one line."""
+    try:
+        raise KeyError("x")
+    except KeyError:
+        structlog.get_logger("x").exception("failed")
+    record = orjson.loads(lines.getvalue())
+    assert "KeyError" in record["exception"]
+    assert record["level"] == "error"
+
+
+def test_level_is_respected_and_libraries_are_heard(lines: io.StringIO) -> None:
+    """Below the level nothing is written; a library's warning is a line like ours."""
+    structlog.get_logger("x").debug("quiet")
+    logging.getLogger("grpclib").info("chatter")
+    logging.getLogger("grpclib").warning("%d things", 3)
+    (line,) = lines.getvalue().splitlines()
+    assert orjson.loads(line)["event"] == "3 things"
+
+
+def test_large_ids_are_written_as_hex(lines: io.StringIO) -> None:
+    """64-bit incarnations do not lose digits in readers that know only doubles."""
+    structlog.get_logger("x").info("hello", incarnation=0xFFEEDDCCBBAA9988, peer=b"\x01\x02")
+    record = orjson.loads(lines.getvalue())
+    assert record["incarnation"] == "ffeeddccbbaa9988"
+    assert record["peer"] == "0102"
