@@ -1,0 +1,1 @@
+"""Attention over the paged pool: one page of contract (``base``), one file per implementation."""

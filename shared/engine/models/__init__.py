@@ -1,0 +1,1 @@
+"""The model families and the one decoder they share."""

@@ -1,0 +1,228 @@
+"""The one decoder of all families: pre-norm, grouped attention, gated feed-forward.
+
+What differs between Llama, Mistral, Qwen2 and Qwen3 is a switch in ModelConfig. Reference for the
+arithmetic and for tensor names: transformers, ``models/llama/modeling_llama.py`` and its siblings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from shared.engine.attention.base import AttentionBackend
+from shared.engine.base import OnLayer
+from shared.engine.batch import StepBatch
+from shared.engine.config import ModelConfig
+from shared.engine.layers import RotaryEmbedding, gated_mlp, rms_norm, rotate
+from shared.engine.paged_kv import PagedKv
+from shared.engine.streams import Streams
+from shared.engine.weights import Checkpoint
+
+_EMBEDDING = "model.embed_tokens"
+_NORM = "model.norm"
+_HEAD = "lm_head"
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A matrix ``[out, in]`` and its bias."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Weights of one layer. qkv: rows of q, then k, then v. gate_up: rows of gate, then up."""
+
+    input_norm: torch.Tensor
+    qkv: Linear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    out: Linear
+    mlp_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class Decoder:
+    """A loaded model: token ids and positions in, hidden states out."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        embedding: torch.Tensor,
+        layers: Sequence[Layer],
+        norm: torch.Tensor,
+        head: torch.Tensor,
+    ) -> None:
+        self.config = config
+        self._embedding = embedding
+        self._layers = tuple(layers)
+        self._norm = norm
+        self._head = head
+        self._rotary = RotaryEmbedding(config.rope, config.head_dim, embedding.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What activations and KV are computed in."""
+        return self._embedding.dtype
+
+    @property
+    def weights(self) -> Iterable[torch.Tensor]:
+        """All tensors, for tests that check what a worker really runs in."""
+        yield self._embedding
+        for layer in self._layers:
+            for linear in (layer.qkv, layer.out, layer.gate_up, layer.down):
+                yield linear.weight
+                if linear.bias is not None:
+                    yield linear.bias
+            for norm in (layer.input_norm, layer.q_norm, layer.k_norm, layer.mlp_norm):
+                if norm is not None:
+                    yield norm
+        yield self._norm
+        yield self._head
+
+    def forward(
+        self,
+        batch: StepBatch,
+        kv: PagedKv,
+        attention: AttentionBackend,
+        streams: Streams,
+        on_layer: OnLayer | None,
+    ) -> torch.Tensor:
+        """Return hidden states before the final norm, ``[num_tokens, hidden_size]``.
+
+        Writes KV of every token of the batch; reports each layer as soon as its KV is written.
+        """
+        x = F.embedding(batch.token_ids, self._embedding)
+        cos, sin = self._rotary.cos_sin(batch.positions, x.dtype)
+        plans = attention.plan(batch, self.config.windows, x.dtype)
+        for idx, layer in enumerate(self._layers):
+            normed = rms_norm(x, layer.input_norm, self.config.rms_norm_eps)
+            queries, keys, values = self._project(layer, normed, cos, sin)
+            attention.store(kv, idx, keys, values, batch)
+            streams.layer_written(idx)
+            if on_layer is not None:
+                on_layer(idx)
+            plan = plans[self.config.windows[idx]]
+            mixed = attention.attend(kv, idx, queries, keys, values, plan)
+            x = x + layer.out(mixed.flatten(1))
+            normed = rms_norm(x, layer.mlp_norm, self.config.rms_norm_eps)
+            x = x + gated_mlp(
+                normed,
+                layer.gate_up.weight,
+                layer.gate_up.bias,
+                layer.down.weight,
+                layer.down.bias,
+            )
+        return x
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits ``[n, vocab_size]`` of hidden states ``[n, hidden_size]``."""
+        normed = rms_norm(hidden, self._norm, self.config.rms_norm_eps)
+        return F.linear(normed, self._head).float()
+
+    def _project(
+        self, layer: Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        config = self.config
+        heads = layer.qkv(x).view(x.shape[0], -1, config.head_dim)
+        queries, keys, values = heads.split(
+            (config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1
+        )
+        if layer.q_norm is not None and layer.k_norm is not None:
+            queries = rms_norm(queries, layer.q_norm, config.rms_norm_eps)
+            keys = rms_norm(keys, layer.k_norm, config.rms_norm_eps)
+        return rotate(queries, cos, sin), rotate(keys, cos, sin), values
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a checkpoint of this model must hold."""
+    hidden, mlp, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    q_rows, kv_rows = config.num_heads * dim, config.num_kv_heads * dim
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{_EMBEDDING}.weight": (config.vocab_size, hidden),
+        f"{_NORM}.weight": (hidden,),
+    }
+    if not config.tie_word_embeddings:
+        shapes[f"{_HEAD}.weight"] = (config.vocab_size, hidden)
+    linears = (
+        ("self_attn.q_proj", q_rows, hidden, config.qkv_bias),
+        ("self_attn.k_proj", kv_rows, hidden, config.qkv_bias),
+        ("self_attn.v_proj", kv_rows, hidden, config.qkv_bias),
+        ("self_attn.o_proj", hidden, q_rows, config.o_bias),
+        ("mlp.gate_proj", mlp, hidden, config.mlp_bias),
+        ("mlp.up_proj", mlp, hidden, config.mlp_bias),
+        ("mlp.down_proj", hidden, mlp, config.mlp_bias),
+    )
+    for idx in range(config.num_layers):
+        prefix = f"model.layers.{idx}"
+        shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
+        shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
+        if config.qk_norm:
+            shapes[f"{prefix}.self_attn.q_norm.weight"] = (dim,)
+            shapes[f"{prefix}.self_attn.k_norm.weight"] = (dim,)
+        for name, rows, columns, has_bias in linears:
+            shapes[f"{prefix}.{name}.weight"] = (rows, columns)
+            if has_bias:
+                shapes[f"{prefix}.{name}.bias"] = (rows,)
+    return shapes
+
+
+def load_decoder(
+    config: ModelConfig, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device
+) -> Decoder:
+    """Load the weights tensor by tensor.
+
+    On CPU, in the dtype they are stored in, tensors stay views of the mapped files. Only q, k, v
+    and gate, up are copied, once, into one matrix each: one product instead of three or two.
+    Raises ModelError: the checkpoint does not fit the config.
+    """
+    checkpoint.require(expected_shapes(config), tied=config.tie_word_embeddings)
+
+    def whole(name: str) -> torch.Tensor:
+        return checkpoint.get(name).to(device=device, dtype=dtype)
+
+    def fused(names: Sequence[str]) -> torch.Tensor:
+        shapes = [checkpoint.tensors[name].shape for name in names]
+        rows = [shape[0] for shape in shapes]
+        out = torch.empty((sum(rows), *shapes[0][1:]), dtype=dtype, device=device)
+        for part, name in zip(out.split(rows), names, strict=True):
+            part.copy_(checkpoint.get(name))
+        return out
+
+    def linear(prefix: str, names: Sequence[str], has_bias: bool) -> Linear:
+        join = fused if len(names) > 1 else lambda full: whole(full[0])
+        weight = join([f"{prefix}.{name}.weight" for name in names])
+        bias = join([f"{prefix}.{name}.bias" for name in names]) if has_bias else None
+        return Linear(weight, bias)
+
+    layers: list[Layer] = []
+    for idx in range(config.num_layers):
+        prefix = f"model.layers.{idx}"
+        attn, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        layers.append(
+            Layer(
+                input_norm=whole(f"{prefix}.input_layernorm.weight"),
+                qkv=linear(attn, ("q_proj", "k_proj", "v_proj"), config.qkv_bias),
+                q_norm=whole(f"{attn}.q_norm.weight") if config.qk_norm else None,
+                k_norm=whole(f"{attn}.k_norm.weight") if config.qk_norm else None,
+                out=linear(attn, ("o_proj",), config.o_bias),
+                mlp_norm=whole(f"{prefix}.post_attention_layernorm.weight"),
+                gate_up=linear(mlp, ("gate_proj", "up_proj"), config.mlp_bias),
+                down=linear(mlp, ("down_proj",), config.mlp_bias),
+            )
+        )
+    embedding = whole(f"{_EMBEDDING}.weight")
+    head = embedding if config.tie_word_embeddings else whole(f"{_HEAD}.weight")
+    return Decoder(
+        config, embedding=embedding, layers=layers, norm=whole(f"{_NORM}.weight"), head=head
+    )

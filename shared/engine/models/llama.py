@@ -1,0 +1,17 @@
+"""Llama 2, 3, 3.1, 3.2: the plain decoder, with optional biases."""
+
+from __future__ import annotations
+
+from shared.engine.config import ConfigReader, ModelConfig, read_common
+
+
+def read_config(reader: ConfigReader) -> ModelConfig:
+    """Read a LlamaForCausalLM config."""
+    attention_bias = reader.flag("attention_bias", False)
+    return read_common(
+        reader,
+        architecture="LlamaForCausalLM",
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        mlp_bias=reader.flag("mlp_bias", False),
+    )

@@ -1,0 +1,160 @@
+"""The pool of KV blocks, and copies between it and the wire.
+
+One key and one value tensor per layer, ``[num_blocks, block_size, num_kv_heads, head_dim]``: a
+single stacked tensor would be copied whole by every compiled step that writes a slice of it. Who
+owns which block is nobody's business here; see ``shared/kv``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from shared.errors import LocalProtocolError
+from shared.kv.layout import DTYPE_BYTES, KvLayout
+
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+_RAW_DTYPES = {4: torch.int32, 2: torch.int16}
+
+
+def slots_of(block_table: Sequence[int], start: int, stop: int, block_size: int) -> np.ndarray:
+    """Return the slots (``block * block_size + offset``) of positions [start, stop); int64."""
+    first = start // block_size
+    last = -(-stop // block_size)
+    blocks = np.asarray(block_table[first:last], dtype=np.int64)
+    if len(blocks) != last - first:
+        raise LocalProtocolError(
+            f"a block table of {len(block_table)} blocks does not cover position {stop - 1}"
+        )
+    offsets = np.arange(block_size, dtype=np.int64)
+    slots = (blocks[:, None] * block_size + offsets).reshape(-1)
+    skipped = first * block_size
+    return slots[start - skipped : stop - skipped]
+
+
+class PagedKv:
+    """Keys and values of every layer, addressed by slot.
+
+    Blocks hold zeros until written, and stale but finite KV of earlier owners afterwards; nothing
+    may read a slot that its own sequence has not written.
+    """
+
+    def __init__(
+        self, layout: KvLayout, num_blocks: int, block_size: int, device: torch.device
+    ) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        shape = (num_blocks, block_size, layout.num_kv_heads, layout.head_dim)
+        dtype = TORCH_DTYPES[layout.dtype]
+
+        def pools() -> list[torch.Tensor]:
+            return [
+                torch.zeros(shape, dtype=dtype, device=device) for _ in range(layout.num_layers)
+            ]
+
+        self.key_blocks = pools()
+        self.value_blocks = pools()
+        # [slots, num_kv_heads, head_dim] views of the same memory.
+        self.keys = [pool.flatten(0, 1) for pool in self.key_blocks]
+        self.values = [pool.flatten(0, 1) for pool in self.value_blocks]
+        # Copies move bits, not numbers: as integers no NaN can be rewritten on the way.
+        raw = _RAW_DTYPES[DTYPE_BYTES[layout.dtype]]
+        self._raw_dtype = raw
+        self._raw_layers = [
+            (key.view(raw), value.view(raw))
+            for key, value in zip(self.keys, self.values, strict=True)
+        ]
+
+    def write(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """Store ``[num_tokens, num_kv_heads, head_dim]`` keys and values at these slots."""
+        self.keys[layer].index_copy_(0, slots, keys)
+        self.values[layer].index_copy_(0, slots, values)
+
+    def check_blocks(self, blocks: np.ndarray) -> None:
+        """Raise LocalProtocolError if a block is not of this pool."""
+        if blocks.size and (int(blocks.min()) < 0 or int(blocks.max()) >= self.num_blocks):
+            raise LocalProtocolError(f"block outside this pool of {self.num_blocks} blocks")
+
+    def gather(
+        self,
+        block_table: Sequence[int],
+        start: int,
+        stop: int,
+        first_layer: int,
+        last_layer: int,
+        out: Any,
+    ) -> None:
+        """Copy [start, stop) x [first_layer, last_layer) into the first bytes of ``out``."""
+        slots = self._slots(block_table, start, stop)
+        frame = self._frame(out, stop - start, first_layer, last_layer, writable=True)
+        for target, pools in zip(frame, self._raw_layers[first_layer:last_layer], strict=True):
+            for part, pool in zip(target, pools, strict=True):
+                if part.device == pool.device:
+                    torch.index_select(pool, 0, slots, out=part)
+                else:
+                    part.copy_(pool.index_select(0, slots))
+
+    def scatter(
+        self,
+        block_table: Sequence[int],
+        start: int,
+        stop: int,
+        first_layer: int,
+        last_layer: int,
+        data: Any,
+    ) -> None:
+        """Copy a frame from the first bytes of ``data`` to [start, stop) x [first, last layer)."""
+        slots = self._slots(block_table, start, stop)
+        frame = self._frame(data, stop - start, first_layer, last_layer, writable=False)
+        for source, pools in zip(frame, self._raw_layers[first_layer:last_layer], strict=True):
+            for part, pool in zip(source, pools, strict=True):
+                pool.index_copy_(0, slots, part.to(pool.device))
+
+    def _slots(self, block_table: Sequence[int], start: int, stop: int) -> torch.Tensor:
+        if not 0 <= start < stop:
+            raise LocalProtocolError(f"[{start}, {stop}) is no range of positions")
+        slots = slots_of(block_table, start, stop, self.block_size)
+        self.check_blocks(slots // self.block_size)
+        return torch.from_numpy(slots).to(self.keys[0].device)
+
+    def _frame(
+        self, buffer: Any, num_tokens: int, first_layer: int, last_layer: int, *, writable: bool
+    ) -> torch.Tensor:
+        """View a buffer as ``[layers, 2, tokens, num_kv_heads, head_dim]`` (kv/layout.py)."""
+        layout = self.layout
+        if not 0 <= first_layer < last_layer <= layout.num_layers:
+            raise LocalProtocolError(f"[{first_layer}, {last_layer}) is no range of layers")
+        num_layers = last_layer - first_layer
+        num_bytes = num_layers * num_tokens * layout.token_layer_bytes
+        octets = _as_bytes(buffer, writable=writable)
+        if octets.numel() < num_bytes:
+            raise LocalProtocolError(
+                f"a frame of {num_bytes} bytes does not fit a buffer of {octets.numel()} bytes"
+            )
+        shape = (num_layers, 2, num_tokens, layout.num_kv_heads, layout.head_dim)
+        return octets[:num_bytes].view(self._raw_dtype).view(shape)
+
+
+def _as_bytes(buffer: Any, *, writable: bool) -> torch.Tensor:
+    """View a buffer (CUDA array or buffer protocol) as a flat uint8 tensor without copying."""
+    if isinstance(buffer, torch.Tensor):
+        return buffer.view(torch.uint8).flatten()
+    if hasattr(buffer, "__cuda_array_interface__"):
+        return torch.as_tensor(buffer, device="cuda").view(torch.uint8).flatten()
+    array = np.frombuffer(buffer, dtype=np.uint8)
+    if not array.flags.writeable:
+        if writable:
+            raise LocalProtocolError("gather needs a writable buffer")
+        array = array.copy()  # torch knows no read-only tensors; only tests pass such buffers
+    return torch.from_numpy(array)

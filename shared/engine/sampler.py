@@ -1,0 +1,241 @@
+"""From logits to tokens: penalties, filters, one random number, and the logprobs asked for.
+
+All rows of a step are handled together; no state is kept. Order of operations as in vLLM:
+
+    raw logits -> logprobs                           (reported ones, untouched by what follows)
+    penalties -> logit bias -> min_tokens mask       (these can change a greedy choice)
+    argmax, or: temperature -> min-p -> top-k -> top-p -> draw
+
+A draw inverts the cumulative distribution at the number of (seed, index), see ``philox.py``, with
+tokens in the order of their ids. Not sorted by probability: logits of one position differ in the
+last bits between batches and machines, and in sorted order two near-equal tokens that change places
+would change the draw of all that follow them; in id order the drawn token changes only when the
+number lies within that noise of a border. For the same reason filters keep or drop ties together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from shared.engine.base import SampleSpec
+from shared.engine.philox import uniforms
+from shared.request import SamplingParams, TokenLogprobs
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy, as in vLLM: dividing by them would only overflow."""
+
+_NUCLEUS_GUESS = 1024
+"""Sorted candidates looked at before top-p sorts the whole vocabulary."""
+
+
+class Sampled(NamedTuple):
+    """The outcome for one row."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+def is_greedy(params: SamplingParams) -> bool:
+    """Whether these params take the most likely token."""
+    return params.temperature < GREEDY_BELOW
+
+
+def sample(
+    logits: torch.Tensor, specs: Sequence[SampleSpec], *, eos_token_ids: frozenset[int]
+) -> list[Sampled]:
+    """Choose one token per row.
+
+    logits: float32 ``[len(specs), vocab_size]``; overwritten.
+    """
+    reported = _RawLogprobs.of(logits, specs)
+    _penalise(logits, specs)
+    _bias(logits, specs)
+    _mask_early_ends(logits, specs, eos_token_ids)
+    token_ids = logits.argmax(dim=-1)
+    drawn = [row for row, spec in enumerate(specs) if not is_greedy(spec.params)]
+    if drawn:
+        rows = torch.tensor(drawn, device=logits.device)
+        chosen = _draw(logits.index_select(0, rows), [specs[row] for row in drawn])
+        token_ids.index_copy_(0, rows, chosen)
+    ids = token_ids.tolist()
+    return [Sampled(token_id, reported.entry(row, token_id)) for row, token_id in enumerate(ids)]
+
+
+def logprobs_of(
+    logits: torch.Tensor, token_ids: Sequence[int], num_top: int
+) -> list[TokenLogprobs]:
+    """Return what each row's raw distribution says of one token, with ``num_top`` alternatives.
+
+    logits: float32 ``[len(token_ids), vocab_size]``; not changed.
+    """
+    logprobs = logits.log_softmax(dim=-1)
+    chosen = torch.tensor(token_ids, device=logits.device)[:, None]
+    of_chosen = logprobs.gather(1, chosen)[:, 0].tolist()
+    top = _top(logprobs, num_top)
+    return [TokenLogprobs(value, top[row]) for row, value in enumerate(of_chosen)]
+
+
+def _top(logprobs: torch.Tensor, num_top: int) -> list[tuple[tuple[int, float], ...]]:
+    """The most likely (token id, logprob) of each row, ties by id."""
+    count = min(num_top, logprobs.shape[1])
+    if count == 0:
+        return [()] * logprobs.shape[0]
+    values, ids = logprobs.topk(count, dim=-1)
+    return [
+        tuple(sorted(zip(row_ids, row_values, strict=True), key=lambda item: (-item[1], item[0])))
+        for row_ids, row_values in zip(ids.tolist(), values.tolist(), strict=True)
+    ]
+
+
+class _RawLogprobs:
+    """Logprobs before penalties and filters, for the rows that asked."""
+
+    def __init__(self, entries: dict[int, Callable[[int], TokenLogprobs]]) -> None:
+        self._entries = entries
+
+    @classmethod
+    def of(cls, logits: torch.Tensor, specs: Sequence[SampleSpec]) -> _RawLogprobs:
+        asked = [row for row, spec in enumerate(specs) if spec.params.logprobs is not None]
+        if not asked:
+            return cls({})
+        logprobs = logits[asked].log_softmax(dim=-1)
+        counts = [specs[row].params.logprobs or 0 for row in asked]
+        tops = _top(logprobs, max(counts))
+
+        def reader(place: int) -> Callable[[int], TokenLogprobs]:
+            return lambda token_id: TokenLogprobs(
+                float(logprobs[place, token_id]), tops[place][: counts[place]]
+            )
+
+        return cls({row: reader(place) for place, row in enumerate(asked)})
+
+    def entry(self, row: int, token_id: int) -> TokenLogprobs | None:
+        read = self._entries.get(row)
+        return None if read is None else read(token_id)
+
+
+def _penalise(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> None:
+    """Apply penalties in place.
+
+    Repetition (Keskar et al. 2019, CTRL) looks at prompt and output, as transformers does. Presence
+    and frequency look at the output only, as OpenAI and vLLM do.
+    """
+    vocab_size = logits.shape[1]
+    for row, spec in enumerate(specs):
+        params = spec.params
+        if not params.needs_history:
+            continue
+        scores = logits[row]
+        output = _known_ids(spec.output, vocab_size)
+        if params.repetition_penalty != 1.0:
+            seen = np.unique(np.concatenate((_known_ids(spec.prompt, vocab_size), output)))
+            ids = torch.from_numpy(seen).to(logits.device)
+            old = scores[ids]
+            penalty = params.repetition_penalty
+            scores[ids] = torch.where(old > 0, old / penalty, old * penalty)
+        if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
+            seen, counts = np.unique(output, return_counts=True)
+            drop = params.presence_penalty + params.frequency_penalty * counts
+            scores[torch.from_numpy(seen).to(logits.device)] -= torch.from_numpy(
+                drop.astype(np.float32)
+            ).to(logits.device)
+
+
+def _known_ids(token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
+    ids = np.asarray(token_ids, dtype=np.int64)
+    return ids[(ids >= 0) & (ids < vocab_size)]
+
+
+def _bias(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> None:
+    rows: list[int] = []
+    ids: list[int] = []
+    values: list[float] = []
+    for row, spec in enumerate(specs):
+        for token_id, value in spec.params.logit_bias:
+            if 0 <= token_id < logits.shape[1]:
+                rows.append(row)
+                ids.append(token_id)
+                values.append(value)
+    if rows:
+        place = (torch.tensor(rows), torch.tensor(ids))
+        added = torch.tensor(values, dtype=logits.dtype, device=logits.device)
+        logits.index_put_(tuple(index.to(logits.device) for index in place), added, accumulate=True)
+
+
+def _mask_early_ends(
+    logits: torch.Tensor, specs: Sequence[SampleSpec], eos_token_ids: frozenset[int]
+) -> None:
+    """Forbid every token that would end a row before ``min_tokens`` tokens."""
+    for row, spec in enumerate(specs):
+        params = spec.params
+        if spec.index >= params.min_tokens:
+            continue
+        ends = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            ends |= eos_token_ids
+        known = sorted(token_id for token_id in ends if 0 <= token_id < logits.shape[1])
+        if known:
+            logits[row, torch.tensor(known, device=logits.device)] = float("-inf")
+
+
+def _draw(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
+    """Draw one token per row; int64 ``[len(specs)]``."""
+    device = logits.device
+
+    def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)[:, None]
+
+    params = [spec.params for spec in specs]
+    # Shifted first, so that a low temperature cannot overflow.
+    logits = logits - logits.amax(dim=-1, keepdim=True)
+    logits = logits / column([one.temperature for one in params])
+    if any(one.min_p > 0 for one in params):
+        # The maximum is 0 now, so p / p_max = exp(logit).
+        logits = logits.masked_fill(
+            logits.exp() < column([one.min_p for one in params]), float("-inf")
+        )
+    if any(one.top_k > 0 for one in params):
+        logits = _keep_top_k(logits, [one.top_k for one in params])
+    probs = logits.double().softmax(dim=-1)
+    if any(one.top_p < 1 for one in params):
+        probs = _keep_nucleus(probs, column([one.top_p for one in params], torch.float64))
+    cumulative = probs.cumsum(dim=-1)
+    numbers = uniforms([one.seed for one in params], [spec.index for spec in specs])
+    # Scaling by the total also renormalises. The first token whose cumulative mass exceeds the
+    # target; a token of probability 0 never does so first.
+    targets = torch.from_numpy(numbers).to(device)[:, None] * cumulative[:, -1:]
+    places = torch.searchsorted(cumulative, targets, right=True)[:, 0]
+    return places.clamp_(max=logits.shape[1] - 1)
+
+
+def _keep_top_k(logits: torch.Tensor, top_ks: Sequence[int]) -> torch.Tensor:
+    """Keep tokens not below the k-th best; 0 = all."""
+    vocab_size = logits.shape[1]
+    counts = [min(k, vocab_size) if k > 0 else 0 for k in top_ks]
+    best = logits.topk(max(counts), dim=-1).values
+    place = torch.tensor([max(k - 1, 0) for k in counts], device=logits.device)[:, None]
+    border = best.gather(1, place)
+    is_off = torch.tensor([k == 0 for k in counts], device=logits.device)[:, None]
+    border = border.masked_fill(is_off, float("-inf"))
+    return logits.masked_fill(logits < border, float("-inf"))
+
+
+def _keep_nucleus(probs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Zero all but the most likely tokens that together reach top_p (Holtzman et al. 2019).
+
+    probs: float64, rows sum to 1. top_p: ``[rows, 1]``.
+    """
+    vocab_size = probs.shape[1]
+    best = probs.topk(min(_NUCLEUS_GUESS, vocab_size), dim=-1).values
+    reached = best.cumsum(dim=-1)
+    if vocab_size > _NUCLEUS_GUESS and bool(((reached[:, -1:] < top_p) & (top_p < 1)).any()):
+        best = probs.sort(dim=-1, descending=True).values
+        reached = best.cumsum(dim=-1)
+    # The first place where the mass is reached; rounding may leave it just under 1.
+    place = (reached < top_p).sum(dim=-1, keepdim=True).clamp_(max=best.shape[1] - 1)
+    border = best.gather(1, place)
+    return probs.masked_fill((probs < border) & (top_p < 1), 0.0)

@@ -1,0 +1,50 @@
+"""How long a step will take: a line through the recent ones."""
+
+from __future__ import annotations
+
+import numpy as np
+
+_KEEP = 0.98
+"""Weight of the past per step: about the last 50 steps count."""
+
+_MIN_STEPS = 8
+
+
+class StepTimeModel:
+    """Weighted least squares over (1, tokens, context tokens), forgetting old steps.
+
+    A step costs a constant (weights read, launches), something per token (products) and something
+    per token of KV that is read. Asked on another thread than it learns on: a torn read can only
+    mix two neighbouring fits.
+    """
+
+    def __init__(self) -> None:
+        self._normal = np.zeros((3, 3))
+        self._right = np.zeros(3)
+        self._coefficients: np.ndarray | None = None
+        self._num_steps = 0
+
+    def observe(self, num_tokens: int, num_context: int, seconds: float) -> None:
+        """Take note of a finished step."""
+        features = _features(num_tokens, num_context)
+        self._normal = self._normal * _KEEP + np.outer(features, features)
+        self._right = self._right * _KEEP + features * seconds
+        self._num_steps += 1
+        self._coefficients = None
+
+    def predict(self, num_tokens: int, num_context: int) -> float:
+        """Return seconds, never negative; 0 until enough steps were seen."""
+        if self._num_steps < _MIN_STEPS:
+            return 0.0
+        coefficients = self._coefficients
+        if coefficients is None:
+            # A little ridge: all steps so far may have had the same shape.
+            ridge = np.eye(3) * 1e-6 * max(1.0, float(self._normal.trace()))
+            coefficients = np.linalg.solve(self._normal + ridge, self._right)
+            self._coefficients = coefficients
+        return max(0.0, float(_features(num_tokens, num_context) @ coefficients))
+
+
+def _features(num_tokens: int, num_context: int) -> np.ndarray:
+    # Scaled to the same order of magnitude, so that the ridge weighs them alike.
+    return np.array([1.0, num_tokens / 64, num_context / 4096])

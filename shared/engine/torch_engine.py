@@ -1,0 +1,302 @@
+"""The engine that runs real models: a Hugging Face folder, torch, CPU or CUDA.
+
+Puts the parts together (folder, weights, decoder, pool, sampler) and keeps to the contract of
+``base.py``. The one place where torch's exceptions become EngineFailed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from shared.engine.attention.base import AttentionBackend
+from shared.engine.attention.sdpa import SdpaAttention
+from shared.engine.base import Buffer, Engine, ModelSpec, OnLayer, RowResult, StepRow
+from shared.engine.batch import StepBatch, flatten_rows
+from shared.engine.models.decoder import Decoder, load_decoder
+from shared.engine.models.registry import read_model_config
+from shared.engine.paged_kv import TORCH_DTYPES, PagedKv
+from shared.engine.sampler import logprobs_of, sample
+from shared.engine.step_time import StepTimeModel
+from shared.engine.streams import CudaStreams, InlineStreams, Streams
+from shared.engine.weights import Checkpoint
+from shared.errors import EngineFailed, LocalProtocolError, ModelError
+from shared.kv.layout import KvLayout
+from shared.model_folder import ModelFolder
+from shared.request import TokenLogprobs
+
+DEFAULT_BLOCK_SIZE = 16
+DEFAULT_CPU_KV_BYTES = 1 << 30
+CUDA_KV_SHARE = 0.85
+"""Share of the GPU memory left after the weights that goes to KV; the rest is for activations."""
+
+_LOGIT_ROWS = 64
+"""Positions whose prompt logprobs are computed at once: bounds ``[rows, vocab_size]`` float32."""
+
+
+class TorchEngine(Engine):
+    """One model on one device. See ``base.Engine`` for the contract."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        spec: ModelSpec,
+        kv: PagedKv,
+        *,
+        attention: AttentionBackend,
+        streams: Streams,
+        device: torch.device,
+    ) -> None:
+        self._decoder = decoder
+        self._spec = spec
+        self._kv = kv
+        self._attention = attention
+        self._streams = streams
+        self._device = device
+        self._step_time = StepTimeModel()
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path | str,
+        *,
+        device: str = "cpu",
+        dtype: str = "auto",
+        num_blocks: int | None = None,
+        kv_bytes: int | None = None,
+        block_size: int = DEFAULT_BLOCK_SIZE,
+        max_model_len: int | None = None,
+        num_threads: int | None = None,
+        name: str | None = None,
+    ) -> TorchEngine:
+        """Load a model folder and allocate its KV pool.
+
+        dtype: ``auto`` (what the folder says), ``float32``, ``bfloat16`` or ``float16``; weights,
+        activations and KV all use it. num_blocks or kv_bytes: size of the pool; neither = 1 GiB on
+        CPU, most of the free memory on CUDA. num_threads: torch's, for the whole process.
+        Raises ModelError: the folder is missing, unsupported or damaged, or an argument does not
+        fit it. Raises EngineFailed: the device is missing or too small.
+        """
+        files = ModelFolder(folder)
+        config = read_model_config(files)
+        checkpoint = Checkpoint(files)
+        served = _choose_dtype(dtype, config.dtype, checkpoint)
+        length = _choose_len(max_model_len, files.max_model_len, config.longest_len)
+        if block_size < 1:
+            raise ModelError(f"block_size must be at least 1, not {block_size}")
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        layout = KvLayout(
+            dtype=served,
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+        )
+        eos = files.eos_token_ids
+        spec = ModelSpec(
+            name=name or files.path.resolve().name,
+            fingerprint=checkpoint.digest(config.canonical(), served, repr(sorted(eos))),
+            vocab_size=config.vocab_size,
+            max_model_len=length,
+            eos_token_ids=eos,
+            dtype=served,
+        )
+        with _device_failures("loading the model"), torch.inference_mode():
+            place = torch.device(device)
+            decoder = load_decoder(config, checkpoint, dtype=TORCH_DTYPES[served], device=place)
+            count = _choose_blocks(num_blocks, kv_bytes, layout.token_bytes * block_size, place)
+            kv = PagedKv(layout, count, block_size, place)
+            streams = (
+                CudaStreams(config.num_layers, place) if place.type == "cuda" else InlineStreams()
+            )
+        return cls(decoder, spec, kv, attention=SdpaAttention(), streams=streams, device=place)
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._spec
+
+    @property
+    def layout(self) -> KvLayout:
+        return self._kv.layout
+
+    @property
+    def num_blocks(self) -> int:
+        return self._kv.num_blocks
+
+    @property
+    def block_size(self) -> int:
+        return self._kv.block_size
+
+    @property
+    def decoder(self) -> Decoder:
+        """The loaded model, for tests and benchmarks."""
+        return self._decoder
+
+    def step(self, rows: Sequence[StepRow], on_layer: OnLayer | None = None) -> list[RowResult]:
+        """Run one pass over all rows; see ``base.Engine.step``.
+
+        Raises LocalProtocolError, before anything ran: a row names unknown tokens or blocks.
+        """
+        if not rows:
+            return []
+        began_at = time.perf_counter()
+        with _device_failures("a step"), torch.inference_mode(), self._streams.computing():
+            batch = flatten_rows(
+                rows,
+                self._kv,
+                vocab_size=self._spec.vocab_size,
+                max_model_len=self._spec.max_model_len,
+                device=self._device,
+            )
+            hidden = self._decoder.forward(
+                batch, self._kv, self._attention, self._streams, on_layer
+            )
+            results = self._results(rows, batch, hidden)
+        self._step_time.observe(*_step_size(rows), time.perf_counter() - began_at)
+        return results
+
+    def step_seconds(self, rows: Sequence[StepRow]) -> float:
+        """Predict from recent steps; 0 before the first few."""
+        return self._step_time.predict(*_step_size(rows))
+
+    def new_buffer(self, num_bytes: int) -> Buffer:
+        """Return a staging buffer: a CUDA uint8 tensor, or a numpy array.
+
+        numpy asks for huge pages for large arrays; writing zeros maps them now, so that no transfer
+        pays for page faults.
+        """
+        if self._device.type == "cuda":
+            with _device_failures("allocating a staging buffer"):
+                slab = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+                torch.cuda.synchronize(self._device)  # the zeros must not overtake a copy
+                return slab
+        buffer = np.empty(num_bytes, dtype=np.uint8)
+        buffer.fill(0)
+        return buffer
+
+    def gather(
+        self,
+        block_table: Sequence[int],
+        start: int,
+        stop: int,
+        first_layer: int,
+        last_layer: int,
+        out: Buffer,
+    ) -> None:
+        """Copy KV out of the pool; ``out`` may be longer than the frame."""
+        with (
+            _device_failures("a gather"),
+            torch.inference_mode(),
+            self._streams.copying(first_layer, last_layer),
+        ):
+            self._kv.gather(block_table, start, stop, first_layer, last_layer, out)
+
+    def scatter(
+        self,
+        block_table: Sequence[int],
+        start: int,
+        stop: int,
+        first_layer: int,
+        last_layer: int,
+        data: Buffer,
+    ) -> None:
+        """Copy a frame into the pool; ``data`` may be longer than the frame."""
+        with (
+            _device_failures("a scatter"),
+            torch.inference_mode(),
+            # No layer to wait for: nobody else writes or reads these blocks.
+            self._streams.copying(0, 0),
+        ):
+            self._kv.scatter(block_table, start, stop, first_layer, last_layer, data)
+
+    def close(self) -> None:
+        """Give the pool and the weights back; the engine is unusable afterwards."""
+        for name in ("_kv", "_decoder"):
+            self.__dict__.pop(name, None)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _results(
+        self, rows: Sequence[StepRow], batch: StepBatch, hidden: torch.Tensor
+    ) -> list[RowResult]:
+        results = [RowResult(-1)] * len(rows)
+        sampling = [extent for extent in batch.extents if rows[extent.row_idx].sample is not None]
+        if sampling:
+            last = torch.tensor([extent.last - 1 for extent in sampling], device=self._device)
+            logits = self._decoder.logits(hidden.index_select(0, last))
+            specs = [spec for extent in sampling if (spec := rows[extent.row_idx].sample)]
+            sampled = sample(logits, specs, eos_token_ids=self._spec.eos_token_ids)
+            for extent, outcome in zip(sampling, sampled, strict=True):
+                results[extent.row_idx] = RowResult(outcome.token_id, outcome.logprobs)
+        for extent in batch.extents:
+            row = rows[extent.row_idx]
+            if row.prompt_logprobs is not None and row.prompt_targets:
+                part = hidden[extent.first : extent.last]
+                entries = self._prompt_logprobs(part, row.prompt_targets, row.prompt_logprobs)
+                results[extent.row_idx] = results[extent.row_idx]._replace(prompt_logprobs=entries)
+        return results
+
+    def _prompt_logprobs(
+        self, hidden: torch.Tensor, targets: Sequence[int], num_top: int
+    ) -> tuple[TokenLogprobs, ...]:
+        if len(targets) > hidden.shape[0]:
+            raise LocalProtocolError(
+                f"{len(targets)} prompt targets for a chunk of {hidden.shape[0]} tokens"
+            )
+        entries: list[TokenLogprobs] = []
+        for begin in range(0, len(targets), _LOGIT_ROWS):
+            part = targets[begin : begin + _LOGIT_ROWS]
+            logits = self._decoder.logits(hidden[begin : begin + len(part)])
+            entries += logprobs_of(logits, part, num_top)
+        return tuple(entries)
+
+
+@contextmanager
+def _device_failures(doing: str) -> Iterator[None]:
+    """Turn whatever torch raises into EngineFailed; our own typed errors pass."""
+    try:
+        yield
+    # RuntimeError is what torch raises for nearly everything, out of memory and lost devices
+    # included; the others come from missing builds and from the host's memory.
+    except (RuntimeError, MemoryError, AssertionError, NotImplementedError) as error:
+        text = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise EngineFailed(f"{doing} failed: {text}") from error
+
+
+def _step_size(rows: Sequence[StepRow]) -> tuple[int, int]:
+    """Tokens computed, and tokens of KV read."""
+    num_tokens = sum(len(row.token_ids) for row in rows)
+    return num_tokens, num_tokens + sum(row.start for row in rows)
+
+
+def _choose_dtype(asked: str, of_config: str, checkpoint: Checkpoint) -> str:
+    dtype = asked if asked != "auto" else of_config or checkpoint.dtype
+    if dtype not in TORCH_DTYPES:
+        known = ", ".join(TORCH_DTYPES)
+        raise ModelError(f"{checkpoint.folder.path}: dtype {dtype} is not supported ({known} are)")
+    return dtype
+
+
+def _choose_len(asked: int | None, default: int, longest: int) -> int:
+    if asked is None:
+        return default
+    if not 1 <= asked <= longest:
+        raise ModelError(f"max_model_len {asked} is not within this model's 1 to {longest}")
+    return asked
+
+
+def _choose_blocks(
+    num_blocks: int | None, kv_bytes: int | None, block_bytes: int, device: torch.device
+) -> int:
+    if num_blocks is None:
+        if kv_bytes is None and device.type == "cuda":
+            kv_bytes = int(torch.cuda.mem_get_info(device)[0] * CUDA_KV_SHARE)
+        num_blocks = (kv_bytes or DEFAULT_CPU_KV_BYTES) // block_bytes
+    if num_blocks < 1:
+        raise ModelError(f"the KV pool has no room for one block of {block_bytes} bytes")
+    return num_blocks

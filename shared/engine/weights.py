@@ -1,0 +1,240 @@
+"""Safetensors checkpoints: found, checked against what the model needs, and read tensor by tensor.
+
+Files are memory-mapped: a tensor that is used as it stands costs no copy and its pages are shared
+by all processes that serve the folder. Nothing here can run code: no pickle, no torch.load, and
+every header is checked before torch sees a byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from shared.errors import ModelError
+from shared.model_folder import ModelFolder
+
+MAX_HEADER_BYTES = 16 << 20
+FINGERPRINT_EDGE_BYTES = 1 << 20
+
+_SINGLE_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+class TensorInfo(NamedTuple):
+    """What a header says of one tensor. dtype: safetensors' name for it."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Checkpoint:
+    """The tensors of one model folder; open it, ``require`` what the model needs, then ``get``.
+
+    Files stay mapped as long as tensors that ``get`` returned live: replace a folder, never rewrite
+    its files while a worker runs.
+    """
+
+    def __init__(self, folder: ModelFolder) -> None:
+        self.folder = folder
+        self.paths = _find_files(folder)
+        self.tensors: dict[str, TensorInfo] = {}
+        for path in self.paths:
+            for name, info in _read_header(path).items():
+                if name in self.tensors:
+                    raise ModelError(
+                        f"tensor {name} is in both {self.tensors[name].path} and {path}"
+                    )
+                self.tensors[name] = info
+        self._check_index()
+        self._files: dict[Path, Any] = {}
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of most tensors, in our words."""
+        names = [info.dtype for info in self.tensors.values() if info.dtype in _DTYPE_NAMES]
+        if not names:
+            raise ModelError(f"{self.folder.path}: no floating-point tensor in the checkpoint")
+        return _DTYPE_NAMES[max(sorted(set(names)), key=names.count)]
+
+    def require(self, shapes: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
+        """Raise ModelError unless the checkpoint holds exactly these tensors.
+
+        Extra tensors that change nothing are passed over: the rotary tables that old versions of
+        transformers stored, and an output head that is tied to the embedding.
+        """
+        for name, shape in shapes.items():
+            info = self.tensors.get(name)
+            if info is None:
+                raise ModelError(f"{self.folder.path}: tensor {name} is missing")
+            if info.shape != shape:
+                raise ModelError(
+                    f"{info.path}: tensor {name} has shape {list(info.shape)}, "
+                    f"config.json asks for {list(shape)}"
+                )
+            if info.dtype not in _DTYPE_NAMES:
+                raise ModelError(
+                    f"{info.path}: tensor {name} has dtype {info.dtype}; "
+                    f"supported are {', '.join(_DTYPE_NAMES)}"
+                )
+        for name, info in self.tensors.items():
+            if name in shapes or name.endswith(".rotary_emb.inv_freq"):
+                continue
+            if tied and name == "lm_head.weight":
+                continue
+            raise ModelError(
+                f"{info.path}: tensor {name} is not part of this architecture: the weights and "
+                "config.json do not belong together, or the model has an unsupported feature"
+            )
+
+    def get(self, name: str) -> torch.Tensor:
+        """Return a tensor as a view of the mapped file, in the dtype it is stored in."""
+        info = self.tensors[name]
+        try:
+            file = self._files.get(info.path)
+            if file is None:
+                file = safe_open(info.path, framework="pt", device="cpu")
+                self._files[info.path] = file
+            return file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{info.path}: tensor {name}: {error}") from error
+
+    def digest(self, *context: str) -> bytes:
+        """Return 32 bytes that name these weights, with whatever else decides the function.
+
+        Hashed: the context, each tensor's name, dtype and shape, and each file's size and first and
+        last MiB. Not every byte: hashing 140 GB would take minutes at each start, and what this
+        must catch is two workers that were given different models, not an attack on one's own disk.
+        Another fine-tune differs in the first MiB already; another sharding of the same weights
+        gets another digest, which is the safe side.
+        """
+        total = hashlib.sha256()
+
+        def put(part: bytes) -> None:
+            total.update(struct.pack("<Q", len(part)))
+            total.update(part)
+
+        for text in context:
+            put(text.encode())
+        for name in sorted(self.tensors):
+            info = self.tensors[name]
+            put(json.dumps([name, info.dtype, list(info.shape)]).encode())
+        for path in self.paths:
+            size = path.stat().st_size
+            put(struct.pack("<Q", size))
+            with path.open("rb") as file:
+                put(file.read(FINGERPRINT_EDGE_BYTES))
+                file.seek(max(0, size - FINGERPRINT_EDGE_BYTES))
+                put(file.read(FINGERPRINT_EDGE_BYTES))
+        return total.digest()
+
+    def _check_index(self) -> None:
+        """The index, where there is one, must say what the shards say."""
+        index = _read_index(self.folder) if len(self.paths) > 1 else None
+        for name, file_name in (index or {}).items():
+            info = self.tensors.get(name)
+            if info is None or info.path.name != file_name:
+                raise ModelError(
+                    f"{self.folder.path}/{_INDEX_FILE}: tensor {name} is not in {file_name}"
+                )
+
+
+def _find_files(folder: ModelFolder) -> list[Path]:
+    single = folder.file(_SINGLE_FILE)
+    if single is not None:
+        return [single]
+    index = _read_index(folder)
+    if index is None:
+        if any(folder.path.glob("*.bin")) or any(folder.path.glob("*.pt*")):
+            raise ModelError(
+                f"{folder.path} holds its weights as pickle files, which can run code and are "
+                "never loaded: save the model again with safe_serialization=True"
+            )
+        raise ModelError(f"{folder.path} holds neither {_SINGLE_FILE} nor {_INDEX_FILE}")
+    paths: list[Path] = []
+    for name in sorted(set(index.values())):
+        path = folder.file(name)
+        if path is None:
+            raise ModelError(f"{folder.path}: {name} is missing, {_INDEX_FILE} names it")
+        paths.append(path)
+    return paths
+
+
+def _read_index(folder: ModelFolder) -> dict[str, str] | None:
+    """Return tensor name -> file name."""
+    index = folder.json(_INDEX_FILE)
+    if index is None:
+        return None
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{folder.path}/{_INDEX_FILE}: weight_map must be an object with entries")
+    for name, file_name in weight_map.items():
+        if not isinstance(file_name, str) or not file_name.endswith(".safetensors"):
+            raise ModelError(
+                f"{folder.path}/{_INDEX_FILE}: {name} is not in a safetensors file: {file_name!r}"
+            )
+    return weight_map
+
+
+def _read_header(path: Path) -> dict[str, TensorInfo]:
+    """Read one file's header: 8 bytes little-endian length, then a JSON object.
+
+    Sizes and offsets are checked here for a message that names the tensor; safetensors checks them
+    again when it maps the file.
+    """
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            if len(prefix) < 8:
+                raise ModelError(f"{path} is no safetensors file: it has {size} bytes")
+            (header_bytes,) = struct.unpack("<Q", prefix)
+            if header_bytes > MAX_HEADER_BYTES:
+                raise ModelError(f"{path}: its header of {header_bytes} bytes is too large")
+            text = file.read(header_bytes)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    if len(text) < header_bytes:
+        raise ModelError(f"{path} is truncated: its header is incomplete")
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: the header is not valid JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise ModelError(f"{path}: the header is not a JSON object")
+    data_bytes = size - 8 - header_bytes
+    tensors: dict[str, TensorInfo] = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            tensors[name] = _read_entry(path, name, entry, data_bytes)
+    return tensors
+
+
+def _read_entry(path: Path, name: str, entry: object, data_bytes: int) -> TensorInfo:
+    match entry:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]}:
+            pass
+        case _:
+            raise ModelError(f"{path}: tensor {name} has a malformed header entry")
+    if not all(isinstance(dim, int) and dim >= 0 for dim in shape):
+        raise ModelError(f"{path}: tensor {name} has a malformed shape")
+    if not 0 <= begin <= end:
+        raise ModelError(f"{path}: tensor {name} has malformed offsets")
+    if end > data_bytes:
+        raise ModelError(
+            f"{path} is truncated: tensor {name} ends at byte {end} of {data_bytes} that are there"
+        )
+    item_bytes = _ITEM_BYTES.get(dtype)
+    if item_bytes is not None and math.prod(shape) * item_bytes != end - begin:
+        raise ModelError(f"{path}: tensor {name} has {end - begin} bytes, its shape needs another")
+    return TensorInfo(path, dtype, tuple(shape))

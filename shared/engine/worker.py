@@ -1,0 +1,179 @@
+"""The compute runner: how the event loop runs an engine without ever waiting in it.
+
+``ThreadCompute`` is production: one named thread for steps, one for copies (gather, scatter,
+digests), which run beside the steps; torch releases the GIL inside kernels, so the loop stays free
+for I/O. ``VirtualCompute`` is its twin for virtual time: the engine runs inline and takes
+``engine.step_seconds`` of loop time, spread over its layers, so that what a layer-wise push hides
+under compute can be seen and asserted.
+
+This module knows no request, no block and no transfer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, TypeVar
+
+from shared.engine.base import Engine, RowResult, StepRow
+from shared.errors import EngineFailed, MeshError
+
+T = TypeVar("T")
+
+OnLayersDone = Callable[[int], None]
+"""Called on the loop with n: KV of layers [0, n) of the running step is written. n grows within a
+step, several layers may come in one call, and the last call (n = all layers) comes before ``step``
+returns."""
+
+
+class ComputeRunner(Protocol):
+    """Runs one engine for one event loop. ``step`` is never called twice at once."""
+
+    async def step(
+        self, rows: Sequence[StepRow], on_layers_done: OnLayersDone | None = None
+    ) -> list[RowResult]:
+        """Run one engine step; results in row order.
+
+        Cancelling this wait does not end the step: ``close`` waits for it.
+        Raises EngineFailed: whatever the engine raised; the process should end.
+        """
+        ...
+
+    async def copy(self, work: Callable[[], T]) -> T:
+        """Run ``work`` beside the steps, after all earlier copies; return its result or raise its
+        error.
+
+        Cancelling this wait does not end ``work``: whoever owns its buffers must shield the wait.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Wait until no step and no copy runs, then free the threads. The engine itself is the
+        caller's to close.
+        """
+        ...
+
+
+ComputeFactory = Callable[[Engine], ComputeRunner]
+
+
+class ThreadCompute:
+    """One compute thread and one copy thread."""
+
+    def __init__(self, engine: Engine, *, name: str = "pdmesh") -> None:
+        """Start no thread yet: each starts with its first work.
+
+        name: prefix of both threads' names, as py-spy and top show them.
+        """
+        self._engine = engine
+        self._num_layers = engine.layout.num_layers
+        self._steps = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-compute")
+        self._copies = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-copy")
+
+    async def step(
+        self, rows: Sequence[StepRow], on_layers_done: OnLayersDone | None = None
+    ) -> list[RowResult]:
+        """See ComputeRunner."""
+        loop = asyncio.get_running_loop()
+        reports = None if on_layers_done is None else _LayerReports(loop, on_layers_done)
+
+        def run() -> list[RowResult]:
+            return self._engine.step(rows, None if reports is None else reports.written)
+
+        try:
+            results = await loop.run_in_executor(self._steps, run)
+        except MeshError:
+            raise
+        except Exception as error:
+            raise EngineFailed(f"the engine failed: {type(error).__name__}: {error}") from error
+        if reports is not None:
+            reports.finish(self._num_layers)
+        return results
+
+    async def copy(self, work: Callable[[], T]) -> T:
+        """See ComputeRunner."""
+        return await asyncio.get_running_loop().run_in_executor(self._copies, work)
+
+    async def close(self) -> None:
+        """See ComputeRunner."""
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, self._steps.shutdown)
+        await loop.run_in_executor(None, self._copies.shutdown)
+
+
+class _LayerReports:
+    """Carries layer events from the compute thread to the loop: one wake-up for all layers since
+    the last.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_layers_done: OnLayersDone) -> None:
+        self._loop = loop
+        self._on_layers_done = on_layers_done
+        self._num_written = 0
+        self._num_delivered = 0
+        self._is_scheduled = False
+
+    def written(self, layer: int) -> None:
+        """Runs on the compute thread."""
+        # Order matters, and replaces a lock: publish the count first, look for a scheduled delivery
+        # second. A delivery clears the flag first and reads the count second, so no layer is left
+        # behind.
+        self._num_written = layer + 1
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._is_scheduled = False
+        self.finish(self._num_written)
+
+    def finish(self, num_layers: int) -> None:
+        """Deliver up to ``num_layers`` unless that has happened; runs on the loop."""
+        if num_layers > self._num_delivered:
+            self._num_delivered = num_layers
+            self._on_layers_done(num_layers)
+
+
+class VirtualCompute:
+    """Runs the engine inline and lets the loop's clock move by the modelled step time.
+
+    The engine writes the whole step's KV at the start of the step; the layer events, the results
+    and the end of the step come at their modelled times."""
+
+    def __init__(self, engine: Engine, *, copy_s: float = 0.0) -> None:
+        """copy_s: loop time that every copy takes."""
+        self._engine = engine
+        self._num_layers = engine.layout.num_layers
+        self._copy_s = copy_s
+
+    async def step(
+        self, rows: Sequence[StepRow], on_layers_done: OnLayersDone | None = None
+    ) -> list[RowResult]:
+        """See ComputeRunner."""
+        began_at = asyncio.get_running_loop().time()
+        step_s = self._engine.step_seconds(rows)
+        try:
+            results = self._engine.step(rows)
+        except MeshError:
+            raise
+        except Exception as error:
+            raise EngineFailed(f"the engine failed: {type(error).__name__}: {error}") from error
+        for num_done in range(1, self._num_layers + 1):
+            await _sleep_until(began_at + step_s * num_done / self._num_layers)
+            if on_layers_done is not None:
+                on_layers_done(num_done)
+        return results
+
+    async def copy(self, work: Callable[[], T]) -> T:
+        """See ComputeRunner."""
+        await asyncio.sleep(self._copy_s)
+        return work()
+
+    async def close(self) -> None:
+        """See ComputeRunner."""
+
+
+async def _sleep_until(when: float) -> None:
+    # Absolute times, so that rounding errors of the layers do not add up.
+    await asyncio.sleep(max(0.0, when - asyncio.get_running_loop().time()))

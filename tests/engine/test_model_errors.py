@@ -1,0 +1,330 @@
+"""A folder that is damaged, foreign or dangerous is refused with a message that names the fault."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shared.engine.base import SampleSpec, StepRow
+from shared.engine.torch_engine import TorchEngine
+from shared.errors import EngineFailed, LocalProtocolError, ModelError
+from tests.support.checkpoints import rewrite_config
+from tests.support.engine_driver import Driver, greedy
+
+pytestmark = pytest.mark.torch
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def folder(folder_of: Callable[..., Path], tmp_path: Path) -> Path:
+    """Return a private copy of a good Llama folder."""
+    return Path(shutil.copytree(folder_of("llama-gqa2"), tmp_path / "model"))
+
+
+def load(folder: Path, **options: Any) -> TorchEngine:
+    return TorchEngine.load(folder, num_blocks=4, **options)
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = {name: tensor.clone() for name, tensor in load_file(folder / WEIGHTS).items()}
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS)
+
+
+def refused(folder: Path, *words: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        load(folder)
+    for word in words:
+        assert word in caught.value.message
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop(NORM), (NORM, "missing")),
+        (lambda t: t.update(odd=torch.zeros(3)), ("odd", "not part of")),
+        (lambda t: t.update({NORM: torch.ones(63)}), (NORM, "[63]", "[64]")),
+        (lambda t: t.update({NORM: torch.ones(64, dtype=torch.int8)}), (NORM, "I8")),
+        (lambda t: t.update({NORM: torch.ones(64, dtype=torch.float64)}), (NORM, "F64")),
+        (
+            lambda t: t.update({"model.layers.2.mlp.up_proj.weight": torch.ones(2, 2)}),
+            ("model.layers.2.mlp.up_proj.weight",),
+        ),
+    ],
+    ids=["missing", "extra", "shape", "int8", "float64", "layer too many"],
+)
+def test_wrong_tensors(
+    folder: Path, change: Callable[[dict[str, torch.Tensor]], object], words: tuple[str, ...]
+) -> None:
+    """A tensor that is missing, unknown or of another shape or type is named."""
+    load(folder)
+    change_tensors(folder, change)
+    refused(folder, *words)
+
+
+def test_harmless_extras(folder: Path, folder_of: Callable[..., Path], tmp_path: Path) -> None:
+    """Stored rotary tables, and a head that is tied anyway, are passed over."""
+    table = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    change_tensors(folder, lambda tensors: tensors.update(table))
+    load(folder)
+    tied = Path(shutil.copytree(folder_of("llama-mqa-tied"), tmp_path / "tied"))
+    head = {"lm_head.weight": torch.zeros(199, 64)}
+    plain = load(tied).decoder.logits(torch.ones(1, 64))
+    change_tensors(tied, lambda tensors: tensors.update(head))
+    # Not bit for bit: the header grew, and products depend on how the mapped weights are aligned.
+    assert torch.allclose(load(tied).decoder.logits(torch.ones(1, 64)), plain, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 5, 8, 100, 40_000])
+def test_truncated_weights(folder: Path, num_bytes: int) -> None:
+    """A file that ends early is refused before any tensor is read."""
+    path = folder / WEIGHTS
+    path.write_bytes(path.read_bytes()[:num_bytes])
+    refused(folder, WEIGHTS)
+
+
+def test_hostile_headers(folder: Path) -> None:
+    """A header that is huge, no JSON, or lies about its tensors is refused."""
+    path = folder / WEIGHTS
+    good = path.read_bytes()
+
+    def with_header(header: bytes) -> bytes:
+        return struct.pack("<Q", len(header)) + header + bytes(64)
+
+    def entry(**changes: object) -> bytes:
+        fields = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16], **changes}
+        return json.dumps({NORM: fields}).encode()
+
+    for data, word in (
+        (struct.pack("<Q", 1 << 40) + good[8:], "header"),
+        (with_header(b"{nonsense"), "JSON"),
+        (with_header(b"[1]"), "object"),
+        (with_header(b"[" * 100_000), "JSON"),
+        (with_header(entry(shape=[5])), NORM),
+        (with_header(entry(shape=[-4])), NORM),
+        (with_header(entry(data_offsets=[16, 0])), NORM),
+        (with_header(entry(data_offsets=[0, 1 << 50])), NORM),
+        (with_header(entry(data_offsets=[0])), NORM),
+        (with_header(json.dumps({NORM: 7}).encode()), NORM),
+    ):
+        path.write_bytes(data)
+        refused(folder, WEIGHTS, word)
+
+
+def test_pickle_is_never_loaded(folder: Path) -> None:
+    """A folder with pickled weights only says how to mend it; the file is not opened."""
+    (folder / WEIGHTS).unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04never read")
+    refused(folder, "pickle", "safe_serialization")
+    (folder / "pytorch_model.bin").unlink()
+    refused(folder, "model.safetensors.index.json")
+
+
+def test_index_is_checked(folder_of: Callable[..., Path], tmp_path: Path) -> None:
+    """An index may only name safetensors files of the folder, and must say where tensors are."""
+    shards = folder_of("llama-gqa4-biases", shard_bytes=60_000)
+    folder = Path(shutil.copytree(shards, tmp_path / "m"))
+    path = folder / "model.safetensors.index.json"
+    good = json.loads(path.read_text())
+    names = sorted(good["weight_map"])
+
+    def with_map(**changes: object) -> None:
+        path.write_text(json.dumps({"weight_map": {**good["weight_map"], **changes}}))
+
+    with_map(**{names[0]: "../elsewhere.safetensors"})
+    refused(folder, "plain file name")
+    with_map(**{names[0]: "weights.bin"})
+    refused(folder, names[0], "weights.bin")
+    with_map(**{names[0]: "absent.safetensors"})
+    refused(folder, "absent.safetensors")
+    other = next(f for f in good["weight_map"].values() if f != good["weight_map"][names[0]])
+    with_map(**{names[0]: other})
+    refused(folder, names[0], other)
+    path.write_text('{"weight_map": {}}')
+    refused(folder, "weight_map")
+    with_map()
+    load(folder)
+    (folder / other).unlink()
+    refused(folder, other)
+
+
+def test_links_out_of_the_folder(folder: Path, tmp_path: Path) -> None:
+    """A link may not leave the folder, unless to the blobs of the hub cache that it lies in."""
+    outside = tmp_path / "outside.safetensors"
+    shutil.move(folder / WEIGHTS, outside)
+    (folder / WEIGHTS).symlink_to(outside)
+    refused(folder, WEIGHTS, "link")
+
+    snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / "abc"
+    blobs = snapshot.parent.parent / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for path in folder.iterdir():
+        shutil.copy(path, blobs / path.name)
+        (snapshot / path.name).symlink_to(Path("../../blobs") / path.name)
+    load(snapshot)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, ("MixtralForCausalLM", "LlamaForCausalLM")),
+        ({"architectures": None, "model_type": "gpt2"}, ("gpt2",)),
+        ({"hidden_size": None}, ("hidden_size", "missing")),
+        ({"hidden_size": "64"}, ("hidden_size", "'64'")),
+        ({"num_hidden_layers": True}, ("num_hidden_layers",)),
+        ({"num_attention_heads": 0}, ("num_attention_heads",)),
+        ({"num_key_value_heads": 3}, ("num_key_value_heads 3",)),
+        ({"head_dim": 15}, ("head_dim 15",)),
+        ({"hidden_act": "gelu"}, ("hidden_act", "gelu")),
+        ({"rms_norm_eps": -1}, ("rms_norm_eps",)),
+        ({"vocab_size": 198}, ("model.embed_tokens.weight", "[198, 64]")),
+        ({"quantization_config": {"bits": 4}}, ("quantization_config",)),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2}}, ("'dynamic'",)),
+        ({"rope_parameters": {"rope_type": "linear"}}, ("rope_parameters: factor",)),
+        ({"rope_parameters": {"full_attention": {}}}, ("layer types",)),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ("partial_rotary_factor",)),
+        ({"rope_parameters": 3}, ("rope_parameters",)),
+        ({"attention_bias": True}, ("model.layers.0.self_attn.q_proj.bias", "missing")),
+        ({"attention_bias": "yes"}, ("attention_bias",)),
+        ({"eos_token_id": ["a"]}, ("eos_token_id",)),
+        ({"dtype": "int4"}, ("int4",)),
+        ({"max_position_embeddings": None}, ("max_position_embeddings",)),
+    ],
+    ids=str,
+)
+def test_bad_config(folder: Path, changes: dict[str, Any], words: tuple[str, ...]) -> None:
+    """What config.json says and we do not compute is refused, by key."""
+    rewrite_config(folder, lambda values: values.update(changes))
+    refused(folder, *words)
+
+
+def test_bad_qwen_windows(folder_of: Callable[..., Path], tmp_path: Path) -> None:
+    """layer_types must fit the layers and the window."""
+    folder = Path(shutil.copytree(folder_of("qwen2-window-upper"), tmp_path / "m"))
+    for changes, word in (
+        ({"layer_types": ["full_attention"]}, "3 layers"),
+        ({"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
+        ({"layer_types": ["sliding_attention"] * 3, "sliding_window": None}, "sliding_window"),
+    ):
+        rewrite_config(folder, lambda values, changes=changes: values.update(changes))
+        refused(folder, word)
+
+
+def test_bad_json(folder: Path) -> None:
+    """No config.json, or one that is not a JSON object, is refused."""
+    path = folder / "config.json"
+    for text in ("{", "[]", "\x00", "[" * 100_000):
+        path.write_text(text)
+        refused(folder, "config.json")
+    path.unlink()
+    refused(folder, "config.json")
+    refused(folder / "nowhere", "nowhere")
+
+
+def test_arguments_are_checked(folder: Path) -> None:
+    """Arguments that do not fit the model are refused; a device that is not there is a failure."""
+    for options in (
+        {"dtype": "int8"},
+        {"max_model_len": 0},
+        {"max_model_len": 4096},
+        {"block_size": 0},
+    ):
+        with pytest.raises(ModelError):
+            load(folder, **options)
+    with pytest.raises(ModelError):
+        TorchEngine.load(folder, kv_bytes=100)
+    if not torch.cuda.is_available():
+        with pytest.raises(EngineFailed):
+            load(folder, device="cuda")
+
+
+def test_spec(folder: Path) -> None:
+    """The spec says what was loaded: name, lengths, end ids of both files, size of the pool."""
+    rewrite_config(folder, lambda values: values.update(eos_token_id=7))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    engine = TorchEngine.load(folder, kv_bytes=1 << 20, max_model_len=100, block_size=8)
+    assert engine.spec.name == "model"
+    assert engine.spec.max_model_len == 100
+    assert engine.spec.vocab_size == 199
+    assert engine.spec.eos_token_ids == {7, 9}
+    assert engine.num_blocks == (1 << 20) // (8 * engine.layout.token_bytes)
+    assert load(folder, name="other").spec.name == "other"
+
+
+def test_fingerprint(folder: Path, folder_of: Callable[..., Path]) -> None:
+    """It changes with config, weights, dtype and end-of-sequence, and with nothing else."""
+    first = load(folder).spec.fingerprint
+    assert len(first) == 32
+    assert load(folder_of("llama-gqa2"), max_model_len=64, block_size=4).spec.fingerprint == first
+    others = [
+        load(folder, dtype="bfloat16").spec.fingerprint,
+        load(folder_of("llama-gqa2", seed=1)).spec.fingerprint,
+        load(folder_of("llama-gqa2", eos_token_id=3)).spec.fingerprint,
+    ]
+    rewrite_config(folder, lambda values: values.update(rms_norm_eps=1e-4))
+    others.append(load(folder).spec.fingerprint)
+    assert len({first, *others}) == 5
+
+
+def test_bad_rows_are_refused_before_they_run(folder: Path) -> None:
+    """A row that would read out of bounds raises LocalProtocolError, and the engine lives on."""
+    engine = load(folder, max_model_len=40)
+    for row in (
+        StepRow([], 0, [0]),
+        StepRow([199], 0, [0]),
+        StepRow([-1], 0, [0]),
+        StepRow([1], -1, [0]),
+        StepRow([1], 0, [4]),
+        StepRow([1], 0, [-1]),
+        StepRow([1] * 17, 0, [0]),
+        StepRow([1], 40, [0, 1, 2]),
+        StepRow([1, 2], 0, [0], None, 0, [3, 4, 5]),
+    ):
+        with pytest.raises(LocalProtocolError):
+            engine.step([row])
+    assert engine.step([]) == []
+    assert len(Driver(engine).run_alone([1, 2, 3], greedy(3)).output) == 3
+
+
+def test_torch_errors_become_engine_failed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever torch raises in a step ends as EngineFailed with its first line."""
+    engine = load(folder)
+
+    def lost(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory left\nlong trace")
+
+    monkeypatch.setattr(engine.decoder, "forward", lost)
+    with pytest.raises(EngineFailed, match=r"^a step failed: no memory left$"):
+        engine.step([StepRow([1], 0, [0], SampleSpec(greedy(1), 0, (), ()))])
+
+
+def test_step_seconds_learns(folder: Path) -> None:
+    """Nothing is predicted at first, something positive after a few steps."""
+    engine = load(folder)
+    rows = [StepRow([1, 2, 3], 0, [0])]
+    assert engine.step_seconds(rows) == 0.0
+    for _ in range(10):
+        engine.step(rows)
+    assert 0 < engine.step_seconds(rows) < 10
+
+
+def test_close_twice(folder: Path) -> None:
+    """Closing an engine frees its memory, and again does nothing."""
+    engine = load(folder)
+    engine.close()
+    engine.close()
+    with pytest.raises(AttributeError):
+        _ = engine.num_blocks

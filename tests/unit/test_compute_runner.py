@@ -1,0 +1,120 @@
+"""The compute runners: what they promise to a step loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from shared.engine.base import OnLayer, RowResult, StepRow
+from shared.engine.fake import FakeEngine
+from shared.engine.worker import ThreadCompute
+from shared.errors import EngineFailed, NoCapacity
+
+
+class _Gate(FakeEngine):
+    """A fake engine whose step waits, after each layer, until the test lets it go on."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=8)
+        self.go_on = threading.Semaphore(0)
+        self.thread_names: list[str] = []
+
+    def step(self, rows: Sequence[StepRow], on_layer: OnLayer | None = None) -> list[RowResult]:
+        self.thread_names.append(threading.current_thread().name)
+
+        def gated(layer: int) -> None:
+            if on_layer is not None:
+                on_layer(layer)
+            self.go_on.acquire()
+
+        return super().step(rows, gated)
+
+
+ROW = StepRow(token_ids=[1, 2, 3], start=0, block_table=[0])
+
+
+async def test_layer_events_come_on_the_loop_in_order_and_all_before_the_step_returns() -> None:
+    """Every layer is reported once, on the loop's thread, before the results are there."""
+    engine = _Gate()
+    compute = ThreadCompute(engine, name="t")
+    seen: list[int] = []
+    threads: list[int] = []
+
+    def on_layers_done(num_layers: int) -> None:
+        seen.append(num_layers)
+        threads.append(threading.get_ident())
+        engine.go_on.release()
+
+    await compute.step([ROW], on_layers_done)
+    await compute.close()
+    assert seen == list(range(1, engine.layout.num_layers + 1))
+    assert set(threads) == {threading.get_ident()}
+    assert engine.thread_names[0].startswith("t-compute")
+
+
+async def test_layers_that_the_loop_was_too_busy_for_come_in_one_call() -> None:
+    """A loop that wakes late hears of all finished layers at once."""
+    engine = _Gate()
+    compute = ThreadCompute(engine)
+    seen: list[int] = []
+    engine.go_on.release(engine.layout.num_layers)
+    async with asyncio.TaskGroup() as tasks:
+        step = tasks.create_task(compute.step([ROW], seen.append))
+        await asyncio.sleep(0)  # the step is on its thread now
+        barrier = threading.Event()
+        compute._steps.submit(barrier.set)  # runs after the step
+        assert barrier.wait(30)  # holds the loop as a slow callback would
+        await step
+    await compute.close()
+    assert seen == [engine.layout.num_layers]
+
+
+async def test_copies_run_beside_a_step() -> None:
+    """A gather never waits for the step that runs."""
+    engine = _Gate()
+    compute = ThreadCompute(engine)
+    async with asyncio.TaskGroup() as tasks:
+        step = tasks.create_task(compute.step([ROW]))
+        name = await compute.copy(lambda: threading.current_thread().name)
+        assert not step.done()
+        engine.go_on.release(engine.layout.num_layers)
+    await compute.close()
+    assert "copy" in name
+
+
+@pytest.mark.parametrize(
+    ("error", "seen"),
+    [(ValueError("bad kernel"), EngineFailed), (NoCapacity("typed"), NoCapacity)],
+)
+async def test_an_engine_that_raises_fails_the_step_with_a_typed_error(
+    error: Exception, seen: type[Exception]
+) -> None:
+    """What is not a MeshError becomes EngineFailed."""
+
+    class Broken(FakeEngine):
+        def step(self, rows: Sequence[StepRow], on_layer: OnLayer | None = None) -> list[RowResult]:
+            raise error
+
+    compute = ThreadCompute(Broken(num_blocks=8))
+    with pytest.raises(seen):
+        await compute.step([ROW])
+    await compute.close()
+
+
+async def test_close_waits_for_a_step_whose_waiter_was_cancelled() -> None:
+    """A cancelled wait ends no step: ``close`` returns after it."""
+    engine = _Gate()
+    compute = ThreadCompute(engine)
+    results: list[str] = []
+    finish: Callable[[int], None] = lambda _: results.append("layer")  # noqa: E731
+    async with asyncio.TaskGroup() as tasks:
+        step = tasks.create_task(compute.step([ROW], finish))
+        await asyncio.sleep(0)
+        step.cancel()
+        closing = tasks.create_task(compute.close())
+        await asyncio.sleep(0)
+        assert not closing.done()
+        engine.go_on.release(engine.layout.num_layers)

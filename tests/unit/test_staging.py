@@ -1,0 +1,50 @@
+"""Staging buffers: header and payload side by side, in host memory and as a device's tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+
+from shared.engine import staging
+from shared.transfer.frames import HEADER_BYTES
+
+KINDS = ["numpy", "bytearray", pytest.param("tensor", marks=pytest.mark.torch)]
+HEADER = bytes(range(HEADER_BYTES))
+
+
+def a_buffer(kind: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    if kind == "numpy":
+        return np.zeros(200, np.uint8)
+    if kind == "bytearray":
+        return bytearray(200)
+    torch = pytest.importorskip("torch")
+    # A CPU tensor goes the way of a CUDA one: the calls are the same.
+    monkeypatch.setattr(staging, "is_on_device", lambda buffer: True)
+    return torch.zeros(200, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_header_and_payload_do_not_overlap(kind: str, monkeypatch: pytest.MonkeyPatch):
+    """What is written in front is read in front; the payload is a view of what is behind."""
+    buffer = a_buffer(kind, monkeypatch)
+    staging.write(buffer, HEADER)
+    assert staging.read_header(buffer) == HEADER
+    payload = staging.payload(buffer, 100)
+    assert len(payload) == 100
+    payload[0] = 7
+    assert buffer[HEADER_BYTES] == 7
+    assert staging.read_header(buffer) == HEADER
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_digest_is_of_the_bytes_alone(kind: str, monkeypatch: pytest.MonkeyPatch):
+    """xxh3_64: the same for the same bytes wherever they are, another one after any change."""
+    buffer = a_buffer(kind, monkeypatch)
+    payload = staging.payload(buffer, 100)
+    first = staging.digest(payload)
+    assert first == xxhash.xxh3_64_intdigest(bytes(100))
+    payload[99] = 1
+    assert staging.digest(payload) == xxhash.xxh3_64_intdigest(bytes(99) + b"\x01") != first
