@@ -1,0 +1,1 @@
+"""The bundled demo model: its training text, training and evaluation."""
