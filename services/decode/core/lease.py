@@ -1,0 +1,162 @@
+"""Leases: decode's promises of room, from Reserve to the running batch. Records only.
+
+waiting --blocks--> granted --Open--> open --join--> joined (blocks belong to the sequence)
+   |                   |               |
+   +--wait over--> refused    expired  +--abort--> aborting --> quarantined --> released
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from shared.errors import MeshError
+from shared.ids import Incarnation, RequestId, TransferId
+from shared.kv.pool import BlockTable
+from shared.kv.prefix_hash import PrefixChain
+from shared.request import WorkItem
+
+FRAMES_PER_TRANSFER = 1 << 20
+"""Tags that each transfer owns: frame i travels on ``tag_base + i``."""
+
+_NO_TRANSFER = TransferId(b"")
+
+
+class LeaseKey(NamedTuple):
+    """What a reservation and an OpenTransfer have in common."""
+
+    request_id: RequestId
+    attempt: int
+
+
+class LeaseState(Enum):
+    """A lease's life; see the drawing above."""
+
+    WAITING = "waiting"  # holds nothing
+    GRANTED = "granted"  # holds blocks, no transfer open
+    OPEN = "open"  # frames may arrive
+    ABORTING = "aborting"  # AbortReceive was ordered; receives may still write
+    QUARANTINED = "quarantined"  # the same, and the receiver has taken note
+    JOINED = "joined"  # blocks belong to a sequence
+    RELEASED = "released"  # holds nothing
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """One reservation; identity is the object. Fields after ``state`` are set by the grant.
+
+    epoch: greater than that of every earlier lease; frames of an earlier one are refused.
+    skip_tokens: leading tokens whose KV this worker has already. expires_at: void then unless
+    renewed.
+    """
+
+    key: LeaseKey
+    item: WorkItem
+    prefill: Incarnation
+    chain: PrefixChain = field(repr=False)
+    reserved_at: float
+    give_up_at: float
+    state: LeaseState = LeaseState.WAITING
+    transfer_id: TransferId = _NO_TRANSFER
+    epoch: int = 0
+    tag_base: int = 0
+    skip_tokens: int = 0
+    table: BlockTable | None = field(default=None, repr=False)
+    granted_at: float = 0.0
+    expires_at: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose KV is to be received (those below ``skip_tokens`` are there already)."""
+        return len(self.item.token_ids)
+
+    @property
+    def block_table(self) -> list[int]:
+        """Physical blocks; [] while it holds none."""
+        return self.table.blocks if self.table is not None else []
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds from Reserve to the grant."""
+        return self.granted_at - self.reserved_at
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Tell the gateway that the room is promised (Granted)."""
+
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Tell the gateway that the reservation failed or was lost (DecodeFailed)."""
+
+    lease: Lease
+    error: MeshError
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerOpen:
+    """Tell prefill that it may push (TransferGrant), and set up the receiver."""
+
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseOpen:
+    """Tell prefill that it may not push (TransferRefused)."""
+
+    key: LeaseKey
+    prefill: Incarnation
+    error: MeshError
+
+
+@dataclass(frozen=True, slots=True)
+class AbortReceive:
+    """Abort the receiver of an open lease, then call ``begin_quarantine`` and later
+    ``end_quarantine``, or only ``release`` if nothing can write its blocks any more."""
+
+    lease: Lease
+    error: MeshError
+
+
+Effect = Grant | Refuse | AnswerOpen | RefuseOpen | AbortReceive
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeasePolicy:
+    """Times and bounds.
+
+    open_wait_s: how long a grant waits for its OpenTransfer and an OpenTransfer for its grant.
+    ttl_s: an open lease lives so long after the last sign of life of its prefill worker.
+    growth_tokens: room beyond the prompt that a grant includes. max_waiting, max_leases, max_opens:
+    bounds of what is kept.
+    """
+
+    open_wait_s: float = 5.0
+    ttl_s: float = 3.0
+    growth_tokens: int = 16
+    max_waiting: int = 1024
+    max_leases: int = 1024
+    max_opens: int = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseStatistics:
+    """Gauges, then block counters since start: ``reserved = freed + joined + live + quarantined``.
+
+    num_live_blocks: of granted and open leases; num_quarantined_blocks: of aborting and quarantined
+    ones."""
+
+    num_waiting: int
+    num_granted: int
+    num_open: int
+    num_quarantined: int
+    num_pending_opens: int
+    num_live_blocks: int
+    num_quarantined_blocks: int
+    num_reserved_blocks: int
+    num_freed_blocks: int
+    num_joined_blocks: int

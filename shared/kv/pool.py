@@ -1,0 +1,266 @@
+"""The pool as its users see it: block tables in, block tables out. Joins allocator and prefix
+cache.
+
+Knows tokens only through ``PrefixChain``; knows no requests, no layers and no bytes. "No room" is
+an answer (None, False), never an error.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from shared.errors import InvariantViolated, LocalProtocolError
+from shared.kv.allocator import BlockAllocator
+from shared.kv.prefix_cache import PrefixCache
+from shared.kv.prefix_hash import PrefixChain, root_hash
+
+
+@dataclass(slots=True, eq=False)
+class BlockTable:
+    """The blocks one owner holds, in logical order. Made by ``BlockPool.acquire``; ends at
+    ``release``.
+
+    blocks: physical block of each logical block; read it freely, change it never.
+    num_hit_tokens: leading tokens whose KV was found in the prefix cache: shared, read-only.
+    """
+
+    blocks: list[int]
+    num_hit_tokens: int
+    num_published: int
+    is_released: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolStatistics:
+    """``num_blocks = num_free + num_idle + num_held``; what a newcomer may get is
+    ``num_available``."""
+
+    num_blocks: int
+    num_free: int
+    num_idle: int
+    num_held: int
+    num_cached: int
+    num_claimed: int
+    num_acquired_tokens: int
+    num_hit_tokens: int
+    num_evicted: int
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be handed out now: free ones and evictable ones."""
+        return self.num_free + self.num_idle
+
+
+class BlockPool:
+    """All KV blocks of one engine.
+
+    watermark_blocks: what a newcomer leaves free, so that running sequences can grow (vLLM's
+    watermark).
+    model_key: fingerprint + layout digest; keys the prefix cache. cache_prefixes: off = every block
+    is private.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        model_key: bytes = b"",
+        watermark_blocks: int = 0,
+        cache_prefixes: bool = True,
+    ) -> None:
+        if block_size < 1:
+            raise LocalProtocolError(f"block_size must be at least 1, not {block_size}")
+        self._allocator = BlockAllocator(num_blocks)
+        self._cache = PrefixCache()
+        self._block_size = block_size
+        self._model_key = model_key
+        self._watermark_blocks = watermark_blocks
+        self._cache_prefixes = cache_prefixes
+        self._num_claimed = 0
+        self._num_acquired_tokens = 0
+        self._num_hit_tokens = 0
+        self._num_evicted = 0
+
+    # --- what there is ---------------------------------------------------------------------------
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool, in whatever state."""
+        return self._allocator.num_blocks
+
+    @property
+    def block_size(self) -> int:
+        """Token positions of a block."""
+        return self._block_size
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be handed out now: free ones and evictable ones."""
+        return self._allocator.num_free + self._cache.num_idle
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that somebody holds."""
+        return self._allocator.num_held
+
+    @property
+    def keep_free_for_growth(self) -> int:
+        """Blocks that an admission must leave: the watermark, or 0 if nobody is there who could
+        grow."""
+        return self._watermark_blocks if self._allocator.num_held else 0
+
+    @property
+    def keep_free_for_newcomers(self) -> int:
+        """What a new reservation must leave: the watermark and what preempted or stalled sequences
+        wait for."""
+        return self.keep_free_for_growth + self._num_claimed
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that ``num_tokens`` token positions take."""
+        return -(-num_tokens // self._block_size)
+
+    def claim(self, num_blocks: int) -> None:
+        """Set how many blocks are spoken for by sequences that run here but wait for room (not
+        additive)."""
+        self._num_claimed = num_blocks
+
+    # --- handing out and taking back -------------------------------------------------------------
+
+    def new_chain(self, salt: bytes = b"") -> PrefixChain:
+        """Return the empty hash chain of a new token list. salt: the tenant's; other salts never
+        share KV."""
+        return PrefixChain(root_hash(self._model_key, salt), self._block_size)
+
+    def acquire(
+        self,
+        chain: PrefixChain,
+        tokens: Sequence[int],
+        num_tokens: int,
+        *,
+        max_hit_tokens: int,
+        keep_free: int = 0,
+    ) -> BlockTable | None:
+        """Take blocks for ``num_tokens`` positions, cached prefix first; all of them, or None and
+        nothing changes.
+
+            |-- hit (shared) --|------ new blocks ------|
+            0      num_hit_tokens <= max_hit_tokens      num_tokens
+
+        tokens: the token list, to look up its prefix; may be shorter than ``num_tokens`` (room to
+        grow).
+        max_hit_tokens: a prefill passes ``len(tokens) - 1``, for it must compute the last token to
+        sample.
+        keep_free: blocks that must stay available afterwards.
+        """
+        max_hit_blocks = min(max_hit_tokens, len(tokens), num_tokens) // self._block_size
+        hits: list[int] = []
+        if self._cache_prefixes and max_hit_blocks > 0:
+            hits = self._cache.match(chain.hashes(tokens, max_hit_blocks))
+        num_new = self.num_blocks_for(num_tokens) - len(hits)
+        num_revived = sum(map(self._cache.is_idle, hits))
+        if self.num_available - num_revived - num_new < keep_free:
+            return None
+        for block in hits:
+            if self._cache.is_idle(block):
+                self._cache.set_held(block)
+            self._allocator.share(block)
+        blocks = hits + [self._take() for _ in range(num_new)]
+        num_hit_tokens = len(hits) * self._block_size
+        self._num_acquired_tokens += len(tokens)
+        self._num_hit_tokens += num_hit_tokens
+        return BlockTable(blocks, num_hit_tokens, num_published=len(hits))
+
+    def grow(self, table: BlockTable, num_tokens: int) -> bool:
+        """Extend the table to ``num_tokens`` positions; all of it, or False and nothing changes."""
+        self._require_live(table)
+        num_new = self.num_blocks_for(num_tokens) - len(table.blocks)
+        if num_new > self.num_available:
+            return False
+        table.blocks.extend(self._take() for _ in range(num_new))
+        return True
+
+    def publish(
+        self, table: BlockTable, chain: PrefixChain, tokens: Sequence[int], num_computed_tokens: int
+    ) -> None:
+        """Make the table's full blocks whose KV is now written findable by others.
+
+        Call after the step (or the verified transfer) that wrote them, never before.
+        """
+        self._require_live(table)
+        num_full = num_computed_tokens // self._block_size
+        if not self._cache_prefixes or num_full <= table.num_published:
+            return
+        hashes = chain.hashes(tokens, num_full)
+        for idx in range(table.num_published, num_full):
+            self._cache.insert(hashes[idx], table.blocks[idx])
+        table.num_published = num_full
+
+    def release(self, table: BlockTable) -> None:
+        """Give the blocks back: published ones stay cached until evicted, the others are free at
+        once.
+
+        Last block first, so that a prefix outlives its continuations. Raises LocalProtocolError:
+        released before.
+        """
+        self._require_live(table)
+        table.is_released = True
+        for block in reversed(table.blocks):
+            if self._allocator.drop(block) > 0:
+                continue
+            if block in self._cache:
+                self._cache.set_idle(block)
+            else:
+                self._allocator.put_back(block)
+
+    def _take(self) -> int:
+        if self._allocator.num_free == 0:
+            self._allocator.put_back(self._cache.evict())
+            self._num_evicted += 1
+        return self._allocator.take()
+
+    def _require_live(self, table: BlockTable) -> None:
+        if table.is_released:
+            raise LocalProtocolError("the block table was released before")
+
+    # --- looking at it ---------------------------------------------------------------------------
+
+    def statistics(self) -> PoolStatistics:
+        """Return all counts at once."""
+        return PoolStatistics(
+            num_blocks=self.num_blocks,
+            num_free=self._allocator.num_free,
+            num_idle=self._cache.num_idle,
+            num_held=self._allocator.num_held,
+            num_cached=len(self._cache),
+            num_claimed=self._num_claimed,
+            num_acquired_tokens=self._num_acquired_tokens,
+            num_hit_tokens=self._num_hit_tokens,
+            num_evicted=self._num_evicted,
+        )
+
+    def check_integrity(self, tables: Iterable[BlockTable] | None = None) -> None:
+        """Raise InvariantViolated unless ``num_blocks = free + idle + held``.
+
+        tables: every live table there is; then each block's references must equal the tables that
+        name it.
+        """
+        self._cache.check_integrity()
+        self._allocator.check_integrity(self._cache.idle_blocks())
+        if tables is None:
+            return
+        named = Counter(block for table in tables for block in table.blocks)
+        for block in range(self.num_blocks):
+            if named[block] != self._allocator.references(block):
+                raise InvariantViolated(
+                    f"block {block}: {named[block]} tables name it, "
+                    f"{self._allocator.references(block)} references are counted"
+                )
+
+    def __repr__(self) -> str:
+        return (
+            f"<BlockPool {self.num_available}/{self.num_blocks} available, "
+            f"{self._cache.num_idle} of them cached>"
+        )

@@ -1,0 +1,87 @@
+"""Which block holds the KV of which prefix: a map and an eviction order. Knows no reference counts
+and no tokens.
+
+Only full, computed blocks come in (``BlockPool.publish`` sees to it). A cached block that nobody
+holds is *idle* and may be evicted, the one idle longest first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from shared.errors import InvariantViolated, LocalProtocolError
+
+
+class PrefixCache:
+    """Hash -> block, and the idle ones in the order in which they became idle."""
+
+    def __init__(self) -> None:
+        self._block_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+        self._idle: dict[int, None] = {}  # a dict is an ordered set
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._hash_of
+
+    @property
+    def num_idle(self) -> int:
+        """Cached blocks that nobody holds."""
+        return len(self._idle)
+
+    def idle_blocks(self) -> Iterator[int]:
+        """Idle blocks, the next to be evicted first."""
+        return iter(self._idle)
+
+    def is_idle(self, block: int) -> bool:
+        """Whether the block is cached and nobody holds it."""
+        return block in self._idle
+
+    def match(self, hashes: Iterable[bytes]) -> list[int]:
+        """Return the blocks of the longest cached prefix of the chain. Changes nothing, not even
+        the order."""
+        blocks: list[int] = []
+        for block_hash in hashes:
+            block = self._block_of.get(block_hash)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def insert(self, block_hash: bytes, block: int) -> bool:
+        """Cache a held block, or return False if that prefix has a block already (the newcomer
+        stays private)."""
+        if block in self._hash_of:
+            raise LocalProtocolError(f"block {block} is cached under another hash")
+        if block_hash in self._block_of:
+            return False
+        self._block_of[block_hash] = block
+        self._hash_of[block] = block_hash
+        return True
+
+    def set_idle(self, block: int) -> None:
+        """Nobody holds the cached block any more: it becomes the last to be evicted."""
+        self._idle[block] = None
+
+    def set_held(self, block: int) -> None:
+        """Somebody holds the idle block again."""
+        del self._idle[block]
+
+    def evict(self) -> int:
+        """Forget the block that has been idle longest and return it."""
+        block = next(iter(self._idle))
+        del self._idle[block]
+        del self._block_of[self._hash_of.pop(block)]
+        return block
+
+    def check_integrity(self) -> None:
+        """Raise InvariantViolated unless the two maps mirror each other and idle blocks are
+        cached."""
+        if {block: key for key, block in self._block_of.items()} != self._hash_of:
+            raise InvariantViolated(
+                f"prefix cache: {len(self._block_of)} hashes and {len(self._hash_of)} blocks differ"
+            )
+        if any(block not in self._hash_of for block in self._idle):
+            raise InvariantViolated("prefix cache: an idle block is not cached")

@@ -1,0 +1,109 @@
+"""The token list that one request grows on a worker, and how much of its KV exists. Decides
+nothing.
+
+    tokens   0 .......... num_prompt_tokens ............ num_tokens
+             |--- prompt ---|---------- answer -----------|
+    KV       |==== num_computed_tokens ====|-- to compute -|
+
+Counts are derived, so none can drift.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from shared.errors import LocalProtocolError
+from shared.kv.pool import BlockTable
+from shared.kv.prefix_hash import PrefixChain
+from shared.request import FinishReason, SamplingParams, TokenLogprobs, WorkItem
+
+
+class SequenceState(Enum):
+    """Where a sequence stands with its scheduler."""
+
+    NEW = "new"  # not given to a scheduler yet
+    WAITING = "waiting"  # holds no blocks: new, or preempted
+    RUNNING = "running"  # holds blocks and is planned
+    HELD = "held"  # holds blocks and is not planned: its KV is being pushed
+    FINISHED = "finished"  # holds nothing
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One attempt of one request on one worker; identity is the object.
+
+    arrival: order among all sequences of a scheduler; set when added. chain: the prefix hashes of
+    ``tokens``.
+    num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
+    in_step: a running step reads or writes its blocks; they may not be given back.
+    """
+
+    item: WorkItem
+    tokens: list[int] = field(init=False, repr=False)
+    state: SequenceState = field(default=SequenceState.NEW, init=False)
+    arrival: int = field(default=-1, init=False)
+    table: BlockTable | None = field(default=None, init=False, repr=False)
+    chain: PrefixChain | None = field(default=None, init=False, repr=False)
+    num_computed_tokens: int = field(default=0, init=False)
+    num_cached_tokens: int = field(default=0, init=False)
+    num_preemptions: int = field(default=0, init=False)
+    finish_reason: FinishReason = field(default=FinishReason.NONE, init=False)
+    prompt_logprobs: list[TokenLogprobs] = field(
+        default_factory=list[TokenLogprobs], init=False, repr=False
+    )
+    in_step: bool = field(default=False, init=False)
+    is_aborted: bool = field(default=False, init=False)
+    is_prefill_only: bool = field(default=False, init=False)
+    is_released: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.item.num_prompt_tokens <= len(self.item.token_ids):
+            raise LocalProtocolError("a sequence needs a prompt of at least one token")
+        self.tokens = list(self.item.token_ids)
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How its tokens are chosen."""
+        return self.item.sampling
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and answer so far."""
+        return len(self.tokens)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """The client's prompt."""
+        return self.item.num_prompt_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of the answer so far, those of earlier attempts included; the next one's index."""
+        return len(self.tokens) - self.item.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens without KV; 1 while decoding, more while (re)computing a prompt."""
+        return len(self.tokens) - self.num_computed_tokens
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """Most tokens that may still be sampled."""
+        return self.item.sampling.max_tokens - self.num_output_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether one token per step is what it needs: KV exists for all but the last of its own
+        outputs."""
+        return self.num_uncomputed_tokens == 1 and len(self.tokens) > len(self.item.token_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it will never be planned again."""
+        return self.state is SequenceState.FINISHED or self.finish_reason is not FinishReason.NONE
+
+    @property
+    def block_table(self) -> list[int]:
+        """Physical block of each logical block; [] while it holds none."""
+        return self.table.blocks if self.table is not None else []

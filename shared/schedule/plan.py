@@ -1,0 +1,101 @@
+"""What a scheduler says: the plan of one step, and what came of it. Records only.
+
+Vocabulary: *plan* -> run -> *commit* (docs/glossary.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shared.engine.base import StepRow
+from shared.errors import MeshError
+from shared.kv.sequence import Sequence
+from shared.request import FinishReason, TokenLogprobs
+
+
+class Span(NamedTuple):
+    """Token positions [start, stop) of one sequence."""
+
+    start: int
+    stop: int
+
+
+class Failure(NamedTuple):
+    """A sequence that can never run here. Its blocks are free already."""
+
+    sequence: Sequence
+    error: MeshError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One step. ``rows[i]`` computes ``spans[i]`` of ``sequences[i]``; decode rows first, then
+    prompt chunks.
+
+    The rows share the sequences' block tables and are valid until ``commit``.
+    admitted: sequences that got blocks in this plan: KV of their tokens [0, num_computed_tokens) is
+    there already.
+    preempted: lost their blocks and wait for recompute. failed: tell their owners now, even if
+    there are no rows.
+    """
+
+    rows: tuple[StepRow, ...]
+    sequences: tuple[Sequence, ...]
+    spans: tuple[Span, ...]
+    admitted: tuple[Sequence, ...]
+    preempted: tuple[Sequence, ...]
+    failed: tuple[Failure, ...]
+    num_decode_rows: int
+    num_prefill_tokens: int
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to run; such a plan is not committed."""
+        return not self.rows
+
+
+@dataclass(frozen=True, slots=True)
+class NewToken:
+    """A token sampled in a step. index: in the answer. finish_reason: NONE unless the answer ends
+    here.
+    prompt_logprobs: with a prompt's first token if asked for, one entry per prompt token, the first
+    NaN."""
+
+    sequence: Sequence
+    token_id: int
+    index: int
+    finish_reason: FinishReason
+    logprobs: TokenLogprobs | None
+    prompt_logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """What a committed step gave, in row order; sequences aborted meanwhile do not appear."""
+
+    tokens: tuple[NewToken, ...]
+
+    @property
+    def finished(self) -> tuple[Sequence, ...]:
+        """Sequences whose answer ended in this step."""
+        return tuple(
+            token.sequence for token in self.tokens if token.finish_reason is not FinishReason.NONE
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerStatistics:
+    """Gauges: num_waiting, num_running, num_held (prefilled, KV still being pushed), num_stalled
+    (running, but without room in the last plan), pending_tokens (without KV, of waiting and running
+    sequences). Counters: num_steps, num_preemptions, num_recomputed_tokens (KV lost to
+    preemption)."""
+
+    num_waiting: int
+    num_running: int
+    num_held: int
+    num_stalled: int
+    pending_tokens: int
+    num_steps: int
+    num_preemptions: int
+    num_recomputed_tokens: int

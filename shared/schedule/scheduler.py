@@ -1,0 +1,409 @@
+"""One scheduler for prefill, decode and mixed workers: which tokens of which sequences run in the
+next step.
+
+Iteration-level scheduling (Orca, OSDI'22) with stall-free batching (Sarathi-Serve, OSDI'24,
+Algorithm 3): every running sequence gets its next token first, then prompt chunks fill what is left
+of the token budget, first come first served. What differs between the three uses is only how
+sequences are added. It knows no network, no clock, no model; it never waits: ``plan`` -> run the
+rows -> ``commit``, one step at a time.
+
+Out of blocks: the newest running sequence loses its blocks and is recomputed later (vLLM's
+recompute preemption). The oldest never does, so somebody always finishes; one that lost its blocks
+``max_preemptions`` times runs again only when it is the oldest, so nobody loses them more often.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass
+
+from shared.engine.base import RowResult, StepRow
+from shared.errors import InvariantViolated, LocalProtocolError, NoBlocks, NoCapacity
+from shared.kv.pool import BlockPool, BlockTable
+from shared.kv.sequence import Sequence, SequenceState
+from shared.request import FinishReason, TokenLogprobs, finish_reason_of
+from shared.schedule.draft import Draft, wants_prompt_logprobs
+from shared.schedule.plan import Failure, NewToken, SchedulerStatistics, StepOutcome, StepPlan
+
+_NAN = float("nan")
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.arrival
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulePolicy:
+    """Limits of a step, and when an answer ends.
+
+    max_running: most sequences in a step. token_budget: most tokens a step computes; decode rows
+    are never dropped for it, and a prompt always advances by one token at least. max_preemptions:
+    see the module's text.
+    """
+
+    max_model_len: int
+    eos_token_ids: frozenset[int] = frozenset()
+    max_running: int = 256
+    token_budget: int = 2048
+    max_preemptions: int = 2
+
+
+class Scheduler:
+    """Owns every sequence's place and blocks from ``add*`` until it finishes, fails or is
+    released."""
+
+    def __init__(self, pool: BlockPool, policy: SchedulePolicy) -> None:
+        if policy.max_running < 1 or policy.token_budget < 1:
+            raise LocalProtocolError("max_running and token_budget must be at least 1")
+        self._pool = pool
+        self._policy = policy
+        # All three are in order of arrival.
+        self._waiting: list[Sequence] = []
+        self._running: list[Sequence] = []
+        self._held: list[Sequence] = []
+        self._next_arrival = 0
+        self._plan: StepPlan | None = None
+        self._stalled: list[Sequence] = []
+        self._num_steps = 0
+        self._num_preemptions = 0
+        self._num_recomputed_tokens = 0
+
+    # --- adding --------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a prompt that is computed here and decoded here (mixed worker).
+
+        Raises NoCapacity: it does not fit into the whole pool.
+        """
+        # The second token needs room for the KV of the first.
+        extra = 1 if sequence.num_remaining_tokens > 1 else 0
+        self._enqueue(sequence, sequence.num_tokens + extra)
+
+    def add_prefill(self, sequence: Sequence) -> None:
+        """Queue a prompt of which only the next token is wanted; its KV goes elsewhere.
+
+        After that token (``NewToken``) it keeps its blocks until ``release``; it is never
+        preempted.
+        Raises NoCapacity: it does not fit into the whole pool.
+        """
+        self._enqueue(sequence, sequence.num_tokens)
+        sequence.is_prefill_only = True
+
+    def add_ready(self, sequence: Sequence) -> None:
+        """Take a sequence that brings its blocks (``sequence.table``, ``chain``): KV of all tokens
+        but the last is in them, the last token was sampled elsewhere. It runs from the next plan
+        on."""
+        if sequence.table is None or sequence.chain is None or not sequence.is_decoding:
+            raise LocalProtocolError("a ready sequence brings blocks with KV of all tokens but one")
+        self._take_in(sequence)
+        self._pool.publish(
+            sequence.table, sequence.chain, sequence.tokens, sequence.num_computed_tokens
+        )
+        sequence.state = SequenceState.RUNNING
+        self._running.append(sequence)
+
+    def _enqueue(self, sequence: Sequence, num_needed: int) -> None:
+        if self._pool.num_blocks_for(num_needed) > self._pool.num_blocks:
+            raise NoCapacity(
+                f"{num_needed} tokens of KV do not fit into this worker's "
+                f"{self._pool.num_blocks * self._pool.block_size}: shorten the prompt or give the "
+                "worker more KV memory",
+                code="kv_larger_than_pool",
+            )
+        self._take_in(sequence)
+        sequence.chain = self._pool.new_chain(sequence.item.cache_salt)
+        sequence.state = SequenceState.WAITING
+        self._waiting.append(sequence)
+
+    def _take_in(self, sequence: Sequence) -> None:
+        if sequence.state is not SequenceState.NEW:
+            raise LocalProtocolError(f"a {sequence.state.value} sequence cannot be added")
+        sequence.arrival = self._next_arrival
+        self._next_arrival += 1
+
+    # --- removing ------------------------------------------------------------------------------
+
+    def abort(self, sequence: Sequence) -> None:
+        """Never run it again. Allowed in every state, also twice and after it finished.
+
+        Its blocks are given back now, or at ``commit`` if the running step uses them; those of an
+        ``add_prefill`` sequence stay until ``release``, for they may still be being sent.
+        """
+        if sequence.state not in (SequenceState.WAITING, SequenceState.RUNNING):
+            return
+        sequence.is_aborted = True
+        if not sequence.in_step:
+            self._retire(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """Give the blocks of an ``add_prefill`` sequence back: its KV is acknowledged, or nobody
+        sends it any more.
+
+        Aborts it if it still runs; then the blocks go at ``commit``. Allowed twice.
+        """
+        if not sequence.is_prefill_only:
+            raise LocalProtocolError("only add_prefill sequences are released; abort others")
+        sequence.is_released = True
+        self.abort(sequence)
+        if sequence.state is SequenceState.HELD:
+            self._held.remove(sequence)
+            self._finish(sequence)
+
+    def _retire(self, sequence: Sequence) -> None:
+        """Take a sequence that ended out of the queues; its blocks go unless a push may need
+        them."""
+        waits = sequence.state is SequenceState.WAITING
+        (self._waiting if waits else self._running).remove(sequence)
+        if sequence.is_prefill_only and not sequence.is_released:
+            sequence.state = SequenceState.HELD
+            self._held.append(sequence)
+        else:
+            self._finish(sequence)
+
+    def _finish(self, sequence: Sequence) -> None:
+        sequence.state = SequenceState.FINISHED
+        if sequence.table is not None:
+            self._pool.release(sequence.table)
+            sequence.table = None
+        self._update_claim()
+
+    # --- planning ------------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan:
+        """Decide the next step. A plan with rows must be committed before the next call; an empty
+        one must not be.
+
+        After an empty plan nothing changes until a sequence is added or released or the pool gets
+        blocks back.
+        """
+        if self._plan is not None:
+            raise LocalProtocolError("the last plan is not committed")
+        draft = Draft(self._policy.token_budget)
+        self._stalled = []
+        self._plan_decodes(draft)
+        self._plan_chunks(draft)
+        # Who has just lost its room does not get it back in the same breath.
+        if not draft.preempted:
+            self._plan_admissions(draft)
+        self._update_claim()
+        plan = draft.finished()
+        if plan.rows:
+            self._plan = plan
+            for sequence in plan.sequences:
+                sequence.in_step = True
+        return plan
+
+    def _plan_decodes(self, draft: Draft) -> None:
+        """Give every decoding sequence its next token, oldest first, taking room from the newest if
+        need be."""
+        for sequence in self._running[: self._policy.max_running]:
+            if sequence.state is not SequenceState.RUNNING or not sequence.is_decoding:
+                continue
+            if self._pool.num_blocks_for(sequence.num_tokens) > self._pool.num_blocks:
+                self._fail_for_room(sequence, draft)
+            elif self._make_room(sequence, draft):
+                draft.add(sequence, sequence.num_tokens)
+            else:
+                self._stalled.append(sequence)
+
+    def _make_room(self, sequence: Sequence, draft: Draft) -> bool:
+        assert sequence.table is not None
+        while not self._pool.grow(sequence.table, sequence.num_tokens):
+            victim = next(
+                (other for other in reversed(self._running) if not other.is_prefill_only), sequence
+            )
+            if victim is sequence:
+                # Nobody is newer: wait. Older ones may still take its room, so it blocks nobody.
+                return False
+            self._preempt(victim)
+            draft.preempted.append(victim)
+        return True
+
+    def _preempt(self, victim: Sequence) -> None:
+        assert victim.table is not None
+        self._pool.release(victim.table)
+        victim.table = None
+        self._num_preemptions += 1
+        self._num_recomputed_tokens += victim.num_computed_tokens
+        victim.num_preemptions += 1
+        victim.num_computed_tokens = 0
+        victim.prompt_logprobs.clear()
+        victim.state = SequenceState.WAITING
+        self._running.remove(victim)
+        insort(self._waiting, victim, key=_arrival)
+
+    def _fail_for_room(self, sequence: Sequence, draft: Draft) -> None:
+        error = NoBlocks(
+            f"the answer outgrew this worker's {self._pool.num_blocks} KV blocks",
+            code="answer_larger_than_pool",
+        )
+        draft.failed.append(Failure(sequence, error))
+        self._running.remove(sequence)
+        self._finish(sequence)
+
+    def _plan_chunks(self, draft: Draft) -> None:
+        """Continue prompts (and recomputes) under way, oldest first."""
+        for sequence in self._running[: self._policy.max_running]:
+            if not sequence.is_decoding and draft.room > 0:
+                draft.add(sequence, sequence.num_computed_tokens + draft.room)
+
+    def _plan_admissions(self, draft: Draft) -> None:
+        """Let waiting sequences in, oldest first, none overtaking, each with all its blocks or
+        none."""
+        while self._waiting and len(self._running) < self._policy.max_running and draft.room > 0:
+            sequence = self._waiting[0]
+            if not self._may_run(sequence) or not self._admit(sequence):
+                return
+            del self._waiting[0]
+            insort(self._running, sequence, key=_arrival)
+            draft.admitted.append(sequence)
+            draft.add(sequence, sequence.num_computed_tokens + draft.room)
+
+    def _may_run(self, sequence: Sequence) -> bool:
+        """Whether it has not been preempted too often, or is the oldest, whom nobody preempts."""
+        if sequence.is_prefill_only or sequence.num_preemptions < self._policy.max_preemptions:
+            return True
+        return not self._running or self._running[0].arrival > sequence.arrival
+
+    def _admit(self, sequence: Sequence) -> bool:
+        assert sequence.chain is not None
+        table = self._pool.acquire(
+            sequence.chain,
+            sequence.tokens,
+            sequence.num_tokens,
+            # The last token must be computed: its logits give the next. Cached KV gives no prompt
+            # logprobs.
+            max_hit_tokens=0 if wants_prompt_logprobs(sequence) else sequence.num_tokens - 1,
+            keep_free=self._pool.keep_free_for_growth,
+        )
+        if table is None:
+            return False
+        sequence.table = table
+        sequence.num_computed_tokens = table.num_hit_tokens
+        if sequence.num_preemptions == 0:
+            sequence.num_cached_tokens = table.num_hit_tokens
+        sequence.state = SequenceState.RUNNING
+        return True
+
+    def _update_claim(self) -> None:
+        """Tell the pool what is spoken for, so that new reservations do not overtake who is here
+        already."""
+        first = self._waiting[:1]
+        waiting = [*first, *(seq for seq in self._waiting[1:] if seq.num_preemptions)]
+        stalled = sum(seq.state is SequenceState.RUNNING for seq in self._stalled)
+        self._pool.claim(
+            sum(self._pool.num_blocks_for(seq.num_tokens) for seq in waiting) + stalled
+        )
+
+    # --- committing ----------------------------------------------------------------------------
+
+    def commit(self, plan: StepPlan, results: list[RowResult]) -> StepOutcome:
+        """Take a step's results in row order: extend the sequences, publish their blocks, end those
+        that are done."""
+        if plan is not self._plan or len(results) != len(plan.rows):
+            raise LocalProtocolError("commit wants the plan that runs and one result a row")
+        self._plan = None
+        self._num_steps += 1
+        tokens: list[NewToken] = []
+        for sequence, row, span, result in zip(
+            plan.sequences, plan.rows, plan.spans, results, strict=True
+        ):
+            assert sequence.table is not None
+            assert sequence.chain is not None
+            sequence.in_step = False
+            sequence.num_computed_tokens = span.stop
+            self._pool.publish(sequence.table, sequence.chain, sequence.tokens, span.stop)
+            if sequence.is_aborted:
+                self._retire(sequence)
+                continue
+            if row.prompt_logprobs is not None:
+                self._collect_prompt_logprobs(sequence, row, result)
+            if row.sample is not None:
+                tokens.append(self._append(sequence, row.sample.index, result))
+        self._update_claim()
+        return StepOutcome(tokens=tuple(tokens))
+
+    def _append(self, sequence: Sequence, index: int, result: RowResult) -> NewToken:
+        sequence.tokens.append(result.token_id)
+        sequence.finish_reason = finish_reason_of(
+            result.token_id,
+            index,
+            sequence.num_tokens,
+            sequence.sampling,
+            eos_token_ids=self._policy.eos_token_ids,
+            max_model_len=self._policy.max_model_len,
+        )
+        if sequence.is_prefill_only or sequence.finish_reason is not FinishReason.NONE:
+            self._retire(sequence)
+        prompt_logprobs = tuple(sequence.prompt_logprobs)
+        sequence.prompt_logprobs.clear()
+        return NewToken(
+            sequence,
+            result.token_id,
+            index,
+            sequence.finish_reason,
+            result.logprobs,
+            prompt_logprobs,
+        )
+
+    def _collect_prompt_logprobs(self, sequence: Sequence, row: StepRow, result: RowResult) -> None:
+        if len(result.prompt_logprobs) != len(row.prompt_targets):
+            raise InvariantViolated(
+                f"{len(row.prompt_targets)} prompt logprobs were asked for, "
+                f"{len(result.prompt_logprobs)} came"
+            )
+        if not sequence.prompt_logprobs:
+            sequence.prompt_logprobs.append(TokenLogprobs(_NAN))  # nothing predicts the first token
+        sequence.prompt_logprobs.extend(result.prompt_logprobs)
+
+    # --- looking at it -------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything waits or runs (it may still lack blocks: then ``plan`` is empty)."""
+        return bool(self._waiting or self._running)
+
+    def statistics(self) -> SchedulerStatistics:
+        """Return all gauges and counters at once."""
+        active = [*self._waiting, *self._running]
+        return SchedulerStatistics(
+            num_waiting=len(self._waiting),
+            num_running=len(self._running),
+            num_held=len(self._held),
+            num_stalled=len(self._stalled),
+            pending_tokens=sum(seq.num_uncomputed_tokens for seq in active if not seq.is_decoding),
+            num_steps=self._num_steps,
+            num_preemptions=self._num_preemptions,
+            num_recomputed_tokens=self._num_recomputed_tokens,
+        )
+
+    def tables(self) -> list[BlockTable]:
+        """Every block table that a sequence holds, for ``BlockPool.check_integrity``."""
+        return [seq.table for seq in (*self._running, *self._held) if seq.table is not None]
+
+    def check_integrity(self) -> None:
+        """Raise InvariantViolated unless every sequence is in one place and holds the blocks its KV
+        needs."""
+        for state, queue in (
+            (SequenceState.WAITING, self._waiting),
+            (SequenceState.RUNNING, self._running),
+        ):
+            arrivals = [seq.arrival for seq in queue]
+            if arrivals != sorted(set(arrivals)):
+                raise InvariantViolated(f"{state.value} sequences are not in order of arrival")
+            for seq in queue:
+                has_blocks = seq.table is not None
+                if seq.state is not state or has_blocks != (state is SequenceState.RUNNING):
+                    raise InvariantViolated(f"{seq!r} stands among the {state.value} ones")
+        for seq in (*self._running, *self._held):
+            num_covered = len(seq.block_table) * self._pool.block_size
+            if seq.table is not None and num_covered < seq.num_computed_tokens:
+                raise InvariantViolated(
+                    f"blocks for {num_covered} tokens hold KV of {seq.num_computed_tokens}"
+                )
+
+    def __repr__(self) -> str:
+        return (
+            f"<Scheduler {len(self._running)} running, {len(self._waiting)} waiting, "
+            f"{len(self._held)} held>"
+        )

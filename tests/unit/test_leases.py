@@ -1,0 +1,447 @@
+"""Leases: every transition, what it tells to whom, and that no block is in two hands."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from services.decode.core.lease import (
+    FRAMES_PER_TRANSFER,
+    AbortReceive,
+    AnswerOpen,
+    Effect,
+    Grant,
+    Lease,
+    LeaseKey,
+    LeasePolicy,
+    LeaseState,
+    Refuse,
+    RefuseOpen,
+)
+from services.decode.core.leases import Leases
+from shared.errors import (
+    LeaseLost,
+    LocalProtocolError,
+    NoBlocks,
+    NoCapacity,
+    Overloaded,
+    RemoteProtocolError,
+    WorkerLost,
+)
+from shared.ids import Incarnation, RequestId
+from shared.kv.pool import BlockPool
+from tests.support.cores import an_item
+
+US, THEM = Incarnation(1), Incarnation(2)
+GONE = WorkerLost("gone")
+
+
+def a_key(number: int, attempt: int = 0) -> LeaseKey:
+    """The key of request ``number``."""
+    return LeaseKey(RequestId(number.to_bytes(16, "little")), attempt)
+
+
+class Desk:
+    """Leases of a pool of 8 blocks of 4 tokens, with numbers for random bytes."""
+
+    def __init__(self, **policy: Any) -> None:
+        policy.setdefault("growth_tokens", 1)
+        numbers = itertools.count(7)
+        self.pool = BlockPool(8, 4)
+        self.leases = Leases(
+            self.pool,
+            LeasePolicy(**policy),
+            lambda count: next(numbers).to_bytes(count, "little"),
+        )
+
+    def reserve(
+        self, number: int = 0, *, prompt: int = 7, now: float = 0.0, wait_s: float = 1.0, **kw: Any
+    ) -> tuple[Lease, list[Effect]]:
+        """Reserve for a prompt of its own."""
+        tokens = tuple(range(100 * number + 1, 100 * number + 1 + prompt))
+        item = an_item(tokens, **kw)
+        return self.leases.reserve(a_key(number), item, US, now=now, wait_s=wait_s)
+
+    def opened(self, number: int = 0, *, prompt: int = 7, now: float = 0.0) -> Lease:
+        """A lease that prefill has opened."""
+        lease, _ = self.reserve(number, prompt=prompt, now=now)
+        assert self.leases.open(lease.key, US, now=now) == [AnswerOpen(lease)]
+        return lease
+
+    def check(self) -> None:
+        """Every count holds."""
+        self.leases.check_integrity()
+        self.pool.check_integrity(self.leases.tables())
+
+
+@pytest.fixture
+def desk() -> Any:
+    """A desk whose counts are checked when the test ends."""
+    desk = Desk()
+    yield desk
+    desk.check()
+
+
+def test_room_is_granted_at_once(desk: Desk) -> None:
+    """Prompt and growth, all of it, with fresh identities."""
+    lease, effects = desk.reserve(prompt=8, now=3.0)
+    assert effects == [Grant(lease)]
+    assert lease.state is LeaseState.GRANTED
+    assert len(lease.block_table) == 3  # 8 tokens and one to grow
+    assert (lease.epoch, lease.skip_tokens, lease.wait_s) == (1, 0, 0.0)
+    assert len(lease.transfer_id) == 16
+
+
+def test_every_grant_has_its_own_epoch_tags_and_id(desk: Desk) -> None:
+    """Late frames of an earlier grant cannot be taken for a later one's."""
+    first, second = desk.reserve(1)[0], desk.reserve(2)[0]
+    assert second.epoch > first.epoch
+    assert second.transfer_id != first.transfer_id
+    assert second.tag_base - first.tag_base == FRAMES_PER_TRANSFER
+    assert desk.leases.allocate_tags() - second.tag_base == FRAMES_PER_TRANSFER
+
+
+def test_growth_ends_with_the_answer(desk: Desk) -> None:
+    """Nobody reserves room for tokens that will not come: the last one's KV is never computed."""
+    desk.leases = Leases(desk.pool, LeasePolicy(growth_tokens=100), bytes)
+    assert len(desk.reserve(1, prompt=8, max_tokens=1)[0].block_table) == 2
+    assert len(desk.reserve(2, prompt=8, max_tokens=5)[0].block_table) == 3
+
+
+def test_growth_is_no_reason_to_refuse(desk: Desk) -> None:
+    """A prompt that fits is taken even if its whole answer would not."""
+    desk.leases = Leases(desk.pool, LeasePolicy(growth_tokens=100), bytes)
+    lease, effects = desk.reserve(prompt=30, max_tokens=100)
+    assert effects == [Grant(lease)]
+    assert len(lease.block_table) == 8
+
+
+@pytest.mark.parametrize(("prompt", "max_tokens"), [(33, 1), (32, 2)])
+def test_what_can_never_fit_is_refused_at_once(desk: Desk, prompt: int, max_tokens: int) -> None:
+    """Waiting would not help."""
+    _, (effect,) = desk.reserve(prompt=prompt, max_tokens=max_tokens)
+    assert isinstance(effect, Refuse)
+    assert isinstance(effect.error, NoCapacity)
+
+
+def test_without_room_a_reservation_waits_and_holds_nothing(desk: Desk) -> None:
+    """No hold-and-wait; the grant comes when the room does."""
+    first, _ = desk.reserve(1, prompt=27)
+    second, effects = desk.reserve(2, prompt=7)
+    assert effects == []
+    assert (second.state, second.block_table) == (LeaseState.WAITING, [])
+    assert desk.leases.release(first, now=0.5) == [Grant(second)]
+    assert second.wait_s == 0.5
+
+
+def test_nobody_overtakes(desk: Desk) -> None:
+    """A small reservation waits behind a large one that came before."""
+    first, _ = desk.reserve(1, prompt=20)
+    large, _ = desk.reserve(2, prompt=20)
+    small, effects = desk.reserve(3, prompt=3)
+    assert effects == []
+    assert desk.leases.release(first, now=0.1) == [Grant(large), Grant(small)]
+
+
+def test_a_reservation_that_may_not_wait_is_refused(desk: Desk) -> None:
+    """wait_s = 0 asks for an answer now."""
+    desk.reserve(1, prompt=27)
+    lease, (effect,) = desk.reserve(2, wait_s=0.0)
+    assert isinstance(effect, Refuse)
+    assert isinstance(effect.error, NoBlocks)
+    assert lease.state is LeaseState.RELEASED
+
+
+def test_waiting_ends(desk: Desk) -> None:
+    """After wait_s the gateway hears that there is no room."""
+    desk.reserve(1, prompt=27)
+    lease, _ = desk.reserve(2, wait_s=2.0)
+    assert desk.leases.next_event_at == 2.0
+    assert desk.leases.tick(now=1.9) == []
+    (effect,) = desk.leases.tick(now=2.0)
+    assert isinstance(effect, Refuse)
+    assert (effect.lease, type(effect.error)) == (lease, NoBlocks)
+
+
+def test_whoever_stops_waiting_makes_way(desk: Desk) -> None:
+    """If the head of the queue gives up, the next may fit."""
+    first, _ = desk.reserve(1, prompt=15)
+    large, _ = desk.reserve(2, prompt=27, wait_s=1.0)
+    small, _ = desk.reserve(3, prompt=7, wait_s=9.0)
+    refuse, grant = desk.leases.tick(now=1.0)
+    assert isinstance(refuse, Refuse)
+    assert refuse.lease is large
+    assert grant == Grant(small)
+    assert first.state is LeaseState.GRANTED
+
+
+def test_the_queue_is_bounded() -> None:
+    """Too many waiters are shed, not kept."""
+    desk = Desk(max_waiting=1)
+    desk.reserve(1, prompt=27)
+    desk.reserve(2)
+    _, (effect,) = desk.reserve(3)
+    assert isinstance(effect, Refuse)
+    assert isinstance(effect.error, Overloaded)
+
+
+def test_the_number_of_leases_is_bounded() -> None:
+    """Room or not, only so many receive at once."""
+    desk = Desk(max_leases=1)
+    first, _ = desk.reserve(1)
+    second, effects = desk.reserve(2)
+    assert effects == []
+    assert desk.leases.release(first, now=0.0) == [Grant(second)]
+
+
+def test_one_attempt_has_one_reservation(desk: Desk) -> None:
+    """A gateway that reserves twice breaks the protocol; another attempt is another key."""
+    lease, _ = desk.reserve(1)
+    with pytest.raises(RemoteProtocolError):
+        desk.reserve(1)
+    item = an_item(3)
+    _, effects = desk.leases.reserve(a_key(1, attempt=1), item, US, now=0.0, wait_s=1.0)
+    assert isinstance(effects[0], Grant)
+    assert lease.state is LeaseState.GRANTED
+
+
+def test_a_cached_prefix_is_skipped(desk: Desk) -> None:
+    """What this worker has is not sent again, even if that is the whole prompt."""
+    lease = desk.opened(1, prompt=8)
+    sequence = desk.leases.join(lease, 55)
+    assert sequence.table is not None
+    assert sequence.chain is not None
+    desk.pool.publish(sequence.table, sequence.chain, sequence.tokens, 8)
+    item = an_item(lease.item.token_ids)
+    again, _ = desk.leases.reserve(a_key(2), item, US, now=0.0, wait_s=0.0)
+    assert again.skip_tokens == 8
+    assert again.block_table[:2] == sequence.block_table[:2]
+    desk.pool.release(sequence.table)
+
+
+def test_reservations_stand_back_for_those_who_run_here(desk: Desk) -> None:
+    """Blocks that a preempted sequence waits for are not promised to newcomers."""
+    desk.pool.claim(7)
+    lease, effects = desk.reserve(prompt=7)
+    assert effects == []
+    desk.pool.claim(0)
+    assert desk.leases.grant_waiting(now=0.2) == [Grant(lease)]
+
+
+# --- matching -----------------------------------------------------------------------------------
+
+
+def test_reserve_then_open(desk: Desk) -> None:
+    """The usual order."""
+    lease, _ = desk.reserve()
+    assert desk.leases.open(lease.key, US, now=1.0) == [AnswerOpen(lease)]
+    assert lease.state is LeaseState.OPEN
+
+
+def test_open_then_reserve(desk: Desk) -> None:
+    """Prefill may be faster than the gateway."""
+    assert desk.leases.open(a_key(0), US, now=0.0) == []
+    lease, effects = desk.reserve(now=1.0)
+    assert effects == [Grant(lease), AnswerOpen(lease)]
+
+
+def test_open_while_the_reservation_waits_for_blocks(desk: Desk) -> None:
+    """It is answered with the grant, however long that takes."""
+    first, _ = desk.reserve(1, prompt=27)
+    second, _ = desk.reserve(2, wait_s=60.0)
+    assert desk.leases.open(second.key, US, now=0.0) == []
+    assert desk.leases.open(second.key, US, now=0.0) == []  # asking twice changes nothing
+    refuse, grant, answer = desk.leases.tick(now=20.0)  # nobody opened the first
+    assert isinstance(refuse, Refuse)
+    assert refuse.lease is first
+    assert [grant, answer] == [Grant(second), AnswerOpen(second)]
+
+
+def test_an_open_without_reservation_is_refused_in_the_end(desk: Desk) -> None:
+    """Prefill is not left waiting for a gateway that gave up."""
+    desk.leases.open(a_key(0), US, now=1.0)
+    assert desk.leases.next_event_at == 6.0
+    assert desk.leases.tick(now=5.9) == []
+    (effect,) = desk.leases.tick(now=6.0)
+    assert isinstance(effect, RefuseOpen)
+    assert (effect.key, effect.prefill, type(effect.error)) == (a_key(0), US, LeaseLost)
+    assert desk.leases.next_event_at is None
+
+
+def test_a_refused_reservation_refuses_its_open(desk: Desk) -> None:
+    """Both sides hear the same reason."""
+    desk.leases.open(a_key(0), US, now=0.0)
+    lease, effects = desk.reserve(prompt=40)
+    refuse, refuse_open = effects
+    assert isinstance(refuse, Refuse)
+    assert refuse_open == RefuseOpen(lease.key, US, refuse.error)
+
+
+def test_only_the_named_prefill_may_open(desk: Desk) -> None:
+    """Before or after the reservation, and without harm to the one who may."""
+    assert desk.leases.open(a_key(0), THEM, now=0.0) == []
+    assert desk.leases.open(a_key(0), US, now=0.0) == []
+    lease, effects = desk.reserve()
+    assert isinstance(effects[0], RefuseOpen)
+    assert effects[0].prefill == THEM
+    assert effects[1:] == [Grant(lease), AnswerOpen(lease)]
+    (effect,) = desk.leases.open(a_key(0), THEM, now=0.0)
+    assert isinstance(effect, RefuseOpen)
+    assert lease.state is LeaseState.OPEN
+
+
+def test_a_stranger_does_not_get_a_granted_lease(desk: Desk) -> None:
+    """The reservation says who may push."""
+    lease, _ = desk.reserve()
+    (effect,) = desk.leases.open(lease.key, THEM, now=0.0)
+    assert isinstance(effect, RefuseOpen)
+    assert (effect.prefill, lease.state) == (THEM, LeaseState.GRANTED)
+
+
+def test_a_transfer_is_opened_once(desk: Desk) -> None:
+    """A second open would give two senders the same tags."""
+    lease = desk.opened()
+    (effect,) = desk.leases.open(lease.key, US, now=0.0)
+    assert isinstance(effect, RefuseOpen)
+    assert isinstance(effect.error, RemoteProtocolError)
+
+
+def test_pending_opens_are_bounded() -> None:
+    """A peer cannot fill the memory with requests that nobody made."""
+    desk = Desk(max_opens=1)
+    assert desk.leases.open(a_key(1), US, now=0.0) == []
+    (effect,) = desk.leases.open(a_key(2), US, now=0.0)
+    assert isinstance(effect, RefuseOpen)
+    assert desk.leases.open(a_key(1), US, now=0.0) == []
+
+
+# --- expiry -------------------------------------------------------------------------------------
+
+
+def test_a_grant_that_nobody_opens_is_taken_back(desk: Desk) -> None:
+    """By the clock, not by the next admission."""
+    lease, _ = desk.reserve(now=1.0)
+    assert desk.leases.next_event_at == 6.0
+    (effect,) = desk.leases.tick(now=6.0)
+    assert isinstance(effect, Refuse)
+    assert isinstance(effect.error, LeaseLost)
+    assert (lease.state, desk.pool.num_held) == (LeaseState.RELEASED, 0)
+
+
+def test_an_open_lease_lives_by_signs_of_life(desk: Desk) -> None:
+    """Silence of its prefill worker ends it; its blocks wait for the receives to settle."""
+    lease = desk.opened()
+    desk.leases.renew(US, now=2.5)
+    desk.leases.renew(THEM, now=2.9)
+    assert desk.leases.tick(now=5.4) == []
+    refuse, abort = desk.leases.tick(now=5.5)
+    assert isinstance(refuse, Refuse)
+    assert abort == AbortReceive(lease, refuse.error)
+    assert lease.state is LeaseState.ABORTING
+    assert desk.pool.num_held == 2
+    assert desk.leases.tick(now=99.0) == []  # said once
+
+
+def test_a_lost_pair_ends_its_open_leases(desk: Desk) -> None:
+    """Those not opened yet may still be: the worker may come back in time."""
+    desk.leases.open(a_key(9), US, now=0.0)
+    lease = desk.opened(1)
+    unopened, _ = desk.reserve(2)
+    effects = desk.leases.lose_prefill(US, GONE, now=0.0)
+    assert effects == [Refuse(lease, GONE), AbortReceive(lease, GONE)]
+    assert unopened.state is LeaseState.GRANTED
+    assert desk.leases.statistics().num_pending_opens == 0
+
+
+# --- ending -------------------------------------------------------------------------------------
+
+
+def test_joining_hands_the_blocks_over(desk: Desk) -> None:
+    """The sequence owns them, knows its first token, and needs one decode row."""
+    lease = desk.opened(prompt=7)
+    blocks = list(lease.block_table)
+    sequence = desk.leases.join(lease, 55)
+    assert sequence.block_table == blocks
+    assert sequence.tokens[-1] == 55
+    assert sequence.is_decoding
+    assert (lease.state, lease.block_table) == (LeaseState.JOINED, [])
+    assert sequence.table is not None
+    assert desk.leases.release(lease, now=0.0) == []
+    desk.pool.release(sequence.table)
+
+
+def test_cancelling_a_waiter_lets_the_next_in(desk: Desk) -> None:
+    """It held nothing, but it stood in the way."""
+    desk.reserve(1, prompt=15)
+    large, _ = desk.reserve(2, prompt=27)
+    desk.leases.open(large.key, US, now=0.0)
+    small, _ = desk.reserve(3, prompt=7)
+    effects = desk.leases.cancel(large, GONE, now=0.0)
+    assert effects == [RefuseOpen(large.key, US, GONE), Grant(small)]
+
+
+def test_cancelling_a_grant_frees_it(desk: Desk) -> None:
+    """Nobody writes there yet; prefill's open is refused when it comes and waits in vain."""
+    lease, _ = desk.reserve()
+    assert desk.leases.cancel(lease, GONE, now=0.0) == []
+    assert desk.pool.num_held == 0
+    assert desk.leases.cancel(lease, GONE, now=0.0) == []
+
+
+def test_cancelling_an_open_lease_aborts_its_receive(desk: Desk) -> None:
+    """Its blocks are given to nobody before the quarantine ends."""
+    lease = desk.opened(prompt=27)
+    assert desk.leases.cancel(lease, GONE, now=0.0) == [AbortReceive(lease, GONE)]
+    assert desk.leases.cancel(lease, GONE, now=0.0) == []
+    desk.leases.begin_quarantine(lease)
+    waiter, effects = desk.reserve(2)
+    assert effects == []
+    assert desk.leases.statistics().num_quarantined_blocks == 7
+    with pytest.raises(LocalProtocolError):
+        desk.leases.release(lease, now=0.0)
+    assert desk.leases.end_quarantine(lease, now=0.5) == [Grant(waiter)]
+    assert lease.state is LeaseState.RELEASED
+
+
+def test_an_abort_with_nothing_in_flight_needs_no_quarantine(desk: Desk) -> None:
+    """If no receive was posted the blocks are free at once."""
+    lease = desk.opened()
+    desk.leases.cancel(lease, GONE, now=0.0)
+    assert desk.leases.release(lease, now=0.0) == []
+    assert desk.pool.num_held == 0
+
+
+def test_a_quarantined_block_may_be_cached_by_nobody(desk: Desk) -> None:
+    """Half-received KV is never published."""
+    lease = desk.opened(prompt=8)
+    desk.leases.cancel(lease, GONE, now=0.0)
+    desk.leases.release(lease, now=0.0)
+    assert desk.pool.statistics().num_cached == 0
+
+
+@pytest.mark.parametrize("move", ["join", "begin_quarantine", "end_quarantine"])
+def test_moves_out_of_order_are_our_bugs(desk: Desk, move: str) -> None:
+    """A lease that is not open has no receive to end."""
+    lease, _ = desk.reserve()
+    with pytest.raises(LocalProtocolError):
+        {
+            "join": lambda: desk.leases.join(lease, 1),
+            "begin_quarantine": lambda: desk.leases.begin_quarantine(lease),
+            "end_quarantine": lambda: desk.leases.end_quarantine(lease, now=0.0),
+        }[move]()
+
+
+def test_the_ledger_adds_up(desk: Desk) -> None:
+    """reserved = freed + joined + live + quarantined, in blocks."""
+    joined, aborted = desk.opened(1, prompt=3), desk.opened(2, prompt=3)
+    desk.reserve(3, prompt=3)
+    table = desk.leases.join(joined, 1).table
+    assert table is not None
+    desk.leases.cancel(aborted, GONE, now=0.0)
+    stats = desk.leases.statistics()
+    assert stats.num_reserved_blocks == 3
+    assert (stats.num_joined_blocks, stats.num_live_blocks) == (1, 1)
+    assert (stats.num_quarantined_blocks, stats.num_freed_blocks) == (1, 0)
+    desk.pool.release(table)

@@ -1,0 +1,278 @@
+"""Allocator, prefix cache and pool: the rules one by one."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared.errors import InvariantViolated, LocalProtocolError
+from shared.kv.allocator import BlockAllocator
+from shared.kv.pool import BlockPool, BlockTable
+from shared.kv.prefix_cache import PrefixCache
+
+
+def a_table(
+    pool: BlockPool, tokens: range, *, salt: bytes = b"", publish: bool = True
+) -> BlockTable:
+    """Acquire blocks for the tokens, and say that their KV is written."""
+    chain = pool.new_chain(salt)
+    table = pool.acquire(chain, tokens, len(tokens), max_hit_tokens=len(tokens))
+    assert table is not None
+    if publish:
+        pool.publish(table, chain, tokens, len(tokens))
+    return table
+
+
+def hit_tokens(pool: BlockPool, tokens: range, *, salt: bytes = b"", most: int = 1 << 30) -> int:
+    """How many tokens of a newcomer would be found; leaves the pool's blocks as they were."""
+    table = pool.acquire(pool.new_chain(salt), tokens, len(tokens), max_hit_tokens=most)
+    assert table is not None
+    pool.release(table)
+    return table.num_hit_tokens
+
+
+def test_free_blocks_are_handed_out_in_the_order_in_which_they_came() -> None:
+    """A freed block goes to the end of the line."""
+    allocator = BlockAllocator(3)
+    assert [allocator.take() for _ in range(3)] == [0, 1, 2]
+    for block in (2, 0):
+        allocator.drop(block)
+        allocator.put_back(block)
+    assert [allocator.take(), allocator.take()] == [2, 0]
+
+
+def test_a_block_is_not_freed_twice() -> None:
+    """Dropping more references than there are is our bug, said at once."""
+    allocator = BlockAllocator(1)
+    block = allocator.take()
+    assert allocator.drop(block) == 0
+    with pytest.raises(LocalProtocolError, match="freed twice"):
+        allocator.drop(block)
+
+
+def test_a_held_block_cannot_be_put_back() -> None:
+    """Only an unreferenced block may become free."""
+    allocator = BlockAllocator(1)
+    with pytest.raises(LocalProtocolError):
+        allocator.put_back(allocator.take())
+
+
+def test_taking_from_an_empty_list_is_an_error() -> None:
+    """The allocator does not know about cached blocks: its caller looks first."""
+    allocator = BlockAllocator(1)
+    allocator.take()
+    with pytest.raises(LocalProtocolError):
+        allocator.take()
+
+
+def test_a_lost_block_is_noticed() -> None:
+    """The integrity check counts every block exactly once."""
+    allocator = BlockAllocator(2)
+    allocator.drop(allocator.take())  # neither free, nor held, nor said to be idle
+    with pytest.raises(InvariantViolated, match="2 != 1 free"):
+        allocator.check_integrity(idle=[])
+    allocator.check_integrity(idle=[0])
+
+
+@pytest.mark.parametrize(("num_blocks", "block_size"), [(0, 4), (4, 0)])
+def test_an_empty_pool_is_refused(num_blocks: int, block_size: int) -> None:
+    """A pool has blocks, and blocks have positions."""
+    with pytest.raises(LocalProtocolError):
+        BlockPool(num_blocks, block_size)
+
+
+def test_blocks_come_all_or_none() -> None:
+    """An acquisition that does not fit leaves everything as it was."""
+    pool = BlockPool(3, 4)
+    before = pool.statistics()
+    assert pool.acquire(pool.new_chain(), range(13), 13, max_hit_tokens=0) is None
+    assert pool.statistics() == before
+    assert pool.acquire(pool.new_chain(), range(12), 12, max_hit_tokens=0) is not None
+
+
+def test_growth_comes_all_or_none() -> None:
+    """A table that cannot grow as far as asked does not grow at all."""
+    pool = BlockPool(3, 4)
+    table = a_table(pool, range(4))
+    assert not pool.grow(table, 13)
+    assert len(table.blocks) == 1
+    assert pool.grow(table, 12)
+    assert len(table.blocks) == 3
+    assert pool.grow(table, 5)  # has room already
+    assert len(table.blocks) == 3
+
+
+def test_keep_free_is_left_for_others() -> None:
+    """A newcomer is refused when it would go below the watermark."""
+    pool = BlockPool(4, 4)
+    assert pool.acquire(pool.new_chain(), range(12), 12, max_hit_tokens=0, keep_free=2) is None
+    assert pool.acquire(pool.new_chain(), range(8), 8, max_hit_tokens=0, keep_free=2) is not None
+
+
+def test_the_watermark_holds_only_while_somebody_could_grow() -> None:
+    """The first to come may take the whole pool, unless some of it is spoken for."""
+    pool = BlockPool(4, 4, watermark_blocks=1)
+    assert pool.keep_free_for_newcomers == 0
+    pool.claim(2)
+    assert (pool.keep_free_for_growth, pool.keep_free_for_newcomers) == (0, 2)
+    a_table(pool, range(4))
+    assert (pool.keep_free_for_growth, pool.keep_free_for_newcomers) == (1, 3)
+
+
+def test_a_published_prefix_is_found() -> None:
+    """Full blocks with the same tokens from the start are shared, whether held or idle."""
+    pool = BlockPool(8, 4)
+    table = a_table(pool, range(10))
+    assert hit_tokens(pool, range(12)) == 8
+    pool.release(table)
+    assert hit_tokens(pool, range(12)) == 8
+    assert hit_tokens(pool, range(1, 12)) == 0
+
+
+def test_a_hit_shares_the_very_blocks() -> None:
+    """Two owners of one prefix hold the same blocks; the second owner keeps them alive."""
+    pool = BlockPool(4, 4)
+    first = a_table(pool, range(8))
+    second = a_table(pool, range(9))
+    assert second.blocks[:2] == first.blocks
+    pool.release(first)
+    pool.check_integrity([second])
+    assert pool.statistics().num_held == 3
+
+
+def test_a_block_is_not_found_before_its_kv_is_written() -> None:
+    """Acquiring is not publishing."""
+    pool = BlockPool(8, 4)
+    tokens, chain = range(8), pool.new_chain()
+    table = pool.acquire(chain, tokens, 8, max_hit_tokens=7)
+    assert table is not None
+    assert hit_tokens(pool, range(8)) == 0
+    pool.publish(table, chain, tokens, 5)
+    assert hit_tokens(pool, range(8)) == 4
+
+
+def test_an_unpublished_block_is_forgotten_on_release() -> None:
+    """Blocks of an aborted computation are free, not cached."""
+    pool = BlockPool(2, 4)
+    pool.release(a_table(pool, range(8), publish=False))
+    assert pool.statistics().num_free == 2
+
+
+def test_tenants_never_share() -> None:
+    """Another salt is another prefix, whatever the tokens."""
+    pool = BlockPool(8, 4)
+    a_table(pool, range(8), salt=b"a")
+    assert hit_tokens(pool, range(8), salt=b"b") == 0
+    assert hit_tokens(pool, range(8), salt=b"a") == 8
+
+
+def test_hits_are_capped() -> None:
+    """A prefill must compute its last token even if all of its prompt is cached."""
+    pool = BlockPool(8, 4)
+    a_table(pool, range(8))
+    assert hit_tokens(pool, range(8), most=7) == 4
+    assert hit_tokens(pool, range(8), most=8) == 8
+
+
+def test_a_second_copy_stays_private() -> None:
+    """Of two equal prefixes computed at once, one is cached and the other is freed in the end."""
+    pool = BlockPool(4, 4)
+    chains = [pool.new_chain(), pool.new_chain()]
+    tables = [pool.acquire(chain, range(4), 4, max_hit_tokens=0) for chain in chains]
+    for chain, table in zip(chains, tables, strict=True):
+        assert table is not None
+        pool.publish(table, chain, range(4), 4)
+    for table in tables:
+        assert table is not None
+        pool.release(table)
+    stats = pool.statistics()
+    assert (stats.num_idle, stats.num_free) == (1, 3)
+
+
+def test_the_block_idle_longest_is_evicted_first_and_tails_before_heads() -> None:
+    """Free blocks go first; then the least recently released, a chain from its end."""
+    pool = BlockPool(4, 4)
+    old, young = a_table(pool, range(8)), a_table(pool, range(100, 108))
+    pool.release(old)
+    pool.release(young)
+    a_table(pool, range(200, 204))
+    assert hit_tokens(pool, range(100, 108)) == 8
+    assert hit_tokens(pool, range(8)) == 4
+
+
+def test_being_found_again_makes_a_prefix_young() -> None:
+    """Eviction is by last use, not by first."""
+    pool = BlockPool(2, 4)
+    for tokens in (range(4), range(100, 104), range(4)):
+        pool.release(a_table(pool, tokens))
+    a_table(pool, range(200, 204))
+    assert hit_tokens(pool, range(4)) == 4
+    assert hit_tokens(pool, range(100, 104)) == 0
+
+
+def test_a_newcomer_does_not_evict_what_it_is_about_to_use() -> None:
+    """Idle blocks of the hit are taken out of the room before new ones are counted."""
+    pool = BlockPool(2, 4)
+    pool.release(a_table(pool, range(8)))
+    assert pool.acquire(pool.new_chain(), range(12), 12, max_hit_tokens=12) is None
+    table = pool.acquire(pool.new_chain(), range(6), 6, max_hit_tokens=6)
+    assert table is not None
+    assert table.num_hit_tokens == 4
+    assert len(set(table.blocks)) == 2
+
+
+def test_without_caching_every_block_is_private() -> None:
+    """The cache can be turned off, and then nothing is ever found."""
+    pool = BlockPool(4, 4, cache_prefixes=False)
+    pool.release(a_table(pool, range(8)))
+    assert hit_tokens(pool, range(8)) == 0
+    assert pool.statistics().num_cached == 0
+
+
+def test_a_released_table_is_dead() -> None:
+    """Releasing twice, growing or publishing afterwards are our bugs."""
+    pool = BlockPool(4, 4)
+    table = a_table(pool, range(4))
+    pool.release(table)
+    with pytest.raises(LocalProtocolError):
+        pool.release(table)
+    with pytest.raises(LocalProtocolError):
+        pool.grow(table, 8)
+    with pytest.raises(LocalProtocolError):
+        pool.publish(table, pool.new_chain(), range(4), 4)
+
+
+def test_a_table_that_nobody_counts_is_noticed() -> None:
+    """References must equal the tables that name a block."""
+    pool = BlockPool(4, 4)
+    a_table(pool, range(4))
+    with pytest.raises(InvariantViolated, match="0 tables name it"):
+        pool.check_integrity([])
+
+
+def test_statistics_add_up_and_count_hits() -> None:
+    """num_blocks = free + idle + held, and the hit rate can be read off."""
+    pool = BlockPool(8, 4)
+    pool.release(a_table(pool, range(8)))
+    a_table(pool, range(12))
+    stats = pool.statistics()
+    assert stats.num_free + stats.num_idle + stats.num_held == stats.num_blocks == 8
+    assert (stats.num_acquired_tokens, stats.num_hit_tokens) == (20, 8)
+    assert stats.num_available == pool.num_available == 5
+
+
+def test_matching_changes_nothing() -> None:
+    """A look-up alone makes no prefix younger."""
+    cache = PrefixCache()
+    for block, key in enumerate((b"a", b"b")):
+        cache.insert(key, block)
+        cache.set_idle(block)
+    assert cache.match([b"a", b"x", b"b"]) == [0]
+    assert cache.evict() == 0
+
+
+def test_one_block_has_one_hash() -> None:
+    """A block that is cached under two names would be evicted under one of them only."""
+    cache = PrefixCache()
+    cache.insert(b"a", 0)
+    with pytest.raises(LocalProtocolError):
+        cache.insert(b"b", 0)
