@@ -9,6 +9,9 @@ assert for both:
 - ``Operation`` is settled only when the transport will never touch the buffer again. Cancelling
   asks for that; it is not that. Until then the buffer belongs to the transport.
 - A completed send is not a receipt.
+- A receive is DONE only if exactly ``num_bytes`` came.
+- A message whose receive was cancelled is swallowed: no byte of it lands anywhere, and its send
+  settles.
 - A lost peer fails every operation of its endpoint, within ``detect_s``, if the process died; a
   stopped process looks alive: only heartbeats above can tell.
 """

@@ -1,0 +1,121 @@
+"""A model's shape without a model: a layer is a fixed matrix product, KV is random bytes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from shared.engine.base import ModelSpec, OnLayer, RowResult, StepRow
+from shared.kv.layout import KvLayout
+
+BLOCK_TOKENS = 16
+_MATRIX = 384
+
+
+class ModelledEngine:
+    """Keeps the ``Engine`` contract, for one prompt at a time.
+
+    products_per_layer: matrix products that stand for one layer's compute; see ``calibrate``.
+    last_layer_at: when the newest step's last layer was computed (perf_counter).
+    """
+
+    def __init__(self, *, num_layers: int, num_tokens: int, seed: int | None) -> None:
+        """seed: of the KV in the pool; None = zeros, for the end that receives."""
+        self.block_size = BLOCK_TOKENS
+        self.num_blocks = -(-num_tokens // BLOCK_TOKENS)
+        self.layout = KvLayout(
+            dtype="bfloat16", num_layers=num_layers, num_kv_heads=8, head_dim=128
+        )
+        self.spec = ModelSpec(
+            name="modelled",
+            fingerprint=bytes(32),
+            vocab_size=1,
+            max_model_len=1 << 20,
+            eos_token_ids=frozenset(),
+            dtype="bfloat16",
+        )
+        self._token_bytes = self.layout.token_layer_bytes // 2
+        shape = (num_layers, 2, self.num_blocks, BLOCK_TOKENS * self._token_bytes)
+        if seed is None:
+            self._pool = np.zeros(shape, np.uint8)
+        else:
+            words = np.random.default_rng(seed).integers(0, 1 << 63, np.prod(shape) // 8)
+            self._pool = words.view(np.uint8).reshape(shape)
+        self._left = np.full((_MATRIX, _MATRIX), 0.5, np.float32)
+        self._right = np.full((_MATRIX, _MATRIX), 0.25, np.float32)
+        self._product = np.empty_like(self._left)
+        self.products_per_layer = 1
+        self.last_layer_at = 0.0
+
+    def calibrate(self, layer_s: float) -> None:
+        """Choose the work of a layer so that it takes about ``layer_s`` on this machine now."""
+        took_s = min(self._timed_layer() for _ in range(20))
+        self.products_per_layer = max(1, round(layer_s / took_s))
+
+    def block_table(self) -> list[int]:
+        """All blocks, in an order without neighbours."""
+        return np.random.default_rng(1).permutation(self.num_blocks).tolist()
+
+    def digest(self, table: Sequence[int], num_tokens: int) -> int:
+        """xxh3 over a prompt's KV in wire layout, then forget it."""
+        out = np.empty(num_tokens * self.layout.token_bytes, np.uint8)
+        self.gather(table, 0, num_tokens, 0, self.layout.num_layers, out)
+        return xxhash.xxh3_64_intdigest(memoryview(out))
+
+    def clear(self) -> None:
+        """Zero the pool."""
+        self._pool[:] = 0
+
+    # --- Engine ---
+
+    def step(self, rows: Sequence[StepRow], on_layer: OnLayer | None = None) -> list[RowResult]:
+        for layer in range(self.layout.num_layers):
+            for _ in range(self.products_per_layer):
+                np.dot(self._left, self._right, out=self._product)
+            if layer == self.layout.num_layers - 1:
+                self.last_layer_at = time.perf_counter()
+            if on_layer is not None:
+                on_layer(layer)
+        return []
+
+    def step_seconds(self, rows: Sequence[StepRow]) -> float:
+        return 0.0
+
+    def new_buffer(self, num_bytes: int) -> Any:
+        return np.ones(num_bytes, np.uint8)
+
+    def gather(
+        self, table: Sequence[int], start: int, stop: int, first: int, last: int, out: Any
+    ) -> None:
+        blocks, skip = self._blocks(table, start, stop)
+        view = np.frombuffer(out, np.uint8).reshape(last - first, 2, -1)
+        for layer in range(first, last):
+            for half in range(2):
+                taken = self._pool[layer, half].take(blocks, axis=0).reshape(-1)
+                view[layer - first, half] = taken[skip : skip + view.shape[2]]
+
+    def scatter(
+        self, table: Sequence[int], start: int, stop: int, first: int, last: int, data: Any
+    ) -> None:
+        blocks, skip = self._blocks(table, start, stop)
+        if skip or (stop - start) % BLOCK_TOKENS:
+            raise NotImplementedError("the benchmark moves whole blocks")
+        shape = (last - first, 2, len(blocks), self._pool.shape[3])
+        self._pool[first:last, :, blocks] = np.frombuffer(data, np.uint8).reshape(shape)
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+    def _blocks(self, table: Sequence[int], start: int, stop: int) -> tuple[np.ndarray, int]:
+        first = start // BLOCK_TOKENS
+        blocks = np.asarray(table[first : -(-stop // BLOCK_TOKENS)])
+        return blocks, (start - first * BLOCK_TOKENS) * self._token_bytes
+
+    def _timed_layer(self) -> float:
+        began_at = time.perf_counter()
+        np.dot(self._left, self._right, out=self._product)
+        return time.perf_counter() - began_at

@@ -1,0 +1,321 @@
+"""What a layer-wise push hides: time between the last layer's compute and decode's last ack.
+
+    python -m bench.overlap.run [--quick] [--lanes sysv tcp] [--tokens 1024] [--layer-ms 10]
+
+Two processes, production's pusher and receiver over real UCX and gRPC, 32 layers of modelled
+compute on the compute thread. Modes take turns: compute alone, layer-wise, serialized, and what the
+pusher chooses itself. What the numbers mean: README.md beside this file.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # compute is one thread here: read before numpy
+
+import argparse
+import asyncio
+import contextlib
+import datetime
+import itertools
+import json
+import logging
+import random
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from bench.overlap.engine import ModelledEngine
+from bench.transfer.run import LANES, environment_record, spread
+from services.decode.receiver import KvReceiver, LeaseTerms, ReceiveStats
+from services.prefill.pairs import PairTable
+from services.prefill.pusher import Pusher
+from shared.address import Address
+from shared.engine.worker import ThreadCompute
+from shared.errors import MeshError
+from shared.ids import Incarnation, RequestId
+from shared.rpc.join import DecodePeer
+from shared.rpc.tcp import TcpNetwork
+from shared.transfer.messages import TransferKey
+from shared.transport.settings import UcxSettings
+from shared.transport.ucxx import open_ucx
+
+HERE = Path(__file__).parent
+NUM_LAYERS = 32
+PREFILL, DECODE = Incarnation(1), Incarnation(2)
+FORCE_SERIALIZED_S = 1e-9  # with (almost) no compute to hide behind, the pusher serializes
+MODES = ("compute", "layerwise", "serialized", "auto")
+
+
+# --- decode: a process that grants everything -----------------------------------------------------
+
+
+class OpenHouse:
+    """A lease book with room for one transfer at a time, and always."""
+
+    def __init__(self, engine: ModelledEngine, num_tokens: int) -> None:
+        self._terms = LeaseTerms(
+            num_tokens=num_tokens, skip_tokens=0, block_table=engine.block_table()
+        )
+
+    def attach(self, key: TransferKey, prefill: Incarnation) -> LeaseTerms:
+        return self._terms
+
+    def placed(self, key: TransferKey, first_token: int, stats: ReceiveStats) -> None:
+        pass
+
+    def failed(self, key: TransferKey, error: MeshError) -> None:
+        print(f"transfer failed: {error!r}", file=sys.stderr)
+
+    def quarantined(self, key: TransferKey) -> None:
+        pass
+
+    def release(self, key: TransferKey) -> None:
+        pass
+
+
+async def serve_decode(num_tokens: int) -> None:
+    """Receive until standard input ends; each line asks for the digest of what is in the pool."""
+    engine = ModelledEngine(num_layers=NUM_LAYERS, num_tokens=num_tokens, seed=None)
+    compute, transport = ThreadCompute(engine, name="decode"), await open_ucx()
+    receiver = KvReceiver(
+        incarnation=DECODE,
+        version="bench",
+        engine=engine,
+        compute=compute,
+        transport=transport,
+        leases=OpenHouse(engine, num_tokens),
+        random_bytes=random.Random(1).randbytes,
+    )
+    reader = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    pipe, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    serving = TcpNetwork().serve(Address("127.0.0.1", 0), [receiver.servicer])
+    async with background(receiver.run), serving as server:
+        print(server.address.port, flush=True)
+        while await reader.readline():
+            digest = engine.digest(engine.block_table(), num_tokens)
+            engine.clear()
+            print(digest, flush=True)
+    pipe.close()
+    await transport.close()
+    await compute.close()
+
+
+@contextlib.asynccontextmanager
+async def background(*works: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+    """Run endless works beside the block, and cancel them at its end."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(_endless(work)) for work in works]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+async def _endless(work: Callable[[], Awaitable[None]]) -> None:
+    await work()
+
+
+# --- prefill: this process ------------------------------------------------------------------------
+
+
+class Prefill:
+    """Runs prompts in one mode or the other."""
+
+    def __init__(
+        self, engine: ModelledEngine, compute: ThreadCompute, pusher: Pusher, num_tokens: int
+    ) -> None:
+        self._engine, self._compute, self._pusher = engine, compute, pusher
+        self._num_tokens = num_tokens
+        self._numbers = itertools.count(1)
+        self._table = engine.block_table()
+        self.compute_s = 0.0  # of an undisturbed step: the prediction in mode "auto"
+
+    async def run(self, mode: str) -> dict[str, Any]:
+        """Compute one prompt, pushing as the mode says; times in seconds."""
+        began_at = time.perf_counter()
+        if mode == "compute":
+            await self._compute.step([], lambda num_layers: None)
+            return {"compute_s": self._engine.last_layer_at - began_at}
+        handle = self._pusher.begin(
+            RequestId(next(self._numbers).to_bytes(16, "little")),
+            0,
+            DECODE,
+            num_tokens=self._num_tokens,
+            block_table=lambda: self._table,
+        )
+        predicted_s = {"layerwise": 0.0, "serialized": FORCE_SERIALIZED_S, "auto": self.compute_s}
+        handle.span(0, self._num_tokens, compute_s=predicted_s[mode])
+        await self._compute.step([], handle.layers_ready)
+        handle.commit(1)
+        stats = await handle.wait()
+        acked_at = time.perf_counter()
+        if mode != "auto" and stats.mode != mode:
+            sys.exit(f"asked for {mode}, got {stats.mode}")
+        return {
+            "compute_s": self._engine.last_layer_at - began_at,
+            "exposed_s": acked_at - self._engine.last_layer_at,
+            "total_s": acked_at - began_at,
+            "mode": stats.mode,
+            "frames": stats.num_frames,
+            "lane": stats.lane,
+            "gb_per_s": stats.gbytes_per_s,
+        }
+
+
+async def measure(lane: str, num_tokens: int, layer_s: float, repetitions: int) -> dict[str, Any]:
+    """Measure all modes on one lane, taking turns; check every push's bytes."""
+    decode = subprocess.Popen(
+        [sys.executable, "-m", "bench.overlap.run", "--decode", "--tokens", str(num_tokens)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert decode.stdin is not None
+    assert decode.stdout is not None
+    engine = ModelledEngine(num_layers=NUM_LAYERS, num_tokens=num_tokens, seed=1)
+    expected = engine.digest(engine.block_table(), num_tokens)
+    engine.calibrate(layer_s)
+    compute, transport = ThreadCompute(engine, name="prefill"), await open_ucx()
+    pusher = Pusher(engine=engine, compute=compute)
+    paired = asyncio.Event()
+    pairs = PairTable(
+        incarnation=PREFILL,
+        version="bench",
+        engine=engine,
+        compute=compute,
+        transport=transport,
+        network=TcpNetwork(),
+        sink=pusher,
+        random_bytes=random.Random(2).randbytes,
+        on_change=paired.set,
+    )
+    results: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
+    try:
+        port = int(decode.stdout.readline())
+        async with background(pusher.run, pairs.run):
+            pairs.set_peers([DecodePeer(DECODE, Address("127.0.0.1", port))])
+            await paired.wait()
+            prefill = Prefill(engine, compute, pusher, num_tokens)
+            for repetition in range(repetitions + 1):
+                for mode in MODES:
+                    result = await prefill.run(mode)
+                    if mode == "compute":
+                        prefill.compute_s = result["compute_s"]
+                    else:
+                        decode.stdin.write("digest\n")
+                        decode.stdin.flush()
+                        if int(decode.stdout.readline()) != expected:
+                            sys.exit("the bytes that arrived are not the bytes that were sent")
+                    if repetition:  # the first one warms up
+                        results[mode].append(result)
+    finally:
+        decode.stdin.close()
+        await transport.close()
+        await compute.close()
+        decode.wait(20)
+    return summary(results)
+
+
+def summary(results: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Medians and spreads of every mode, in milliseconds."""
+
+    def of(mode: str, key: str) -> dict[str, Any]:
+        return spread([one[key] * 1e3 for one in results[mode]])
+
+    row: dict[str, Any] = {"lane": results["layerwise"][0]["lane"]}
+    row["compute"] = {"compute_ms": of("compute", "compute_s")}
+    for mode in MODES[1:]:
+        row[mode] = {
+            "exposed_ms": of(mode, "exposed_s"),
+            "total_ms": of(mode, "total_s"),
+            "compute_ms": of(mode, "compute_s"),
+            "frames": results[mode][0]["frames"],
+            "modes": sorted({one["mode"] for one in results[mode]}),
+        }
+    row["hidden_share"] = 1 - (
+        row["layerwise"]["exposed_ms"]["median"] / row["serialized"]["exposed_ms"]["median"]
+    )
+    return row
+
+
+def show(row: dict[str, Any], num_bytes: int) -> None:
+    """Print one lane."""
+    alone = row["compute"]["compute_ms"]["median"]
+    print(f"{row['lane']}: {num_bytes >> 20} MiB of KV, compute alone {alone:.1f} ms")
+    for mode in MODES[1:]:
+        exposed, total = row[mode]["exposed_ms"], row[mode]["total_ms"]
+        slower = row[mode]["compute_ms"]["median"] / alone - 1
+        print(
+            f"  {mode:10}  exposed {exposed['median']:7.2f} ms "
+            f"[{exposed['min']:.2f} .. {exposed['max']:.2f}]   total {total['median']:7.1f} ms   "
+            f"compute {slower:+.1%}   ({', '.join(row[mode]['modes'])})"
+        )
+    print(f"  layer-wise hides {row['hidden_share']:.1%} of what serialized exposes")
+
+
+def main() -> None:
+    """Measure, print, and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--quick", action="store_true", help="3 repetitions, not recorded")
+    parser.add_argument("--lanes", nargs="+", choices=list(LANES), default=list(LANES))
+    parser.add_argument("--tokens", type=int, default=1024, help="a multiple of 16")
+    parser.add_argument("--layer-ms", type=float, default=10.0)
+    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--decode", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--prefill", choices=list(LANES), help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    structlog.configure(  # standard output belongs to the results
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+    )
+    repetitions = 3 if chosen.quick else chosen.repetitions
+    if chosen.decode:
+        run(serve_decode(chosen.tokens))
+    elif chosen.prefill:
+        work = measure(chosen.prefill, chosen.tokens, chosen.layer_ms / 1e3, repetitions)
+        print(json.dumps(run(work)))
+    else:
+        compare(chosen.lanes, repetitions, is_recorded=not chosen.quick, num_tokens=chosen.tokens)
+
+
+def compare(lanes: Sequence[str], repetitions: int, *, is_recorded: bool, num_tokens: int) -> None:
+    """Measure each lane in a process of its own: UCX reads its environment once."""
+    record = environment_record()
+    rows: list[dict[str, Any]] = []
+    for lane in lanes:
+        environment = {name: v for name, v in os.environ.items() if not name.startswith("UCX_")}
+        UcxSettings(tls=LANES[lane]).apply_to(environment)
+        command = [sys.executable, "-m", "bench.overlap.run", "--prefill", lane, *sys.argv[1:]]
+        done = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, text=True, check=True
+        )
+        rows.append(json.loads(done.stdout))
+        layout = ModelledEngine(num_layers=NUM_LAYERS, num_tokens=16, seed=None).layout
+        show(rows[-1], num_tokens * layout.token_bytes)
+    if is_recorded:
+        record |= {"tokens": num_tokens, "layers": NUM_LAYERS, "load_after": os.getloadavg()}
+        name = f"{datetime.date.today()}-{record['commit']}-cpu{record['cores']}.json"
+        path = HERE / "results" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"environment": record, "rows": rows}, indent=1) + "\n")
+        print(f"written to {path.relative_to(Path.cwd())}")
+
+
+def run(work: Any) -> Any:
+    """Run on the loop that production uses, where it is installed."""
+    try:
+        from uvloop import new_event_loop
+    except ImportError:
+        new_event_loop = None
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        return runner.run(work)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""How this process wants its UCX. Knows only names of UCX's variables, so that any configuration
+may import it."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UcxSettings:
+    """Defaults measured in bench/transfer; a variable that is already in the environment wins over
+    all of them.
+
+    tls: UCX_TLS. All but posix: between containers that share an IPC namespace but no PID namespace
+    posix connects and then fails, while sysv works; UCX itself drops what the machine lacks and
+    what cannot report a dead peer (cma).
+    net_devices: UCX_NET_DEVICES; '' leaves the choice to UCX.
+    keepalive_interval_s: how soon the death of a process on the same host is seen.
+    tcp_segment_bytes: UCX's own 8 KiB cost a factor of 2 to 6.
+    spin_s: how long after the last event the pump looks on, yielding its core, before it sleeps.
+    max_in_flight: operations at once; one more is refused with LocalProtocolError.
+    """
+
+    tls: str = "^posix"
+    net_devices: str = ""
+    keepalive_interval_s: float = 1.0
+    tcp_segment_bytes: int = 1 << 20
+    spin_s: float = 100e-6
+    max_in_flight: int = 65536
+
+    def apply_to(self, environment: MutableMapping[str, str]) -> None:
+        """Add what is missing. Works only before ``import ucxx``: UCX reads its variables when it
+        is loaded."""
+        wanted = {
+            "UCX_TLS": self.tls,
+            "UCX_MEMTYPE_CACHE": "n",  # ucxx sets it too, but after UCX has read its environment
+            "UCX_LOG_FILE": "stderr",  # the default, stdout, belongs to the program
+            "UCX_WARN_UNUSED_ENV_VARS": "n",
+            # Without it every endpoint that reports dead peers falls from shared memory to tcp,
+            # silently.
+            "UCX_MM_ERROR_HANDLING": "y",
+            "UCX_KEEPALIVE_INTERVAL": f"{round(self.keepalive_interval_s * 1000)}ms",
+            "UCX_TCP_TX_SEG_SIZE": str(self.tcp_segment_bytes),
+            "UCX_TCP_RX_SEG_SIZE": str(self.tcp_segment_bytes),
+            "UCX_RNDV_THRESH": "8192",
+        }
+        if self.net_devices:
+            wanted["UCX_NET_DEVICES"] = self.net_devices
+        for name, value in wanted.items():
+            environment.setdefault(name, value)

@@ -1,0 +1,208 @@
+"""UCX through UCXX: one thread owns all of it, the event loop never waits for it. The only ``import
+ucxx``.
+
+Here is the loop's side: transport, endpoints and operations; the thread is ``pump.py``. Both know
+neither frames nor credit, and trust their callers in one thing: that a tag is used once.
+
+Three properties beyond plain UCX:
+
+- A receive settles as FAILED unless exactly ``num_bytes`` arrived.
+- A receive that was cancelled before its message came leaves a *sink* behind: the late message is
+  matched with no room at all, so the sender's send settles, no byte lands anywhere, and UCX does
+  not hoard the message.
+- Endpoints are made with peer error handling, or not at all; closing one aborts it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from typing import Any
+
+from shared.errors import LocalProtocolError, TransferFailed
+from shared.transport.address import seal, unseal
+from shared.transport.base import Buffer, Outcome
+from shared.transport.operation import PendingOperation, require_tag, require_usable
+from shared.transport.pump import Pump
+from shared.transport.settings import UcxSettings
+
+_MAGIC = b"UCX1"
+
+
+class UcxOperation(PendingOperation):
+    """A tag message in flight. ``buffer`` keeps the memory alive, and a bytearray from being
+    resized."""
+
+    __slots__ = (
+        "_pump", "buffer", "is_cancelled", "is_receive", "num_bytes", "peer", "pointer", "request",
+        "tag", )  # fmt: skip
+
+    def __init__(
+        self,
+        pump: Pump,
+        peer: UcxEndpoint,
+        is_receive: bool,
+        buffer: Buffer,
+        num_bytes: int,
+        tag: int,
+    ) -> None:
+        super().__init__()
+        try:
+            array = _Array(buffer)
+        except (TypeError, BufferError) as error:
+            raise LocalProtocolError(f"not a transfer buffer: {error}") from error
+        require_usable(
+            is_contiguous=array.c_contiguous,
+            is_readonly=array.readonly,
+            buffer_bytes=array.nbytes,
+            num_bytes=num_bytes,
+            writes=is_receive,
+        )
+        require_tag(tag)
+        self._pump = pump
+        self.buffer = array.obj if array.cuda else memoryview(buffer)
+        self.pointer = array.ptr
+        self.peer = peer
+        self.is_receive = is_receive
+        self.num_bytes = num_bytes
+        self.tag = tag
+        self.request = 0  # the pump's
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        if self.outcome is None and not self.is_cancelled:
+            self.is_cancelled = True
+            self._pump.order(self._pump.cancel, self)
+
+    def settle(self, outcome: Outcome, error: str = "") -> None:
+        super().settle(outcome, error)
+        self.buffer = None
+        self._pump.num_submitted -= 1
+
+
+class UcxEndpoint:
+    """One peer. Attributes without underscore belong to the pump."""
+
+    def __init__(self, pump: Pump, on_lost: Callable[[], None]) -> None:
+        self._pump = pump
+        self._on_lost = on_lost
+        self._is_alive = True
+        self._closed: asyncio.Future[None] | None = None
+        self.ucx: Any = None
+        self.handle = 0
+        self.is_open = True
+        self.is_lost = False
+        self.sinks: set[int] = set()
+        self.settle_by = 0.0
+        self.waiting_close: asyncio.Future[None] | None = None
+        self.lane_name = ""
+        self.is_lane_final = False
+
+    @property
+    def alive(self) -> bool:
+        return self._is_alive
+
+    @property
+    def lane(self) -> str:
+        return self.lane_name
+
+    def send(self, buffer: Buffer, num_bytes: int, tag: int) -> UcxOperation:
+        """Order a send; on an endpoint that is closed or lost the operation settles as FAILED.
+
+        Raises LocalProtocolError: the buffer or tag is unusable, or too much is in flight.
+        """
+        operation = UcxOperation(self._pump, self, False, buffer, num_bytes, tag)
+        self._pump.submit(operation)
+        return operation
+
+    async def close(self) -> None:
+        """Abort what is in flight; all operations are settled on return. The peer may take it for
+        our death.
+
+        An operation that UCX does not settle within a second after the abort counts as FAILED, and
+        what it pinned is kept to the end of the process.
+        """
+        self._is_alive = False
+        if self._closed is None:
+            self._closed = self._pump.loop.create_future()
+            self._pump.order(self._pump.close_endpoint, (self, self._closed))
+        await asyncio.shield(self._closed)
+
+    def report_lost(self, _unused: object, _also_unused: object) -> None:
+        """Tell the owner, on the loop, unless it closed the endpoint itself meanwhile."""
+        if self._is_alive:
+            self._is_alive = False
+            self._on_lost()
+
+
+class UcxTransport:
+    """The worker of this process and its pump. Make it with ``open_ucx``, inside a running loop."""
+
+    def __init__(self, pump: Pump, address: bytes) -> None:
+        self._pump = pump
+        self._address = address
+        self._closed: asyncio.Future[None] | None = None
+
+    @property
+    def address(self) -> bytes:
+        return self._address
+
+    async def connect(self, address: bytes, on_lost: Callable[[], None]) -> UcxEndpoint:
+        payload = unseal(_MAGIC, address)
+        endpoint = UcxEndpoint(self._pump, on_lost)
+        made: asyncio.Future[None] = self._pump.loop.create_future()
+        self._pump.order(self._pump.connect, (endpoint, payload, made))
+        try:
+            await made
+        except asyncio.CancelledError:
+            self._pump.order(self._pump.close_endpoint, (endpoint, None))
+            raise
+        return endpoint
+
+    def receive(
+        self, endpoint: UcxEndpoint, buffer: Buffer, num_bytes: int, tag: int
+    ) -> UcxOperation:
+        """Post a receive; it fails unless exactly ``num_bytes`` arrive. UCX matches by tag alone,
+        whoever sent."""
+        operation = UcxOperation(self._pump, endpoint, True, buffer, num_bytes, tag)
+        self._pump.submit(operation)
+        return operation
+
+    async def close(self) -> None:
+        if self._closed is None:
+            self._closed = self._pump.loop.create_future()
+            self._pump.order(self._pump.stop, self._closed)
+        await asyncio.shield(self._closed)
+        self._pump.thread.join()  # it reported as its last act
+
+
+async def open_ucx(settings: UcxSettings | None = None) -> UcxTransport:
+    """Start UCX and its pump. The settings of a process's first call decide for all its transports.
+
+    Raises TransferFailed: UCXX is not installed, or UCX finds no usable device.
+    """
+    loop = asyncio.get_running_loop()
+    settings = settings or UcxSettings()
+    _load(settings)
+    pump = Pump(loop, settings, _lib)
+    started: asyncio.Future[bytes] = loop.create_future()
+    pump.start(started)
+    return UcxTransport(pump, seal(_MAGIC, await started))
+
+
+_lib: Any = None
+_Array: Any = None
+
+
+def _load(settings: UcxSettings) -> None:
+    global _lib, _Array
+    if _lib is not None:
+        return
+    settings.apply_to(os.environ)
+    try:
+        import ucxx._lib.libucxx as lib
+        from ucxx._lib.arr import Array
+    except ImportError as error:
+        raise TransferFailed(f"UCXX cannot be loaded: {error}") from error
+    _lib, _Array = lib, Array

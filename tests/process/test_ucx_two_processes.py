@@ -1,0 +1,240 @@
+"""UCX between two real processes, on each lane: right bytes, right lane, and every bad end."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.support.ucx_peer import Peer, a_pair, a_peer
+
+pytestmark = [pytest.mark.ucx, pytest.mark.process]
+
+BIG = 16 << 20
+HUGE = 64 << 20
+RENDEZVOUS = 1 << 20
+LANES = {"sysv": "^posix", "tcp": "tcp"}
+
+
+@contextlib.asynccontextmanager
+async def a_pair_over(lane: str) -> AsyncIterator[tuple[Peer, Peer]]:
+    async with a_pair(UCX_TLS=LANES[lane]) as pair:
+        yield pair
+
+
+async def push(source: Peer, target: Peer, tag: int, num_bytes: int) -> None:
+    """Move one message and assert that it arrived."""
+    await target.ask("receive", tag=tag, num_bytes=num_bytes)
+    await source.ask("send", tag=tag, num_bytes=num_bytes)
+    outcome, error, is_pattern, _ = await target.ask("settle", tag=tag)
+    assert (outcome, error, is_pattern) == ("done", "", True)
+    assert (await source.ask("settle", tag=tag))[0] == "done"
+
+
+async def leave(*peers: Peer) -> None:
+    """Close each transport, end each process, and assert that both went well."""
+    for peer in peers:
+        assert await peer.ask("close") == []
+        await peer.tell("leave")
+        assert await peer.ended() == 0
+
+
+@pytest.mark.parametrize("lane", LANES)
+async def test_bytes_cross_on_the_lane_that_was_meant(lane: str) -> None:
+    """64 MiB arrive whole both ways; on one host the lane is shared memory unless tcp is forced."""
+    async with a_pair_over(lane) as (left, right):
+        for tag, num_bytes in enumerate((0, 1, 8191, 8193, RENDEZVOUS, HUGE)):
+            await push(left, right, tag, num_bytes)
+            await push(right, left, 100 + tag, num_bytes)
+        for peer in (left, right):
+            assert (await peer.ask("lane")).split("/")[0] == lane
+        await leave(left, right)
+
+
+async def test_the_default_lane_on_one_host_is_shared_memory() -> None:
+    """Nobody has to ask for it, and failure detection does not cost it."""
+    async with a_pair() as (left, right):
+        await push(left, right, 1, RENDEZVOUS)
+        assert await left.ask("lane") == await right.ask("lane") == "sysv"
+        await leave(left, right)
+
+
+@pytest.mark.parametrize("lane", LANES)
+async def test_a_killed_peer_is_seen_once_and_fails_everything(lane: str) -> None:
+    """After SIGKILL every operation settles as failed, and on_lost is called exactly once."""
+    async with a_pair_over(lane) as (left, right):
+        await push(left, right, 1, RENDEZVOUS)
+        await right.ask("receive", tag=2, num_bytes=BIG)
+        await right.ask("send", tag=3, num_bytes=BIG)
+        left.signal(signal.SIGKILL)
+        await left.ended()
+        assert await right.ask("wait_lost") == 1
+        assert (await right.ask("settle", tag=2))[0] == "failed"
+        assert (await right.ask("settle", tag=3))[0] == "failed"
+        assert not await right.ask("alive")
+        await right.ask("send", tag=4, num_bytes=8)
+        assert (await right.ask("settle", tag=4))[0] == "failed"
+        await right.ask("close_endpoint")
+        assert await right.ask("count_lost") == 1
+        await leave(right)
+
+
+@pytest.mark.parametrize("lane", LANES)
+async def test_a_killed_peer_is_seen_amid_a_rendezvous(lane: str) -> None:
+    """Dying while bytes move is no different."""
+    async with a_pair_over(lane) as (left, right):
+        for tag in range(8):
+            await right.ask("receive", tag=tag, num_bytes=BIG)
+        for tag in range(8):
+            await left.tell("send", tag=tag, num_bytes=BIG)
+        await left.answer()
+        left.signal(signal.SIGKILL)
+        await left.ended()
+        assert await right.ask("wait_lost") == 1
+        outcomes = [(await right.ask("settle", tag=tag))[0] for tag in range(8)]
+        assert outcomes[-1] == "failed"
+        assert set(outcomes) <= {"done", "failed"}
+        await leave(right)
+
+
+@pytest.mark.parametrize("lane", LANES)
+async def test_abort_towards_a_stopped_peer_does_not_wait(lane: str) -> None:
+    """A stopped process looks alive; closing its endpoint settles everything all the same."""
+    async with a_pair_over(lane) as (left, right):
+        await push(left, right, 1, RENDEZVOUS)
+        left.signal(signal.SIGSTOP)
+        await right.ask("receive", tag=2, num_bytes=BIG)
+        await right.ask("send", tag=3, num_bytes=BIG)
+        for tag in range(100, 200):
+            await right.ask("send", tag=tag, num_bytes=8000)
+        assert await right.ask("peek", tag=2) is None
+        assert await right.ask("peek", tag=3) is None
+        assert await right.ask("alive")
+        await right.ask("close_endpoint")
+        for tag in (2, 3, 199):
+            assert await right.ask("peek", tag=tag) is not None
+        assert await right.ask("count_lost") == 0
+        await leave(right)
+
+
+@pytest.mark.parametrize("lane", LANES)
+async def test_a_cancelled_buffer_is_left_alone_once_settled(lane: str) -> None:
+    """Cancelled amid a rendezvous and reused after settling, a buffer keeps its new bytes."""
+    async with a_pair_over(lane) as (left, right):
+        for tag in range(4):
+            await right.ask("receive", tag=tag, num_bytes=BIG)
+            await left.tell("send", tag=tag, num_bytes=BIG)
+            if tag % 2:
+                await left.answer()
+            assert await right.ask("cancel_and_reuse", tag=tag) in ("done", "cancelled")
+            if not tag % 2:
+                await left.answer()
+            assert (await left.ask("settle", tag=tag))[0] == "done"
+            await push(left, right, 1000 + tag, RENDEZVOUS)
+            assert await right.ask("is_reused_intact", tag=tag)
+        await leave(left, right)
+
+
+@pytest.mark.parametrize("lane", LANES)
+async def test_closing_amid_a_rendezvous_leaves_the_buffer_alone(lane: str) -> None:
+    """After the endpoint is closed no byte of the peer's arrives any more."""
+    async with a_pair_over(lane) as (left, right):
+        await right.ask("receive", tag=1, num_bytes=BIG)
+        await left.ask("send", tag=1, num_bytes=BIG)
+        await right.ask("close_endpoint")
+        assert await right.ask("cancel_and_reuse", tag=1) in ("done", "cancelled", "failed")
+        await left.ask("close_endpoint")
+        assert await left.ask("peek", tag=1) is not None
+        address = await right.ask("address")
+        await left.ask("connect", address=address)
+        await right.ask("connect", address=await left.ask("address"))
+        await push(left, right, 2, RENDEZVOUS)
+        assert await right.ask("is_reused_intact", tag=1)
+        await leave(left, right)
+
+
+@pytest.mark.parametrize("lane", LANES)
+async def test_an_address_of_a_dead_process_harms_nobody(lane: str) -> None:
+    """Connecting to one who is gone is refused or soon reported lost, without a hang or crash."""
+    async with a_peer(UCX_TLS=LANES[lane]) as left:
+        await left.ask("open")
+        async with a_peer(UCX_TLS=LANES[lane]) as right:
+            address = await right.ask("open")
+            right.signal(signal.SIGKILL)
+            await right.ended()
+        if await left.ask("try_connect", address=address):
+            await left.ask("send", tag=1, num_bytes=RENDEZVOUS)
+            assert await left.ask("wait_lost") == 1
+            assert (await left.ask("settle", tag=1))[0] == "failed"
+        await leave(left)
+
+
+async def test_processes_without_a_common_lane_cannot_connect() -> None:
+    """It is said at once, as TransferFailed."""
+    async with a_peer(UCX_TLS="tcp") as left, a_peer(UCX_TLS="sysv,self") as right:
+        await left.ask("open")
+        assert not await left.ask("try_connect", address=await right.ask("open"))
+        await leave(left, right)
+
+
+@pytest.mark.parametrize("lane", LANES)
+async def test_an_idle_transport_costs_no_cpu(lane: str) -> None:
+    """With an endpoint and a posted receive the pump sleeps: CPU time stays far below a core."""
+    async with a_pair_over(lane) as (left, right):
+        await push(left, right, 1, RENDEZVOUS)
+        await right.ask("receive", tag=2, num_bytes=RENDEZVOUS)
+        assert await right.ask("idle_cpu_share", seconds=1.0) < 0.1
+        await leave(left, right)
+
+
+@pytest.mark.parametrize("lane", LANES)
+async def test_a_process_that_just_ends_does_not_hang(lane: str) -> None:
+    """Without any close, and with operations in flight, the process ends with exit code 0."""
+    async with a_pair_over(lane) as (left, right):
+        await right.ask("receive", tag=2, num_bytes=BIG)
+        await right.ask("send", tag=3, num_bytes=BIG)
+        await right.tell("leave")
+        assert await right.ended() == 0
+        await leave(left)
+
+
+async def test_uvloop_carries_the_transport() -> None:
+    """The same under the loop that production uses."""
+    pytest.importorskip("uvloop")
+    async with a_pair(PEER_LOOP="uvloop") as (left, right):
+        await push(left, right, 1, BIG)
+        left.signal(signal.SIGKILL)
+        await left.ended()
+        assert await right.ask("wait_lost") == 1
+        await leave(right)
+
+
+async def test_the_users_environment_wins() -> None:
+    """A variable that is set already is not touched; the others are set before UCX is loaded."""
+    program = (
+        "import asyncio, os\n"
+        "from shared.transport.settings import UcxSettings\n"
+        "from shared.transport.ucxx import open_ucx\n"
+        "async def main():\n"
+        "    transport = await open_ucx(UcxSettings(tls='tcp,self'))\n"
+        "    await transport.close()\n"
+        "asyncio.run(main())\n"
+        "assert os.environ['UCX_TLS'] == 'tcp,sysv,self'\n"
+        "assert os.environ['UCX_MM_ERROR_HANDLING'] == 'y'\n"
+        "assert os.environ['UCX_MEMTYPE_CACHE'] == 'n'\n"
+    )
+    async with a_peer(UCX_TLS="tcp,sysv,self", PEER_PROGRAM=program) as peer:
+        assert await peer.ended() == 0
+
+
+async def test_importing_the_module_does_not_load_ucx() -> None:
+    """The environment can still be set after the import; only ``open_ucx`` loads the library."""
+    program = (
+        "import sys\n"
+        "import shared.transport.ucxx\n"
+        "assert not any('libucxx' in name for name in sys.modules)\n"
+    )
+    async with a_peer(PEER_PROGRAM=program) as peer:
+        assert await peer.ended() == 0
