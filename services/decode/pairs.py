@@ -1,0 +1,250 @@
+"""Serves ``Transfer.Push``: shakes hands with prefill workers, tries canaries, keeps their streams.
+
+What flows over a pair is the receiver's business (``LinkSink``). The counterpart is
+``services/prefill/pairs.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+import structlog
+
+from shared import wire
+from shared.engine import staging
+from shared.engine.base import Engine
+from shared.engine.worker import ComputeRunner
+from shared.errors import (
+    MeshError,
+    RemoteProtocolError,
+    ShuttingDown,
+    TransferFailed,
+    WorkerLost,
+)
+from shared.ids import Incarnation
+from shared.liveness import LivenessRule
+from shared.rpc import codec
+from shared.rpc.heartbeat_stream import HeartbeatStream
+from shared.rpc.methods import TRANSFER_PUSH
+from shared.rpc.service import ServerStream, Servicer, bind
+from shared.rpc.transfer_codec import (
+    PairIdentity,
+    agree,
+    command_from_wire,
+    hello_to_wire,
+    reply_to_wire,
+)
+from shared.transfer.messages import LinkId, PushMessage, PushReply
+from shared.transfer.plan import FrameRule
+from shared.transfer.receivers import TagRanges
+from shared.transport.base import Endpoint, Outcome, Transport
+
+_log = structlog.get_logger(__name__)
+
+HANDSHAKE_S = 10.0
+CANARY_BYTES = 4 << 20
+NUM_CANARIES = 3
+_CLOSE_S = 5.0
+
+_Stream = ServerStream[wire.PushCommand, wire.PushEvent]
+
+
+class Link:
+    """One life of one pair stream, from decode's side."""
+
+    def __init__(self, link_id: LinkId, prefill: Incarnation, endpoint: Endpoint) -> None:
+        self.id = link_id
+        self.prefill = prefill
+        self.endpoint = endpoint
+        self.control: HeartbeatStream[wire.PushEvent, wire.PushCommand] | None = None
+        self.lost: MeshError | None = None
+
+    def send(self, reply: PushReply) -> None:
+        """Queue a control message; never waits. On a link that is lost it goes nowhere."""
+        if self.control is not None:
+            self.control.send(reply_to_wire(reply))
+
+    def close(self, reason: str) -> None:
+        """Declare the link lost; ``LinkSink.link_lost`` follows."""
+        self.lose(TransferFailed(reason))
+
+    def lose(self, error: MeshError) -> None:
+        """As ``close``, with a typed reason; the first one counts."""
+        self.lost = self.lost or error
+        if self.control is not None:
+            self.control.close(error)
+
+
+class LinkSink(Protocol):
+    """Who uses the links: the receiver. All calls come on the loop and return at once."""
+
+    def link_up(self, link: Link, rule: FrameRule) -> None: ...
+
+    def link_message(self, link: Link, message: PushMessage) -> None: ...
+
+    def link_lost(self, link: Link, error: MeshError) -> None:
+        """Nothing more arrives. The endpoint is closed next, and its operations settle."""
+        ...
+
+
+class PairServer:
+    """All pairs of this decode worker. ``run`` owns what outlives a call."""
+
+    def __init__(
+        self,
+        identity: PairIdentity,
+        *,
+        engine: Engine,
+        compute: ComputeRunner,
+        transport: Transport,
+        tags: TagRanges,
+        sink: LinkSink,
+        liveness: LivenessRule | None,
+    ) -> None:
+        self._identity = identity
+        self._engine = engine
+        self._compute = compute
+        self._transport = transport
+        self._tags = tags
+        self._sink = sink
+        self._liveness = liveness
+        self._links: list[Link] = []
+        self._next_link = 0
+        self._tasks: asyncio.TaskGroup | None = None
+        self.servicer = Servicer(bind(TRANSFER_PUSH, self._serve))
+
+    async def run(self) -> None:
+        """Accept pairs until cancelled; then every link is lost and every endpoint closed."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                try:
+                    await asyncio.get_running_loop().create_future()
+                finally:
+                    self._tasks = None
+        finally:
+            links = list(self._links)
+            for link in links:
+                self._lose(link, ShuttingDown("the decode worker is shutting down"))
+            for link in links:
+                await _close(link.endpoint)
+
+    async def _serve(self, stream: _Stream) -> None:
+        """Handler of ``Transfer.Push``; runs in grpclib's task, so what must outlive it is not
+        its."""
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                link, rule = await self._pair(stream)
+        except TimeoutError:
+            raise RemoteProtocolError(f"no handshake within {HANDSHAKE_S:g} s") from None
+        error: MeshError = WorkerLost("the prefill worker is gone")
+        try:
+            if link.lost is None:
+                link.control = HeartbeatStream(
+                    stream.send,
+                    stream.receive,
+                    heartbeat=wire.PushEvent(heartbeat=wire.Heartbeat()),
+                    peer="prefill worker",
+                    rule=self._liveness,
+                )
+                self._links.append(link)
+                self._sink.link_up(link, rule)
+                error = await link.control.run(lambda command: self._hear(link, command))
+            raise link.lost or error
+        finally:
+            self._lose(link, error)
+            self._close_later(link.endpoint)
+            _log.info("pair lost", prefill=f"{link.prefill:016x}", error=error.message)
+
+    async def _pair(self, stream: _Stream) -> tuple[Link, FrameRule]:
+        """Shake hands and try canaries. Raises MeshError: the pair is refused, and why."""
+        command = await stream.receive()
+        if self._tasks is None:
+            raise ShuttingDown("the decode worker is not running")
+        try:
+            terms = agree(
+                self._identity, None if command is None else command.hello, wire.Role.PREFILL
+            )
+        except MeshError as error:
+            await stream.send(wire.PushEvent(refused_pair=codec.error_to_wire(error)))
+            raise
+        link: Link | None = None
+
+        def on_lost() -> None:
+            if link is not None:
+                link.lose(WorkerLost("the transport lost the prefill worker"))
+
+        endpoint = await self._transport.connect(terms.transport_address, on_lost)
+        try:
+            self._next_link += 1
+            link = Link(LinkId(self._next_link), terms.peer, endpoint)
+            await stream.send(wire.PushEvent(hello=hello_to_wire(wire.Role.DECODE, self._identity)))
+            await self._try_canaries(stream, endpoint, terms.rule)
+        except BaseException:
+            self._close_later(endpoint)
+            raise
+        return link, terms.rule
+
+    async def _try_canaries(
+        self,
+        stream: _Stream,
+        endpoint: Endpoint,
+        rule: FrameRule,
+    ) -> None:
+        """Receive a few test frames and say whether their bytes were right."""
+        num_bytes = min(CANARY_BYTES, rule.max_frame_bytes)
+        buffer = self._engine.new_buffer(num_bytes)
+        tag = self._tags.take()
+        last_tag = tag + NUM_CANARIES - 1
+        result = wire.CanaryResult(ok=True, tag=tag)
+        while True:
+            operation = self._transport.receive(endpoint, buffer, num_bytes, tag)
+            await stream.send(wire.PushEvent(canary=result))
+            asked_at = self._now()
+            command = await stream.receive()
+            canary = None if command is None else command.canary
+            if canary is None or canary.tag != tag or canary.num_bytes != num_bytes:
+                raise RemoteProtocolError("a pair begins with canaries")
+            is_whole = await operation.settled() is Outcome.DONE
+            if is_whole:
+                digest = await self._compute.copy(lambda: staging.digest(buffer))
+                is_whole = digest == canary.digest
+            result = wire.CanaryResult(
+                ok=is_whole,
+                seconds=self._now() - asked_at,
+                tag=tag + 1 if is_whole and tag < last_tag else 0,
+            )
+            if not result.tag:
+                await stream.send(wire.PushEvent(canary=result))
+                break
+            tag = result.tag
+        if not result.ok:
+            raise TransferFailed("a canary arrived damaged", code="canary")
+
+    def _hear(self, link: Link, command: wire.PushCommand) -> None:
+        message = command_from_wire(command)
+        if message is not None:
+            self._sink.link_message(link, message)
+
+    def _lose(self, link: Link, error: MeshError) -> None:
+        link.lose(error)
+        if link in self._links:
+            self._links.remove(link)
+            self._sink.link_lost(link, link.lost or error)
+
+    def _close_later(self, endpoint: Endpoint) -> None:
+        # Not in the handler's task: the call may be torn down, the endpoint must be closed.
+        if self._tasks is not None:
+            self._tasks.create_task(_close(endpoint))
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+async def _close(endpoint: Endpoint) -> None:
+    try:
+        async with asyncio.timeout(_CLOSE_S):
+            await endpoint.close()
+    except TimeoutError:
+        _log.error("an endpoint did not close", limit_s=_CLOSE_S)

@@ -1,0 +1,366 @@
+"""Receives KV: serves ``Transfer.Push``, posts receives into staging, verifies, places, and
+answers.
+
+Every decision is in ``shared/transfer/receivers.py``; who has room is the lease book's
+(``LeaseBook``). This shell knows no gateway and no scheduler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import structlog
+
+from services.decode.pairs import Link, PairServer
+from shared.engine import staging
+from shared.engine.base import Engine
+from shared.engine.worker import ComputeRunner
+from shared.errors import (
+    EngineFailed,
+    MeshError,
+    TransferFailed,
+)
+from shared.ids import Incarnation, RandomBytes
+from shared.liveness import LivenessRule
+from shared.rpc.service import Servicer
+from shared.rpc.transfer_codec import PairIdentity
+from shared.transfer.effects import (
+    CancelReceive,
+    CloseLink,
+    HandOver,
+    PostReceive,
+    QuarantineLease,
+    ReceiverEffect,
+    ReceiverTiming,
+    ReleaseLease,
+    ReportFailure,
+    SendReply,
+    VerifyAndPlace,
+)
+from shared.transfer.frames import check_digest, check_header
+from shared.transfer.messages import LinkId, Open, PushMessage, TransferKey
+from shared.transfer.plan import DEFAULT_GROUP_BYTES, DEFAULT_MAX_FRAME_BYTES, FrameRule
+from shared.transfer.receivers import Receivers, ReceiverStatistics, TagRanges
+from shared.transport.base import Operation, Outcome, Transport
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseTerms:
+    """What a lease gives to its transfer. block_table covers num_tokens and does not change until
+    the lease is back.
+
+    num_tokens: all tokens whose KV the sequence needs (``len(token_ids)``). skip_tokens: leading
+    ones already here.
+    """
+
+    num_tokens: int
+    skip_tokens: int
+    block_table: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiveStats:
+    """One finished receive. receive_s: first frame announced until last frame placed."""
+
+    num_bytes: int
+    num_frames: int
+    receive_s: float
+
+
+class LeaseBook(Protocol):
+    """What the receiver asks of the lease side. All calls come on the loop and return at once.
+
+    From ``attach`` returning terms until exactly one of ``placed`` or ``release``, the lease's
+    blocks belong to the transfer: nobody frees them. So whoever cancels such a request calls
+    ``KvReceiver.abort(key, ...)`` and waits for ``release``.
+    """
+
+    def attach(self, key: TransferKey, prefill: Incarnation) -> LeaseTerms | None:
+        """Prefill opened this transfer. Return the terms, once per lease, or None: not reserved
+        yet (the receiver then waits up to 5 s for ``KvReceiver.lease_granted``).
+
+        Raises MeshError: refuse (not reserved for that prefill incarnation, already attached,
+        cancelled).
+        """
+        ...
+
+    def placed(self, key: TransferKey, first_token: int, stats: ReceiveStats) -> None:
+        """All KV is verified and in the blocks: the sequence may join the batch. The blocks are
+        the lease's again."""
+        ...
+
+    def failed(self, key: TransferKey, error: MeshError) -> None:
+        """The transfer failed, not by ``KvReceiver.abort``. The blocks are NOT free yet:
+        ``release`` follows."""
+        ...
+
+    def quarantined(self, key: TransferKey) -> None:
+        """For accounting: the transfer ended badly and the transport may still touch things;
+        ``release`` follows."""
+        ...
+
+    def release(self, key: TransferKey) -> None:
+        """Nothing touches the blocks any more. Also called after a clean end without decode (no
+        ``failed`` before): then the lease simply goes. May be called before ``KvReceiver.abort``
+        returns."""
+        ...
+
+
+class KvReceiver:
+    """All transfers into this decode worker. One per process; ``run`` owns every task."""
+
+    def __init__(
+        self,
+        *,
+        incarnation: Incarnation,
+        version: str,
+        engine: Engine,
+        compute: ComputeRunner,
+        transport: Transport,
+        leases: LeaseBook,
+        random_bytes: RandomBytes,
+        num_slots: int = 16,
+        max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
+        group_bytes: int = DEFAULT_GROUP_BYTES,
+        window: int = 8,
+        fencing: bool = True,
+        timing: ReceiverTiming | None = None,
+        liveness: LivenessRule | None = None,
+    ) -> None:
+        """Allocate ``num_slots`` staging buffers of ``max_frame_bytes`` on the engine's device.
+
+        window: most slots of one transfer. fencing: False releases blocks and slots of an aborted
+        transfer while the transport may still write. Only the test that shows why nobody may do
+        that turns it off.
+        """
+        self._engine = engine
+        self._compute = compute
+        self._transport = transport
+        self._leases = leases
+        self._slots = [engine.new_buffer(max_frame_bytes) for _ in range(num_slots)]
+        tags = TagRanges(random_bytes)
+        self._core = Receivers(
+            num_slots=num_slots,
+            tags=tags,
+            random_bytes=random_bytes,
+            window=window,
+            fencing=fencing,
+            timing=timing,
+        )
+        self._links: dict[LinkId, Link] = {}
+        self._block_tables: dict[TransferKey, Sequence[int]] = {}
+        self._receives: dict[tuple[TransferKey, int], Operation] = {}
+        self._todo: deque[ReceiverEffect] = deque()
+        self._is_performing = False
+        self._clock_moved = asyncio.Event()
+        self._tick_at: float | None = None
+        self._tasks: asyncio.TaskGroup | None = None
+        self._pairs = PairServer(
+            PairIdentity(
+                incarnation,
+                version,
+                engine.spec,
+                engine.layout,
+                transport.address,
+                group_bytes,
+                max_frame_bytes,
+            ),
+            engine=engine,
+            compute=compute,
+            transport=transport,
+            tags=tags,
+            sink=self,
+            liveness=liveness,
+        )
+
+    @property
+    def servicer(self) -> Servicer:
+        """What ``Network.serve`` takes."""
+        return self._pairs.servicer
+
+    async def run(self) -> None:
+        """Work until cancelled; then every pair ends, its transfers fail and its endpoint
+        closes."""
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            tasks.create_task(self._pairs.run())
+            try:
+                await self._keep_time()
+            finally:
+                self._tasks = None  # from here nothing new starts; the pairs close what there is
+
+    def lease_granted(self, key: TransferKey) -> None:
+        """The lease side has reserved this key: prefill's open, if it waits, is attached now."""
+        if self._core.waiting_open(key) is not None:
+            self._attach(key)
+
+    def abort(self, key: TransferKey, error: MeshError) -> None:
+        """Give one transfer up: cancelled, deadline... ``release`` follows, maybe before this
+        returns.
+
+        No transfer has that key: nothing follows.
+        """
+        self._perform(self._core.give_up(key, error, self._now()))
+
+    def statistics(self) -> ReceiverStatistics:
+        """Counts for metrics and tests."""
+        return self._core.statistics()
+
+    def check_integrity(self) -> None:
+        """Raise InvariantViolated unless every staging slot is accounted for."""
+        self._core.check_integrity()
+
+    # --- events of the pairs (LinkSink) ---------------------------------------------------------
+
+    def link_up(self, link: Link, rule: FrameRule) -> None:
+        """A prefill worker has paired up."""
+        self._links[link.id] = link
+        self._core.link_up(link.id, link.prefill, rule)
+
+    def link_message(self, link: Link, message: PushMessage) -> None:
+        """Prefill said something."""
+        if not isinstance(message, Open):
+            self._perform(self._core.message(link.id, message, self._now()))
+        elif self._core.opened(link.id, message.key, self._now()):
+            self._attach(message.key)
+            self._perform(())
+
+    def link_lost(self, link: Link, error: MeshError) -> None:
+        """A pair is gone; its endpoint is closed next, which settles what is posted."""
+        del self._links[link.id]
+        self._perform(self._core.link_lost(link.id, error, self._now()))
+
+    def _attach(self, key: TransferKey) -> None:
+        waiting = self._core.waiting_open(key)
+        if waiting is None:
+            return
+        try:
+            terms = self._leases.attach(key, waiting.prefill)
+        except MeshError as error:
+            self._perform(self._core.refused(key, error, self._now()))
+            return
+        if terms is not None:
+            self._block_tables[key] = terms.block_table
+            self._perform(
+                self._core.attached(key, terms.num_tokens, terms.skip_tokens, self._now())
+            )
+
+    # --- performing effects ---------------------------------------------------------------------
+
+    def _perform(self, effects: Sequence[ReceiverEffect]) -> None:
+        # The lease side may answer an effect with an event; its effects wait for their turn.
+        self._todo.extend(effects)
+        if self._is_performing:
+            return
+        self._is_performing = True
+        try:
+            while self._todo:
+                self._do(self._todo.popleft())
+        finally:
+            self._is_performing = False
+        if self._core.next_tick_at is not None and (
+            self._tick_at is None or self._core.next_tick_at < self._tick_at
+        ):
+            self._clock_moved.set()
+
+    def _do(self, effect: ReceiverEffect) -> None:
+        match effect:
+            case SendReply(link=link_id, message=message):
+                if (link := self._links.get(link_id)) is not None:
+                    link.send(message)
+            case PostReceive():
+                self._post(effect)
+            case CancelReceive(key=key, frame_idx=frame_idx):
+                if (operation := self._receives.get((key, frame_idx))) is not None:
+                    operation.cancel()
+            case VerifyAndPlace(key=key):
+                self._spawn(self._place(effect, self._block_tables[key]))
+            case HandOver(key=key):
+                del self._block_tables[key]
+                stats = ReceiveStats(
+                    num_bytes=effect.num_bytes,
+                    num_frames=effect.num_frames,
+                    receive_s=effect.receive_s,
+                )
+                self._leases.placed(key, effect.first_token, stats)
+            case ReportFailure(key=key, error=error):
+                self._leases.failed(key, error)
+            case QuarantineLease(key=key):
+                self._leases.quarantined(key)
+            case ReleaseLease(key=key):
+                del self._block_tables[key]
+                self._leases.release(key)
+            case CloseLink(link=link_id, reason=reason):
+                if (link := self._links.get(link_id)) is not None:
+                    link.close(reason)
+
+    def _post(self, order: PostReceive) -> None:
+        link = self._links[order.link]
+        operation = self._transport.receive(
+            link.endpoint, self._slots[order.slot], order.frame.num_bytes, order.tag
+        )
+        self._receives[order.key, order.frame.idx] = operation
+        self._spawn(self._wait_receive(order, operation))
+
+    async def _wait_receive(self, order: PostReceive, operation: Operation) -> None:
+        outcome = await operation.settled()
+        del self._receives[order.key, order.frame.idx]
+        error = None
+        if outcome is not Outcome.DONE:
+            why = operation.error or outcome.value
+            error = TransferFailed(f"a frame did not arrive: {why}", code="receive")
+        self._perform(self._core.receive_settled(order.key, order.frame.idx, error, self._now()))
+
+    async def _place(self, order: VerifyAndPlace, block_table: Sequence[int]) -> None:
+        """Verify before a single byte reaches the pool; ends with exactly one ``frame_placed``."""
+        frame, buffer = order.frame, self._slots[order.slot]
+
+        def place() -> None:
+            expected = check_header(
+                staging.read_header(buffer),
+                transfer_id=order.transfer_id,
+                epoch=order.epoch,
+                frame_idx=frame.idx,
+                payload_bytes=frame.payload_bytes,
+            )
+            payload = staging.payload(buffer, frame.payload_bytes)
+            if expected is not None:
+                check_digest(expected, staging.digest(payload))
+            self._engine.scatter(
+                block_table, frame.start, frame.stop, frame.first_layer, frame.last_layer, payload
+            )
+
+        error: MeshError | None = None
+        try:
+            await self._compute.copy(place)
+        except EngineFailed:
+            raise  # the device is gone: so is this process
+        except MeshError as failure:
+            _log.warning("frame refused", code=failure.code, error=failure.message)
+            error = failure
+        self._perform(self._core.frame_placed(order.key, frame.idx, error, self._now()))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        if self._tasks is None:
+            work.close()  # shutting down: the endpoints are closed next, nobody waits for slots
+        else:
+            self._tasks.create_task(work)
+
+    async def _keep_time(self) -> None:
+        while True:
+            self._tick_at = self._core.next_tick_at
+            self._clock_moved.clear()
+            try:
+                async with asyncio.timeout_at(self._tick_at):
+                    await self._clock_moved.wait()
+            except TimeoutError:
+                self._perform(self._core.tick(self._now()))
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()

@@ -1,0 +1,340 @@
+"""Keeps one live pair stream to every decode worker: dial, handshake, canary, heartbeats,
+reconnect.
+
+A pair is ready when canary frames crossed and came back as "right bytes". What flows over it
+then is the pusher's business (``LinkSink``); which decode workers exist is the gateway's
+(``set_peers``). A lost pair is dialled again for as long as its peer is listed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+
+from shared import wire
+from shared.address import Address
+from shared.engine import staging
+from shared.engine.base import Engine
+from shared.engine.worker import ComputeRunner
+from shared.errors import (
+    IncompatiblePeer,
+    MeshError,
+    RemoteProtocolError,
+    TransferFailed,
+    WorkerLost,
+)
+from shared.ids import Incarnation, RandomBytes
+from shared.liveness import LivenessRule
+from shared.rpc import codec
+from shared.rpc.heartbeat_stream import HeartbeatStream
+from shared.rpc.join import DecodePeer
+from shared.rpc.methods import TRANSFER_PUSH
+from shared.rpc.network import Network
+from shared.rpc.stream import ClientStream, open_stream
+from shared.rpc.transfer_codec import (
+    PairIdentity,
+    PairTerms,
+    agree,
+    command_to_wire,
+    hello_to_wire,
+    reply_from_wire,
+)
+from shared.transfer.messages import LinkId, PushMessage, PushReply
+from shared.transfer.plan import DEFAULT_GROUP_BYTES, DEFAULT_MAX_FRAME_BYTES, FrameRule
+from shared.transport.base import Endpoint, Outcome, Transport
+
+_log = structlog.get_logger(__name__)
+
+HANDSHAKE_S = 10.0
+CANARY_BYTES = 4 << 20
+_REDIAL_S = (0.1, 0.2, 0.5, 1.0, 2.0)
+_CLOSE_S = 5.0
+
+_Stream = ClientStream[wire.PushCommand, wire.PushEvent]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairStatistics:
+    """One ready pair. gbytes_per_s: 1e9 bytes a second, from the canary, then from pushes."""
+
+    incarnation: Incarnation
+    address: Address
+    lane: str
+    gbytes_per_s: float
+
+
+class Link:
+    """A ready pair stream, as the pusher uses it. One life: a reconnected peer has another link.
+
+    rule: how the handshake agreed to cut frames. bytes_per_s: measured; the pusher refines it.
+    """
+
+    def __init__(
+        self,
+        link_id: LinkId,
+        peer: DecodePeer,
+        endpoint: Endpoint,
+        rule: FrameRule,
+        bytes_per_s: float,
+        control: HeartbeatStream[wire.PushCommand, wire.PushEvent],
+    ) -> None:
+        self.id = link_id
+        self.peer = peer
+        self.endpoint = endpoint
+        self.rule = rule
+        self.bytes_per_s = bytes_per_s
+        self._control = control
+
+    def send(self, message: PushMessage) -> None:
+        """Queue a control message; never waits. On a link that is lost it goes nowhere."""
+        self._control.send(command_to_wire(message))
+
+    def close(self, reason: str) -> None:
+        """Declare the link lost; ``LinkSink.link_lost`` follows."""
+        self._control.close(TransferFailed(reason))
+
+
+class LinkSink(Protocol):
+    """Who uses the links: the pusher. All calls come on the loop and return at once."""
+
+    def link_up(self, link: Link) -> None: ...
+
+    def link_message(self, link: Link, message: PushReply) -> None: ...
+
+    def link_lost(self, link: Link, error: MeshError) -> None:
+        """Nothing more arrives. The endpoint is closed next, and its operations settle."""
+        ...
+
+
+class PairTable:
+    """All pairs of this prefill worker. ``run`` owns every task."""
+
+    def __init__(
+        self,
+        *,
+        incarnation: Incarnation,
+        version: str,
+        engine: Engine,
+        compute: ComputeRunner,
+        transport: Transport,
+        network: Network,
+        sink: LinkSink,
+        random_bytes: RandomBytes,
+        on_change: Callable[[], None] = lambda: None,
+        group_bytes: int = DEFAULT_GROUP_BYTES,
+        max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
+        liveness: LivenessRule | None = None,
+    ) -> None:
+        """on_change: called on the loop whenever ``paired`` has changed."""
+        self._identity = PairIdentity(
+            incarnation,
+            version,
+            engine.spec,
+            engine.layout,
+            transport.address,
+            group_bytes,
+            max_frame_bytes,
+        )
+        self._engine = engine
+        self._compute = compute
+        self._transport = transport
+        self._network = network
+        self._sink = sink
+        self._random_bytes = random_bytes
+        self._on_change = on_change
+        self._liveness = liveness
+        self._peers: dict[DecodePeer, asyncio.Task[None] | None] = {}
+        self._links: dict[DecodePeer, Link] = {}
+        self._next_link = 0
+        self._tasks: asyncio.TaskGroup | None = None
+
+    async def run(self) -> None:
+        """Dial and keep all listed peers until cancelled; then every link is lost and closed."""
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            try:
+                for peer in self._peers:
+                    self._start(peer)
+                await asyncio.get_running_loop().create_future()
+            finally:
+                self._tasks = None
+
+    def set_peers(self, peers: Sequence[DecodePeer]) -> None:
+        """Replace the list: new ones are dialled, missing ones are closed. Works before ``run``."""
+        for peer in [peer for peer in self._peers if peer not in peers]:
+            task = self._peers.pop(peer)
+            if task is not None:
+                task.cancel()
+        for peer in peers:
+            if peer not in self._peers:
+                self._peers[peer] = None
+                self._start(peer)
+
+    @property
+    def paired(self) -> tuple[Incarnation, ...]:
+        """Decode workers whose canary has crossed and whose stream lives, ascending."""
+        return tuple(sorted({peer.incarnation for peer in self._links}))
+
+    def statistics(self) -> list[PairStatistics]:
+        """One record per ready pair, ordered by address."""
+        return [
+            PairStatistics(
+                incarnation=peer.incarnation,
+                address=peer.address,
+                lane=link.endpoint.lane,
+                gbytes_per_s=link.bytes_per_s / 1e9,
+            )
+            for peer, link in sorted(self._links.items(), key=lambda item: str(item[0].address))
+        ]
+
+    def _start(self, peer: DecodePeer) -> None:
+        if self._tasks is not None:
+            self._peers[peer] = self._tasks.create_task(self._keep(peer))
+
+    async def _keep(self, peer: DecodePeer) -> None:
+        """Pair up again and again."""
+        num_failed = 0
+        while True:
+            links_before = self._next_link
+            try:
+                error = await self._pair(peer)
+            except MeshError as failure:
+                error = failure
+            except TimeoutError:
+                error = WorkerLost(f"no handshake within {HANDSHAKE_S:g} s")
+            if self._next_link > links_before:
+                num_failed = 0
+            note = _log.warning if isinstance(error, IncompatiblePeer) else _log.info
+            note("pair lost", decode=str(peer.address), error=error.message, code=error.code)
+            await asyncio.sleep(_REDIAL_S[min(num_failed, len(_REDIAL_S) - 1)])
+            num_failed += 1
+
+    async def _pair(self, peer: DecodePeer) -> MeshError:
+        """One life of one pair; returns why it ended, or raises why it never began."""
+        control: HeartbeatStream[wire.PushCommand, wire.PushEvent] | None = None
+        lost_early = WorkerLost("the transport lost the decode worker")
+
+        def on_lost() -> None:
+            if control is not None:
+                control.close(lost_early)
+
+        # Connecting counts: a host that drops packets would hold us for minutes.
+        async with (
+            asyncio.timeout(HANDSHAKE_S) as patience,
+            self._network.channel(peer.address) as channel,
+            open_stream(channel, TRANSFER_PUSH) as stream,
+        ):
+            endpoint: Endpoint | None = None
+            try:
+                terms = await self._greet(stream, peer)
+                endpoint = await self._transport.connect(terms.transport_address, on_lost)
+                bytes_per_s = await self._try_canaries(stream, endpoint, terms.rule)
+                patience.reschedule(None)
+                control = HeartbeatStream(
+                    stream.send,
+                    stream.receive,
+                    heartbeat=wire.PushCommand(heartbeat=wire.Heartbeat()),
+                    peer="decode worker",
+                    rule=self._liveness,
+                )
+                if not endpoint.alive:
+                    return lost_early
+                self._next_link += 1
+                link = Link(
+                    LinkId(self._next_link), peer, endpoint, terms.rule, bytes_per_s, control
+                )
+                return await self._serve(link, control)
+            finally:
+                if endpoint is not None:
+                    await _close(endpoint)
+
+    async def _serve(
+        self, link: Link, control: HeartbeatStream[wire.PushCommand, wire.PushEvent]
+    ) -> MeshError:
+        def on_event(event: wire.PushEvent) -> None:
+            reply = reply_from_wire(event)
+            if reply is not None:
+                self._sink.link_message(link, reply)
+
+        error: MeshError = WorkerLost("this prefill worker let the pair go")
+        self._links[link.peer] = link
+        self._sink.link_up(link)
+        self._on_change()
+        _log.info(
+            "pair ready",
+            decode=str(link.peer.address),
+            lane=link.endpoint.lane,
+            gbytes_per_s=round(link.bytes_per_s / 1e9, 2),
+        )
+        try:
+            error = await control.run(on_event)
+        finally:
+            del self._links[link.peer]
+            self._sink.link_lost(link, error)
+            self._on_change()
+        return error
+
+    async def _greet(self, stream: _Stream, peer: DecodePeer) -> PairTerms:
+        await stream.send(wire.PushCommand(hello=hello_to_wire(wire.Role.PREFILL, self._identity)))
+        event = await _next_event(stream)
+        terms = agree(self._identity, event.hello, wire.Role.DECODE)
+        if terms.peer != peer.incarnation:
+            raise WorkerLost("another decode worker lives at this address now")
+        return terms
+
+    async def _try_canaries(self, stream: _Stream, endpoint: Endpoint, rule: FrameRule) -> float:
+        """Send test frames for as long as decode names tags for them; return the best speed.
+
+        Bytes per second. The first frame pays for wiring up, so decode asks for more than one.
+        """
+        num_bytes = min(CANARY_BYTES, rule.max_frame_bytes)
+        buffer = self._engine.new_buffer(num_bytes)
+        data = self._random_bytes(num_bytes)
+        loop = asyncio.get_running_loop()
+
+        def fill() -> int:
+            staging.write(buffer, data)
+            return staging.digest(buffer)
+
+        digest = await self._compute.copy(fill)
+        fastest_s = float("inf")
+        result = (await _next_event(stream)).canary
+        while result is not None and result.ok and result.tag:
+            began_at = loop.time()
+            operation = endpoint.send(buffer, num_bytes, result.tag)
+            await stream.send(
+                wire.PushCommand(
+                    canary=wire.Canary(tag=result.tag, num_bytes=num_bytes, digest=digest)
+                )
+            )
+            result = (await _next_event(stream)).canary
+            fastest_s = min(fastest_s, loop.time() - began_at)
+            if await operation.settled() is not Outcome.DONE:
+                raise TransferFailed(f"a canary was not sent: {operation.error}", code="canary")
+        if result is None:
+            raise RemoteProtocolError("decode did not answer a canary")
+        if not result.ok:
+            raise TransferFailed("a canary arrived damaged", code="canary")
+        return num_bytes / fastest_s if 0 < fastest_s < float("inf") else 0.0
+
+
+async def _close(endpoint: Endpoint) -> None:
+    try:
+        async with asyncio.timeout(_CLOSE_S):
+            await endpoint.close()
+    except TimeoutError:
+        _log.error("an endpoint did not close", limit_s=_CLOSE_S)
+
+
+async def _next_event(stream: _Stream) -> wire.PushEvent:
+    """Receive during the handshake. Raises the peer's reason if it refuses the pair."""
+    event = await stream.receive()
+    if event is None:
+        raise WorkerLost("the decode worker ended the handshake")
+    if event.refused_pair is not None:
+        raise codec.error_from_wire(event.refused_pair)
+    return event

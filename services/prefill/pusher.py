@@ -1,0 +1,409 @@
+"""Pushes KV of finished layers to decode workers: drives the sender cores, gathers, and sends.
+
+    handle = pusher.begin(request_id, attempt, decode, num_tokens=n, block_table=lambda: table)
+    handle.span(0, hit, is_cached=True)      # what the own prefix cache already holds
+    handle.span(hit, hit + chunk)            # before each step
+    handle.layers_ready(i)                   # OnLayersDone of that step
+    handle.span_computed()                   # when that step is committed
+    handle.commit(first_token)               # once, when the prompt's last chunk has sampled
+    stats = await handle.wait()              # keep the blocks until this returns or raises
+
+Every decision is in ``shared/transfer/senders.py``; this shell knows no scheduling, and links to
+decode workers come from ``pairs.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from services.prefill.pairs import Link
+from shared.engine import staging
+from shared.engine.base import Engine
+from shared.engine.worker import ComputeRunner
+from shared.errors import EngineFailed, MeshError, ShuttingDown, TransferFailed, WorkerLost
+from shared.ids import Incarnation, RequestId
+from shared.transfer.effects import (
+    CloseLink,
+    EndTransfer,
+    GatherAndSend,
+    SenderEffect,
+    SenderTiming,
+    SendMessage,
+)
+from shared.transfer.frames import Header, pack_header
+from shared.transfer.messages import LinkId, PushReply, TransferKey
+from shared.transfer.plan import (
+    DEFAULT_MAX_FRAME_BYTES,
+    LinkCost,
+    PushMode,
+    choose_mode,
+    plan_frames,
+)
+from shared.transfer.senders import Senders, SenderStatistics
+from shared.transport.base import Outcome
+
+_SPEED_WEIGHT = 0.1  # of a new measurement in a link's moving mean
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushStats:
+    """One finished transfer, for the receipt.
+
+    mode: layerwise, serialized, or none (nothing had to be sent). transfer_s: first frame posted
+    until the last acknowledgement. exposed_s: token sampled until the last acknowledgement.
+    """
+
+    num_bytes: int = 0
+    num_frames: int = 0
+    transfer_s: float = 0.0
+    exposed_s: float = 0.0
+    lane: str = ""
+    mode: str = "none"
+
+    @property
+    def gbytes_per_s(self) -> float:
+        """1e9 bytes per second over ``transfer_s``; 0 if nothing was sent."""
+        return self.num_bytes / self.transfer_s / 1e9 if self.transfer_s > 0 else 0.0
+
+
+class PushHandle:
+    """One transfer, as the step loop sees it. Made by ``Pusher.begin``.
+
+    All methods but ``wait`` return at once and never raise for what the peer did: after the
+    transfer has ended they do nothing, and ``wait`` tells why.
+    """
+
+    def __init__(
+        self,
+        pusher: Pusher,
+        key: TransferKey,
+        link: Link,
+        block_table: Callable[[], Sequence[int]],
+    ) -> None:
+        self._pusher = pusher
+        self._key = key
+        self._ended: asyncio.Future[PushStats] = asyncio.get_running_loop().create_future()
+        self._ended.add_done_callback(_look_at)
+        self._sampled_at: float | None = None
+        self.link = link
+        self.block_table = block_table
+        self.modes: set[PushMode] = set()
+        self.num_bytes = 0
+        self.num_frames = 0
+        self.first_sent_at: float | None = None
+
+    def span(
+        self, start: int, stop: int, *, is_cached: bool = False, compute_s: float = 0.0
+    ) -> None:
+        """Announce tokens [start, stop), which the next step computes.
+
+        Spans must join: each starts where the last one stopped, the first at 0; and the step of
+        the last one must be over (``span_computed``).
+
+        is_cached: their KV is in the pool already, in all layers. compute_s: predicted duration
+        of the step, 0 = unknown; it decides between layer-wise and serialized (plan.py).
+        Raises LocalProtocolError: the span does not join the last one, or leaves the prompt.
+        """
+        mode = PushMode.LAYERWISE if is_cached else self._mode(start, stop, compute_s)
+        self.modes.add(mode)
+        self._pusher.span_planned(self._key, start, stop, mode, is_cached=is_cached)
+
+    def layers_ready(self, num_layers: int) -> None:
+        """Layers [0, num_layers) of the newest span are written (on CUDA queued: gather waits)."""
+        self._pusher.layers_ready(self._key, num_layers)
+
+    def span_computed(self) -> None:
+        """The step that computes the newest span is over: all its layers are written."""
+        self._pusher.span_computed(self._key)
+
+    def commit(self, first_token: int) -> None:
+        """The prompt is computed and its next token sampled; implies ``span_computed``.
+
+        Raises LocalProtocolError: spans do not cover the prompt, or this is the second commit.
+        """
+        self._sampled_at = asyncio.get_running_loop().time()
+        self._pusher.commit(self._key, first_token)
+
+    def abort(self, error: MeshError | None = None) -> None:
+        """Give up; idempotent. error: what ``wait`` then raises.
+
+        None = a clean end, the answer needs no decode worker: ``wait`` returns stats with mode
+        "none", and decode releases its lease without an error.
+        """
+        self._pusher.give_up(self._key, error)
+
+    async def wait(self) -> PushStats:
+        """Wait until the transfer has ended and its source blocks may be freed or cached.
+
+        Cancelling this wait ends nothing: call ``abort`` and wait again.
+        Raises TransferFailed, WorkerLost, LeaseLost...: why it failed; the blocks are free then,
+        all the same.
+        """
+        return await asyncio.shield(self._ended)
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return self._ended.done()
+
+    def end(self, error: MeshError | None, *, was_needed: bool) -> None:
+        """Wake the waiters; the pusher calls this once."""
+        if self._ended.done():
+            return
+        if error is not None:
+            self._ended.set_exception(error)
+        elif not was_needed:
+            self._ended.set_result(PushStats())
+        else:
+            now = asyncio.get_running_loop().time()
+            first_sent_at = now if self.first_sent_at is None else self.first_sent_at
+            sampled_at = now if self._sampled_at is None else self._sampled_at
+            self._ended.set_result(
+                PushStats(
+                    num_bytes=self.num_bytes,
+                    num_frames=self.num_frames,
+                    transfer_s=now - first_sent_at,
+                    exposed_s=now - sampled_at,
+                    lane=self.link.endpoint.lane,
+                    mode=self._mode_name,
+                )
+            )
+
+    @property
+    def _mode_name(self) -> str:
+        if not self.num_frames:
+            return "none"
+        layerwise = PushMode.LAYERWISE in self.modes
+        return (PushMode.LAYERWISE if layerwise else PushMode.SERIALIZED).value
+
+    def _mode(self, start: int, stop: int, compute_s: float) -> PushMode:
+        rule = self.link.rule
+        frames = plan_frames(rule, start, stop, skip=0, first_idx=0)
+        return choose_mode(
+            (stop - start) * rule.layout.token_bytes,
+            len(frames),
+            compute_s=compute_s,
+            cost=LinkCost(bytes_per_s=self.link.bytes_per_s),
+        )
+
+
+class Pusher:
+    """All transfers of this prefill worker; the ``LinkSink`` of its ``PairTable``.
+
+    One per process. ``run`` owns every task and must be running before the first link is up.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        compute: ComputeRunner,
+        num_slots: int = 8,
+        max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
+        has_digest: bool | None = None,
+        timing: SenderTiming | None = None,
+    ) -> None:
+        """Allocate ``num_slots`` staging buffers of ``max_frame_bytes`` on the engine's device.
+
+        max_frame_bytes: the same number as given to the PairTable. has_digest: None = yes in
+        host memory, no on a device.
+        """
+        self._engine = engine
+        self._compute = compute
+        self._slots = [engine.new_buffer(max_frame_bytes) for _ in range(num_slots)]
+        self._has_digest = (
+            not staging.is_on_device(self._slots[0]) if has_digest is None else has_digest
+        )
+        self._core = Senders(num_slots=num_slots, timing=timing)
+        self._links: dict[LinkId, Link] = {}
+        self._handles: dict[TransferKey, PushHandle] = {}
+        self._todo: deque[SenderEffect] = deque()
+        self._is_performing = False
+        self._clock_moved = asyncio.Event()
+        self._tick_at: float | None = None
+        self._tasks: asyncio.TaskGroup | None = None
+
+    async def run(self) -> None:
+        """Work until cancelled; then every transfer ends with ShuttingDown."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                try:
+                    await self._keep_time()
+                finally:
+                    self._tasks = None
+        finally:
+            for handle in list(self._handles.values()):
+                handle.end(ShuttingDown("the prefill worker is shutting down"), was_needed=True)
+
+    def begin(
+        self,
+        request_id: RequestId,
+        attempt: int,
+        decode: Incarnation,
+        *,
+        num_tokens: int,
+        block_table: Callable[[], Sequence[int]],
+    ) -> PushHandle:
+        """Open a transfer of ``num_tokens`` tokens: all that will be computed for this attempt.
+
+        block_table: asked whenever a frame is gathered; must cover all tokens announced so far,
+        and those blocks must stay the sequence's own until ``wait`` has ended.
+        Raises WorkerLost: no link to that decode worker now. LocalProtocolError: this attempt has
+        a transfer already.
+        """
+        link = next(
+            (link for link in self._links.values() if link.peer.incarnation == decode), None
+        )
+        if link is None:
+            raise WorkerLost("this prefill worker has no pair with that decode worker now")
+        key = TransferKey(request_id, attempt)
+        effects = self._core.begin(key, link.id, num_tokens, self._now())
+        handle = PushHandle(self, key, link, block_table)
+        self._handles[key] = handle
+        self._perform(effects)
+        return handle
+
+    def statistics(self) -> SenderStatistics:
+        """Counts for metrics and tests."""
+        return self._core.statistics()
+
+    # --- events of the step loop, through the handles ---
+
+    def span_planned(
+        self, key: TransferKey, start: int, stop: int, mode: PushMode, *, is_cached: bool
+    ) -> None:
+        """See ``PushHandle.span``."""
+        self._perform(
+            self._core.span_planned(key, start, stop, mode, self._now(), is_cached=is_cached)
+        )
+
+    def layers_ready(self, key: TransferKey, num_layers: int) -> None:
+        """See ``PushHandle.layers_ready``."""
+        self._perform(self._core.layers_ready(key, num_layers, self._now()))
+
+    def span_computed(self, key: TransferKey) -> None:
+        """See ``PushHandle.span_computed``."""
+        self._perform(self._core.span_computed(key, self._now()))
+
+    def commit(self, key: TransferKey, first_token: int) -> None:
+        """See ``PushHandle.commit``."""
+        self._perform(self._core.commit(key, first_token, self._now()))
+
+    def give_up(self, key: TransferKey, error: MeshError | None) -> None:
+        """See ``PushHandle.abort``."""
+        self._perform(self._core.give_up(key, error, self._now()))
+
+    # --- events of the links (LinkSink) ---
+
+    def link_up(self, link: Link) -> None:
+        """A pair is ready."""
+        self._links[link.id] = link
+        self._core.link_up(link.id, link.rule)
+
+    def link_message(self, link: Link, message: PushReply) -> None:
+        """Decode said something."""
+        self._perform(self._core.message(link.id, message, self._now()))
+
+    def link_lost(self, link: Link, error: MeshError) -> None:
+        """A pair is gone."""
+        del self._links[link.id]
+        self._perform(self._core.link_lost(link.id, error, self._now()))
+
+    # --- performing effects ---
+
+    def _perform(self, effects: Sequence[SenderEffect]) -> None:
+        # An effect may cause an event at once; its effects wait for their turn.
+        self._todo.extend(effects)
+        if self._is_performing:
+            return
+        self._is_performing = True
+        try:
+            while self._todo:
+                self._do(self._todo.popleft())
+        finally:
+            self._is_performing = False
+        if self._core.next_tick_at is not None and (
+            self._tick_at is None or self._core.next_tick_at < self._tick_at
+        ):
+            self._clock_moved.set()
+
+    def _do(self, effect: SenderEffect) -> None:
+        match effect:
+            case SendMessage(link=link_id, message=message):
+                if (link := self._links.get(link_id)) is not None:
+                    link.send(message)
+            case GatherAndSend():
+                if self._tasks is not None:
+                    self._tasks.create_task(self._send(effect, self._handles[effect.key]))
+            case EndTransfer(key=key, error=error, was_needed=was_needed):
+                self._handles.pop(key).end(error, was_needed=was_needed)
+            case CloseLink(link=link_id, reason=reason):
+                if (link := self._links.get(link_id)) is not None:
+                    link.close(reason)
+
+    async def _send(self, order: GatherAndSend, handle: PushHandle) -> None:
+        """One frame's life; ends with exactly one ``send_settled``."""
+        try:
+            error = await self._gather_and_send(order, handle)
+        except EngineFailed:
+            raise  # the device is gone: so is this process
+        except MeshError as failure:
+            error = failure
+        self._perform(self._core.send_settled(order.key, order.frame.idx, error, self._now()))
+
+    async def _gather_and_send(self, order: GatherAndSend, handle: PushHandle) -> MeshError | None:
+        frame, buffer = order.frame, self._slots[order.slot]
+        block_table = handle.block_table()
+
+        def gather() -> None:
+            payload = staging.payload(buffer, frame.payload_bytes)
+            self._engine.gather(
+                block_table, frame.start, frame.stop, frame.first_layer, frame.last_layer, payload
+            )
+            digest = staging.digest(payload) if self._has_digest else None
+            header = Header(order.transfer_id, order.epoch, frame.idx, frame.payload_bytes, digest)
+            staging.write(buffer, pack_header(header))
+
+        await self._compute.copy(gather)
+        link = self._links.get(order.link)
+        if link is None:
+            return WorkerLost("the pair was lost before the frame was sent")
+        posted_at = self._now()
+        if handle.first_sent_at is None:
+            handle.first_sent_at = posted_at
+        handle.num_frames += 1
+        handle.num_bytes += frame.num_bytes
+        operation = link.endpoint.send(buffer, frame.num_bytes, order.tag)
+        if await operation.settled() is not Outcome.DONE:
+            return TransferFailed(f"a frame was not sent: {operation.error}", code="send")
+        _refine_speed(link, frame.num_bytes, self._now() - posted_at)
+        return None
+
+    async def _keep_time(self) -> None:
+        while True:
+            self._tick_at = self._core.next_tick_at
+            self._clock_moved.clear()
+            try:
+                async with asyncio.timeout_at(self._tick_at):
+                    await self._clock_moved.wait()
+            except TimeoutError:
+                self._perform(self._core.tick(self._now()))
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+def _refine_speed(link: Link, num_bytes: int, took_s: float) -> None:
+    # Small frames measure latency, not speed.
+    if num_bytes >= link.rule.group_bytes and took_s > 0:
+        link.bytes_per_s += _SPEED_WEIGHT * (num_bytes / took_s - link.bytes_per_s)
+
+
+def _look_at(ended: asyncio.Future[PushStats]) -> None:
+    """A caller that is cancelled may never wait; its transfer's error is no unhandled one."""
+    if not ended.cancelled():
+        ended.exception()

@@ -1,0 +1,294 @@
+"""The two ends of a transfer as tables: first the states and what may happen, then the code that
+only reads them.
+
+A transfer moves the KV of one attempt of one request from prefill (the sender) to decode (the
+receiver). Two laws:
+
+1. Every (state, event) either moves by its table or raises: RemoteProtocolError if the event came
+   from the peer, LocalProtocolError if our own code caused it. Nothing moves in any other way.
+2. A transfer is over only when nothing can touch its memory any more. That is why both ends have
+   states *after* the decision to end (ABORTING, FINISHING, QUARANTINED...): an operation that was
+   cancelled may still write.
+
+Entries that stay in their state are events that are legal but late: they crossed something else on
+the way. ``tools/protocol_docs.py`` renders these tables, with their diagrams, into
+docs/protocol.md. The shape is h11's (``_state.py``): a protocol is data. This module knows no
+frame, no slot and no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from types import MappingProxyType
+from typing import Generic, TypeVar
+
+from shared.errors import LocalProtocolError, RemoteProtocolError
+
+
+class SenderState(Enum):
+    """Prefill's end."""
+
+    NEW = "new"
+    OPENING = "opening"  # asked for room; prefill already computes
+    PUSHING = "pushing"  # granted: spans are announced, frames flow as credit and layers allow
+    COMMITTING = "committing"  # commit is sent; the last frames flow
+    FINISHING = "finishing"  # decode has everything; our last sends settle
+    WITHDRAWING = "withdrawing"  # given up before the grant: if it comes, it is handed back
+    ABORTING = "aborting"  # given up: nothing new is sent, what was sent lands or fails
+    LOSING = "losing"  # the peer is gone: our sends settle as its endpoint closes
+    DONE = "done"
+    ABORTED = "aborted"
+    LOST = "lost"
+
+
+class SenderEvent(Enum):
+    """What may happen to prefill's end."""
+
+    OPENED = "opened"
+    GRANTED = "granted"
+    REFUSED = "refused"
+    SPAN_PLANNED = "span_planned"
+    LAYERS_READY = "layers_ready"
+    COMMITTED = "committed"
+    CREDIT_RAISED = "credit_raised"
+    SEND_SETTLED = "send_settled"
+    ACKED = "acked"
+    DONE_ACKED = "done_acked"
+    GAVE_UP = "gave_up"  # cancel, a failed send, a stall, or a peer that broke the rules
+    PEER_ABORTED = "peer_aborted"
+    PEER_LOST = "peer_lost"
+    DRAINED = "drained"  # the last of our sends has settled
+
+
+class ReceiverState(Enum):
+    """Decode's end. Blocks and slots are fenced from RESERVED until DONE or FREED."""
+
+    RESERVED = "reserved"  # granted; nothing announced
+    RECEIVING = "receiving"
+    COMMITTED = "committed"  # everything is announced; waiting for the last frames
+    ABORTING = "aborting"  # given up: what the peer has sent lands, other receives are cancelled
+    QUARANTINED = "quarantined"  # that took too long: the endpoint is being closed
+    DONE = "done"  # all verified and placed: the sequence owns the blocks
+    FREED = "freed"  # given up, and nothing can write any more
+
+
+class ReceiverEvent(Enum):
+    """What may happen to decode's end."""
+
+    SPAN_ANNOUNCED = "span_announced"
+    COMMITTED = "committed"
+    FRAME_POSTED = "frame_posted"
+    FRAME_ARRIVED = "frame_arrived"
+    FRAME_LOST = "frame_lost"  # a receive settled without its message
+    FRAME_PLACED = "frame_placed"
+    FRAME_DROPPED = (
+        "frame_dropped"  # verifying ended without placing: damaged, or not wanted any more
+    )
+    ALL_PLACED = "all_placed"
+    GAVE_UP = "gave_up"  # cancel, a damaged or lost frame, a stall, or a peer that broke the rules
+    PEER_ABORTED = "peer_aborted"
+    PEER_LOST = "peer_lost"
+    SETTLING_EXPIRED = "settling_expired"
+    DRAINED = "drained"  # no receive is posted and no frame is being placed
+
+
+State = TypeVar("State", bound=Enum)
+Event = TypeVar("Event", bound=Enum)
+Table = Mapping[State, Mapping[Event, State]]
+
+_S, _SE = SenderState, SenderEvent
+
+_SENDER_ENDS: dict[SenderEvent, SenderState] = {
+    _SE.GAVE_UP: _S.ABORTING,
+    _SE.PEER_ABORTED: _S.ABORTING,
+    _SE.PEER_LOST: _S.LOSING,
+}
+
+SENDER_TABLE: Table[SenderState, SenderEvent] = MappingProxyType(
+    {
+        _S.NEW: {_SE.OPENED: _S.OPENING},
+        _S.OPENING: {
+            _SE.GRANTED: _S.PUSHING,
+            _SE.REFUSED: _S.ABORTED,
+            _SE.SPAN_PLANNED: _S.OPENING,
+            _SE.LAYERS_READY: _S.OPENING,
+            _SE.COMMITTED: _S.OPENING,  # remembered: it goes out right after the grant
+            _SE.GAVE_UP: _S.WITHDRAWING,
+            _SE.PEER_LOST: _S.LOSING,
+        },
+        _S.PUSHING: {
+            _SE.GRANTED: _S.PUSHING,
+            _SE.SPAN_PLANNED: _S.PUSHING,
+            _SE.LAYERS_READY: _S.PUSHING,
+            _SE.COMMITTED: _S.COMMITTING,
+            _SE.CREDIT_RAISED: _S.PUSHING,
+            _SE.SEND_SETTLED: _S.PUSHING,
+            _SE.ACKED: _S.PUSHING,
+            **_SENDER_ENDS,
+        },
+        _S.COMMITTING: {
+            _SE.GRANTED: _S.COMMITTING,
+            _SE.LAYERS_READY: _S.COMMITTING,
+            _SE.CREDIT_RAISED: _S.COMMITTING,
+            _SE.SEND_SETTLED: _S.COMMITTING,
+            _SE.ACKED: _S.COMMITTING,
+            _SE.DONE_ACKED: _S.FINISHING,
+            **_SENDER_ENDS,
+        },
+        _S.FINISHING: {
+            _SE.GRANTED: _S.FINISHING,
+            _SE.LAYERS_READY: _S.FINISHING,
+            _SE.CREDIT_RAISED: _S.FINISHING,
+            _SE.SEND_SETTLED: _S.FINISHING,
+            _SE.ACKED: _S.FINISHING,
+            _SE.DONE_ACKED: _S.FINISHING,
+            _SE.GAVE_UP: _S.FINISHING,  # too late: decode owns the sequence
+            _SE.PEER_LOST: _S.FINISHING,
+            _SE.DRAINED: _S.DONE,
+        },
+        _S.WITHDRAWING: {
+            _SE.GRANTED: _S.ABORTED,
+            _SE.REFUSED: _S.ABORTED,
+            _SE.SPAN_PLANNED: _S.WITHDRAWING,
+            _SE.LAYERS_READY: _S.WITHDRAWING,
+            _SE.COMMITTED: _S.WITHDRAWING,
+            _SE.GAVE_UP: _S.WITHDRAWING,
+            _SE.PEER_LOST: _S.LOST,
+        },
+        _S.ABORTING: {
+            _SE.GRANTED: _S.ABORTING,
+            _SE.SPAN_PLANNED: _S.ABORTING,
+            _SE.LAYERS_READY: _S.ABORTING,
+            _SE.COMMITTED: _S.ABORTING,
+            _SE.CREDIT_RAISED: _S.ABORTING,
+            _SE.SEND_SETTLED: _S.ABORTING,
+            _SE.ACKED: _S.ABORTING,
+            _SE.DONE_ACKED: _S.ABORTING,
+            _SE.GAVE_UP: _S.ABORTING,
+            _SE.PEER_ABORTED: _S.ABORTING,
+            _SE.PEER_LOST: _S.LOSING,
+            _SE.DRAINED: _S.ABORTED,
+        },
+        _S.LOSING: {
+            _SE.SPAN_PLANNED: _S.LOSING,
+            _SE.LAYERS_READY: _S.LOSING,
+            _SE.COMMITTED: _S.LOSING,
+            _SE.SEND_SETTLED: _S.LOSING,
+            _SE.GAVE_UP: _S.LOSING,
+            _SE.DRAINED: _S.LOST,
+        },
+        _S.DONE: {},
+        _S.ABORTED: {},
+        _S.LOST: {},
+    }
+)
+
+_R, _RE = ReceiverState, ReceiverEvent
+
+_RECEIVER_ENDS: dict[ReceiverEvent, ReceiverState] = {
+    _RE.GAVE_UP: _R.ABORTING,
+    _RE.PEER_ABORTED: _R.ABORTING,
+    _RE.PEER_LOST: _R.ABORTING,
+}
+_RECEIVER_SETTLING = (
+    _RE.SPAN_ANNOUNCED,
+    _RE.COMMITTED,
+    _RE.FRAME_ARRIVED,
+    _RE.FRAME_LOST,
+    _RE.FRAME_PLACED,
+    _RE.FRAME_DROPPED,
+    _RE.GAVE_UP,
+    _RE.PEER_ABORTED,
+    _RE.PEER_LOST,
+)
+
+RECEIVER_TABLE: Table[ReceiverState, ReceiverEvent] = MappingProxyType(
+    {
+        _R.RESERVED: {_RE.SPAN_ANNOUNCED: _R.RECEIVING, **_RECEIVER_ENDS},
+        _R.RECEIVING: {
+            _RE.SPAN_ANNOUNCED: _R.RECEIVING,
+            _RE.FRAME_POSTED: _R.RECEIVING,
+            _RE.FRAME_ARRIVED: _R.RECEIVING,
+            _RE.FRAME_PLACED: _R.RECEIVING,
+            _RE.COMMITTED: _R.COMMITTED,
+            **_RECEIVER_ENDS,
+        },
+        _R.COMMITTED: {
+            _RE.SPAN_ANNOUNCED: _R.COMMITTED,  # repeated; a new one breaks the rules
+            _RE.COMMITTED: _R.COMMITTED,
+            _RE.FRAME_POSTED: _R.COMMITTED,
+            _RE.FRAME_ARRIVED: _R.COMMITTED,
+            _RE.FRAME_PLACED: _R.COMMITTED,
+            _RE.ALL_PLACED: _R.DONE,
+            **_RECEIVER_ENDS,
+        },
+        _R.ABORTING: {
+            **dict.fromkeys(_RECEIVER_SETTLING, _R.ABORTING),
+            _RE.SETTLING_EXPIRED: _R.QUARANTINED,
+            _RE.DRAINED: _R.FREED,
+        },
+        _R.QUARANTINED: {
+            **dict.fromkeys(_RECEIVER_SETTLING, _R.QUARANTINED),
+            _RE.SETTLING_EXPIRED: _R.QUARANTINED,
+            _RE.DRAINED: _R.FREED,
+        },
+        _R.DONE: {},
+        _R.FREED: {},
+    }
+)
+
+FROM_PEER: frozenset[SenderEvent | ReceiverEvent] = frozenset(
+    {
+        _SE.GRANTED,
+        _SE.REFUSED,
+        _SE.CREDIT_RAISED,
+        _SE.ACKED,
+        _SE.DONE_ACKED,
+        _SE.PEER_ABORTED,
+        _RE.SPAN_ANNOUNCED,
+        _RE.COMMITTED,
+        _RE.PEER_ABORTED,
+    }
+)
+"""Events that a peer's message causes: where the table has no entry, the peer broke the rules."""
+
+
+class Machine(Generic[State, Event]):
+    """A state that moves by its table and in no other way."""
+
+    __slots__ = ("_table", "state")
+
+    def __init__(self, table: Table[State, Event], state: State) -> None:
+        self._table = table
+        self.state = state
+
+    def step(self, event: Event) -> State:
+        """Move and return the new state.
+
+        Raises RemoteProtocolError or LocalProtocolError: this event has no place in this state;
+        nothing changed.
+        """
+        after = self._table[self.state].get(event)
+        if after is None:
+            text = f"{event.value} in state {self.state.value}"
+            if event in FROM_PEER:
+                raise RemoteProtocolError(f"the peer broke the transfer protocol: {text}")
+            raise LocalProtocolError(f"not allowed: {text}")
+        self.state = after
+        return after
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing can happen any more."""
+        return not self._table[self.state]
+
+
+def sender_machine() -> Machine[SenderState, SenderEvent]:
+    """Prefill's end of one transfer, before it is opened."""
+    return Machine(SENDER_TABLE, SenderState.NEW)
+
+
+def receiver_machine() -> Machine[ReceiverState, ReceiverEvent]:
+    """Decode's end of one transfer, just granted."""
+    return Machine(RECEIVER_TABLE, ReceiverState.RESERVED)

@@ -1,0 +1,106 @@
+"""What the two ends of a transfer say to each other on the control stream, as plain records.
+
+One record per message of ``proto/pdmesh/v1/transfer.proto``; ``shared/rpc/transfer_codec.py``
+moves them over the wire. Nothing here decides anything, and nothing here knows protobuf.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, NewType, TypeAlias
+
+from shared.errors import MeshError
+from shared.ids import RequestId, TransferId
+
+LinkId = NewType("LinkId", int)
+"""One life of one pair stream within this process; a reconnected peer gets a new one."""
+
+
+class TransferKey(NamedTuple):
+    """Names a transfer before it has an id: one attempt of one request."""
+
+    request_id: RequestId
+    attempt: int
+
+
+# --- prefill -> decode --------------------------------------------------------------------------
+
+
+class Open(NamedTuple):
+    """Prefill will push this attempt's KV as soon as decode has room for it."""
+
+    key: TransferKey
+
+
+class Span(NamedTuple):
+    """Tokens [start, stop) are about to be computed, or are cached. Both ends derive the frames
+    (plan.py)."""
+
+    transfer_id: TransferId
+    start: int
+    stop: int
+
+
+class Commit(NamedTuple):
+    """All spans are announced and prefill has sampled the next token. ``num_frames`` counts the
+    whole transfer."""
+
+    transfer_id: TransferId
+    first_token: int
+    num_frames: int
+
+
+class Abort(NamedTuple):
+    """This side gave the transfer up.
+
+    error: None = a clean end, nothing went wrong (the answer needed no decode).
+    frames: from prefill: frames [0, frames) have been or will be sent, later ones never; decode
+    lets the former land and cancels the receives of the latter. From decode: 0.
+    """
+
+    transfer_id: TransferId
+    error: MeshError | None
+    frames: int = 0
+
+
+# --- decode -> prefill --------------------------------------------------------------------------
+
+
+class Grant(NamedTuple):
+    """Room is reserved. Frame i travels on tag ``tag_base + i``; tokens [0, skip_tokens) are not
+    sent."""
+
+    key: TransferKey
+    transfer_id: TransferId
+    epoch: int
+    tag_base: int
+    skip_tokens: int
+
+
+class Refused(NamedTuple):
+    """There will be no room for this attempt here."""
+
+    key: TransferKey
+    error: MeshError
+
+
+class Credit(NamedTuple):
+    """Receives are posted for frames [0, frames): prefill sends no other."""
+
+    transfer_id: TransferId
+    frames: int
+
+
+class Ack(NamedTuple):
+    """Frames [0, frames) are verified and placed. ``done`` = all of them, and the commit is
+    here."""
+
+    transfer_id: TransferId
+    frames: int
+    done: bool
+
+
+PushMessage: TypeAlias = Open | Span | Commit | Abort
+"""Prefill to decode."""
+
+PushReply: TypeAlias = Grant | Refused | Credit | Ack | Abort
+"""Decode to prefill."""

@@ -1,0 +1,342 @@
+"""All transfers into one decode process: opens meet reservations, slots go round, ids are made.
+
+A transfer starts when prefill has opened it *and* the lease side has reserved room for it; either
+may come first, and an open waits a few seconds for its reservation. Staging slots are few and
+shared: a transfer with announced frames queues for one slot at a time, in the order of its first
+wish, and holds at most ``window``; so slots go round, and a prefill worker that announces and then
+stalls cannot take them all.
+
+    slots = free + posted + placing          (``check_integrity``)
+
+Slots of a transfer that ends badly stay in "posted" or "placing" (quarantined) until the very
+operation has settled. Pure. The shell is services/decode/receiver.py.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shared.errors import (
+    InvariantViolated,
+    LeaseLost,
+    LocalProtocolError,
+    MeshError,
+    RemoteProtocolError,
+)
+from shared.ids import Incarnation, RandomBytes, TransferId, new_transfer_id
+from shared.transfer.effects import ReceiverEffect, ReceiverTiming, SendReply
+from shared.transfer.machine import ReceiverState
+from shared.transfer.messages import (
+    Abort,
+    Commit,
+    Grant,
+    LinkId,
+    PushMessage,
+    Refused,
+    Span,
+    TransferKey,
+)
+from shared.transfer.plan import MAX_FRAMES, FrameRule
+from shared.transfer.receiver import Receiver
+
+_TAG_RANGES = 1 << 44  # ranges of MAX_FRAMES tags in 64 bits
+
+
+class OpenWaiting(NamedTuple):
+    """An open that waits for its reservation."""
+
+    link: LinkId
+    prefill: Incarnation
+    expires_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiverStatistics:
+    """num_late: messages about transfers that had ended. num_failed: transfers that ended badly."""
+
+    num_waiting: int
+    num_live: int
+    num_settling: int
+    num_free_slots: int
+    num_quarantined_slots: int
+    num_late: int
+
+
+class TagRanges:
+    """Tags of one transport: ranges of MAX_FRAMES, from a random start, never handed out twice."""
+
+    def __init__(self, random_bytes: RandomBytes) -> None:
+        # Starting in the lower half leaves 2^43 transfers before the counter could come round.
+        self._next = int.from_bytes(random_bytes(8), "little") % (_TAG_RANGES // 2)
+
+    def take(self) -> int:
+        """Return the first tag of a fresh range."""
+        base = self._next * MAX_FRAMES
+        self._next += 1
+        return base
+
+
+class Receivers:
+    """Every method is an event and returns the effects, in the order in which to perform them."""
+
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        tags: TagRanges,
+        random_bytes: RandomBytes,
+        window: int = 8,
+        fencing: bool = True,
+        timing: ReceiverTiming | None = None,
+    ) -> None:
+        """window: most slots of one transfer. fencing: False only in the test that shows why."""
+        if num_slots < 1 or window < 1:
+            raise LocalProtocolError("a decode worker needs at least one staging slot")
+        self._num_slots = num_slots
+        self._window = window
+        self._fencing = fencing
+        self._timing = timing or ReceiverTiming()
+        self._tags = tags
+        self._random_bytes = random_bytes
+        self._epoch = 0
+        self._free_slots = list(range(num_slots))
+        self._links: dict[LinkId, tuple[Incarnation, FrameRule]] = {}
+        self._waiting: dict[TransferKey, OpenWaiting] = {}
+        self._receivers: dict[TransferKey, Receiver] = {}
+        self._by_id: dict[tuple[LinkId, TransferId], Receiver] = {}
+        self._queue: OrderedDict[TransferKey, Receiver] = OrderedDict()
+        self._effects: list[ReceiverEffect] = []
+        self._num_late = 0
+        self._next_tick_at: float | None = None
+
+    # --- links ---
+
+    def link_up(self, link: LinkId, prefill: Incarnation, rule: FrameRule) -> None:
+        """A prefill worker has connected; ``rule`` is what the handshake agreed on."""
+        self._links[link] = (prefill, rule)
+
+    def link_lost(self, link: LinkId, error: MeshError, now: float) -> list[ReceiverEffect]:
+        """A pair is gone: its opens are forgotten and its transfers end with ``error``."""
+        self._links.pop(link, None)
+        for key in [key for key, waiting in self._waiting.items() if waiting.link == link]:
+            del self._waiting[key]
+        for receiver in [r for r in self._receivers.values() if r.link == link]:
+            receiver.peer_lost(error, now)
+            self._settle(receiver)
+        return self._take(now)
+
+    # --- the beginning ---
+
+    def opened(self, link: LinkId, key: TransferKey, now: float) -> bool:
+        """Prefill opened this attempt. True: ask the lease side for its terms now.
+
+        False: it is a repetition, or the link is gone.
+        """
+        if link not in self._links or key in self._waiting or key in self._receivers:
+            self._num_late += 1
+            return False
+        expires_at = now + self._timing.open_s
+        self._waiting[key] = OpenWaiting(link, self._links[link][0], expires_at)
+        self._note_deadline(expires_at)
+        return True
+
+    def waiting_open(self, key: TransferKey) -> OpenWaiting | None:
+        """The open that waits for this reservation, if there is one."""
+        return self._waiting.get(key)
+
+    def attached(
+        self, key: TransferKey, num_tokens: int, skip_tokens: int, now: float
+    ) -> list[ReceiverEffect]:
+        """The lease side gave its terms to a waiting open: grant it.
+
+        Raises LocalProtocolError: no open waits, or the terms contradict themselves.
+        """
+        waiting = self._waiting.pop(key, None)
+        if waiting is None or not 0 <= skip_tokens <= num_tokens:
+            raise LocalProtocolError(
+                "terms for no waiting open, or with more skipped than there is"
+            )
+        self._epoch += 1
+        grant = Grant(
+            key, new_transfer_id(self._random_bytes), self._epoch, self._tags.take(), skip_tokens
+        )
+        receiver = Receiver(
+            grant,
+            waiting.link,
+            self._links[waiting.link][1],
+            num_tokens,
+            window=self._window,
+            fencing=self._fencing,
+            timing=self._timing,
+            effects=self._effects,
+            free_slots=self._free_slots,
+        )
+        self._receivers[key] = receiver
+        self._by_id[waiting.link, grant.transfer_id] = receiver
+        return self._take(now)
+
+    def refused(self, key: TransferKey, error: MeshError, now: float) -> list[ReceiverEffect]:
+        """The lease side will not give room to this open."""
+        waiting = self._waiting.pop(key, None)
+        if waiting is not None:
+            self._effects.append(SendReply(waiting.link, Refused(key, error)))
+        return self._take(now)
+
+    # --- the peer, the lease side and the shell ---
+
+    def message(self, link: LinkId, message: PushMessage, now: float) -> list[ReceiverEffect]:
+        """Prefill said something about a granted transfer (``opened`` is a method of its own).
+
+        A message about no transfer of this link is late and dropped; one that breaks the rules
+        ends its transfer and no other.
+        """
+        match message:
+            case Span() | Commit() | Abort():
+                receiver = self._by_id.get((link, message.transfer_id))
+            case _:
+                raise LocalProtocolError("an open goes to `opened`")
+        if receiver is None:
+            self._num_late += 1
+            return []
+        try:
+            match message:
+                case Span():
+                    receiver.span_announced(message, now)
+                case Commit():
+                    receiver.committed(message, now)
+                case Abort():
+                    receiver.peer_aborted(message, now)
+        except RemoteProtocolError as error:
+            receiver.gave_up(error, now, is_reported=True)
+        self._settle(receiver)
+        return self._take(now)
+
+    def give_up(self, key: TransferKey, error: MeshError, now: float) -> list[ReceiverEffect]:
+        """The lease side cancels this attempt: it gets ReleaseLease, and no ReportFailure.
+
+        Without a transfer of that key nothing follows, but a waiting open is refused.
+        """
+        if key in self._waiting:
+            return self.refused(key, error, now)
+        receiver = self._receivers.get(key)
+        if receiver is not None:
+            receiver.gave_up(error, now, is_reported=False)
+            self._settle(receiver)
+        return self._take(now)
+
+    def receive_settled(
+        self, key: TransferKey, frame_idx: int, error: MeshError | None, now: float
+    ) -> list[ReceiverEffect]:
+        """The answer to one PostReceive. error: the frame is not in the slot."""
+        receiver = self._of_operation(key)
+        if receiver is not None:
+            receiver.receive_settled(frame_idx, error, now)
+            self._settle(receiver)
+        return self._take(now)
+
+    def frame_placed(
+        self, key: TransferKey, frame_idx: int, error: MeshError | None, now: float
+    ) -> list[ReceiverEffect]:
+        """The answer to one VerifyAndPlace. error: header or digest was wrong, or the copy
+        failed."""
+        receiver = self._of_operation(key)
+        if receiver is not None:
+            receiver.frame_placed(frame_idx, error, now)
+            self._settle(receiver)
+        return self._take(now)
+
+    def tick(self, now: float) -> list[ReceiverEffect]:
+        """Look at the clock; needed at ``next_tick_at``, harmless at any time."""
+        self._next_tick_at = None
+        for key, waiting in list(self._waiting.items()):
+            if now >= waiting.expires_at:
+                late = LeaseLost("no reservation came for this transfer", code="open_expired")
+                del self._waiting[key]
+                self._effects.append(SendReply(waiting.link, Refused(key, late)))
+            else:
+                self._note_deadline(waiting.expires_at)
+        for receiver in list(self._receivers.values()):
+            receiver.tick(now)
+            self._settle(receiver)
+        return self._take(now)
+
+    @property
+    def next_tick_at(self) -> float | None:
+        """No deadline passes before this; None = there is none. May be earlier than needed."""
+        return self._next_tick_at
+
+    # --- looking ---
+
+    def is_live(self, key: TransferKey) -> bool:
+        """Whether this attempt has a transfer whose lease is not back yet."""
+        return key in self._receivers
+
+    def statistics(self) -> ReceiverStatistics:
+        """Counts for metrics and tests."""
+        settling = [r for r in self._receivers.values() if not _is_live(r)]
+        return ReceiverStatistics(
+            num_waiting=len(self._waiting),
+            num_live=len(self._receivers) - len(settling),
+            num_settling=len(settling),
+            num_free_slots=len(self._free_slots),
+            num_quarantined_slots=sum(len(r.posted_slots) + len(r.placing_slots) for r in settling),
+            num_late=self._num_late,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise InvariantViolated unless every slot is free, posted or placing, exactly once, and
+        no slot is free while somebody may have it."""
+        posted = [slot for r in self._receivers.values() for slot in r.posted_slots]
+        placing = [slot for r in self._receivers.values() for slot in r.placing_slots]
+        if sorted(self._free_slots + posted + placing) != list(range(self._num_slots)):
+            raise InvariantViolated(
+                f"{self._num_slots} slots != {len(self._free_slots)} free + {len(posted)} posted "
+                f"+ {len(placing)} placing, each once"
+            )
+        if self._free_slots and any(r.wants_slot for r in self._receivers.values()):
+            raise InvariantViolated("a frame waits for a slot while one is free")
+
+    # --- inside ---
+
+    def _of_operation(self, key: TransferKey) -> Receiver | None:
+        receiver = self._receivers.get(key)
+        if receiver is None and self._fencing:
+            raise LocalProtocolError("an operation settled after its transfer was over")
+        return receiver
+
+    def _settle(self, receiver: Receiver) -> None:
+        """After any event of a receiver: forget it, or let it queue; note its deadline."""
+        if receiver.is_over:
+            self._receivers.pop(receiver.key, None)
+            self._queue.pop(receiver.key, None)
+            self._by_id.pop((receiver.link, receiver.grant.transfer_id), None)
+            return
+        if receiver.wants_slot and receiver.key not in self._queue:
+            self._queue[receiver.key] = receiver
+        self._note_deadline(receiver.deadline_at)
+
+    def _note_deadline(self, deadline_at: float | None) -> None:
+        if deadline_at is not None and (
+            self._next_tick_at is None or deadline_at < self._next_tick_at
+        ):
+            self._next_tick_at = deadline_at
+
+    def _take(self, now: float) -> list[ReceiverEffect]:
+        credited: dict[TransferKey, Receiver] = {}
+        while self._free_slots and self._queue:
+            key, receiver = self._queue.popitem(last=False)
+            if receiver.wants_slot:
+                receiver.slot_given(self._free_slots.pop(), now)
+                credited[key] = receiver
+                self._settle(receiver)
+        # One credit a transfer, after all its receives are posted.
+        for receiver in credited.values():
+            receiver.say_credit()
+        effects, self._effects[:] = list(self._effects), []
+        return effects
+
+
+def _is_live(receiver: Receiver) -> bool:
+    return receiver.state not in (ReceiverState.ABORTING, ReceiverState.QUARANTINED)

@@ -1,0 +1,442 @@
+"""Prefill's end of one transfer: spans in, frames out, never more than decode has receives for.
+
+Spans and layers come from the step loop, the grant, credit and receipts from decode. A frame goes
+when it is granted, credited, its layers are written, every earlier frame is on its way, and there
+is a staging slot (``senders.py`` gives it). Giving up stops new frames; what was sent must settle
+before the transfer ends, because a send that was cancelled may still read its buffer.
+
+Pure: it knows no buffer, no block table and no socket; ``now`` is an argument.
+"""
+
+from __future__ import annotations
+
+from shared.errors import (
+    LocalProtocolError,
+    MeshError,
+    RemoteProtocolError,
+    TransferFailed,
+)
+from shared.ids import TransferId
+from shared.transfer.effects import (
+    CloseLink,
+    EndTransfer,
+    GatherAndSend,
+    SenderEffect,
+    SenderTiming,
+    SendMessage,
+)
+from shared.transfer.machine import SenderEvent, SenderState, sender_machine
+from shared.transfer.messages import (
+    Abort,
+    Ack,
+    Commit,
+    Credit,
+    Grant,
+    LinkId,
+    Open,
+    PushMessage,
+    Span,
+    TransferKey,
+)
+from shared.transfer.plan import MAX_FRAMES, Frame, FrameRule, PushMode, plan_frames
+
+
+class _SpanState:
+    """A planned span. num_ready: layers whose frames may go."""
+
+    __slots__ = ("is_computed", "mode", "num_ready", "start", "stop")
+
+    def __init__(self, start: int, stop: int, mode: PushMode) -> None:
+        self.start = start
+        self.stop = stop
+        self.mode = mode
+        self.num_ready = 0
+        self.is_computed = False
+
+
+class Sender:
+    """One transfer. Methods are events and append to ``effects``; ``Senders`` owns that list.
+
+    Nothing a peer does raises here: a peer that breaks the rules ends this transfer only.
+    """
+
+    __slots__ = (
+        "_acked",
+        "_commit_token",
+        "_credit",
+        "_effects",
+        "_error",
+        "_frames",
+        "_grant",
+        "_in_flight",
+        "_is_ended",
+        "_is_needed",
+        "_machine",
+        "_next_frame",
+        "_num_tokens",
+        "_progress_at",
+        "_rule",
+        "_span_of_frame",
+        "_spans",
+        "_timing",
+        "key",
+        "link",
+    )
+
+    def __init__(
+        self,
+        key: TransferKey,
+        link: LinkId,
+        rule: FrameRule,
+        num_tokens: int,
+        timing: SenderTiming,
+        effects: list[SenderEffect],
+    ) -> None:
+        self.key = key
+        self.link = link
+        self._rule = rule
+        self._num_tokens = num_tokens
+        self._timing = timing
+        self._effects = effects
+        self._machine = sender_machine()
+        self._spans: list[_SpanState] = []
+        self._frames: list[Frame] = []
+        self._span_of_frame: list[_SpanState] = []
+        self._grant: Grant | None = None
+        self._credit = 0
+        self._next_frame = 0
+        self._acked = 0
+        self._in_flight: dict[int, int] = {}  # frame index -> slot
+        self._commit_token: int | None = None
+        self._error: MeshError | None = None
+        self._is_needed = True
+        self._is_ended = False
+        self._progress_at = 0.0
+
+    # --- what others may ask ---
+
+    @property
+    def state(self) -> SenderState:
+        """Where this end stands."""
+        return self._machine.state
+
+    @property
+    def transfer_id(self) -> TransferId | None:
+        """Decode's name for it; None before the grant."""
+        return None if self._grant is None else self._grant.transfer_id
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it can be forgotten: no event can come any more."""
+        return self._machine.is_over
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether the caller has been told the end; sends may still settle."""
+        return self._is_ended
+
+    @property
+    def num_frames(self) -> int:
+        """Frames known so far; all of them once the transfer is committed."""
+        return len(self._frames)
+
+    @property
+    def slots_in_use(self) -> list[int]:
+        """Staging slots that hold a frame of this transfer."""
+        return list(self._in_flight.values())
+
+    @property
+    def can_send(self) -> bool:
+        """Whether the next frame waits for nothing but a staging slot."""
+        if self.state not in (SenderState.PUSHING, SenderState.COMMITTING):
+            return False
+        if self._next_frame >= min(self._credit, len(self._frames)):
+            return False
+        frame = self._frames[self._next_frame]
+        return self._span_of_frame[self._next_frame].num_ready >= frame.last_layer
+
+    @property
+    def deadline_at(self) -> float | None:
+        """When ``tick`` has something to say, or None while nobody owes anything."""
+        match self.state:
+            case SenderState.OPENING | SenderState.WITHDRAWING:
+                return self._progress_at + self._timing.open_s
+            case SenderState.PUSHING | SenderState.COMMITTING:
+                is_owed = (
+                    self._in_flight
+                    or self._acked < self._next_frame
+                    or self.state is SenderState.COMMITTING
+                    or self._is_starved
+                )
+                return self._progress_at + self._timing.stall_s if is_owed else None
+            case SenderState.FINISHING | SenderState.ABORTING:
+                return self._progress_at + self._timing.settle_s
+            case _:
+                return None
+
+    @property
+    def _is_starved(self) -> bool:
+        """Whether a frame is ready and decode gives no credit for it."""
+        idx = self._next_frame
+        return (
+            self._credit <= idx < len(self._frames)
+            and self._span_of_frame[idx].num_ready >= self._frames[idx].last_layer
+        )
+
+    # --- events of the step loop ---
+
+    def open(self, now: float) -> None:
+        """Ask decode for room."""
+        self._machine.step(SenderEvent.OPENED)
+        self._progress_at = now
+        self._say(Open(self.key))
+
+    def span_planned(self, start: int, stop: int, mode: PushMode, *, is_cached: bool) -> None:
+        """The next step computes tokens [start, stop), or they are cached.
+
+        Raises LocalProtocolError: it does not join the last span, leaves the prompt, or comes
+        before the last span is computed or after the commit.
+        """
+        self._machine.step(SenderEvent.SPAN_PLANNED)
+        if self.state not in (SenderState.OPENING, SenderState.PUSHING):
+            return
+        joins_at = self._spans[-1].stop if self._spans else 0
+        if self._commit_token is not None or not joins_at == start < stop <= self._num_tokens:
+            raise LocalProtocolError(
+                f"span [{start}, {stop}) must join at {joins_at} and end by {self._num_tokens}"
+            )
+        if self._spans and not self._spans[-1].is_computed:
+            raise LocalProtocolError("a span was planned before the last one was computed")
+        span = _SpanState(start, stop, mode)
+        self._spans.append(span)
+        if is_cached:
+            span.is_computed = True
+            span.num_ready = self._rule.layout.num_layers
+        if self.state is SenderState.PUSHING:
+            self._announce(span)
+
+    def layers_ready(self, num_layers: int) -> None:
+        """Layers [0, num_layers) of the newest span are written."""
+        self._machine.step(SenderEvent.LAYERS_READY)
+        if self._spans and self._spans[-1].mode is PushMode.LAYERWISE:
+            span = self._spans[-1]
+            span.num_ready = max(span.num_ready, num_layers)
+
+    def span_computed(self) -> None:
+        """The newest span's step is over: all its layers are written."""
+        self._machine.step(SenderEvent.LAYERS_READY)
+        if self._spans:
+            self._spans[-1].is_computed = True
+            self._spans[-1].num_ready = self._rule.layout.num_layers
+
+    def commit(self, first_token: int, now: float) -> None:
+        """Every span is planned and computed, and the next token is sampled.
+
+        Raises LocalProtocolError: committed before, or the spans do not cover the prompt.
+        """
+        if self.state in (SenderState.OPENING, SenderState.PUSHING):
+            covered = self._spans[-1].stop if self._spans else 0
+            if self._commit_token is not None or covered != self._num_tokens:
+                raise LocalProtocolError(
+                    f"commit with {covered} of {self._num_tokens} tokens, or committed twice"
+                )
+            self._commit_token = first_token
+            self.span_computed()
+        self._machine.step(SenderEvent.COMMITTED)
+        if self.state is SenderState.COMMITTING:
+            self._say_commit(now)
+
+    def gave_up(self, error: MeshError | None, now: float) -> None:
+        """Stop: cancelled, failed, or not needed (None). Idempotent."""
+        if self.is_over:
+            return
+        before = self.state
+        self._machine.step(SenderEvent.GAVE_UP)
+        if before is self.state:
+            return
+        self._stop(error, now)
+        if self.state is SenderState.WITHDRAWING:
+            self._end()  # nothing was ever sent, so nothing reads the blocks
+        else:
+            self._say_abort(error)
+            self._drain()
+
+    # --- events of the peer ---
+
+    def granted(self, grant: Grant, now: float) -> None:
+        """Decode has room: announce what is planned, and hand the grant back if we withdrew."""
+        withdrawn = self.state is SenderState.WITHDRAWING
+        self._machine.step(SenderEvent.GRANTED)
+        if self._grant is not None:
+            if grant != self._grant:
+                raise RemoteProtocolError("the peer granted one transfer twice, differently")
+            return
+        if withdrawn:
+            self._grant = grant
+            self._say_abort(self._error)
+            return
+        if grant.skip_tokens > self._num_tokens:
+            # The table has moved to PUSHING: the transfer is aborted from there, under its id.
+            self._grant = grant
+            raise RemoteProtocolError("the peer says it has more tokens than there are")
+        self._grant = grant
+        self._progress_at = now
+        for span in self._spans:
+            self._announce(span)
+        if self._commit_token is not None:
+            self._machine.step(SenderEvent.COMMITTED)
+            self._say_commit(now)
+
+    def refused(self, error: MeshError) -> None:
+        """Decode has no room."""
+        self._machine.step(SenderEvent.REFUSED)
+        self._error = self._error or error
+        self._end()
+
+    def credit_raised(self, credit: Credit, now: float) -> None:
+        """Receives are posted for frames [0, credit.frames). An older, smaller credit is late."""
+        self._machine.step(SenderEvent.CREDIT_RAISED)
+        if credit.frames > len(self._frames):
+            raise RemoteProtocolError("the peer gave credit for frames that do not exist")
+        if credit.frames > self._credit:
+            self._credit = credit.frames
+            self._made_progress(now)
+
+    def acked(self, ack: Ack, now: float) -> None:
+        """Frames [0, ack.frames) are verified and placed; ``done`` = the transfer is complete."""
+        # Looked at before the state moves: a false "done" must not end the transfer well.
+        if ack.frames > self._next_frame or (ack.done and ack.frames != len(self._frames)):
+            raise RemoteProtocolError("the peer acknowledged frames that were not sent")
+        self._machine.step(SenderEvent.DONE_ACKED if ack.done else SenderEvent.ACKED)
+        if ack.frames > self._acked:
+            self._acked = ack.frames
+            self._made_progress(now)
+        if self.state is SenderState.FINISHING and not self._is_ended:
+            self._progress_at = now
+            self._end()
+            self._drain()
+
+    def peer_aborted(self, abort: Abort, now: float) -> None:
+        """Decode gave up. Answer with what we have sent, so that it knows what may still arrive."""
+        before = self.state
+        self._machine.step(SenderEvent.PEER_ABORTED)
+        if before is self.state:
+            return
+        default = TransferFailed("the decode worker gave the transfer up", code="peer_aborted")
+        self._stop(abort.error or default, now)
+        self._say_abort(None)
+        self._drain()
+
+    def peer_lost(self, error: MeshError, now: float) -> None:
+        """The pair is gone; its endpoint is being closed, which settles every send."""
+        if self.is_over or self.state is SenderState.LOSING:
+            return
+        if self._machine.step(SenderEvent.PEER_LOST) is SenderState.LOSING:
+            self._stop(error, now)
+            self._drain()
+
+    # --- events of the shell ---
+
+    def slot_given(self, slot: int, now: float) -> None:
+        """A staging slot for the next frame; only while ``can_send``."""
+        grant = self._grant
+        if grant is None or not self.can_send:
+            raise LocalProtocolError("a slot was given to a transfer that cannot send")
+        frame = self._frames[self._next_frame]
+        self._next_frame += 1
+        if not self._in_flight and self._acked == frame.idx:
+            self._progress_at = now  # nobody owed anything until now
+        self._in_flight[frame.idx] = slot
+        self._effects.append(
+            GatherAndSend(
+                self.key,
+                self.link,
+                grant.transfer_id,
+                grant.epoch,
+                grant.tag_base + frame.idx,
+                frame,
+                slot,
+            )
+        )
+
+    def send_settled(self, frame_idx: int, error: MeshError | None, now: float) -> int:
+        """A send will not touch its slot again; returns that slot. error: it did not go through."""
+        self._machine.step(SenderEvent.SEND_SETTLED)
+        slot = self._in_flight.pop(frame_idx, None)
+        if slot is None:
+            raise LocalProtocolError(f"frame {frame_idx} settled without being sent")
+        if error is None:
+            self._made_progress(now)
+        elif self.state in (SenderState.PUSHING, SenderState.COMMITTING):
+            self.gave_up(error, now)
+        self._drain()
+        return slot
+
+    def tick(self, now: float) -> None:
+        """Look at the clock."""
+        if self.deadline_at is None or now < self.deadline_at:
+            return
+        match self.state:
+            case SenderState.OPENING:
+                self.gave_up(TransferFailed("the decode worker did not answer in time"), now)
+            case SenderState.WITHDRAWING:
+                self._progress_at = now
+                self._effects.append(CloseLink(self.link, "the decode worker answers no open"))
+            case SenderState.PUSHING | SenderState.COMMITTING:
+                self.gave_up(TransferFailed("the transfer makes no progress", code="stalled"), now)
+            case _:
+                self._progress_at = now
+                self._effects.append(CloseLink(self.link, "a transfer that ended does not settle"))
+
+    # --- inside ---
+
+    def _announce(self, span: _SpanState) -> None:
+        grant = self._grant
+        assert grant is not None
+        frames = plan_frames(
+            self._rule,
+            span.start,
+            span.stop,
+            skip=grant.skip_tokens,
+            first_idx=len(self._frames),
+        )
+        if len(self._frames) + len(frames) > MAX_FRAMES:
+            raise LocalProtocolError("one transfer takes too many frames; raise group_bytes")
+        self._frames += frames
+        self._span_of_frame += [span] * len(frames)
+        self._say(Span(grant.transfer_id, span.start, span.stop))
+
+    def _say_commit(self, now: float) -> None:
+        assert self._grant is not None
+        assert self._commit_token is not None
+        self._progress_at = now
+        self._say(Commit(self._grant.transfer_id, self._commit_token, len(self._frames)))
+
+    def _say_abort(self, error: MeshError | None) -> None:
+        assert self._grant is not None
+        self._say(Abort(self._grant.transfer_id, error, self._next_frame))
+
+    def _say(self, message: PushMessage) -> None:
+        self._effects.append(SendMessage(self.link, message))
+
+    def _made_progress(self, now: float) -> None:
+        if self.state in (SenderState.PUSHING, SenderState.COMMITTING):
+            self._progress_at = now
+
+    def _stop(self, error: MeshError | None, now: float) -> None:
+        if self._error is None and self._is_needed:
+            self._error = error
+            self._is_needed = error is not None
+        self._progress_at = now
+
+    def _drain(self) -> None:
+        """Move on if nothing is in flight in a state that waits for that."""
+        waits = (SenderState.FINISHING, SenderState.ABORTING, SenderState.LOSING)
+        if self.state in waits and not self._in_flight:
+            self._machine.step(SenderEvent.DRAINED)
+            self._end()
+
+    def _end(self) -> None:
+        if not self._is_ended:
+            self._is_ended = True
+            self._effects.append(EndTransfer(self.key, self._error, self._is_needed))

@@ -1,0 +1,245 @@
+"""All transfers of one prefill process: who gets the next staging slot, and which message is whose.
+
+Staging slots are few and shared. A transfer that can send queues for one slot at a time, so slots
+go round all transfers and none waits forever: a slot is held only by a frame for which decode has
+posted a receive, so it comes home without help from any other transfer.
+
+    slots = free + in flight          (``check_integrity``)
+
+Pure. The shell is services/prefill/pusher.py.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shared.errors import InvariantViolated, LocalProtocolError, MeshError, RemoteProtocolError
+from shared.ids import TransferId
+from shared.transfer.effects import SenderEffect, SenderTiming
+from shared.transfer.messages import (
+    Abort,
+    Ack,
+    Credit,
+    Grant,
+    LinkId,
+    PushReply,
+    Refused,
+    TransferKey,
+)
+from shared.transfer.plan import FrameRule, PushMode
+from shared.transfer.sender import Sender
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SenderStatistics:
+    """num_late: messages about transfers that had ended here; they crossed something on the way."""
+
+    num_transfers: int
+    num_free_slots: int
+    num_late: int
+
+
+class Senders:
+    """Every method is an event and returns the effects, in the order in which to perform them.
+
+    Events of the step loop about a transfer that has ended return nothing: the caller learns of
+    the end from ``EndTransfer``, and may not have seen it yet.
+    """
+
+    def __init__(self, *, num_slots: int, timing: SenderTiming | None = None) -> None:
+        if num_slots < 1:
+            raise LocalProtocolError("a prefill worker needs at least one staging slot")
+        self._num_slots = num_slots
+        self._timing = timing or SenderTiming()
+        self._free_slots = list(range(num_slots))
+        self._rules: dict[LinkId, FrameRule] = {}
+        self._senders: dict[TransferKey, Sender] = {}
+        self._by_id: dict[tuple[LinkId, TransferId], Sender] = {}
+        self._queue: OrderedDict[TransferKey, Sender] = OrderedDict()
+        self._effects: list[SenderEffect] = []
+        self._num_late = 0
+        self._next_tick_at: float | None = None
+
+    # --- links ---
+
+    def link_up(self, link: LinkId, rule: FrameRule) -> None:
+        """A pair is ready; ``rule`` is what its handshake agreed on."""
+        self._rules[link] = rule
+
+    def link_lost(self, link: LinkId, error: MeshError, now: float) -> list[SenderEffect]:
+        """A pair is gone: all its transfers end, each with ``error``."""
+        self._rules.pop(link, None)
+        for sender in [sender for sender in self._senders.values() if sender.link == link]:
+            sender.peer_lost(error, now)
+            self._settle(sender, now)
+        return self._take(now)
+
+    # --- the step loop ---
+
+    def begin(
+        self, key: TransferKey, link: LinkId, num_tokens: int, now: float
+    ) -> list[SenderEffect]:
+        """Open a transfer. Raises LocalProtocolError: no such link, or this attempt has one."""
+        if key in self._senders or link not in self._rules:
+            raise LocalProtocolError("a transfer needs a live link, once per attempt")
+        sender = Sender(key, link, self._rules[link], num_tokens, self._timing, self._effects)
+        self._senders[key] = sender
+        sender.open(now)
+        self._settle(sender, now)
+        return self._take(now)
+
+    def span_planned(
+        self,
+        key: TransferKey,
+        start: int,
+        stop: int,
+        mode: PushMode,
+        now: float,
+        *,
+        is_cached: bool = False,
+    ) -> list[SenderEffect]:
+        """See ``Sender.span_planned``."""
+        return self._local(
+            key, now, lambda sender: sender.span_planned(start, stop, mode, is_cached=is_cached)
+        )
+
+    def layers_ready(self, key: TransferKey, num_layers: int, now: float) -> list[SenderEffect]:
+        """See ``Sender.layers_ready``."""
+        return self._local(key, now, lambda sender: sender.layers_ready(num_layers))
+
+    def span_computed(self, key: TransferKey, now: float) -> list[SenderEffect]:
+        """See ``Sender.span_computed``."""
+        return self._local(key, now, lambda sender: sender.span_computed())
+
+    def commit(self, key: TransferKey, first_token: int, now: float) -> list[SenderEffect]:
+        """See ``Sender.commit``."""
+        return self._local(key, now, lambda sender: sender.commit(first_token, now))
+
+    def give_up(self, key: TransferKey, error: MeshError | None, now: float) -> list[SenderEffect]:
+        """Abort one transfer; None = it is not needed."""
+        return self._local(key, now, lambda sender: sender.gave_up(error, now))
+
+    # --- the peer and the shell ---
+
+    def message(self, link: LinkId, message: PushReply, now: float) -> list[SenderEffect]:
+        """Decode said something. A message about no transfer of this link is late and dropped."""
+        match message:
+            case Grant(key=key) | Refused(key=key):
+                sender = self._senders.get(key)
+            case Credit(transfer_id=id_) | Ack(transfer_id=id_) | Abort(transfer_id=id_):
+                sender = self._by_id.get((link, id_))
+        if sender is None or sender.link != link:
+            self._num_late += 1
+            return []
+        try:
+            match message:
+                case Grant():
+                    sender.granted(message, now)
+                case Refused():
+                    sender.refused(message.error)
+                case Credit():
+                    sender.credit_raised(message, now)
+                case Ack():
+                    sender.acked(message, now)
+                case Abort():
+                    sender.peer_aborted(message, now)
+        except RemoteProtocolError as error:
+            self._know(sender)
+            sender.gave_up(error, now)
+        self._settle(sender, now)
+        return self._take(now)
+
+    def send_settled(
+        self, key: TransferKey, frame_idx: int, error: MeshError | None, now: float
+    ) -> list[SenderEffect]:
+        """The answer to one GatherAndSend. error: None = the transport took the whole frame."""
+        sender = self._senders.get(key)
+        if sender is None:
+            raise LocalProtocolError("a send settled after its transfer was over")
+        self._free_slots.append(sender.send_settled(frame_idx, error, now))
+        self._settle(sender, now)
+        return self._take(now)
+
+    def tick(self, now: float) -> list[SenderEffect]:
+        """Look at the clock; needed at ``next_tick_at``, harmless at any time."""
+        self._next_tick_at = None
+        for sender in list(self._senders.values()):
+            sender.tick(now)
+            self._settle(sender, now)
+        return self._take(now)
+
+    @property
+    def next_tick_at(self) -> float | None:
+        """No deadline passes before this; None = there is none. May be earlier than needed."""
+        return self._next_tick_at
+
+    # --- looking ---
+
+    def is_live(self, key: TransferKey) -> bool:
+        """Whether this attempt has a transfer that is not over."""
+        return key in self._senders
+
+    def statistics(self) -> SenderStatistics:
+        """Counts for metrics and tests."""
+        return SenderStatistics(
+            num_transfers=len(self._senders),
+            num_free_slots=len(self._free_slots),
+            num_late=self._num_late,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise InvariantViolated unless every slot is free or in flight, exactly once."""
+        in_flight = [slot for sender in self._senders.values() for slot in sender.slots_in_use]
+        if sorted(in_flight + self._free_slots) != list(range(self._num_slots)):
+            raise InvariantViolated(
+                f"{self._num_slots} slots != {len(self._free_slots)} free "
+                f"+ {len(in_flight)} in flight"
+            )
+        for sender in self._senders.values():
+            if sender.can_send and self._free_slots:
+                raise InvariantViolated("a transfer can send and a slot is free, but nothing goes")
+
+    # --- inside ---
+
+    def _local(
+        self, key: TransferKey, now: float, event: Callable[[Sender], None]
+    ) -> list[SenderEffect]:
+        sender = self._senders.get(key)
+        # After the end of blocks' use the caller may not have looked yet; nothing is wrong.
+        if sender is None or sender.is_ended:
+            return []
+        event(sender)
+        self._settle(sender, now)
+        return self._take(now)
+
+    def _know(self, sender: Sender) -> None:
+        if sender.transfer_id is not None:
+            self._by_id[sender.link, sender.transfer_id] = sender
+
+    def _settle(self, sender: Sender, now: float) -> None:
+        """After any event of a sender: index it, forget it, or let it queue; note its deadline."""
+        if sender.is_over:
+            self._senders.pop(sender.key, None)
+            self._queue.pop(sender.key, None)
+            if sender.transfer_id is not None:
+                self._by_id.pop((sender.link, sender.transfer_id), None)
+            return
+        self._know(sender)
+        if sender.can_send and sender.key not in self._queue:
+            self._queue[sender.key] = sender
+        deadline_at = sender.deadline_at
+        if deadline_at is not None and (
+            self._next_tick_at is None or deadline_at < self._next_tick_at
+        ):
+            self._next_tick_at = deadline_at
+
+    def _take(self, now: float) -> list[SenderEffect]:
+        while self._free_slots and self._queue:
+            _, sender = self._queue.popitem(last=False)
+            if sender.can_send:
+                sender.slot_given(self._free_slots.pop(), now)
+                self._settle(sender, now)
+        effects, self._effects[:] = list(self._effects), []
+        return effects

@@ -1,0 +1,123 @@
+"""No request ever reads another's KV: transfers cancelled at random moments, over real UCX.
+
+Blocks are far too few for the demand, so what one request gives back is written for the next at
+once; every word of KV says whose it is. The counter-test turns the fence off and must see the
+damage: it proves that the first test could fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from tests.support.ucx_peer import Peer, a_peer
+
+pytestmark = [pytest.mark.ucx, pytest.mark.process]
+
+LANES = {"sysv": "^posix", "tcp": "tcp"}
+WORDS = 256  # one token, one layer: 2 x 2 KiB
+
+
+@contextlib.asynccontextmanager
+async def a_push_pair(
+    lane: str, *, seed: int, fencing: bool = True, cancel_share: float = 0.35, **more: Any
+) -> AsyncIterator[tuple[Peer, Peer]]:
+    """Two processes, paired; prefill first."""
+    config: dict[str, Any] = {
+        "words": WORDS,
+        "num_slots": 6,
+        "max_frame_bytes": (256 << 10) + 64,
+        "group_bytes": 128 << 10,
+        "cancel_share": cancel_share,
+        **more,
+    }
+
+    def program(role: str) -> dict[str, str]:
+        text = f"from tests.support.kv_push_peer import main; main({role!r})"
+        return {"PEER_PROGRAM": text, "UCX_TLS": LANES[lane]}
+
+    async with a_peer(**program("decode")) as decode, a_peer(**program("prefill")) as prefill:
+        port = await decode.ask(
+            "start", seed=seed, num_blocks=24, fencing=fencing, cancel_after_s=0.01, **config
+        )
+        seen = await prefill.ask("start", seed=seed + 1, num_blocks=40, port=port, **config)
+        assert seen.split("/")[0] == lane
+        yield prefill, decode
+
+
+async def many_transfers(lane: str, *, count: int, seed: int) -> None:
+    """Push, cancel and reuse; then everything must be home and nothing foreign read."""
+    async with a_push_pair(lane, seed=seed) as (prefill, decode):
+        for _ in range(count // 500):
+            pushed = await prefill.ask("push", count=500, at_once=12)
+        received = await decode.ask("finish")
+        left = await prefill.ask("finish")
+    print(lane, pushed, received)
+    assert received["foreign_words"] == 0
+    assert "frame_header" not in received["failures"]
+    assert "frame_digest" not in received["failures"]
+    # The run means something: many were placed, many were cancelled with frames in flight.
+    assert received["placed"] >= count // 4
+    assert received["cancelled"] >= count // 10
+    assert received["quarantined"] >= count // 20
+    # Everything is home, and no pair had to be closed for it.
+    assert received["blocks_home"]
+    assert received["free_slots"] == 6
+    assert received["unsettled"] == 0
+    assert pushed["blocks_home"]
+    assert pushed["links"] == 1
+    assert left == {"transfers": 0, "free_slots": 6}
+
+
+@pytest.mark.parametrize("lane", LANES)
+async def test_a_thousand_cancelled_transfers_mix_no_kv(lane: str) -> None:
+    """1,000 transfers, many cancelled by either side: no foreign KV, no block or slot lost."""
+    await many_transfers(lane, count=1_000, seed=11)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lane", LANES)
+async def test_ten_thousand_cancelled_transfers_mix_no_kv(lane: str) -> None:
+    """The same with 10,000."""
+    await many_transfers(lane, count=10_000, seed=12)
+
+
+@pytest.mark.parametrize("lane", LANES)
+async def test_without_the_fence_foreign_kv_is_read(lane: str) -> None:
+    """Blocks that are freed while a frame is still being placed are overwritten, and that shows."""
+    big = {"words": 2048, "max_frame_bytes": (2 << 20) + 64, "group_bytes": 2 << 20}
+    async with a_push_pair(lane, seed=13, fencing=False, **big) as (prefill, decode):
+        for _ in range(20):
+            await prefill.ask("push", count=100, at_once=12)
+            if await decode.ask("count_foreign_words"):
+                break
+        received = await decode.ask("finish")
+        await prefill.ask("finish")
+    damaged = {"frame_header", "frame_digest"} & set(received["failures"])
+    assert received["foreign_words"] > 0 or damaged
+
+
+@pytest.mark.parametrize("lane", LANES)
+async def test_a_stopped_prefill_costs_no_block_and_comes_back(lane: str) -> None:
+    """SIGSTOP amid pushes: 3 s of silence free decode's blocks; after SIGCONT the pair is new."""
+    async with a_push_pair(lane, seed=14, cancel_share=0.0) as (prefill, decode):
+        await prefill.ask("push", count=20, at_once=12)
+        await prefill.tell("push", count=400, at_once=12)
+        await decode.ask("wait_busy")
+        prefill.signal(signal.SIGSTOP)
+        stopped = await decode.ask("wait_home")
+        prefill.signal(signal.SIGCONT)
+        pushed = await prefill.answer()
+        received = await decode.ask("finish")
+        await prefill.ask("finish")
+    assert stopped["blocks_home"]
+    assert stopped["free_slots"] == 6
+    assert pushed["links"] >= 2
+    assert pushed["blocks_home"]
+    assert received["foreign_words"] == 0
+    assert received["blocks_home"]
+    assert received["placed"] > stopped["placed"]

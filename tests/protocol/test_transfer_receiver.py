@@ -1,0 +1,394 @@
+"""Decode's end of a transfer: whole effect lists for every turn it can take."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+
+from shared.errors import (
+    InvariantViolated,
+    LeaseLost,
+    LocalProtocolError,
+    NoBlocks,
+    RemoteProtocolError,
+    TransferFailed,
+    WorkerLost,
+)
+from shared.ids import Incarnation, RequestId, TransferId
+from shared.kv.layout import KvLayout
+from shared.transfer.effects import (
+    CancelReceive,
+    CloseLink,
+    HandOver,
+    QuarantineLease,
+    ReleaseLease,
+    ReportFailure,
+    SendReply,
+    VerifyAndPlace,
+)
+from shared.transfer.messages import Abort, Ack, Commit, Credit, LinkId, Refused, Span, TransferKey
+from shared.transfer.plan import MAX_FRAMES, FrameRule
+from shared.transfer.receivers import Receivers, TagRanges
+
+LINK = LinkId(1)
+KEY = TransferKey(RequestId(b"r" * 16), 0)
+OTHER = TransferKey(RequestId(b"s" * 16), 0)
+RULE = FrameRule(
+    layout=KvLayout(dtype="uint8", num_layers=3, num_kv_heads=1, head_dim=4),
+    group_bytes=1,
+    max_frame_bytes=64 + 64,
+)
+GONE = WorkerLost("gone")
+BAD = TransferFailed("damaged", code="frame_digest")
+
+
+class End:
+    """All receivers of one process, with time in its hand."""
+
+    def __init__(self, num_slots: int = 8, **options: Any) -> None:
+        rng = random.Random(1)
+        self.core = Receivers(
+            num_slots=num_slots,
+            tags=TagRanges(rng.randbytes),
+            random_bytes=rng.randbytes,
+            **options,
+        )
+        self.core.link_up(LINK, Incarnation(1), RULE)
+        self.now = 100.0
+        self.id = TransferId(b"")
+        self.tag_base = 0
+
+    def granted(self, num_tokens: int = 4, skip: int = 0, key: TransferKey = KEY) -> End:
+        assert self.core.opened(LINK, key, self.now)
+        (effect,) = self.core.attached(key, num_tokens, skip, self.now)
+        self.id, self.tag_base = effect.message.transfer_id, effect.message.tag_base
+        return self
+
+    def receiving(self, num_tokens: int = 4) -> End:
+        """Granted, and one span of all tokens announced: three frames of one layer each."""
+        self.granted(num_tokens)
+        self.say(Span(self.id, 0, num_tokens))
+        return self
+
+    def say(self, message: Any) -> list[Any]:
+        return self.core.message(LINK, message, self.now)
+
+    def arrive(self, frame_idx: int, error: Any = None, key: TransferKey = KEY) -> list[Any]:
+        return self.core.receive_settled(key, frame_idx, error, self.now)
+
+    def place(self, frame_idx: int, error: Any = None, key: TransferKey = KEY) -> list[Any]:
+        return self.core.frame_placed(key, frame_idx, error, self.now)
+
+    def come(self, frame_idx: int) -> list[Any]:
+        """Arrive and be placed."""
+        (order,) = self.arrive(frame_idx)
+        assert isinstance(order, VerifyAndPlace)
+        return self.place(frame_idx)
+
+    def abort(self) -> list[Any]:
+        return self.core.give_up(KEY, TransferFailed("cancelled"), self.now)
+
+    def later(self, seconds: float) -> list[Any]:
+        self.now += seconds
+        return self.core.tick(self.now)
+
+    @property
+    def free_slots(self) -> int:
+        self.core.check_integrity()
+        return self.core.statistics().num_free_slots
+
+
+def kinds(effects: list[Any]) -> list[str]:
+    """Names of effects; for replies the name of the message."""
+    return [type(e.message if isinstance(e, SendReply) else e).__name__ for e in effects]
+
+
+def test_a_whole_transfer():
+    """Open, grant, span, receives, credit, arrival, receipts in frame order, commit, hand-over."""
+    end = End()
+    assert end.core.opened(LINK, KEY, end.now)
+    (granting,) = end.core.attached(KEY, 4, 0, end.now)
+    grant = granting.message
+    assert (grant.key, grant.epoch, grant.skip_tokens) == (KEY, 1, 0)
+    end.now += 1
+    *posts, credit = end.say(Span(grant.transfer_id, 0, 4))
+    assert [(p.frame.idx, p.tag) for p in posts] == [(i, grant.tag_base + i) for i in range(3)]
+    assert len({post.slot for post in posts}) == 3
+    assert credit == SendReply(LINK, Credit(grant.transfer_id, 3))
+    end.now += 1
+    (order,) = end.arrive(1)
+    assert order == VerifyAndPlace(KEY, grant.transfer_id, 1, posts[1].frame, posts[1].slot)
+    assert end.place(1) == []  # frame 0 is not placed
+    assert end.say(Commit(grant.transfer_id, 7, 3)) == []
+    assert end.come(0) == [SendReply(LINK, Ack(grant.transfer_id, 2, done=False))]
+    done, hand_over = end.come(2)
+    assert done == SendReply(LINK, Ack(grant.transfer_id, 3, done=True))
+    num_bytes = sum(post.frame.num_bytes for post in posts)
+    assert hand_over == HandOver(KEY, 7, num_bytes, 3, 1.0)
+    assert not end.core.is_live(KEY)
+    assert end.free_slots == 8
+
+
+def test_the_commit_may_be_last():
+    """All frames are here before the commit: it completes the transfer."""
+    end = End().receiving()
+    for frame_idx in range(3):
+        end.come(frame_idx)
+    assert kinds(end.say(Commit(end.id, 7, 3))) == ["Ack", "HandOver"]
+
+
+def test_a_prompt_that_is_all_cached_needs_no_frame():
+    """Skip everything: the commit alone hands over."""
+    end = End().granted(skip=4)
+    assert end.say(Span(end.id, 0, 4)) == []
+    assert kinds(end.say(Commit(end.id, 7, 0))) == ["Ack", "HandOver"]
+
+
+def test_an_open_waits_for_its_reservation_and_not_for_ever():
+    """Either leg may come first; after 5 s without a reservation prefill is refused."""
+    end = End()
+    assert end.core.opened(LINK, KEY, end.now)
+    assert not end.core.opened(LINK, KEY, end.now)  # a repetition
+    assert end.core.waiting_open(KEY) is not None
+    assert end.later(4.9) == []
+    (effect,) = end.later(0.1)
+    assert isinstance(effect.message, Refused)
+    assert isinstance(effect.message.error, LeaseLost)
+    assert end.core.waiting_open(KEY) is None
+    with pytest.raises(LocalProtocolError):
+        end.core.attached(KEY, 4, 0, end.now)
+
+
+def test_a_refusal_carries_the_lease_sides_reason():
+    """And nothing is kept."""
+    end = End()
+    end.core.opened(LINK, KEY, end.now)
+    no = NoBlocks("full")
+    assert end.core.refused(KEY, no, end.now) == [SendReply(LINK, Refused(KEY, no))]
+    assert end.core.refused(KEY, no, end.now) == []
+
+
+def test_cancelling_a_waiting_open_refuses_it():
+    """The lease side's cancel works before the grant, too."""
+    end = End()
+    end.core.opened(LINK, KEY, end.now)
+    assert kinds(end.abort()) == ["Refused"]
+    assert end.abort() == []
+
+
+def test_slots_go_round_within_a_window():
+    """Two transfers share four slots; neither holds more than its window."""
+    end = End(num_slots=4, window=3)
+    end.granted()
+    first = end.id
+    posts = end.say(Span(first, 0, 4))
+    assert kinds(posts) == ["PostReceive"] * 3 + ["Credit"]
+    end.granted(key=OTHER)
+    second = end.id
+    posts = end.say(Span(second, 0, 4))
+    assert [(p.key, p.frame.idx) for p in posts[:-1]] == [(OTHER, 0)]
+    assert posts[-1].message == Credit(second, 1)
+    end.arrive(0)
+    ack, post, credit = end.place(0)
+    assert ack.message == Ack(first, 1, done=False)
+    assert (post.key, post.frame.idx) == (OTHER, 1)  # it has waited longest
+    assert credit.message == Credit(second, 2)
+    assert end.free_slots == 0
+
+
+def test_a_local_abort_waits_for_what_prefill_has_sent():
+    """Receives are not cancelled before prefill says which frames are coming: those land."""
+    end = End().receiving()
+    assert kinds(end.abort()) == ["Abort", "QuarantineLease"]
+    assert end.abort() == []
+    assert end.say(Abort(end.id, None, frames=1)) == [CancelReceive(KEY, 1), CancelReceive(KEY, 2)]
+    assert end.free_slots == 5
+    assert end.arrive(1, GONE) == []
+    assert end.arrive(2, GONE) == []
+    assert end.free_slots == 7
+    assert end.arrive(0) == [ReleaseLease(KEY)]  # it landed, and is thrown away
+    assert end.free_slots == 8
+    assert not end.core.is_live(KEY)
+
+
+def test_blocks_stay_fenced_while_a_copy_runs():
+    """A frame that is being placed writes into the blocks: they are not free before it ends."""
+    end = End().receiving()
+    end.arrive(0)
+    end.say(Abort(end.id, None, frames=1))
+    end.arrive(1, GONE)
+    assert end.arrive(2, GONE) == []
+    assert end.core.statistics().num_quarantined_slots == 1
+    assert end.place(0) == [ReleaseLease(KEY)]
+
+
+def test_an_abort_of_prefill_is_reported_unless_it_is_clean():
+    """A clean end releases the lease without an error; a failure is told to the lease side."""
+    clean = End().granted()
+    assert clean.say(Abort(clean.id, None)) == [ReleaseLease(KEY)]
+    failed = End().granted()
+    error = TransferFailed("engine")
+    assert failed.say(Abort(failed.id, error)) == [ReportFailure(KEY, error), ReleaseLease(KEY)]
+
+
+def test_a_lost_pair_fails_its_transfers_and_forgets_its_opens():
+    """Posted receives settle as the endpoint closes; then the blocks are free."""
+    end = End().receiving()
+    end.core.opened(LINK, OTHER, end.now)
+    effects = end.core.link_lost(LINK, GONE, end.now)
+    assert effects == [ReportFailure(KEY, GONE), QuarantineLease(KEY)]
+    assert end.core.waiting_open(OTHER) is None
+    assert not end.core.opened(LINK, OTHER, end.now)
+    end.arrive(0, GONE)
+    end.arrive(1, GONE)
+    assert end.arrive(2, GONE) == [ReleaseLease(KEY)]
+
+
+def test_a_damaged_frame_fails_the_transfer():
+    """Nothing of it is acknowledged, prefill is told, the lease side, too."""
+    end = End().receiving()
+    end.arrive(0)
+    assert kinds(end.place(0, BAD)) == ["Abort", "ReportFailure", "QuarantineLease"]
+    assert end.arrive(1) == []  # what lands now is thrown away
+
+
+def test_a_frame_that_is_lost_fails_the_transfer():
+    """A receive that fails without being cancelled."""
+    end = End().receiving()
+    assert kinds(end.arrive(0, GONE)) == ["Abort", "ReportFailure", "QuarantineLease"]
+
+
+def test_what_does_not_settle_closes_the_pair():
+    """After 5 s the endpoint is closed; the blocks stay quarantined until that has helped."""
+    end = End().receiving()
+    end.abort()
+    assert end.later(4.9) == []
+    for _ in range(2):
+        (close,) = end.later(5.0)
+        assert isinstance(close, CloseLink)
+    assert end.core.is_live(KEY)
+    end.core.link_lost(LINK, GONE, end.now)
+    for frame_idx in range(3):
+        effects = end.arrive(frame_idx, GONE)
+    assert effects == [ReleaseLease(KEY)]
+
+
+def test_a_frame_that_never_comes_fails_the_transfer():
+    """30 s of silence on a posted frame, though the peer lives."""
+    end = End().receiving()
+    end.later(29.0)
+    end.come(0)
+    assert end.later(29.0) == []
+    assert kinds(end.later(1.0)) == ["Abort", "ReportFailure", "QuarantineLease"]
+
+
+def test_nobody_waits_for_a_prompt_that_queues():
+    """Before a span is announced there is no timer: prefill's heartbeats speak for it."""
+    end = End().granted()
+    assert end.later(1e6) == []
+
+
+def broken(end: End) -> list[Any]:
+    """Messages that break the rules, for a transfer of 4 tokens with [0, 2) announced."""
+    return [
+        Span(end.id, 1, 3),  # overlaps
+        Span(end.id, 3, 4),  # leaves a hole
+        Span(end.id, 2, 5),  # beyond the prompt
+        Span(end.id, 2, 2),  # empty
+        Commit(end.id, 7, 3),  # not everything is announced
+    ]
+
+
+@pytest.mark.parametrize("which", range(5))
+def test_a_peer_that_breaks_the_rules_loses_this_transfer_only(which: int):
+    """It is aborted as a protocol error, and the lease side hears why."""
+    end = End().granted()
+    end.say(Span(end.id, 0, 2))
+    abort, report, *_ = end.say(broken(end)[which])
+    assert isinstance(abort.message.error, RemoteProtocolError)
+    assert isinstance(report.error, RemoteProtocolError)
+
+
+@pytest.mark.parametrize("num_frames", [2, 4])
+def test_both_ends_must_count_the_same_frames(num_frames: int):
+    """A commit with another count is a violation."""
+    end = End().receiving()
+    assert kinds(end.say(Commit(end.id, 7, num_frames)))[:2] == ["Abort", "ReportFailure"]
+
+
+def test_a_commit_before_any_span_breaks_the_rules():
+    """So the table says: RESERVED knows no commit."""
+    end = End().granted()
+    assert kinds(end.say(Commit(end.id, 7, 0))) == ["Abort", "ReportFailure", "ReleaseLease"]
+
+
+def test_repeated_messages_change_nothing():
+    """The last span and the commit may come twice; a new span after the commit may not."""
+    end = End().receiving()
+    assert end.say(Span(end.id, 0, 4)) == []
+    assert end.say(Commit(end.id, 7, 3)) == []
+    assert end.say(Commit(end.id, 7, 3)) == []
+    assert end.say(Span(end.id, 0, 4)) == []
+    assert kinds(end.say(Commit(end.id, 8, 3)))[:1] == ["Abort"]
+
+
+def test_late_and_foreign_messages_are_dropped_and_counted():
+    """A transfer that is over, or another link's, cannot be named."""
+    end = End().granted()
+    assert end.core.message(LinkId(2), Abort(end.id, GONE), end.now) == []
+    assert end.say(Commit(TransferId(b"?" * 16), 7, 0)) == []
+    assert end.core.statistics().num_late == 2
+    assert end.core.is_live(KEY)
+
+
+def test_tags_are_never_reused():
+    """Every transfer has its own range, from a random start."""
+    end = End()
+    bases = []
+    for number in range(50):
+        end.granted(key=TransferKey(RequestId(number.to_bytes(16, "little")), 0))
+        bases.append(end.tag_base)
+    assert all(b - a == MAX_FRAMES for a, b in itertools.pairwise(bases))
+    assert bases[-1] + MAX_FRAMES < 1 << 64
+    assert TagRanges(random.Random(2).randbytes).take() != bases[0]
+
+
+def test_epochs_grow():
+    """A later grant has a greater epoch than every earlier one."""
+    end = End()
+    end.core.opened(LINK, KEY, end.now)
+    (first,) = end.core.attached(KEY, 4, 0, end.now)
+    end.core.opened(LINK, OTHER, end.now)
+    (second,) = end.core.attached(OTHER, 4, 0, end.now)
+    assert second.message.epoch > first.message.epoch
+    assert second.message.transfer_id != first.message.transfer_id
+
+
+def test_an_operation_that_settles_twice_is_our_bug():
+    """With the fence, nothing can settle after its transfer is over."""
+    end = End().receiving()
+    end.come(0)
+    with pytest.raises(LocalProtocolError):
+        end.arrive(0)
+    with pytest.raises(LocalProtocolError):
+        end.place(0, key=OTHER)
+
+
+def test_the_integrity_check_sees_a_lost_slot():
+    """The arithmetic stands in the message."""
+    end = End()
+    end.core._free_slots.pop()
+    with pytest.raises(InvariantViolated, match="8 slots != 7 free"):
+        end.core.check_integrity()
+
+
+def test_without_the_fence_everything_is_free_at_once():
+    """What the switch does: the mistake that the safety tests must see."""
+    end = End(fencing=False).receiving()
+    end.arrive(0)
+    assert kinds(end.abort()) == ["Abort", "CancelReceive", "CancelReceive", "ReleaseLease"]
+    assert end.free_slots == 8
+    assert end.place(0) == end.arrive(1) == []

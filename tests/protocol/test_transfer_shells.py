@@ -1,0 +1,486 @@
+"""The shells of a KV push, prefill and decode, over the loopback transport in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.prefill.pusher import PushStats
+from shared.errors import MeshError, ShuttingDown, TransferFailed, WorkerLost
+from shared.ids import Incarnation
+from shared.rpc.heartbeat_stream import MAX_OUTBOX, HeartbeatStream
+from shared.rpc.join import DecodePeer
+from shared.transport.loopback import LoopbackFabric, LoopbackSettings, LoopbackTransport
+from tests.support.transfer_ends import (
+    ADDRESS,
+    Ends,
+    in_virtual_time,
+    key_of,
+    num_tokens_of,
+    running_ends,
+)
+
+LONG = next(n for n in range(1000) if num_tokens_of(n, 16) == 16)
+"""A request with the longest prompt."""
+
+
+@in_virtual_time
+async def test_kv_arrives_bit_for_bit():
+    """A prompt pushed layer by layer is in decode's blocks, and both ends count the same bytes."""
+    async with running_ends(LoopbackFabric().open) as ends:
+        stats = await ends.prefill.push(LONG)
+        await ends.settled()
+        assert ends.decode.num_placed == 1
+        assert stats.num_frames > 1
+        assert stats.mode == "layerwise"
+        assert stats.lane == "loopback"
+        assert stats.exposed_s >= 0
+        assert stats.transfer_s > 0
+        ends.check_all_home()
+
+
+@in_virtual_time
+async def test_many_at_once_share_few_slots():
+    """40 transfers through four slots on each side; none is starved, none is mixed."""
+    async with running_ends(LoopbackFabric().open, prefill_blocks=24, decode_blocks=24) as ends:
+        async with asyncio.TaskGroup() as tasks:
+            for request in range(40):
+                tasks.create_task(ends.prefill.push(request))
+        await ends.settled()
+        assert ends.decode.num_placed == 40
+        ends.check_all_home()
+
+
+@in_virtual_time
+async def test_what_decode_has_is_not_sent():
+    """Tokens below skip stay home; a prompt that decode has whole takes no frame at all."""
+    async with running_ends(LoopbackFabric().open) as ends:
+        ends.decode.skip = lambda request: 8
+        some = await ends.prefill.push(LONG)
+        ends.decode.skip = lambda request: num_tokens_of(request, 16)
+        nothing = await ends.prefill.push(LONG + 1)
+        await ends.settled()
+        assert 0 < some.num_bytes < 16 * ends.prefill.engine.layout.token_bytes
+        assert nothing.num_frames == 0
+        assert nothing.mode == "none"
+        assert ends.decode.num_placed == 2
+        ends.check_all_home()
+
+
+@in_virtual_time
+async def test_prefill_may_be_first():
+    """An open waits for its reservation, which comes later."""
+    async with running_ends(LoopbackFabric().open) as ends:
+        ends.decode.is_reserving = False
+        table = await ends.prefill.take(LONG)
+        handle = ends.prefill.begin(LONG, table)
+        ends.prefill.compute_all(LONG, table, handle)
+        while not ends.receiver.statistics().num_waiting:
+            await asyncio.sleep(0.001)
+        ends.decode.reserve(key_of(LONG))
+        ends.receiver.lease_granted(key_of(LONG))
+        assert (await handle.wait()).num_frames > 1
+        ends.prefill.give_back(table)
+        await ends.settled()
+        ends.check_all_home()
+
+
+@in_virtual_time
+async def test_a_refusal_reaches_the_caller():
+    """Decode's reason is what ``wait`` raises; attaching twice is such a reason."""
+    async with running_ends(LoopbackFabric().open) as ends:
+        await ends.prefill.push(LONG)
+        with pytest.raises(TransferFailed, match="attached before"):
+            await ends.prefill.push(LONG)
+        await ends.settled()
+        ends.check_all_home()
+
+
+@in_virtual_time
+async def test_an_answer_that_needs_no_decode_ends_clean():
+    """abort(None): stats without bytes, and decode's lease goes without an error."""
+    async with running_ends(LoopbackFabric().open) as ends:
+        table = await ends.prefill.take(LONG)
+        handle = ends.prefill.begin(LONG, table)
+        handle.span(0, 6)
+        handle.span_computed()
+        handle.abort(None)
+        handle.abort(TransferFailed("too late to matter"))
+        assert await handle.wait() == PushStats()
+        ends.prefill.give_back(table)
+        await ends.settled()
+        assert ends.decode.failures == []
+        ends.check_all_home()
+
+
+@pytest.mark.parametrize("stop_after", range(0, 16, 3))
+@pytest.mark.parametrize("yields", [0, 1, 5])
+@in_virtual_time
+async def test_prefill_may_give_up_at_any_point(stop_after: int, yields: int):
+    """Aborted after any piece of work, with anything in flight: everything comes home."""
+    async with running_ends(LoopbackFabric().open, seed=stop_after) as ends:
+        table = await ends.prefill.take(LONG)
+        handle = ends.prefill.begin(LONG, table)
+        for num_done, _ in enumerate(ends.prefill.steps(LONG, table, handle)):
+            for _ in range(yields):
+                await asyncio.sleep(0)
+            if num_done == stop_after:
+                break
+        error = TransferFailed("cancelled", code="test")
+        handle.abort(error)
+        with pytest.raises(TransferFailed) as caught:
+            await handle.wait()
+        assert caught.value is error
+        ends.prefill.give_back(table)
+        await ends.settled()
+        await ends.prefill.push(LONG + 1)  # and the pair still works
+        await ends.settled()
+        ends.check_all_home()
+
+
+@pytest.mark.parametrize("turns", range(0, 40, 4))
+@in_virtual_time
+async def test_decode_may_give_up_at_any_point(turns: int):
+    """Cancelled any number of loop turns after the grant: prefill hears it, all comes home."""
+    async with running_ends(LoopbackFabric().open, seed=turns) as ends:
+
+        async def cancel_later() -> None:
+            await ends.decode.until(lambda: key_of(LONG) in ends.decode.leases)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            ends.decode.cancel(key_of(LONG))
+
+        ends.decode.hold = True
+        ends.decode.on_attach = lambda key: ends.decode.changed.set()
+        async with asyncio.TaskGroup() as tasks:
+            cancelling = tasks.create_task(cancel_later())
+            with contextlib.suppress(TransferFailed):
+                await ends.prefill.push(LONG)
+            await cancelling
+            ends.decode.finish(key_of(LONG))
+        await ends.settled()
+        ends.decode.hold = False
+        await ends.prefill.push(LONG + 1)
+        await ends.settled()
+        ends.check_all_home()
+
+
+@in_virtual_time
+async def test_a_lost_pair_fails_its_transfers_and_comes_back():
+    """The connection breaks amid a push: WorkerLost, all home, a new link, and it works again."""
+    async with running_ends(LoopbackFabric().open) as ends:
+        table = await ends.prefill.take(LONG)
+        handle = ends.prefill.begin(LONG, table)
+        steps = ends.prefill.steps(LONG, table, handle)
+        for _ in range(4):
+            next(steps)
+            await asyncio.sleep(0)
+        ends.network.fabric.kill("prefill")
+        with pytest.raises(WorkerLost):
+            await handle.wait()
+        assert not ends.paired.is_set()
+        with pytest.raises(WorkerLost, match="no pair"):
+            ends.prefill.begin(LONG + 1, table)
+        ends.prefill.give_back(table)
+        await ends.settled()
+        await ends.paired.wait()
+        await ends.prefill.push(LONG + 2)
+        await ends.settled()
+        ends.check_all_home()
+
+
+@in_virtual_time
+async def test_a_dead_transport_ends_the_pair():
+    """The data plane sees the death before the control stream does: the pair goes down and up."""
+    fabric = LoopbackFabric(LoopbackSettings(detect_s=0.0))
+    async with running_ends(fabric.open) as ends:
+        (link,) = ends.pairs._links.values()
+        link.endpoint._on_lost()  # pyright: ignore[reportAttributeAccessIssue]
+        while ends.paired.is_set():
+            await asyncio.sleep(0.001)
+        await ends.paired.wait()
+        await ends.prefill.push(LONG)
+        await ends.settled()
+        ends.check_all_home()
+
+
+@in_virtual_time
+async def test_an_unlisted_peer_is_let_go():
+    """The gateway's list is the truth: what is not on it is closed, its transfers end."""
+    async with running_ends(LoopbackFabric().open) as ends:
+        table = await ends.prefill.take(LONG)
+        handle = ends.prefill.begin(LONG, table)
+        ends.pairs.set_peers([])
+        with pytest.raises(WorkerLost):
+            await handle.wait()
+        assert ends.pairs.paired == ()
+        ends.prefill.give_back(table)
+        await ends.settled()
+        ends.check_all_home()
+
+
+@in_virtual_time
+async def test_another_incarnation_is_another_peer():
+    """A restarted decode worker on the same address is not the one that was listed."""
+    async with running_ends(LoopbackFabric().open) as ends:
+        ends.pairs.set_peers([DecodePeer(Incarnation(77), ADDRESS)])
+        dials = ends.network.num_dials
+        while ends.network.num_dials < dials + 2:
+            await asyncio.sleep(1)
+        assert ends.pairs.paired == ()
+
+
+@in_virtual_time
+async def test_a_peer_that_cannot_be_reached_is_dialled_again():
+    """Connecting hangs: each try ends after seconds, and the pair comes up when the way is free."""
+    async with running_ends(LoopbackFabric().open) as ends:
+        fabric, began_at = ends.network.fabric, asyncio.get_running_loop().time()
+        fabric.partition("prefill", "decode")
+        while ends.network.num_dials < 4:
+            await asyncio.sleep(1)
+        assert 8 <= asyncio.get_running_loop().time() - began_at <= 40
+        fabric.heal()
+        await ends.paired.wait()
+        await ends.prefill.push(LONG)
+        await ends.settled()
+        ends.check_all_home()
+
+
+@in_virtual_time
+async def test_another_model_is_refused_before_any_traffic():
+    """The handshake compares fingerprints; nothing is paired, and both sides say why."""
+    async with running_ends(LoopbackFabric().open, decode_fingerprint=b"x" * 32) as ends:
+        while ends.network.num_dials < 2:
+            await asyncio.sleep(1)
+        assert ends.pairs.paired == ()
+        assert ends.receiver.statistics().num_late == 0
+
+
+class FlippingTransport:
+    """A transport whose sends damage one byte of the message with the given number."""
+
+    def __init__(self, transport: LoopbackTransport, which: int, at: int) -> None:
+        self._transport = transport
+        self._which, self._at, self._num_sent = which, at, 0
+        self.address = transport.address
+        self.receive, self.close = transport.receive, transport.close
+
+    async def connect(self, address: bytes, on_lost: Any) -> Any:
+        endpoint = await self._transport.connect(address, on_lost)
+        send = endpoint.send
+
+        def send_damaged(buffer: Any, num_bytes: int, tag: int) -> Any:
+            self._num_sent += 1
+            if self._num_sent == self._which:
+                buffer = np.array(buffer)
+                buffer[self._at] ^= 1
+            return send(buffer, num_bytes, tag)
+
+        endpoint.send = send_damaged  # pyright: ignore[reportAttributeAccessIssue]
+        return endpoint
+
+
+@pytest.mark.parametrize(("at", "code"), [(8, "frame_header"), (70, "frame_digest")])
+@in_virtual_time
+async def test_damage_is_seen_before_it_is_placed(at: int, code: str):
+    """One flipped bit in header or payload: the transfer fails on both ends, the next one works."""
+    fabric, canaries = LoopbackFabric(), 3
+
+    async def open_transport() -> Any:
+        return FlippingTransport(await fabric.open(), canaries + 2, at)
+
+    async with running_ends(open_transport) as ends:
+        with pytest.raises(TransferFailed):
+            await ends.prefill.push(LONG)
+        await ends.settled()
+        assert [error.code for error in ends.decode.failures] == [code]
+        await ends.prefill.push(LONG + 1)
+        await ends.settled()
+        ends.check_all_home()
+
+
+@in_virtual_time
+async def test_a_damaged_canary_is_no_pair():
+    """Ready means that right bytes crossed: the first life fails, the second one is tried."""
+    fabric = LoopbackFabric()
+
+    async def open_transport() -> Any:
+        return FlippingTransport(await fabric.open(), 2, 70)
+
+    async with running_ends(open_transport) as ends:
+        assert ends.network.num_dials == 2
+        assert ends.pairs.paired == (Incarnation(2),)
+
+
+@in_virtual_time
+async def test_shutting_down_ends_every_transfer():
+    """Whoever waits for a push hears ShuttingDown; nobody hangs."""
+    handle = None
+    async with running_ends(LoopbackFabric().open) as ends:
+        table = await ends.prefill.take(LONG)
+        handle = ends.prefill.begin(LONG, table)
+    with pytest.raises((ShuttingDown, WorkerLost)):
+        await handle.wait()
+
+
+@in_virtual_time
+async def test_a_step_that_hides_nothing_is_pushed_at_its_end():
+    """Many small messages under a very short step: serialized, and the stats say so."""
+    async with running_ends(LoopbackFabric().open) as ends:
+        (link,) = ends.pairs._links.values()
+        link.bytes_per_s = 1e12
+        table = await ends.prefill.take(LONG)
+        handle = ends.prefill.begin(LONG, table)
+        handle.span(0, 16, compute_s=1e-6)
+        for layer in range(4):
+            ends.prefill.engine.stamp(table, 0, 16, layer, LONG)
+            handle.layers_ready(layer + 1)
+        handle.commit(LONG % 1000)
+        assert (await handle.wait()).mode == "serialized"
+        ends.prefill.give_back(table)
+        await ends.settled()
+        ends.check_all_home()
+
+
+async def storm(ends: Ends, *, count: int, seed: int) -> None:
+    """Transfers cancelled by either side at random moments, with blocks for a few of them."""
+    rng = random.Random(seed)
+    loop = asyncio.get_running_loop()
+
+    def plan_cancel(key: Any) -> None:
+        if rng.random() < 0.5:
+            loop.call_later(rng.random() * 0.01, ends.decode.cancel, key)
+
+    ends.decode.on_attach = plan_cancel
+    ends.decode.grow = True
+
+    async def worker(requests: list[int]) -> None:
+        while requests:
+            with contextlib.suppress(MeshError):
+                await ends.prefill.push(requests.pop())
+
+    requests = list(range(count))
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(8):
+            tasks.create_task(worker(requests))
+    await ends.settled()
+
+
+SLOW_WIRE = LoopbackSettings(latency_s=0.0005, bytes_per_s=2e6, eager_bytes=0, num_slices=8)
+"""Frames of a few hundred bytes take a fraction of a millisecond, in eight parts."""
+
+
+@in_virtual_time
+async def test_late_writes_meet_the_fence():
+    """A wire that goes on writing after a cancel, as UCX does: no foreign KV, nothing lost."""
+    options: dict[str, Any] = {"prefill_blocks": 32, "decode_blocks": 16, "num_slots": 3}
+    async with running_ends(LoopbackFabric(SLOW_WIRE).open, **options) as ends:
+        await storm(ends, count=150, seed=3)
+        assert ends.decode.num_quarantined > 5
+        assert {error.code for error in ends.decode.failures} <= {""}
+        ends.check_all_home()
+
+
+@in_virtual_time
+async def test_late_writes_without_the_fence_are_seen():
+    """The same storm with the fence off damages frames or KV."""
+    options: dict[str, Any] = {"prefill_blocks": 32, "decode_blocks": 16, "num_slots": 3}
+    async with running_ends(LoopbackFabric(SLOW_WIRE).open, fencing=False, **options) as ends:
+        await storm(ends, count=150, seed=3)
+        codes = {error.code for error in ends.decode.failures}
+        assert ends.decode.num_foreign > 0 or codes & {"frame_header", "frame_digest"}
+
+
+@pytest.mark.parametrize("held", [("prefill", "decode"), ("decode", "prefill"), None])
+@in_virtual_time
+async def test_silence_ends_a_pair_within_three_seconds(held: tuple[str, str] | None):
+    """A partition, one way or both: each end notices alone, everything comes home, it heals."""
+    async with running_ends(LoopbackFabric(SLOW_WIRE).open) as ends:
+        loop, fabric = asyncio.get_running_loop(), ends.network.fabric
+        table = await ends.prefill.take(LONG)
+        handle = ends.prefill.begin(LONG, table)
+        steps = ends.prefill.steps(LONG, table, handle)
+        for _ in range(5):
+            next(steps)
+            await asyncio.sleep(0.0001)
+        if held is None:
+            fabric.partition("prefill", "decode")
+        else:
+            fabric.hold(*held)
+        silent_since = loop.time()
+        with pytest.raises((WorkerLost, TransferFailed)):
+            await handle.wait()
+        assert loop.time() - silent_since <= 3.5
+        ends.prefill.give_back(table)
+        await ends.settled()
+        assert loop.time() - silent_since <= 7
+        fabric.heal()
+        await ends.paired.wait()
+        await ends.prefill.push(LONG + 2)
+        await ends.settled()
+        ends.check_all_home()
+
+
+# --- the stream below ----------------------------------------------------------------------------
+
+
+class Peer:
+    """The other end of a raw stream, in memory."""
+
+    def __init__(self) -> None:
+        self.sent: list[str] = []
+        self.inbox: asyncio.Queue[str | None] = asyncio.Queue()
+        self.is_reading = asyncio.Event()
+        self.is_reading.set()
+
+    async def send(self, message: str) -> None:
+        await self.is_reading.wait()
+        self.sent.append(message)
+
+    def stream(self) -> HeartbeatStream[str, str]:
+        return HeartbeatStream(self.send, self.inbox.get, heartbeat="beat", peer="peer")
+
+
+@in_virtual_time
+async def test_a_silent_peer_ends_the_stream():
+    """Heartbeats go out while nothing comes in, until the peer is dead."""
+    peer = Peer()
+    error = await peer.stream().run(lambda message: None)
+    assert isinstance(error, WorkerLost)
+    assert "silent for 3.0 s" in error.message
+    assert peer.sent in (["beat"] * 5, ["beat"] * 6)
+    assert asyncio.get_running_loop().time() == 3.0
+
+
+@in_virtual_time
+async def test_a_peer_that_does_not_read_ends_the_stream():
+    """The outbox is bounded; nobody waits for it."""
+    peer = Peer()
+    stream = peer.stream()
+    peer.is_reading.clear()
+    for number in range(MAX_OUTBOX + 1):
+        stream.send(str(number))
+    error = await stream.run(lambda message: None)
+    assert "unread" in error.message
+
+
+@in_virtual_time
+async def test_messages_keep_their_order_and_the_end_is_told_once():
+    """What is queued goes out in order; the first reason to end counts."""
+    peer, heard = Peer(), []
+    stream = peer.stream()
+    for number in range(5):
+        stream.send(str(number))
+    peer.inbox.put_nowait("hello")
+    peer.inbox.put_nowait(None)
+    error = await stream.run(heard.append)
+    assert heard == ["hello"]
+    assert "ended" in error.message
+    stream.close(TransferFailed("later"))
+    stream.send("nobody hears this")
+    assert peer.sent in ([str(n) for n in range(5)], [])

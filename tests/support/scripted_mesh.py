@@ -1,0 +1,175 @@
+"""A mesh that says what a test tells it to: the gateway's client side without workers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+from services.gateway.auth import KeyRing
+from services.gateway.client_metrics import ClientMetrics
+from services.gateway.frontdoor import FrontDoor
+from services.gateway.http import serve_http
+from services.gateway.mesh import Generation, GenerationRequest, ServedModel, TokenBatch
+from services.gateway.text import TextModel
+from shared.request import FinishReason, TokenLogprobs
+from shared.rpc.network import Address
+from tests.support.tiny_tokenizer import (
+    EOS,
+    NUM_TOKENS,
+    VOCAB_SIZE,
+    tiny_text_model,
+    tiny_tokenizer,
+)
+
+Script = Callable[[GenerationRequest], AsyncGenerator[TokenBatch]]
+
+MODEL = ServedModel(name="tiny", vocab_size=VOCAB_SIZE, max_model_len=512, created=1_700_000_000)
+
+
+class ScriptedGeneration:
+    """One scripted answer."""
+
+    def __init__(self, request: GenerationRequest, batches: AsyncGenerator[TokenBatch]) -> None:
+        self._num_prompt_tokens = len(request.token_ids)
+        self._batches = batches
+        self.is_over = False
+
+    def __aiter__(self) -> AsyncIterator[TokenBatch]:
+        return self._batches
+
+    @property
+    def cached_tokens(self) -> int:
+        return self._num_prompt_tokens // 2
+
+    def receipt(self) -> dict[str, Any]:
+        return {"ttft_s": 0.5, "is_over": self.is_over}
+
+
+class ScriptedMesh:
+    """Plays ``script`` for every request; ``refusal`` is raised instead, if set."""
+
+    def __init__(self, script: Script | None = None, *, model: ServedModel | None = MODEL) -> None:
+        self.script = script or saying("hello and the end")
+        self.model = model
+        self.not_ready_reason = "" if model is not None else "no worker has joined yet"
+        self.refusal: Exception | None = None
+        self.requests: list[GenerationRequest] = []
+        self.num_running = 0
+        self._changed = asyncio.Event()
+
+    @property
+    def is_ready(self) -> bool:
+        return not self.not_ready_reason
+
+    @asynccontextmanager
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Generation]:
+        self.requests.append(request)
+        if self.refusal is not None:
+            raise self.refusal
+        self._count(1)
+        try:
+            async with aclosing(self.script(request)) as batches:
+                generation = ScriptedGeneration(request, batches)
+                yield generation
+            generation.is_over = True
+        finally:
+            self._count(-1)
+
+    def _count(self, change: int) -> None:
+        self.num_running += change
+        self._changed.set()
+
+    async def wait_running(self, count: int) -> None:
+        """Wait until exactly this many generations run."""
+        while self.num_running != count:
+            self._changed.clear()
+            await self._changed.wait()
+
+
+def saying(text: str, *, per_batch: int = 3, gate: asyncio.Semaphore | None = None) -> Script:
+    """Return a script that answers with this text and ends with the end-of-sequence token.
+
+    gate: taken once a batch, so that a test decides when tokens arrive.
+    """
+    token_ids = [*tiny_tokenizer().encode(text, add_special_tokens=False).ids, EOS]
+
+    async def script(request: GenerationRequest) -> AsyncGenerator[TokenBatch]:
+        sampling = request.sampling
+        ids = token_ids[: sampling.max_tokens]
+        last = FinishReason.STOP if len(ids) == len(token_ids) else FinishReason.LENGTH
+        for start in range(0, len(ids), per_batch):
+            if gate is not None:
+                await gate.acquire()
+            batch = tuple(ids[start : start + per_batch])
+            is_last = start + per_batch >= len(ids)
+            yield TokenBatch(
+                start,
+                batch,
+                _logprobs(batch, sampling.logprobs),
+                last if is_last else FinishReason.NONE,
+                _prompt_logprobs(request) if start == 0 else None,
+            )
+
+    return script
+
+
+def failing_after(text: str, error: Exception) -> Script:
+    """Return a script that says the text and then fails."""
+    ids = tuple(tiny_tokenizer().encode(text, add_special_tokens=False).ids)
+
+    async def script(_: GenerationRequest) -> AsyncGenerator[TokenBatch]:
+        if ids:
+            yield TokenBatch(0, ids)
+        raise error
+
+    return script
+
+
+def _logprobs(ids: tuple[int, ...], num_top: int | None) -> tuple[TokenLogprobs, ...] | None:
+    if num_top is None:
+        return None
+    return tuple(_entry(token_id, num_top) for token_id in ids)
+
+
+def _entry(token_id: int, num_top: int) -> TokenLogprobs:
+    top = tuple(((token_id + rank) % NUM_TOKENS, -0.25 - rank) for rank in range(num_top))
+    return TokenLogprobs(-0.25, top)
+
+
+def _prompt_logprobs(request: GenerationRequest) -> tuple[TokenLogprobs, ...] | None:
+    num_top = request.sampling.prompt_logprobs
+    if num_top is None:
+        return None
+    rest = [_entry(token_id, num_top) for token_id in request.token_ids[1:]]
+    return (TokenLogprobs(float("nan")), *rest)
+
+
+def front_door(
+    mesh: ScriptedMesh, *, text: TextModel | None = None, keys: KeyRing | None = None
+) -> FrontDoor:
+    """Return a front door with random bytes from a fixed seed."""
+    return FrontDoor(
+        mesh=mesh,
+        text=text or tiny_text_model(),
+        random_bytes=random.Random(7).randbytes,
+        metrics=ClientMetrics(),
+        keys=keys,
+        version="0.0.test",
+    )
+
+
+@asynccontextmanager
+async def http_gateway(
+    mesh: ScriptedMesh, keys: KeyRing | None = None, *, stall_s: float = 10.0
+) -> AsyncGenerator[str]:
+    """Serve a scripted mesh over HTTP on a free port; gives the base URL."""
+    front = front_door(mesh, keys=keys)
+    try:
+        here = Address("127.0.0.1", 0)
+        async with serve_http(front, here, drain_s=5, stall_s=stall_s) as address:
+            yield f"http://{address}"
+    finally:
+        front.text.close()

@@ -1,0 +1,238 @@
+"""Prefill and decode workers in one process: memory network, loopback transport, fake engine, and
+a fake gateway.
+
+Nothing is mocked: these are the production shells and cores. At the end of every mesh its pools
+must be exactly full.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import random
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.decode.app import DecodeWorker
+from services.prefill.app import PrefillWorker
+from shared.address import Address
+from shared.config import DecodeConfig, PrefillConfig
+from shared.engine.fake import FakeEngine, FakeModel, FakeTiming, fake_continuation
+from shared.engine.worker import VirtualCompute
+from shared.ids import Incarnation
+from shared.request import SamplingParams
+from shared.rpc.memory import MemoryNetwork
+from shared.runtime.platform import Platform
+from shared.transport.loopback import LoopbackFabric, LoopbackSettings
+from tests.support.fake_gateway import FakeGateway, FakeRequest, fake_gateway
+from tests.support.virtual_loop import run_virtual
+
+MODEL = FakeModel(max_model_len=2048)
+GATEWAY = Address("gateway", 8001)
+OTHER_GATEWAY = Address("other-gateway", 8001)
+
+
+@dataclass
+class RunningWorker:
+    """One worker and the task that is its process."""
+
+    host: str
+    worker: Any
+    engine: FakeEngine
+    transport_address: bytes
+    stop: asyncio.Event
+    task: asyncio.Task[None] | None = None
+    error: BaseException | None = None
+
+    @property
+    def incarnation(self) -> Incarnation:
+        return self.worker.incarnation
+
+    @property
+    def pool(self) -> Any:
+        return self.worker.pool
+
+
+@dataclass
+class WorkerMesh:
+    """Made by ``worker_mesh``; prefills[0] and decodes[0] are the pair that ``start`` takes."""
+
+    network: MemoryNetwork
+    fabric: LoopbackFabric
+    gateway: FakeGateway
+    other_gateway: FakeGateway
+    prefills: list[RunningWorker] = field(default_factory=list)
+    decodes: list[RunningWorker] = field(default_factory=list)
+
+    def start(
+        self, prompt: Sequence[int], max_tokens: int = 8, *, p: int = 0, d: int = 0, **more: Any
+    ) -> FakeRequest:
+        """Start one request on a pair; ``sampling=`` overrides ``max_tokens``, ``by=`` the
+        gateway."""
+        sampling = more.pop("sampling", None) or SamplingParams(max_tokens=max_tokens)
+        by: FakeGateway = more.pop("by", self.gateway)
+        return by.start(
+            prompt,
+            sampling,
+            prefill=self.prefills[p].incarnation,
+            decode=self.decodes[d].incarnation,
+            **more,
+        )
+
+    async def all_paired(self) -> None:
+        """Wait until every pair is ready and every session is open."""
+        for prefill in self.prefills:
+            for decode in self.decodes:
+                await self.gateway.paired(prefill.incarnation, decode.incarnation)
+                await self.other_gateway.paired(prefill.incarnation, decode.incarnation)
+
+    async def kill(self, running: RunningWorker) -> None:
+        """End a worker as SIGKILL does: its connections break, its transport is dead."""
+        assert running.task is not None
+        self.network.fabric.kill(running.host)
+        self.fabric.kill(running.transport_address)
+        running.task.cancel()
+        await asyncio.wait([running.task])
+
+    async def idle(self) -> None:
+        """Wait until no worker holds a block for anybody."""
+        await self.gateway.until(self._is_idle)
+
+    def _is_idle(self) -> bool:
+        return all(
+            running.task is None or running.task.done() or not running.pool.num_held
+            for running in (*self.prefills, *self.decodes)
+        )
+
+    def assert_pools_full(self) -> None:
+        """Every block of every living worker is free or only cached, and every count holds."""
+        for running in (*self.prefills, *self.decodes):
+            if running.task is None or running.task.done():
+                continue
+            pool = running.pool
+            assert pool.num_available == pool.num_blocks, repr(pool)
+            running.worker.scheduler.check_integrity()
+            pool.check_integrity([])
+        for running in self.decodes:
+            running.worker.leases.check_integrity()
+
+
+def expected(
+    prompt: Sequence[int], num_tokens: int, params: SamplingParams | None = None
+) -> list[int]:
+    """Return the answer that an undisturbed engine gives."""
+    return fake_continuation(prompt, num_tokens, params, model=MODEL)
+
+
+def a_prompt(num_tokens: int, seed: int = 0) -> list[int]:
+    """Return random token ids; other seeds share no prefix."""
+    source = random.Random(f"{num_tokens}/{seed}")
+    return [source.randrange(1, MODEL.vocab_size) for _ in range(num_tokens)]
+
+
+def virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run an async test under virtual time."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        run_virtual(test(*args, **kwargs))
+
+    return run
+
+
+@contextlib.asynccontextmanager
+async def worker_mesh(
+    *,
+    num_prefill: int = 1,
+    num_decode: int = 1,
+    prefill_blocks: int = 64,
+    decode_blocks: int = 64,
+    prefill_block_size: int = 16,
+    decode_block_size: int = 16,
+    prefill: dict[str, Any] | None = None,
+    decode: dict[str, Any] | None = None,
+    timing: FakeTiming | None = None,
+    fabric: LoopbackSettings | None = None,
+    seed: int = 1,
+    check: bool = True,
+) -> AsyncIterator[WorkerMesh]:
+    """Run workers and a fake gateway, all paired.
+
+    fabric: the link once paired. check: pools must be full at the end.
+    """
+    network = MemoryNetwork(host="gateway")
+    mesh_fabric = LoopbackFabric(LoopbackSettings(latency_s=0.0005, bytes_per_s=1e9))
+    source = random.Random(seed)
+    common: dict[str, Any] = {
+        "gateway": f"{GATEWAY},{OTHER_GATEWAY}",
+        "engine": "fake",
+        "staging_mib": 16,
+    }
+
+    async with (
+        asyncio.TaskGroup() as tasks,
+        fake_gateway(network, GATEWAY) as gateway,
+        fake_gateway(network.at("other-gateway"), OTHER_GATEWAY, incarnation=0x07E2) as other,
+    ):
+        mesh = WorkerMesh(network, mesh_fabric, gateway, other)
+
+        async def launch(kind: str, index: int, num_blocks: int, block_size: int) -> RunningWorker:
+            engine = FakeEngine(
+                model=MODEL,
+                num_blocks=num_blocks,
+                block_size=block_size,
+                timing=timing or FakeTiming(),
+            )
+            transport = await mesh_fabric.open()
+
+            async def new_transport() -> Any:
+                return transport
+
+            name = f"{kind}-{index}"
+            platform = Platform(
+                network=network.at(name),
+                new_transport=new_transport,
+                compute=VirtualCompute,
+                random_bytes=random.Random(source.random()).randbytes,
+            )
+            settings = {**common, "host": name, "port": 9000, "advertise": name}
+            worker: Any
+            if kind == "prefill":
+                worker = PrefillWorker(
+                    PrefillConfig(**{**settings, **(prefill or {})}), platform, engine
+                )
+            else:
+                worker = DecodeWorker(
+                    DecodeConfig(**{**settings, **(decode or {})}), platform, engine
+                )
+            running = RunningWorker(name, worker, engine, transport.address, asyncio.Event())
+            is_up = asyncio.Event()
+
+            async def live() -> None:
+                try:
+                    await worker.run(lambda _: is_up.set(), running.stop)
+                except Exception as error:
+                    running.error = error
+                    is_up.set()
+
+            running.task = tasks.create_task(live())
+            await is_up.wait()
+            return running
+
+        for index in range(num_prefill):
+            mesh.prefills.append(await launch("prefill", index, prefill_blocks, prefill_block_size))
+        for index in range(num_decode):
+            mesh.decodes.append(await launch("decode", index, decode_blocks, decode_block_size))
+        await mesh.all_paired()
+        if fabric is not None:
+            mesh_fabric.settings = fabric  # canaries need a link of ordinary speed
+        yield mesh
+        if check:
+            await mesh.idle()
+            mesh.assert_pools_full()
+        for running in (*mesh.prefills, *mesh.decodes):
+            running.stop.set()
+            if running.task is not None and not running.task.done():
+                running.task.cancel()
