@@ -1,0 +1,191 @@
+"""Serves ``Decode.Session``: one stream per gateway carries its reservations in and all its tokens
+out.
+
+One ``StepTokens`` per step and gateway holds the tokens of all its sequences as packed columns, so
+the cost of streaming does not grow with the batch. What a request is and when it ends is
+``reservation.py``'s; here is only its wire form.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import structlog
+
+from services.decode.core.lease import LeaseKey
+from services.decode.receiver import ReceiveStats
+from services.decode.reservation import DecodeRequest, Reservations, ReserveRequest
+from shared import wire
+from shared.errors import MeshError, RemoteProtocolError
+from shared.ids import Incarnation, StreamId
+from shared.liveness import LivenessRule
+from shared.rpc import codec
+from shared.rpc.methods import DECODE_SESSION
+from shared.rpc.service import ServerStream, Servicer, bind
+from shared.rpc.worker_session import EVENT_BYTES, MAX_OUTBOX_BYTES, WorkerSession, serve_session
+from shared.schedule.plan import NewToken
+
+_log = structlog.get_logger(__name__)
+
+MAX_WAIT_S = 60.0
+"""Longest wait for blocks that a gateway may ask for."""
+
+
+class Generation:
+    """The sessions of all gateways. on_silent: a gateway stopped talking; its incarnation."""
+
+    def __init__(
+        self,
+        reservations: Reservations,
+        incarnation: Incarnation,
+        version: str,
+        *,
+        on_silent: Callable[[Incarnation], None] = lambda _: None,
+        liveness: LivenessRule | None = None,
+        max_outbox_bytes: int = MAX_OUTBOX_BYTES,
+    ) -> None:
+        self._reservations = reservations
+        self._hello = wire.Hello(
+            protocol_version=codec.PROTOCOL_VERSION,
+            role=wire.Role.DECODE,
+            incarnation=incarnation,
+            version=version,
+        )
+        self._on_silent = on_silent
+        self._liveness = liveness
+        self._max_outbox_bytes = max_outbox_bytes
+        self._lines: dict[WorkerSession, _Line] = {}
+
+    @property
+    def servicer(self) -> Servicer:
+        """What ``Network.serve`` takes."""
+        return Servicer(bind(DECODE_SESSION, self._serve))
+
+    async def flush(self, limit_s: float) -> None:
+        """Wait until every event was given to its connection, or the limit came."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                for session in list(self._lines):
+                    await session.wait_drained()
+
+    def close(self, error: MeshError) -> None:
+        """End every session."""
+        for session in self._lines:
+            session.close(error)
+
+    async def _serve(self, stream: ServerStream[Any, Any]) -> None:
+        await serve_session(
+            stream,
+            host=self,
+            hello=self._hello,
+            event_type=wire.DecodeEvent,
+            rule=self._liveness,
+            max_outbox_bytes=self._max_outbox_bytes,
+        )
+
+    # --- SessionHost -----------------------------------------------------------------------------
+
+    def session_opened(self, session: WorkerSession) -> None:
+        """See ``SessionHost``."""
+        self._lines[session] = _Line(session)
+
+    def session_command(self, session: WorkerSession, command: Any) -> None:
+        """See ``SessionHost``."""
+        line = self._lines[session]
+        if command.reserve is not None:
+            self._reserve(line, command.reserve)
+        elif command.cancel is not None:
+            request = line.requests.get(StreamId(command.cancel.stream_id))
+            if request is not None:
+                self._reservations.cancel(request)
+        else:
+            raise RemoteProtocolError("a command of no known kind")
+
+    def session_closed(self, session: WorkerSession, *, is_silent: bool) -> None:
+        """See ``SessionHost``."""
+        line = self._lines.pop(session)
+        for request in list(line.requests.values()):
+            self._reservations.cancel(request)
+        if is_silent:
+            self._on_silent(session.gateway)
+
+    def _reserve(self, line: _Line, command: wire.Reserve) -> None:
+        stream_id = StreamId(command.stream_id)
+        if stream_id in line.requests:
+            raise RemoteProtocolError("a stream_id is used once", param="stream_id")
+        now = asyncio.get_running_loop().time()
+        try:
+            order = codec.reserve_from_wire(command)
+            request = ReserveRequest(
+                key=LeaseKey(order.request_id, order.attempt),
+                item=order.item,
+                prefill=order.prefill_incarnation,
+                wait_s=min(order.wait_s, MAX_WAIT_S),
+                deadline_at=None if order.deadline_s is None else now + order.deadline_s,
+            )
+            record = self._reservations.reserve(request, line, stream_id)
+        except MeshError as error:
+            line.failed(stream_id, error)
+            return
+        if record is not None:
+            line.requests[stream_id] = record
+
+
+class _Line:
+    """One gateway's ``AnswerLine``: events become wire messages in its session's outbox."""
+
+    def __init__(self, session: WorkerSession) -> None:
+        self._session = session
+        self.requests: dict[StreamId, DecodeRequest] = {}
+
+    def granted(self, stream_id: StreamId, *, cached_tokens: int, wait_s: float) -> None:
+        """See ``AnswerLine``."""
+        self._session.send(
+            wire.DecodeEvent(
+                granted=wire.Granted(
+                    stream_id=stream_id, cached_tokens=cached_tokens, wait_s=wait_s
+                )
+            )
+        )
+
+    def joined(self, stream_id: StreamId, stats: ReceiveStats) -> None:
+        """See ``AnswerLine``."""
+        self._session.send(
+            wire.DecodeEvent(
+                joined=wire.Joined(
+                    stream_id=stream_id,
+                    bytes_received=stats.num_bytes,
+                    num_frames=stats.num_frames,
+                    receive_s=stats.receive_s,
+                )
+            )
+        )
+
+    def step_tokens(self, tokens: Sequence[tuple[StreamId, NewToken]]) -> None:
+        """See ``AnswerLine``."""
+        step = codec.step_tokens_to_wire(
+            [
+                codec.StepToken(
+                    stream_id, token.index, token.token_id, token.finish_reason, token.logprobs
+                )
+                for stream_id, token in tokens
+            ]
+        )
+        num_bytes = EVENT_BYTES + 13 * len(tokens) + len(step.logprobs) + 2 * len(step.top_ids)
+        self._session.send(wire.DecodeEvent(tokens=step), num_bytes)
+
+    def failed(self, stream_id: StreamId, error: MeshError) -> None:
+        """See ``AnswerLine``."""
+        self._session.send(
+            wire.DecodeEvent(
+                failed=wire.DecodeFailed(stream_id=stream_id, error=codec.error_to_wire(error))
+            ),
+            EVENT_BYTES + len(error.message),
+        )
+
+    def ended(self, stream_id: StreamId) -> None:
+        """See ``AnswerLine``."""
+        self.requests.pop(stream_id, None)

@@ -1,0 +1,189 @@
+"""Serves ``Prefill.Session``: one stream per gateway carries its prompts in and their first tokens
+out.
+
+What a job is and when it ends is ``stepper.py``'s; here is only its wire form. Losing a session
+cancels its jobs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from services.prefill.pusher import PushStats
+from services.prefill.stepper import PrefillJob, PrefillRequest, PrefillTimes, Stepper
+from shared import wire
+from shared.errors import MeshError, RemoteProtocolError
+from shared.ids import Incarnation, StreamId
+from shared.liveness import LivenessRule
+from shared.rpc import codec
+from shared.rpc.methods import PREFILL_SESSION
+from shared.rpc.service import ServerStream, Servicer, bind
+from shared.rpc.worker_session import EVENT_BYTES, MAX_OUTBOX_BYTES, WorkerSession, serve_session
+from shared.schedule.plan import NewToken
+
+
+class Intake:
+    """The sessions of all gateways. on_silent: a gateway stopped talking; its incarnation."""
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        incarnation: Incarnation,
+        version: str,
+        *,
+        on_silent: Callable[[Incarnation], None] = lambda _: None,
+        liveness: LivenessRule | None = None,
+        max_outbox_bytes: int = MAX_OUTBOX_BYTES,
+    ) -> None:
+        self._stepper = stepper
+        self._hello = wire.Hello(
+            protocol_version=codec.PROTOCOL_VERSION,
+            role=wire.Role.PREFILL,
+            incarnation=incarnation,
+            version=version,
+        )
+        self._on_silent = on_silent
+        self._liveness = liveness
+        self._max_outbox_bytes = max_outbox_bytes
+        self._jobs: dict[WorkerSession, dict[StreamId, _Line]] = {}
+
+    @property
+    def servicer(self) -> Servicer:
+        """What ``Network.serve`` takes."""
+        return Servicer(bind(PREFILL_SESSION, self._serve))
+
+    async def flush(self, limit_s: float) -> None:
+        """Wait until every event was given to its connection, or the limit came."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                for session in list(self._jobs):
+                    await session.wait_drained()
+
+    def close(self, error: MeshError) -> None:
+        """End every session."""
+        for session in self._jobs:
+            session.close(error)
+
+    async def _serve(self, stream: ServerStream[Any, Any]) -> None:
+        await serve_session(
+            stream,
+            host=self,
+            hello=self._hello,
+            event_type=wire.PrefillEvent,
+            rule=self._liveness,
+            max_outbox_bytes=self._max_outbox_bytes,
+        )
+
+    # --- SessionHost -----------------------------------------------------------------------------
+
+    def session_opened(self, session: WorkerSession) -> None:
+        """See ``SessionHost``."""
+        self._jobs[session] = {}
+
+    def session_command(self, session: WorkerSession, command: Any) -> None:
+        """See ``SessionHost``."""
+        if command.start is not None:
+            self._start(session, command.start)
+        elif command.cancel is not None:
+            line = self._jobs[session].get(StreamId(command.cancel.stream_id))
+            if line is not None:
+                line.cancel(self._stepper)
+        else:
+            raise RemoteProtocolError("a command of no known kind")
+
+    def session_closed(self, session: WorkerSession, *, is_silent: bool) -> None:
+        """See ``SessionHost``."""
+        for line in list(self._jobs.pop(session).values()):
+            line.cancel(self._stepper)
+        if is_silent:
+            self._on_silent(session.gateway)
+
+    def _start(self, session: WorkerSession, command: wire.StartPrefill) -> None:
+        lines = self._jobs[session]
+        stream_id = StreamId(command.stream_id)
+        if stream_id in lines:
+            raise RemoteProtocolError("a stream_id is used once", param="stream_id")
+        now = asyncio.get_running_loop().time()
+        line = _Line(session, stream_id, lines)
+        try:
+            order = codec.start_prefill_from_wire(command)
+            request = PrefillRequest(
+                request_id=order.request_id,
+                attempt=order.attempt,
+                item=order.item,
+                decode=order.decode_incarnation,
+                deadline_at=None if order.deadline_s is None else now + order.deadline_s,
+            )
+            line.job = self._stepper.submit(request, line)
+        except MeshError as error:
+            line.failed(error)
+            return
+        lines[stream_id] = line
+
+
+class _Line:
+    """One job's ``JobSink``: events become wire messages in the session's outbox."""
+
+    def __init__(
+        self, session: WorkerSession, stream_id: StreamId, lines: dict[StreamId, _Line]
+    ) -> None:
+        self._session = session
+        self._stream_id = stream_id
+        self._lines = lines
+        self.job: PrefillJob | None = None
+
+    def cancel(self, stepper: Stepper) -> None:
+        """The gateway wants no more."""
+        if self.job is not None:
+            stepper.cancel(self.job)
+
+    def token(self, token: NewToken, times: PrefillTimes) -> None:
+        """See ``JobSink``."""
+        message = codec.prefill_token_to_wire(
+            stream_id=self._stream_id,
+            position=token.index,
+            token_id=token.token_id,
+            finish_reason=token.finish_reason,
+            logprobs=token.logprobs,
+            prompt_logprobs=token.prompt_logprobs or None,
+        )
+        message.queue_s = times.queue_s
+        message.compute_s = times.compute_s
+        message.cached_tokens = times.cached_tokens
+        num_bytes = EVENT_BYTES + 2 * len(message.top_ids)
+        if (rows := message.prompt_logprobs) is not None:
+            num_bytes += 2 * (len(rows.logprobs) + len(rows.top_ids))
+        self._session.send(wire.PrefillEvent(token=message), num_bytes)
+
+    def done(self, stats: PushStats) -> None:
+        """See ``JobSink``."""
+        self._session.send(
+            wire.PrefillEvent(
+                done=wire.PrefillDone(
+                    stream_id=self._stream_id,
+                    bytes_sent=stats.num_bytes,
+                    transfer_s=stats.transfer_s,
+                    exposed_s=stats.exposed_s,
+                    lane=stats.lane,
+                    mode=stats.mode,
+                )
+            )
+        )
+
+    def failed(self, error: MeshError) -> None:
+        """See ``JobSink``."""
+        self._session.send(
+            wire.PrefillEvent(
+                failed=wire.PrefillFailed(
+                    stream_id=self._stream_id, error=codec.error_to_wire(error)
+                )
+            ),
+            EVENT_BYTES + len(error.message),
+        )
+
+    def closed(self) -> None:
+        """See ``JobSink``."""
+        self._lines.pop(self._stream_id, None)

@@ -1,0 +1,390 @@
+"""The prefill loop: plan -> run -> commit, and the jobs that flow through it.
+
+Each job is one attempt's prompt: its tokens are computed in chunks, its KV is pushed while they
+are, its first token goes to the gateway the moment it is sampled. What happens to a job is decided
+by ``core/jobs.py`` (its life) and ``shared/schedule`` (its steps); this shell performs their
+effects. It is woken by events and never polls. It knows no wire format: a job's events go to its
+``JobSink``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NoReturn, Protocol
+
+import structlog
+
+from services.prefill.core.jobs import (
+    AbortPush,
+    Effect,
+    Job,
+    JobEvent,
+    ReleaseBlocks,
+    ReportDone,
+    ReportFailed,
+    StopCompute,
+)
+from services.prefill.pusher import Pusher, PushHandle, PushStats
+from shared.engine.base import Engine
+from shared.engine.worker import ComputeRunner
+from shared.errors import (
+    DeadlinePassed,
+    InvalidRequest,
+    MeshError,
+    Overloaded,
+    ShuttingDown,
+)
+from shared.failpoints import failpoint
+from shared.ids import Incarnation, RequestId
+from shared.kv.pool import BlockPool
+from shared.kv.sequence import Sequence
+from shared.request import FinishReason, WorkItem
+from shared.schedule.plan import NewToken, StepPlan
+from shared.schedule.scheduler import Scheduler
+from shared.telemetry.worker import MovingMean, WorkerLoad, WorkerMetrics
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillRequest:
+    """One attempt to prefill. decode: where the KV goes, None = nowhere. deadline_at: loop time."""
+
+    request_id: RequestId
+    attempt: int
+    item: WorkItem
+    decode: Incarnation | None
+    deadline_at: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillTimes:
+    """queue_s: arrival until the first step that computes this prompt. compute_s: from there to the
+    token.
+    """
+
+    queue_s: float
+    compute_s: float
+    cached_tokens: int
+
+
+class JobSink(Protocol):
+    """Where one job's events go; every call returns at once."""
+
+    def token(self, token: NewToken, times: PrefillTimes) -> None:
+        """The first token; at most once, before ``done``."""
+        ...
+
+    def done(self, stats: PushStats) -> None:
+        """Nothing is left to do. Last call."""
+        ...
+
+    def failed(self, error: MeshError) -> None:
+        """It will not be done. Last call."""
+        ...
+
+    def closed(self) -> None:
+        """The job holds nothing any more; after ``done``, ``failed`` or a cancel."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class PrefillJob:
+    """A job and what it holds; identity is the object."""
+
+    sequence: Sequence
+    core: Job
+    sink: JobSink
+    push: PushHandle | None
+    arrived_at: float
+    started_at: float = 0.0
+    stats: PushStats = field(default_factory=PushStats)
+    deadline: asyncio.TimerHandle | None = None
+
+
+class Stepper:
+    """All jobs of this worker. ``run`` is the loop and owns every task.
+
+    max_jobs: more at once are refused. on_change: the load has changed.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        compute: ComputeRunner,
+        scheduler: Scheduler,
+        pool: BlockPool,
+        pusher: Pusher,
+        max_jobs: int,
+        paired: Callable[[], tuple[int, ...]] = lambda: (),
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._engine = engine
+        self._compute = compute
+        self._scheduler = scheduler
+        self._pool = pool
+        self._pusher = pusher
+        self._max_jobs = max_jobs
+        self._paired = paired
+        self._on_change = on_change
+        self.metrics = WorkerMetrics("prefill", self.load)
+        self._step_s = MovingMean()
+        self._jobs: dict[Sequence, PrefillJob] = {}
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._is_draining = False
+        self._tasks: asyncio.TaskGroup | None = None
+
+    # --- what intake asks ------------------------------------------------------------------------
+
+    def submit(self, request: PrefillRequest, sink: JobSink) -> PrefillJob:
+        """Take a job, or refuse it at once.
+
+        Raises ShuttingDown, Overloaded, InvalidRequest (too long), NoCapacity (larger than the
+        pool), WorkerLost (no link to that decode worker), DeadlinePassed."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        self._require_admissible(request, now)
+        sequence = Sequence(request.item)
+        self._scheduler.add_prefill(sequence)
+        push: PushHandle | None = None
+        if request.decode is not None:
+            try:
+                push = self._pusher.begin(
+                    request.request_id,
+                    request.attempt,
+                    request.decode,
+                    num_tokens=len(request.item.token_ids),
+                    block_table=lambda: sequence.block_table,
+                )
+            except MeshError:
+                self._scheduler.release(sequence)
+                raise
+        job = PrefillJob(sequence, Job(has_push=push is not None), sink, push, arrived_at=now)
+        self._jobs[sequence] = job
+        self._idle.clear()
+        if request.deadline_at is not None:
+            job.deadline = loop.call_at(request.deadline_at, self._deadline_passed, job)
+        if push is not None:
+            self._require_tasks().create_task(self._watch_push(job, push))
+        self._changed()
+        return job
+
+    def cancel(self, job: PrefillJob) -> None:
+        """Stop a job; its sink hears nothing but ``closed``. Allowed at any time, also twice."""
+        self._handle(job, JobEvent.CANCELLED)
+
+    def _require_admissible(self, request: PrefillRequest, now: float) -> None:
+        if self._is_draining:
+            raise ShuttingDown("this prefill worker is draining")
+        if len(self._jobs) >= self._max_jobs:
+            raise Overloaded(
+                f"this prefill worker has {self._max_jobs} prompts in hand already",
+                code="prefill_jobs",
+                retry_after_s=1.0,
+            )
+        if request.deadline_at is not None and request.deadline_at <= now:
+            raise DeadlinePassed("the deadline passed before prefill began")
+        num_tokens, limit = len(request.item.token_ids), self._engine.spec.max_model_len
+        if num_tokens >= limit:
+            raise InvalidRequest(
+                f"{num_tokens} tokens leave no room for an answer: the model takes {limit}",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        if max(request.item.token_ids) >= self._engine.spec.vocab_size:
+            raise InvalidRequest(
+                f"a token id is not below the vocabulary size {self._engine.spec.vocab_size}",
+                param="prompt",
+            )
+
+    # --- the loop --------------------------------------------------------------------------------
+
+    async def run(self) -> NoReturn:
+        """Step until cancelled.
+
+        Raises EngineFailed: every job has been failed with it; the process should end.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            try:
+                while True:
+                    plan = self._scheduler.plan()
+                    self._note_plan(plan)
+                    if plan.is_empty:
+                        await self._wake.wait()
+                        self._wake.clear()
+                        continue
+                    await self._step(plan)
+            except MeshError as error:  # of the step alone: a job's own errors end in `_handle`
+                self.fail_all(error)
+                raise
+            finally:
+                self._tasks = None
+
+    async def _step(self, plan: StepPlan) -> None:
+        loop = asyncio.get_running_loop()
+        pushes = self._announce(plan)
+
+        def layers_ready(num_layers: int) -> None:
+            for push in pushes:
+                push.layers_ready(num_layers)
+            failpoint("prefill.mid_push")
+
+        began_at = loop.time()
+        results = await self._compute.step(plan.rows, layers_ready)
+        step_s = loop.time() - began_at
+        outcome = self._scheduler.commit(plan, results)
+        for push in pushes:
+            push.span_computed()
+        for token in outcome.tokens:
+            self._sampled(token)
+        self._step_s.add(step_s)
+        self.metrics.step_seconds.observe(step_s)
+        self.metrics.step_rows.inc(len(plan.rows))
+        self.metrics.step_tokens.inc(plan.num_prefill_tokens)
+        self._on_change()
+
+    def _note_plan(self, plan: StepPlan) -> None:
+        now = asyncio.get_running_loop().time()
+        for sequence in plan.admitted:
+            job = self._jobs[sequence]
+            job.started_at = now
+            self._handle(job, JobEvent.ADMITTED)
+            self.metrics.wait_seconds.observe(now - job.arrived_at)
+            self.metrics.cached_tokens.inc(sequence.num_cached_tokens)
+        for failure in plan.failed:
+            self._handle(self._jobs[failure.sequence], JobEvent.FAILED, failure.error)
+
+    def _announce(self, plan: StepPlan) -> list[PushHandle]:
+        """Tell the pushes of this step what it computes; a prefix found in the cache goes first."""
+        failpoint("prefill.before_first_frame")
+        compute_s = self._engine.step_seconds(plan.rows)
+        admitted = set(map(id, plan.admitted))
+        pushes: list[PushHandle] = []
+        for sequence, span in zip(plan.sequences, plan.spans, strict=True):
+            push = self._jobs[sequence].push
+            if push is None:
+                continue
+            if id(sequence) in admitted and span.start > 0:
+                push.span(0, span.start, is_cached=True)
+            push.span(span.start, span.stop, compute_s=compute_s)
+            pushes.append(push)
+        return pushes
+
+    def _sampled(self, token: NewToken) -> None:
+        job = self._jobs[token.sequence]
+        now = asyncio.get_running_loop().time()
+        times = PrefillTimes(
+            queue_s=job.started_at - job.arrived_at,
+            compute_s=now - job.started_at,
+            cached_tokens=token.sequence.num_cached_tokens,
+        )
+        job.sink.token(token, times)
+        if job.push is None or token.finish_reason is not FinishReason.NONE:
+            self._handle(job, JobEvent.SAMPLED_LAST)
+            return
+        failpoint("prefill.before_commit")
+        self._handle(job, JobEvent.SAMPLED)
+        job.push.commit(token.token_id)
+
+    # --- jobs ------------------------------------------------------------------------------------
+
+    async def _watch_push(self, job: PrefillJob, push: PushHandle) -> None:
+        try:
+            job.stats = await push.wait()
+        except MeshError as error:
+            self._handle(job, JobEvent.PUSH_FAILED, error)
+        else:
+            self.metrics.transfer_bytes.inc(job.stats.num_bytes)
+            self._handle(job, JobEvent.PUSH_DONE)
+        self._handle(job, JobEvent.PUSH_SETTLED)
+
+    def _deadline_passed(self, job: PrefillJob) -> None:
+        self._handle(job, JobEvent.FAILED, DeadlinePassed("the deadline passed during prefill"))
+
+    def _handle(self, job: PrefillJob, event: JobEvent, error: MeshError | None = None) -> None:
+        for effect in job.core.handle(event, error):
+            self._perform(job, effect)
+
+    def _perform(self, job: PrefillJob, effect: Effect) -> None:
+        match effect:
+            case StopCompute():
+                self._scheduler.abort(job.sequence)
+            case AbortPush(error):
+                assert job.push is not None
+                job.push.abort(error)
+            case ReportDone():
+                job.sink.done(job.stats)
+            case ReportFailed(error):
+                _log.info("prefill failed", type=error.type, error=error.message)
+                job.sink.failed(error)
+            case ReleaseBlocks():
+                self._scheduler.release(job.sequence)
+                self._close(job)
+        self._changed()
+
+    def _close(self, job: PrefillJob) -> None:
+        del self._jobs[job.sequence]
+        if job.deadline is not None:
+            job.deadline.cancel()
+        outcome = job.core.outcome
+        self.metrics.requests.labels(outcome.value if outcome is not None else "none").inc()
+        job.sink.closed()
+        if not self._jobs:
+            self._idle.set()
+
+    def _changed(self) -> None:
+        self._wake.set()
+        self._on_change()
+
+    def _require_tasks(self) -> asyncio.TaskGroup:
+        if self._tasks is None:
+            raise ShuttingDown("this prefill worker is not running")
+        return self._tasks
+
+    # --- ending ----------------------------------------------------------------------------------
+
+    async def drain(self, limit_s: float) -> bool:
+        """Take nothing new and wait until every push is acknowledged; False: the limit came first,
+        the rest failed.
+        """
+        self._is_draining = True
+        self._on_change()
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._idle.wait()
+        except TimeoutError:
+            self.fail_all(ShuttingDown("this prefill worker stopped before the prompt was done"))
+            return False
+        return True
+
+    def fail_all(self, error: MeshError) -> None:
+        """Fail every job that is not decided."""
+        for job in list(self._jobs.values()):
+            self._handle(job, JobEvent.FAILED, error)
+
+    # --- looking at it ---------------------------------------------------------------------------
+
+    @property
+    def num_jobs(self) -> int:
+        """Jobs that hold something."""
+        return len(self._jobs)
+
+    def load(self) -> WorkerLoad:
+        """What this worker is busy with now."""
+        stats = self._scheduler.statistics()
+        return WorkerLoad(
+            pending_tokens=stats.pending_tokens,
+            num_waiting=stats.num_waiting,
+            num_running=stats.num_running + stats.num_held,
+            free_blocks=self._pool.num_available,
+            reserved_blocks=self._pool.num_held,
+            step_s=self._step_s.value,
+            is_draining=self._is_draining,
+            paired=self._paired(),
+        )

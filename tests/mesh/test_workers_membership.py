@@ -1,0 +1,309 @@
+"""How workers join: every address behind every name, and again after every loss."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+
+from shared import wire
+from shared.address import Address
+from shared.errors import IncompatiblePeer, Overloaded
+from shared.ids import Incarnation
+from shared.rpc.join import Announcement, DecodePeer, Membership, WorkerRole, advertised
+from shared.rpc.memory import MemoryNetwork
+from shared.telemetry.worker import WorkerLoad
+from tests.support.fake_gateway import FakeGateway, fake_gateway
+from tests.support.worker_mesh import MODEL, virtual_time
+
+PORT = 8001
+WORKER = Incarnation(77)
+
+
+class Client:
+    """A membership with everything it says."""
+
+    def __init__(self, network: MemoryNetwork, names: Sequence[str], *, is_prefill: bool) -> None:
+        self.load = WorkerLoad()
+        self.peers: list[Sequence[DecodePeer]] = []
+        self.num_drains = 0
+        self.changed = asyncio.Event()
+        self.membership = Membership(
+            network=network,
+            gateways=[Address(name, PORT) for name in names],
+            announcement=Announcement(
+                role=WorkerRole.PREFILL if is_prefill else WorkerRole.DECODE,
+                incarnation=WORKER,
+                version="test",
+                spec=MODEL.spec,
+                layout=MODEL.layout,
+                address=Address("worker", 9000),
+                num_blocks=64,
+                block_size=16,
+            ),
+            load=lambda: self.load,
+            on_peers=self.peers.append,
+            on_drain=self._drain,
+            on_change=self._change,
+        )
+
+    def _drain(self) -> None:
+        self.num_drains += 1
+
+    def _change(self) -> None:
+        self.changed.set()
+
+    async def joined(self, count: int) -> None:
+        """Wait until so many gateways know us."""
+        while self.membership.num_joined != count:
+            self.changed.clear()
+            await self.changed.wait()
+
+
+class World:
+    """Gateways on hosts of their own; the worker under test on ``worker``."""
+
+    def __init__(self, stack: AsyncExitStack, tasks: asyncio.TaskGroup) -> None:
+        self.network = MemoryNetwork(host="worker")
+        self._stack = stack
+        self._tasks = tasks
+        self._next = 0xA0
+        self.error: BaseException | None = None
+
+    async def gateway(self, host: str, *, incarnation: int = 0) -> FakeGateway:
+        self._next += 1
+        return await self._stack.enter_async_context(
+            fake_gateway(
+                self.network.at(host),
+                Address(host, PORT),
+                incarnation=incarnation or self._next,
+                dials=False,
+            )
+        )
+
+    def client(self, *names: str, is_prefill: bool = True) -> Client:
+        client = Client(self.network, names, is_prefill=is_prefill)
+        self.task = self._tasks.create_task(self._run(client))
+        return client
+
+    async def _run(self, client: Client) -> None:
+        try:
+            await client.membership.run()
+        except IncompatiblePeer as error:
+            self.error = error
+
+
+async def in_world(body: Any) -> None:
+    async with asyncio.TaskGroup() as tasks, AsyncExitStack() as stack:
+        world = World(stack, tasks)
+        await body(world)
+        world.task.cancel()
+        await asyncio.wait([world.task])
+
+
+@virtual_time
+async def test_every_address_behind_every_name_is_joined() -> None:
+    """Two hosts behind one name and one behind another make three gateways."""
+
+    async def body(world: World) -> None:
+        gateways = [await world.gateway(host) for host in ("g1", "g2", "g3")]
+        world.network.fabric.set_name("both", ["g1", "g2"])
+        client = world.client("both", "g3")
+        await client.joined(3)
+        assert all(WORKER in gateway.workers for gateway in gateways)
+        assert client.membership.not_ready_reason == ""
+
+    await in_world(body)
+
+
+@virtual_time
+async def test_a_gateway_that_appears_later_is_found_without_a_restart() -> None:
+    """Names are resolved again every few seconds."""
+
+    async def body(world: World) -> None:
+        await world.gateway("g1")
+        world.network.fabric.set_name("gateway", ["g1"])
+        client = world.client("gateway")
+        await client.joined(1)
+        await world.gateway("g2")
+        world.network.fabric.set_name("gateway", ["g1", "g2"])
+        began_at = asyncio.get_running_loop().time()
+        await client.joined(2)
+        assert asyncio.get_running_loop().time() - began_at < 6
+
+    await in_world(body)
+
+
+@virtual_time
+async def test_a_lost_gateway_is_joined_again_and_its_peers_are_kept_meanwhile() -> None:
+    """A restart says nothing about decode workers: they are forgotten only after a while."""
+
+    async def body(world: World) -> None:
+        first = await world.gateway("g1")
+        client = world.client("g1")
+        await client.joined(1)
+        peer = await add_decode(first, 5)
+        await until(lambda: client.peers == [(peer,)], first)
+        world.network.fabric.kill("g1")
+        await client.joined(0)
+        assert "g1" in client.membership.not_ready_reason
+        second = await world.gateway("g1")
+        await client.joined(1)
+        joined_at = asyncio.get_running_loop().time()
+        await until(lambda: client.peers[-1] == (), second)
+        assert asyncio.get_running_loop().time() - joined_at > 5
+        assert client.peers == [(peer,), ()]
+
+    await in_world(body)
+
+
+@virtual_time
+async def test_peer_lists_of_several_gateways_are_merged() -> None:
+    """A decode worker counts once, whoever names it."""
+
+    async def body(world: World) -> None:
+        one, two = await world.gateway("g1"), await world.gateway("g2")
+        client = world.client("g1", "g2")
+        await client.joined(2)
+        a = await add_decode(one, 5)
+        await add_decode(two, 5)
+        b = await add_decode(two, 6)
+        await until(lambda: bool(client.peers) and set(client.peers[-1]) == {a, b}, two)
+        await until(lambda: len(client.peers[-1]) == 2, one)
+
+    await in_world(body)
+
+
+@virtual_time
+async def test_a_first_refusal_is_final_and_says_why() -> None:
+    """A worker with another model must not wait for ever."""
+
+    async def body(world: World) -> None:
+        gateway = await world.gateway("g1")
+        gateway.refusal = IncompatiblePeer("this mesh serves another model")
+        world.client("g1")
+        await asyncio.wait([world.task])
+        assert isinstance(world.error, IncompatiblePeer)
+        assert "another model" in world.error.message
+
+    await in_world(body)
+
+
+@virtual_time
+async def test_a_refusal_after_membership_is_not_the_end() -> None:
+    """A restarted gateway that met a stranger first must not take the whole mesh down."""
+
+    async def body(world: World) -> None:
+        gateway = await world.gateway("g1")
+        client = world.client("g1")
+        await client.joined(1)
+        gateway.refusal = IncompatiblePeer("a stranger came first")
+        client.membership.doubt(gateway.incarnation)
+        await client.joined(0)
+        num_joins = gateway.num_joins
+        await until(lambda: gateway.num_joins > num_joins + 2, gateway)
+        gateway.refusal = None
+        await client.joined(1)
+
+    await in_world(body)
+
+
+@virtual_time
+async def test_a_passing_refusal_is_tried_again() -> None:
+    """Only "incompatible" is final."""
+
+    async def body(world: World) -> None:
+        gateway = await world.gateway("g1")
+        gateway.refusal = Overloaded("too many workers")
+        client = world.client("g1")
+        await until(lambda: gateway.num_joins > 1, gateway)
+        gateway.refusal = None
+        await client.joined(1)
+
+    await in_world(body)
+
+
+@virtual_time
+async def test_status_comes_every_half_second_and_soon_after_a_change() -> None:
+    """A burst of changes makes one status."""
+
+    async def body(world: World) -> None:
+        gateway = await world.gateway("g1")
+        client = world.client("g1")
+        loop = asyncio.get_running_loop()
+        await client.joined(1)
+        counts: list[float] = []
+        for _ in range(3):
+            before = gateway.num_statuses
+            await until(lambda: gateway.num_statuses > before, gateway)  # noqa: B023
+            counts.append(loop.time())
+        assert counts[2] - counts[1] == pytest.approx(0.5, abs=0.01)
+        before, changed_at = gateway.num_statuses, loop.time()
+        client.load = WorkerLoad(num_running=3, pending_tokens=100, is_draining=True, paired=(9,))
+        for _ in range(50):
+            client.membership.report_soon()
+        await until(lambda: gateway.num_statuses > before, gateway)
+        assert loop.time() - changed_at < 0.1
+        assert gateway.num_statuses == before + 1
+        status = gateway.status[WORKER]
+        assert (status.num_running, status.pending_tokens, status.draining) == (3, 100, True)
+
+    await in_world(body)
+
+
+@virtual_time
+async def test_a_gateway_that_never_says_hello_is_tried_again() -> None:
+    """A listening socket is not a gateway: three seconds, then the next try."""
+
+    async def body(world: World) -> None:
+        gateway = await world.gateway("g1")
+        world.network.fabric.hold("g1", "worker")
+        client = world.client("g1")
+        await asyncio.sleep(20)
+        assert client.membership.num_joined == 0
+        world.network.fabric.release("g1", "worker")
+        await client.joined(1)
+        assert WORKER in gateway.workers
+
+    await in_world(body)
+
+
+@virtual_time
+async def test_a_drain_directive_reaches_the_worker() -> None:
+    """It comes on the join stream."""
+
+    async def body(world: World) -> None:
+        gateway = await world.gateway("g1")
+        client = world.client("g1")
+        await client.joined(1)
+        gateway.drain.set()
+        await until(lambda: client.num_drains == 1, gateway)
+
+    await in_world(body)
+
+
+def test_what_a_worker_advertises() -> None:
+    """Nothing, a host, or a host with the port that others see."""
+    listening = Address("0.0.0.0", 9000)
+    assert advertised("", listening) == Address("", 9000)
+    assert advertised("node-7", listening) == Address("node-7", 9000)
+    assert advertised("node-7:31000", listening) == Address("node-7", 31000)
+    assert advertised("[fd00::7]:31000", listening) == Address("fd00::7", 31000)
+
+
+async def add_decode(gateway: FakeGateway, incarnation: int) -> DecodePeer:
+    """Let a decode worker be a member of the fake gateway."""
+    host, port = f"decode-{incarnation}", 9000
+    hello = wire.Hello(role=wire.Role.DECODE, incarnation=incarnation)
+    announce = wire.WorkerAnnounce(hello=hello, host=host, port=port)
+    gateway.workers[Incarnation(incarnation)] = announce
+    await gateway.notify()
+    return DecodePeer(Incarnation(incarnation), Address(host, port))
+
+
+async def until(condition: Any, gateway: FakeGateway) -> None:
+    """Wait, looking whenever the gateway heard something: statuses come twice a second."""
+    await gateway.until(condition)

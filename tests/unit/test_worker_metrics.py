@@ -1,0 +1,68 @@
+"""A worker's numbers, and the door through which they are read."""
+
+from __future__ import annotations
+
+import socket
+
+import aiohttp
+from prometheus_client import generate_latest
+
+from shared.telemetry.listener import serve_metrics
+from shared.telemetry.worker import MovingMean, WorkerLoad, WorkerMetrics
+
+
+def test_gauges_are_read_when_scraped() -> None:
+    """Nothing is counted for nobody: the load is asked at scrape time."""
+    load = WorkerLoad()
+    metrics = WorkerMetrics("decode", lambda: load)
+    assert b"pdmesh_decode_free_blocks 0.0" in generate_latest(metrics.registry)
+    load = WorkerLoad(free_blocks=5, paired=(1, 2))
+    text = generate_latest(metrics.registry)
+    assert b"pdmesh_decode_free_blocks 5.0" in text
+    assert b"pdmesh_decode_pairs 2.0" in text
+
+
+def test_two_workers_in_one_process_have_numbers_of_their_own() -> None:
+    """No global registry."""
+    one = WorkerMetrics("prefill", WorkerLoad)
+    two = WorkerMetrics("prefill", WorkerLoad)
+    one.step_tokens.inc(7)
+    assert b"pdmesh_prefill_step_tokens_total 7.0" in generate_latest(one.registry)
+    assert b"pdmesh_prefill_step_tokens_total 0.0" in generate_latest(two.registry)
+
+
+def test_the_first_value_of_a_moving_mean_counts_whole() -> None:
+    """Otherwise the first steps would look fast."""
+    mean = MovingMean(weight=0.5)
+    mean.add(4.0)
+    assert mean.value == 4.0
+    mean.add(2.0)
+    assert mean.value == 3.0
+
+
+async def test_the_door_answers_metrics_health_and_readiness() -> None:
+    """Health says alive, readiness says why not."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    reason = "no gateway joined yet"
+    metrics = WorkerMetrics("decode", WorkerLoad)
+    async with (
+        serve_metrics("127.0.0.1", port, metrics.registry, lambda: reason),
+        aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client,
+    ):
+        async with client.get("/metrics") as response:
+            assert "pdmesh_decode_running" in await response.text()
+        async with client.get("/health") as response:
+            assert response.status == 200
+        async with client.get("/ready") as response:
+            assert (response.status, await response.text()) == (503, "no gateway joined yet\n")
+        reason = ""
+        async with client.get("/ready") as response:
+            assert response.status == 200
+
+
+async def test_port_0_is_no_door() -> None:
+    """A worker listens for operators only when asked to."""
+    async with serve_metrics("256.0.0.1", 0, WorkerMetrics("decode", WorkerLoad).registry, str):
+        pass
