@@ -234,7 +234,9 @@ class WorkerSession:
 
     def _fail_all(self, error: MeshError) -> None:
         if not isinstance(error, WorkerLost):
-            error = WorkerLost(f"the {self.worker.role.value} worker's session broke: {error.message}")
+            error = WorkerLost(
+                f"the {self.worker.role.value} worker's session broke: {error.message}"
+            )
         legs, self._legs = list(self._legs.values()), {}
         for leg in legs:
             leg.failed(error, lost=True)
@@ -341,7 +343,9 @@ class WorkerSession:
     def _on_failed(self, stream_id: int, error: wire.Error | None) -> None:
         leg = self._legs.pop(StreamId(stream_id), None)
         if leg is not None:
-            reason = codec.error_from_wire(error) if error is not None else WorkerLost("no reason given")
+            reason = (
+                codec.error_from_wire(error) if error is not None else WorkerLost("no reason given")
+            )
             leg.failed(reason, lost=False)
 
     def _on_step_tokens(self, step: wire.StepTokens) -> None:

@@ -38,7 +38,9 @@ from shared.request import FinishReason
 class _LegShell:
     """One leg of one attempt: passes events on with their attempt's number, and gives its load back once."""
 
-    def __init__(self, request: RequestShell, attempt: int, leg: Leg, session: WorkerSession) -> None:
+    def __init__(
+        self, request: RequestShell, attempt: int, leg: Leg, session: WorkerSession
+    ) -> None:
         self.leg = leg
         self._request = request
         self._attempt = attempt
@@ -249,9 +251,7 @@ class RequestShell:
         attempt = lifecycle.dispatched()
         self.timeline.dispatched(decision)
         deadline_s = self._remaining_s()
-        prefill = _LegShell(
-            self, attempt, Leg.PREFILL, self._membership.session(decision.prefill)
-        )
+        prefill = _LegShell(self, attempt, Leg.PREFILL, self._membership.session(decision.prefill))
         self._legs = {Leg.PREFILL: prefill}
         prefill.take_load(len(token_ids))
         prefill.stream_id = prefill.session.start_prefill(

@@ -1,0 +1,209 @@
+"""Answers as text: what HTTP and gRPC stream to a client, made from the batches of one or several
+generations.
+
+One answer is pulled straight from the mesh; several run in a TaskGroup of their own and meet in a
+bounded queue (full: the generation waits, its tokens stay in the mesh's own bounded queue). The
+first failure ends all of them, and comes out as one MeshError. Knows no JSON and no protobuf.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+from services.gateway.detokenizer import AnswerText
+from services.gateway.mesh import Generation, GenerationRequest, Mesh, TokenBatch
+from shared.errors import InvariantViolated, MeshError
+from shared.request import FinishReason, TokenLogprobs
+
+
+class Delta(NamedTuple):
+    """What one batch added to one answer. choice: index of the answer.
+
+    text may lag behind token_ids while a character or a possible stop string is incomplete.
+    stop_reason: the stop string or token id that ended the answer, None for an end-of-sequence
+    token.
+    """
+
+    choice: int
+    first_index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None
+
+
+class Usage(NamedTuple):
+    """Token counts; a prompt counts once, however many answers it gets."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Choice:
+    """One answer to make. prompt_idx: which prompt of the request it continues.
+
+    is_echo_only: the client asked for no token at all, only for what is known of its prompt; one
+    token is generated, because a step needs one, and dropped.
+    """
+
+    index: int
+    prompt_idx: int
+    request: GenerationRequest
+    text: AnswerText
+    is_echo_only: bool = False
+    generation: Generation | None = field(default=None, init=False, repr=False)
+    is_done: bool = field(default=False, init=False)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the answer so far."""
+        return 0 if self.is_echo_only else self.text.num_tokens
+
+    def take(self, batch: TokenBatch) -> Delta:
+        """Turn a batch into text; ``is_done`` once the answer is over."""
+        step = self.text.feed(batch.token_ids, batch.finish_reason)
+        self.is_done = step.finish_reason is not FinishReason.NONE
+        if self.is_echo_only:
+            return Delta(
+                self.index, 0, "", (), None, FinishReason.LENGTH, None, batch.prompt_logprobs
+            )
+        logprobs = batch.logprobs
+        return Delta(
+            self.index,
+            batch.first_index,
+            step.text,
+            batch.token_ids[: step.num_tokens],
+            None if logprobs is None else logprobs[: step.num_tokens],
+            step.finish_reason,
+            step.stop_reason,
+            batch.prompt_logprobs,
+        )
+
+
+class Answers:
+    """The running answers of one request; made by ``open_answers``."""
+
+    def __init__(self, choices: Sequence[Choice]) -> None:
+        self._choices = choices
+
+    async def next(self) -> list[Delta]:
+        """Return everything that has arrived, at least one delta; [] once all answers are over.
+
+        Raises MeshError: the request failed; nothing follows.
+        """
+        raise NotImplementedError
+
+    @property
+    def usage(self) -> Usage:
+        """Counts so far."""
+        prompts: dict[int, Choice] = {}
+        for choice in self._choices:
+            prompts.setdefault(choice.prompt_idx, choice)
+        return Usage(
+            sum(len(choice.request.token_ids) for choice in prompts.values()),
+            sum(choice.num_tokens for choice in self._choices),
+            sum(
+                choice.generation.cached_tokens
+                for choice in prompts.values()
+                if choice.generation is not None
+            ),
+        )
+
+    def receipts(self) -> list[dict[str, Any]]:
+        """Return where each answer's time went; ask after the block of ``open_answers`` has
+        ended."""
+        return [
+            choice.generation.receipt() for choice in self._choices if choice.generation is not None
+        ]
+
+
+class _OneAnswer(Answers):
+    def __init__(self, choice: Choice, generation: Generation) -> None:
+        super().__init__((choice,))
+        self._choice = choice
+        self._batches = aiter(generation)
+
+    async def next(self) -> list[Delta]:
+        if self._choice.is_done:
+            return []
+        return [self._choice.take(await _next_batch(self._batches))]
+
+
+class _ManyAnswers(Answers):
+    def __init__(self, choices: Sequence[Choice]) -> None:
+        super().__init__(choices)
+        self._queue: asyncio.Queue[Delta] = asyncio.Queue(maxsize=2 * len(choices))
+        self._num_running = len(choices)
+
+    async def next(self) -> list[Delta]:
+        if not self._num_running:
+            return []
+        deltas = [await self._queue.get()]
+        while not self._queue.empty():
+            deltas.append(self._queue.get_nowait())
+        self._num_running -= sum(delta.finish_reason is not FinishReason.NONE for delta in deltas)
+        return deltas
+
+    async def run(self, choice: Choice, mesh: Mesh) -> None:
+        """Generate one answer into the queue."""
+        async with mesh.generate(choice.request) as generation:
+            choice.generation = generation
+            batches = aiter(generation)
+            while not choice.is_done:
+                await self._queue.put(choice.take(await _next_batch(batches)))
+
+
+@asynccontextmanager
+async def open_answers(mesh: Mesh, choices: Sequence[Choice]) -> AsyncGenerator[Answers]:
+    """Start all answers; leaving the block cancels what still runs.
+
+    Raises MeshError, from the block as a whole: see ``Mesh.generate`` and ``Answers.next``. With
+    several answers, a failure of one reaches the block's body as a cancellation and leaves the
+    block as the error, so errors are caught around the block, never inside.
+    """
+    if len(choices) == 1:
+        choice = choices[0]
+        async with mesh.generate(choice.request) as generation:
+            choice.generation = generation
+            yield _OneAnswer(choice, generation)
+        return
+    answers = _ManyAnswers(choices)
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(answers.run(choice, mesh), name=f"answer-{choice.index}")
+                for choice in choices
+            ]
+            yield answers
+            for task in tasks:
+                task.cancel()
+    except BaseExceptionGroup as failures:
+        raise _first(failures) from None
+
+
+async def _next_batch(batches: AsyncIterator[TokenBatch]) -> TokenBatch:
+    try:
+        return await anext(batches)
+    except StopAsyncIteration:
+        raise InvariantViolated("a generation ended without a finish reason") from None
+
+
+def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the failure to tell: the first typed one, else the first."""
+    leaves: list[BaseException] = []
+    groups = [failures]
+    while groups:
+        for failure in groups.pop(0).exceptions:
+            if isinstance(failure, BaseExceptionGroup):
+                groups.append(cast("BaseExceptionGroup[BaseException]", failure))
+            else:
+                leaves.append(failure)
+    return next((leaf for leaf in leaves if isinstance(leaf, MeshError)), leaves[0])

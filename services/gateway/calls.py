@@ -1,0 +1,94 @@
+"""One call in progress, over HTTP or gRPC: what its log line and its metrics will say when it is
+over."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from services.gateway.answers import Answers
+from services.gateway.frontdoor import Caller, FrontDoor
+from shared.errors import InvariantViolated, MeshError
+
+log: Any = structlog.get_logger("gateway.calls")
+
+
+@dataclass(slots=True)
+class Call:
+    """Filled in while the call runs. outcome: ok, cancelled (so until we know better) or an error's
+    type."""
+
+    caller: Caller
+    outcome: str = "cancelled"
+    status: int = 0
+    answers: Answers | None = None
+    first_token_s: float | None = None
+
+    @property
+    def request_id(self) -> str:
+        """Our id, as text."""
+        return self.caller.request_id.hex()
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What every response says of itself: our id, and the client's own label."""
+        headers = {"x-request-id": self.request_id}
+        if self.caller.label:
+            headers["x-request-label"] = self.caller.label
+        return headers
+
+    def note(self, answers: Answers) -> None:
+        """Note that tokens arrived; the first time, TTFT."""
+        self.answers = answers
+        if self.first_token_s is None:
+            self.first_token_s = asyncio.get_running_loop().time() - self.caller.arrived_at
+
+
+@contextmanager
+def recorded(front: FrontDoor, route: str, *, is_probe: bool = False) -> Generator[Call]:
+    """Open a call; its end is counted and, unless it is a probe, logged. Never with a word of its
+    text."""
+    call = Call(front.greet())
+    metrics = front.metrics
+    metrics.running.inc()
+    try:
+        yield call
+    finally:
+        metrics.running.dec()
+        seconds = asyncio.get_running_loop().time() - call.caller.arrived_at
+        metrics.requests.labels(route, call.outcome).inc()
+        usage = None if call.answers is None else call.answers.usage
+        if call.first_token_s is not None:
+            metrics.first_token_seconds.observe(call.first_token_s)
+            metrics.request_seconds.observe(seconds)
+        if usage is not None:
+            metrics.prompt_tokens.inc(usage.prompt_tokens)
+            metrics.completion_tokens.inc(usage.completion_tokens)
+        if not is_probe:
+            log.info(
+                "call",
+                route=route,
+                request_id=call.request_id,
+                label=call.caller.label,
+                key=call.caller.key.name,
+                outcome=call.outcome,
+                status=call.status,
+                seconds=round(seconds, 6),
+                ttft_s=None if call.first_token_s is None else round(call.first_token_s, 6),
+                prompt_tokens=None if usage is None else usage.prompt_tokens,
+                completion_tokens=None if usage is None else usage.completion_tokens,
+            )
+
+
+def typed(failure: Exception, call: Call) -> MeshError:
+    """Return the failure as the client may know it: our own bugs are logged in full and shown as an
+    id."""
+    if isinstance(failure, MeshError):
+        return failure
+    log.error("internal error", request_id=call.request_id, exc_info=failure)
+    return InvariantViolated(f"internal error; its log has request id {call.request_id}")

@@ -1,0 +1,147 @@
+"""Chat messages to one prompt text, with the template that came with the model.
+
+The template runs in Jinja's immutable sandbox with the names that Hugging Face templates expect,
+compiled once. A client can never supply one. What is different from transformers' own renderer:
+nothing that templates can see, but the output has a cap.
+Format: https://huggingface.co/docs/transformers/chat_templating_writing
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from services.gateway.limits import MAX_RENDERED_CHARS
+from shared.errors import InvalidRequest, ModelError
+from shared.model_folder import SpecialTokens
+
+
+class _TemplateRefusal(jinja2.TemplateError):
+    """``raise_exception`` was called by the template."""
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """``{% generation %}`` marks assistant text for training masks; for serving its body is just
+    text."""
+
+    tags = {"generation"}  # noqa: RUF012  (the library's own declaration is this)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """One compiled template.
+
+    Raises ModelError, from the constructor: the source is no valid template.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        special_tokens: SpecialTokens,
+        *,
+        max_chars: int = MAX_RENDERED_CHARS,
+        now: Callable[[], datetime.datetime] = datetime.datetime.now,
+    ) -> None:
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_GenerationTag, jinja2.ext.loopcontrols],
+        )
+        # The library declares both as plain dict.
+        filters = cast("dict[str, Any]", environment.filters)  # pyright: ignore[reportUnknownMemberType]
+        filters["tojson"] = _to_json
+        functions = cast("dict[str, Any]", environment.globals)  # pyright: ignore[reportUnknownMemberType]
+        functions["raise_exception"] = _refuse
+
+        def strftime_now(form: str) -> str:
+            return now().strftime(form)
+
+        functions["strftime_now"] = strftime_now
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ModelError(f"the model's chat template is not valid: {error}") from error
+        self._max_chars = max_chars
+        self._names: dict[str, Any] = {
+            "bos_token": special_tokens.bos,
+            "eos_token": special_tokens.eos,
+            "pad_token": special_tokens.pad,
+            "unk_token": special_tokens.unk,
+        }
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the prompt.
+
+        arguments: further variables of the template (``enable_thinking``); they cannot replace
+        ours.
+        Raises InvalidRequest: the template refuses or cannot render these messages, or the text
+        passes the cap.
+        """
+        names: dict[str, Any] = {
+            **(arguments or {}),
+            **self._names,
+            "messages": messages,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        pieces: list[str] = []
+        room = self._max_chars
+        try:
+            for piece in self._template.generate(names):
+                room -= len(piece)
+                if room < 0:
+                    raise InvalidRequest(
+                        f"the rendered messages are longer than {self._max_chars} characters",
+                        param="messages",
+                        code="context_length_exceeded",
+                    )
+                pieces.append(piece)
+        except InvalidRequest:
+            raise
+        except _TemplateRefusal as refusal:
+            raise InvalidRequest(
+                f"the model's chat template refuses these messages: {refusal.message}",
+                param="messages",
+            ) from None
+        # A template is a program over the client's messages: whatever it trips over, they made it.
+        except Exception as error:
+            raise InvalidRequest(
+                f"the model's chat template cannot render these messages ({type(error).__name__})",
+                param="messages",
+            ) from error
+        return "".join(pieces)
+
+
+def _refuse(message: object) -> str:
+    raise _TemplateRefusal(str(message)[:500])
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML characters, which models have never seen.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

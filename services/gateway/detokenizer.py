@@ -1,0 +1,182 @@
+"""Token ids in, text out, one token at a time: characters that span tokens, and stop strings that
+do.
+
+Everything here steps per token, so the text of an answer does not depend on how its tokens were
+batched: the streamed pieces joined are the text of the same request without streaming. Pure
+computation; knows no requests and no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from shared.request import FinishReason
+
+PROMPT_TAIL = 8
+"""Prompt tokens that an answer's decoder starts from, where the answer continues the prompt's text:
+decoders in the style of sentencepiece drop the space before the first word they see."""
+
+
+class Detokenizer:
+    """Decodes one answer.
+
+    A piece is given out only when all bytes of its characters are there; what is still incomplete
+    at the end comes out of ``flush`` as U+FFFD, as in a full decode.
+    prompt_tail: the prompt's last tokens, when the answer continues its text.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special: bool = True, prompt_tail: Sequence[int] = ()
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._tail = list(prompt_tail)
+        self._stream = self._new_stream(self._tail)
+        self._ids: list[int] = []
+        self._num_chars = 0
+        self._is_pending = False
+
+    def _new_stream(self, ids: list[int]) -> DecodeStream:
+        return DecodeStream(ids=ids or None, skip_special_tokens=self._skip_special)
+
+    def step(self, token_id: int) -> str:
+        """Return the text that this token completes, often ''."""
+        self._ids.append(token_id)
+        try:
+            piece = self._stream.step(self._tokenizer, token_id)
+        except Exception:
+            # The library raises a bare Exception when a decoder rewrites text that it had already
+            # given out (huggingface/tokenizers: "Invalid prefix encountered"). Start afresh at this
+            # token.
+            self._stream = self._new_stream([])
+            piece = self._stream.step(self._tokenizer, token_id)
+        self._is_pending = not piece
+        self._num_chars += len(piece or "")
+        return piece or ""
+
+    def flush(self) -> str:
+        """Return what ``step`` still holds back; call once, at the end."""
+        if not self._is_pending:
+            return ""
+        before = len(self._decode(self._tail)) if self._tail else 0
+        text = self._decode(self._tail + self._ids)
+        return text[before + self._num_chars :]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special)
+
+
+class StopMatcher:
+    """Finds the stop string that is complete first, and holds back text that may be the beginning
+    of one.
+
+    Of two that are complete at the same character the longer wins. Both rules do not depend on how
+    the text is cut into pieces. With no stop strings, text passes straight through.
+    """
+
+    def __init__(self, stop: Sequence[str], *, include: bool = False) -> None:
+        self._stop = tuple(stop)
+        self._include = include
+        self._most_held = max((len(text) for text in stop), default=1) - 1
+        self._held = ""
+
+    def feed(self, piece: str) -> tuple[str, str | None]:
+        """Return (text that is safe to give out, the stop string found or None); feed nothing after
+        a match."""
+        if not self._stop:
+            return piece, None
+        text = self._held + piece
+        found: tuple[int, int, str] | None = None
+        for stop in self._stop:
+            start = text.find(stop)
+            if start >= 0 and (found is None or (start + len(stop), start) < found[:2]):
+                found = (start + len(stop), start, stop)
+        if found is not None:
+            end, start, stop = found
+            self._held = ""
+            return text[: end if self._include else start], stop
+        num_held = self._num_to_hold(text)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held], None
+
+    def flush(self) -> str:
+        """Return the held text: it was no stop string after all."""
+        held, self._held = self._held, ""
+        return held
+
+    def _num_to_hold(self, text: str) -> int:
+        for length in range(min(self._most_held, len(text)), 0, -1):
+            tail = text[-length:]
+            if any(stop.startswith(tail) for stop in self._stop):
+                return length
+        return 0
+
+
+class TextStep(NamedTuple):
+    """What a batch of tokens gave.
+
+    num_tokens: how many of them belong to the answer (fewer than given if a stop string ended it).
+    finish_reason: STOP if a stop string or the batch itself ended the answer. stop_reason: the stop
+    string or token id; None for an end-of-sequence token.
+    """
+
+    text: str
+    num_tokens: int
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None
+
+
+class AnswerText:
+    """Text of one answer: decoder, then stop strings.
+
+    min_tokens: stop strings that are complete before the answer has this many tokens do not count.
+    include_stop: keep the stop string, or the text of the token that ended the answer, in the text.
+    """
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        *,
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        min_tokens: int = 0,
+        include_stop: bool = False,
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._matcher = StopMatcher(stop, include=include_stop)
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._min_tokens = min_tokens
+        self._include_stop = include_stop
+        self.num_tokens = 0
+
+    def feed(self, token_ids: Sequence[int], finish_reason: FinishReason) -> TextStep:
+        """Take a batch; the answer is over once a finish reason comes back."""
+        pieces: list[str] = []
+        last = len(token_ids) - 1
+        stop_reason: int | None = None
+        for position, token_id in enumerate(token_ids):
+            self.num_tokens += 1
+            if position == last and finish_reason is FinishReason.STOP:
+                stop_reason = token_id if token_id in self._stop_token_ids else None
+                if not self._include_stop:
+                    continue
+            text, found = self._step(token_id)
+            pieces.append(text)
+            if found is not None:
+                return TextStep("".join(pieces), position + 1, FinishReason.STOP, found)
+        if finish_reason is not FinishReason.NONE:
+            text, found = self._matcher.feed(self._detokenizer.flush())
+            pieces += (text, self._matcher.flush())
+            if found is not None:
+                return TextStep("".join(pieces), len(token_ids), FinishReason.STOP, found)
+        return TextStep("".join(pieces), len(token_ids), finish_reason, stop_reason)
+
+    def _step(self, token_id: int) -> tuple[str, str | None]:
+        piece = self._detokenizer.step(token_id)
+        if self.num_tokens < self._min_tokens:
+            return piece, None
+        return self._matcher.feed(piece)

@@ -1,0 +1,206 @@
+"""What the HTTP and the gRPC door share: who calls, what is served, and how a form becomes answers
+to make.
+
+Both doors do the same three things in the same order: ``admit`` the caller, ``choices`` from the
+form, and stream what ``open_answers`` gives. Everything that may be refused is refused here, before
+any work. Knows neither JSON nor protobuf.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from services.gateway import limits
+from services.gateway.answers import Choice
+from services.gateway.auth import NOBODY, ApiKey, KeyRing, tenant_salt
+from services.gateway.client_metrics import ClientMetrics
+from services.gateway.detokenizer import PROMPT_TAIL
+from services.gateway.limits import SamplingForm
+from services.gateway.mesh import GenerationRequest, Mesh, ServedModel
+from services.gateway.text import TextModel
+from shared.errors import NotFound, Overloaded
+from shared.ids import RandomBytes, RequestId, new_request_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Who calls, and since when. arrived_at, deadline_at: loop time."""
+
+    request_id: RequestId
+    key: ApiKey = NOBODY
+    label: str = ""
+    arrived_at: float
+    deadline_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One prompt, already tokenized. text: as the client gave it, None for token ids."""
+
+    token_ids: tuple[int, ...] = field(repr=False)
+    text: str | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """What to generate, in nobody's wire format.
+
+    num_choices: answers a prompt. default_max_tokens: None = the rest of the context. is_echo_only:
+    see ``Choice``.
+    continues_text: the answer continues the prompt's own text (completions), rather than answering
+    it (chat).
+    """
+
+    sampling: SamplingForm
+    num_choices: int = 1
+    default_max_tokens: int | None = None
+    prompt_param: str = "prompt"
+    cache_salt: bytes = b""
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    continues_text: bool = False
+    is_echo_only: bool = False
+
+
+class FrontDoor:
+    """One gateway's client side.
+
+    defaults: sampling defaults of the model folder (``ModelFolder.generation_defaults``).
+    default_timeout_s: deadline of requests that bring none; 0 = none.
+    """
+
+    def __init__(
+        self,
+        *,
+        mesh: Mesh,
+        text: TextModel,
+        random_bytes: RandomBytes,
+        metrics: ClientMetrics,
+        keys: KeyRing | None = None,
+        defaults: Mapping[str, float] | None = None,
+        default_timeout_s: float = 0.0,
+        version: str = "",
+    ) -> None:
+        self.mesh = mesh
+        self.text = text
+        self.metrics = metrics
+        self.keys = keys or KeyRing()
+        self.version = version
+        self._random_bytes = random_bytes
+        self._defaults = dict(defaults or {})
+        self._default_timeout_s = default_timeout_s
+
+    def greet(self) -> Caller:
+        """Give a call its id and its arrival time; nothing of it has been read yet."""
+        return Caller(
+            request_id=new_request_id(self._random_bytes),
+            arrived_at=asyncio.get_running_loop().time(),
+        )
+
+    def admit(self, caller: Caller, *, authorization: str | None) -> Caller:
+        """Return the caller with its key. Raises Unauthorized."""
+        return replace(caller, key=self.keys.check(authorization))
+
+    def deadline_at(self, caller: Caller, timeout_s: float | None) -> float | None:
+        """Return when a call must be over. timeout_s: the client's own, None = the gateway's
+        default.
+
+        Raises InvalidRequest: out of range.
+        """
+        if timeout_s is None:
+            default = self._default_timeout_s
+            return caller.arrived_at + default if default else None
+        checked = limits.checked_above_zero(timeout_s, limits.MAX_TIMEOUT_S, param="timeout")
+        return caller.arrived_at + checked
+
+    def model(self, name: str | None) -> ServedModel:
+        """Return the model of this name; empty or None = the one served.
+
+        Raises NotFound: another is served. Overloaded: none is served yet.
+        """
+        model = self.mesh.model
+        if model is None:
+            raise Overloaded(
+                self.mesh.not_ready_reason or "no worker has joined yet",
+                code="not_ready",
+                retry_after_s=1.0,
+            )
+        if name and name != model.name:
+            raise NotFound(
+                "this model is not served here: GET /v1/models lists what is",
+                param="model",
+                code="model_not_found",
+            )
+        return model
+
+    def choices(
+        self, caller: Caller, model: ServedModel, prompts: Sequence[Prompt], form: Form
+    ) -> list[Choice]:
+        """Check the form and return the answers to make, prompt by prompt.
+
+        Raises InvalidRequest: the first rule that is broken.
+        """
+        limits.checked_count(
+            len(prompts), limits.MAX_PROMPTS, param=form.prompt_param, what="prompts", least=1
+        )
+        limits.checked_int(form.num_choices, 1, limits.MAX_CHOICES, param="n")
+        stop = limits.checked_stop(form.sampling.stop)
+        seed = int.from_bytes(self._random_bytes(8), "little")
+        salt = tenant_salt(caller.key, form.cache_salt)
+        if form.is_echo_only:
+            form = replace(form, sampling=replace(form.sampling, max_tokens=1))
+        choices: list[Choice] = []
+        for prompt_idx, prompt in enumerate(prompts):
+            token_ids = limits.checked_prompt(prompt.token_ids, model, param=form.prompt_param)
+            sampling = limits.sampling_params(
+                form.sampling,
+                model=model,
+                num_prompt_tokens=len(token_ids),
+                default_max_tokens=form.default_max_tokens,
+                defaults=self._defaults,
+                seed=seed,
+            )
+            for number in range(form.num_choices):
+                # A client's seed gives every prompt the same answers as alone; a random one must
+                # not make equal prompts answer alike.
+                nth = len(choices) if form.sampling.seed is None else number
+                own = replace(sampling, seed=limits.seed_of_choice(sampling.seed, nth))
+                is_first = not choices
+                choices.append(
+                    Choice(
+                        index=len(choices),
+                        prompt_idx=prompt_idx,
+                        request=GenerationRequest(
+                            request_id=caller.request_id
+                            if is_first
+                            else new_request_id(self._random_bytes),
+                            label=caller.label,
+                            token_ids=token_ids,
+                            sampling=own,
+                            deadline_at=caller.deadline_at,
+                            cache_salt=salt,
+                            arrived_at=caller.arrived_at,
+                        ),
+                        text=self.text.new_answer(
+                            own,
+                            stop=stop,
+                            include_stop=form.include_stop,
+                            skip_special=form.skip_special_tokens,
+                            prompt_tail=token_ids[-PROMPT_TAIL:] if form.continues_text else (),
+                        ),
+                        is_echo_only=form.is_echo_only,
+                    )
+                )
+        return choices
+
+
+def checked_timeout(text: str | None, *, param: str) -> float | None:
+    """Parse a timeout header in seconds; None if absent. Raises InvalidRequest."""
+    if text is None:
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise limits.refusal(param, "must be a number of seconds") from None

@@ -1,0 +1,304 @@
+"""The HTTP door: OpenAI's endpoints, vLLM's tokenizer endpoints, and what operators ask.
+
+Each handler reads its body, makes a form of it, and answers whole or as a stream. Routes exist only
+through ``HttpDoor.routes``, the one table, where each states who may call it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import msgspec
+import orjson
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from services.gateway import limits
+from services.gateway.answers import Choice, Delta, open_answers
+from services.gateway.calls import Call, typed
+from services.gateway.frontdoor import Caller, FrontDoor, Prompt
+from services.gateway.http_server import (
+    Policy,
+    Route,
+    build_app,
+    json_response,
+    listen,
+    read_body,
+)
+from services.gateway.mesh import ServedModel
+from services.gateway.openai_answers import AnswerFormat, AnswerHead, ChatFormat, CompletionFormat
+from services.gateway.openai_forms import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    StreamOptions,
+    TokenizeBody,
+    messages_for_template,
+)
+from services.gateway.sse import STALL_S, EventStream
+from shared.errors import InvalidRequest
+from shared.rpc.network import Address
+from shared.rpc.status import openai_error_body
+
+_CHAT = msgspec.json.Decoder(ChatBody)
+_COMPLETION = msgspec.json.Decoder(CompletionBody)
+_TOKENIZE = msgspec.json.Decoder(TokenizeBody)
+_DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
+
+_NO_OPTIONS = StreamOptions()
+
+
+def serve_http(
+    front: FrontDoor,
+    address: Address,
+    *,
+    drain_s: float = 30.0,
+    stall_s: float = STALL_S,
+    reuse_port: bool = False,
+) -> AbstractAsyncContextManager[Address]:
+    """Serve HTTP until the block ends; see ``http_server.listen``.
+
+    stall_s: how long a client may leave a full stream unread before it is cut off.
+    """
+    app = build_app(front, HttpDoor(front, stall_s=stall_s).routes())
+    return listen(app, address, drain_s=drain_s, reuse_port=reuse_port)
+
+
+class HttpDoor:
+    """The handlers."""
+
+    def __init__(self, front: FrontDoor, *, stall_s: float = STALL_S) -> None:
+        self._front = front
+        self._stall_s = stall_s
+
+    def routes(self) -> tuple[Route, ...]:
+        """Return every route there is."""
+        return (
+            Route("GET", "/health", Policy.ANYBODY, self.health),
+            Route("GET", "/ready", Policy.ANYBODY, self.ready),
+            Route("GET", "/version", Policy.KEY, self.version),
+            Route("GET", "/metrics", Policy.KEY, self.metrics),
+            Route("GET", "/v1/models", Policy.KEY, self.models),
+            Route("GET", "/v1/models/{name:.+}", Policy.KEY, self.one_model),
+            Route("POST", "/v1/chat/completions", Policy.KEY, self.chat),
+            Route("POST", "/v1/completions", Policy.KEY, self.completion),
+            Route("POST", "/tokenize", Policy.KEY, self.tokenize),
+            Route("POST", "/detokenize", Policy.KEY, self.detokenize),
+        )
+
+    # --- operators ------------------------------------------------------------------------------
+
+    async def health(self, _: web.Request, call: Call) -> web.Response:
+        """Alive: the loop answers."""
+        return json_response({"status": "ok"}, headers=call.headers)
+
+    async def ready(self, _: web.Request, call: Call) -> web.Response:
+        """Would serve a request now."""
+        mesh = self._front.mesh
+        if mesh.is_ready:
+            return json_response({"status": "ready"}, headers=call.headers)
+        reason = {"status": "not ready", "reason": mesh.not_ready_reason}
+        return json_response(reason, headers=call.headers, status=503)
+
+    async def version(self, _: web.Request, call: Call) -> web.Response:
+        """Our version."""
+        return json_response({"version": self._front.version}, headers=call.headers)
+
+    async def metrics(self, _: web.Request, call: Call) -> web.Response:
+        """Numbers for Prometheus."""
+        body = generate_latest(self._front.metrics.registry)
+        return web.Response(
+            body=body, headers={**call.headers, "Content-Type": CONTENT_TYPE_LATEST}
+        )
+
+    async def models(self, _: web.Request, call: Call) -> web.Response:
+        """The model served, if a worker has brought one."""
+        model = self._front.mesh.model
+        data = [] if model is None else [_model_body(model)]
+        return json_response({"object": "list", "data": data}, headers=call.headers)
+
+    async def one_model(self, request: web.Request, call: Call) -> web.Response:
+        """The model of this name."""
+        model = self._front.model(request.match_info["name"])
+        return json_response(_model_body(model), headers=call.headers)
+
+    # --- text -----------------------------------------------------------------------------------
+
+    async def tokenize(self, request: web.Request, call: Call) -> web.Response:
+        """Ids of a prompt or of rendered messages."""
+        body = await read_body(request, _TOKENIZE)
+        model = self._front.model(body.model)
+        text = self._front.text
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequest("give either prompt or messages", param="prompt")
+        if body.messages is not None:
+            rendered = await text.render(
+                messages_for_template(body.messages),
+                add_generation_prompt=body.add_generation_prompt,
+            )
+            ids = await text.encode(rendered, add_special_tokens=body.add_special_tokens is True)
+        else:
+            ids = await text.encode(
+                body.prompt or "", add_special_tokens=body.add_special_tokens is not False
+            )
+        answer = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids}
+        return json_response(answer, headers=call.headers)
+
+    async def detokenize(self, request: web.Request, call: Call) -> web.Response:
+        """Text of ids."""
+        body = await read_body(request, _DETOKENIZE)
+        model = self._front.model(body.model)
+        ids = limits.checked_token_ids(body.tokens, model.vocab_size, param="tokens")
+        return json_response({"prompt": await self._front.text.decode(ids)}, headers=call.headers)
+
+    # --- generation -----------------------------------------------------------------------------
+
+    async def chat(self, request: web.Request, call: Call) -> web.StreamResponse:
+        """POST /v1/chat/completions."""
+        body = await read_body(request, _CHAT)
+        form = body.form()
+        model = self._front.model(body.model)
+        text = self._front.text
+        rendered = await text.render(
+            messages_for_template(body.messages),
+            add_generation_prompt=body.add_generation_prompt,
+            arguments=_template_arguments(body),
+        )
+        ids = await text.encode(rendered, add_special_tokens=body.add_special_tokens is True)
+        prompt = Prompt(token_ids=tuple(ids))
+        choices = self._front.choices(call.caller, model, [prompt], form)
+        options = body.stream_options or _NO_OPTIONS
+        answer_format = ChatFormat(
+            _head(call.caller, model, "chatcmpl"),
+            text,
+            num_choices=len(choices),
+            has_logprobs=form.sampling.logprobs is not None,
+            usage_field=bool(options.include_usage),
+            continuous_usage=bool(options.continuous_usage_stats),
+        )
+        return await self._answer(request, call, body, choices, answer_format)
+
+    async def completion(self, request: web.Request, call: Call) -> web.StreamResponse:
+        """POST /v1/completions."""
+        body = await read_body(request, _COMPLETION)
+        form = body.form()
+        model = self._front.model(body.model)
+        text = self._front.text
+        prompts = [await self._prompt(item, body) for item in body.prompts()]
+        choices = self._front.choices(call.caller, model, prompts, form)
+        echo: list[tuple[Sequence[int], str]] | None = None
+        if body.echo:
+            echoes = [
+                (prompt.token_ids, await text.decode(prompt.token_ids, skip_special=True))
+                if prompt.text is None
+                else (prompt.token_ids, prompt.text)
+                for prompt in prompts
+            ]
+            echo = [echoes[choice.prompt_idx] for choice in choices]
+        options = body.stream_options or _NO_OPTIONS
+        answer_format = CompletionFormat(
+            _head(call.caller, model, "cmpl"),
+            text,
+            echo=echo,
+            num_choices=len(choices),
+            has_logprobs=form.sampling.logprobs is not None,
+            usage_field=bool(options.include_usage),
+            continuous_usage=bool(options.continuous_usage_stats),
+        )
+        return await self._answer(request, call, body, choices, answer_format)
+
+    async def _prompt(self, item: str | list[int], body: CompletionBody) -> Prompt:
+        if isinstance(item, list):
+            return Prompt(token_ids=tuple(item))
+        ids = await self._front.text.encode(
+            item, add_special_tokens=body.add_special_tokens is not False
+        )
+        return Prompt(token_ids=tuple(ids), text=item)
+
+    async def _answer(
+        self,
+        request: web.Request,
+        call: Call,
+        body: ChatBody | CompletionBody,
+        choices: list[Choice],
+        answer_format: AnswerFormat,
+    ) -> web.StreamResponse:
+        if body.stream:
+            options = body.stream_options or _NO_OPTIONS
+            return await self._stream(
+                request,
+                call,
+                choices,
+                answer_format,
+                has_usage=bool(options.include_usage),
+                has_receipt=body.wants_receipt,
+            )
+        deltas: list[Delta] = []
+        async with open_answers(self._front.mesh, choices) as answers:
+            while arrived := await answers.next():
+                deltas += arrived
+                call.note(answers)
+        receipts = answers.receipts() if body.wants_receipt else ()
+        return json_response(
+            answer_format.body(deltas, answers.usage, receipts), headers=call.headers
+        )
+
+    async def _stream(
+        self,
+        request: web.Request,
+        call: Call,
+        choices: list[Choice],
+        answer_format: AnswerFormat,
+        *,
+        has_usage: bool,
+        has_receipt: bool,
+    ) -> web.StreamResponse:
+        events = EventStream(request, call.headers, stall_s=self._stall_s)
+        try:
+            async with open_answers(self._front.mesh, choices) as answers:
+                while deltas := await answers.next():
+                    call.note(answers)
+                    usage = answers.usage if answer_format.continuous_usage else None
+                    chunks = answer_format.chunks(deltas, usage)
+                    if chunks:
+                        await events.write(chunks)
+            usage = answers.usage if has_usage else None
+            receipts = answers.receipts() if has_receipt else ()
+            await events.end(answer_format.closing(usage, receipts))
+        except ConnectionError:
+            raise
+        except Exception as failure:
+            # Before the first byte the guard answers with a status; after it the stream says it.
+            if not events.has_begun:
+                raise
+            error = typed(failure, call)
+            call.outcome = error.code if events.is_cut else error.type
+            await events.end(b"data: %s\n\n" % orjson.dumps(openai_error_body(error)))
+        return events.response
+
+
+def _head(caller: Caller, model: ServedModel, prefix: str) -> AnswerHead:
+    return AnswerHead(
+        id=f"{prefix}-{caller.request_id.hex()}", model=model.name, created=int(time.time())
+    )
+
+
+def _model_body(model: ServedModel) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "pdmesh",
+        "max_model_len": model.max_model_len,
+    }
+
+
+def _template_arguments(body: ChatBody) -> dict[str, Any]:
+    arguments = body.chat_template_kwargs or {}
+    limits.checked_count(
+        len(arguments), limits.MAX_TEMPLATE_ARGUMENTS, param="chat_template_kwargs"
+    )
+    return dict(arguments)

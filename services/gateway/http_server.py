@@ -1,0 +1,276 @@
+"""The HTTP listener: connections with limits, one guard around every route, and one error shape for
+everything.
+
+The guard is the only way to a handler: it gives the call its id, checks the key unless the route's
+policy says that anybody may come, and turns every failure into the same JSON. Knows no endpoint;
+those are in ``http.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from enum import Enum
+from typing import Any, NamedTuple, cast
+
+import msgspec
+import orjson
+import structlog
+from aiohttp import web
+
+from services.gateway import limits
+from services.gateway.calls import Call, recorded, typed
+from services.gateway.frontdoor import FrontDoor, checked_timeout
+from services.gateway.json_body import Body, parse_body
+from shared.errors import (
+    DeadlinePassed,
+    InvalidRequest,
+    InvariantViolated,
+    MeshError,
+    NotFound,
+    TooLarge,
+)
+from shared.rpc.network import Address
+from shared.rpc.status import http_status_of, openai_error_body
+
+BODY_TIMEOUT_S = 30.0
+HEADER_TIMEOUT_S = 30.0
+KEEPALIVE_S = 75.0
+LINGER_S = 2.0
+"""How long an unread body is drained after an early answer, so that its client can read that."""
+
+log: Any = structlog.get_logger("gateway.http")
+
+
+class Policy(Enum):
+    """Who may call a route."""
+
+    ANYBODY = "anybody"  # even where keys are needed: answers only whether this process is well
+    KEY = "key"  # needs an API key, if the gateway has keys
+
+
+Handler = Callable[[web.Request, Call], Awaitable[web.StreamResponse]]
+
+
+class Route(NamedTuple):
+    """One line of the route table."""
+
+    method: str
+    path: str
+    policy: Policy
+    handler: Handler
+
+
+def build_app(front: FrontDoor, routes: Sequence[Route]) -> web.Application:
+    """Return the application: the routes, each behind the guard, and nothing else."""
+    app = web.Application(client_max_size=limits.MAX_BODY_BYTES, middlewares=[_json_errors])
+    for route in routes:
+        guarded = _guarded(front, route)
+        if route.method == "GET":
+            app.router.add_get(route.path, guarded)  # and HEAD, which load balancers ask
+        else:
+            app.router.add_route(route.method, route.path, guarded)
+    return app
+
+
+def _guarded(
+    front: FrontDoor, route: Route
+) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    async def guarded(request: web.Request) -> web.StreamResponse:
+        connection = request.protocol
+        if isinstance(connection, _Connection):
+            connection.has_asked = True
+        # Probes come every second: counted, not logged.
+        with recorded(front, route.path, is_probe=route.policy is Policy.ANYBODY) as call:
+            response = await _handle(front, route, request, call)
+            call.status = response.status
+            return response
+
+    return guarded
+
+
+async def _handle(
+    front: FrontDoor, route: Route, request: web.Request, call: Call
+) -> web.StreamResponse:
+    try:
+        headers = request.headers
+        if route.policy is not Policy.ANYBODY:
+            call.caller = front.admit(call.caller, authorization=headers.get("Authorization"))
+        timeout_s = checked_timeout(headers.get("X-Request-Timeout"), param="x-request-timeout")
+        call.caller = replace(
+            call.caller,
+            label=limits.checked_label(headers.get("X-Request-Id", ""), param="x-request-id"),
+            deadline_at=front.deadline_at(call.caller, timeout_s),
+        )
+        response = await route.handler(request, call)
+    except web.HTTPRequestEntityTooLarge:
+        error: MeshError = too_large()
+    except ConnectionError:  # the client has gone
+        raise
+    except Exception as failure:
+        error = typed(failure, call)
+    else:
+        if call.outcome == "cancelled":
+            call.outcome = "ok"
+        return response
+    call.outcome = error.type
+    return error_response(error, headers=call.headers)
+
+
+# --- bodies -------------------------------------------------------------------------------------
+
+
+async def read_body(request: web.Request, decoder: msgspec.json.Decoder[Body]) -> Body:
+    """Read and parse a JSON body.
+
+    Raises TooLarge, InvalidRequest, DeadlinePassed (it did not arrive in BODY_TIMEOUT_S).
+    """
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise limits.refusal("content-encoding", "send the body without compression")
+    if (request.content_length or 0) > limits.MAX_BODY_BYTES:
+        raise too_large()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            data = await request.read()
+    except TimeoutError:
+        raise DeadlinePassed(
+            f"the body did not arrive within {BODY_TIMEOUT_S:g} s", code="body_timeout"
+        ) from None
+    return parse_body(data, decoder)
+
+
+def json_response(
+    value: Any, *, headers: dict[str, str] | None = None, status: int = 200
+) -> web.Response:
+    """Return a JSON response; bytes are taken as JSON already."""
+    body = value if isinstance(value, bytes) else orjson.dumps(value)
+    return web.Response(body=body, status=status, headers=headers, content_type="application/json")
+
+
+# --- errors -------------------------------------------------------------------------------------
+
+
+def too_large() -> TooLarge:
+    """The error for a body over its limit."""
+    return TooLarge(f"the body is larger than {limits.MAX_BODY_BYTES} bytes", code="body_too_large")
+
+
+def error_response(
+    error: MeshError, *, headers: dict[str, str] | None = None, status: int = 0
+) -> web.Response:
+    """Return the one shape of errors. status: 0 = that of the table."""
+    own = dict(headers or {})
+    if error.retry_after_s > 0:
+        own["Retry-After"] = str(math.ceil(error.retry_after_s))
+    status = status or http_status_of(error)
+    if status == 401:
+        own["WWW-Authenticate"] = "Bearer"
+    return json_response(openai_error_body(error), headers=own, status=status)
+
+
+@web.middleware
+async def _json_errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Give aiohttp's own refusals (no such route, wrong method) our shape."""
+    try:
+        return await handler(request)
+    except web.HTTPMethodNotAllowed as refusal:
+        allowed = ", ".join(sorted(refusal.allowed_methods))
+        error = InvalidRequest(f"this route takes {allowed}", code="method_not_allowed")
+        return error_response(error, headers={"Allow": allowed}, status=405)
+    except web.HTTPNotFound:
+        return error_response(NotFound("there is no such route", code="route_not_found"))
+    except web.HTTPException as refusal:
+        error = InvalidRequest(refusal.reason or "bad request", code="bad_http")
+        return error_response(error, status=refusal.status)
+
+
+# --- the listener -------------------------------------------------------------------------------
+
+
+class _Connection(web.RequestHandler):
+    """A connection whose own complaints (malformed HTTP, oversized headers) have our shape and echo
+    nothing."""
+
+    has_asked = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        # A client that never finishes its first headers is not served for ever.
+        asyncio.get_running_loop().call_later(HEADER_TIMEOUT_S, self._drop_if_silent)
+
+    def _drop_if_silent(self) -> None:
+        if not self.has_asked and self.transport is not None:
+            self.transport.close()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        if request.writer.output_size > 0:
+            raise ConnectionError("the response has begun")
+        if status < 500:
+            error: MeshError = InvalidRequest(
+                "this is not valid HTTP, or its headers are too large", code="bad_http"
+            )
+        else:
+            log.error("internal error outside a route", exc_info=exc)
+            error = InvariantViolated("internal error")
+        response = error_response(error, status=status)
+        response.force_close()
+        return response
+
+
+@asynccontextmanager
+async def listen(
+    app: web.Application,
+    address: Address,
+    *,
+    drain_s: float = 30.0,
+    reuse_port: bool = False,
+) -> AsyncGenerator[Address]:
+    """Serve until the block ends, then wait at most ``drain_s`` for running requests and cancel the
+    rest.
+
+    Yields the address, with the real port if 0 was asked for. A client that disconnects cancels its
+    handler at once. Raises OSError: the port is in use.
+    """
+    loop = asyncio.get_running_loop()
+    runner = web.AppRunner(
+        app, handler_cancellation=True, access_log=None, shutdown_timeout=drain_s
+    )
+    await runner.setup()
+    manager = runner.server
+    if manager is None:
+        raise InvariantViolated("aiohttp's runner has no server after its setup")
+
+    def connection() -> _Connection:
+        return _Connection(
+            manager,
+            loop=loop,
+            access_log=cast("Any", None),  # the guard writes our one line a request
+            auto_decompress=False,
+            keepalive_timeout=KEEPALIVE_S,
+            lingering_time=LINGER_S,
+            max_headers=limits.MAX_HEADERS,
+            max_line_size=limits.MAX_HEADER_LINE_BYTES,
+            max_field_size=limits.MAX_HEADER_LINE_BYTES,
+        )
+
+    try:
+        server = await loop.create_server(
+            connection, address.host, address.port, reuse_port=reuse_port or None, backlog=1024
+        )
+        try:
+            yield Address(address.host, server.sockets[0].getsockname()[1])
+        finally:
+            server.close()
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,259 @@
+"""The gRPC door: ``pdmesh.v1.Inference``, for clients in any language.
+
+The same admission, limits and answers as over HTTP. A call ends with one finish reason and the
+receipt in the trailer ``pdmesh-receipt``, or with a status and the typed error in the trailer
+``pdmesh-error``. Cancelling the call cancels everywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from services.gateway import limits
+from services.gateway.answers import Delta, Usage, open_answers
+from services.gateway.calls import Call, recorded
+from services.gateway.frontdoor import Form, FrontDoor, Prompt
+from services.gateway.limits import SamplingForm
+from services.gateway.sse import STALL_S
+from shared import wire
+from shared.errors import DeadlinePassed, InvalidRequest, MeshError, RemoteProtocolError
+from shared.request import FinishReason, TokenLogprobs
+from shared.rpc.columns import pack_f32, pack_u32, unpack_u32
+from shared.rpc.methods import GENERATE, LIST_MODELS, TOKENIZE
+from shared.rpc.service import ServerStream, Servicer, bind, bind_unary
+from shared.rpc.status import MAX_TRAILER_BYTES, RECEIPT_TRAILER
+
+_NO_PARAMS = wire.GenerateParams()
+
+T = TypeVar("T")
+GenerateStream = ServerStream[wire.GenerateRequest, wire.GenerateResponse]
+
+
+class Inference:
+    """The servicer's handlers; ``servicer()`` is what ``Network.serve`` takes."""
+
+    def __init__(self, front: FrontDoor, *, stall_s: float = STALL_S) -> None:
+        self._front = front
+        self._stall_s = stall_s
+
+    def servicer(self) -> Servicer:
+        """Return the service."""
+        return Servicer(
+            bind(GENERATE, self.generate),
+            bind_unary(TOKENIZE, self.tokenize),
+            bind_unary(LIST_MODELS, self.list_models),
+        )
+
+    async def generate(self, stream: GenerateStream) -> None:
+        """Stream one answer."""
+        with recorded(self._front, GENERATE.path) as call:
+            await self._ended(call, lambda: self._generate(stream, call))
+
+    async def tokenize(
+        self,
+        request: wire.TokenizeRequest,
+        stream: ServerStream[wire.TokenizeRequest, wire.TokenizeResponse],
+    ) -> wire.TokenizeResponse:
+        """Ids of a text or of rendered messages."""
+        with recorded(self._front, TOKENIZE.path) as call:
+            return await self._ended(call, lambda: self._tokenize(request, stream, call))
+
+    async def list_models(
+        self,
+        request: wire.ListModelsRequest,
+        stream: ServerStream[wire.ListModelsRequest, wire.ListModelsResponse],
+    ) -> wire.ListModelsResponse:
+        """The model served, if a worker has brought one."""
+
+        async def answer() -> wire.ListModelsResponse:
+            self._admit(stream, call, label="")
+            model = self._front.mesh.model
+            if model is None:
+                return wire.ListModelsResponse()
+            return wire.ListModelsResponse(
+                models=[
+                    wire.ModelInfo(
+                        name=model.name,
+                        vocab_size=model.vocab_size,
+                        max_model_len=model.max_model_len,
+                    )
+                ]
+            )
+
+        with recorded(self._front, LIST_MODELS.path) as call:
+            return await self._ended(call, answer)
+
+    # --- what they share ------------------------------------------------------------------------
+
+    async def _ended(self, call: Call, work: Callable[[], Awaitable[T]]) -> T:
+        """Note how the call ended; ``shared/rpc`` turns the error into a status."""
+        try:
+            result = await work()
+        except MeshError as error:
+            call.outcome = error.type
+            raise
+        except Exception:
+            call.outcome = "internal"
+            raise
+        call.outcome = "ok"
+        return result
+
+    def _admit(self, stream: ServerStream[Any, Any], call: Call, *, label: str) -> None:
+        front = self._front
+        caller = front.admit(call.caller, authorization=stream.metadata.get("authorization"))
+        deadline_at = stream.deadline_at
+        call.caller = replace(
+            caller,
+            label=limits.checked_label(label, param="request_label"),
+            deadline_at=front.deadline_at(caller, None) if deadline_at is None else deadline_at,
+        )
+        for name, value in call.headers.items():
+            stream.set_trailer(name, value)
+
+    async def _tokenize(
+        self, request: wire.TokenizeRequest, stream: ServerStream[Any, Any], call: Call
+    ) -> wire.TokenizeResponse:
+        self._admit(stream, call, label="")
+        model = self._front.model(request.model)
+        text = request.text
+        if bool(text) == bool(request.messages):
+            raise InvalidRequest("give either text or messages", param="text")
+        if request.messages:
+            text = await self._render(request.messages)
+        ids = await self._front.text.encode(text, add_special_tokens=request.add_special_tokens)
+        return wire.TokenizeResponse(token_ids=pack_u32(ids), max_model_len=model.max_model_len)
+
+    async def _render(self, messages: Sequence[wire.ChatMessage]) -> str:
+        limits.checked_count(
+            len(messages), limits.MAX_MESSAGES, param="messages", what="messages", least=1
+        )
+        return await self._front.text.render(
+            [
+                {
+                    "role": limits.checked_role(message.role, param=f"messages[{index}].role"),
+                    "content": message.content,
+                }
+                for index, message in enumerate(messages)
+            ]
+        )
+
+    # --- Generate -------------------------------------------------------------------------------
+
+    async def _generate(self, stream: GenerateStream, call: Call) -> None:
+        request = await stream.receive()
+        if request is None:
+            raise InvalidRequest("the call has no request message")
+        self._admit(stream, call, label=request.request_label)
+        model = self._front.model(request.model)
+        prompt, param = await self._prompt(request)
+        form = Form(
+            sampling=_sampling(request.params or _NO_PARAMS),
+            prompt_param=param,
+            continues_text=param != "messages",
+        )
+        choices = self._front.choices(call.caller, model, [prompt], form)
+        async with open_answers(self._front.mesh, choices) as answers:
+            while deltas := await answers.next():
+                call.note(answers)
+                for delta in deltas:
+                    response = _response(delta, form.sampling)
+                    if delta.finish_reason is not FinishReason.NONE:
+                        response.usage = _usage(answers.usage)
+                    if delta.prompt_logprobs is not None:
+                        response.prompt_logprobs = [
+                            _top(entry, token_id)
+                            for token_id, entry in zip(
+                                prompt.token_ids, delta.prompt_logprobs, strict=True
+                            )
+                        ]
+                    await self._send(stream, response)
+        receipt = json.dumps(answers.receipts()[0])
+        if len(receipt) <= MAX_TRAILER_BYTES:
+            stream.set_trailer(RECEIPT_TRAILER, receipt)
+
+    async def _prompt(self, request: wire.GenerateRequest) -> tuple[Prompt, str]:
+        """Return the prompt and the name of the field that it came from."""
+        given = [name for name in ("text", "token_ids", "messages") if getattr(request, name)]
+        if len(given) != 1:
+            raise InvalidRequest("give exactly one of text, token_ids, messages", param="text")
+        text = self._front.text
+        match given[0]:
+            case "token_ids":
+                ids: Sequence[int] = _column(request.token_ids, "token_ids")
+            case "messages":
+                rendered = await self._render(request.messages)
+                ids = await text.encode(rendered, add_special_tokens=False)
+            case _:
+                ids = await text.encode(request.text, add_special_tokens=True)
+        return Prompt(token_ids=tuple(ids)), given[0]
+
+    async def _send(self, stream: GenerateStream, response: wire.GenerateResponse) -> None:
+        try:
+            async with asyncio.timeout(self._stall_s):
+                await stream.send(response)
+        except TimeoutError:
+            raise DeadlinePassed(
+                f"the client read nothing for {self._stall_s:g} s", code="client_too_slow"
+            ) from None
+
+
+def _sampling(params: wire.GenerateParams) -> SamplingForm:
+    return SamplingForm(
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=list(params.logit_bias.items()),
+        seed=params.seed,
+        stop=params.stop,
+        stop_token_ids=_column(params.stop_token_ids, "stop_token_ids"),
+        ignore_eos=bool(params.ignore_eos),
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+    )
+
+
+def _column(data: bytes, param: str) -> Sequence[int]:
+    try:
+        return unpack_u32(data, name=param)
+    except RemoteProtocolError as error:
+        raise InvalidRequest(error.message, param=param) from None
+
+
+def _usage(usage: Usage) -> wire.Usage:
+    return wire.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+    )
+
+
+def _response(delta: Delta, sampling: SamplingForm) -> wire.GenerateResponse:
+    logprobs = delta.logprobs or ()
+    return wire.GenerateResponse(
+        text=delta.text,
+        token_ids=pack_u32(delta.token_ids),
+        first_index=delta.first_index,
+        logprobs=pack_f32(entry.logprob for entry in logprobs),
+        top_logprobs=[_top(entry) for entry in logprobs] if sampling.logprobs else [],
+        finish_reason=wire.FinishReason(int(delta.finish_reason)),
+        stop_reason="" if delta.stop_reason is None else str(delta.stop_reason),
+    )
+
+
+def _top(entry: TokenLogprobs, token_id: int | None = None) -> wire.TopLogprobs:
+    """token_id: the token itself, which then comes first."""
+    own = () if token_id is None else ((token_id, entry.logprob),)
+    rows = (*own, *entry.top)
+    return wire.TopLogprobs(
+        token_ids=pack_u32(row[0] for row in rows), logprobs=pack_f32(row[1] for row in rows)
+    )

@@ -1,0 +1,274 @@
+"""What a client may ask for: every bound and range in one place, the same for HTTP and gRPC.
+
+Counts are bounded before anything is allocated for them. This module knows neither JSON nor
+protobuf nor a tokenizer: the forms (``openai_forms.py``, ``ingress.py``) fill a ``SamplingForm``,
+and ``sampling_params`` makes of it the record that the workers get. Messages never repeat a
+client's text; they name the field and the rule.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from services.gateway.mesh import ServedModel
+from shared.errors import InvalidRequest
+from shared.request import SamplingParams
+
+MAX_BODY_BYTES = 4 << 20
+MAX_HEADER_LINE_BYTES = 8190
+MAX_HEADERS = 100
+MAX_JSON_DEPTH = 64
+MAX_MESSAGES = 1024
+MAX_PARTS = 1024
+MAX_CHOICES = 8
+MAX_PROMPTS = 8
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 64
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIAS = 300
+MAX_LOGPROBS = 20
+MAX_LABEL_CHARS = 128
+MAX_RENDERED_CHARS = 1 << 20
+MAX_TEMPLATE_ARGUMENTS = 16
+MAX_TIMEOUT_S = 86_400.0
+
+GREEDY_BELOW = 1e-5
+"""A temperature below this is 0: dividing logits by it would overflow float32."""
+
+_LABEL = re.compile(rf"[A-Za-z0-9._-]{{1,{MAX_LABEL_CHARS}}}")
+_ROLE = re.compile("[a-z_]{1,32}")
+_U64 = 1 << 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingForm:
+    """Sampling as a client wrote it: None = not given. Field names are the names in error messages.
+
+    max_tokens_param: the name under which the client gave ``max_tokens``. seed: None = random per
+    request.
+    """
+
+    max_tokens: int | None = None
+    max_tokens_param: str = "max_tokens"
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Sequence[tuple[int, float]] = ()
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+def refusal(param: str, rule: str, *, code: str = "") -> InvalidRequest:
+    """Return the error for a field that breaks a rule; its message names the field."""
+    return InvalidRequest(f"{param}: {rule}" if param else rule, param=param, code=code)
+
+
+def checked_label(text: str, *, param: str) -> str:
+    """Return a client's id for its request, fit for a log line; empty = none.
+
+    Raises InvalidRequest: longer than MAX_LABEL_CHARS or with other characters than
+    ``[A-Za-z0-9._-]``.
+    """
+    if text and _LABEL.fullmatch(text) is None:
+        raise refusal(param, f"must be at most {MAX_LABEL_CHARS} characters of A-Z a-z 0-9 . _ -")
+    return text
+
+
+def checked_role(role: str, *, param: str) -> str:
+    """Return the role of a chat message as templates know it; which roles there are, the template
+    decides."""
+    if _ROLE.fullmatch(role) is None:
+        raise refusal(param, "must be system, user or assistant")
+    # OpenAI renamed the role for its newer models; templates know the old name.
+    return "system" if role == "developer" else role
+
+
+def checked_salt(text: str | None, *, param: str = "cache_salt") -> bytes:
+    """Return a client's own cache salt as bytes; same alphabet as a label."""
+    return checked_label(text or "", param=param).encode("ascii")
+
+
+def checked_count(
+    count: int, most: int, *, param: str, what: str = "entries", least: int = 0
+) -> None:
+    """Raise InvalidRequest unless ``least <= count <= most``."""
+    if not least <= count <= most:
+        raise refusal(param, f"must have {least} to {most} {what}, not {count}")
+
+
+def checked_range(value: float, low: float, high: float, *, param: str) -> float:
+    """Return the value; raise InvalidRequest unless it is finite and ``low <= value <= high``."""
+    if not math.isfinite(value) or not low <= value <= high:
+        raise refusal(param, f"must be between {low:g} and {high:g}")
+    return value
+
+
+def checked_int(value: int, low: int, high: int, *, param: str) -> int:
+    """Return the value; raise InvalidRequest unless ``low <= value <= high``."""
+    if not low <= value <= high:
+        raise refusal(param, f"must be between {low} and {high}")
+    return value
+
+
+def checked_above_zero(value: float, high: float, *, param: str) -> float:
+    """Return the value; raise InvalidRequest unless it is finite and ``0 < value <= high``."""
+    if not math.isfinite(value) or not 0.0 < value <= high:
+        raise refusal(param, f"must be above 0 and at most {high:g}")
+    return value
+
+
+def checked_stop(stop: Sequence[str]) -> tuple[str, ...]:
+    """Return the stop strings without repetitions; each has 1 to MAX_STOP_CHARS characters."""
+    checked_count(len(stop), MAX_STOP_STRINGS, param="stop", what="strings")
+    for text in stop:
+        checked_count(len(text), MAX_STOP_CHARS, param="stop", what="characters each", least=1)
+    return tuple(dict.fromkeys(stop))
+
+
+def checked_token_ids(token_ids: Sequence[int], vocab_size: int, *, param: str) -> tuple[int, ...]:
+    """Return the ids; raise InvalidRequest if one is negative or not below the vocabulary size."""
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+        raise refusal(
+            param, f"token ids must be between 0 and {vocab_size - 1}", code="bad_token_id"
+        )
+    return tuple(token_ids)
+
+
+def checked_prompt(token_ids: Sequence[int], model: ServedModel, *, param: str) -> tuple[int, ...]:
+    """Return a prompt's ids, neither empty nor too long to leave room for one generated token."""
+    if not token_ids:
+        raise InvalidRequest("the prompt has no tokens", param=param, code="empty_prompt")
+    if len(token_ids) >= model.max_model_len:
+        raise context_length_exceeded(model, len(token_ids), 1, param=param)
+    return checked_token_ids(token_ids, model.vocab_size, param=param)
+
+
+def context_length_exceeded(
+    model: ServedModel, num_prompt_tokens: int, max_tokens: int, *, param: str
+) -> InvalidRequest:
+    """The error that agent frameworks look for, with the numbers that let them shorten their
+    prompt."""
+    return InvalidRequest(
+        f"This model's maximum context length is {model.max_model_len} tokens. However, you "
+        f"requested {num_prompt_tokens + max_tokens} tokens ({num_prompt_tokens} in the prompt, "
+        f"{max_tokens} for the completion). Please reduce the length of the prompt or of the "
+        "completion.",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
+def sampling_params(
+    form: SamplingForm,
+    *,
+    model: ServedModel,
+    num_prompt_tokens: int,
+    default_max_tokens: int | None,
+    defaults: Mapping[str, float],
+    seed: int,
+) -> SamplingParams:
+    """Check a form against the model and fill every default.
+
+    defaults: of the model folder's generation_config.json. default_max_tokens: None = the rest of
+    the context.
+    seed: used when the client gave none.
+    Raises InvalidRequest: the first field that breaks a rule.
+    """
+    room = model.max_model_len - num_prompt_tokens
+    if form.max_tokens is None:
+        max_tokens = room if default_max_tokens is None else min(default_max_tokens, room)
+    else:
+        max_tokens = checked_int(form.max_tokens, 1, (1 << 32) - 1, param=form.max_tokens_param)
+        if max_tokens > room:
+            raise context_length_exceeded(
+                model, num_prompt_tokens, max_tokens, param=form.max_tokens_param
+            )
+    temperature = checked_range(
+        _given(form.temperature, defaults, "temperature", 1.0), 0.0, 2.0, param="temperature"
+    )
+    # -1 is the other customary way to say "off".
+    top_k = checked_int(
+        int(_given(form.top_k, defaults, "top_k", 0)), -1, (1 << 31) - 1, param="top_k"
+    )
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=checked_int(form.min_tokens or 0, 0, max_tokens, param="min_tokens"),
+        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+        top_k=0 if top_k >= model.vocab_size else max(top_k, 0),
+        top_p=checked_above_zero(_given(form.top_p, defaults, "top_p", 1.0), 1.0, param="top_p"),
+        min_p=checked_range(_given(form.min_p, defaults, "min_p", 0.0), 0.0, 1.0, param="min_p"),
+        repetition_penalty=checked_above_zero(
+            _given(form.repetition_penalty, defaults, "repetition_penalty", 1.0),
+            10.0,
+            param="repetition_penalty",
+        ),
+        presence_penalty=checked_range(
+            form.presence_penalty or 0.0, -2.0, 2.0, param="presence_penalty"
+        ),
+        frequency_penalty=checked_range(
+            form.frequency_penalty or 0.0, -2.0, 2.0, param="frequency_penalty"
+        ),
+        logit_bias=_checked_bias(form.logit_bias, model.vocab_size),
+        seed=seed if form.seed is None else _checked_seed(form.seed),
+        stop_token_ids=_checked_stop_ids(form.stop_token_ids, model.vocab_size),
+        ignore_eos=form.ignore_eos,
+        logprobs=_checked_logprobs(form.logprobs, "logprobs"),
+        prompt_logprobs=_checked_logprobs(form.prompt_logprobs, "prompt_logprobs"),
+    )
+
+
+def seed_of_choice(seed: int, choice: int) -> int:
+    """Seed of one of several answers to one prompt: the first keeps the client's, the others differ
+    (splitmix64).
+
+    Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014).
+    """
+    if choice == 0:
+        return seed
+    mixed = (seed + choice * 0x9E3779B97F4A7C15) % _U64
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) % _U64
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) % _U64
+    return mixed ^ (mixed >> 31)
+
+
+def _given(
+    value: float | None, defaults: Mapping[str, float], name: str, otherwise: float
+) -> float:
+    return defaults.get(name, otherwise) if value is None else value
+
+
+def _checked_seed(seed: int) -> int:
+    # OpenAI's seed is a signed 64-bit number, ours unsigned: negative ones are read modulo 2^64.
+    return checked_int(seed, -(1 << 63), _U64 - 1, param="seed") % _U64
+
+
+def _checked_logprobs(value: int | None, param: str) -> int | None:
+    return None if value is None else checked_int(value, 0, MAX_LOGPROBS, param=param)
+
+
+def _checked_stop_ids(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    checked_count(len(token_ids), MAX_STOP_TOKEN_IDS, param="stop_token_ids", what="ids")
+    return checked_token_ids(tuple(dict.fromkeys(token_ids)), vocab_size, param="stop_token_ids")
+
+
+def _checked_bias(
+    bias: Sequence[tuple[int, float]], vocab_size: int
+) -> tuple[tuple[int, float], ...]:
+    checked_count(len(bias), MAX_LOGIT_BIAS, param="logit_bias")
+    checked_token_ids([token_id for token_id, _ in bias], vocab_size, param="logit_bias")
+    return tuple(
+        (token_id, checked_range(value, -100.0, 100.0, param="logit_bias"))
+        for token_id, value in sorted(bias)
+    )

@@ -1,0 +1,110 @@
+"""The seam inside the gateway: what its client side (HTTP, gRPC) may ask of its mesh side (sessions
+with workers).
+
+Above this page there is text, JSON and people; below it there are token ids, workers and attempts.
+Neither side knows the other's words: no HTTP, no protobuf and no tokenizer here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from shared.ids import RequestId
+from shared.request import FinishReason, SamplingParams, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One answer to generate; ``n > 1`` and lists of prompts are fanned out above this seam.
+
+    label: for logs only, already checked. deadline_at, arrived_at: loop time; ``arrived_at`` is
+    when the request's bytes arrived, so that TTFT counts parsing and tokenizing too. cache_salt:
+    keys the prefix cache (tenant).
+    """
+
+    request_id: RequestId
+    label: str
+    token_ids: tuple[int, ...] = field(repr=False)
+    sampling: SamplingParams
+    deadline_at: float | None
+    cache_salt: bytes
+    arrived_at: float
+
+
+class TokenBatch(NamedTuple):
+    """Tokens that arrived together, in order and without gaps: the next batch starts where this one
+    ends.
+
+    finish_reason: set on the last batch alone (whose last token may be the end-of-sequence or stop
+    token).
+    logprobs: one entry a token, when asked for. prompt_logprobs: first batch only, one entry a
+    prompt token, the first of which is NaN. A batch may be empty (a finish without a token).
+    """
+
+    first_index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: FinishReason = FinishReason.NONE
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+class Generation(Protocol):
+    """A running answer: iterate it to its end exactly once.
+
+    The iterator ends after the batch with a finish reason, or raises one MeshError; never silently
+    before.
+    A consumer that is slow holds back nobody else: tokens queue here, bounded by ``max_tokens``.
+    """
+
+    def __aiter__(self) -> AsyncIterator[TokenBatch]: ...
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens whose KV was not computed; final once the first batch has arrived."""
+        ...
+
+    def receipt(self) -> dict[str, Any]:
+        """Where the time went, JSON-ready; complete after the end."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """The one model of this mesh. max_model_len: prompt plus generated tokens. created: unix
+    seconds."""
+
+    name: str
+    vocab_size: int
+    max_model_len: int
+    created: int
+
+
+class Mesh(Protocol):
+    """All workers together, as one thing that continues token lists."""
+
+    @property
+    def model(self) -> ServedModel | None:
+        """What is served; None while no worker has said so yet."""
+        ...
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request would be admitted now, load aside."""
+        ...
+
+    @property
+    def not_ready_reason(self) -> str:
+        """One sentence, empty when ready."""
+        ...
+
+    def generate(self, request: GenerationRequest) -> AbstractAsyncContextManager[Generation]:
+        """Admit and dispatch on entry; leaving early (break, cancel, error) cancels everywhere.
+
+        Raises on entry: Overloaded, NoCapacity, ShuttingDown, DeadlinePassed, WorkerLost. Expects a
+        validated request: ids below the vocabulary size, prompt plus ``max_tokens`` within
+        ``max_model_len``.
+        """
+        ...

@@ -1,0 +1,309 @@
+"""The bodies that OpenAI-style clients send, parsed and turned into forms.
+
+Unknown keys are ignored. Keys that we know and that would change the answer, but cannot serve
+(tools, JSON schemas, audio), are refused by name: a client must never believe that it got what it
+did not get. Field names are those of the OpenAI API and, for what that lacks, of vLLM. The ranges
+are in ``limits.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from services.gateway import limits
+from services.gateway.frontdoor import Form
+from services.gateway.limits import SamplingForm
+from shared.errors import InvalidRequest
+
+JsonObject = dict[str, msgspec.Raw]
+
+
+class StreamOptions(msgspec.Struct):
+    """``continuous_usage_stats``: vLLM's; usage in every chunk. ``include_receipt``: ours."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_receipt: bool | None = None
+
+
+class _SamplingBody(msgspec.Struct, kw_only=True):
+    """What chat and completions have in common."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    include_receipt: bool | None = None
+    cache_salt: str | None = None
+    add_special_tokens: bool | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    response_format: JsonObject | None = None
+    guided_json: msgspec.Raw | None = None
+    guided_regex: msgspec.Raw | None = None
+    guided_choice: msgspec.Raw | None = None
+    guided_grammar: msgspec.Raw | None = None
+    structured_outputs: msgspec.Raw | None = None
+    prompt_logprobs: int | None = None
+
+    @property
+    def wants_receipt(self) -> bool:
+        """Whether the answer shall carry the receipt."""
+        options = self.stream_options
+        return bool(self.include_receipt or (options is not None and options.include_receipt))
+
+
+class ContentPart(msgspec.Struct):
+    """One part of a message's content; only text is served."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(msgspec.Struct):
+    """One chat message."""
+
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[msgspec.Raw] | None = None
+
+
+class ChatBody(_SamplingBody, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool = True
+    chat_template: msgspec.Raw | None = None
+    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+    tools: list[msgspec.Raw] | None = None
+    functions: list[msgspec.Raw] | None = None
+    modalities: list[str] | None = None
+    audio: msgspec.Raw | None = None
+
+    def form(self) -> Form:
+        """Return what to generate. Raises InvalidRequest: an unsupported or malformed field."""
+        _refuse_unsupported(self)
+        for name in ("tools", "functions"):
+            if getattr(self, name):
+                raise _unsupported(name, "calling tools is not supported")
+        if self.modalities is not None and self.modalities != ["text"]:
+            raise _unsupported("modalities", "only text is supported")
+        _refuse_present(self, "audio", "only text is supported")
+        _refuse_present(self, "chat_template", "the model's own template is always used")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise limits.refusal("top_logprobs", "needs logprobs to be true")
+        if self.top_logprobs is not None:
+            limits.checked_int(self.top_logprobs, 0, limits.MAX_LOGPROBS, param="top_logprobs")
+        newer = self.max_completion_tokens
+        return Form(
+            sampling=_sampling(
+                self,
+                max_tokens=self.max_tokens if newer is None else newer,
+                max_tokens_param="max_tokens" if newer is None else "max_completion_tokens",
+                logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            ),
+            num_choices=_one(self.n),
+            prompt_param="messages",
+            cache_salt=limits.checked_salt(self.cache_salt),
+            include_stop=bool(self.include_stop_str_in_output),
+            skip_special_tokens=self.skip_special_tokens is not False,
+        )
+
+
+class CompletionBody(_SamplingBody, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[str | int | list[int]]
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: str | None = None
+
+    def form(self) -> Form:
+        """Return what to generate. Raises InvalidRequest: an unsupported or malformed field."""
+        _refuse_unsupported(self)
+        if self.suffix:
+            raise _unsupported("suffix", "text after the answer is not supported")
+        echo = bool(self.echo)
+        return Form(
+            sampling=_sampling(
+                self,
+                max_tokens=self.max_tokens,
+                logprobs=self.logprobs,
+                prompt_logprobs=self.logprobs if echo else None,
+            ),
+            num_choices=_one(self.n),
+            default_max_tokens=16,
+            cache_salt=limits.checked_salt(self.cache_salt),
+            include_stop=bool(self.include_stop_str_in_output),
+            skip_special_tokens=self.skip_special_tokens is not False,
+            continues_text=True,
+            is_echo_only=echo and self.max_tokens == 0,
+        )
+
+    def prompts(self) -> list[str | list[int]]:
+        """Return the prompts of the four customary forms: text, texts, ids, lists of ids."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        ids = [item for item in prompt if isinstance(item, int)]
+        if ids and len(ids) == len(prompt):
+            return [ids]
+        limits.checked_count(
+            len(prompt), limits.MAX_PROMPTS, param="prompt", what="prompts", least=1
+        )
+        texts: list[str | list[int]] = [item for item in prompt if isinstance(item, str)]
+        lists: list[str | list[int]] = [item for item in prompt if isinstance(item, list)]
+        if len(prompt) not in (len(texts), len(lists)):
+            raise limits.refusal(
+                "prompt",
+                "must be a string, a list of strings, a list of token ids or a list of those",
+            )
+        return texts or lists
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """POST /tokenize: a prompt or messages (vLLM's endpoint)."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+def messages_for_template(messages: list[Message]) -> list[dict[str, Any]]:
+    """Return messages as chat templates expect them. Raises InvalidRequest: not text, or too
+    many."""
+    limits.checked_count(
+        len(messages), limits.MAX_MESSAGES, param="messages", what="messages", least=1
+    )
+    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _message(message: Message, param: str) -> dict[str, Any]:
+    role = limits.checked_role(message.role, param=f"{param}.role")
+    if message.tool_calls:
+        raise _unsupported(f"{param}.tool_calls", "calling tools is not supported")
+    content = message.content
+    if isinstance(content, list):
+        limits.checked_count(len(content), limits.MAX_PARTS, param=f"{param}.content", what="parts")
+        texts: list[str] = []
+        for index, part in enumerate(content):
+            if part.type != "text" or part.text is None:
+                kind = part.type if re.fullmatch("[a-z_]{1,32}", part.type) else "such"
+                raise _unsupported(
+                    f"{param}.content[{index}]",
+                    f"{kind} parts are not supported, only parts of type text with a text",
+                )
+            texts.append(part.text)
+        content = "\n".join(texts)
+    rendered: dict[str, Any] = {"role": role, "content": content or ""}
+    if message.name:
+        rendered["name"] = message.name
+    return rendered
+
+
+def _sampling(
+    body: _SamplingBody,
+    *,
+    max_tokens: int | None,
+    max_tokens_param: str = "max_tokens",
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
+) -> SamplingForm:
+    stop = body.stop
+    return SamplingForm(
+        max_tokens=max_tokens,
+        max_tokens_param=max_tokens_param,
+        min_tokens=body.min_tokens,
+        temperature=body.temperature,
+        top_k=body.top_k,
+        top_p=body.top_p,
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logit_bias=_logit_bias(body.logit_bias),
+        seed=body.seed,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def _logit_bias(bias: dict[str, float] | None) -> list[tuple[int, float]]:
+    if not bias:
+        return []
+    limits.checked_count(len(bias), limits.MAX_LOGIT_BIAS, param="logit_bias")
+    if not all(re.fullmatch("[0-9]{1,10}", key) for key in bias):
+        raise limits.refusal("logit_bias", "keys must be token ids")
+    by_id = {int(key): value for key, value in bias.items()}
+    if len(by_id) != len(bias):
+        raise limits.refusal("logit_bias", "names a token twice")
+    return list(by_id.items())
+
+
+def _one(n: int | None) -> int:
+    return 1 if n is None else n
+
+
+def _refuse_unsupported(body: _SamplingBody) -> None:
+    kind = (body.response_format or {}).get("type")
+    if kind is not None and bytes(kind) != b'"text"':
+        raise _unsupported("response_format", "only free text is supported")
+    for name in (
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+        "structured_outputs",
+    ):
+        _refuse_present(body, name, "only free text is supported")
+    if body.best_of is not None and body.best_of != _one(body.n):
+        raise _unsupported("best_of", "use n")
+    if body.use_beam_search:
+        raise _unsupported("use_beam_search", "beam search is not supported")
+    if body.prompt_logprobs is not None:
+        raise _unsupported("prompt_logprobs", "use echo with logprobs in /v1/completions")
+
+
+def _refuse_present(body: _SamplingBody, name: str, why: str) -> None:
+    value: msgspec.Raw | None = getattr(body, name)
+    if value is not None and bytes(value) not in (b"null", b"false"):
+        raise _unsupported(name, why)
+
+
+def _unsupported(param: str, why: str) -> InvalidRequest:
+    return limits.refusal(param, why, code="unsupported")

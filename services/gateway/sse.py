@@ -1,0 +1,90 @@
+"""One server-sent event stream: headers and first token in one write, then one write a step, never
+an unbounded buffer.
+
+A client that stops reading stops us: once the socket's buffer is full, ``write`` waits, and
+meanwhile its tokens wait in the mesh. After ``stall_s`` of that the connection is cut. Knows
+nothing of what the events say.
+Format: https://html.spec.whatwg.org/multipage/server-sent-events.html
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from aiohttp import web
+
+from shared.errors import DeadlinePassed
+
+BUFFER_BYTES = 64 << 10
+"""Unsent bytes of one stream beyond which its writer waits; the kernel holds about as much
+again."""
+
+STALL_S = 10.0
+
+_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    # Tells nginx and its kin not to collect events.
+    "X-Accel-Buffering": "no",
+}
+
+
+class EventStream:
+    """The response to one request; it begins with the first ``write``."""
+
+    def __init__(
+        self, request: web.Request, headers: Mapping[str, str], *, stall_s: float = STALL_S
+    ) -> None:
+        self._request = request
+        self._response = web.StreamResponse(headers={**headers, **_HEADERS})
+        self._stall_s = stall_s
+        self.has_begun = False
+        self.is_cut = False
+
+    @property
+    def response(self) -> web.StreamResponse:
+        """What the handler returns."""
+        return self._response
+
+    async def write(self, data: bytes) -> None:
+        """Send complete events.
+
+        Raises DeadlinePassed (code ``client_too_slow``): the client read nothing for ``stall_s``;
+        the connection is cut.
+        ConnectionError: the client has gone.
+        """
+        transport = self._request.transport
+        if transport is None:
+            raise ConnectionResetError("the client has gone")
+        if not self.has_begun:
+            self.has_begun = True
+            transport.set_write_buffer_limits(high=BUFFER_BYTES)
+            # Else the kernel alone would take megabytes before a slow client shows.
+            connection: Any = transport.get_extra_info("socket")
+            if connection is not None:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+            # Only buffers the headers: they leave with the first events.
+            await self._response.prepare(self._request)
+        if transport.get_write_buffer_size() + len(data) < BUFFER_BYTES:
+            # Cannot wait, so needs no timer: this is nearly every write.
+            await self._response.write(data)
+            return
+        try:
+            async with asyncio.timeout(self._stall_s):
+                await self._response.write(data)
+        except TimeoutError:
+            self.is_cut = True
+            transport.abort()
+            raise DeadlinePassed(
+                f"the client read nothing for {self._stall_s:g} s", code="client_too_slow"
+            ) from None
+
+    async def end(self, data: bytes) -> None:
+        """Send the last events and end the response; does nothing on a connection that was cut."""
+        if self.is_cut:
+            return
+        await self.write(data)
+        await self._response.write_eof()

@@ -1,0 +1,194 @@
+"""Text on one side, token ids on the other: the tokenizer and chat template of the served model,
+loaded once.
+
+Small texts are handled in place; large ones on a thread (the tokenizer releases the GIL), so that
+one long prompt does not hold up the streams of all others. Knows no requests; decoding of answers
+is in ``detokenizer.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar, cast
+
+from tokenizers import Tokenizer
+
+from services.gateway.chat_template import ChatTemplate
+from services.gateway.detokenizer import AnswerText, Detokenizer
+from shared.errors import InvalidRequest, ModelError, Overloaded
+from shared.model_folder import ModelFolder
+from shared.request import SamplingParams
+
+INLINE_CHARS = 4096
+"""Texts up to this length are tokenized on the loop: about a millisecond."""
+
+MAX_OFFLOADED = 256
+"""Large texts that may wait for a thread; more are refused."""
+
+_NUM_THREADS = 2
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+T = TypeVar("T")
+
+
+class TokenPiece(NamedTuple):
+    """One token by itself. text: U+FFFD where its bytes are no whole character."""
+
+    text: str
+    data: bytes
+
+    @property
+    def completion_name(self) -> str:
+        """The token's name in the completions format, which has no bytes field."""
+        if "\ufffd" not in self.text:
+            return self.text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.data)
+
+
+class TextModel:
+    """The tokenizer and chat template of one model.
+
+    chat_template: None = this model has none, and chat requests are refused. Close it at the end.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._byte_of_char = _byte_alphabet() if _is_byte_level(tokenizer) else None
+        self._pieces: dict[int, TokenPiece] = {}  # bounded by the vocabulary
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
+        self._num_offloaded = 0
+
+    @classmethod
+    def load(cls, folder: ModelFolder) -> TextModel:
+        """Load from a model folder.
+
+        Raises ModelError: no or malformed tokenizer.json, or a malformed chat template.
+        """
+        path = folder.tokenizer_path
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises a bare Exception
+            raise ModelError(f"{path} is not a tokenizer: {error}") from error
+        source = folder.chat_template
+        template = None if source is None else ChatTemplate(source, folder.special_tokens)
+        return cls(tokenizer, template)
+
+    def close(self) -> None:
+        """Stop the threads; a text in progress is finished first."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the ids of a text. Raises Overloaded: too many large texts wait already."""
+
+        def run() -> list[int]:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+        return await self._offload(run, len(text))
+
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the prompt text of a chat. Raises InvalidRequest: see ``ChatTemplate.render``."""
+        template = self._chat_template
+        if template is None:
+            raise InvalidRequest(
+                "this model has no chat template: use /v1/completions", param="messages"
+            )
+
+        def run() -> str:
+            return template.render(
+                messages, add_generation_prompt=add_generation_prompt, arguments=arguments
+            )
+
+        size = sum(len(str(message.get("content") or "")) + 16 for message in messages)
+        return await self._offload(run, size)
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special: bool = False) -> str:
+        """Return the text of ids; ids that the tokenizer does not know give nothing."""
+
+        def run() -> str:
+            return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special)
+
+        return await self._offload(run, len(token_ids))
+
+    def new_answer(
+        self,
+        sampling: SamplingParams,
+        *,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        skip_special: bool = True,
+        prompt_tail: Sequence[int] = (),
+    ) -> AnswerText:
+        """Return the decoder of one answer; see ``detokenizer.py`` for the arguments."""
+        return AnswerText(
+            Detokenizer(self._tokenizer, skip_special=skip_special, prompt_tail=prompt_tail),
+            stop=stop,
+            stop_token_ids=sampling.stop_token_ids,
+            min_tokens=sampling.min_tokens,
+            include_stop=include_stop,
+        )
+
+    def piece(self, token_id: int) -> TokenPiece:
+        """Return one token's own text and bytes, special tokens by name."""
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            piece = self._pieces[token_id] = self._make_piece(token_id)
+        return piece
+
+    def _make_piece(self, token_id: int) -> TokenPiece:
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:  # a padding row of the embedding
+            return TokenPiece("", b"")
+        table = self._byte_of_char
+        byte_token = _BYTE_TOKEN.fullmatch(token)
+        if table is not None and all(char in table for char in token):
+            data = bytes(table[char] for char in token)
+        elif byte_token is not None:
+            data = bytes.fromhex(byte_token[1])
+        else:
+            data = token.replace("\u2581", " ").encode()
+        return TokenPiece(data.decode("utf-8", "replace"), data)
+
+    async def _offload(self, run: Callable[[], T], size: int) -> T:
+        if size <= INLINE_CHARS:
+            return run()
+        if self._num_offloaded >= MAX_OFFLOADED:
+            raise Overloaded("too many long prompts are being tokenized", retry_after_s=1.0)
+        self._num_offloaded += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, run)
+        finally:
+            self._num_offloaded -= 1
+
+
+def _is_byte_level(tokenizer: Tokenizer) -> bool:
+    """Whether tokens are written in the byte alphabet of GPT-2."""
+    decoder: dict[str, Any] = json.loads(tokenizer.to_str()).get("decoder") or {}
+    parts = cast("list[dict[str, Any]]", decoder.get("decoders") or [decoder])
+    return any(part.get("type") == "ByteLevel" for part in parts)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Character -> byte of byte-level BPE: printable Latin-1 stands for itself, the rest is moved
+    to U+0100 and up.
+
+    Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), the released
+    encoder.
+    """
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in plain}
+    moved = [byte for byte in range(0x100) if byte not in set(plain)]
+    table.update({chr(0x100 + position): byte for position, byte in enumerate(moved)})
+    return table

@@ -1,0 +1,103 @@
+"""API keys of the gateway."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.gateway.auth import NOBODY, KeyRing, hash_key, new_key, tenant_salt
+from shared.errors import InvalidRequest, Unauthorized
+
+
+def ring_of(tmp_path: Path, text: str) -> KeyRing:
+    """Read a key file with this text."""
+    path = tmp_path / "keys"
+    path.write_text(text)
+    return KeyRing.read(path)
+
+
+def test_a_known_key_is_let_in_by_name(tmp_path: Path) -> None:
+    """The key's name comes back, in any case of the scheme's word."""
+    ring = ring_of(tmp_path, f"# who\n{hash_key('alice', 'k1')}\n\n{hash_key('bob', 'k2')} # b\n")
+    assert ring.check("Bearer k1").name == "alice"
+    assert ring.check("bearer  k2 ").name == "bob"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, "", "k1", "Bearer", "Bearer ", "Basic k1", "Bearer k2", "Bearer k1x", "Bearer \udcff"],
+)
+def test_everybody_else_is_refused(tmp_path: Path, value: str | None) -> None:
+    """No key, another scheme, a wrong key and strange bytes are all Unauthorized."""
+    ring = ring_of(tmp_path, hash_key("alice", "k1"))
+    with pytest.raises(Unauthorized):
+        ring.check(value)
+
+
+def test_without_keys_everybody_may_come() -> None:
+    """An empty ring is an open gateway."""
+    assert KeyRing().check(None) is NOBODY
+    assert KeyRing().is_open
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "# nothing\n", "alice", "alice:1234", "al ice:" + "0" * 64, "alice:" + "g" * 64, "a:" + "0"
+    * 64 + ":", f"a:{'0' * 64}\na:{'1' * 64}"], )  # fmt: skip
+def test_a_malformed_key_file_is_refused_whole(tmp_path: Path, text: str) -> None:
+    """No line is skipped silently: a typo must not open or close a door unseen."""
+    with pytest.raises(InvalidRequest):
+        ring_of(tmp_path, text)
+
+
+def test_a_malformed_line_is_named_but_not_shown(tmp_path: Path) -> None:
+    """The error gives the line's number; a key pasted by mistake stays out of the log."""
+    with pytest.raises(InvalidRequest, match="line 2") as caught:
+        ring_of(tmp_path, f"{hash_key('a', 'k')}\npasted-secret")
+    assert "pasted-secret" not in caught.value.message
+
+
+def test_a_key_never_shows_in_a_repr(tmp_path: Path) -> None:
+    """Neither digest nor salt is printed."""
+    key = ring_of(tmp_path, hash_key("alice", "k1", "salt")).check("Bearer k1")
+    assert repr(key) == "ApiKey(name='alice')"
+
+
+def test_two_keys_share_a_cache_only_by_a_common_salt(tmp_path: Path) -> None:
+    """A key's tenant is its salt, or its name if it has none."""
+    ring = ring_of(
+        tmp_path,
+        "\n".join([hash_key("a", "k1"), hash_key("b", "k2", "team"), hash_key("c", "k3", "team")]),
+    )
+    salts = [ring.check(f"Bearer {key}").cache_salt for key in ("k1", "k2", "k3")]
+    assert salts == [b"a", b"team", b"team"]
+
+
+def test_a_clients_own_salt_narrows_and_never_widens(tmp_path: Path) -> None:
+    """Two tenants with one client salt stay apart, and no client salt makes one the other."""
+    ring = ring_of(tmp_path, f"{hash_key('a', 'k1')}\n{hash_key('ab', 'k2')}")
+    a, ab = ring.check("Bearer k1"), ring.check("Bearer k2")
+    salts = {
+        tenant_salt(a, b""),
+        tenant_salt(ab, b""),
+        tenant_salt(a, b"b"),
+        tenant_salt(a, b"x"),
+        tenant_salt(ab, b"x"),
+    }
+    assert len(salts) == 5
+    assert tenant_salt(NOBODY, b"") == b""
+
+
+def test_new_keys_are_long_and_differ() -> None:
+    """A fresh key has 256 random bits."""
+    assert len({new_key() for _ in range(10)}) == 10
+    assert len(new_key()) >= 43
+
+
+@pytest.mark.parametrize(("name", "key", "salt"), [("", "k", ""), ("a b", "k", ""), ("a", "", ""),
+("a", "k", "x y"), ("a", "k", "#")])  # fmt: skip
+def test_a_line_that_could_not_be_read_back_is_not_made(name: str, key: str, salt: str) -> None:
+    """hash_key refuses what a key file cannot hold."""
+    with pytest.raises(InvalidRequest):
+        hash_key(name, key, salt)

@@ -1,0 +1,243 @@
+"""The HTTP door when things go wrong: one error shape, bounded bodies, fuzzed bodies."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog.testing
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from services.gateway.auth import KeyRing, hash_key
+from services.gateway.limits import MAX_BODY_BYTES
+from services.gateway.mesh import TokenBatch
+from shared.errors import (
+    DeadlinePassed,
+    InvariantViolated,
+    NoCapacity,
+    Overloaded,
+    ShuttingDown,
+    WorkerLost,
+)
+from tests.support.http_client import HI, gateway, post_bytes, raw_connection
+from tests.support.scripted_mesh import (
+    ScriptedMesh,
+    failing_after,
+    http_gateway,
+    saying,
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (Overloaded("full", retry_after_s=1.2), 503),
+        (NoCapacity("too long for any worker"), 400),
+        (ShuttingDown("going", retry_after_s=2), 503),
+        (DeadlinePassed("late"), 504),
+        (WorkerLost("gone"), 503),
+        (ValueError("canary"), 500),
+    ],
+)
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"n": 2}, {"n": 2, "stream": True}])
+async def test_an_error_before_the_first_token_is_a_status(
+    error: Exception, status: int, fields: dict[str, Any]
+) -> None:
+    """Streaming or not, one answer or several: a typed status, and not a word of our own bugs."""
+    mesh = ScriptedMesh()
+    mesh.refusal = error
+    async with gateway(mesh) as client:
+        found, headers, body = await client.ask(
+            "POST", "/v1/completions", json={"prompt": "a", **fields}
+        )
+    assert found == status
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert "canary" not in json.dumps(body)
+    if isinstance(error, Overloaded):
+        assert headers["Retry-After"] == "2"
+    assert mesh.num_running == 0
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("error", [WorkerLost("gone"), ValueError("canary")])
+async def test_an_error_after_the_first_token_ends_the_stream_with_it(
+    n: int, error: Exception
+) -> None:
+    """The error is the last event; no [DONE] and no finish reason pretend that the answer is
+    whole."""
+    mesh = ScriptedMesh(failing_after("the", error))
+    async with gateway(mesh) as client:
+        events = await client.events("/v1/completions", {"prompt": "a", "n": n})
+    assert events[0]["choices"][0]["text"] == "the"
+    code = "worker_lost" if isinstance(error, WorkerLost) else "internal"
+    assert events[-1]["error"]["code"] == code
+    assert "canary" not in json.dumps(events)
+    assert all(event["choices"][0]["finish_reason"] is None for event in events[:-1])
+    assert mesh.num_running == 0
+
+
+async def test_an_error_after_the_first_token_of_a_whole_answer_is_a_status() -> None:
+    """Half an answer is never a 200."""
+    async with gateway(ScriptedMesh(failing_after("the", WorkerLost("gone")))) as client:
+        status, _, body = await client.ask("POST", "/v1/completions", json={"prompt": "a"})
+    assert (status, body["error"]["code"]) == (503, "worker_lost")
+
+
+async def test_a_generation_that_just_ends_is_our_bug() -> None:
+    """Silence is never taken for a finished answer."""
+
+    async def silent(_: object) -> AsyncGenerator[TokenBatch]:
+        yield TokenBatch(0, (100,))
+
+    async with gateway(ScriptedMesh(silent)) as client:
+        status, _, body = await client.ask("POST", "/v1/completions", json={"prompt": "a"})
+    assert (status, body["error"]["code"]) == (500, InvariantViolated.type)
+
+
+async def test_unknown_routes_and_methods_have_the_same_shape() -> None:
+    """404 and 405 are typed errors too."""
+    async with gateway(ScriptedMesh()) as client:
+        status, _, body = await client.ask("GET", "/v1/embeddings")
+        assert (status, body["error"]["code"]) == (404, "route_not_found")
+        status, headers, body = await client.ask("GET", "/v1/completions")
+        assert (status, body["error"]["code"]) == (405, "method_not_allowed")
+        assert headers["Allow"] == "POST"
+
+
+async def test_bodies_are_bounded_and_must_be_plain() -> None:
+    """Too large, announced or not, is 413; compression is refused."""
+    async with gateway(ScriptedMesh()) as client:
+        big = io.BytesIO(b" " * (MAX_BODY_BYTES + 1))
+        status, _, body = await client.ask("POST", "/v1/completions", data=big)
+        assert (status, body["error"]["code"]) == (413, "body_too_large")
+
+        async def chunks() -> AsyncGenerator[bytes]:
+            for _ in range(5):
+                yield b" " * (1 << 20)
+
+        status, _, body = await client.ask("POST", "/v1/completions", data=chunks())
+        assert (status, body["error"]["code"]) == (413, "body_too_large")
+        headers = {"Content-Encoding": "gzip"}
+        status, _, body = await client.ask(
+            "POST", "/v1/completions", data=b"\x1f\x8b", headers=headers
+        )
+        assert (status, body["error"]["param"]) == (400, "content-encoding")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"canary\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\ncanary\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"canary" * 3000 + b"\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"canary: y\r\n" * 200 + b"\r\n",
+    ],
+)
+async def test_malformed_http_is_answered_in_our_shape_without_an_echo(data: bytes) -> None:
+    """The parser's own complaints repeat nothing that was sent, and close the connection."""
+    async with http_gateway(ScriptedMesh()) as url, raw_connection(url) as (reader, writer):
+        writer.write(data)
+        answer = await reader.read()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 4") or head.startswith(b"HTTP/1.0 4")
+    assert json.loads(body)["error"]["code"] == "bad_http"
+    assert b"canary" not in answer
+
+
+async def test_a_client_that_never_finishes_its_request_is_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither slow headers nor a slow body hold a connection for ever."""
+    monkeypatch.setattr("services.gateway.http_server.HEADER_TIMEOUT_S", 0.02)
+    monkeypatch.setattr("services.gateway.http_server.BODY_TIMEOUT_S", 0.02)
+    monkeypatch.setattr("services.gateway.http_server.LINGER_S", 0.02)
+    async with http_gateway(ScriptedMesh()) as url:
+        async with raw_connection(url) as (reader, writer):
+            writer.write(b"GET /health HTTP/1.1\r\nHost:")
+            assert await reader.read() == b""
+        async with raw_connection(url) as (reader, writer):
+            writer.write(post_bytes("/v1/completions", {"prompt": "a"})[:-3])
+            answer = await reader.read()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 504")
+    assert json.loads(body)["error"]["code"] == "body_timeout"
+
+
+async def test_logs_hold_no_text_and_no_key(tmp_path: Path) -> None:
+    """Prompts, answers and keys stay out of every record, also when something breaks."""
+    path = tmp_path / "keys"
+    path.write_text(hash_key("alice", "canary-key"))
+    mesh = ScriptedMesh(saying("canary answer"))
+    headers = {"Authorization": "Bearer canary-key", "X-Request-Id": "my-label"}
+    fields = {"prompt": "canary prompt", "stop": ["canary stop"], "cache_salt": "canary-salt"}
+    with structlog.testing.capture_logs() as records:
+        async with gateway(mesh, KeyRing.read(path)) as client:
+            for wrong in ({}, {"temperature": "canary"}, {"model": "canary"}):
+                body = {**fields, **wrong}
+                await client.ask("POST", "/v1/completions", json=body, headers=headers)
+            mesh.script = failing_after("canary", ValueError("broken"))
+            await client.ask("POST", "/v1/completions", json=fields, headers=headers)
+    calls = [record for record in records if record["event"] == "call"]
+    assert [record["outcome"] for record in calls] == [
+        "ok",
+        "invalid_request",
+        "not_found",
+        "internal",
+    ]
+    assert {(record["key"], record["label"]) for record in calls} == {("alice", "my-label")}
+    assert "canary" not in repr(records)
+
+
+POST_ROUTES = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
+    max_leaves=10,
+)
+FIELDS = st.dictionaries(
+    st.sampled_from(
+        [
+            "model", "messages", "prompt", "max_tokens", "n", "temperature", "stop", "stream",
+            "echo", "logprobs", "top_logprobs", "logit_bias", "seed", "stop_token_ids",
+            "stream_options", "chat_template_kwargs", "tokens", "min_tokens", "add_special_tokens",
+        ]
+    ),
+    JSON,
+)  # fmt: skip
+VALID = st.sampled_from(
+    [
+        {},
+        {"messages": HI},
+        {"prompt": "a"},
+        {"prompt": [1, 2]},
+        {"tokens": [9]},
+        {"prompt": ["", "b"]},
+    ]
+)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(data=st.data())
+def test_random_bodies_are_never_a_5xx(data: st.DataObject) -> None:
+    """Whatever JSON comes, on every POST route, is answered or refused; it never trips us up."""
+    bodies = data.draw(
+        st.lists(st.builds(lambda valid, fields: {**valid, **fields}, VALID, FIELDS), max_size=5)
+    )
+
+    async def send() -> list[int]:
+        async with gateway(ScriptedMesh()) as client:
+            return [
+                (await client.session.post(client.url + path, json=body)).status
+                for body in bodies
+                for path in POST_ROUTES
+            ]
+
+    assert all(200 <= status < 500 for status in asyncio.run(send()))

@@ -1,0 +1,291 @@
+"""The gRPC door against a scripted mesh, without gRPC: its messages, trailers and refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from services.gateway.auth import KeyRing, hash_key
+from services.gateway.frontdoor import FrontDoor
+from services.gateway.ingress import Inference
+from shared import wire
+from shared.errors import (
+    DeadlinePassed,
+    InvalidRequest,
+    MeshError,
+    NotFound,
+    Overloaded,
+    Unauthorized,
+    WorkerLost,
+)
+from shared.rpc.columns import pack_u32, unpack_f32, unpack_u32
+from tests.support.scripted_mesh import ScriptedMesh, failing_after, front_door, saying
+from tests.support.tiny_tokenizer import tiny_tokenizer
+
+THE = 265
+
+
+class FakeStream:
+    """A call in memory. gate: taken once a message sent, as if the client's window were that
+    small."""
+
+    def __init__(
+        self,
+        request: Any = None,
+        *,
+        metadata: dict[str, str] | None = None,
+        deadline_at: float | None = None,
+        gate: asyncio.Semaphore | None = None,
+    ) -> None:
+        self.metadata = metadata or {}
+        self.deadline_at = deadline_at
+        self.sent: list[wire.GenerateResponse] = []
+        self.trailers: dict[str, str] = {}
+        self._request = request
+        self._gate = gate
+
+    async def receive(self) -> Any:
+        return self._request
+
+    async def send(self, message: wire.GenerateResponse) -> None:
+        if self._gate is not None:
+            await self._gate.acquire()
+        # What leaves must survive the wire.
+        self.sent.append(wire.GenerateResponse.parse(bytes(message)))
+
+    def set_trailer(self, key: str, value: str) -> None:
+        self.trailers[key] = value
+
+
+async def generate(
+    front: FrontDoor, request: wire.GenerateRequest | None, **options: Any
+) -> FakeStream:
+    """Run one call to its end."""
+    stream = FakeStream(request, **options)
+    try:
+        await Inference(front).generate(cast("Any", stream))
+    finally:
+        front.text.close()
+    return stream
+
+
+def joined(stream: FakeStream) -> tuple[str, list[int]]:
+    """Return text and ids of a stream, whose indices must have no gap."""
+    ids: list[int] = []
+    for message in stream.sent:
+        assert message.first_index == len(ids)
+        ids += unpack_u32(message.token_ids)
+    return "".join(message.text for message in stream.sent), ids
+
+
+@pytest.mark.parametrize(
+    "request_fields",
+    [
+        {"text": "the the"},
+        {"token_ids": pack_u32([THE, 274 - 5])},
+        {"messages": [wire.ChatMessage(role="user", content="hi")], "model": "tiny"},
+    ],
+)
+async def test_an_answer_has_text_ids_and_one_end(request_fields: dict[str, Any]) -> None:
+    """All three kinds of prompt; usage, finish reason and receipt come once, at the end."""
+    mesh = ScriptedMesh(saying("hello and 🦊"))
+    stream = await generate(front_door(mesh), wire.GenerateRequest(**request_fields))
+    text, ids = joined(stream)
+    assert text == "hello and 🦊"
+    *before, last = stream.sent
+    assert all(message.finish_reason == 0 and message.usage is None for message in before)
+    assert last.finish_reason == wire.FinishReason.STOP
+    assert last.usage is not None
+    (request,) = mesh.requests
+    assert last.usage.prompt_tokens == len(request.token_ids)
+    assert last.usage.completion_tokens == len(ids)
+    assert json.loads(stream.trailers["pdmesh-receipt"]) == {"ttft_s": 0.5, "is_over": True}
+    assert stream.trailers["x-request-id"] == request.request_id.hex()
+    assert request.sampling.max_tokens == 512 - len(request.token_ids)
+
+
+async def test_messages_are_rendered_with_the_models_template() -> None:
+    """The same template as over HTTP, the newer role name included."""
+    mesh = ScriptedMesh()
+    messages = [wire.ChatMessage(role="developer", content="hi")]
+    await generate(front_door(mesh), wire.GenerateRequest(messages=messages))
+    (request,) = mesh.requests
+    text = tiny_tokenizer().decode(list(request.token_ids), skip_special_tokens=False)
+    assert text == "<system>hi<eos><assistant>"
+
+
+async def test_parameters_arrive() -> None:
+    """Every parameter has its place, and absent ones their defaults."""
+    mesh = ScriptedMesh()
+    params = wire.GenerateParams(
+        max_tokens=9, min_tokens=1, temperature=0.5, top_k=3, top_p=0.5, min_p=0.25, seed=7,
+        repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=-0.5, ignore_eos=True,
+        logit_bias={4: 1.0}, stop_token_ids=pack_u32([5]), stop=["zzz"], logprobs=0,
+    )  # fmt: skip
+    request = wire.GenerateRequest(text="a", params=params, request_label="mine")
+    await generate(front_door(mesh), request)
+    (request_made,) = mesh.requests
+    sampling = request_made.sampling
+    assert request_made.label == "mine"
+    assert (sampling.max_tokens, sampling.min_tokens, sampling.seed) == (9, 1, 7)
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (
+        0.5,
+        3,
+        0.5,
+        0.25,
+    )
+    assert (sampling.repetition_penalty, sampling.presence_penalty) == (1.5, 0.5)
+    assert (sampling.frequency_penalty, sampling.ignore_eos) == (-0.5, True)
+    assert (sampling.logit_bias, sampling.stop_token_ids) == (((4, 1.0),), (5,))
+    assert (sampling.logprobs, sampling.prompt_logprobs) == (0, None)
+
+
+async def test_logprobs_of_answer_and_prompt() -> None:
+    """Columns a token; for prompt tokens the token itself comes first, the first of all
+    unpredicted."""
+    params = wire.GenerateParams(max_tokens=2, logprobs=2, prompt_logprobs=1)
+    request = wire.GenerateRequest(token_ids=pack_u32([THE, 100]), params=params)
+    stream = await generate(front_door(ScriptedMesh(saying("the the"))), request)
+    (message,) = stream.sent
+    assert list(unpack_f32(message.logprobs)) == [-0.25, -0.25]
+    assert list(unpack_u32(message.top_logprobs[0].token_ids)) == [THE, THE + 1]
+    first, second = message.prompt_logprobs
+    assert list(unpack_u32(first.token_ids)) == [THE]
+    assert math.isnan(unpack_f32(first.logprobs)[0])
+    assert list(unpack_u32(second.token_ids)) == [100, 100]
+
+
+async def test_a_stop_string_is_named() -> None:
+    """The stop reason is the string or the token id that matched."""
+    for params, reason in (
+        (wire.GenerateParams(stop=["and"]), "and"),
+        (wire.GenerateParams(stop_token_ids=pack_u32([1])), "1"),
+        (wire.GenerateParams(), ""),
+    ):
+        request = wire.GenerateRequest(text="a", params=params)
+        stream = await generate(front_door(ScriptedMesh(saying("one and two"))), request)
+        assert stream.sent[-1].stop_reason == reason
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "param"),
+    [
+        ({}, InvalidRequest, "text"),
+        ({"text": "a", "token_ids": pack_u32([1])}, InvalidRequest, "text"),
+        ({"token_ids": b"\x01\x00\x00"}, InvalidRequest, "token_ids"),
+        ({"token_ids": pack_u32([300])}, InvalidRequest, "token_ids"),
+        ({"token_ids": pack_u32([1] * 512)}, InvalidRequest, "token_ids"),
+        ({"text": "a", "model": "other"}, NotFound, "model"),
+        ({"text": "a", "request_label": "a b"}, InvalidRequest, "request_label"),
+        ({"text": "a", "params": {"temperature": math.nan}}, InvalidRequest, "temperature"),
+        ({"text": "a", "params": {"max_tokens": 0}}, InvalidRequest, "max_tokens"),
+        ({"text": "a", "params": {"stop": [""]}}, InvalidRequest, "stop"),
+        ({"text": "a", "params": {"stop_token_ids": b"\0"}}, InvalidRequest, "stop_token_ids"),
+        ({"text": "a", "params": {"logprobs": 21}}, InvalidRequest, "logprobs"),
+        ({"messages": [("<x>", "hi")]}, InvalidRequest, "messages[0].role"),
+        ({"messages": [("tool", "hi")]}, InvalidRequest, "messages"),
+        ({"messages": [("user", "hi")] * 1025}, InvalidRequest, "messages"),
+    ],
+)
+async def test_refusals_are_those_of_http(
+    fields: dict[str, Any], error: type[MeshError], param: str
+) -> None:
+    """The same rules, told with the field's name, before anything is dispatched."""
+    if "params" in fields:
+        fields = {**fields, "params": wire.GenerateParams(**fields["params"])}
+    if "messages" in fields:
+        messages = [wire.ChatMessage(role=role, content=text) for role, text in fields["messages"]]
+        fields = {**fields, "messages": messages}
+    mesh = ScriptedMesh()
+    with pytest.raises(error) as caught:
+        await generate(front_door(mesh), wire.GenerateRequest(**fields))
+    assert caught.value.param == param
+    assert mesh.requests == []
+
+
+async def test_a_call_without_a_message_is_refused() -> None:
+    """A client that half-closes at once gets an answer, not an internal error."""
+    with pytest.raises(InvalidRequest):
+        await generate(front_door(ScriptedMesh()), None)
+
+
+async def test_keys_are_checked_on_every_method(tmp_path: Path) -> None:
+    """Default deny: no method of the service is open."""
+    path = tmp_path / "keys"
+    path.write_text(hash_key("alice", "secret"))
+    front = front_door(ScriptedMesh(), keys=KeyRing.read(path))
+    door = Inference(front)
+    for key, is_known in (("Bearer secret", True), ("Bearer wrong", False), ("", False)):
+        stream = cast(
+            "Any", FakeStream(wire.GenerateRequest(text="a"), metadata={"authorization": key})
+        )
+        for call in (
+            lambda stream=stream: door.generate(stream),
+            lambda stream=stream: door.tokenize(wire.TokenizeRequest(text="a"), stream),
+            lambda stream=stream: door.list_models(wire.ListModelsRequest(), stream),
+        ):
+            if is_known:
+                await call()
+            else:
+                with pytest.raises(Unauthorized):
+                    await call()
+    front.text.close()
+
+
+async def test_errors_of_the_mesh_pass_through() -> None:
+    """Before the first token and after it; what was sent stays sent."""
+    mesh = ScriptedMesh()
+    mesh.refusal = Overloaded("full", retry_after_s=1)
+    with pytest.raises(Overloaded):
+        await generate(front_door(mesh), wire.GenerateRequest(text="a"))
+    stream = FakeStream(wire.GenerateRequest(text="a"))
+    front = front_door(ScriptedMesh(failing_after("the", WorkerLost("gone"))))
+    with pytest.raises(WorkerLost):
+        await Inference(front).generate(cast("Any", stream))
+    assert joined(stream) == ("the", [THE])
+    assert "pdmesh-receipt" not in stream.trailers
+    front.text.close()
+
+
+async def test_a_client_that_does_not_read_is_cut_off() -> None:
+    """Its generation is cancelled instead of waiting for ever."""
+    mesh = ScriptedMesh()
+    front = front_door(mesh)
+    stream = FakeStream(wire.GenerateRequest(text="a"), gate=asyncio.Semaphore(1))
+    with pytest.raises(DeadlinePassed) as caught:
+        await Inference(front, stall_s=0.02).generate(cast("Any", stream))
+    assert caught.value.code == "client_too_slow"
+    assert mesh.num_running == 0
+    front.text.close()
+
+
+async def test_the_callers_deadline_is_the_requests() -> None:
+    """grpc-timeout, already turned into loop time, goes down to the mesh."""
+    mesh = ScriptedMesh()
+    await generate(front_door(mesh), wire.GenerateRequest(text="a"), deadline_at=1e9)
+    assert mesh.requests[0].deadline_at == 1e9
+
+
+async def test_tokenize_and_models() -> None:
+    """Ids of text and messages, and the model that is served."""
+    mesh = ScriptedMesh()
+    front = front_door(mesh)
+    door = Inference(front)
+    stream = cast("Any", FakeStream())
+    reply = await door.tokenize(wire.TokenizeRequest(text="the"), stream)
+    assert (list(unpack_u32(reply.token_ids)), reply.max_model_len) == ([THE], 512)
+    messages = [wire.ChatMessage(role="user", content="the")]
+    reply = await door.tokenize(wire.TokenizeRequest(messages=messages), stream)
+    assert THE in unpack_u32(reply.token_ids)
+    with pytest.raises(InvalidRequest):
+        await door.tokenize(wire.TokenizeRequest(), stream)
+    (model,) = (await door.list_models(wire.ListModelsRequest(), stream)).models
+    assert (model.name, model.max_model_len) == ("tiny", 512)
+    mesh.model = None
+    assert (await door.list_models(wire.ListModelsRequest(), stream)).models == []
+    front.text.close()

@@ -1,0 +1,96 @@
+"""Streams of the HTTP door: their bytes, their timing, and clients that leave or do not read."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator
+
+import aiohttp
+import pytest
+
+from services.gateway.mesh import TokenBatch
+from tests.support.http_client import gateway, parse_events, post_bytes, raw_connection
+from tests.support.scripted_mesh import (
+    ScriptedMesh,
+    http_gateway,
+    saying,
+)
+
+
+async def test_headers_and_first_token_leave_together_and_no_later_than_it() -> None:
+    """The first bytes hold the first token, and arrive while the second is still to come."""
+    gate = asyncio.Semaphore(1)
+    mesh = ScriptedMesh(saying("the and", per_batch=1, gate=gate))
+    async with http_gateway(mesh) as url, raw_connection(url) as (reader, writer):
+        writer.write(post_bytes("/v1/completions", {"prompt": "a", "stream": True}))
+        first = await reader.read(65536)
+        assert b"text/event-stream" in first
+        assert b'"text":"the"' in first
+        for _ in range(10):
+            gate.release()
+        rest = await reader.read()
+        assert rest.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+async def test_the_bytes_of_a_chunk() -> None:
+    """A chunk is one line of compact JSON between ``data: `` and an empty line."""
+    async with gateway(ScriptedMesh(saying('"\n🦊', per_batch=100))) as client:
+        body = {"prompt": "a", "stream": True}
+        response = await client.session.post(client.url + "/v1/completions", json=body)
+        data = await response.read()
+    created, label = data.split(b'"created":')[1][:10], response.headers["X-Request-Id"]
+    assert data == (
+        b'data: {"id":"cmpl-%s","object":"text_completion","created":%s,"model":"tiny","choices":'
+        b'[{"index":0,"text":"\\"\\n\xf0\x9f\xa6\x8a","logprobs":null,"finish_reason":"stop",'
+        b'"stop_reason":null}]}\n\ndata: [DONE]\n\n' % (label.encode(), created)
+    )
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("num_batches", [0, 1])
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_client_that_goes_away_cancels_at_once(
+    stream: bool, num_batches: int, n: int
+) -> None:
+    """Before the first token or after it, streaming or not: the generations end without another
+    token."""
+    gate = asyncio.Semaphore(num_batches * n)
+    mesh = ScriptedMesh(saying("the and the and", per_batch=1, gate=gate))
+    async with http_gateway(mesh) as url:
+        async with raw_connection(url) as (reader, writer):
+            body = {"prompt": "a", "stream": stream, "n": n}
+            writer.write(post_bytes("/v1/completions", body))
+            await mesh.wait_running(n)
+            if stream and num_batches:
+                await reader.read(1)
+        await mesh.wait_running(0)
+
+
+async def test_a_client_that_does_not_read_is_cut_off() -> None:
+    """Its buffer stays bounded and its generation is cancelled."""
+
+    async def endless(_: object) -> AsyncGenerator[TokenBatch]:
+        for index in itertools.count(0, 500):
+            yield TokenBatch(index, (100,) * 500)
+            await asyncio.sleep(0)
+
+    mesh = ScriptedMesh(endless)
+    async with http_gateway(mesh, stall_s=0.05) as url, raw_connection(url) as (_, writer):
+        writer.write(post_bytes("/v1/completions", {"prompt": "a", "stream": True}))
+        await mesh.wait_running(1)
+        await mesh.wait_running(0)
+
+
+async def test_running_streams_finish_when_the_listener_closes() -> None:
+    """Closing waits for what runs; its client sees the whole answer."""
+    gate = asyncio.Semaphore(1)
+    mesh = ScriptedMesh(saying("the and", per_batch=1, gate=gate))
+    async with aiohttp.ClientSession() as session, http_gateway(mesh) as url:
+        body = {"prompt": "a", "stream": True}
+        response = await session.post(url + "/v1/completions", json=body)
+        # From here on the listener closes, and waits for this very stream.
+        asyncio.get_running_loop().call_soon(lambda: [gate.release() for _ in range(10)])
+    events = parse_events(await response.read())
+    assert events[-1] == "[DONE]"
+    assert events[-2]["choices"][0]["finish_reason"] == "stop"

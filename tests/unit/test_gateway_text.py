@@ -1,0 +1,379 @@
+"""Text of the gateway: decoding of answers, stop strings, chat templates, single tokens."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from services.gateway.chat_template import ChatTemplate
+from services.gateway.detokenizer import AnswerText, Detokenizer, StopMatcher
+from services.gateway.text import INLINE_CHARS, TextModel
+from shared.errors import InvalidRequest, ModelError
+from shared.model_folder import DEMO_FOLDER, ModelFolder, SpecialTokens
+from shared.request import FinishReason, SamplingParams
+from tests.support.tiny_tokenizer import EOS, VOCAB_SIZE, tiny_text_model, tiny_tokenizer
+
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""No test depends on speed."""
+
+TOKENIZER = tiny_tokenizer()
+
+
+def sentencepiece_style() -> Tokenizer:
+    """A tokenizer in the style of Llama 2: a space mark, byte fallback, and no space before the
+    first word."""
+    words = ["\u2581the", "\u2581fox", "s", "\u2581", "x"]
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    vocab |= {word: 256 + index for index, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return tokenizer
+
+
+# --- decoding -----------------------------------------------------------------------------------
+
+
+@unhurried
+@given(st.text(max_size=60))
+@example("🦊")
+@example("e\u0301 क्षि \u200d👩‍👩‍👧")
+def test_decoding_token_by_token_gives_the_text_back(text: str) -> None:
+    """Any Unicode text comes back from its tokens, whatever characters they split."""
+    detokenizer = Detokenizer(TOKENIZER)
+    ids = TOKENIZER.encode(text, add_special_tokens=False).ids
+    pieces = [detokenizer.step(token_id) for token_id in ids]
+    # U+FFFD of the client's own looks like an incomplete character, so it may come late, but it
+    # comes.
+    assert "".join(pieces) + detokenizer.flush() == text
+
+
+@unhurried
+@given(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=40))
+def test_decoding_token_by_token_equals_a_full_decode(ids: list[int]) -> None:
+    """Random ids, broken UTF-8 and unknown ids included, give the text of a full decode."""
+    detokenizer = Detokenizer(TOKENIZER)
+    text = "".join(detokenizer.step(token_id) for token_id in ids) + detokenizer.flush()
+    assert text == TOKENIZER.decode(ids)
+
+
+@unhurried
+@given(st.lists(st.one_of(st.integers(256, 260), st.characters(exclude_characters="\ufffd"))))
+def test_byte_tokens_join_to_characters(parts: list[int | str]) -> None:
+    """Words, and characters spelled out in byte tokens, give the text of a full decode.
+
+    (Of byte tokens that never become UTF-8 a full decode replaces the whole run, good characters
+    too, which no stream can know.)
+    """
+    tokenizer = sentencepiece_style()
+    ids: list[int] = []
+    for part in parts:
+        ids += part.encode() if isinstance(part, str) else [part]
+    detokenizer = Detokenizer(tokenizer)
+    text = "".join(detokenizer.step(token_id) for token_id in ids) + detokenizer.flush()
+    assert text == tokenizer.decode(ids)
+
+
+def test_no_piece_ends_inside_a_character() -> None:
+    """The bytes of a character wait for its last one."""
+    detokenizer = Detokenizer(TOKENIZER)
+    ids = TOKENIZER.encode("a🦊", add_special_tokens=False).ids
+    assert [detokenizer.step(token_id) for token_id in ids] == ["a", "", "", "", "🦊"]
+
+
+def test_an_incomplete_character_at_the_end_is_replaced() -> None:
+    """What never became a character comes out as U+FFFD, as in a full decode."""
+    detokenizer = Detokenizer(TOKENIZER)
+    ids = TOKENIZER.encode("a🦊", add_special_tokens=False).ids[:3]
+    assert [detokenizer.step(token_id) for token_id in ids] == ["a", "", ""]
+    assert detokenizer.flush() == TOKENIZER.decode(ids)[1:] == "\ufffd"
+
+
+def test_an_answer_that_continues_a_prompt_keeps_its_first_space() -> None:
+    """With the prompt's tail as a start, sentencepiece decoders do not eat the space."""
+    tokenizer = sentencepiece_style()
+    the, fox = 256, 257
+    assert Detokenizer(tokenizer).step(fox) == "fox"
+    assert Detokenizer(tokenizer, prompt_tail=[the]).step(fox) == " fox"
+
+
+def test_special_tokens_are_skipped_unless_asked_for() -> None:
+    """Special tokens have no text by default."""
+    ids = [*TOKENIZER.encode("a", add_special_tokens=False).ids, EOS]
+    for skip, text in ((True, "a"), (False, "a<eos>")):
+        detokenizer = Detokenizer(TOKENIZER, skip_special=skip)
+        assert "".join(detokenizer.step(token_id) for token_id in ids) == text
+
+
+def test_ids_that_the_tokenizer_does_not_know_have_no_text() -> None:
+    """Padding rows of the embedding decode to nothing."""
+    assert Detokenizer(TOKENIZER).step(VOCAB_SIZE - 1) == ""
+
+
+# --- stop strings -------------------------------------------------------------------------------
+
+
+def stopped_reference(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
+    """Cut text at the stop string that is complete first, the longest of several; by brute
+    force."""
+    for end in range(len(text) + 1):
+        for found in sorted(stop, key=len, reverse=True):
+            if text[:end].endswith(found):
+                return text[: end - len(found)], found
+    return text, None
+
+
+@unhurried
+@given(
+    text=st.text("abc", max_size=30),
+    stop=st.lists(st.text("abc", min_size=1, max_size=5), max_size=4, unique=True),
+    cuts=st.lists(st.integers(0, 30), max_size=12),
+)
+@example(text="aaab", stop=["aab"], cuts=[1, 2, 3])
+@example(text="abc", stop=["abc", "b"], cuts=[])
+def test_stop_strings_do_not_depend_on_how_text_is_cut(
+    text: str, stop: list[str], cuts: list[int]
+) -> None:
+    """Any cutting gives the text and the stop string of a brute-force search, and never more than
+    that on the way."""
+    wanted, wanted_stop = stopped_reference(text, stop)
+    matcher = StopMatcher(stop)
+    given_out, found = "", None
+    for start, end in itertools.pairwise(sorted({0, *cuts, len(text)})):
+        safe, found = matcher.feed(text[start:end])
+        given_out += safe
+        assert wanted.startswith(given_out)
+        if found is not None:
+            break
+    else:
+        given_out += matcher.flush()
+    assert (given_out, found) == (wanted, wanted_stop)
+
+
+def test_text_that_cannot_begin_a_stop_string_is_not_held_back() -> None:
+    """Only a possible beginning waits."""
+    matcher = StopMatcher(["END"])
+    assert matcher.feed("xE") == ("x", None)
+    assert matcher.feed("N ") == ("EN ", None)
+    assert matcher.feed("abc") == ("abc", None)
+
+
+def feed_all(
+    answer: AnswerText, ids: Sequence[int], *, per_batch: int, finish: FinishReason
+) -> tuple[str, int, FinishReason, str | int | None]:
+    """Feed ids in batches; returns text, number of tokens, finish reason and stop reason."""
+    texts: list[str] = []
+    num_tokens = 0
+    for start in range(0, len(ids), per_batch):
+        is_last = start + per_batch >= len(ids)
+        step = answer.feed(ids[start : start + per_batch], finish if is_last else FinishReason.NONE)
+        texts.append(step.text)
+        num_tokens += step.num_tokens
+        if step.finish_reason is not FinishReason.NONE:
+            return "".join(texts), num_tokens, step.finish_reason, step.stop_reason
+    raise AssertionError("the answer did not end")
+
+
+@unhurried
+@given(
+    text=st.text("the and🦊in", max_size=30),
+    stop=st.lists(st.text("the and🦊", min_size=1, max_size=4), max_size=3),
+    min_tokens=st.integers(0, 6),
+)
+def test_an_answer_is_the_same_however_its_tokens_are_batched(
+    text: str, stop: list[str], min_tokens: int
+) -> None:
+    """Streaming token by token, in threes and at once give one text, count, finish and stop
+    reason."""
+    model = tiny_text_model()
+    ids = [*TOKENIZER.encode(text, add_special_tokens=False).ids, EOS]
+    outcomes = {
+        feed_all(
+            model.new_answer(SamplingParams(min_tokens=min_tokens), stop=stop),
+            ids,
+            per_batch=per_batch,
+            finish=FinishReason.STOP,
+        )
+        for per_batch in (1, 3, 1000)
+    }
+    assert len(outcomes) == 1
+    model.close()
+
+
+def test_a_stop_string_ends_the_answer_at_its_token() -> None:
+    """Tokens after the one that completes the stop string do not count."""
+    ids = TOKENIZER.encode("one and two", add_special_tokens=False).ids
+    answer = AnswerText(Detokenizer(TOKENIZER), stop=["nd"])
+    step = answer.feed(ids, FinishReason.LENGTH)
+    assert step.text == "one a"
+    assert step.finish_reason is FinishReason.STOP
+    assert step.stop_reason == "nd"
+    assert TOKENIZER.decode(ids[: step.num_tokens]) == "one and"
+
+
+def test_the_stop_string_is_kept_on_request() -> None:
+    """include_stop keeps the stop string, and the text of a stop token."""
+    ids = TOKENIZER.encode("one and two", add_special_tokens=False).ids
+    answer = AnswerText(Detokenizer(TOKENIZER), stop=["nd"], include_stop=True)
+    assert answer.feed(ids, FinishReason.LENGTH).text == "one and"
+    answer = AnswerText(Detokenizer(TOKENIZER), stop_token_ids=[ids[-1]], include_stop=True)
+    step = answer.feed(ids, FinishReason.STOP)
+    assert (step.text, step.stop_reason) == ("one and two", ids[-1])
+
+
+def test_a_stop_token_has_no_text_and_is_the_stop_reason() -> None:
+    """The token that ended the answer counts as a token but shows no text; end-of-sequence gives no
+    reason."""
+    ids = TOKENIZER.encode("ab", add_special_tokens=False).ids
+    step = AnswerText(Detokenizer(TOKENIZER), stop_token_ids=[ids[1]]).feed(ids, FinishReason.STOP)
+    assert step == ("a", 2, FinishReason.STOP, ids[1])
+    step = AnswerText(Detokenizer(TOKENIZER)).feed([ids[0], EOS], FinishReason.STOP)
+    assert step == ("a", 2, FinishReason.STOP, None)
+
+
+def test_stop_strings_wait_for_min_tokens() -> None:
+    """A stop string that is complete too early is ordinary text."""
+    ids = TOKENIZER.encode("a.b.c.", add_special_tokens=False).ids
+    answer = AnswerText(Detokenizer(TOKENIZER), stop=["."], min_tokens=4)
+    step = answer.feed(ids, FinishReason.LENGTH)
+    assert (step.text, step.num_tokens) == ("a.b", 4)
+
+
+def test_an_empty_last_batch_ends_the_answer() -> None:
+    """A finish without a token flushes what was held back."""
+    answer = AnswerText(Detokenizer(TOKENIZER), stop=["bc"])
+    ids = TOKENIZER.encode("ab", add_special_tokens=False).ids
+    assert answer.feed(ids, FinishReason.NONE).text == "a"
+    assert answer.feed((), FinishReason.LENGTH) == ("b", 0, FinishReason.LENGTH, None)
+
+
+# --- single tokens ------------------------------------------------------------------------------
+
+
+def test_pieces_of_all_tokens_join_to_the_bytes_of_the_text() -> None:
+    """Each token knows its bytes, also inside a character."""
+    model = tiny_text_model()
+    ids = TOKENIZER.encode("the 🦊 and\n", add_special_tokens=False).ids
+    assert b"".join(model.piece(token_id).data for token_id in ids) == "the 🦊 and\n".encode()
+    assert model.piece(EOS) == ("<eos>", b"<eos>")
+    assert model.piece(VOCAB_SIZE - 1) == ("", b"")
+    model.close()
+
+
+def test_a_token_of_broken_bytes_is_named_by_them() -> None:
+    """The completions format has no bytes field, so the name tells them."""
+    model = tiny_text_model()
+    fox = TOKENIZER.encode("🦊", add_special_tokens=False).ids
+    assert model.piece(fox[0]).completion_name == "bytes:\\xf0"
+    model.close()
+
+
+def test_pieces_of_a_sentencepiece_tokenizer() -> None:
+    """The space mark is a space, byte tokens are bytes."""
+    model = TextModel(sentencepiece_style(), None)
+    assert model.piece(257) == (" fox", b" fox")
+    assert model.piece(0xE2).data == b"\xe2"
+    model.close()
+
+
+async def test_a_long_text_is_tokenized_on_a_thread_with_the_same_result() -> None:
+    """Off the loop or on it, the ids are the same."""
+    model = tiny_text_model()
+    text = "the fox and the hen. " * (INLINE_CHARS // 20 + 1)
+    assert len(text) > INLINE_CHARS
+    wanted = TOKENIZER.encode(text, add_special_tokens=False).ids
+    assert await model.encode(text, add_special_tokens=False) == wanted
+    assert await model.decode(wanted) == text
+    model.close()
+
+
+# --- chat templates -----------------------------------------------------------------------------
+
+
+def render(
+    source: str, *, max_chars: int = 1000, arguments: dict[str, object] | None = None
+) -> str:
+    """Render one user message."""
+    template = ChatTemplate(
+        source,
+        SpecialTokens(bos="<s>", eos="</s>"),
+        max_chars=max_chars,
+        now=lambda: datetime.datetime(2026, 2, 1, tzinfo=datetime.UTC),
+    )
+    return template.render([{"role": "user", "content": "<hi>"}], arguments=arguments)
+
+
+def test_the_names_that_templates_expect_are_there() -> None:
+    """Special tokens, tojson without HTML escapes, strftime_now, generation blocks and loop
+    controls."""
+    assert render("{{ bos_token }}{{ messages[0] | tojson }}{{ eos_token }}") == (
+        '<s>{"role": "user", "content": "<hi>"}</s>'
+    )
+    assert render("{{ strftime_now('%d %b %Y') }}") == "01 Feb 2026"
+    assert render("{% generation %}{{ messages[0].content }}{% endgeneration %}") == "<hi>"
+    loop = "{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}"
+    assert render(loop) == "01"
+    assert render("{% if tools is none and add_generation_prompt %}y{% endif %}") == "y"
+
+
+def test_arguments_reach_the_template_but_replace_nothing() -> None:
+    """A client's template arguments cannot stand in for messages or special tokens."""
+    assert render("{{ enable_thinking }}", arguments={"enable_thinking": False}) == "False"
+    source = "{{ messages[0].content }}{{ bos_token }}"
+    assert render(source, arguments={"messages": [], "bos_token": "x"}) == "<hi><s>"
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].content + 1 }}", "TypeError"),
+        ("{{ nothing.at.all }}", "UndefinedError"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ messages.append(1) }}", "SecurityError"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
+        ("{% for i in range(1000000) %}x{% endfor %}", "OverflowError"),
+        ("{% for i in range(2000) %}x{% endfor %}", "longer than 1000 characters"),
+    ],
+)
+def test_what_a_template_cannot_render_is_the_requests_fault(source: str, words: str) -> None:
+    """Refusals, errors, breakouts and endless output are 400s, never 500s."""
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        render(source)
+    assert caught.value.param == "messages"
+
+
+def test_a_template_that_does_not_compile_is_the_models_fault() -> None:
+    """A broken template is found at start, not at the first request."""
+    with pytest.raises(ModelError, match="chat template"):
+        ChatTemplate("{% if %}", SpecialTokens())
+
+
+async def test_a_model_without_a_template_refuses_chat() -> None:
+    """The error says what to use instead."""
+    model = tiny_text_model(None)
+    with pytest.raises(InvalidRequest, match="/v1/completions"):
+        await model.render([{"role": "user", "content": "hi"}])
+    model.close()
+
+
+async def test_the_demo_model_loads_and_renders() -> None:
+    """The bundled folder has a tokenizer and a template that fit together."""
+    model = TextModel.load(ModelFolder(DEMO_FOLDER))
+    prompt = await model.render([{"role": "user", "content": "Tell me a story."}])
+    ids = await model.encode(prompt, add_special_tokens=False)
+    assert await model.decode(ids) == prompt
+    assert await model.decode(ids, skip_special=True) != prompt
+    model.close()
