@@ -1,0 +1,73 @@
+"""Heartbeats: the one rule by which every long-lived stream of the mesh decides whether its peer
+lives.
+
+A stopped process keeps its sockets open and looks alive to gRPC and to UCX, so silence is the only
+witness (docs/protocol.md). Both sides send something at least every ``interval_s``; anything
+received counts as a heartbeat. Pure: the clock is an argument. It does not know what is sent, nor
+what a dead peer costs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+HEARTBEAT_INTERVAL_S = 0.5
+SUSPECT_AFTER_S = 1.5
+DEAD_AFTER_S = 3.0
+
+
+class PeerState(Enum):
+    """What silence says about a peer."""
+
+    ALIVE = "alive"
+    SUSPECT = "suspect"  # no new work for it
+    DEAD = "dead"  # close the stream; fail or cancel what is on it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LivenessRule:
+    """Seconds between heartbeats, and of silence until suspicion and death; in this order."""
+
+    interval_s: float = HEARTBEAT_INTERVAL_S
+    suspect_after_s: float = SUSPECT_AFTER_S
+    dead_after_s: float = DEAD_AFTER_S
+
+    def __post_init__(self) -> None:
+        if not 0 < self.interval_s < self.suspect_after_s < self.dead_after_s:
+            raise ValueError("liveness needs 0 < interval_s < suspect_after_s < dead_after_s")
+
+
+class Liveness:
+    """Watches one peer. Create it when the stream opens: opening counts as having heard."""
+
+    __slots__ = ("_heard_at", "rule")
+
+    def __init__(self, now: float, rule: LivenessRule | None = None) -> None:
+        self.rule = rule or LivenessRule()
+        self._heard_at = now
+
+    def heard(self, now: float) -> None:
+        """Note that something arrived. Time never runs backwards: an older ``now`` changes
+        nothing."""
+        self._heard_at = max(self._heard_at, now)
+
+    def silence_s(self, now: float) -> float:
+        """Seconds since anything arrived."""
+        return max(0.0, now - self._heard_at)
+
+    def state(self, now: float) -> PeerState:
+        """Judge the peer at this instant. DEAD is not remembered: who acts on it closes the
+        stream."""
+        # Compared as times, not as a difference: at `next_check_at` the verdict must have changed.
+        if now >= self._heard_at + self.rule.dead_after_s:
+            return PeerState.DEAD
+        if now >= self._heard_at + self.rule.suspect_after_s:
+            return PeerState.SUSPECT
+        return PeerState.ALIVE
+
+    def next_check_at(self, now: float) -> float:
+        """When the verdict changes next if nothing is heard: the instant to sleep until."""
+        if self.state(now) is PeerState.ALIVE:
+            return self._heard_at + self.rule.suspect_after_s
+        return self._heard_at + self.rule.dead_after_s
