@@ -40,7 +40,7 @@ ALLOWED_FIELDS = frozenset({
     "limit", "lag_s", "seconds", "limit_s", "wait_s", "queue_s", "silence_s", "step_s", "drain_s",
     "uptime_s", "retry_after_s", "ttft_s", "gb_per_s", "gbytes_per_s",
     # the one line of a request
-    "receipt",
+    "receipts",
 })  # fmt: skip
 """Fields that may be logged. A new one is added here on purpose; none may hold a client's text."""
 
@@ -132,11 +132,3 @@ def configure_logs(
     root = logging.getLogger()
     root.handlers = [_Handler()]
     root.setLevel(max(number, logging.WARNING))
-
-
-_log = structlog.get_logger("pdmesh.request")
-
-
-def log_request(record: Mapping[str, Any]) -> None:
-    """Write the one line of a finished request: its ids, counts, outcome and receipt."""
-    _log.info("request", **record)

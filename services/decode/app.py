@@ -79,6 +79,7 @@ class DecodeWorker:
             on_change=self._changed,
         )
         self.generation: Generation | None = None
+        self.receiver: KvReceiver | None = None
         self._stepper: Stepper | None = None
         self._membership: Membership | None = None
 
@@ -115,7 +116,7 @@ class DecodeWorker:
                 metrics=self.metrics,
                 sink=self.reservations,
             )
-            receiver = KvReceiver(
+            receiver = self.receiver = KvReceiver(
                 incarnation=self.incarnation,
                 version=VERSION,
                 engine=engine,

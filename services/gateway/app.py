@@ -1,7 +1,7 @@
 """The gateway, put together: the one place where its parts meet.
 
     clients ── HTTP (http.py) ─┐                          ┌─ session to each prefill worker
-                               ├─ FrontDoor ── mesh.py ── GatewayMesh
+                               ├─ FrontDoor ── mesh.py ── GatewayMesh ── Membership
     clients ── gRPC (ingress) ─┘                          └─ session to each decode worker
                                              registry.py: workers join here
 
@@ -13,141 +13,115 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
-import structlog
-
-from services.gateway.core.admission import Admission, Admitted
+from services.gateway.auth import KeyRing
+from services.gateway.client_metrics import ClientMetrics
 from services.gateway.core.routing import POLICIES
+from services.gateway.frontdoor import FrontDoor
+from services.gateway.generation import GatewayMesh
+from services.gateway.http import serve_http
+from services.gateway.ingress import Inference
 from services.gateway.membership import Membership, membership
-from services.gateway.mesh import GenerationRequest, ServedModel
-from services.gateway.session import RequestShell, closing
-from services.gateway.timeline import Timeline
+from services.gateway.mesh_metrics import register_mesh_metrics
+from services.gateway.registry import Registry
+from services.gateway.text import TextModel
 from shared.config import GatewayConfig
-from shared.errors import MeshError, ShuttingDown
-from shared.log import log_request
+from shared.ids import Incarnation, new_incarnation
+from shared.model_folder import ModelFolder, resolve_model
+from shared.rpc.network import Address, RpcServer
+from shared.runtime.loops import serve_until_stopped
+from shared.runtime.platform import Platform
+from shared.telemetry.loop_lag import watch_loop_lag
+from shared.version import VERSION
 
-_log = structlog.get_logger(__name__)
+Ready = Callable[[Address, Address], None]
+
+TAIL_S = 2.0
+"""Longest wait, once no request runs any more, for the last bytes to reach their clients."""
 
 
-class GatewayMesh:
-    """All workers together, as one thing that continues token lists (the ``Mesh`` of ``mesh.py``)."""
+class Gateway:
+    """One gateway; ``run`` is its life. Everything else here is for tests."""
 
-    def __init__(self, members: Membership, config: GatewayConfig) -> None:
-        self._members = members
+    def __init__(self, config: GatewayConfig, platform: Platform) -> None:
         self._config = config
-        self._created = int(time.time())
-        self._is_draining = False
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._admission = Admission(
-            max_running=config.max_running,
-            max_waiting=config.max_waiting,
-            max_wait_s=config.max_wait_s,
-        )
-        self._turns: dict[bytes, asyncio.Event] = {}
+        self._platform = platform
+        self.incarnation: Incarnation = new_incarnation(platform.random_bytes)
+        self.mesh: GatewayMesh | None = None
+        self.members: Membership | None = None
 
-    @property
-    def model(self) -> ServedModel | None:
-        model = self._members.table.model
-        if model is None:
-            return None
-        return ServedModel(
-            name=self._config.model_name or model.name,
-            vocab_size=model.vocab_size,
-            max_model_len=self._members.table.max_model_len,
-            created=self._created,
-        )
-
-    @property
-    def is_ready(self) -> bool:
-        return not self.not_ready_reason
-
-    @property
-    def not_ready_reason(self) -> str:
-        return "the gateway is shutting down" if self._is_draining else self._members.why_not_ready
-
-    @property
-    def statistics(self) -> dict[str, int]:
-        """Counts for /metrics."""
-        counts = self._admission.statistics()
-        return {
-            "running": counts.num_running,
-            "waiting": counts.num_waiting,
-            "refused": counts.num_refused,
-        }
-
-    @contextlib.asynccontextmanager
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[RequestShell]:
-        if self._is_draining:
-            raise ShuttingDown("this gateway is shutting down", retry_after_s=1.0)
-        timeline = Timeline(request.arrived_at)
-        error: MeshError | None = None
-        shell: RequestShell | None = None
-        try:
-            await self._admit(request)
-            timeline.admitted()
-            shell = RequestShell(
-                request,
-                self._members,
-                timeline,
-                max_attempts=self._config.max_attempts,
-                pair_wait_s=self._config.max_wait_s,
-                failover_wait_s=self._config.failover_wait_s,
+    async def run(self, ready: Ready, stop: asyncio.Event) -> None:
+        """See ``serve_gateway``."""
+        config, platform = self._config, self._platform
+        async with contextlib.AsyncExitStack() as stack:
+            folder = ModelFolder(await asyncio.to_thread(resolve_model, config.model))
+            text = await asyncio.to_thread(TextModel.load, folder)
+            stack.callback(text.close)
+            members = self.members = await stack.enter_async_context(
+                membership(
+                    platform.network,
+                    POLICIES[config.policy](),
+                    self.incarnation,
+                    VERSION,
+                    random.Random(platform.random_bytes(8)).random,
+                )
             )
-            async with closing(shell):
-                yield shell
-        except MeshError as reason:
-            error = reason
-            raise
-        finally:
-            self._leave(request.request_id)
-            log_request(
-                {
-                    "request_id": request.request_id.hex(),
-                    "label": request.label,
-                    "prompt_tokens": len(request.token_ids),
-                    "finish_reason": shell.finish_reason.name.lower() if shell else "none",
-                    "error": error.type if error else "",
-                    "receipt": shell.receipt() if shell else {},
-                }
+            mesh = self.mesh = GatewayMesh(members, config)
+            metrics = ClientMetrics()
+            loop_lag = register_mesh_metrics(metrics.registry, mesh, members)
+            front = FrontDoor(
+                mesh=mesh,
+                text=text,
+                random_bytes=platform.random_bytes,
+                metrics=metrics,
+                keys=KeyRing.read(config.api_keys) if config.api_keys else None,
+                defaults=folder.generation_defaults,
+                default_timeout_s=config.request_timeout_s,
+                version=VERSION,
+            )
+            registry = Registry(members, self.incarnation, VERSION)
+            server = await stack.enter_async_context(
+                platform.network.serve(
+                    Address(config.host, config.grpc_port),
+                    [Inference(front).servicer(), registry.servicer],
+                )
+            )
+            http = await stack.enter_async_context(
+                serve_http(front, Address(config.host, config.http_port), drain_s=TAIL_S)
+            )
+            ready(http, server.address)
+
+            async def say_readiness() -> None:
+                while True:
+                    changed = members.changed
+                    server.set_ready(mesh.is_ready)
+                    await changed.wait()
+
+            await serve_until_stopped(
+                [say_readiness, lambda: watch_loop_lag(loop_lag.observe)],
+                stop=stop,
+                drain=lambda: mesh.drain(config.drain_s),
+                last_words=lambda: _say_goodbye(registry, server),
             )
 
-    async def _admit(self, request: GenerationRequest) -> None:
-        loop = asyncio.get_running_loop()
-        key = request.request_id
-        self._idle.clear()
-        if self._admission.arrive(key, loop.time(), request.deadline_at) is Admitted.NOW:
-            return
-        turn = self._turns[key] = asyncio.Event()
-        try:
-            async with asyncio.timeout_at(self._admission.give_up_at(key)):
-                await turn.wait()
-        except TimeoutError:
-            error = self._admission.expire(key, loop.time())
-            if error is not None:
-                raise error from None
-        finally:
-            del self._turns[key]
 
-    def _leave(self, key: bytes) -> None:
-        for admitted in self._admission.leave(key):
-            turn = self._turns.get(admitted)
-            if turn is not None:
-                turn.set()
-        counts = self._admission.statistics()
-        if counts.num_running == 0 and counts.num_waiting == 0:
-            self._idle.set()
+async def _say_goodbye(registry: Registry, server: RpcServer) -> None:
+    server.set_ready(False)
+    registry.close()
+    await server.drain(TAIL_S)
 
-    async def drain(self, limit_s: float) -> bool:
-        """Take nothing new and wait for what runs; False if the limit came first."""
-        self._is_draining = True
-        try:
-            async with asyncio.timeout(limit_s):
-                await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
+
+async def serve_gateway(
+    config: GatewayConfig,
+    platform: Platform,
+    ready: Ready,
+    stop: asyncio.Event | None = None,
+) -> None:
+    """Run one gateway until ``stop`` is set (then it drains), or until cancelled (then it does
+    not).
+
+    ready: called once with the addresses of the HTTP and the gRPC API.
+    Raises OSError: a port is in use. ModelError: no such model, or no tokenizer in it.
+    InvalidRequest: the file of API keys is unusable."""
+    await Gateway(config, platform).run(ready, stop or asyncio.Event())

@@ -42,9 +42,8 @@ class Call:
             headers["x-request-label"] = self.caller.label
         return headers
 
-    def note(self, answers: Answers) -> None:
+    def note(self) -> None:
         """Note that tokens arrived; the first time, TTFT."""
-        self.answers = answers
         if self.first_token_s is None:
             self.first_token_s = asyncio.get_running_loop().time() - self.caller.arrived_at
 
@@ -71,7 +70,7 @@ def recorded(front: FrontDoor, route: str, *, is_probe: bool = False) -> Generat
             metrics.completion_tokens.inc(usage.completion_tokens)
         if not is_probe:
             log.info(
-                "call",
+                "request",
                 route=route,
                 request_id=call.request_id,
                 label=call.caller.label,
@@ -82,6 +81,7 @@ def recorded(front: FrontDoor, route: str, *, is_probe: bool = False) -> Generat
                 ttft_s=None if call.first_token_s is None else round(call.first_token_s, 6),
                 prompt_tokens=None if usage is None else usage.prompt_tokens,
                 completion_tokens=None if usage is None else usage.completion_tokens,
+                receipts=[] if call.answers is None else call.answers.receipts(),
             )
 
 

@@ -238,9 +238,10 @@ class HttpDoor:
             )
         deltas: list[Delta] = []
         async with open_answers(self._front.mesh, choices) as answers:
+            call.answers = answers
             while arrived := await answers.next():
                 deltas += arrived
-                call.note(answers)
+                call.note()
         receipts = answers.receipts() if body.wants_receipt else ()
         return json_response(
             answer_format.body(deltas, answers.usage, receipts), headers=call.headers
@@ -259,8 +260,9 @@ class HttpDoor:
         events = EventStream(request, call.headers, stall_s=self._stall_s)
         try:
             async with open_answers(self._front.mesh, choices) as answers:
+                call.answers = answers
                 while deltas := await answers.next():
-                    call.note(answers)
+                    call.note()
                     usage = answers.usage if answer_format.continuous_usage else None
                     chunks = answer_format.chunks(deltas, usage)
                     if chunks:

@@ -157,8 +157,9 @@ class Inference:
         )
         choices = self._front.choices(call.caller, model, [prompt], form)
         async with open_answers(self._front.mesh, choices) as answers:
+            call.answers = answers
             while deltas := await answers.next():
-                call.note(answers)
+                call.note()
                 for delta in deltas:
                     response = _response(delta, form.sampling)
                     if delta.finish_reason is not FinishReason.NONE:

@@ -1,14 +1,15 @@
-"""Who is in the mesh, as a running thing: the peer table, one session task per worker, and the routing policy.
+"""Who is in the mesh, as a running thing: the peer table, one session task per worker, and the
+routing policy.
 
-Workers come and go through ``registry.py``; requests ask here for a pair. All state is soft: a restarted gateway learns it
-again from the workers' reports within a heartbeat.
+Workers come and go through ``registry.py``; requests ask here for a pair. All state is soft: a
+restarted gateway learns it again from the workers' reports within a heartbeat.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 
 import structlog
 
@@ -129,7 +130,8 @@ class Membership:
         if decodes and all(w.blocks_for(num_tokens + 1) > w.num_blocks for w in decodes):
             largest = max(w.num_blocks * w.block_size for w in decodes)
             raise NoCapacity(
-                f"the request needs KV for {num_tokens + 1} tokens; the largest decode worker holds {largest}",
+                f"the request needs KV for {num_tokens + 1} tokens; "
+                f"the largest decode worker holds {largest}",
                 param="messages",
                 code="kv_too_small",
             )
@@ -137,6 +139,16 @@ class Membership:
     def session(self, incarnation: Incarnation) -> WorkerSession:
         """Return the session of a worker that ``route`` just chose."""
         return self._sessions[incarnation]
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that have joined."""
+        return len(self.table)
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs that take new work."""
+        return len(self.table.usable_pairs())
 
     @property
     def why_not_ready(self) -> str:
@@ -151,7 +163,7 @@ async def membership(
     incarnation: Incarnation,
     version: str,
     random: Callable[[], float],
-) -> AsyncIterator[Membership]:
+) -> AsyncGenerator[Membership]:
     """Own the sessions of all workers for the length of the block."""
     with plain_errors():
         async with asyncio.TaskGroup() as tasks:

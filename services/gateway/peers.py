@@ -1,8 +1,10 @@
-"""Streams to workers: one long-lived session per worker, dialled for as long as the worker is a member.
+"""Streams to workers: one long-lived session per worker, dialled for as long as the worker is a
+member.
 
-A session multiplexes every request's leg on that worker by ``stream_id``: the fence of an attempt, because an id is used
-once and forgotten when its leg ends, so what a late or zombie worker still says finds nobody. This module knows wire
-messages and heartbeats; what an event means for a request is ``session.py``'s and the lifecycle core's affair.
+A session multiplexes every request's leg on that worker by ``stream_id``: the fence of an attempt,
+because an id is used once and forgotten when its leg ends, so what a late or zombie worker still
+says finds nobody. This module knows wire messages and heartbeats; what an event means for a
+request is ``session.py``'s and the lifecycle core's affair.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ import structlog
 from services.gateway.core.lifecycle import ArrivedToken, Leg
 from services.gateway.core.peer_table import Role, Worker
 from shared import wire
-from shared.errors import MeshError, RemoteProtocolError, WorkerLost
+from shared.errors import MeshError, WorkerLost
 from shared.ids import Incarnation, StreamId
 from shared.liveness import Liveness, PeerState
-from shared.request import FinishReason, SamplingParams, TokenLogprobs
+from shared.request import FinishReason, SamplingParams
 from shared.rpc import codec
 from shared.rpc.columns import pack_u32
 from shared.rpc.methods import DECODE_SESSION, PREFILL_SESSION
@@ -37,7 +39,8 @@ _REDIAL_S = (0.05, 0.2, 0.5, 1.0)
 
 
 class LegEvents(Protocol):
-    """One leg of one attempt, as the session calls it; every call is on the loop and returns at once."""
+    """One leg of one attempt, as the session calls it; every call is on the loop and returns at
+    once."""
 
     @property
     def leg(self) -> Leg: ...
@@ -198,7 +201,8 @@ class WorkerSession:
     # --- the stream -----------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Keep the session up until cancelled: the worker's membership is the length of this call."""
+        """Keep the session up until cancelled: the worker's membership is the length of this
+        call."""
         num_failures = 0
         while True:
             try:

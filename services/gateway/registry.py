@@ -1,7 +1,9 @@
-"""``Registry.Join``: how workers become members. The stream is the membership: when it ends, the worker has left.
+"""``Registry.Join``: how workers become members. The stream is the membership: when it ends, the
+worker has left.
 
-The gateway is the registry; there is nothing else to run. A worker says what it is, then how it is; the gateway answers
-with whom prefill may push to. Addresses come from here alone, never from a request.
+The gateway is the registry; there is nothing else to run. A worker says what it is, then how it
+is; the gateway answers with whom prefill may push to. Addresses come from here alone, never from a
+request.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Any
 from services.gateway.core.peer_table import Role, ServedModel, Worker, WorkerStatus
 from services.gateway.membership import Membership
 from shared import wire
-from shared.errors import IncompatiblePeer, RemoteProtocolError
+from shared.errors import IncompatiblePeer, Overloaded, RemoteProtocolError, ShuttingDown
 from shared.ids import Incarnation
 from shared.liveness import DEAD_AFTER_S
 from shared.rpc import codec
@@ -23,6 +25,9 @@ from shared.runtime.groups import plain_errors
 
 _ROLES = {wire.Role.PREFILL: Role.PREFILL, wire.Role.DECODE: Role.DECODE}
 
+MAX_WORKERS = 1024
+"""Workers of one gateway; each costs it a connection and two tasks."""
+
 JoinStream = ServerStream[Any, Any]
 
 
@@ -31,6 +36,7 @@ class Registry:
 
     def __init__(self, members: Membership, incarnation: Incarnation, version: str) -> None:
         self._members = members
+        self._is_closing = False
         self._hello = wire.Hello(
             protocol_version=codec.PROTOCOL_VERSION,
             role=wire.Role.GATEWAY,
@@ -43,12 +49,19 @@ class Registry:
         """What ``Network.serve`` takes."""
         return Servicer(bind(REGISTRY_JOIN, self.join))
 
+    def close(self) -> None:
+        """End every worker's membership: this gateway stops."""
+        self._is_closing = True
+        self._members.note_change()
+
     async def join(self, stream: JoinStream) -> None:
         """Serve one worker until its stream ends."""
         report = await stream.receive()
         if report is None or report.announce is None:
             raise RemoteProtocolError("a worker's first message must be its announcement")
         worker = _worker(report.announce, stream.peer.host)
+        if self._members.num_workers >= MAX_WORKERS:
+            raise Overloaded(f"{MAX_WORKERS} workers have joined: no more are taken")
         try:
             self._members.join(worker)
         except IncompatiblePeer as error:
@@ -78,13 +91,13 @@ class Registry:
                 self._members.update(incarnation, _status(report.status))
 
     async def _tell_peers(self, stream: JoinStream, role: Role) -> None:
-        if role is not Role.PREFILL:
-            return
         told: list[tuple[Incarnation, str, int]] | None = None
         while True:
             changed = self._members.changed
+            if self._is_closing:
+                raise ShuttingDown("this gateway is shutting down", retry_after_s=1.0)
             peers = self._members.decode_addresses()
-            if peers != told:
+            if role is Role.PREFILL and peers != told:
                 told = peers
                 await stream.send(
                     wire.GatewayDirective(

@@ -1,17 +1,19 @@
-"""One request's shell: admits it, dispatches both legs at once, feeds their events to the lifecycle core, and carries out
-what the core decides.
+"""One request's shell: admits it, dispatches both legs at once, feeds their events to the
+lifecycle core, and carries out what the core decides.
 
-There is no task per request here: the client's own task (the HTTP or gRPC handler) drives it by iterating. Worker sessions
-call in synchronously; the iterator wakes, hands out what has arrived, and dispatches again when an attempt has failed.
-Leaving the block in any way cancels both legs.
+There is no task per request here: the client's own task (the HTTP or gRPC handler) drives it by
+iterating. Worker sessions call in synchronously; the iterator wakes, hands out what has arrived,
+and dispatches again when an attempt has failed. Leaving the block in any way cancels both legs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
+
+import structlog
 
 from services.gateway.core.lifecycle import (
     ArrivedToken,
@@ -34,9 +36,12 @@ from shared.errors import DeadlinePassed, MeshError, WorkerLost
 from shared.ids import Incarnation, StreamId
 from shared.request import FinishReason
 
+_log = structlog.get_logger(__name__)
+
 
 class _LegShell:
-    """One leg of one attempt: passes events on with their attempt's number, and gives its load back once."""
+    """One leg of one attempt: passes events on with their attempt's number, and gives its load
+    back once."""
 
     def __init__(
         self, request: RequestShell, attempt: int, leg: Leg, session: WorkerSession
@@ -53,7 +58,8 @@ class _LegShell:
         return self.session.worker
 
     def take_load(self, amount: int) -> None:
-        """Count this leg on its worker, in tokens (prefill) or blocks (decode), until ``drop_load``."""
+        """Count this leg on its worker, in tokens (prefill) or blocks (decode), until
+        ``drop_load``."""
         self._load = amount
         if self.leg is Leg.PREFILL:
             self.worker.own_tokens += amount
@@ -76,9 +82,7 @@ class _LegShell:
     def tokens(self, tokens: tuple[ArrivedToken, ...]) -> None:
         if self.leg is Leg.PREFILL:
             self.drop_load()
-        self._request.apply(
-            self._request.lifecycle.tokens_arrived(self._attempt, self.leg, tokens), self._attempt
-        )
+        self._request.apply(self._request.lifecycle.tokens_arrived(self._attempt, self.leg, tokens))
 
     def prefilled(self, event: wire.PrefillToken) -> None:
         self._request.timeline.prefilled(
@@ -100,14 +104,12 @@ class _LegShell:
         self._request.timeline.granted(cached_tokens=event.cached_tokens, wait_s=event.wait_s)
 
     def joined(self, event: wire.Joined) -> None:
-        self._request.timeline.joined()
         self._request.lifecycle.joined(self._attempt)
 
     def failed(self, error: MeshError, *, lost: bool) -> None:
         self.drop_load()
         self._request.apply(
-            self._request.lifecycle.leg_failed(self._attempt, self.leg, error, lost=lost),
-            self._attempt,
+            self._request.lifecycle.leg_failed(self._attempt, self.leg, error, lost=lost)
         )
 
 
@@ -185,16 +187,18 @@ class RequestShell:
         return self.lifecycle.finish_reason
 
     def receipt(self) -> dict[str, Any]:
-        return self.timeline.receipt(
-            attempts=self.lifecycle.num_attempts, num_output_tokens=self.lifecycle.num_output_tokens
+        receipt = self.timeline.receipt(
+            attempts=self.lifecycle.num_attempts, output_tokens=self.lifecycle.num_output_tokens
         )
+        return receipt.as_dict()
 
     # --- dispatch -------------------------------------------------------------------------------
 
     async def dispatch(self) -> None:
         """Find a pair and send both legs; waits a bounded while for a pair.
 
-        Raises WorkerLost: no pair came. NoCapacity: no decode worker is large enough. DeadlinePassed.
+        Raises WorkerLost: no pair came. NoCapacity: no decode worker is large enough.
+        DeadlinePassed.
         """
         limit_at = asyncio.get_running_loop().time() + self._pair_wait_s
         self._send(await self._find_pair(limit_at))
@@ -249,7 +253,13 @@ class RequestShell:
         needs_decode = lifecycle.needs_decode
         token_ids, sampling = lifecycle.token_ids, lifecycle.sampling
         attempt = lifecycle.dispatched()
-        self.timeline.dispatched(decision)
+        self.timeline.dispatched(decision, has_decode=needs_decode)
+        _log.info(
+            "routed",
+            request_id=self._request.request_id,
+            attempt=attempt,
+            decision=decision.as_dict(),
+        )
         deadline_s = self._remaining_s()
         prefill = _LegShell(self, attempt, Leg.PREFILL, self._membership.session(decision.prefill))
         self._legs = {Leg.PREFILL: prefill}
@@ -290,12 +300,12 @@ class RequestShell:
 
     # --- effects --------------------------------------------------------------------------------
 
-    def apply(self, effects: list[Effect], attempt: int | None = None) -> None:
+    def apply(self, effects: list[Effect]) -> None:
         """Carry out what the core decided; never waits."""
         for effect in effects:
             match effect:
                 case Emit(tokens):
-                    self.timeline.emitted(len(tokens), from_prefill=attempt is not None)
+                    self.timeline.emitted(len(tokens))
                     self._pending.extend(tokens)
                 case CancelLeg(leg):
                     self._legs[leg].cancel()
@@ -317,7 +327,7 @@ class RequestShell:
 
 
 @contextlib.asynccontextmanager
-async def closing(shell: RequestShell) -> AsyncIterator[RequestShell]:
+async def closing(shell: RequestShell) -> AsyncGenerator[RequestShell]:
     """Dispatch on entry, cancel on exit."""
     try:
         await shell.dispatch()

@@ -1,10 +1,8 @@
-"""Where one request's time went, as its receipt: phases that add up to TTFT by construction.
+"""Where one request's time goes: collects the marks from which its receipt is made.
 
-    arrived ─queue─ admitted ─route─ dispatched ─retry─ dispatched ─prefill queue─ ─prefill─ ─hand-over─ token 1 leaves
-                                     (first)            (last)
-
-The gateway owns the clock; workers report durations, which do not need clocks that agree. Hand-over is what remains
-between the dispatch and the first token once the worker's own times are taken off: messages, loops and streams.
+The gateway owns the clock; workers report durations, which need no clocks that agree. The
+arithmetic is ``shared/telemetry/lifetime.py``; here is only who reports what, and when it counts:
+the phases of TTFT are those of the attempt that brought the first token.
 """
 
 from __future__ import annotations
@@ -14,65 +12,52 @@ from typing import Any
 
 from services.gateway.core.routing import RouteDecision
 from shared.errors import MeshError
-from shared.telemetry.lifetime import Receipt
+from shared.telemetry.lifetime import Marks, Receipt, receipt_of
 
 
 class Timeline:
-    """Collects one request's marks. arrived_at: loop time."""
+    """One request's marks. arrived_at: loop time."""
 
     def __init__(self, arrived_at: float) -> None:
-        self._arrived_at = arrived_at
-        self._admitted_at = arrived_at
-        self._first_dispatch_at = arrived_at
-        self._dispatched_at = arrived_at
-        self._first_token_at: float | None = None
-        self._second_token_at: float | None = None
-        self._last_token_at = arrived_at
-        self._ended_at: float | None = None
-        self._joined_at: float | None = None
-        self._num_dispatches = 0
-        self._num_emitted = 0
-        self._prefill_queue_s = 0.0
-        self._prefill_s = 0.0
-        self._decode: RouteDecision | None = None
-        self._errors: list[str] = []
-        self._push: dict[str, Any] = {}
-        self._decode_cached_tokens = 0
-        self._reserve_wait_s = 0.0
         self.cached_tokens = 0
+        self._marks: dict[str, float] = {"arrived_at": arrived_at}
+        self._facts: dict[str, Any] = {}
+        self._errors: list[str] = []
 
     def admitted(self) -> None:
-        """A place is ours."""
-        self._admitted_at = self._first_dispatch_at = self._dispatched_at = _now()
+        """A place in the gateway is ours."""
+        self._marks["admitted_at"] = _now()
 
-    def dispatched(self, decision: RouteDecision) -> None:
-        """Both legs were sent."""
-        self._dispatched_at = _now()
-        if self._num_dispatches == 0:
-            self._first_dispatch_at = self._dispatched_at
-        self._num_dispatches += 1
-        self._decode = decision
+    def dispatched(self, decision: RouteDecision, *, has_decode: bool) -> None:
+        """The legs of an attempt were sent."""
+        now = _now()
+        self._marks.setdefault("dispatched_at", now)
+        if "first_token_at" not in self._marks:
+            self._marks["last_dispatched_at"] = now
+        self._facts["prefill"] = f"{decision.prefill:016x}"
+        self._facts["decode"] = f"{decision.decode:016x}" if has_decode else ""
 
     def rerouted(self, error: MeshError) -> None:
         """An attempt failed and another follows."""
         self._errors.append(error.type)
 
     def prefilled(self, *, queue_s: float, compute_s: float, cached_tokens: int) -> None:
-        """Prefill's own times, with the first attempt's first token."""
-        if self._first_token_at is None:
-            self._prefill_queue_s, self._prefill_s = queue_s, compute_s
+        """Prefill's own times, with an attempt's first token."""
+        if "first_token_at" not in self._marks:
+            self._marks["prefill_queue_s"], self._marks["prefill_s"] = queue_s, compute_s
             self.cached_tokens = cached_tokens
 
     def granted(self, *, cached_tokens: int, wait_s: float) -> None:
         """Decode has room."""
-        self._decode_cached_tokens, self._reserve_wait_s = cached_tokens, wait_s
+        self._facts["decode_cached_tokens"] = cached_tokens
+        self._facts["reserve_wait_s"] = wait_s
 
     def pushed(
         self, *, num_bytes: int, transfer_s: float, exposed_s: float, lane: str, mode: str
     ) -> None:
-        """KV was acknowledged."""
-        self._push = {
-            "bytes": num_bytes,
+        """All KV was acknowledged."""
+        self._facts |= {
+            "transfer_bytes": num_bytes,
             "transfer_s": transfer_s,
             "transfer_exposed_s": exposed_s,
             "gb_per_s": num_bytes / transfer_s / 1e9 if transfer_s > 0 else 0.0,
@@ -80,40 +65,31 @@ class Timeline:
             "mode": mode,
         }
 
-    def joined(self) -> None:
-        """Decode has all KV."""
-        self._joined_at = _now()
-
     def emitted(self, num_tokens: int) -> None:
         """Tokens were handed to the client's side."""
-        now = _now()
-        if self._first_token_at is None:
-            self._first_token_at = now
-            if num_tokens > 1:
-                self._second_token_at = now
-        elif self._second_token_at is None:
-            self._second_token_at = now
-        self._last_token_at = now
-        self._num_emitted += num_tokens
+        marks = self._marks
+        now = marks["last_token_at"] = _now()
+        if "first_token_at" not in marks:
+            marks["first_token_at"] = now
+            num_tokens -= 1
+        if num_tokens:
+            marks.setdefault("second_token_at", now)
 
     def ended(self, error: MeshError | None) -> None:
         """Nothing follows."""
-        self._ended_at = _now()
+        self._marks["ended_at"] = _now()
         if error is not None:
             self._errors.append(error.type)
 
-    def receipt(self, *, attempts: int, num_output_tokens: int) -> dict[str, Any]:
-        """Return the receipt, JSON-ready; durations in seconds, rounded to microseconds."""
-        first_at = self._first_token_at
-        ttft_s = None if first_at is None else first_at - self._arrived_at
-        handover_s = None
-        if first_at is not None:
-            since_dispatch = first_at - self._dispatched_at
-            # A retry after the first token leaves the phases of the attempt that brought it.
-            handover_s = since_dispatch - self._prefill_queue_s - self._prefill_s
-        return Receipt(
-            queue_s=self._admitted_at - self._arrived_at,
-            route_s=self._first_dispatch_at - self._admitted_at,
+    def receipt(self, *, attempts: int, output_tokens: int) -> Receipt:
+        """Return the receipt as of now; complete after ``ended``."""
+        return receipt_of(
+            Marks(**self._marks),
+            output_tokens=output_tokens,
+            attempts=attempts,
+            cached_tokens=self.cached_tokens,
+            errors=tuple(self._errors),
+            **self._facts,
         )
 
 

@@ -28,7 +28,7 @@ from shared.runtime.platform import Platform
 from shared.schedule.scheduler import SchedulePolicy, Scheduler
 from shared.telemetry.listener import serve_metrics
 from shared.telemetry.loop_lag import watch_loop_lag
-from shared.transfer.plan import DEFAULT_MAX_FRAME_BYTES
+from shared.transfer.plan import DEFAULT_MAX_FRAME_BYTES, TransferMode
 from shared.version import VERSION
 
 MIB = 1 << 20
@@ -60,6 +60,7 @@ class PrefillWorker:
             ),
         )
         self.stepper: Stepper | None = None
+        self.pusher: Pusher | None = None
 
     async def run(self, ready: Callable[[Address], None], stop: asyncio.Event) -> None:
         """See ``serve_prefill``."""
@@ -73,10 +74,11 @@ class PrefillWorker:
             def changed() -> None:
                 membership.report_soon()
 
-            pusher = Pusher(
+            pusher = self.pusher = Pusher(
                 engine=engine,
                 compute=compute,
                 num_slots=config.staging_mib * MIB // DEFAULT_MAX_FRAME_BYTES,
+                mode=TransferMode(config.transfer_mode),
             )
             pairs = PairTable(
                 incarnation=self.incarnation,

@@ -15,9 +15,11 @@ decode workers come from ``pairs.py``.
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from services.prefill.pairs import Link
 from shared.engine import staging
@@ -37,8 +39,10 @@ from shared.transfer.frames import Header, pack_header
 from shared.transfer.messages import LinkId, PushReply, TransferKey
 from shared.transfer.plan import (
     DEFAULT_MAX_FRAME_BYTES,
+    Frame,
     LinkCost,
     PushMode,
+    TransferMode,
     choose_mode,
     plan_frames,
 )
@@ -52,8 +56,9 @@ _SPEED_WEIGHT = 0.1  # of a new measurement in a link's moving mean
 class PushStats:
     """One finished transfer, for the receipt.
 
-    mode: layerwise, serialized, or none (nothing had to be sent). transfer_s: first frame posted
-    until the last acknowledgement. exposed_s: token sampled until the last acknowledgement.
+    mode: what was done: layerwise (some computed tokens left layer by layer), serialized (none
+    did), or none (nothing had to be sent). transfer_s: first frame posted until the last
+    acknowledgement. exposed_s: token sampled until the last acknowledgement.
     """
 
     num_bytes: int = 0
@@ -90,10 +95,12 @@ class PushHandle:
         self._sampled_at: float | None = None
         self.link = link
         self.block_table = block_table
-        self.modes: set[PushMode] = set()
         self.num_bytes = 0
         self.num_frames = 0
         self.first_sent_at: float | None = None
+        self._computed: list[tuple[int, PushMode]] = []  # where each computed span stops
+        self._cached_stop = 0
+        self._modes_sent: set[PushMode] = set()
 
     def span(
         self, start: int, stop: int, *, is_cached: bool = False, compute_s: float = 0.0
@@ -103,12 +110,17 @@ class PushHandle:
         Spans must join: each starts where the last one stopped, the first at 0; and the step of
         the last one must be over (``span_computed``).
 
-        is_cached: their KV is in the pool already, in all layers. compute_s: predicted duration
-        of the step, 0 = unknown; it decides between layer-wise and serialized (plan.py).
+        is_cached: their KV is in the pool already, in all layers, and may leave at once in any
+        mode. compute_s: predicted duration of the step, 0 = unknown; on ``auto`` it decides between
+        layer-wise and serialized (plan.py).
         Raises LocalProtocolError: the span does not join the last one, or leaves the prompt.
         """
-        mode = PushMode.LAYERWISE if is_cached else self._mode(start, stop, compute_s)
-        self.modes.add(mode)
+        mode = PushMode.LAYERWISE
+        if is_cached:
+            self._cached_stop = stop
+        else:
+            mode = self._choose_mode(start, stop, compute_s)
+            self._computed.append((stop, mode))
         self._pusher.span_planned(self._key, start, stop, mode, is_cached=is_cached)
 
     def layers_ready(self, num_layers: int) -> None:
@@ -144,6 +156,16 @@ class PushHandle:
         """
         return await asyncio.shield(self._ended)
 
+    def frame_posted(self, frame: Frame, now: float) -> None:
+        """Count a frame that is on its way; the pusher calls this."""
+        if self.first_sent_at is None:
+            self.first_sent_at = now
+        self.num_frames += 1
+        self.num_bytes += frame.num_bytes
+        if frame.start >= self._cached_stop:
+            idx = bisect_right(self._computed, frame.start, key=itemgetter(0))
+            self._modes_sent.add(self._computed[idx][1])
+
     @property
     def is_ended(self) -> bool:
         """Whether ``wait`` would return at once."""
@@ -176,10 +198,10 @@ class PushHandle:
     def _mode_name(self) -> str:
         if not self.num_frames:
             return "none"
-        layerwise = PushMode.LAYERWISE in self.modes
+        layerwise = PushMode.LAYERWISE in self._modes_sent
         return (PushMode.LAYERWISE if layerwise else PushMode.SERIALIZED).value
 
-    def _mode(self, start: int, stop: int, compute_s: float) -> PushMode:
+    def _choose_mode(self, start: int, stop: int, compute_s: float) -> PushMode:
         rule = self.link.rule
         frames = plan_frames(rule, start, stop, skip=0, first_idx=0)
         return choose_mode(
@@ -187,6 +209,7 @@ class PushHandle:
             len(frames),
             compute_s=compute_s,
             cost=LinkCost(bytes_per_s=self.link.bytes_per_s),
+            wanted=self._pusher.mode,
         )
 
 
@@ -203,14 +226,17 @@ class Pusher:
         compute: ComputeRunner,
         num_slots: int = 8,
         max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
+        mode: TransferMode = TransferMode.AUTO,
         has_digest: bool | None = None,
         timing: SenderTiming | None = None,
     ) -> None:
         """Allocate ``num_slots`` staging buffers of ``max_frame_bytes`` on the engine's device.
 
-        max_frame_bytes: the same number as given to the PairTable. has_digest: None = yes in
-        host memory, no on a device.
+        max_frame_bytes: the same number as given to the PairTable. mode: when the frames of a
+        computed span leave; decode does not care. has_digest: None = yes in host memory, no on a
+        device.
         """
+        self.mode = mode
         self._engine = engine
         self._compute = compute
         self._slots = [engine.new_buffer(max_frame_bytes) for _ in range(num_slots)]
@@ -373,10 +399,7 @@ class Pusher:
         if link is None:
             return WorkerLost("the pair was lost before the frame was sent")
         posted_at = self._now()
-        if handle.first_sent_at is None:
-            handle.first_sent_at = posted_at
-        handle.num_frames += 1
-        handle.num_bytes += frame.num_bytes
+        handle.frame_posted(frame, posted_at)
         operation = link.endpoint.send(buffer, frame.num_bytes, order.tag)
         if await operation.settled() is not Outcome.DONE:
             return TransferFailed(f"a frame was not sent: {operation.error}", code="send")

@@ -16,11 +16,14 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import structlog
 
+from shared.config import ServiceConfig
+from shared.environment import config_from_environment
 from shared.errors import InvalidRequest, MeshError
+from shared.log import configure_logs
 from shared.runtime.groups import first_error
 from shared.runtime.parent import Parent
 
@@ -55,6 +58,7 @@ class Process:
         _log.info("ready", **facts)
 
 
+Config = TypeVar("Config", bound=ServiceConfig)
 Main = Callable[[Process], Awaitable[object]]
 
 
@@ -74,6 +78,25 @@ def run_service(name: str, main: Main, *, drain_s: float = 30.0) -> int:
         return _report(error, parent)
     finally:
         parent.close()
+
+
+def run_configured(name: str, kind: type[Config], run: Callable[[Config], int]) -> int:
+    """Set logging up and ``run`` with the configuration of ``PDMESH_*``; return the exit code.
+
+    A configuration that is wrong is told like any failure to start: in one line, and to the parent.
+    """
+    try:
+        config = config_from_environment(kind, os.environ)
+    except InvalidRequest as error:
+        refusal = error
+
+        async def refuse(_: Process) -> None:
+            raise refusal
+
+        configure_logs(service=name)
+        return run_service(name, refuse)
+    configure_logs(service=name, level=config.log_level, form=config.log_format)
+    return run(config)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

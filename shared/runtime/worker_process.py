@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 from typing import Protocol, TypeVar, cast
 
@@ -12,11 +11,8 @@ from shared.config import WorkerConfig
 from shared.engine.base import Engine
 from shared.engine.load import load_engine
 from shared.engine.worker import ThreadCompute
-from shared.environment import config_from_environment
-from shared.errors import InvalidRequest
-from shared.log import configure_logs
 from shared.runtime.platform import Platform, real_platform
-from shared.runtime.service import Process, run_service
+from shared.runtime.service import Process, run_configured, run_service
 from shared.transport.base import TransportFactory
 from shared.transport.ucxx import open_ucx
 
@@ -63,15 +59,4 @@ def run_worker(name: str, serve: Serve[AnyConfig], config: AnyConfig) -> int:
 
 def run_worker_from_environment(name: str, serve: Serve[AnyConfig], kind: type[AnyConfig]) -> int:
     """``run_worker`` with the configuration of ``PDMESH_*``; sets logging up, too."""
-    try:
-        config = config_from_environment(kind, os.environ)
-    except InvalidRequest as error:
-        refusal = error
-
-        async def refuse(_: Process) -> None:
-            raise refusal
-
-        configure_logs(service=name)
-        return run_service(name, refuse)
-    configure_logs(service=name, level=config.log_level, form=config.log_format)
-    return run_worker(name, serve, config)
+    return run_configured(name, kind, lambda config: run_worker(name, serve, config))

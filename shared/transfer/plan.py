@@ -1,4 +1,4 @@
-"""Which frames carry a span, and whether its layers travel one by one or at the end.
+"""Which frames carry a span, and whether they leave while it is computed or after.
 
     tokens of the prompt   0 ........ skip ......... start ................ stop
                            decode has these          |  one span             |
@@ -119,16 +119,24 @@ def plan_frames(
 
 
 class PushMode(Enum):
-    """When the frames of a span go."""
+    """When the frames of a span go. The frames are the same."""
 
     LAYERWISE = "layerwise"  # each as soon as its layers are written
     SERIALIZED = "serialized"  # all when the step is over
 
 
+class TransferMode(Enum):
+    """What the operator wants (``--transfer-mode``)."""
+
+    AUTO = "auto"  # each span as ``choose_mode`` says
+    LAYERWISE = "layerwise"
+    SERIALIZED = "serialized"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkCost:
-    """What a pair costs. bytes_per_s: measured, 0 = unknown. message_s: per frame. sync_s: last
-    byte to ack.
+    """What a pair costs. bytes_per_s: measured, 0 = unknown. message_s: what a frame costs beside
+    its bytes, when it goes alone. sync_s: last byte to ack.
     interference: share by which pushing beside a step slows it (0.1 = 10 %)."""
 
     bytes_per_s: float
@@ -137,16 +145,30 @@ class LinkCost:
     interference: float = 0.0
 
 
-def choose_mode(num_bytes: int, num_groups: int, *, compute_s: float, cost: LinkCost) -> PushMode:
-    """Choose the mode that leaves less of the push exposed after the step.
+def choose_mode(
+    num_bytes: int,
+    num_groups: int,
+    *,
+    compute_s: float,
+    cost: LinkCost,
+    wanted: TransferMode = TransferMode.AUTO,
+) -> PushMode:
+    """Return the wanted mode or, on AUTO, the one that leaves less of the push exposed after the
+    step.
 
-    num_bytes: the whole span. num_groups: messages that a layer-wise push takes. compute_s: the
-    step's predicted time. Unknown bandwidth or time: layer-wise, which is never far from the best.
-    Source: Splitwise (ISCA 2024), section 4.3, with a group of layers in the place of a layer:
+    num_bytes: the whole span. num_groups: frames that it takes. compute_s: the step's predicted
+    time. Unknown bandwidth or time: layer-wise, which is never far from the best; so is one frame,
+    which goes at the same moment either way.
+    Source: Splitwise (ISCA 2024, arXiv 2311.18677), section 4.3: layer-wise transfer costs one
+    synchronisation a layer, so prompts below a threshold (512 tokens on their H100s) go serialized.
+    Here the threshold follows from the link, with a group of layers in the place of a layer. Frames
+    that go one by one pay ``t_msg`` each; a burst pays it once, as its frames overlap:
         t_tx = group / BW + t_msg;  t_c = compute / groups
         exposed_layerwise = max(t_tx, groups * t_tx - (groups - 1) * t_c) + t_sync
         exposed_serial    = bytes / BW + t_msg + t_sync
     """
+    if wanted is not TransferMode.AUTO:
+        return PushMode(wanted.value)
     if cost.bytes_per_s <= 0 or compute_s <= 0 or num_groups <= 1:
         return PushMode.LAYERWISE
     wire_s = num_bytes / cost.bytes_per_s

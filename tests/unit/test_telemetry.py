@@ -188,10 +188,10 @@ def test_control_characters_cannot_forge_lines(lines: io.StringIO) -> None:
 def test_request_is_one_line_with_its_receipt(lines: io.StringIO) -> None:
     """A finished request is one line that holds its receipt."""
     receipt = receipt_of(Marks(arrived_at=0.0, first_token_at=0.25))
-    log.log_request({"request_id": "ab", "prompt_tokens": 3, "receipt": receipt.as_dict()})
+    structlog.get_logger("x").info("request", request_id="ab", receipts=[receipt.as_dict()])
     record = orjson.loads(lines.getvalue())
     assert (record["event"], record["request_id"]) == ("request", "ab")
-    assert record["receipt"]["ttft_s"] == 0.25
+    assert record["receipts"][0]["ttft_s"] == 0.25
 
 
 def test_exceptions_are_logged_with_their_traceback(lines: io.StringIO) -> None:

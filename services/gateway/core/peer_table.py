@@ -95,6 +95,9 @@ class PeerTable:
     def __init__(self) -> None:
         self._workers: dict[Incarnation, Worker] = {}
 
+    def __len__(self) -> int:
+        return len(self._workers)
+
     def join(self, worker: Worker) -> None:
         """Add a worker; a rejoin with the same incarnation replaces the old entry but keeps its
         session.

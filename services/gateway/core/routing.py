@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from services.gateway.core.peer_table import Worker
 from shared.ids import Incarnation
@@ -45,6 +45,23 @@ class RouteDecision:
     prefill: Incarnation
     decode: Incarnation
     candidates: tuple[Candidate, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the record as it is logged; incarnations in hexadecimal."""
+        return {
+            "policy": self.policy,
+            "prefill": f"{self.prefill:016x}",
+            "decode": f"{self.decode:016x}",
+            "candidates": [
+                {
+                    "prefill": f"{c.prefill:016x}",
+                    "decode": f"{c.decode:016x}",
+                    "prefill_score": c.prefill_score,
+                    "decode_score": round(c.decode_score, 4),
+                }
+                for c in self.candidates
+            ],
+        }
 
 
 class Policy(Protocol):

@@ -1,0 +1,124 @@
+"""A request's way into the mesh: drain check, admission, then its shell for as long as it lives.
+
+``GatewayMesh`` is what the client side sees of all workers together. It counts who is inside; who
+may come in is decided by the admission core, and what happens then by ``session.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator
+
+from services.gateway.core.admission import Admission, AdmissionStatistics, Admitted
+from services.gateway.membership import Membership
+from services.gateway.mesh import GenerationRequest, ServedModel
+from services.gateway.session import RequestShell, closing
+from services.gateway.timeline import Timeline
+from shared.config import GatewayConfig
+from shared.errors import ShuttingDown
+
+
+class GatewayMesh:
+    """All workers together, as one thing that continues token lists: the ``Mesh`` of ``mesh.py``.
+
+    ``generate`` is one request's whole stay.
+    """
+
+    def __init__(self, members: Membership, config: GatewayConfig) -> None:
+        self._members = members
+        self._config = config
+        self._created = int(time.time())
+        self._is_draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._admission = Admission(
+            max_running=config.max_running,
+            max_waiting=config.max_waiting,
+            max_wait_s=config.max_wait_s,
+        )
+        self._turns: dict[bytes, asyncio.Event] = {}
+
+    @property
+    def model(self) -> ServedModel | None:
+        model = self._members.table.model
+        if model is None:
+            return None
+        return ServedModel(
+            name=self._config.model_name or model.name,
+            vocab_size=model.vocab_size,
+            max_model_len=self._members.table.max_model_len,
+            created=self._created,
+        )
+
+    @property
+    def is_ready(self) -> bool:
+        return not self.not_ready_reason
+
+    @property
+    def not_ready_reason(self) -> str:
+        return "the gateway is shutting down" if self._is_draining else self._members.why_not_ready
+
+    @property
+    def statistics(self) -> AdmissionStatistics:
+        """How many run, wait and were refused."""
+        return self._admission.statistics()
+
+    @contextlib.asynccontextmanager
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestShell]:
+        if self._is_draining:
+            raise ShuttingDown("this gateway is shutting down", retry_after_s=1.0)
+        timeline = Timeline(request.arrived_at)
+        try:
+            await self._admit(request)
+            timeline.admitted()
+            shell = RequestShell(
+                request,
+                self._members,
+                timeline,
+                max_attempts=self._config.max_attempts,
+                pair_wait_s=self._config.max_wait_s,
+                failover_wait_s=self._config.failover_wait_s,
+            )
+            async with closing(shell):
+                yield shell
+        finally:
+            self._leave(request.request_id)
+
+    async def _admit(self, request: GenerationRequest) -> None:
+        loop = asyncio.get_running_loop()
+        key = request.request_id
+        self._idle.clear()
+        if self._admission.arrive(key, loop.time(), request.deadline_at) is Admitted.NOW:
+            return
+        turn = self._turns[key] = asyncio.Event()
+        try:
+            async with asyncio.timeout_at(self._admission.give_up_at(key)):
+                await turn.wait()
+        except TimeoutError:
+            error = self._admission.expire(key, loop.time())
+            if error is not None:
+                raise error from None
+        finally:
+            del self._turns[key]
+
+    def _leave(self, key: bytes) -> None:
+        for admitted in self._admission.leave(key):
+            turn = self._turns.get(admitted)
+            if turn is not None:
+                turn.set()
+        counts = self._admission.statistics()
+        if counts.num_running == 0 and counts.num_waiting == 0:
+            self._idle.set()
+
+    async def drain(self, limit_s: float) -> bool:
+        """Take nothing new and wait for what runs; False if the limit came first."""
+        self._is_draining = True
+        self._members.note_change()
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True

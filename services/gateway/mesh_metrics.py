@@ -1,0 +1,54 @@
+"""The numbers of the gateway's mesh side, in Prometheus' terms: read when somebody scrapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from services.gateway.core.peer_table import Role
+from services.gateway.generation import GatewayMesh
+from services.gateway.membership import Membership
+from shared.telemetry.worker import LAG_BUCKETS
+
+
+def register_mesh_metrics(
+    registry: CollectorRegistry, mesh: GatewayMesh, members: Membership
+) -> Histogram:
+    """Add the mesh's gauges to a registry; return the histogram of the loop's lag, to be fed."""
+    registry.register(_MeshCollector(mesh, members))
+    return Histogram(
+        "pdmesh_gateway_loop_lag_seconds",
+        "Lateness of the loop's timers",
+        buckets=LAG_BUCKETS,
+        registry=registry,
+    )
+
+
+class _MeshCollector(Collector):
+    def __init__(self, mesh: GatewayMesh, members: Membership) -> None:
+        self._mesh = mesh
+        self._members = members
+
+    def collect(self) -> Iterator[Metric]:
+        counts = self._mesh.statistics
+        for name, text, value in (
+            ("admitted", "Answers being generated", counts.num_running),
+            ("queued", "Answers that wait for a place", counts.num_waiting),
+            ("refused", "Answers refused since the start: no place in time", counts.num_refused),
+            ("pairs", "Pairs of workers that take new work", self._members.num_pairs),
+            ("ready", "1 while a request would be taken", int(self._mesh.is_ready)),
+        ):
+            yield GaugeMetricFamily(f"pdmesh_gateway_{name}", text, value=value)
+        workers = GaugeMetricFamily("pdmesh_gateway_workers", "Workers joined", labels=["role"])
+        usable = GaugeMetricFamily(
+            "pdmesh_gateway_workers_usable", "Workers that take new work", labels=["role"]
+        )
+        for role in Role:
+            found = self._members.table.all(role)
+            workers.add_metric([role.value], len(found))
+            usable.add_metric([role.value], sum(worker.is_usable for worker in found))
+        yield workers
+        yield usable
