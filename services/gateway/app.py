@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from services.gateway.auth import KeyRing
 from services.gateway.client_metrics import ClientMetrics
@@ -28,7 +28,6 @@ from services.gateway.registry import Registry
 from services.gateway.text import TextModel
 from shared.config import GatewayConfig
 from shared.ids import Incarnation, new_incarnation
-from shared.model_folder import ModelFolder, resolve_model
 from shared.rpc.network import Address, RpcServer
 from shared.runtime.loops import serve_until_stopped
 from shared.runtime.platform import Platform
@@ -44,9 +43,17 @@ TAIL_S = 2.0
 class Gateway:
     """One gateway; ``run`` is its life. Everything else here is for tests."""
 
-    def __init__(self, config: GatewayConfig, platform: Platform) -> None:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        platform: Platform,
+        text: TextModel,
+        defaults: Mapping[str, float],
+    ) -> None:
         self._config = config
         self._platform = platform
+        self._text = text
+        self._defaults = defaults
         self.incarnation: Incarnation = new_incarnation(platform.random_bytes)
         self.mesh: GatewayMesh | None = None
         self.members: Membership | None = None
@@ -55,9 +62,6 @@ class Gateway:
         """See ``serve_gateway``."""
         config, platform = self._config, self._platform
         async with contextlib.AsyncExitStack() as stack:
-            folder = ModelFolder(await asyncio.to_thread(resolve_model, config.model))
-            text = await asyncio.to_thread(TextModel.load, folder)
-            stack.callback(text.close)
             members = self.members = await stack.enter_async_context(
                 membership(
                     platform.network,
@@ -72,11 +76,11 @@ class Gateway:
             loop_lag = register_mesh_metrics(metrics.registry, mesh, members)
             front = FrontDoor(
                 mesh=mesh,
-                text=text,
+                text=self._text,
                 random_bytes=platform.random_bytes,
                 metrics=metrics,
                 keys=KeyRing.read(config.api_keys) if config.api_keys else None,
-                defaults=folder.generation_defaults,
+                defaults=self._defaults,
                 default_timeout_s=config.request_timeout_s,
                 version=VERSION,
             )
@@ -115,13 +119,17 @@ async def _say_goodbye(registry: Registry, server: RpcServer) -> None:
 async def serve_gateway(
     config: GatewayConfig,
     platform: Platform,
+    text: TextModel,
     ready: Ready,
     stop: asyncio.Event | None = None,
+    *,
+    defaults: Mapping[str, float] | None = None,
 ) -> None:
     """Run one gateway until ``stop`` is set (then it drains), or until cancelled (then it does
     not).
 
-    ready: called once with the addresses of the HTTP and the gRPC API.
-    Raises OSError: a port is in use. ModelError: no such model, or no tokenizer in it.
-    InvalidRequest: the file of API keys is unusable."""
-    await Gateway(config, platform).run(ready, stop or asyncio.Event())
+    text: the tokenizer of the model that the workers serve; it stays the caller's to close.
+    ready: called once with the addresses of the HTTP and the gRPC API. defaults: the model's own
+    sampling defaults.
+    Raises OSError: a port is in use. InvalidRequest: the file of API keys is unusable."""
+    await Gateway(config, platform, text, defaults or {}).run(ready, stop or asyncio.Event())

@@ -136,6 +136,11 @@ class Membership:
                 code="kv_too_small",
             )
 
+    @property
+    def sessions(self) -> list[WorkerSession]:
+        """Every worker's session."""
+        return list(self._sessions.values())
+
     def session(self, incarnation: Incarnation) -> WorkerSession:
         """Return the session of a worker that ``route`` just chose."""
         return self._sessions[incarnation]

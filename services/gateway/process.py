@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from services.gateway.app import serve_gateway
+from services.gateway.text import TextModel
 from shared.config import GatewayConfig
+from shared.model_folder import ModelFolder, resolve_model
 from shared.rpc.network import Address
 from shared.runtime.platform import real_platform
 from shared.runtime.service import Process, run_service
+
+
+def _load(model: str) -> tuple[ModelFolder, TextModel]:
+    folder = ModelFolder(resolve_model(model))
+    return folder, TextModel.load(folder)
 
 
 def run_gateway(config: GatewayConfig) -> int:
@@ -19,6 +28,18 @@ def run_gateway(config: GatewayConfig) -> int:
         def ready(http: Address, grpc: Address) -> None:
             process.ready(http_port=http.port, grpc_port=grpc.port)
 
-        await serve_gateway(config, real_platform(), ready, process.stop)
+        # A large tokenizer holds the thread for a second; signals are heard meanwhile.
+        folder, text = await asyncio.to_thread(_load, config.model)
+        try:
+            await serve_gateway(
+                config,
+                real_platform(),
+                text,
+                ready,
+                process.stop,
+                defaults=folder.generation_defaults,
+            )
+        finally:
+            text.close()
 
     return run_service("gateway", main, drain_s=config.drain_s)

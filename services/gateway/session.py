@@ -256,7 +256,7 @@ class RequestShell:
         self.timeline.dispatched(decision, has_decode=needs_decode)
         _log.info(
             "routed",
-            request_id=self._request.request_id,
+            request_id=self._request.request_id.hex(),
             attempt=attempt,
             decision=decision.as_dict(),
         )

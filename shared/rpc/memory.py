@@ -24,7 +24,7 @@ from shared.rpc.tcp import GuardedChannel, closing
 
 FIRST_FREE_PORT = 20_000
 
-_ANY_HOST = ("", "0.0.0.0", "::")
+_OWN_HOST = ("", "0.0.0.0", "::", "127.0.0.1")
 
 
 class MemoryTransport(asyncio.Transport):
@@ -267,8 +267,8 @@ class MemoryNetwork:
     async def serve(
         self, address: Address, handlers: Sequence[Any]
     ) -> AsyncGenerator[MemoryServer]:
-        """See Network. An empty or wildcard host is this host."""
-        if address.host in _ANY_HOST:
+        """See Network. An empty, wildcard or loopback host is this host."""
+        if address.host in _OWN_HOST:
             address = Address(self.host, address.port)
         calls = CallServer(handlers, limits=self._limits)
         address = self.fabric.listen(address, calls)

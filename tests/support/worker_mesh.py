@@ -142,6 +142,57 @@ def virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[...
     return run
 
 
+async def launch_worker(
+    kind: str,
+    host: str,
+    tasks: asyncio.TaskGroup,
+    *,
+    network: MemoryNetwork,
+    fabric: LoopbackFabric,
+    randomness: random.Random,
+    num_blocks: int,
+    block_size: int,
+    timing: FakeTiming | None,
+    settings: dict[str, Any],
+) -> RunningWorker:
+    """Start a worker as a task, on a host of its own; returns once it serves."""
+    engine = FakeEngine(
+        model=MODEL, num_blocks=num_blocks, block_size=block_size, timing=timing or FakeTiming()
+    )
+    transport = await fabric.open()
+
+    async def new_transport() -> Any:
+        return transport
+
+    platform = Platform(
+        network=network.at(host),
+        new_transport=new_transport,
+        compute=VirtualCompute,
+        random_bytes=randomness.randbytes,
+    )
+    fields = {"engine": "fake", "host": host, "port": 9000, "advertise": host, **settings}
+    worker: Any
+    if kind == "prefill":
+        worker = PrefillWorker(PrefillConfig(**fields), platform, engine)
+    else:
+        worker = DecodeWorker(DecodeConfig(**fields), platform, engine)
+    running = RunningWorker(host, worker, engine, transport.address, asyncio.Event())
+    is_up = asyncio.Event()
+
+    async def live() -> None:
+        try:
+            await worker.run(lambda _: is_up.set(), running.stop)
+        except Exception as error:
+            running.error = error
+            is_up.set()
+
+    running.task = tasks.create_task(live())
+    await is_up.wait()
+    if running.error is not None:
+        raise running.error
+    return running
+
+
 @contextlib.asynccontextmanager
 async def worker_mesh(
     *,
@@ -167,7 +218,6 @@ async def worker_mesh(
     source = random.Random(seed)
     common: dict[str, Any] = {
         "gateway": f"{GATEWAY},{OTHER_GATEWAY}",
-        "engine": "fake",
         "staging_mib": 16,
     }
 
@@ -179,47 +229,18 @@ async def worker_mesh(
         mesh = WorkerMesh(network, mesh_fabric, gateway, other)
 
         async def launch(kind: str, index: int, num_blocks: int, block_size: int) -> RunningWorker:
-            engine = FakeEngine(
-                model=MODEL,
+            return await launch_worker(
+                kind,
+                f"{kind}-{index}",
+                tasks,
+                network=network,
+                fabric=mesh_fabric,
+                randomness=random.Random(source.random()),
                 num_blocks=num_blocks,
                 block_size=block_size,
-                timing=timing or FakeTiming(),
+                timing=timing,
+                settings={**common, **((prefill if kind == "prefill" else decode) or {})},
             )
-            transport = await mesh_fabric.open()
-
-            async def new_transport() -> Any:
-                return transport
-
-            name = f"{kind}-{index}"
-            platform = Platform(
-                network=network.at(name),
-                new_transport=new_transport,
-                compute=VirtualCompute,
-                random_bytes=random.Random(source.random()).randbytes,
-            )
-            settings = {**common, "host": name, "port": 9000, "advertise": name}
-            worker: Any
-            if kind == "prefill":
-                worker = PrefillWorker(
-                    PrefillConfig(**{**settings, **(prefill or {})}), platform, engine
-                )
-            else:
-                worker = DecodeWorker(
-                    DecodeConfig(**{**settings, **(decode or {})}), platform, engine
-                )
-            running = RunningWorker(name, worker, engine, transport.address, asyncio.Event())
-            is_up = asyncio.Event()
-
-            async def live() -> None:
-                try:
-                    await worker.run(lambda _: is_up.set(), running.stop)
-                except Exception as error:
-                    running.error = error
-                    is_up.set()
-
-            running.task = tasks.create_task(live())
-            await is_up.wait()
-            return running
 
         for index in range(num_prefill):
             mesh.prefills.append(await launch("prefill", index, prefill_blocks, prefill_block_size))

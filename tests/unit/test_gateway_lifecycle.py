@@ -95,6 +95,16 @@ def test_prefill_lost_after_its_token_leaves_the_verdict_to_decode() -> None:
     assert life.leg_failed(attempt, Leg.DECODE, LOST, lost=False) == [Reroute(LOST, Leg.DECODE)]
 
 
+def test_prefill_lost_with_its_token_on_the_way_is_retried_though_decode_has_all_kv() -> None:
+    """Decode may run ahead to the end: without token 0 its tokens cannot leave."""
+    life = a_request()
+    attempt = life.dispatched()
+    life.joined(attempt)
+    assert life.tokens_arrived(attempt, Leg.DECODE, (token(1), token(2))) == []
+    effects = life.leg_failed(attempt, Leg.PREFILL, LOST, lost=True)
+    assert effects == [CancelLeg(Leg.DECODE), Reroute(LOST, Leg.PREFILL)]
+
+
 def test_attempts_are_bounded() -> None:
     """The third failure is the client's error."""
     life = a_request()

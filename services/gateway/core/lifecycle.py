@@ -198,16 +198,15 @@ class Lifecycle:
         """A leg reported an error, or its worker is gone (``lost``).
 
         A prefill worker that dies after its token may have pushed everything: decode knows, and
-        will either join or fail, so nothing is decided here.
+        will either join or fail, so nothing is decided here. Without its token nobody else can
+        say how the answer begins, even if decode has all KV.
         """
         current = self._current(attempt)
         if current is None or leg not in current.open_legs:
             return []
         current.open_legs.remove(leg)
-        if leg is Leg.PREFILL:
-            if current.has_joined:
-                return []
-            if lost and current.has_first_token and Leg.DECODE in current.open_legs:
+        if leg is Leg.PREFILL and current.has_first_token:
+            if current.has_joined or (lost and Leg.DECODE in current.open_legs):
                 return []
         if error.retry is Retry.NEVER or self._num_attempts >= self._max_attempts:
             return self._end(State.FAILED, _for_client(error))

@@ -1,0 +1,357 @@
+"""The three services together under virtual time: every answer exact, whatever happens to workers.
+
+Each test is one deterministic run; ``test_a_storm_...`` takes its seed from the command line's
+``--randomly-seed`` or its parameter, and replays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from typing import Any
+
+import pytest
+
+from shared.engine.fake import FakeTiming
+from shared.errors import DeadlinePassed, NoCapacity, Overloaded, ShuttingDown, WorkerLost
+from shared.liveness import DEAD_AFTER_S
+from shared.transport.loopback import LoopbackSettings
+from tests.support.whole_mesh import Answer, WholeMesh, whole_mesh
+from tests.support.worker_mesh import a_prompt, expected, virtual_time
+
+SLOW = FakeTiming(base_s=0.02, prefill_token_s=0.001)
+"""Steps long enough for a test to fall between them."""
+
+
+@virtual_time
+async def test_one_prompt_crosses_three_services() -> None:
+    """The client reads what one undisturbed engine gives, with usage and a receipt that adds up."""
+    async with whole_mesh() as mesh:
+        prompt = a_prompt(70)
+        answer = await mesh.ask(prompt, 12)
+        assert answer.error is None
+        assert answer.token_ids == expected(prompt, 12)
+        assert answer.usage is not None
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (70, 12)
+        receipt = answer.receipt
+        phases = ("queue_s", "route_s", "retry_s", "prefill_queue_s", "prefill_s", "handover_s")
+        assert sum(receipt[name] for name in phases) == pytest.approx(receipt["ttft_s"], abs=2e-6)
+        assert receipt["transfer_bytes"] > 0
+        assert receipt["attempts"] == 1
+
+
+@virtual_time
+async def test_token_one_reaches_the_client_while_kv_still_travels() -> None:
+    """With a slow link the first token comes at once and the second waits for the KV."""
+    async with whole_mesh(timing=SLOW) as mesh:
+        mesh.fabric.settings = LoopbackSettings(latency_s=0.0005, bytes_per_s=1e4)
+        prompt = a_prompt(200)
+        answer = await mesh.ask(prompt, 4)
+        assert answer.token_ids == expected(prompt, 4)
+        gap_1, gap_2 = (answer.arrived_at[i + 1] - answer.arrived_at[i] for i in (0, 1))
+        assert gap_1 > 5 * gap_2
+
+
+@virtual_time
+async def test_many_clients_over_two_pairs_are_all_exact() -> None:
+    """Forty mixed requests on 2 x 2 workers: each answer is its own, and all workers took part."""
+    async with whole_mesh(num_prefill=2, num_decode=2, num_blocks=96) as mesh:
+        prompts = [a_prompt(1 + 13 * i % 300, seed=i) for i in range(40)]
+        answers = await _ask_all(mesh, prompts, 9)
+        assert [a.token_ids for a in answers] == [expected(p, 9) for p in prompts]
+        assert len({a.receipt["prefill"] for a in answers}) == 2
+        assert len({a.receipt["decode"] for a in answers}) == 2
+
+
+@virtual_time
+async def test_a_repeated_prompt_is_told_as_cached() -> None:
+    """The second time usage reports the cached prefix, and fewer bytes move."""
+    async with whole_mesh() as mesh:
+        prompt = a_prompt(100)
+        first, second = await mesh.ask(prompt, 4), await mesh.ask(prompt, 4)
+        assert first.token_ids == second.token_ids == expected(prompt, 4)
+        assert first.usage is not None
+        assert second.usage is not None
+        assert first.usage.cached_tokens == 0
+        assert second.usage.cached_tokens == 96
+        assert second.receipt["transfer_bytes"] < first.receipt["transfer_bytes"] / 4
+
+
+PHASES = ("before_first_token", "after_first_token", "mid_decode")
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@virtual_time
+async def test_a_killed_worker_costs_a_pause_when_there_is_a_spare(role: str, phase: str) -> None:
+    """The client's tokens equal the undisturbed run; nothing is sent twice or lost."""
+    async with whole_mesh(num_prefill=2, num_decode=2, timing=SLOW) as mesh:
+        prompt = a_prompt(150)
+        task_of = {"before_first_token": 0, "after_first_token": 1, "mid_decode": 4}
+        trigger = asyncio.Event()
+
+        def watch(answer: Answer) -> None:
+            if len(answer.token_ids) >= task_of[phase]:
+                trigger.set()
+
+        async with asyncio.TaskGroup() as tasks:
+            asked = tasks.create_task(mesh.ask(prompt, 12, on_token=watch))
+            await asyncio.sleep(0.03)
+            victim = _busy(mesh, role)
+            if phase != "before_first_token":
+                await trigger.wait()
+            await mesh.kill(victim)
+        answer = asked.result()
+        assert answer.error is None
+        assert answer.token_ids == expected(prompt, 12)
+        costs_nothing = role == "prefill" and phase == "mid_decode"
+        assert answer.receipt["attempts"] == (1 if costs_nothing else 2)
+
+
+@pytest.mark.parametrize("phase", PHASES[:2])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@virtual_time
+async def test_a_killed_worker_without_a_spare_is_one_typed_error_within_four_seconds(
+    role: str, phase: str
+) -> None:
+    """One WorkerLost, in bounded time, and nothing stays held."""
+    async with whole_mesh(timing=SLOW) as mesh:
+        mesh.fabric.settings = LoopbackSettings(latency_s=0.0005, bytes_per_s=1e5)
+        loop = asyncio.get_running_loop()
+        first_token = asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            asked = tasks.create_task(
+                mesh.ask(a_prompt(150), 12, on_token=lambda _: first_token.set())
+            )
+            if phase == "before_first_token":
+                await asyncio.sleep(0.03)
+            else:
+                await first_token.wait()
+            await mesh.kill(_busy(mesh, role))
+            killed_at = loop.time()
+        answer = asked.result()
+        assert isinstance(answer.error, WorkerLost), answer
+        assert loop.time() - killed_at <= 4.0
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@virtual_time
+async def test_a_silent_worker_is_replaced_after_its_heartbeats_stop(role: str) -> None:
+    """A worker that hangs (its host neither answers nor resets) is dead in three seconds."""
+    async with whole_mesh(num_prefill=2, num_decode=2, timing=SLOW) as mesh:
+        loop = asyncio.get_running_loop()
+        prompt = a_prompt(150)
+        async with asyncio.TaskGroup() as tasks:
+            asked = tasks.create_task(mesh.ask(prompt, 12))
+            await asyncio.sleep(0.03)
+            hung = _busy(mesh, role)
+            for other in ("gateway-0", *(w.host for w in mesh.workers if w is not hung)):
+                mesh.network.fabric.partition(hung.host, other)
+            mesh.fabric.kill(hung.transport_address)
+            hung_at = loop.time()
+        answer = asked.result()
+        assert answer.error is None
+        assert answer.token_ids == expected(prompt, 12)
+        assert answer.receipt["attempts"] == 2
+        assert loop.time() - hung_at < DEAD_AFTER_S + 2.0
+        await mesh.kill(hung)
+
+
+@virtual_time
+async def test_a_partitioned_worker_comes_back_and_is_used_again() -> None:
+    """After the network heals, the same process is a member again without a restart."""
+    async with whole_mesh() as mesh:
+        mesh.network.fabric.partition("prefill-0", "gateway-0")
+        await mesh.until(lambda: mesh.gateways[0].members.num_pairs == 0)
+        refused = await mesh.ask(a_prompt(20), 4)
+        assert isinstance(refused.error, WorkerLost | Overloaded)
+        mesh.network.fabric.heal()
+        await mesh.until(lambda: mesh.gateways[0].members.num_pairs == 1)
+        answer = await mesh.ask(a_prompt(20), 4)
+        assert answer.token_ids == expected(a_prompt(20), 4)
+
+
+@virtual_time
+async def test_a_worker_that_joins_late_takes_a_waiting_request() -> None:
+    """A request that found no pair waits a bounded while, and a new worker saves it."""
+    async with whole_mesh() as mesh:
+        await mesh.kill(mesh.decodes[0])
+        await mesh.until(lambda: mesh.gateways[0].members.num_pairs == 0)
+        async with asyncio.TaskGroup() as tasks:
+            asked = tasks.create_task(mesh.ask(a_prompt(40), 6))
+            await asyncio.sleep(0.2)
+            await mesh.start_worker("decode")
+        assert asked.result().token_ids == expected(a_prompt(40), 6)
+
+
+@virtual_time
+async def test_both_gateways_of_two_serve_and_one_dies() -> None:
+    """Killing a gateway ends its own clients' calls and frees their blocks; the other's go on."""
+    async with whole_mesh(num_gateways=2, timing=SLOW) as mesh:
+        async with asyncio.TaskGroup() as tasks:
+            lost = tasks.create_task(mesh.ask(a_prompt(50, seed=1), 200, gateway=0))
+            kept = tasks.create_task(mesh.ask(a_prompt(50, seed=2), 20, gateway=1))
+            await asyncio.sleep(0.2)
+            await mesh.kill(mesh.gateways[0])
+        assert lost.result().error is not None
+        assert kept.result().token_ids == expected(a_prompt(50, seed=2), 20)
+
+
+@pytest.mark.parametrize("leave_after", [1, 3])
+@virtual_time
+async def test_a_client_that_hangs_up_frees_everything(leave_after: int) -> None:
+    """Both legs stop long before the answer would have ended."""
+    async with whole_mesh(timing=SLOW) as mesh:
+        await mesh.ask(a_prompt(100), 500, leave_after=leave_after)
+        await mesh.until(
+            lambda: all(not w.pool.num_held for w in mesh.workers), limit_s=1.0
+        )
+
+
+@virtual_time
+async def test_a_deadline_ends_the_request_everywhere() -> None:
+    """The client's own gRPC deadline is kept, and the blocks come home."""
+    async with whole_mesh(timing=SLOW) as mesh:
+        answer = await mesh.ask(a_prompt(100), 500, timeout_s=1.0)
+        assert isinstance(answer.error, DeadlinePassed)
+        await mesh.until(
+            lambda: all(not w.pool.num_held for w in mesh.workers), limit_s=1.0
+        )
+
+
+@virtual_time
+async def test_overload_is_refused_at_once_or_after_a_bounded_wait() -> None:
+    """One runs, one waits and is refused after its time, the third is refused at once."""
+    limits = {"max_running": 1, "max_waiting": 1, "max_wait_s": 0.5}
+    async with whole_mesh(timing=SLOW, gateway=limits) as mesh:
+        loop = asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as tasks:
+            first = tasks.create_task(mesh.ask(a_prompt(50), 100))
+            await asyncio.sleep(0.05)
+            began_at = loop.time()
+            second = tasks.create_task(mesh.ask(a_prompt(51), 4))
+            await asyncio.sleep(0.05)
+            third = await mesh.ask(a_prompt(52), 4)
+            assert isinstance(third.error, Overloaded)
+            assert third.error.retry_after_s > 0
+            assert loop.time() - began_at < 0.1
+        assert isinstance(second.result().error, Overloaded)
+        assert first.result().token_ids == expected(a_prompt(50), 100)
+
+
+@virtual_time
+async def test_a_prompt_larger_than_every_decode_worker_is_refused_with_its_reason() -> None:
+    """NoCapacity at once: waiting would not help."""
+    async with whole_mesh(num_blocks=8) as mesh:
+        answer = await mesh.ask(a_prompt(200), 4)
+        assert isinstance(answer.error, NoCapacity)
+
+
+@virtual_time
+async def test_under_block_pressure_all_answers_are_exact() -> None:
+    """Reservations wait, sequences are preempted and recomputed; every token is right."""
+    async with whole_mesh(num_blocks=24, gateway={"max_wait_s": 30.0}) as mesh:
+        prompts = [a_prompt(40 + i, seed=i) for i in range(12)]
+        answers = await _ask_all(mesh, prompts, 60)
+        assert [a.token_ids for a in answers] == [expected(p, 60) for p in prompts]
+
+
+@virtual_time
+async def test_a_gateway_that_drains_finishes_what_it_has_and_takes_nothing_new() -> None:
+    """Running answers come to their end; new ones hear that it shuts down."""
+    async with whole_mesh(timing=SLOW) as mesh:
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(mesh.ask(a_prompt(50), 20))
+            await asyncio.sleep(0.2)
+            mesh.gateways[0].stop.set()
+            await asyncio.sleep(0.01)
+            late = await mesh.ask(a_prompt(51), 4)
+        assert isinstance(late.error, ShuttingDown)
+        assert running.result().token_ids == expected(a_prompt(50), 20)
+
+
+@virtual_time
+async def test_a_drained_decode_worker_loses_nothing() -> None:
+    """With a second worker there, a drain in the middle of answers is invisible."""
+    async with whole_mesh(num_decode=2, timing=SLOW) as mesh:
+        prompts = [a_prompt(30 + i, seed=i) for i in range(8)]
+        async with asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(mesh.ask(p, 20)) for p in prompts[:4]]
+            await asyncio.sleep(0.2)
+            mesh.decodes[0].stop.set()
+            await asyncio.sleep(0.05)
+            asked += [tasks.create_task(mesh.ask(p, 20)) for p in prompts[4:]]
+        assert [t.result().token_ids for t in asked] == [expected(p, 20) for p in prompts]
+        assert {t.result().receipt["attempts"] for t in asked} == {1}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_storm_of_faults_replays_and_every_answer_is_exact_or_a_typed_error(seed: int) -> None:
+    """Kills, partitions, hang-ups and joins at random times: the same seed, the same history."""
+    assert _storm(seed) == _storm(seed)
+
+
+def _storm(seed: int) -> str:
+    """Run one storm and return a digest of everything that clients saw, and when."""
+    history = hashlib.sha256()
+
+    @virtual_time
+    async def run() -> None:
+        chance = random.Random(seed)
+        async with whole_mesh(
+            num_prefill=2, num_decode=2, num_blocks=48, timing=SLOW, seed=seed
+        ) as mesh:
+
+            async def client(number: int) -> None:
+                await asyncio.sleep(chance.uniform(0, 6))
+                prompt = a_prompt(chance.randrange(1, 200), seed=number % 7)
+                num_tokens = chance.randrange(1, 24)
+                leave_after = chance.choice([None, None, None, 1, 5])
+                answer = await mesh.ask(prompt, num_tokens, leave_after=leave_after)
+                right = expected(prompt, num_tokens)
+                assert answer.token_ids == right[: len(answer.token_ids)]
+                if answer.error is None and leave_after is None:
+                    assert answer.token_ids == right
+                if answer.error is not None:
+                    assert isinstance(answer.error, WorkerLost | Overloaded), answer.error
+                history.update(f"{number} {answer}".encode())
+
+            async def chaos() -> None:
+                for _ in range(4):
+                    await asyncio.sleep(chance.uniform(0.3, 1.5))
+                    role = chance.choice(["prefill", "decode"])
+                    victims = [w for w in mesh.workers if w.host.startswith(role)]
+                    if chance.random() < 0.3:
+                        mesh.network.fabric.partition(victims[0].host, "gateway-0")
+                        await asyncio.sleep(chance.uniform(0.5, 4))
+                        mesh.network.fabric.heal()
+                    elif len(victims) > 1:
+                        await mesh.kill(chance.choice(victims))
+                        await mesh.start_worker(role)
+
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(chaos())
+                for number in range(40):
+                    tasks.create_task(client(number))
+
+    run()
+    return history.hexdigest()
+
+
+def _busy(mesh: WholeMesh, role: str) -> Any:
+    """Return the worker that has the one request."""
+    worker = next(
+        session.worker
+        for session in mesh.gateways[0].members.sessions
+        if session.worker.role.value == role and session.num_legs
+    )
+    return next(w for w in mesh.workers if w.incarnation == worker.incarnation)
+
+
+async def _ask_all(mesh: WholeMesh, prompts: list[list[int]], num_tokens: int) -> list[Answer]:
+    async with asyncio.TaskGroup() as tasks:
+        asked = [tasks.create_task(mesh.ask(prompt, num_tokens)) for prompt in prompts]
+    answers = [task.result() for task in asked]
+    assert not [answer.error for answer in answers if answer.error is not None]
+    return answers

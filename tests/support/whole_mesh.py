@@ -1,0 +1,265 @@
+"""Gateways, prefill and decode workers in one process: everything of production but sockets, UCX,
+threads and weights.
+
+A whole mesh under virtual time, replayable from a seed. Clients speak gRPC to a gateway. At the end
+of every mesh each pool must be exactly full and no request may be left anywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.gateway.app import Gateway
+from services.gateway.session import RequestShell
+from shared import wire
+from shared.address import Address
+from shared.config import GatewayConfig
+from shared.engine.fake import FakeTiming
+from shared.errors import MeshError
+from shared.rpc.columns import pack_u32, unpack_u32
+from shared.rpc.memory import MemoryNetwork
+from shared.rpc.methods import GENERATE
+from shared.rpc.status import RECEIPT_TRAILER
+from shared.rpc.stream import open_stream
+from shared.runtime.platform import Platform
+from shared.transport.loopback import LoopbackFabric, LoopbackSettings
+from tests.support.tiny_tokenizer import tiny_text_model
+from tests.support.worker_mesh import MODEL, RunningWorker, launch_worker
+
+GATEWAYS = "gateways"
+"""The one name behind which workers find every gateway."""
+
+
+@dataclass
+class Answer:
+    """What one client got."""
+
+    token_ids: list[int] = field(default_factory=list)
+    arrived_at: list[float] = field(default_factory=list)
+    finish: int = 0
+    usage: wire.Usage | None = None
+    receipt: dict[str, Any] = field(default_factory=dict)
+    error: MeshError | None = None
+
+
+@dataclass
+class RunningGateway:
+    """One gateway and the task that is its process."""
+
+    host: str
+    gateway: Gateway
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> Address:
+        return Address(self.host, 8001)
+
+    @property
+    def mesh(self) -> Any:
+        return self.gateway.mesh
+
+    @property
+    def members(self) -> Any:
+        return self.gateway.members
+
+
+@dataclass
+class WholeMesh:
+    """Made by ``whole_mesh``."""
+
+    network: MemoryNetwork
+    fabric: LoopbackFabric
+    gateways: list[RunningGateway] = field(default_factory=list)
+    prefills: list[RunningWorker] = field(default_factory=list)
+    decodes: list[RunningWorker] = field(default_factory=list)
+    start_worker: Callable[..., Coroutine[Any, Any, RunningWorker]] = field(init=False)
+
+    @property
+    def workers(self) -> list[RunningWorker]:
+        """Those that live."""
+        return [
+            running
+            for running in (*self.prefills, *self.decodes)
+            if running.task is not None and not running.task.done()
+        ]
+
+    async def ask(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int = 16,
+        *,
+        gateway: int = 0,
+        timeout_s: float | None = None,
+        leave_after: int | None = None,
+        on_token: Callable[[Answer], object] | None = None,
+        **params: Any,
+    ) -> Answer:
+        """Ask for one answer, as a client does; its failure is in ``error``.
+
+        leave_after: hang up after so many tokens.
+        """
+        answer = Answer()
+        loop = asyncio.get_running_loop()
+        request = wire.GenerateRequest(
+            token_ids=pack_u32(prompt),
+            params=wire.GenerateParams(max_tokens=max_tokens, **{"temperature": 0.0, **params}),
+        )
+        async with self.network.at("client").channel(self.gateways[gateway].address) as channel:
+            try:
+                async with open_stream(channel, GENERATE, timeout_s=timeout_s) as stream:
+                    await stream.send(request)
+                    await stream.end()
+                    async for reply in stream:
+                        assert reply.first_index == len(answer.token_ids), "an index is missing"
+                        ids = unpack_u32(reply.token_ids)
+                        answer.token_ids += ids
+                        answer.arrived_at += [loop.time()] * len(ids)
+                        answer.finish = reply.finish_reason or answer.finish
+                        answer.usage = reply.usage or answer.usage
+                        if on_token is not None and ids:
+                            on_token(answer)
+                        if leave_after is not None and len(answer.token_ids) >= leave_after:
+                            return answer
+                    answer.receipt = json.loads(stream.trailers[RECEIPT_TRAILER])
+            except MeshError as error:
+                answer.error = error
+        return answer
+
+    async def kill(self, running: RunningWorker | RunningGateway) -> None:
+        """End a process as SIGKILL does: its connections break, its transport is dead."""
+        assert running.task is not None
+        self.network.fabric.kill(running.host)
+        if isinstance(running, RunningWorker):
+            self.fabric.kill(running.transport_address)
+        running.task.cancel()
+        await asyncio.wait([running.task])
+
+    async def until(self, condition: Callable[[], object], limit_s: float = 60.0) -> None:
+        """Wait, in virtual time, until a condition holds."""
+        async with asyncio.timeout(limit_s):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+    async def ready(self) -> None:
+        """Wait until every living gateway may use every living pair."""
+        prefills = sum(running in self.prefills for running in self.workers)
+        num_pairs = prefills * (len(self.workers) - prefills)
+        await self.until(
+            lambda: all(
+                running.members is not None and running.members.num_pairs == num_pairs
+                for running in self.gateways
+                if running.task is not None and not running.task.done()
+            )
+        )
+
+    async def idle(self) -> None:
+        """Wait until nothing is held for anybody."""
+        await self.until(lambda: all(not running.pool.num_held for running in self.workers))
+
+    def assert_nothing_left(self) -> None:
+        """Every block of every living worker is available, and no gateway holds a request."""
+        for running in self.workers:
+            pool = running.pool
+            assert pool.num_available == pool.num_blocks, repr(pool)
+            running.worker.scheduler.check_integrity()
+            pool.check_integrity([])
+        for running in self.gateways:
+            if running.task is None or running.task.done():
+                continue
+            counts = running.mesh.statistics
+            assert (counts.num_running, counts.num_waiting) == (0, 0)
+            for session in running.members.sessions:
+                assert session.num_legs == 0, session.worker
+                assert (session.worker.own_tokens, session.worker.own_blocks) == (0, 0)
+
+
+@contextlib.asynccontextmanager
+async def whole_mesh(
+    *,
+    num_gateways: int = 1,
+    num_prefill: int = 1,
+    num_decode: int = 1,
+    num_blocks: int = 64,
+    block_size: int = 16,
+    gateway: dict[str, Any] | None = None,
+    prefill: dict[str, Any] | None = None,
+    decode: dict[str, Any] | None = None,
+    timing: FakeTiming | None = None,
+    seed: int = 1,
+) -> AsyncGenerator[WholeMesh]:
+    """Run a mesh for the length of the block; entering waits until every pair is ready."""
+    network = MemoryNetwork(host="client")
+    fabric = LoopbackFabric(LoopbackSettings(latency_s=0.0005, bytes_per_s=1e9))
+    source = random.Random(seed)
+    mesh = WholeMesh(network, fabric)
+    text = tiny_text_model()
+    num_started = {"prefill": 0, "decode": 0}
+
+    async with asyncio.TaskGroup() as tasks:
+
+        async def start_worker(kind: str, **settings: Any) -> RunningWorker:
+            host = f"{kind}-{num_started[kind]}"
+            num_started[kind] += 1
+            running = await launch_worker(
+                kind,
+                host,
+                tasks,
+                network=network,
+                fabric=fabric,
+                randomness=random.Random(source.random()),
+                num_blocks=settings.pop("num_blocks", num_blocks),
+                block_size=settings.pop("block_size", block_size),
+                timing=settings.pop("timing", timing),
+                settings={
+                    "gateway": f"{GATEWAYS}:8001",
+                    "staging_mib": 16,
+                    **((prefill if kind == "prefill" else decode) or {}),
+                    **settings,
+                },
+            )
+            (mesh.prefills if kind == "prefill" else mesh.decodes).append(running)
+            return running
+
+        async def start_gateway(host: str) -> None:
+            config = GatewayConfig(host="127.0.0.1", http_port=0, grpc_port=8001, **(gateway or {}))
+            platform = Platform(
+                network=network.at(host), random_bytes=random.Random(source.random()).randbytes
+            )
+            running = RunningGateway(host, Gateway(config, platform, text, {}))
+            is_up = asyncio.Event()
+            running.task = tasks.create_task(
+                running.gateway.run(lambda _http, _grpc: is_up.set(), running.stop)
+            )
+            mesh.gateways.append(running)
+            await is_up.wait()
+
+        mesh.start_worker = start_worker
+        hosts = [f"gateway-{index}" for index in range(num_gateways)]
+        network.fabric.set_name(GATEWAYS, hosts)
+        for host in hosts:
+            await start_gateway(host)
+        for _ in range(num_prefill):
+            await start_worker("prefill")
+        for _ in range(num_decode):
+            await start_worker("decode")
+        await mesh.ready()
+        try:
+            yield mesh
+            await mesh.idle()
+            mesh.assert_nothing_left()
+        finally:
+            text.close()
+            for running in (*mesh.gateways, *mesh.prefills, *mesh.decodes):
+                running.stop.set()
+                if running.task is not None:
+                    running.task.cancel()
+
+
+__all__ = ["MODEL", "Answer", "RequestShell", "WholeMesh", "whole_mesh"]
