@@ -1,7 +1,6 @@
 """The three services together under virtual time: every answer exact, whatever happens to workers.
 
-Each test is one deterministic run; ``test_a_storm_...`` takes its seed from the command line's
-``--randomly-seed`` or its parameter, and replays.
+Each test is one deterministic run. The storms replay from their seed: ``-k 'storm and 4'``.
 """
 
 from __future__ import annotations
@@ -13,9 +12,18 @@ from typing import Any
 
 import pytest
 
-from shared.engine.fake import FakeTiming
-from shared.errors import DeadlinePassed, NoCapacity, Overloaded, ShuttingDown, WorkerLost
+from services.gateway.limits import seed_of_choice
+from shared.engine.fake import FakeModel, FakeTiming
+from shared.errors import (
+    DeadlinePassed,
+    IncompatiblePeer,
+    NoCapacity,
+    Overloaded,
+    ShuttingDown,
+    WorkerLost,
+)
 from shared.liveness import DEAD_AFTER_S
+from shared.request import SamplingParams
 from shared.transport.loopback import LoopbackSettings
 from tests.support.whole_mesh import Answer, WholeMesh, whole_mesh
 from tests.support.worker_mesh import a_prompt, expected, virtual_time
@@ -204,9 +212,7 @@ async def test_a_client_that_hangs_up_frees_everything(leave_after: int) -> None
     """Both legs stop long before the answer would have ended."""
     async with whole_mesh(timing=SLOW) as mesh:
         await mesh.ask(a_prompt(100), 500, leave_after=leave_after)
-        await mesh.until(
-            lambda: all(not w.pool.num_held for w in mesh.workers), limit_s=1.0
-        )
+        await mesh.until(lambda: all(not w.pool.num_held for w in mesh.workers), limit_s=1.0)
 
 
 @virtual_time
@@ -215,9 +221,7 @@ async def test_a_deadline_ends_the_request_everywhere() -> None:
     async with whole_mesh(timing=SLOW) as mesh:
         answer = await mesh.ask(a_prompt(100), 500, timeout_s=1.0)
         assert isinstance(answer.error, DeadlinePassed)
-        await mesh.until(
-            lambda: all(not w.pool.num_held for w in mesh.workers), limit_s=1.0
-        )
+        await mesh.until(lambda: all(not w.pool.num_held for w in mesh.workers), limit_s=1.0)
 
 
 @virtual_time
@@ -246,6 +250,19 @@ async def test_a_prompt_larger_than_every_decode_worker_is_refused_with_its_reas
     async with whole_mesh(num_blocks=8) as mesh:
         answer = await mesh.ask(a_prompt(200), 4)
         assert isinstance(answer.error, NoCapacity)
+
+
+@virtual_time
+async def test_a_worker_with_another_model_is_refused_and_ends() -> None:
+    """It says why; the mesh goes on with those that fit."""
+    async with whole_mesh() as mesh:
+        stranger = await mesh.start_worker("decode", model=FakeModel(vocab_size=77))
+        assert stranger.task is not None
+        await asyncio.wait([stranger.task])
+        assert isinstance(stranger.error, IncompatiblePeer)
+        assert "--model" in str(stranger.error)
+        answer = await mesh.ask(a_prompt(20), 4)
+        assert answer.token_ids == expected(a_prompt(20), 4)
 
 
 @virtual_time
@@ -308,8 +325,15 @@ def _storm(seed: int) -> str:
                 prompt = a_prompt(chance.randrange(1, 200), seed=number % 7)
                 num_tokens = chance.randrange(1, 24)
                 leave_after = chance.choice([None, None, None, 1, 5])
-                answer = await mesh.ask(prompt, num_tokens, leave_after=leave_after)
-                right = expected(prompt, num_tokens)
+                temperature = chance.choice([0.0, 0.9])
+                answer = await mesh.ask(
+                    prompt,
+                    num_tokens,
+                    leave_after=leave_after,
+                    temperature=temperature,
+                    seed=number,
+                )
+                right = _sampled(prompt, num_tokens, temperature, number)
                 assert answer.token_ids == right[: len(answer.token_ids)]
                 if answer.error is None and leave_after is None:
                     assert answer.token_ids == right
@@ -337,6 +361,14 @@ def _storm(seed: int) -> str:
 
     run()
     return history.hexdigest()
+
+
+def _sampled(prompt: list[int], num_tokens: int, temperature: float, seed: int) -> list[int]:
+    """Return the answer of an undisturbed engine to a request with a seed."""
+    params = SamplingParams(
+        max_tokens=num_tokens, temperature=temperature, seed=seed_of_choice(seed, 0)
+    )
+    return expected(prompt, num_tokens, params)
 
 
 def _busy(mesh: WholeMesh, role: str) -> Any:

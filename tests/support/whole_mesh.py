@@ -217,6 +217,7 @@ async def whole_mesh(
                 num_blocks=settings.pop("num_blocks", num_blocks),
                 block_size=settings.pop("block_size", block_size),
                 timing=settings.pop("timing", timing),
+                model=settings.pop("model", MODEL),
                 settings={
                     "gateway": f"{GATEWAYS}:8001",
                     "staging_mib": 16,

@@ -154,10 +154,11 @@ async def launch_worker(
     block_size: int,
     timing: FakeTiming | None,
     settings: dict[str, Any],
+    model: FakeModel = MODEL,
 ) -> RunningWorker:
     """Start a worker as a task, on a host of its own; returns once it serves."""
     engine = FakeEngine(
-        model=MODEL, num_blocks=num_blocks, block_size=block_size, timing=timing or FakeTiming()
+        model=model, num_blocks=num_blocks, block_size=block_size, timing=timing or FakeTiming()
     )
     transport = await fabric.open()
 
