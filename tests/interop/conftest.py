@@ -1,25 +1,29 @@
-"""What the clients of other people talk to: a mesh that runs somewhere, or one of our own doors
-over a scripted mesh.
+"""What the clients of other people talk to, each test twice: our own doors over a scripted mesh,
+and `pdmesh up` with its three processes and the bundled model.
 
     PDMESH_HTTP=http://127.0.0.1:8000 PDMESH_GRPC=127.0.0.1:8001 pytest tests/interop
 
-runs the same tests against a real mesh (``pdmesh up``). A test that must decide what the mesh says
-is skipped then. PDMESH_API_KEY is sent if set.
+takes a mesh that runs somewhere instead of starting one. A test that must decide what the mesh says
+runs on the scripted one alone. PDMESH_API_KEY is sent if set.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, AsyncIterator
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import pytest
-from shared.rpc.tcp import TcpNetwork
 
 from services.gateway.auth import KeyRing
 from services.gateway.ingress import Inference
 from shared.rpc.network import Address
+from shared.rpc.tcp import TcpNetwork
 from tests.support.scripted_mesh import ScriptedMesh, front_door, http_gateway
 
 
@@ -54,12 +58,56 @@ class GrpcTarget(_Target):
 API_KEY = os.environ.get("PDMESH_API_KEY", "none")
 
 
+START_WITHIN_S = 120.0
+_READY = re.compile(r"ready: (http://\S+)/v1 .*, (\S+) \(gRPC\)")
+
+
+@pytest.fixture(scope="session")
+def running_mesh() -> Iterator[tuple[str, str]]:
+    """HTTP URL and gRPC address of `pdmesh up`, or of the mesh that the environment names."""
+    url, address = os.environ.get("PDMESH_HTTP"), os.environ.get("PDMESH_GRPC")
+    if url and address:
+        yield url.rstrip("/"), address
+        return
+    command = [sys.executable, "-m", "services.cli", "up", "--port", "0", "--device", "cpu"]
+    up = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        assert up.stdout is not None
+        limit = threading.Timer(START_WITHIN_S, up.terminate)
+        limit.start()
+        said: list[str] = []
+        for line in up.stdout:
+            said.append(line)
+            if found := _READY.search(line):
+                break
+        else:
+            pytest.fail("pdmesh up did not start:\n" + "".join(said))
+        limit.cancel()
+        reader = threading.Thread(target=up.stdout.read, daemon=True)  # or its pipe fills
+        reader.start()
+        yield found[1], found[2]
+        up.terminate()
+        assert up.wait(60) == 0
+        reader.join(10)
+        up.stdout.close()
+    finally:
+        if up.poll() is None:
+            up.kill()
+            up.wait()
+
+
+@pytest.fixture(params=["scripted", pytest.param("up", marks=pytest.mark.process)])
+def mesh_kind(request: pytest.FixtureRequest) -> str:
+    """Which of the two meshes a test talks to."""
+    return request.param
+
+
 @pytest.fixture
-async def http_target() -> AsyncIterator[HttpTarget]:
+async def http_target(mesh_kind: str, request: pytest.FixtureRequest) -> AsyncIterator[HttpTarget]:
     """An HTTP gateway."""
-    url = os.environ.get("PDMESH_HTTP")
-    if url:
-        yield HttpTarget(API_KEY, None, url.rstrip("/"))
+    if mesh_kind == "up":
+        url, _ = request.getfixturevalue("running_mesh")
+        yield HttpTarget(API_KEY, None, url)
         return
     mesh = ScriptedMesh()
     async with http_gateway(mesh) as own_url:
@@ -79,10 +127,10 @@ async def grpc_gateway(mesh: ScriptedMesh, keys: KeyRing | None = None) -> Async
 
 
 @pytest.fixture
-async def grpc_target() -> AsyncIterator[GrpcTarget]:
+async def grpc_target(mesh_kind: str, request: pytest.FixtureRequest) -> AsyncIterator[GrpcTarget]:
     """A gRPC gateway."""
-    address = os.environ.get("PDMESH_GRPC")
-    if address:
+    if mesh_kind == "up":
+        _, address = request.getfixturevalue("running_mesh")
         yield GrpcTarget(API_KEY, None, address)
         return
     mesh = ScriptedMesh()

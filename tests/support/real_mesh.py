@@ -1,0 +1,200 @@
+"""A gateway, a prefill and a decode worker in one process, and nothing else is for tests: TCP on
+loopback, UCX, compute threads, engines with weights.
+
+Where ``whole_mesh.py`` has virtual time and no weights, this has real time and real numbers. At the
+end of every mesh each pool must be exactly full and no request may be left anywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from services.decode.app import DecodeWorker
+from services.gateway.app import Gateway
+from services.gateway.text import TextModel
+from services.prefill.app import PrefillWorker
+from shared import wire
+from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
+from shared.engine.base import Engine
+from shared.engine.worker import ThreadCompute
+from shared.request import TokenLogprobs
+from shared.rpc.columns import pack_u32, unpack_f32, unpack_u32
+from shared.rpc.methods import GENERATE
+from shared.rpc.network import Address, Network
+from shared.rpc.status import RECEIPT_TRAILER
+from shared.rpc.stream import open_stream
+from shared.rpc.tcp import TcpNetwork
+from shared.runtime.groups import plain_errors
+from shared.runtime.platform import real_platform
+from shared.transport.base import TransportFactory
+from shared.transport.ucxx import open_ucx
+
+STARTED_WITHIN_S = 60.0
+STOPPED_WITHIN_S = 60.0
+
+Run = Callable[[Callable[..., None], asyncio.Event], Coroutine[Any, Any, None]]
+
+
+@dataclass
+class RealAnswer:
+    """What the client got. prompt_logprobs: one per prompt token, if asked for."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    text: str = ""
+    finish: int = 0
+    usage: wire.Usage = field(default_factory=wire.Usage)
+    receipt: dict[str, Any] = field(default_factory=dict)
+
+    def take(self, reply: wire.GenerateResponse) -> None:
+        """Take in one message."""
+        assert reply.first_index == len(self.token_ids), "an index is missing"
+        ids = unpack_u32(reply.token_ids)
+        self.token_ids += ids
+        self.text += reply.text
+        self.finish = reply.finish_reason or self.finish
+        self.usage = reply.usage or self.usage
+        if reply.logprobs:
+            values = unpack_f32(reply.logprobs, count=len(ids))
+            tops = [_pairs(entry) for entry in reply.top_logprobs] or [()] * len(ids)
+            self.logprobs += [TokenLogprobs(*row) for row in zip(values, tops, strict=True)]
+        for entry in reply.prompt_logprobs:
+            (_, own), *top = _pairs(entry)
+            self.prompt_logprobs.append(TokenLogprobs(own, tuple(top)))
+
+
+def _pairs(entry: wire.TopLogprobs) -> tuple[tuple[int, float], ...]:
+    ids = unpack_u32(entry.token_ids)
+    return tuple(zip(ids, unpack_f32(entry.logprobs, count=len(ids)), strict=True))
+
+
+@dataclass
+class RealMesh:
+    """Made by ``real_mesh``."""
+
+    network: Network
+    address: Address
+    gateway: Gateway
+    prefill: PrefillWorker
+    decode: DecodeWorker
+
+    async def ask(
+        self, prompt: Sequence[int] | str, max_tokens: int = 16, **params: Any
+    ) -> RealAnswer:
+        """Ask for one greedy answer, as a client does. prompt: token ids, or one user's message.
+
+        Raises MeshError: the call failed.
+        """
+        answer = RealAnswer()
+        request = wire.GenerateRequest(
+            params=wire.GenerateParams(max_tokens=max_tokens, **{"temperature": 0.0, **params})
+        )
+        if isinstance(prompt, str):
+            request.messages = [wire.ChatMessage(role="user", content=prompt)]
+        else:
+            request.token_ids = pack_u32(prompt)
+        async with (
+            self.network.channel(self.address) as channel,
+            open_stream(channel, GENERATE) as stream,
+        ):
+            await stream.send(request, end=True)
+            async for reply in stream:
+                answer.take(reply)
+            answer.receipt = json.loads(stream.trailers[RECEIPT_TRAILER])
+        return answer
+
+    async def ask_all(
+        self,
+        prompts: Sequence[Sequence[int]] | Sequence[str],
+        max_tokens: int = 16,
+        *,
+        at_once: int = 1 << 10,
+        **params: Any,
+    ) -> list[RealAnswer]:
+        """Ask for the answers to many prompts, ``at_once`` at a time; in the prompts' order."""
+        places = asyncio.Semaphore(at_once)
+
+        async def ask(prompt: Sequence[int] | str) -> RealAnswer:
+            async with places:
+                return await self.ask(prompt, max_tokens, **params)
+
+        async with asyncio.TaskGroup() as tasks:
+            asking = [tasks.create_task(ask(prompt)) for prompt in prompts]
+        return [task.result() for task in asking]
+
+    def assert_nothing_left(self) -> None:
+        """Every block of both workers is available, and the gateway holds no request."""
+        for worker in (self.prefill, self.decode):
+            pool = worker.pool
+            assert pool.num_available == pool.num_blocks, repr(pool)
+            worker.scheduler.check_integrity()
+            pool.check_integrity([])
+        self.decode.leases.check_integrity()
+        assert self.gateway.mesh is not None
+        counts = self.gateway.mesh.statistics
+        assert (counts.num_running, counts.num_waiting) == (0, 0)
+
+
+@contextlib.asynccontextmanager
+async def _running(run: Run) -> AsyncGenerator[tuple[Any, ...]]:
+    """Run a service for the length of the block; gives what it called ``ready`` with.
+
+    At the end it drains; after an error in the block it is cancelled.
+    """
+    stop = asyncio.Event()
+    is_ready: asyncio.Future[tuple[Any, ...]] = asyncio.get_running_loop().create_future()
+    with plain_errors():
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(run(lambda *said: is_ready.set_result(said), stop))
+            async with asyncio.timeout(STARTED_WITHIN_S):
+                await is_ready
+            yield is_ready.result()
+            stop.set()
+            async with asyncio.timeout(STOPPED_WITHIN_S):
+                await asyncio.wait([task])
+
+
+@contextlib.asynccontextmanager
+async def real_mesh(
+    prefill_engine: Engine,
+    decode_engine: Engine,
+    text: TextModel,
+    *,
+    gateway: dict[str, Any] | None = None,
+    prefill: dict[str, Any] | None = None,
+    decode: dict[str, Any] | None = None,
+) -> AsyncGenerator[RealMesh]:
+    """Run a mesh for the length of the block; entering waits until the pair takes work.
+
+    Engines and text stay the caller's to close. At the end all services drain, and nothing may be
+    left of any request.
+    """
+    network = TcpNetwork()
+    new_transport = cast("TransportFactory", open_ucx)
+    of_worker = real_platform(new_transport=new_transport, compute=ThreadCompute)
+    front = Gateway(
+        GatewayConfig(http_port=0, grpc_port=0, **(gateway or {})), real_platform(), text, {}
+    )
+    async with _running(front.run) as (_, address):
+        common: dict[str, Any] = {"gateway": str(address), "staging_mib": 16}
+        mesh = RealMesh(
+            network,
+            address,
+            front,
+            PrefillWorker(PrefillConfig(**common, **(prefill or {})), of_worker, prefill_engine),
+            DecodeWorker(DecodeConfig(**common, **(decode or {})), of_worker, decode_engine),
+        )
+        async with _running(mesh.prefill.run), _running(mesh.decode.run):
+            members = front.members
+            assert members is not None
+            async with asyncio.timeout(STARTED_WITHIN_S):
+                while not members.num_pairs:
+                    await members.changed.wait()
+            yield mesh
+    mesh.assert_nothing_left()

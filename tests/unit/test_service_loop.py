@@ -1,0 +1,28 @@
+"""The loop that services run on."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from shared.runtime.service import EXIT_OK, Process, run_service
+
+
+def test_the_loops_clock_measures_within_one_iteration() -> None:
+    """Durations finer than a millisecond are seen; uvloop's own clock stands still meanwhile."""
+    pytest.importorskip("uvloop")
+    elapsed: list[float] = []
+
+    async def main(process: Process) -> None:
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        began_at, real_began_at = loop.time(), time.monotonic()
+        while time.monotonic() - real_began_at < 0.0003:
+            pass
+        elapsed.append(loop.time() - began_at)
+        process.stop.set()
+
+    assert run_service("test", main) == EXIT_OK
+    assert elapsed[0] >= 0.0003
