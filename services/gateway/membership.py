@@ -151,6 +151,11 @@ class Membership:
         return len(self.table)
 
     @property
+    def num_legs(self) -> int:
+        """Legs of requests that have not ended at their workers."""
+        return sum(session.num_legs for session in self._sessions.values())
+
+    @property
     def num_pairs(self) -> int:
         """Pairs that take new work."""
         return len(self.table.usable_pairs())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Histogram
@@ -40,6 +41,8 @@ class _MeshCollector(Collector):
             ("refused", "Answers refused since the start: no place in time", counts.num_refused),
             ("pairs", "Pairs of workers that take new work", self._members.num_pairs),
             ("ready", "1 while a request would be taken", int(self._mesh.is_ready)),
+            ("legs", "Parts of answers in hand at workers", self._members.num_legs),
+            ("tasks", "Tasks of the event loop", len(asyncio.all_tasks())),
         ):
             yield GaugeMetricFamily(f"pdmesh_gateway_{name}", text, value=value)
         workers = GaugeMetricFamily("pdmesh_gateway_workers", "Workers joined", labels=["role"])

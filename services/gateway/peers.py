@@ -10,8 +10,8 @@ request is ``session.py``'s and the lifecycle core's affair.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import structlog
@@ -21,19 +21,14 @@ from services.gateway.core.peer_table import Role, Worker
 from shared import wire
 from shared.errors import MeshError, WorkerLost
 from shared.ids import Incarnation, StreamId
-from shared.liveness import Liveness, PeerState
 from shared.request import FinishReason, SamplingParams
 from shared.rpc import codec
-from shared.rpc.columns import pack_u32
+from shared.rpc.heartbeat_stream import HeartbeatStream
 from shared.rpc.methods import DECODE_SESSION, PREFILL_SESSION
 from shared.rpc.network import Address, Network
 from shared.rpc.stream import ClientStream, open_stream
-from shared.runtime.groups import plain_errors
 
 _log = structlog.get_logger(__name__)
-
-_MAX_OUTBOX = 16_384
-"""Commands waiting for one worker. A worker that lets so many pile up is not alive."""
 
 _REDIAL_S = (0.05, 0.2, 0.5, 1.0)
 
@@ -70,6 +65,23 @@ class LegEvents(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptOrder:
+    """What both legs of an attempt are told alike.
+
+    token_column: packed token ids, prompt and what the client already has. deadline_s: seconds
+    left, 0 = none.
+    """
+
+    request_id: bytes
+    attempt: int
+    token_column: bytes
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    deadline_s: float
+    cache_salt: bytes
+
+
 class WorkerSession:
     """The gateway's end of one worker's session stream, across reconnections.
 
@@ -96,8 +108,7 @@ class WorkerSession:
         )
         self._on_change = on_change
         self._legs: dict[StreamId, LegEvents] = {}
-        self._outbox: deque[Any] = deque()
-        self._has_mail = asyncio.Event()
+        self._control: HeartbeatStream[Any, Any] | None = None
         self._next_stream_id = 1
         self.silence_s = 0.0
         """How long the worker had been silent when the session was last lost."""
@@ -109,51 +120,28 @@ class WorkerSession:
 
     # --- what requests do -----------------------------------------------------------------------
 
-    def start_prefill(
-        self,
-        leg: LegEvents,
-        *,
-        request_id: bytes,
-        attempt: int,
-        token_ids: tuple[int, ...],
-        num_prompt_tokens: int,
-        sampling: SamplingParams,
-        deadline_s: float,
-        decode: Incarnation,
-        cache_salt: bytes,
-    ) -> StreamId:
+    def start_prefill(self, leg: LegEvents, order: AttemptOrder, decode: Incarnation) -> StreamId:
         """Send a prompt; events come to ``leg`` until ``forget`` or a failure."""
         stream_id = self._attach(leg)
         self._post(
             wire.PrefillCommand(
                 start=wire.StartPrefill(
                     stream_id=stream_id,
-                    request_id=request_id,
-                    attempt=attempt,
-                    token_ids=pack_u32(token_ids),
-                    num_prompt_tokens=num_prompt_tokens,
-                    sampling=codec.sampling_to_wire(sampling),
-                    deadline_s=deadline_s,
+                    request_id=order.request_id,
+                    attempt=order.attempt,
+                    token_ids=order.token_column,
+                    num_prompt_tokens=order.num_prompt_tokens,
+                    sampling=codec.sampling_to_wire(order.sampling),
+                    deadline_s=order.deadline_s,
                     decode_incarnation=decode,
-                    cache_salt=cache_salt,
+                    cache_salt=order.cache_salt,
                 )
             )
         )
         return stream_id
 
     def reserve(
-        self,
-        leg: LegEvents,
-        *,
-        request_id: bytes,
-        attempt: int,
-        token_ids: tuple[int, ...],
-        num_prompt_tokens: int,
-        sampling: SamplingParams,
-        deadline_s: float,
-        wait_s: float,
-        prefill: Incarnation,
-        cache_salt: bytes,
+        self, leg: LegEvents, order: AttemptOrder, prefill: Incarnation, *, wait_s: float
     ) -> StreamId:
         """Ask for room; events come to ``leg`` until ``forget`` or a failure."""
         stream_id = self._attach(leg)
@@ -161,15 +149,15 @@ class WorkerSession:
             wire.DecodeCommand(
                 reserve=wire.Reserve(
                     stream_id=stream_id,
-                    request_id=request_id,
-                    attempt=attempt,
-                    token_ids=pack_u32(token_ids),
-                    num_prompt_tokens=num_prompt_tokens,
-                    sampling=codec.sampling_to_wire(sampling),
-                    deadline_s=deadline_s,
+                    request_id=order.request_id,
+                    attempt=order.attempt,
+                    token_ids=order.token_column,
+                    num_prompt_tokens=order.num_prompt_tokens,
+                    sampling=codec.sampling_to_wire(order.sampling),
+                    deadline_s=order.deadline_s,
                     wait_s=wait_s,
                     prefill_incarnation=prefill,
-                    cache_salt=cache_salt,
+                    cache_salt=order.cache_salt,
                 )
             )
         )
@@ -195,8 +183,8 @@ class WorkerSession:
         return stream_id
 
     def _post(self, command: Any) -> None:
-        self._outbox.append(command)
-        self._has_mail.set()
+        if self._control is not None:
+            self._control.send(command)
 
     # --- the stream -----------------------------------------------------------------------------
 
@@ -206,8 +194,7 @@ class WorkerSession:
         num_failures = 0
         while True:
             try:
-                await self._run_once()
-                error: MeshError = WorkerLost("the worker closed its session")
+                error = await self._run_once()
             except MeshError as reason:
                 error = reason
             finally:
@@ -233,7 +220,7 @@ class WorkerSession:
 
     def _down(self) -> None:
         self.worker.has_session = False
-        self._outbox.clear()
+        self._control = None
         self._on_change()
 
     def _fail_all(self, error: MeshError) -> None:
@@ -245,7 +232,7 @@ class WorkerSession:
         for leg in legs:
             leg.failed(error, lost=True)
 
-    async def _run_once(self) -> None:
+    async def _run_once(self) -> MeshError:
         is_prefill = self.worker.role is Role.PREFILL
         method: Any = PREFILL_SESSION if is_prefill else DECODE_SESSION
         command: Any = wire.PrefillCommand if is_prefill else wire.DecodeCommand
@@ -255,19 +242,24 @@ class WorkerSession:
         ):
             await stream.send(command(hello=self._hello))
             await self._greet(stream)
-            loop = asyncio.get_running_loop()
-            liveness = Liveness(loop.time())
-            self.worker.is_suspect = False
-            self.silence_s = 0.0
+            control = self._control = HeartbeatStream(
+                stream.send,
+                stream.receive,
+                heartbeat=command(heartbeat=wire.Heartbeat()),
+                peer=f"{self.worker.role.value} worker",
+                on_suspect=self._suspect,
+            )
             self.worker.has_session = True
-            self._on_change()
-            with plain_errors():
-                async with asyncio.TaskGroup() as tasks:
-                    writer = tasks.create_task(self._write(stream))
-                    watcher = tasks.create_task(self._watch(liveness, command))
-                    await self._read(stream, liveness)
-                    writer.cancel()
-                    watcher.cancel()
+            self._suspect(False)
+            error = await control.run(
+                self._on_prefill_event if is_prefill else self._on_decode_event
+            )
+            self.silence_s = control.silence_s
+            return error
+
+    def _suspect(self, is_suspect: bool) -> None:
+        self.worker.is_suspect = is_suspect
+        self._on_change()
 
     async def _greet(self, stream: ClientStream[Any, Any]) -> None:
         try:
@@ -278,42 +270,6 @@ class WorkerSession:
         hello = event.hello if event is not None else None
         if hello is None or hello.incarnation != self.worker.incarnation:
             raise WorkerLost("another process answers at this worker's address")
-
-    async def _write(self, stream: ClientStream[Any, Any]) -> None:
-        while True:
-            await self._has_mail.wait()
-            self._has_mail.clear()
-            if len(self._outbox) > _MAX_OUTBOX:
-                raise WorkerLost("the worker does not take its commands")
-            while self._outbox:
-                await stream.send(self._outbox.popleft())
-
-    async def _watch(self, liveness: Liveness, command: Any) -> None:
-        loop = asyncio.get_running_loop()
-        rule = liveness.rule
-        while True:
-            slept_from = loop.time()
-            await asyncio.sleep(rule.interval_s)
-            now = loop.time()
-            if now - slept_from > rule.suspect_after_s:
-                liveness.heard(now)  # it was this process that stood still
-            self._post(command(heartbeat=wire.Heartbeat()))
-            state = liveness.state(now)
-            if state is PeerState.DEAD:
-                self.silence_s = liveness.silence_s(now)
-                raise WorkerLost(f"the worker has been silent for {liveness.silence_s(now):.1f} s")
-            if (state is PeerState.SUSPECT) != self.worker.is_suspect:
-                self.worker.is_suspect = state is PeerState.SUSPECT
-                self._on_change()
-
-    async def _read(self, stream: ClientStream[Any, Any], liveness: Liveness) -> None:
-        loop = asyncio.get_running_loop()
-        dispatch = (
-            self._on_prefill_event if self.worker.role is Role.PREFILL else self._on_decode_event
-        )
-        async for event in stream:
-            liveness.heard(loop.time())
-            dispatch(event)
 
     # --- events ---------------------------------------------------------------------------------
 

@@ -29,12 +29,13 @@ from services.gateway.core.peer_table import Worker
 from services.gateway.core.routing import RouteDecision
 from services.gateway.membership import Membership
 from services.gateway.mesh import GenerationRequest, TokenBatch
-from services.gateway.peers import WorkerSession
+from services.gateway.peers import AttemptOrder, WorkerSession
 from services.gateway.timeline import Timeline
 from shared import wire
 from shared.errors import DeadlinePassed, MeshError, WorkerLost
 from shared.ids import Incarnation, StreamId
 from shared.request import FinishReason
+from shared.rpc.columns import pack_u32
 
 _log = structlog.get_logger(__name__)
 
@@ -260,20 +261,20 @@ class RequestShell:
             attempt=attempt,
             decision=decision.as_dict(),
         )
-        deadline_s = self._remaining_s()
+        order = AttemptOrder(
+            request_id=self._request.request_id,
+            attempt=attempt,
+            token_column=pack_u32(token_ids),
+            num_prompt_tokens=lifecycle.num_prompt_tokens,
+            sampling=sampling,
+            deadline_s=self._remaining_s(),
+            cache_salt=self._request.cache_salt,
+        )
         prefill = _LegShell(self, attempt, Leg.PREFILL, self._membership.session(decision.prefill))
         self._legs = {Leg.PREFILL: prefill}
         prefill.take_load(len(token_ids))
         prefill.stream_id = prefill.session.start_prefill(
-            prefill,
-            request_id=self._request.request_id,
-            attempt=attempt,
-            token_ids=token_ids,
-            num_prompt_tokens=lifecycle.num_prompt_tokens,
-            sampling=sampling,
-            deadline_s=deadline_s,
-            decode=decision.decode if needs_decode else Incarnation(0),
-            cache_salt=self._request.cache_salt,
+            prefill, order, decision.decode if needs_decode else Incarnation(0)
         )
         if not needs_decode:
             return
@@ -281,16 +282,7 @@ class RequestShell:
         self._legs[Leg.DECODE] = decode
         decode.take_load(decode.worker.blocks_for(len(token_ids) + 1))
         decode.stream_id = decode.session.reserve(
-            decode,
-            request_id=self._request.request_id,
-            attempt=attempt,
-            token_ids=token_ids,
-            num_prompt_tokens=lifecycle.num_prompt_tokens,
-            sampling=sampling,
-            deadline_s=deadline_s,
-            wait_s=self._pair_wait_s,
-            prefill=decision.prefill,
-            cache_salt=self._request.cache_salt,
+            decode, order, decision.prefill, wait_s=self._pair_wait_s
         )
 
     def _remaining_s(self) -> float:

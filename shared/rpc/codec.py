@@ -321,6 +321,12 @@ def reserve_from_wire(command: wire.Reserve) -> ReserveOrder:
 # --- tokens ---------------------------------------------------------------------------------------
 
 
+def logprobs_bytes(num_rows: int, num_top: int) -> int:
+    """Return how much ``num_rows`` rows of logprobs take on the wire, ``num_top`` alternatives
+    each."""
+    return num_rows * (8 + 8 * num_top)
+
+
 def _flatten(rows: Iterable[TokenLogprobs | None]) -> tuple[bytes, bytes, bytes, bytes]:
     """Pack rows as the columns (logprobs, top_counts, top_ids, top_logprobs)."""
     logprobs: list[float] = []

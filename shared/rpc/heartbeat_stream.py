@@ -26,6 +26,8 @@ class HeartbeatStream(Generic[Out, In]):
     """A raw stream after its handshake.
 
     send, receive: those of the call. peer: what to call it in errors, e.g. "decode worker".
+    on_suspect: called with True when the peer has been silent so long that nothing new should be
+    given to it, and with False when it is heard again.
     """
 
     def __init__(
@@ -36,16 +38,24 @@ class HeartbeatStream(Generic[Out, In]):
         heartbeat: Out,
         peer: str,
         rule: LivenessRule | None = None,
+        on_suspect: Callable[[bool], None] | None = None,
     ) -> None:
         self._send = send
         self._receive = receive
         self._heartbeat = heartbeat
         self._peer = peer
+        self._on_suspect = on_suspect
+        self._is_suspect = False
         loop = asyncio.get_running_loop()
         self._liveness = Liveness(loop.time(), rule)
         self._outbox: deque[Out] = deque()
         self._has_mail = asyncio.Event()
         self._end: asyncio.Future[MeshError] = loop.create_future()
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the peer was heard."""
+        return self._liveness.silence_s(asyncio.get_running_loop().time())
 
     def send(self, message: Out) -> None:
         """Queue a message, in order; after the end it is dropped."""
@@ -95,6 +105,7 @@ class HeartbeatStream(Generic[Out, In]):
         loop = asyncio.get_running_loop()
         while (message := await self._receive()) is not None:
             self._liveness.heard(loop.time())
+            self._suspect(False)
             on_message(message)
         raise WorkerLost(f"the {self._peer} ended the stream")
 
@@ -107,8 +118,16 @@ class HeartbeatStream(Generic[Out, In]):
             if now - wake_at > self._liveness.rule.interval_s:
                 # This very process stood still: what the peer said meanwhile is not read yet.
                 self._liveness.heard(now)
-            if self._liveness.state(now) is PeerState.DEAD:
+            state = self._liveness.state(now)
+            self._suspect(state is not PeerState.ALIVE)
+            if state is PeerState.DEAD:
                 silence_s = self._liveness.silence_s(now)
                 raise WorkerLost(
                     f"the {self._peer} was silent for {silence_s:.1f} s", code="silent"
                 )
+
+    def _suspect(self, is_suspect: bool) -> None:
+        if is_suspect is not self._is_suspect:
+            self._is_suspect = is_suspect
+            if self._on_suspect is not None:
+                self._on_suspect(is_suspect)

@@ -23,12 +23,14 @@ from shared.ids import Incarnation
 from shared.liveness import LivenessRule
 from shared.rpc import codec
 from shared.rpc.heartbeat_stream import HeartbeatStream
+from shared.rpc.message_codec import MAX_MESSAGE_BYTES
 from shared.rpc.service import ServerStream
 
 _log = structlog.get_logger(__name__)
 
-MAX_OUTBOX_BYTES = 4 << 20
-"""Unsent events of one session."""
+MAX_OUTBOX_BYTES = 8 * MAX_MESSAGE_BYTES
+"""Unsent events of one session: a few of the largest must not look like a gateway that does not
+read."""
 
 EVENT_BYTES = 64
 """What a small event counts for in the outbox, before its columns."""

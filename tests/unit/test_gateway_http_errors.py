@@ -183,7 +183,7 @@ async def test_logs_hold_no_text_and_no_key(tmp_path: Path) -> None:
                 await client.ask("POST", "/v1/completions", json=body, headers=headers)
             mesh.script = failing_after("canary", ValueError("broken"))
             await client.ask("POST", "/v1/completions", json=fields, headers=headers)
-    calls = [record for record in records if record["event"] == "call"]
+    calls = [record for record in records if record["event"] == "request"]
     assert [record["outcome"] for record in calls] == [
         "ok",
         "invalid_request",

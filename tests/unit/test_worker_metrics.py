@@ -31,6 +31,19 @@ def test_two_workers_in_one_process_have_numbers_of_their_own() -> None:
     assert b"pdmesh_prefill_step_tokens_total 0.0" in generate_latest(two.registry)
 
 
+def test_a_late_loop_is_counted_and_doubted() -> None:
+    """One observation goes to the histogram and to readiness."""
+    metrics = WorkerMetrics("prefill", WorkerLoad)
+    metrics.observe_loop_lag(1.5)
+    assert metrics.loop_lag.not_ready_reason
+    metrics.observe_loop_lag(0.0045)
+    assert not metrics.loop_lag.not_ready_reason
+    text = generate_latest(metrics.registry)
+    assert b'pdmesh_prefill_loop_lag_seconds_bucket{le="0.004"} 0.0' in text
+    assert b'pdmesh_prefill_loop_lag_seconds_bucket{le="0.005"} 1.0' in text
+    assert b"pdmesh_prefill_loop_lag_seconds_count 2.0" in text
+
+
 def test_the_first_value_of_a_moving_mean_counts_whole() -> None:
     """Otherwise the first steps would look fast."""
     mean = MovingMean(weight=0.5)

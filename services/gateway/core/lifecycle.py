@@ -205,9 +205,9 @@ class Lifecycle:
         if current is None or leg not in current.open_legs:
             return []
         current.open_legs.remove(leg)
-        if leg is Leg.PREFILL and current.has_first_token:
-            if current.has_joined or (lost and Leg.DECODE in current.open_legs):
-                return []
+        may_be_over = current.has_joined or (lost and Leg.DECODE in current.open_legs)
+        if leg is Leg.PREFILL and current.has_first_token and may_be_over:
+            return []
         if error.retry is Retry.NEVER or self._num_attempts >= self._max_attempts:
             return self._end(State.FAILED, _for_client(error))
         effects: list[Effect] = [CancelLeg(other) for other in current.open_legs]

@@ -1,0 +1,536 @@
+"""The command line without processes: flags, variables, errors, and what each command makes of
+them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import io
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from rich.console import Console
+
+from services.cli import main
+from services.cli.app import app
+from services.cli.flags import CannotRun
+from services.cli.generate import Answer, Refused, stream_answer
+from services.cli.interrupts import Interrupts
+from services.cli.machine import Gpu, Share, find_gpus, shares
+from services.cli.receipt import receipt_table
+from services.cli.status import LineView
+from services.cli.up import UpConfig, plan_mesh
+from services.gateway.auth import KeyRing, hash_key
+from services.local import LocalMesh, Phase, Service, plan_services
+from shared.config import DecodeConfig, GatewayConfig, PrefillConfig, ServiceConfig
+from shared.environment import config_from_environment, environment_of
+from shared.errors import ModelError, WorkerLost
+from shared.telemetry.lifetime import Receipt
+from tests.support.scripted_mesh import ScriptedMesh, failing_after, http_gateway, saying
+
+ROOT = Path(__file__).parents[2]
+
+SERVICES = [("gateway", GatewayConfig), ("prefill", PrefillConfig), ("decode", DecodeConfig)]
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests decide alone what PDMESH_* says."""
+    for name in os.environ:
+        if name.startswith("PDMESH_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    """A port that something listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def parsed(*arguments: str) -> Any:
+    """The configuration that a command would run with."""
+    _, bound, _ = app.parse_args(arguments, exit_on_error=False, print_error=False)
+    bound.apply_defaults()
+    return bound.arguments["config"]
+
+
+def help_of(capsys: pytest.CaptureFixture[str], *command: str) -> str:
+    """The text of ``--help``, without frames and line breaks."""
+    assert main([*command, "--help"]) == 0
+    return " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
+# --- flags and variables ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("command", "kind"), SERVICES)
+def test_every_setting_is_a_flag_with_its_help_and_its_variable(
+    command: str, kind: type[ServiceConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A field of shared/config.py needs nothing else to be settable."""
+    text = help_of(capsys, command)
+    for field in dataclasses.fields(kind):
+        flag = f"--{field.name.replace('_', '-')}"
+        assert f"{flag} " in text
+        assert f"[env var: PDMESH_{field.name.upper()}]" in text
+    assert "Seconds to finish what is in hand after SIGTERM." in text
+
+
+def test_a_flag_wins_over_its_variable_and_that_over_the_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Flag, then PDMESH_*, then default; a bool has a --no- flag."""
+    monkeypatch.setenv("PDMESH_MAX_RUNNING", "7")
+    monkeypatch.setenv("PDMESH_KV_GIB", "0.5")
+    monkeypatch.setenv("PDMESH_MODEL_NAME", "for the gateway, not for --model")
+    config = parsed("decode", "--max-running", "9", "--no-cache-prefixes")
+    assert isinstance(config, DecodeConfig)
+    assert (config.max_running, config.kv_gib, config.cache_prefixes) == (9, 0.5, False)
+    assert config.model == DecodeConfig().model
+    assert config.block_size == DecodeConfig().block_size
+
+
+def test_an_empty_variable_is_not_set(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As for the services themselves: compose files leave variables empty."""
+    monkeypatch.setenv("PDMESH_MAX_RUNNING", "")
+    assert main(["version"]) == 0
+    assert parsed("gateway").max_running == GatewayConfig().max_running
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GatewayConfig(api_keys=Path("/keys"), max_wait_s=0.25, model_name="m"),
+        PrefillConfig(cache_prefixes=False, group_kib=64),
+        DecodeConfig(gateway="a:1,b:2", kv_gib=1.5),
+    ],
+)
+def test_a_child_reads_back_what_its_parent_wrote(config: ServiceConfig) -> None:
+    """environment_of and config_from_environment are inverse."""
+    assert config_from_environment(type(config), environment_of(config)) == config
+
+
+# --- errors ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "code"),
+    [
+        ("frobnicate", "Unknown command", 2),
+        ("up --frobnicate", "Unknown option: --frobnicate", 2),
+        ("gateway --max-runing 3", "Did you mean --max-running?", 2),
+        ("up --prefill two", "--prefill", 2),
+        ("up --prefill 0", "--prefill must be 1..64", 2),
+        ("up --port 70000", "--port must be a port", 2),
+        ("up --engine steam", '"torch", "fake"', 2),
+        ("up --device quantum", "--device must be auto, cpu, cuda or cuda:N", 2),
+        ("up extra", "Unexpected argument: extra. See `pdmesh up --help`", 2),
+        ("prefill --block-size 0", "--block-size must be 1..4096", 2),
+        ("decode --log-level loud", "--log-level must be debug, info, warning or error", 2),
+        ("prefill --gateway 10.0.0.5:port", "--gateway must be host:port", 2),
+        ("generate hi --url ftp://x", "--url must be http://", 2),
+        ("hash-key not/a/name", "a key's name is", 2),
+        ("up --model /no/such/folder", "--model wants a folder", 1),
+        ("up --port 0 --host 192.0.2.1", "with --host", 1),
+        ("up --port 0 --api-keys /no/such/file", "cannot read the API keys", 1),
+        ("generate hi --url http://127.0.0.1:1", "pdmesh up", 1),
+    ],
+)
+def test_what_the_user_can_mend_is_one_line_with_a_remedy(
+    command: str, words: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On stderr, without a traceback; 2 = a flag is wrong, 1 = something else is."""
+    assert main(command.split()) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("pdmesh: ")
+    assert err.count("\n") == 1
+    assert words in err
+
+
+def test_a_prompt_is_asked_for_where_nobody_pipes_one_in(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A command that waits for a terminal's input without a word looks dead."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    assert main(["generate"]) == 2
+    assert "give a PROMPT" in capsys.readouterr().err
+
+
+def test_a_wrong_variable_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not the flag that the user never typed."""
+    monkeypatch.setenv("PDMESH_MAX_JOBS", "many")
+    assert main(["prefill"]) == 2
+    assert "PDMESH_MAX_JOBS" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "up --port {}",
+        "up --port 0 --grpc-port {}",
+        "gateway --http-port {}",
+        "gateway --http-port 0 --grpc-port {}",
+        "decode --port {}",
+        "prefill --metrics-port {}",
+    ],
+)
+def test_a_port_in_use_is_one_line_that_names_the_flag(
+    command: str, taken_port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is started."""
+    arguments = command.format(taken_port).split()
+    assert main(arguments) == 1
+    _, err = capsys.readouterr()
+    assert err.count("\n") == 1
+    assert f"port {taken_port} (address already in use): choose another with {arguments[-2]}" in err
+
+
+def test_a_hub_name_without_the_extra_tells_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model by hub name needs one more package."""
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert main(["up", "--port", "0", "--model", "some/model"]) == 1
+    assert "pip install 'pdmesh[hub]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["prefill --port 0", "up --port 0 --engine fake"])
+def test_workers_without_their_packages_tell_how_to_install_them(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A gateway's installation has neither torch nor ucxx."""
+    found = dict.fromkeys(("torch", "ucxx"))
+    monkeypatch.setattr(
+        "services.cli.flags.find_spec", lambda name: found.get(name, True), raising=True
+    )
+    assert main(command.split()) == 1
+    assert "pip install 'pdmesh[worker]'" in capsys.readouterr().err
+
+
+def test_a_gateway_command_loads_neither_torch_nor_ucxx() -> None:
+    """Its image has none of them, so the whole command line must do without."""
+    program = """
+import sys
+from services.cli import main
+code = main(["gateway", "--http-port", "0", "--grpc-port", "0", "--model", "/no/such/folder"])
+heavy = {"torch", "numpy", "ucxx", "xxhash", "safetensors", "transformers"} & set(sys.modules)
+ours = [name for name in sys.modules if name.startswith(("shared.engine.load", "shared.transport"))]
+assert "services.gateway.app" in sys.modules
+print(code, sorted(heavy), ours)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert run.stdout == "1 [] []\n", run.stderr
+
+
+# --- small commands --------------------------------------------------------------------------
+
+
+def test_version_is_a_command_and_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    """Both print the same line."""
+    assert main(["version"]) == 0
+    first = capsys.readouterr().out
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == first
+    assert first.strip()
+
+
+def test_help_names_every_command_and_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    """``pdmesh`` alone is help, too."""
+    assert main([]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for name in ("demo", "up", "gateway", "prefill", "decode", "generate", "hash-key", "version"):
+        assert f"│ {name} " in text
+    assert "Exit codes: 0 done, 1 failed, 2 wrong flag" in text
+
+
+def test_a_made_key_opens_a_gateway_with_the_printed_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """stdout is the line of the file, stderr the key."""
+    assert main(["hash-key", "alice", "--salt", "team"]) == 0
+    out, err = capsys.readouterr()
+    (tmp_path / "keys").write_text(out)
+    key = err.split()[-1]
+    assert KeyRing.read(tmp_path / "keys").check(f"Bearer {key}").name == "alice"
+
+
+def test_a_key_from_stdin_is_hashed_and_not_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is typed on a command line stays in its history."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a secret\n"))
+    assert main(["hash-key", "bob", "--key", "-"]) == 0
+    out, err = capsys.readouterr()
+    assert (out.strip(), err) == (hash_key("bob", "a secret"), "")
+
+
+# --- up --------------------------------------------------------------------------------------
+
+
+def test_a_mesh_is_planned_from_flags_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flags reach the services that know them; what has no flag comes from its variable; places
+    are ours."""
+    monkeypatch.setattr("services.cli.up.num_cores", lambda: 9)
+    monkeypatch.setenv("PDMESH_MAX_WAITING", "5")
+    monkeypatch.setenv("PDMESH_PORT", "1")  # ours, and no worker's
+    monkeypatch.setenv("PDMESH_STAGING_MIB", "32")
+    config = UpConfig(prefill=1, decode=2, port=0, engine="fake", num_blocks=8, policy="random")
+    services = plan_mesh(config)
+    assert [s.name for s in services] == ["gateway", "prefill-0", "decode-0", "decode-1"]
+    assert [s.module for s in services][1:3] == ["services.prefill", "services.decode"]
+    gateway = config_from_environment(GatewayConfig, services[0].env)
+    assert (gateway.policy, gateway.max_waiting, gateway.http_port) == ("random", 5, 0)
+    for service in services[1:]:
+        worker = config_from_environment(DecodeConfig, service.env)
+        assert (worker.port, worker.num_blocks, worker.staging_mib) == (0, 8, 32)
+        assert (worker.engine, worker.threads) == ("fake", 3)
+
+
+def test_the_grpc_port_follows_the_http_port(taken_port: int) -> None:
+    """--port 9000 means 9000 and 9001, and each is checked."""
+    with pytest.raises(CannotRun, match=f"port {taken_port} .*--grpc-port"):
+        plan_mesh(UpConfig(port=taken_port - 1, engine="fake"))
+
+
+def test_a_hub_model_is_served_under_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder in the cache is named by a commit."""
+    monkeypatch.setattr("services.cli.up.resolve_model", lambda _: tmp_path)
+    services = plan_mesh(UpConfig(model="org/model", port=0, engine="fake"))
+    assert services[0].env["PDMESH_MODEL_NAME"] == "org/model"
+
+
+def test_workers_share_cores_and_gpus() -> None:
+    """Cores equally, GPUs in turn; all stay visible, and a shared GPU's memory is divided."""
+    assert shares(3, num_cores=8, gpus=[], weights_bytes=0) == [Share(2)] * 3
+    assert shares(4, num_cores=2, gpus=[], weights_bytes=0)[0].threads == 1
+    two = [Gpu("0", 80.0), Gpu("3", 40.0)]
+    assert shares(2, num_cores=8, gpus=two, weights_bytes=0) == [Share(4, "0,3"), Share(4, "3,0")]
+    parts = shares(3, num_cores=8, gpus=two, weights_bytes=16 << 30)
+    assert [part.gpus for part in parts] == ["0,3", "3,0", "0,3"]
+    assert parts[0].kv_gib == parts[2].kv_gib == 80 * 0.8 / 2 - 16 - 1
+    assert parts[1].kv_gib == 0  # alone on its GPU: the worker takes what is free
+
+
+def test_gpus_are_those_that_we_may_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """nvidia-smi tells all; CUDA_VISIBLE_DEVICES, by index or uuid, chooses and orders."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_gpus({}) == []
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho '0, GPU-aa, 2048'\necho '1, GPU-bb, 1024'\n")
+    smi.chmod(0o755)
+    assert find_gpus({}) == [Gpu("0", 2.0), Gpu("1", 1.0)]
+    assert find_gpus({"CUDA_VISIBLE_DEVICES": "GPU-bb,0"}) == [Gpu("1", 1.0), Gpu("0", 2.0)]
+    assert find_gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
+
+
+def test_without_a_terminal_every_change_is_one_line() -> None:
+    """For logs and pipes: no colours, no cursor."""
+    out = io.StringIO()
+    view = LineView(Console(file=out, width=40))
+    services = plan_services(GatewayConfig(), [PrefillConfig()], [])
+    mesh = LocalMesh(services, log_fd=2, restart=True, drain_s=0, on_change=view.show)
+    gateway, prefill = services
+    enter(mesh, gateway, Phase.STARTING, pid=7)
+    enter(mesh, gateway, Phase.READY, facts={"http_port": 80, "grpc_port": 81})
+    enter(mesh, prefill, Phase.CRASHED, error="out of memory, and a long line it is")
+    enter(mesh, prefill, Phase.READY, pid=9, num_restarts=1, facts={"grpc_port": 5})
+    view.show(mesh)
+    assert out.getvalue().splitlines() == [
+        "gateway    starting  pid 7",
+        "gateway    ready     pid 7, HTTP 80, gRPC 81",
+        "prefill-0  crashed   out of memory, and a long line it is",
+        "prefill-0  ready     pid 9, gRPC 5, 1 restart",
+    ]
+
+
+def enter(mesh: LocalMesh, service: Service, phase: Phase, **facts: Any) -> None:
+    """Put a process into a phase and show it."""
+    service.phase = phase
+    for name, value in facts.items():
+        setattr(service, name, value)
+    mesh._on_change(mesh)
+
+
+# --- generate --------------------------------------------------------------------------------
+
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+async def said(url: str, body: dict[str, Any], **options: Any) -> tuple[str, Answer]:
+    """Stream one answer to its end."""
+    answer = Answer()
+    return "".join([piece async for piece in stream_answer(url, body, answer, **options)]), answer
+
+
+@pytest.mark.parametrize("body", [HI, {"prompt": "hi"}])
+@pytest.mark.parametrize("suffix", ["", "/", "/v1"])
+async def test_an_answer_is_text_usage_and_receipt(body: dict[str, Any], suffix: str) -> None:
+    """Chat and raw; the URL as ``up`` prints it or as OpenAI's clients want it."""
+    async with http_gateway(ScriptedMesh(saying("hello and the end"))) as url:
+        text, answer = await said(url + suffix, body)
+    assert text == "hello and the end"
+    assert answer.finish_reason == "stop"
+    assert answer.usage["completion_tokens"] > 0
+    assert answer.receipt["ttft_s"] == 0.5
+
+
+async def test_sampling_reaches_the_gateway_and_what_is_not_given_does_not() -> None:
+    """None = the gateway's own default."""
+    mesh = ScriptedMesh()
+    async with http_gateway(mesh) as url:
+        await said(url, {**HI, "seed": 5, "max_tokens": 2, "temperature": None})
+    (request,) = mesh.requests
+    assert (request.sampling.seed, request.sampling.max_tokens) == (5, 2)
+
+
+async def test_a_refusal_is_the_gateways_own_words(tmp_path: Path) -> None:
+    """With the remedy where a key is missing."""
+    (tmp_path / "keys").write_text(hash_key("alice", "secret"))
+    async with http_gateway(ScriptedMesh(), KeyRing.read(tmp_path / "keys")) as url:
+        with pytest.raises(Refused, match="PDMESH_API_KEY"):
+            await said(url, HI)
+        with pytest.raises(Refused, match="max_tokens"):
+            await said(url, {**HI, "max_tokens": -1}, api_key="secret")
+        assert (await said(url, HI, api_key="secret"))[0]
+
+
+async def test_an_error_in_mid_stream_is_told() -> None:
+    """The status was 200 by then."""
+    async with http_gateway(ScriptedMesh(failing_after("hello", WorkerLost("it died")))) as url:
+        with pytest.raises(Refused, match="it died"):
+            await said(url, HI)
+
+
+async def test_something_that_is_no_gateway_is_called_so() -> None:
+    """Another server on the port answers 200 with its own page, or cuts the stream."""
+
+    async def page(_: web.Request) -> web.Response:
+        return web.Response(text="<html>")
+
+    async def cut(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b'data: {"choices": []}\n\n')
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    async with serving(page) as url:
+        with pytest.raises(CannotRun, match="no pdmesh gateway"):
+            await said(url, HI)
+    async with serving(cut) as url:
+        with pytest.raises(WorkerLost, match="broke off"):
+            await said(url, HI)
+
+
+class serving:
+    """Serve one handler for every path; gives the base URL."""
+
+    def __init__(self, handler: Any) -> None:
+        application = web.Application()
+        application.router.add_route("*", "/{path:.*}", handler)
+        self._runner = web.AppRunner(application)
+
+    async def __aenter__(self) -> str:
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+
+
+def test_a_receipt_is_a_table_whose_phases_have_names() -> None:
+    """What took no time before the workers is left out; what moved is told in words."""
+    receipt = Receipt(
+        prefill_s=0.02,
+        handover_s=0.005,
+        ttft_s=0.025,
+        tpot_s=0.01,
+        e2e_s=0.1,
+        transfer_s=0.002,
+        transfer_bytes=3 << 20,
+        gb_per_s=1.57,
+        lane="sysv",
+        mode="layerwise",
+        attempts=2,
+        output_tokens=9,
+        errors=("worker_lost",),
+    )
+    out = io.StringIO()
+    Console(file=out, width=100).print(receipt_table(receipt.as_dict(), {"prompt_tokens": 126}))
+    lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
+    assert "prefill 20.0 ms computed the prompt and token 1" in lines
+    assert "= first token 25.0 ms from arrival" in lines
+    assert "KV transfer 2.0 ms 3.0 MiB prefill → decode, 1.6 GB/s (sysv, layerwise)" in lines
+    assert "per token 10.0 ms 100 tokens/s" in lines
+    assert "= all 100.0 ms 126 tokens in (0 cached), 9 out" in lines
+    assert "attempts 2 worker_lost" in lines
+    assert not any(line.startswith("queue") for line in lines)
+
+
+# --- Ctrl-C ----------------------------------------------------------------------------------
+
+
+def test_the_first_signal_cleans_up_and_the_second_ends_at_once() -> None:
+    """The command is cancelled once; its cleanup is not cut short by the second."""
+    interrupts = Interrupts()
+    told: list[str] = []
+    is_killed = asyncio.Event()
+    interrupts.on_first = lambda: told.append("first")
+    interrupts.at_once = is_killed.set
+
+    async def command() -> int:
+        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            told.append("cleanup")
+            os.kill(os.getpid(), signal.SIGINT)
+            await is_killed.wait()
+            told.append("clean")
+        return 0
+
+    assert interrupts.run(command) == 130
+    assert told == ["first", "cleanup", "clean"]
+
+
+def test_the_exit_code_tells_the_signal_and_errors_are_raised() -> None:
+    """128 + its number; an error of the command is the command's."""
+
+    async def waits() -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.Event().wait()
+        return 0
+
+    async def fails() -> int:
+        raise ModelError("no")
+
+    assert Interrupts().run(waits) == 128 + signal.SIGTERM
+    with pytest.raises(ModelError):
+        Interrupts().run(fails)
