@@ -3,6 +3,12 @@ restarts what crashes, stops everything.
 
 Behind ``pdmesh up`` and ``pdmesh demo``, and in the tests with real processes. It knows processes
 and their cord (``shared/runtime/parent.py``), nothing of their insides.
+
+    async with local_mesh(plan_services(...), log=path) as mesh:
+        await wait_for_pair(mesh.http_url, limit_s=30.0)
+        ...
+
+Every process hangs on a cord of its own, so that none outlives this one, however this one dies.
 """
 
 from __future__ import annotations
@@ -13,20 +19,38 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, ClassVar
 
 import orjson
 
+from shared.address import Address
+from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
+from shared.environment import environment_of
 from shared.errors import MeshError, WorkerLost
 from shared.runtime.groups import plain_errors
 from shared.runtime.parent import PARENT_FD
 
-_RESTART_BACKOFF_S = (0.5, 1.0, 2.0, 5.0)
-_STOP_LIMIT_S = 10.0
+RESTART_BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0)
+"""Pauses before the restarts of a process that keeps crashing; the last one repeats."""
+
+STEADY_AFTER_S = 60.0
+"""After a life of so long the pauses begin anew."""
+
+DRAIN_GRACE_S = 15.0
+"""Beyond the drain limit, which the process keeps by itself, until it is killed."""
+
+STOP_LIMIT_S = 10.0
+"""A worker without a gateway has nothing in hand."""
+
+LAST_WORDS_S = 1.0
+"""Longest wait for the end of a dead process's cord."""
+
+READY_POLL_S = 0.05
+"""HTTP has no event for readiness."""
 
 
 class StartFailed(MeshError):
@@ -38,39 +62,89 @@ class StartFailed(MeshError):
 class Phase(Enum):
     """Where a process stands."""
 
+    WAITING = "waiting"
     STARTING = "starting"
     READY = "ready"
-    RESTARTING = "restarting"
+    CRASHED = "crashed"
+    STOPPING = "stopping"
     STOPPED = "stopped"
-    FAILED = "failed"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Service:
-    """One process of the mesh."""
+    """One process of the mesh.
+
+    env: what it gets beside our own environment. facts: what it said when it was ready (its
+    ports). error: its last word, '' if it had none. exit_code: of the last run that ended;
+    negative = the signal.
+    """
 
     name: str
     module: str
-    env: Mapping[str, str]
-    phase: Phase = Phase.STARTING
+    env: dict[str, str]
+    phase: Phase = Phase.WAITING
     pid: int = 0
     num_restarts: int = 0
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
-    """What the process said when it was ready: its addresses."""
     error: str = ""
+    exit_code: int | None = None
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     process: asyncio.subprocess.Process | None = None
+
+    GATEWAY: ClassVar = "services.gateway"
+
+    def end(self, *, at_once: bool) -> None:
+        """Ask a running process to drain, or kill it: at once, or because it is not ready and has
+        nothing to drain."""
+        process = self.process
+        if process is None or process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            if at_once or self.phase is not Phase.READY:
+                process.kill()
+            else:
+                self.phase = Phase.STOPPING
+                process.send_signal(signal.SIGTERM)
+                process.send_signal(signal.SIGCONT)  # a stopped process hears nothing else
+
+
+def plan_services(
+    gateway: GatewayConfig, prefill: Sequence[PrefillConfig], decode: Sequence[DecodeConfig]
+) -> list[Service]:
+    """Return the processes of a mesh, the gateway first. The workers' ``gateway`` is filled in when
+    its port is known."""
+    workers = [("prefill", config) for config in prefill] + [
+        ("decode", config) for config in decode
+    ]
+    counts = {"prefill": 0, "decode": 0}
+    services = [Service(name="gateway", module=Service.GATEWAY, env=environment_of(gateway))]
+    for role, config in workers:
+        name = f"{role}-{counts[role]}"
+        counts[role] += 1
+        env = environment_of(config)
+        services.append(Service(name=name, module=f"services.{role}", env=env))
+    return services
 
 
 class LocalMesh:
     """The processes of one local mesh; made by ``local_mesh``."""
 
-    def __init__(self, services: list[Service], log: IO[bytes] | int | None, restart: bool) -> None:
+    def __init__(
+        self,
+        services: list[Service],
+        *,
+        log_fd: int,
+        restart: bool,
+        drain_s: float,
+        on_change: Callable[[LocalMesh], None],
+    ) -> None:
         self.services = services
-        self._log = log
+        self._log_fd = log_fd
         self._restart = restart
-        self._stopping = False
-        self.on_change: Callable[[], None] = lambda: None
+        self._drain_s = drain_s
+        self._on_change = on_change
+        self._stopping = asyncio.Event()
+        self._keepers: dict[str, asyncio.Task[None]] = {}
 
     @property
     def gateway(self) -> Service:
@@ -78,127 +152,174 @@ class LocalMesh:
         return self.services[0]
 
     @property
+    def workers(self) -> list[Service]:
+        """All processes but the gateway's."""
+        return self.services[1:]
+
+    @property
     def http_url(self) -> str:
         """Base URL of the gateway's HTTP API, without ``/v1``."""
-        return f"http://127.0.0.1:{self.gateway.facts['http_port']}"
+        return f"http://{Address(self._host, self.gateway.facts['http_port'])}"
 
     @property
     def grpc_target(self) -> str:
         """host:port of the gateway's gRPC API."""
-        return f"127.0.0.1:{self.gateway.facts['grpc_port']}"
+        return str(Address(self._host, self.gateway.facts["grpc_port"]))
+
+    @property
+    def _host(self) -> str:
+        host = self.gateway.env.get("PDMESH_HOST", "") or "127.0.0.1"
+        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every process is."""
+        return all(service.phase is Phase.READY for service in self.services)
 
     def service(self, name: str) -> Service:
         """Return a process by name, e.g. 'prefill-0'. Raises KeyError."""
-        return next(s for s in self.services if s.name == name)
+        return {service.name: service for service in self.services}[name]
 
-    async def run(self, service: Service) -> None:
-        """Keep one process running until ``stop``; its crash is a restart, its failure to start an
-        error."""
-        for attempt in range(sys.maxsize):
-            await self._run_once(service)
-            if self._stopping:
-                return
-            if not self._restart or (attempt == 0 and service.phase is Phase.STARTING):
-                service.phase = Phase.FAILED
-                service.ready.set()
-                self.on_change()
-                return
-            service.phase = Phase.RESTARTING
-            service.num_restarts += 1
-            self.on_change()
-            await asyncio.sleep(_RESTART_BACKOFF_S[min(attempt, len(_RESTART_BACKOFF_S) - 1)])
+    async def start(self, tasks: asyncio.TaskGroup, limit_s: float) -> None:
+        """Start all in ``tasks``, which a failure to start ends, and wait until all are ready.
+
+        Raises StartFailed: the limit came first.
+        """
+        try:
+            async with asyncio.timeout(limit_s):
+                self._keep(self.gateway, tasks)
+                await self.gateway.ready.wait()
+                # Whatever restarts finds the others where they were.
+                facts = self.gateway.facts
+                self.gateway.env["PDMESH_HTTP_PORT"] = str(facts["http_port"])
+                self.gateway.env["PDMESH_GRPC_PORT"] = str(facts["grpc_port"])
+                for worker in self.workers:
+                    worker.env["PDMESH_GATEWAY"] = self.grpc_target
+                    self._keep(worker, tasks)
+                for worker in self.workers:
+                    await worker.ready.wait()
+        except TimeoutError:
+            names = ", ".join(s.name for s in self.services if not s.ready.is_set())
+            raise StartFailed(f"not ready after {limit_s:g} s: {names}") from None
+
+    async def stop(self) -> None:
+        """Stop the gateway, then the workers: what it has in hand needs them. Whatever does not end
+        in time is killed; all are reaped."""
+        self._stopping.set()
+        await self._end([self.gateway], self._drain_s + DRAIN_GRACE_S)
+        await self._end(self.workers, STOP_LIMIT_S)
+
+    def kill(self) -> None:
+        """End all at once, without a drain; ``stop`` then returns at once, too."""
+        self._stopping.set()
+        for service in self.services:
+            service.end(at_once=True)
+
+    def _keep(self, service: Service, tasks: asyncio.TaskGroup) -> None:
+        self._keepers[service.name] = tasks.create_task(
+            self._keep_running(service), name=service.name
+        )
+
+    async def _keep_running(self, service: Service) -> None:
+        loop = asyncio.get_running_loop()
+        num_crashes = 0
+        try:
+            while True:
+                started_at = loop.time()
+                await self._run_once(service)
+                if self._stopping.is_set():
+                    return
+                self._enter(service, Phase.CRASHED)
+                if not service.ready.is_set():
+                    raise StartFailed(f"{service.name} could not start: {last_word(service)}")
+                if not self._restart:
+                    return
+                if loop.time() - started_at > STEADY_AFTER_S:
+                    num_crashes = 0
+                pause_s = RESTART_BACKOFF_S[min(num_crashes, len(RESTART_BACKOFF_S) - 1)]
+                if await self._is_stopped_within(pause_s):
+                    return
+                num_crashes += 1
+                service.num_restarts += 1
+        finally:
+            if service.phase is not Phase.CRASHED:
+                self._enter(service, Phase.STOPPED)
+
+    async def _is_stopped_within(self, seconds: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
+        return self._stopping.is_set()
 
     async def _run_once(self, service: Service) -> None:
+        """Start the process and return when it has ended and is reaped."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        environment = {**os.environ, **service.env, PARENT_FD: str(theirs.fileno())}
+        cord = {PARENT_FD: str(theirs.fileno())}
+        service.error, service.exit_code = "", None
         try:
-            service.process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                service.module,
-                env=environment,
-                pass_fds=(theirs.fileno(),),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=self._log,
-                start_new_session=True,  # Ctrl-C reaches us alone; we stop them in order
-            )
-        finally:
-            theirs.close()
-        service.pid = service.process.pid
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                listener = tasks.create_task(self._listen(service, ours))
-                await service.process.wait()
-                listener.cancel()
+            with theirs:
+                process = service.process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-P",  # the working directory's "shared" is not ours
+                    "-m",
+                    service.module,
+                    env={**os.environ, **_our_code(), **service.env, **cord},
+                    pass_fds=(theirs.fileno(),),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=self._log_fd,
+                    stderr=self._log_fd,
+                    start_new_session=True,  # Ctrl-C reaches us alone; we stop them in order
+                )
+            try:
+                service.pid = process.pid
+                self._enter(service, Phase.STARTING)
+                if self._stopping.is_set():
+                    process.kill()
+                async with asyncio.TaskGroup() as tasks:
+                    listener = tasks.create_task(self._listen(service, ours))
+                    await process.wait()
+                    await asyncio.wait([listener], timeout=LAST_WORDS_S)
+                    listener.cancel()
+            finally:
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
+                service.exit_code = process.returncode
         finally:
             ours.close()
-            if service.process.returncode is None:
-                service.process.kill()
-                await service.process.wait()
 
     async def _listen(self, service: Service, link: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         received = bytearray()
         while chunk := await loop.sock_recv(link, 4096):
-            received += chunk
-            while b"\n" in received:
-                end = received.index(b"\n")
-                facts: dict[str, Any] = orjson.loads(received[:end])
-                del received[: end + 1]
+            *lines, rest = (bytes(received) + chunk).split(b"\n")
+            received[:] = rest
+            for line in lines:
+                facts: dict[str, Any] = orjson.loads(line)
                 if "error" in facts:
                     service.error = str(facts["error"])
-                else:
+                elif service.phase is Phase.STARTING:
                     service.facts = facts
-                    service.phase = Phase.READY
                     service.ready.set()
-                self.on_change()
+                    self._enter(service, Phase.READY)
 
-    async def stop(self) -> None:
-        """Stop workers, then the gateway; a process that does not listen is killed after a
-        limit."""
-        self._stopping = True
-        for service in reversed(self.services):
-            if service.process is not None and service.process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    service.process.send_signal(signal.SIGTERM)
-                    service.process.send_signal(signal.SIGCONT)
-        try:
-            async with asyncio.timeout(_STOP_LIMIT_S):
-                for service in self.services:
-                    if service.process is not None:
-                        await service.process.wait()
-        except TimeoutError:
-            for service in self.services:
-                if service.process is not None and service.process.returncode is None:
-                    service.process.kill()
-        for service in self.services:
-            service.phase = Phase.STOPPED
+    def _enter(self, service: Service, phase: Phase) -> None:
+        service.phase = phase
+        self._on_change(self)
 
-
-def plan_services(
-    *,
-    num_prefill: int,
-    num_decode: int,
-    env: Mapping[str, str],
-    gateway_env: Mapping[str, str],
-    prefill_env: Mapping[str, str] | None = None,
-    decode_env: Mapping[str, str] | None = None,
-) -> list[Service]:
-    """Return the processes of a mesh, the gateway first; the workers learn its port when it is
-    ready."""
-    return [
-        Service("gateway", "services.gateway", {**env, **gateway_env}),
-        *(
-            Service(f"prefill-{i}", "services.prefill", {**env, **(prefill_env or {})})
-            for i in range(num_prefill)
-        ),
-        *(
-            Service(f"decode-{i}", "services.decode", {**env, **(decode_env or {})})
-            for i in range(num_decode)
-        ),
-    ]
+    async def _end(self, services: Sequence[Service], limit_s: float) -> None:
+        for service in services:
+            service.end(at_once=False)
+        self._on_change(self)
+        keepers = [self._keepers[s.name] for s in services if s.name in self._keepers]
+        if not keepers:
+            return
+        _, late = await asyncio.wait(keepers, timeout=limit_s)
+        if late:
+            for service in services:
+                service.end(at_once=True)
+            await asyncio.wait(late)
 
 
 @contextlib.asynccontextmanager
@@ -207,53 +328,35 @@ async def local_mesh(
     *,
     log: Path | None = None,
     restart: bool = True,
-    start_limit_s: float = 120.0,
+    start_limit_s: float = 600.0,
+    drain_s: float = 30.0,
     on_change: Callable[[LocalMesh], None] | None = None,
 ) -> AsyncGenerator[LocalMesh]:
     """Run the processes for the length of the block; entering waits until every one is ready.
 
-    log: a file that takes all their output; None = this process's stderr.
+    log: a file that takes all their output; None = this process's stderr. drain_s: longest wait,
+    at the end, for requests in hand. on_change: called at every change of a phase, the first time
+    before anything is started.
     Raises StartFailed: one could not start; all others are stopped by then.
     """
-    with contextlib.ExitStack() as files:
-        sink = files.enter_context(log.open("ab")) if log is not None else sys.stderr.fileno()
-        mesh = LocalMesh(services, sink, restart)
+    with contextlib.ExitStack() as stack:
+        sink = stack.enter_context(log.open("ab")) if log is not None else sys.stderr
+        mesh = LocalMesh(
+            services,
+            log_fd=sink.fileno(),
+            restart=restart,
+            drain_s=drain_s,
+            on_change=on_change or (lambda _: None),
+        )
         if on_change is not None:
-            mesh.on_change = lambda: on_change(mesh)
-        files.enter_context(plain_errors())
+            on_change(mesh)
+        stack.enter_context(plain_errors())
         async with asyncio.TaskGroup() as tasks:
             try:
-                async with asyncio.timeout(start_limit_s):
-                    tasks.create_task(mesh.run(mesh.gateway))
-                    await _until_ready(mesh.gateway)
-                    for worker in mesh.services[1:]:
-                        worker.env = {
-                            **worker.env,
-                            "PDMESH_GATEWAY": f"127.0.0.1:{mesh.gateway.facts['grpc_port']}",
-                        }
-                        tasks.create_task(mesh.run(worker))
-                    for worker in mesh.services[1:]:
-                        await _until_ready(worker)
-            except TimeoutError:
-                waiting = [s.name for s in mesh.services if s.phase is not Phase.READY]
-                await mesh.stop()
-                raise StartFailed(
-                    f"{', '.join(waiting)} not ready after {start_limit_s:g} s"
-                ) from None
-            except BaseException:
-                await mesh.stop()
-                raise
-            try:
+                await mesh.start(tasks, start_limit_s)
                 yield mesh
             finally:
                 await mesh.stop()
-
-
-async def _until_ready(service: Service) -> None:
-    await service.ready.wait()
-    if service.phase is Phase.FAILED:
-        code = service.process.returncode if service.process is not None else None
-        raise StartFailed(service.error or f"{service.name} ended with exit code {code}")
 
 
 async def wait_for_pair(base_url: str, limit_s: float) -> None:
@@ -263,7 +366,7 @@ async def wait_for_pair(base_url: str, limit_s: float) -> None:
     """
     import aiohttp
 
-    reason = "the gateway did not answer"
+    reason = "the gateway does not answer"
     try:
         async with asyncio.timeout(limit_s), aiohttp.ClientSession() as session:
             while True:
@@ -271,9 +374,31 @@ async def wait_for_pair(base_url: str, limit_s: float) -> None:
                     async with session.get(f"{base_url}/ready") as response:
                         if response.status == 200:
                             return
-                        reason = await response.text()
-                await asyncio.sleep(0.05)
+                        body = orjson.loads(await response.read())
+                        reason = str(body.get("reason", body))
+                await asyncio.sleep(READY_POLL_S)
     except TimeoutError:
         raise WorkerLost(
             f"no pair of workers became ready within {limit_s:g} s: {reason}"
         ) from None
+
+
+def _our_code() -> dict[str, str]:
+    """What makes a child run the code that we run: in a checkout that is not installed, its
+    root."""
+    root = str(Path(__file__).resolve().parents[1])
+    if root not in sys.path or root.endswith("-packages"):
+        return {}
+    others = os.environ.get("PYTHONPATH", "")
+    return {"PYTHONPATH": f"{root}{os.pathsep}{others}" if others else root}
+
+
+def last_word(service: Service) -> str:
+    """Return why the process's last run ended: its own word, else what its exit code tells."""
+    if service.error:
+        return service.error
+    code = service.exit_code or 0
+    if code >= 0:
+        return f"ended with exit code {code}; its log says why"
+    name = signal.Signals(-code).name
+    return f"ended by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")

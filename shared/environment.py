@@ -1,4 +1,5 @@
-"""Configuration from environment variables: ``PDMESH_MAX_RUNNING=8`` sets ``max_running``.
+"""Configuration from environment variables, and back: ``PDMESH_MAX_RUNNING=8`` sets
+``max_running``.
 
 Works for every record of ``config.py``: strings, numbers, booleans and paths. It checks no values;
 the record does (``check``).
@@ -59,3 +60,13 @@ def config_from_environment(kind: type[Config], environment: Mapping[str, str]) 
     config = kind(**values)
     config.check()
     return config
+
+
+def environment_of(config: ServiceConfig) -> dict[str, str]:
+    """Return the variables that give a child process this configuration: one a field."""
+    variables: dict[str, str] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        text = "" if value is None else str(value)
+        variables[PREFIX + field.name.upper()] = text.lower() if isinstance(value, bool) else text
+    return variables

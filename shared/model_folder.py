@@ -46,7 +46,8 @@ def resolve_model(name_or_path: str) -> Path:
         raise ModelError(f"{path} is a file: --model wants the folder that holds config.json")
     if _HUB_NAME.fullmatch(name_or_path) is None:
         raise ModelError(
-            f"there is no model folder {path}, and it is no hub name (org/name) either"
+            f"there is no model folder {path}, and it is no hub name (org/name) either: --model "
+            "wants a folder that holds config.json, a hub name, or demo"
         )
     return _download(name_or_path)
 

@@ -9,7 +9,10 @@ reaches torch or ucxx.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -31,18 +34,24 @@ def _no_compute(engine: Any) -> NoReturn:
     raise LocalProtocolError("this process was given no compute runner")
 
 
+def _loop_time() -> float:
+    return asyncio.get_running_loop().time()
+
+
 @dataclass(frozen=True, slots=True)
 class Platform:
     """The outside world of one process.
 
     new_transport: opens the process's data plane; called once. compute: makes the runner of an
-    engine; called once an engine.
+    engine; called once an engine. stopwatch: seconds, for measuring only; whatever is decided goes
+    by the loop's clock.
     """
 
     network: Network
     new_transport: TransportFactory = _no_transport
     compute: ComputeFactory = _no_compute
     random_bytes: RandomBytes = secrets.token_bytes
+    stopwatch: Callable[[], float] = _loop_time
 
 
 def real_platform(
@@ -51,4 +60,4 @@ def real_platform(
     """Return the platform of production: sockets and the system's random bytes."""
     from shared.rpc.tcp import TcpNetwork
 
-    return Platform(TcpNetwork(), new_transport, compute)
+    return Platform(TcpNetwork(), new_transport, compute, stopwatch=time.perf_counter)

@@ -5,7 +5,8 @@ how it ended.
 
 ``main`` gets a ``Process`` and serves until ``process.stop`` is set, then drains and returns. The
 first SIGTERM or SIGINT sets it, as does the end of the parent (``parent.py``); what has not ended
-when the limit comes is cancelled; a second signal ends the process at once. Knows no role.
+when the limit comes is cancelled; a second signal ends the process at once, as the first one does
+before ``main`` has said that it is ready. Knows no role.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import importlib.util
 import os
 import signal
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeVar
 
@@ -48,12 +50,14 @@ class Process:
 
     def __init__(self, parent: Parent) -> None:
         self._parent = parent
+        self.is_ready = False
         self.stop = asyncio.Event()
         """Set when the process should drain and end."""
 
     def ready(self, **facts: Any) -> None:
         """Tell whoever started us that we serve; facts: our ports, in the gateway's words
         (``http_port``, ``grpc_port``)."""
+        self.is_ready = True
         self._parent.tell(**facts)
         _log.info("ready", **facts)
 
@@ -104,7 +108,16 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
         return None
     import uvloop
 
-    return uvloop.new_event_loop
+    class FineLoop(uvloop.Loop):
+        """uvloop, with a clock that measures: its own is read once an iteration, in milliseconds.
+
+        Both count from the same origin, so timers fall where they did.
+        """
+
+        def time(self) -> float:
+            return time.monotonic()
+
+    return FineLoop
 
 
 def _report(error: BaseException, parent: Parent) -> int:
@@ -123,12 +136,19 @@ async def _supervise(name: str, main: Main, parent: Parent, drain_s: float) -> i
     process = Process(parent)
     is_over_limit = False
 
+    def stop() -> None:
+        if not process.is_ready:
+            # Nothing is in hand, and a thread that loads a model cannot be cancelled.
+            sys.stderr.flush()
+            os._exit(EXIT_OK)
+        process.stop.set()
+
     def on_signal(number: signal.Signals) -> None:
         if process.stop.is_set():
             sys.stderr.flush()
             os._exit(128 + number)
         _log.info("stopping", signal=number.name, drain_s=drain_s)
-        process.stop.set()
+        stop()
 
     async def limit(service: asyncio.Task[object]) -> None:
         nonlocal is_over_limit
@@ -146,7 +166,7 @@ async def _supervise(name: str, main: Main, parent: Parent, drain_s: float) -> i
 
     for number in SIGNALS:
         loop.add_signal_handler(number, on_signal, number)
-    parent.watch(process.stop.set)
+    parent.watch(stop)
     try:
         async with asyncio.TaskGroup() as tasks:
             service = tasks.create_task(run(), name=name)

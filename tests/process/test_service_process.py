@@ -150,6 +150,26 @@ async def test_end_of_the_parent_drains() -> None:
     assert code == EXIT_OK
 
 
+@pytest.mark.parametrize("way", ["signal", "parent"])
+async def test_what_is_not_ready_ends_at_once(way: str) -> None:
+    """A thread that loads a model cannot be cancelled, and nothing is in hand yet."""
+    body = """
+        import threading
+        def load():
+            process._parent.tell(loading=1)
+            threading.Event().wait()
+        await asyncio.to_thread(load)
+    """
+    async with child(body) as it:
+        assert await it.facts() == {"loading": 1}
+        if way == "signal":
+            it.process.send_signal(signal.SIGTERM)
+        else:
+            it.link.close()
+        code, _ = await it.ended()
+    assert code == EXIT_OK
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [

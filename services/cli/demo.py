@@ -1,0 +1,105 @@
+"""``pdmesh demo``: one prompt through three real processes with the bundled model; needs no
+network.
+
+The bundled model finds a code that was stated anywhere in the prompt. If any part of the KV cache
+were lost, stale or misplaced on its way from prefill to decode, the code would be wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from contextlib import aclosing
+from pathlib import Path
+
+from rich.console import Console
+
+from services.cli.flags import CannotRun
+from services.cli.generate import Answer, stream_answer
+from services.cli.interrupts import Interrupts
+from services.cli.receipt import receipt_table
+from services.cli.status import StatusView, status_view
+from services.cli.up import PAIR_WITHIN_S, UpConfig, plan_mesh
+from services.local import LocalMesh, local_mesh, wait_for_pair
+from shared.runtime.service import EXIT_OK
+
+PROMPT = (
+    "The code of the red door is 4821. The cat sleeps in the garden. The code of the silver tower "
+    "is 7305. Anna likes bread. The code of the old library is 1986. It is sunny in Oslo. The code "
+    "of the golden box is 5512. The code of the small boat is 2047. Tom walks to the market. The "
+    "code of the green gate is 9630. The code of the wooden bridge is 3378. What is the code of "
+    "the old library?"
+)
+EXPECTED = "1986"
+
+NEXT = """\
+Try next:
+  pdmesh up                                 keep a mesh running
+  pdmesh generate "What is 17 + 25?"        ask it, in another terminal
+  pdmesh up --model FOLDER                  the same with your model
+  pdmesh --help                             three hosts, API keys, more workers
+"""
+
+
+def demo() -> int:
+    """Answer a prompt through a gateway, a prefill and a decode worker, and show where time went.
+
+    Starts all three on free ports with the bundled model, needs no network, and leaves nothing
+    behind. Exit code 0: the answer was right.
+    """
+    console = Console(highlight=False)
+    interrupts = Interrupts()
+    services = plan_mesh(UpConfig(port=0, device="cpu", num_blocks=512))
+    descriptor, name = tempfile.mkstemp(prefix="pdmesh-demo-", suffix=".log")
+    os.close(descriptor)
+    log = Path(name)
+
+    async def main() -> int:
+        with contextlib.ExitStack() as start:
+            view = start.enter_context(status_view(console, is_transient=True))
+            shown: list[StatusView] = [view]
+
+            def change(mesh: LocalMesh) -> None:
+                interrupts.at_once = mesh.kill
+                for view in shown:
+                    view.show(mesh)
+
+            mesh_block = local_mesh(services, log=log, restart=False, drain_s=5, on_change=change)
+            async with mesh_block as mesh:
+                await wait_for_pair(mesh.http_url, PAIR_WITHIN_S)
+                shown.clear()
+                start.close()
+                return await _ask(mesh, console)
+
+    console.print("starting a gateway, a prefill worker and a decode worker")
+    try:
+        code = interrupts.run(main)
+    except Exception:
+        console.print(f"logs: {log}")
+        raise
+    except BaseException:
+        log.unlink()
+        raise
+    log.unlink()
+    if code == EXIT_OK:
+        console.print(NEXT)
+    return code
+
+
+async def _ask(mesh: LocalMesh, console: Console) -> int:
+    console.print(f"prompt: {PROMPT}\n")
+    console.print("answer: ", end="")
+    answer = Answer()
+    body = {"messages": [{"role": "user", "content": PROMPT}], "temperature": 0, "max_tokens": 32}
+    text = ""
+    async with aclosing(stream_answer(mesh.http_url, body, answer)) as pieces:
+        async for piece in pieces:
+            text += piece
+            console.print(piece, end="", markup=False)
+    console.print("\n")
+    console.print(receipt_table(answer.receipt, answer.usage))
+    console.print()
+    if EXPECTED not in text:
+        raise CannotRun(f"the answer is wrong, it should contain {EXPECTED}: please report this")
+    return EXIT_OK

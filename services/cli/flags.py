@@ -1,0 +1,116 @@
+"""Flags from the records of ``shared/config.py``: names, defaults and help texts stand there and
+nowhere else. A group of flags is the record that declares them."""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import os
+import socket
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, Final, ParamSpec, TypeVar, get_type_hints
+
+from cyclopts import Group, Parameter
+
+from services.gateway.auth import KeyRing
+from shared.config import (
+    DecodeConfig,
+    GatewayConfig,
+    PrefillConfig,
+    ServiceConfig,
+    WorkerConfig,
+)
+from shared.errors import InvalidRequest, MeshError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+GROUPS: Final = {
+    GatewayConfig: Group("Gateway", sort_key=1),
+    PrefillConfig: Group("Prefill", sort_key=2),
+    DecodeConfig: Group("Decode", sort_key=3),
+    WorkerConfig: Group("Worker", sort_key=4),
+    ServiceConfig: Group("Every service", sort_key=5),
+}
+
+_WORKER_MODULES: Final = ("numpy", "ucxx", "xxhash")
+_TORCH_MODULES: Final = ("torch", "safetensors")
+
+
+class CannotRun(MeshError):
+    """This machine or this installation lacks something; the message says what to do."""
+
+    type = "cannot_run"
+
+
+def config_flags(command: Callable[P, R]) -> Callable[P, R]:
+    """Make every parameter that is a configuration record into one flag a field."""
+    hints = get_type_hints(command)
+    for name, kind in hints.items():
+        if isinstance(kind, type) and issubclass(kind, ServiceConfig):
+            hints[name] = Annotated[_grouped(kind), Parameter(name="*")]
+    command.__annotations__ = hints
+    return command
+
+
+def _grouped(kind: type[ServiceConfig]) -> type[ServiceConfig]:
+    """Return the record with each field's group in its annotation."""
+    hints = get_type_hints(kind)
+    annotations: dict[str, Any] = {}
+    for declared_by, group in GROUPS.items():
+        if declared_by in kind.__mro__:
+            for name in inspect.get_annotations(declared_by):
+                annotations[name] = Annotated[hints[name], Parameter(group=group)]
+    parts = {"__annotations__": annotations, "__doc__": kind.__doc__, "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), parts)
+
+
+def require_free_port(host: str, port: int, flag: str) -> None:
+    """Raise CannotRun, naming the flag that helps, if a port that we shall listen on is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen(1)
+        except OSError as error:
+            remedies = {
+                errno.EADDRINUSE: f"choose another with {flag}, or end what holds it",
+                errno.EACCES: f"choose one above 1023 with {flag}",
+            }
+            raise CannotRun(
+                f"cannot listen on {host} port {port} ({os.strerror(error.errno or 0).lower()}): "
+                + remedies.get(error.errno or 0, "give an address of this machine with --host")
+            ) from None
+
+
+def require_key_file(path: Path | None) -> None:
+    """Raise CannotRun or InvalidRequest if there is a file of API keys and it is unusable."""
+    if path is not None:
+        try:
+            KeyRing.read(path)
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not text"
+            raise CannotRun(
+                f"cannot read the API keys in {path} ({reason.lower()}): `pdmesh hash-key` makes "
+                "its lines"
+            ) from None
+
+
+def require_worker_modules(engine: str) -> None:
+    """Raise CannotRun, with the command that helps, if this is an installation for gateways."""
+    wanted = (*_TORCH_MODULES, *_WORKER_MODULES) if engine == "torch" else _WORKER_MODULES
+    missing = [module for module in wanted if find_spec(module) is None]
+    if missing:
+        first = "torch first (pytorch.org), then " if "torch" in missing else ""
+        raise CannotRun(
+            f"workers need {', '.join(missing)}: install {first}pip install 'pdmesh[worker]'"
+        )
+
+
+def require(condition: bool, message: str, *, param: str) -> None:
+    """Raise InvalidRequest unless the condition holds."""
+    if not condition:
+        raise InvalidRequest(message, param=param)

@@ -1,0 +1,52 @@
+"""Ctrl-C in a command that owns something: the first one cleans up, the second one ends at once."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupts:
+    """What the signals of a command do. at_once: called at the second one; set it when there is
+    something to end."""
+
+    def __init__(self) -> None:
+        self.received: list[signal.Signals] = []
+        self.on_first: Callable[[], None] = lambda: None
+        self.at_once: Callable[[], None] = lambda: None
+
+    def run(self, main: Callable[[], Coroutine[Any, Any, int]]) -> int:
+        """Run ``main`` on a fresh loop; the first signal cancels it.
+
+        Returns its exit code, or 128 + the signal's number (Ctrl-C: 130). Its errors are raised.
+        """
+        return asyncio.run(self._run(main))
+
+    async def _run(self, main: Callable[[], Coroutine[Any, Any, int]]) -> int:
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        assert task is not None
+
+        def on_signal(number: signal.Signals) -> None:
+            self.received.append(number)
+            if len(self.received) == 1:
+                task.cancel()
+                self.on_first()
+            else:
+                self.at_once()
+
+        for number in SIGNALS:
+            loop.add_signal_handler(number, on_signal, number)
+        try:
+            return await main()
+        except asyncio.CancelledError:
+            if not self.received:
+                raise
+            return 128 + self.received[0]
+        finally:
+            for number in SIGNALS:
+                loop.remove_signal_handler(number)

@@ -1,0 +1,38 @@
+"""``pdmesh hash-key``: a line of the gateway's key file."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from services.gateway.auth import hash_key, new_key
+
+
+def hash_api_key(
+    name: Annotated[str, Parameter(show_env_var=False)],
+    /,
+    *,
+    key: Annotated[str, Parameter(allow_leading_hyphen=True)] = "",
+    salt: str = "",
+) -> None:
+    """Make an API key; print the line for the gateway's --api-keys file.
+
+    The line goes to stdout; the new key goes to stderr and is stored nowhere.
+
+    Parameters
+    ----------
+    name
+        Whose key it is: a name for logs and metrics.
+    key
+        Hash this key instead of making one; '-' reads it from stdin, which keeps it out of the
+        shell's history.
+    salt
+        Tenant: keys with one salt share the prefix cache. Default: the name.
+    """
+    secret = sys.stdin.readline().strip() if key == "-" else key or new_key()
+    line = hash_key(name, secret, salt)
+    if not key:
+        print(f"the key, shown this once: {secret}", file=sys.stderr)
+    print(line)

@@ -1,0 +1,71 @@
+"""``pdmesh gateway``, ``prefill``, ``decode``: one service as this process, for meshes of several
+hosts.
+
+The gateway's machine has neither torch nor ucxx, so each command imports its service when it runs.
+"""
+
+from __future__ import annotations
+
+from services.cli.flags import (
+    config_flags,
+    require_free_port,
+    require_key_file,
+    require_worker_modules,
+)
+from shared.config import DecodeConfig, GatewayConfig, PrefillConfig, ServiceConfig, WorkerConfig
+from shared.log import configure_logs
+
+
+@config_flags
+def gateway(*, config: GatewayConfig = GatewayConfig()) -> int:  # noqa: B008  (frozen)
+    """Run one gateway: OpenAI's API and gRPC for clients, the registry for workers.
+
+    It needs the model's folder for the tokenizer, not for the weights. SIGTERM and Ctrl-C drain.
+    """
+    config.check()
+    require_free_port(config.host, config.http_port, "--http-port")
+    require_free_port(config.host, config.grpc_port, "--grpc-port")
+    require_key_file(config.api_keys)
+    _configure_logs("gateway", config)
+    from services.gateway.process import run_gateway
+
+    return run_gateway(config)
+
+
+@config_flags
+def prefill(*, config: PrefillConfig = PrefillConfig()) -> int:  # noqa: B008
+    """Run one prefill worker: it computes prompts and pushes their KV to decode workers.
+
+    It joins the gateway by itself, and again after the gateway's restart. SIGTERM and Ctrl-C drain.
+    """
+    _check_worker(config)
+    _configure_logs("prefill", config)
+    from services.prefill.app import serve_prefill
+    from shared.runtime.worker_process import run_worker
+
+    return run_worker("prefill", serve_prefill, config)
+
+
+@config_flags
+def decode(*, config: DecodeConfig = DecodeConfig()) -> int:  # noqa: B008
+    """Run one decode worker: it takes KV over from prefill workers and generates.
+
+    It joins the gateway by itself, and again after the gateway's restart. SIGTERM and Ctrl-C drain.
+    """
+    _check_worker(config)
+    _configure_logs("decode", config)
+    from services.decode.app import serve_decode
+    from shared.runtime.worker_process import run_worker
+
+    return run_worker("decode", serve_decode, config)
+
+
+def _check_worker(config: WorkerConfig) -> None:
+    config.check()
+    require_worker_modules(config.engine)
+    require_free_port(config.host, config.port, "--port")
+    require_free_port(config.host, config.metrics_port, "--metrics-port")
+
+
+def _configure_logs(name: str, config: ServiceConfig) -> None:
+    configure_logs(service=name, level=config.log_level, form=config.log_format)

@@ -1,0 +1,148 @@
+"""How a command shows the processes of a local mesh: a live table on a terminal, else a line a
+change."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Generator
+from typing import IO, Protocol
+
+from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from services.local import LocalMesh, Phase, Service, last_word
+
+COLORS = {
+    Phase.WAITING: "dim",
+    Phase.STARTING: "yellow",
+    Phase.READY: "green",
+    Phase.CRASHED: "red",
+    Phase.STOPPING: "yellow",
+    Phase.STOPPED: "dim",
+}
+
+
+class StatusView(Protocol):
+    """Shows a mesh."""
+
+    def show(self, mesh: LocalMesh) -> None:
+        """Called at every change."""
+        ...
+
+    def say(self, text: str) -> None:
+        """Print lines that stay."""
+        ...
+
+
+@contextlib.contextmanager
+def status_view(console: Console, *, is_transient: bool = False) -> Generator[StatusView]:
+    """Show what suits the console for the length of the block.
+
+    is_transient: the table goes away at the end.
+    """
+    if not console.is_terminal:
+        yield LineView(console)
+        return
+    view = LiveView(console, is_transient)
+    view.live.start()
+    try:
+        yield view
+    finally:
+        with contextlib.suppress(OSError):
+            view.live.stop()
+
+
+class LineView:
+    """One line at every change of a process; for logs, pipes and containers."""
+
+    def __init__(self, console: Console) -> None:
+        self._out = console.file
+        self._last: dict[str, tuple[Phase, int]] = {}
+
+    def show(self, mesh: LocalMesh) -> None:
+        """See StatusView."""
+        for service in mesh.services:
+            now = service.phase, service.num_restarts
+            if service.phase is not Phase.WAITING and self._last.get(service.name) != now:
+                self._last[service.name] = now
+                self.say(f"{service.name:<10} {service.phase.value:<9} {_facts(service)}".rstrip())
+
+    def say(self, text: str) -> None:
+        """See StatusView."""
+        try:
+            print(text, file=self._out, flush=True)
+        except OSError:
+            # Whoever read our output has left (`| head`); the mesh is not for them alone.
+            leave_output(self._out)
+
+
+class LiveView:
+    """A table that is drawn anew."""
+
+    def __init__(self, console: Console, is_transient: bool) -> None:
+        self._console = console
+        self._mesh: LocalMesh | None = None
+        self._since: dict[str, tuple[Phase, float]] = {}
+        self.live = Live(
+            get_renderable=self._table,
+            console=console,
+            refresh_per_second=8,
+            transient=is_transient,
+        )
+
+    def show(self, mesh: LocalMesh) -> None:
+        """See StatusView."""
+        self._mesh = mesh
+        for service in mesh.services:
+            if self._since.get(service.name, (None,))[0] is not service.phase:
+                self._since[service.name] = service.phase, time.monotonic()
+
+    def say(self, text: str) -> None:
+        """See StatusView."""
+        # A terminal that was closed must not keep us from ending in order.
+        with contextlib.suppress(OSError):
+            self._console.print(Text(text), soft_wrap=True)
+
+    def _table(self) -> Table:
+        table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+        for service in self._mesh.services if self._mesh is not None else ():
+            phase, since = self._since[service.name]
+            style = COLORS[phase]
+            state = Text(phase.value, style=style)
+            for_s = ""
+            if phase in (Phase.STARTING, Phase.STOPPING):
+                state = Spinner("dots", text=state, style=style)
+                for_s = f"{time.monotonic() - since:.0f} s"
+            table.add_row(service.name, state, Text(_facts(service), style="dim"), for_s)
+        return table
+
+
+def leave_output(stream: IO[str]) -> None:
+    """Write to nowhere from now on, so that what is still in the buffer fails nothing at exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+def _facts(service: Service) -> str:
+    """What is worth knowing beside the phase."""
+    parts: list[str] = []
+    if service.phase is Phase.CRASHED:
+        parts.append(last_word(service))
+    elif service.phase not in (Phase.WAITING, Phase.STOPPED):
+        parts.append(f"pid {service.pid}")
+    if service.phase is Phase.READY:
+        facts = service.facts
+        parts += [f"HTTP {facts['http_port']}"] if "http_port" in facts else []
+        parts += [f"gRPC {facts['grpc_port']}"] if "grpc_port" in facts else []
+        parts += [f"{facts['num_blocks']} KV blocks"] if "num_blocks" in facts else []
+    if service.num_restarts:
+        parts.append(
+            "1 restart" if service.num_restarts == 1 else f"{service.num_restarts} restarts"
+        )
+    return ", ".join(parts)

@@ -1,0 +1,346 @@
+"""``pdmesh up`` and ``pdmesh demo`` with real processes: they serve, they restart what crashes, and
+whatever ends them leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from services.local import (
+    LocalMesh,
+    Phase,
+    Service,
+    StartFailed,
+    local_mesh,
+    plan_services,
+    wait_for_pair,
+)
+from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
+from shared.errors import WorkerLost
+
+pytestmark = [pytest.mark.process, pytest.mark.ucx]
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 120.0
+
+SMALL = ("--port", "0", "--num-blocks", "256", "--device", "cpu")
+FAKE = (*SMALL, "--engine", "fake")
+
+RECALL = (
+    "The code of the red door is 4821. The cat sleeps in the garden. The code of the blue box is "
+    "1111. The code of the old tower is 7350. What is the code of the red door?"
+)
+
+
+class Command:
+    """A running ``pdmesh`` and what it has printed."""
+
+    def __init__(self, process: asyncio.subprocess.Process, tasks: asyncio.TaskGroup) -> None:
+        self.process = process
+        self.out = ""
+        self.err = ""
+        self._grew = asyncio.Condition()
+        self._readers = [
+            tasks.create_task(self._read("out", process.stdout)),
+            tasks.create_task(self._read("err", process.stderr)),
+        ]
+
+    async def _read(self, name: str, stream: asyncio.StreamReader | None) -> None:
+        assert stream is not None
+        while chunk := await stream.read(65536):
+            async with self._grew:
+                setattr(self, name, getattr(self, name) + chunk.decode(errors="replace"))
+                self._grew.notify_all()
+        async with self._grew:
+            self._grew.notify_all()
+
+    async def said(self, pattern: str) -> re.Match[str]:
+        """Wait for words on stdout."""
+        found: re.Match[str] | None = None
+
+        def is_said() -> bool:
+            nonlocal found
+            found = re.search(pattern, self.out)
+            return found is not None or self._readers[0].done()
+
+        async with self._grew:
+            await self._grew.wait_for(is_said)
+        assert found is not None, f"it ended without {pattern!r}:\n{self.out}\n{self.err}"
+        return found
+
+    async def url(self) -> str:
+        """Wait until a request can be served; the base URL."""
+        return (await self.said(r"ready: (http://\S+)/v1"))[1]
+
+    @property
+    def children(self) -> list[int]:
+        """Every process that it has said to have started."""
+        return sorted({int(pid) for pid in re.findall(r"pid (\d+)", self.out)})
+
+    async def ended(self) -> int:
+        """Wait for its end, and that of everything it started; its exit code."""
+        code = await self.process.wait()
+        await asyncio.wait(self._readers)
+        for pid in self.children:
+            await has_ended(pid)
+        return code
+
+
+async def has_ended(pid: int) -> None:
+    """Wait until a process that need not be our child has ended."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    loop.add_reader(descriptor, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
+@contextlib.asynccontextmanager
+async def pdmesh(*arguments: str, **variables: str) -> AsyncIterator[Command]:
+    """Run a command; whatever is left of it at the end is killed."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PDMESH_")}
+    async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as tasks:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "services.cli",
+            *arguments,
+            cwd=ROOT,
+            env={**environment, "COLUMNS": "200", "PYTHONUNBUFFERED": "1", **variables},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        command = Command(process, tasks)
+        try:
+            yield command
+        finally:
+            for pid in (process.pid, *command.children):
+                if process.returncode is None or pid != process.pid:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            await process.wait()
+
+
+async def chat(url: str, **fields: Any) -> Any:
+    """One chat completion that must succeed."""
+    body = {"messages": [{"role": "user", "content": RECALL}], "max_tokens": 24, **fields}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{url}/v1/chat/completions", json=body) as response,
+    ):
+        answer = await response.json()
+        assert response.status == 200, answer
+        return answer
+
+
+async def test_up_serves_a_request_and_ctrl_c_leaves_nothing() -> None:
+    """Two workers of each role; 130 is Ctrl-C's exit code."""
+    async with pdmesh("up", "--prefill", "2", "--decode", "2", *FAKE) as up:
+        url = await up.url()
+        answer = await chat(url, temperature=0)
+        assert answer["usage"]["completion_tokens"] > 1
+        assert len(up.children) == 5
+        up.process.send_signal(signal.SIGINT)
+        assert await up.ended() == 130
+    assert "Traceback" not in up.err
+
+
+async def test_generate_streams_a_right_answer_and_its_receipt() -> None:
+    """The bundled model finds the code in KV that was moved; SIGTERM ends a mesh with 0."""
+    async with pdmesh("up", *SMALL) as up:
+        url = await up.url()
+        async with pdmesh("generate", RECALL, "--url", url, "--temperature", "0") as asked:
+            assert await asked.ended() == 0
+        assert "4821" in asked.out
+        assert "KV transfer" in asked.err
+        up.process.terminate()
+        assert await up.ended() == 0
+
+
+async def test_nothing_outlives_a_killed_up() -> None:
+    """kill -9 runs no code of ours: the children notice the cord."""
+    async with pdmesh("up", *FAKE) as up:
+        await up.url()
+        up.process.kill()
+        assert await up.ended() == -signal.SIGKILL
+        assert len(up.children) == 3
+
+
+async def test_nothing_outlives_an_up_killed_at_the_start() -> None:
+    """The children are loading and do not look at the cord yet."""
+    async with pdmesh("up", *FAKE) as up:
+        await up.said("decode-0 +starting")
+        up.process.kill()
+        assert await up.ended() == -signal.SIGKILL
+        assert len(up.children) == 3
+
+
+@pytest.mark.parametrize("phase", ["gateway +starting", "prefill-0 +starting"])
+async def test_ctrl_c_at_the_start_leaves_nothing(phase: str) -> None:
+    """In every phase: 130, no traceback, nobody left."""
+    async with pdmesh("up", *FAKE) as up:
+        await up.said(phase)
+        up.process.send_signal(signal.SIGINT)
+        assert await up.ended() == 130
+    assert "Traceback" not in up.err
+
+
+async def test_a_second_ctrl_c_does_not_wait_for_what_is_in_hand() -> None:
+    """The first one lets an answer of minutes go on, the second one ends it."""
+    async with (
+        pdmesh("up", *FAKE, PDMESH_FAKE_STEP_S="1") as up,
+        pdmesh("generate", "hi", "--max-tokens", "500", "--url", await up.url()) as asked,
+    ):
+        await asked.said(r"\S")
+        up.process.send_signal(signal.SIGINT)
+        await up.said("gateway +stopping")
+        assert up.process.returncode is None
+        up.process.send_signal(signal.SIGINT)
+        assert await up.ended() == 130
+        assert await asked.ended() == 1
+        assert asked.err == "pdmesh: the answer broke off: the gateway has gone\n"
+
+
+async def test_what_crashes_is_restarted_and_serves_again() -> None:
+    """A worker, then the gateway, which comes back on its port so that workers find it."""
+    async with pdmesh("up", *FAKE) as up:
+        url = await up.url()
+        for name in ("decode-0", "gateway"):
+            pid = (await up.said(rf"{name} +ready +pid (\d+)"))[1]
+            os.kill(int(pid), signal.SIGKILL)
+            await up.said(rf"{name} +crashed +ended by SIGKILL")
+            await up.said(rf"{name} +ready .*, 1 restart")
+            await wait_for_pair(url, LIMIT_S)
+            assert (await chat(url))["choices"]
+        up.process.terminate()
+        assert await up.ended() == 0
+
+
+async def test_the_log_file_takes_what_the_services_say(tmp_path: Path) -> None:
+    """stderr stays free for errors."""
+    log = tmp_path / "mesh.log"
+    async with pdmesh("up", *FAKE, "--log", str(log)) as up:
+        await up.url()
+        up.process.terminate()
+        assert await up.ended() == 0
+    assert up.err == ""
+    text = log.read_text()
+    assert all(f'"service":"{name}"' in text for name in ("gateway", "prefill", "decode"))
+
+
+async def test_demo_answers_right_and_leaves_nothing(tmp_path: Path) -> None:
+    """Offline, on free ports, also with a mesh on the usual ones; its temporary log goes, too."""
+    async with pdmesh("demo", TMPDIR=str(tmp_path), HF_HUB_OFFLINE="1") as demo:
+        assert await demo.ended() == 0
+    assert "The code of the old library is 1986." in demo.out
+    assert "= first token" in demo.out
+    assert "pdmesh up" in demo.out
+    assert demo.err == ""
+    assert len(demo.children) == 3
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_ctrl_c_ends_the_demo() -> None:
+    """While its processes start."""
+    async with pdmesh("demo") as demo:
+        await demo.said("decode-0 +starting")
+        demo.process.send_signal(signal.SIGINT)
+        assert await demo.ended() == 130
+    assert "Traceback" not in demo.err
+
+
+# --- the mesh itself -------------------------------------------------------------------------
+
+
+def a_plan(**settings: Any) -> list[Service]:
+    """One worker of each role with the fake engine."""
+    return plan_services(
+        GatewayConfig(http_port=0, grpc_port=0),
+        [PrefillConfig(engine="fake", **settings)],
+        [DecodeConfig(engine="fake")],
+    )
+
+
+def is_reaped(services: list[Service]) -> bool:
+    """Whether every process was started and is gone, even from the process table."""
+    return all(s.pid and not Path(f"/proc/{s.pid}").exists() for s in services if s.process)
+
+
+async def test_a_block_of_a_mesh_reaps_all_processes(tmp_path: Path) -> None:
+    """Inside it answers; afterwards there is not even a zombie."""
+    services = a_plan()
+    seen: list[tuple[str, Phase]] = []
+
+    def changed(mesh: LocalMesh) -> None:
+        seen.extend((s.name, s.phase) for s in mesh.services if (s.name, s.phase) not in seen)
+
+    async with local_mesh(services, log=tmp_path / "log", on_change=changed) as mesh:
+        assert mesh.is_ready
+        await wait_for_pair(mesh.http_url, LIMIT_S)
+        assert (await chat(mesh.http_url))["choices"]
+    assert is_reaped(services)
+    for service in services:
+        assert [phase.value for name, phase in seen if name == service.name] == [
+            "waiting",
+            "starting",
+            "ready",
+            "stopping",
+            "stopped",
+        ]
+
+
+async def test_a_failure_to_start_is_the_childs_own_last_word(tmp_path: Path) -> None:
+    """It ends all others at once, and nothing is restarted."""
+    services = a_plan()
+    services[1].env["PDMESH_BLOCK_SIZE"] = "0"
+    with pytest.raises(StartFailed, match="prefill-0 could not start: --block-size must be"):
+        async with local_mesh(services, log=tmp_path / "log"):
+            pytest.fail("it must not be entered")
+    assert is_reaped(services)
+    assert [service.num_restarts for service in services] == [0, 0, 0]
+
+
+async def test_a_child_without_a_last_word_is_told_by_its_exit_code(tmp_path: Path) -> None:
+    """An import error comes before the cord."""
+    services = a_plan()
+    services[2].module = "services.no_such_module"
+    with pytest.raises(StartFailed, match="decode-0 could not start: ended with exit code 1"):
+        async with local_mesh(services, log=tmp_path / "log"):
+            pytest.fail("it must not be entered")
+    assert is_reaped(services)
+    assert "no_such_module" in (tmp_path / "log").read_text()
+
+
+async def test_an_error_in_the_block_stops_the_mesh_and_comes_out_plain(tmp_path: Path) -> None:
+    """No group round it; without ``restart`` a crash stays a crash."""
+    services = a_plan()
+    worker = services[2]
+
+    async def lose_a_worker() -> None:
+        async with local_mesh(services, log=tmp_path / "log", restart=False) as mesh:
+            os.kill(worker.pid, signal.SIGKILL)
+            await has_ended(worker.pid)
+            await wait_for_pair(mesh.http_url, 0.5)
+
+    with pytest.raises(WorkerLost, match=r"no pair .* within 0\.5 s: .*decode"):
+        await lose_a_worker()
+    assert worker.exit_code == -signal.SIGKILL
+    assert is_reaped(services)

@@ -1,0 +1,178 @@
+"""``pdmesh generate`` against a scripted gateway, its receipt, and what Ctrl-C does to a
+command."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from rich.console import Console
+
+from services.cli.flags import CannotRun
+from services.cli.generate import Answer, Refused, stream_answer
+from services.cli.interrupts import Interrupts
+from services.cli.receipt import receipt_table
+from services.gateway.auth import KeyRing, hash_key
+from shared.errors import ModelError, WorkerLost
+from shared.telemetry.lifetime import Receipt
+from tests.support.scripted_mesh import ScriptedMesh, failing_after, http_gateway, saying
+
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+async def said(url: str, body: dict[str, Any], **options: Any) -> tuple[str, Answer]:
+    """Stream one answer to its end."""
+    answer = Answer()
+    return "".join([piece async for piece in stream_answer(url, body, answer, **options)]), answer
+
+
+@pytest.mark.parametrize("body", [HI, {"prompt": "hi"}])
+@pytest.mark.parametrize("suffix", ["", "/", "/v1"])
+async def test_an_answer_is_text_usage_and_receipt(body: dict[str, Any], suffix: str) -> None:
+    """Chat and raw; the URL as ``up`` prints it or as OpenAI's clients want it."""
+    async with http_gateway(ScriptedMesh(saying("hello and the end"))) as url:
+        text, answer = await said(url + suffix, body)
+    assert text == "hello and the end"
+    assert answer.finish_reason == "stop"
+    assert answer.usage["completion_tokens"] > 0
+    assert answer.receipt["ttft_s"] == 0.5
+
+
+async def test_sampling_reaches_the_gateway_and_what_is_not_given_does_not() -> None:
+    """None = the gateway's own default."""
+    mesh = ScriptedMesh()
+    async with http_gateway(mesh) as url:
+        await said(url, {**HI, "seed": 5, "max_tokens": 2, "temperature": None})
+    (request,) = mesh.requests
+    assert (request.sampling.seed, request.sampling.max_tokens) == (5, 2)
+
+
+async def test_a_refusal_is_the_gateways_own_words(tmp_path: Path) -> None:
+    """With the remedy where a key is missing."""
+    (tmp_path / "keys").write_text(hash_key("alice", "secret"))
+    async with http_gateway(ScriptedMesh(), KeyRing.read(tmp_path / "keys")) as url:
+        with pytest.raises(Refused, match="PDMESH_API_KEY"):
+            await said(url, HI)
+        with pytest.raises(Refused, match="max_tokens"):
+            await said(url, {**HI, "max_tokens": -1}, api_key="secret")
+        assert (await said(url, HI, api_key="secret"))[0]
+
+
+async def test_an_error_in_mid_stream_is_told() -> None:
+    """The status was 200 by then."""
+    async with http_gateway(ScriptedMesh(failing_after("hello", WorkerLost("it died")))) as url:
+        with pytest.raises(Refused, match="it died"):
+            await said(url, HI)
+
+
+async def test_something_that_is_no_gateway_is_called_so() -> None:
+    """Another server on the port answers 200 with its own page, or cuts the stream."""
+
+    async def page(_: web.Request) -> web.Response:
+        return web.Response(text="<html>")
+
+    async def cut(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b'data: {"choices": []}\n\n')
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    async with serving(page) as url:
+        with pytest.raises(CannotRun, match="no pdmesh gateway"):
+            await said(url, HI)
+    async with serving(cut) as url:
+        with pytest.raises(WorkerLost, match="broke off"):
+            await said(url, HI)
+
+
+class serving:
+    """Serve one handler for every path; gives the base URL."""
+
+    def __init__(self, handler: Any) -> None:
+        application = web.Application()
+        application.router.add_route("*", "/{path:.*}", handler)
+        self._runner = web.AppRunner(application)
+
+    async def __aenter__(self) -> str:
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+
+
+def test_a_receipt_is_a_table_whose_phases_have_names() -> None:
+    """What took no time before the workers is left out; what moved is told in words."""
+    receipt = Receipt(
+        prefill_s=0.02,
+        handover_s=0.005,
+        ttft_s=0.025,
+        tpot_s=0.01,
+        e2e_s=0.1,
+        transfer_s=0.002,
+        transfer_bytes=3 << 20,
+        gb_per_s=1.57,
+        lane="sysv",
+        mode="layerwise",
+        attempts=2,
+        output_tokens=9,
+        errors=("worker_lost",),
+    )
+    out = io.StringIO()
+    Console(file=out, width=100).print(receipt_table(receipt.as_dict(), {"prompt_tokens": 126}))
+    lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
+    assert "prefill 20.0 ms computed the prompt and token 1" in lines
+    assert "= first token 25.0 ms from arrival" in lines
+    assert "KV transfer 2.0 ms 3.0 MiB prefill → decode, 1.6 GB/s (sysv, layerwise)" in lines
+    assert "per token 10.0 ms 100 tokens/s" in lines
+    assert "= all 100.0 ms 126 tokens in (0 cached), 9 out" in lines
+    assert "attempts 2 worker_lost" in lines
+    assert not any(line.startswith("queue") for line in lines)
+
+
+def test_the_first_signal_cleans_up_and_the_second_ends_at_once() -> None:
+    """The command is cancelled once; its cleanup is not cut short by the second."""
+    interrupts = Interrupts()
+    told: list[str] = []
+    is_killed = asyncio.Event()
+    interrupts.on_first = lambda: told.append("first")
+    interrupts.at_once = is_killed.set
+
+    async def command() -> int:
+        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            told.append("cleanup")
+            os.kill(os.getpid(), signal.SIGINT)
+            await is_killed.wait()
+            told.append("clean")
+        return 0
+
+    assert interrupts.run(command) == 130
+    assert told == ["first", "cleanup", "clean"]
+
+
+def test_the_exit_code_tells_the_signal_and_errors_are_raised() -> None:
+    """128 + its number; an error of the command is the command's."""
+
+    async def waits() -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.Event().wait()
+        return 0
+
+    async def fails() -> int:
+        raise ModelError("no")
+
+    assert Interrupts().run(waits) == 128 + signal.SIGTERM
+    with pytest.raises(ModelError):
+        Interrupts().run(fails)
