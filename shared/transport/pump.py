@@ -1,8 +1,8 @@
 """The thread that owns UCX: context, worker, endpoints, and every message until UCX lets go of it.
 
 Orders come through a deque and an eventfd; what settled goes back to the loop in batches. With
-nothing to do the thread sleeps in arm + poll: an idle worker costs no CPU. It imports no UCXX:
-``ucxx.py`` hands the library in.
+nothing to do the thread sleeps in arm + poll: an idle worker costs no CPU (``nap.py`` says what it
+does while something is in flight). It imports no UCXX: ``ucxx.py`` hands the library in.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from shared.errors import LocalProtocolError, TransferFailed
 from shared.transport.base import Outcome
+from shared.transport.nap import Nap
 from shared.transport.settings import UcxSettings
 from shared.transport.ucp import CANCELED, OK, TagApi
 
@@ -40,7 +41,8 @@ _Report = tuple[Callable[[Any, Any], None], Any, Any]
 
 
 class Pump:
-    """The thread. Methods below ``_run`` are its own; the first four are called from the loop."""
+    """The thread. Methods below ``_run`` are its own; those above it are called from the
+    loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, settings: UcxSettings, lib: Any) -> None:
         self._lib = lib
@@ -68,6 +70,11 @@ class Pump:
         self._closing: list[UcxEndpoint] = []
 
     # --- called from the loop ---------------------------------------------------------------------
+
+    @property
+    def num_endpoints(self) -> int:
+        """Endpoints that are open or closing; a snapshot."""
+        return len(self._endpoints)
 
     def start(self, started: asyncio.Future[bytes]) -> None:
         self._started = started
@@ -156,18 +163,24 @@ class Pump:
             time.perf_counter,
         )
         poller = select.poll()
-        poller.register(worker.epoll_file_descriptor, select.POLLIN)
+        signal_fd = worker.epoll_file_descriptor
+        poller.register(signal_fd, select.POLLIN)
         poller.register(self._wakeup_fd, select.POLLIN)
         sleep_at = 0.0
+        nap, has_timed_out = Nap(), False
         while True:
             was_busy = bool(orders)
             for _ in range(len(orders)):
                 act, argument = orders.popleft()
                 act(argument)
+            has_progressed = False
             for _ in range(_PROGRESS_BATCH):
                 if not progress_once():
                     break
-                was_busy = True
+                was_busy = has_progressed = True
+            if has_timed_out:
+                nap.timed_out(found_work=has_progressed)
+                has_timed_out = False
             if self._lost:
                 self._lose_endpoints()
             if self._closing:
@@ -186,10 +199,19 @@ class Pump:
                 True  # before the last look: an order that comes later writes the eventfd
             )
             if not orders and worker.arm():
-                poller.poll(_CLOSING_LOOK_MS if self._closing else None)
+                woken_by = poller.poll(self._look_ms(nap))
+                has_timed_out = not woken_by
+                if any(fd == signal_fd for fd, _ in woken_by):
+                    nap.signalled()
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wakeup_fd)
             self._is_asleep = False
+
+    def _look_ms(self, nap: Nap) -> int | None:
+        """Return when to look even if nothing wakes the thread; None = never."""
+        if self._closing:
+            return _CLOSING_LOOK_MS
+        return nap.limit_ms if self._in_flight else None
 
     def _report(self, act: Callable[[Any, Any], None], first: Any, second: Any = None) -> None:
         self._reports.append((act, first, second))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import signal
+import subprocess
 from collections.abc import AsyncIterator
 
 import pytest
@@ -58,6 +60,24 @@ async def test_the_default_lane_on_one_host_is_shared_memory() -> None:
     async with a_pair() as (left, right):
         await push(left, right, 1, RENDEZVOUS)
         assert await left.ask("lane") == await right.ask("lane") == "sysv"
+        await leave(left, right)
+
+
+def _can_unshare() -> bool:
+    return subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not _can_unshare(), reason="needs the right to make a network namespace")
+async def test_messages_do_not_wait_for_wakeups_that_a_network_namespace_swallows() -> None:
+    """Two containers with one IPC and two network namespaces: without own looks each message
+    waits for UCX's keepalive, about a second; a hundred in 30 s have not."""
+    namespaces = {"PEER_PREFIX": "unshare --net", "UCX_TLS": "sysv,self"}
+    async with a_pair(**namespaces) as (left, right):
+        async with asyncio.timeout(30):
+            for tag in range(50):
+                await push(left, right, tag, RENDEZVOUS)
+                await push(right, left, 100 + tag, 4096)
+        assert await left.ask("lane") == "sysv"
         await leave(left, right)
 
 

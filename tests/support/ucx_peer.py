@@ -68,13 +68,15 @@ class Peer:
 async def a_peer(**environment: str) -> AsyncIterator[Peer]:
     """Start a peer process; kill it at the end if it still runs.
 
-    PEER_LOOP: ``uvloop``. PEER_PROGRAM: run this Python text instead.
+    PEER_LOOP: ``uvloop``. PEER_PROGRAM: run this Python text instead. PEER_PREFIX: a command that
+    runs it.
     """
     program = environment.pop("PEER_PROGRAM", "")
+    prefix = environment.pop("PEER_PREFIX", "").split()
     arguments = ("-c", program) if program else ("-m", "tests.support.ucx_peer")
     env = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
     process = await asyncio.create_subprocess_exec(
-        sys.executable, *arguments,
+        *prefix, sys.executable, *arguments,
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=env | environment,
     )  # fmt: skip
     try:
