@@ -1,30 +1,34 @@
-# Three targets from one file: gateway (neither torch nor UCX), prefill, decode.
+# Three targets from one file: gateway (neither torch nor UCX in it), prefill, decode.
 #
 #   docker build --target gateway -t pdmesh-gateway .
 #
-# TORCH picks the build of torch; PIP_OPTIONS="--no-index --find-links /path" installs from a wheel folder of the base image.
+# Offline: put wheels of all dependencies into a folder `wheels/` beside this file; then no index is asked.
 ARG PYTHON_IMAGE=python:3.12-slim
 
 FROM ${PYTHON_IMAGE} AS base
-ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
+ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 RUN python3 -m venv /opt/pdmesh && useradd --uid 10001 --no-create-home pdmesh
 ENV PATH=/opt/pdmesh/bin:$PATH
 
 FROM base AS source
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 WORKDIR /src
+# LICENSE is there so that the pattern matches something where there are no wheels.
+COPY LICENSE wheels* /wheels/
+RUN if ls /wheels/*.whl >/dev/null 2>&1; then \
+      printf '[global]\nno-index = true\nfind-links = /wheels\n' > /etc/pip.conf; fi
 COPY pyproject.toml README.md LICENSE ./
 COPY services services
 COPY shared shared
 
 FROM source AS gateway-build
-ARG PIP_OPTIONS=""
-RUN pip install ${PIP_OPTIONS} .
+RUN pip install .
 
 FROM source AS worker-build
-ARG PIP_OPTIONS=""
-ARG TORCH="torch==2.13.0"
+# The torch build is yours to choose, e.g. by an index of its own in PIP_INDEX_URL, or by a wheel.
+ARG TORCH=torch==2.13.0
 ARG EXTRA=worker
-RUN pip install ${PIP_OPTIONS} "${TORCH}" && pip install ${PIP_OPTIONS} ".[${EXTRA}]"
+RUN pip install "${TORCH}" && pip install ".[${EXTRA}]"
 
 FROM base AS gateway
 COPY --from=gateway-build /opt/pdmesh /opt/pdmesh
