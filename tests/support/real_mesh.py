@@ -20,8 +20,8 @@ from services.gateway.text import TextModel
 from services.prefill.app import PrefillWorker
 from shared import wire
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
-from shared.engine.base import Engine
-from shared.engine.worker import ThreadCompute
+from shared.engine.base import Engine, RowResult, StepRow
+from shared.engine.worker import OnLayersDone, ThreadCompute
 from shared.request import TokenLogprobs
 from shared.rpc.columns import pack_u32, unpack_f32, unpack_u32
 from shared.rpc.methods import GENERATE
@@ -35,6 +35,7 @@ from shared.transport.base import TransportFactory
 from shared.transport.ucxx import open_ucx
 
 STARTED_WITHIN_S = 60.0
+HAPPENS_WITHIN_S = 60.0
 STOPPED_WITHIN_S = 60.0
 
 Run = Callable[[Callable[..., None], asyncio.Event], Coroutine[Any, Any, None]]
@@ -74,15 +75,33 @@ def _pairs(entry: wire.TopLogprobs) -> tuple[tuple[int, float], ...]:
     return tuple(zip(ids, unpack_f32(entry.logprobs, count=len(ids)), strict=True))
 
 
+class GatedCompute(ThreadCompute):
+    """The compute runner of production behind a gate, so that a test can line requests up.
+
+    gate: no step begins before it is set.
+    """
+
+    def __init__(self, engine: Engine, gate: asyncio.Event) -> None:
+        super().__init__(engine)
+        self._gate = gate
+
+    async def step(
+        self, rows: Sequence[StepRow], on_layers_done: OnLayersDone | None = None
+    ) -> list[RowResult]:
+        await self._gate.wait()
+        return await super().step(rows, on_layers_done)
+
+
 @dataclass
 class RealMesh:
-    """Made by ``real_mesh``."""
+    """Made by ``real_mesh``. prefill_gate: while it is clear, prefill begins no step."""
 
     network: Network
     address: Address
     gateway: Gateway
     prefill: PrefillWorker
     decode: DecodeWorker
+    prefill_gate: asyncio.Event
 
     async def ask(
         self, prompt: Sequence[int] | str, max_tokens: int = 16, **params: Any
@@ -127,6 +146,14 @@ class RealMesh:
         async with asyncio.TaskGroup() as tasks:
             asking = [tasks.create_task(ask(prompt)) for prompt in prompts]
         return [task.result() for task in asking]
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Wait until a condition on the workers' load holds; they report every change of it."""
+        members = self.gateway.members
+        assert members is not None
+        async with asyncio.timeout(HAPPENS_WITHIN_S):
+            while not condition():
+                await members.changed.wait()
 
     def assert_nothing_left(self) -> None:
         """Every block of both workers is available, and the gateway holds no request."""
@@ -176,8 +203,13 @@ async def real_mesh(
     left of any request.
     """
     network = TcpNetwork()
+    gate = asyncio.Event()
+    gate.set()
     new_transport = cast("TransportFactory", open_ucx)
-    of_worker = real_platform(new_transport=new_transport, compute=ThreadCompute)
+    of_prefill = real_platform(
+        new_transport=new_transport, compute=lambda engine: GatedCompute(engine, gate)
+    )
+    of_decode = real_platform(new_transport=new_transport, compute=ThreadCompute)
     front = Gateway(
         GatewayConfig(http_port=0, grpc_port=0, **(gateway or {})), real_platform(), text, {}
     )
@@ -187,14 +219,13 @@ async def real_mesh(
             network,
             address,
             front,
-            PrefillWorker(PrefillConfig(**common, **(prefill or {})), of_worker, prefill_engine),
-            DecodeWorker(DecodeConfig(**common, **(decode or {})), of_worker, decode_engine),
+            PrefillWorker(PrefillConfig(**common, **(prefill or {})), of_prefill, prefill_engine),
+            DecodeWorker(DecodeConfig(**common, **(decode or {})), of_decode, decode_engine),
+            gate,
         )
         async with _running(mesh.prefill.run), _running(mesh.decode.run):
+            assert front.members is not None
             members = front.members
-            assert members is not None
-            async with asyncio.timeout(STARTED_WITHIN_S):
-                while not members.num_pairs:
-                    await members.changed.wait()
+            await mesh.until(lambda: members.num_pairs)
             yield mesh
     mesh.assert_nothing_left()
