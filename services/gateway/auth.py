@@ -50,12 +50,16 @@ class KeyRing:
     def read(cls, path: Path) -> KeyRing:
         """Read a key file.
 
-        Raises InvalidRequest: a line is malformed, a name occurs twice, or the file holds no key
+        Raises InvalidRequest: it is no text, a line is malformed, a name occurs twice, or the file holds no key
         (an empty ring would let everybody in); the message gives the line number, never the line.
         OSError: the file cannot be read.
         """
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise InvalidRequest(f"{path} is not a text file of API keys") from None
         keys: dict[str, ApiKey] = {}
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        for number, line in enumerate(text.splitlines(), start=1):
             entry = line.partition("#")[0].strip()
             if not entry:
                 continue

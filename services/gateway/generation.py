@@ -39,6 +39,7 @@ class GatewayMesh:
             max_wait_s=config.max_wait_s,
         )
         self._turns: dict[bytes, asyncio.Event] = {}
+        self._shells: dict[bytes, RequestShell] = {}
 
     @property
     def model(self) -> ServedModel | None:
@@ -81,9 +82,11 @@ class GatewayMesh:
                 pair_wait_s=self._config.max_wait_s,
                 failover_wait_s=self._config.failover_wait_s,
             )
+            self._shells[request.request_id] = shell
             async with closing(shell):
                 yield shell
         finally:
+            self._shells.pop(request.request_id, None)
             self._leave(request.request_id)
 
     async def _admit(self, request: GenerationRequest) -> None:
@@ -113,12 +116,18 @@ class GatewayMesh:
             self._idle.set()
 
     async def drain(self, limit_s: float) -> bool:
-        """Take nothing new and wait for what runs; False if the limit came first."""
+        """Take nothing new and wait for what runs; False if the limit came first.
+
+        What runs then fails with ShuttingDown.
+        """
         self._is_draining = True
         self._members.note_change()
         try:
             async with asyncio.timeout(limit_s):
                 await self._idle.wait()
         except TimeoutError:
+            error = ShuttingDown("this gateway is shutting down", code="drain_limit")
+            for shell in list(self._shells.values()):
+                shell.fail(error)
             return False
         return True

@@ -137,7 +137,7 @@ class HttpDoor:
         if body.messages is not None:
             rendered = await text.render(
                 messages_for_template(body.messages),
-                add_generation_prompt=body.add_generation_prompt,
+                add_generation_prompt=body.add_generation_prompt is not False,
             )
             ids = await text.encode(rendered, add_special_tokens=body.add_special_tokens is True)
         else:
@@ -164,7 +164,7 @@ class HttpDoor:
         text = self._front.text
         rendered = await text.render(
             messages_for_template(body.messages),
-            add_generation_prompt=body.add_generation_prompt,
+            add_generation_prompt=body.add_generation_prompt is not False,
             arguments=_template_arguments(body),
         )
         ids = await text.encode(rendered, add_special_tokens=body.add_special_tokens is True)

@@ -102,7 +102,7 @@ async def _handle(
         timeout_s = checked_timeout(headers.get("X-Request-Timeout"), param="x-request-timeout")
         call.caller = replace(
             call.caller,
-            label=limits.checked_label(headers.get("X-Request-Id", ""), param="x-request-id"),
+            label=limits.label_or_none(headers.get("X-Request-Id", "")),
             deadline_at=front.deadline_at(call.caller, timeout_s),
         )
         response = await route.handler(request, call)
@@ -198,7 +198,15 @@ class _Connection(web.RequestHandler):
 
     has_asked = False
 
+    def __init__(self, manager: Any, *, is_full: Callable[[], bool], **options: Any) -> None:
+        super().__init__(manager, **options)
+        self._is_full = is_full
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if self._is_full():
+            # Before any byte is read: an answer would cost what the limit is there to save.
+            cast("asyncio.Transport", transport).abort()
+            return
         super().connection_made(transport)
         # A client that never finishes its first headers is not served for ever.
         asyncio.get_running_loop().call_later(HEADER_TIMEOUT_S, self._drop_if_silent)
@@ -251,9 +259,13 @@ async def listen(
     if manager is None:
         raise InvariantViolated("aiohttp's runner has no server after its setup")
 
+    def is_full() -> bool:
+        return len(manager.connections) >= limits.MAX_CONNECTIONS
+
     def connection() -> _Connection:
         return _Connection(
             manager,
+            is_full=is_full,
             loop=loop,
             access_log=cast("Any", None),  # the guard writes our one line a request
             auto_decompress=False,

@@ -24,7 +24,7 @@ from shared.errors import DeadlinePassed, InvalidRequest, MeshError, RemoteProto
 from shared.request import FinishReason, TokenLogprobs
 from shared.rpc.columns import pack_f32, pack_u32, unpack_u32
 from shared.rpc.methods import GENERATE, LIST_MODELS, TOKENIZE
-from shared.rpc.service import ServerStream, Servicer, bind, bind_unary
+from shared.rpc.service import FIRST_MESSAGE_S, ServerStream, Servicer, bind, bind_unary
 from shared.rpc.status import MAX_TRAILER_BYTES, RECEIPT_TRAILER
 
 _NO_PARAMS = wire.GenerateParams()
@@ -144,7 +144,7 @@ class Inference:
     # --- Generate -------------------------------------------------------------------------------
 
     async def _generate(self, stream: GenerateStream, call: Call) -> None:
-        request = await stream.receive()
+        request = await stream.receive(within_s=FIRST_MESSAGE_S)
         if request is None:
             raise InvalidRequest("the call has no request message")
         self._admit(stream, call, label=request.request_label)

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
-from services.gateway.limits import MAX_JSON_DEPTH, refusal
+from services.gateway.limits import MAX_JSON_BRACKETS, MAX_JSON_DEPTH, refusal
 from shared.errors import InvalidRequest
 
 Body = TypeVar("Body")
@@ -62,6 +62,8 @@ def _check_depth(data: bytes) -> None:
     if data.count(b"[") + data.count(b"{") <= MAX_JSON_DEPTH:
         return
     brackets = _STRING.sub(b"", data).translate(_ALL_SQUARE, _NOT_BRACKETS)
+    if len(brackets) > MAX_JSON_BRACKETS:
+        raise InvalidRequest("the body has too many lists and objects", code="invalid_json")
     # Every round takes away the innermost level of what is left.
     for _ in range(MAX_JSON_DEPTH):
         if not brackets:

@@ -17,10 +17,12 @@ from services.gateway.mesh import ServedModel
 from shared.errors import InvalidRequest
 from shared.request import SamplingParams
 
+MAX_CONNECTIONS = 16_384
 MAX_BODY_BYTES = 4 << 20
 MAX_HEADER_LINE_BYTES = 8190
 MAX_HEADERS = 100
 MAX_JSON_DEPTH = 64
+MAX_JSON_BRACKETS = 1 << 16
 MAX_MESSAGES = 1024
 MAX_PARTS = 1024
 MAX_CHOICES = 8
@@ -84,6 +86,12 @@ def checked_label(text: str, *, param: str) -> str:
     if text and _LABEL.fullmatch(text) is None:
         raise refusal(param, f"must be at most {MAX_LABEL_CHARS} characters of A-Z a-z 0-9 . _ -")
     return text
+
+
+def label_or_none(text: str) -> str:
+    """Return a client's id for its request if it is fit for a log line, else none: a header that
+    proxies set is no reason to refuse a request."""
+    return text if _LABEL.fullmatch(text) is not None else ""
 
 
 def checked_role(role: str, *, param: str) -> str:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 
 import structlog
 
 from services.gateway.core.peer_table import PeerTable, Role, Worker, WorkerStatus
 from services.gateway.core.routing import Policy, RouteDecision, RouteRequest, route
 from services.gateway.peers import WorkerSession
-from shared.errors import NoCapacity, WorkerLost
+from shared.errors import WorkerLost
 from shared.ids import Incarnation
 from shared.rpc.network import Address, Network
 from shared.runtime.groups import plain_errors
@@ -90,6 +91,15 @@ class Membership:
             worker.status = status
             self.note_change()
 
+    def pair_failed(self, prefill: Incarnation, decode: Incarnation) -> None:
+        """One of the two says that the other failed it: send nothing there until the next report of
+        the prefill worker names the pair again."""
+        worker = self.table.get(prefill)
+        if worker is not None:
+            paired = worker.status.paired - {decode}
+            worker.status = replace(worker.status, paired=paired)
+            self.note_change()
+
     def leave(self, worker: Worker, reason: str) -> None:
         """Remove a worker; requests on it fail over. An entry that a rejoin has replaced stays."""
         incarnation = worker.incarnation
@@ -123,18 +133,6 @@ class Membership:
         """Choose a pair, or None if none can take the request now."""
         request = RouteRequest(num_tokens=num_tokens, max_new_tokens=max_new_tokens, avoid=avoid)
         return route(self._policy, request, self.table.usable_pairs(), self._random())
-
-    def require_capacity(self, num_tokens: int) -> None:
-        """Raise NoCapacity if no decode worker that is here could ever hold the request."""
-        decodes = self.table.all(Role.DECODE)
-        if decodes and all(w.blocks_for(num_tokens + 1) > w.num_blocks for w in decodes):
-            largest = max(w.num_blocks * w.block_size for w in decodes)
-            raise NoCapacity(
-                f"the request needs KV for {num_tokens + 1} tokens; "
-                f"the largest decode worker holds {largest}",
-                param="messages",
-                code="kv_too_small",
-            )
 
     @property
     def sessions(self) -> list[WorkerSession]:

@@ -95,7 +95,7 @@ class ChatBody(_SamplingBody, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
     chat_template: msgspec.Raw | None = None
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
     tools: list[msgspec.Raw] | None = None
@@ -113,7 +113,7 @@ class ChatBody(_SamplingBody, kw_only=True):
             raise _unsupported("modalities", "only text is supported")
         _refuse_present(self, "audio", "only text is supported")
         _refuse_present(self, "chat_template", "the model's own template is always used")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise limits.refusal("top_logprobs", "needs logprobs to be true")
         if self.top_logprobs is not None:
             limits.checked_int(self.top_logprobs, 0, limits.MAX_LOGPROBS, param="top_logprobs")
@@ -168,9 +168,10 @@ class CompletionBody(_SamplingBody, kw_only=True):
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
-        ids = [item for item in prompt if isinstance(item, int)]
-        if ids and len(ids) == len(prompt):
-            return [ids]
+        if prompt and isinstance(prompt[0], int):
+            ids = [item for item in prompt if isinstance(item, int)]
+            if len(ids) == len(prompt):
+                return [ids]
         limits.checked_count(
             len(prompt), limits.MAX_PROMPTS, param="prompt", what="prompts", least=1
         )
@@ -191,7 +192,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     prompt: str | None = None
     messages: list[Message] | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
@@ -255,7 +256,7 @@ def _sampling(
         frequency_penalty=body.frequency_penalty,
         logit_bias=_logit_bias(body.logit_bias),
         seed=body.seed,
-        stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
+        stop=((stop,) if stop else ()) if isinstance(stop, str) else tuple(stop or ()),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs,

@@ -110,8 +110,12 @@ class WorkerSession:
         self._legs: dict[StreamId, LegEvents] = {}
         self._control: HeartbeatStream[Any, Any] | None = None
         self._next_stream_id = 1
-        self.silence_s = 0.0
-        """How long the worker had been silent when the session was last lost."""
+        self._last_silence_s = 0.0
+
+    @property
+    def silence_s(self) -> float:
+        """How long the worker has been silent, or had been when the session was lost."""
+        return self._last_silence_s if self._control is None else self._control.silence_s
 
     @property
     def num_legs(self) -> int:
@@ -254,7 +258,7 @@ class WorkerSession:
             error = await control.run(
                 self._on_prefill_event if is_prefill else self._on_decode_event
             )
-            self.silence_s = control.silence_s
+            self._last_silence_s = control.silence_s
             return error
 
     def _suspect(self, is_suspect: bool) -> None:

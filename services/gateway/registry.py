@@ -20,7 +20,7 @@ from shared.liveness import DEAD_AFTER_S
 from shared.rpc import codec
 from shared.rpc.columns import unpack_u64
 from shared.rpc.methods import REGISTRY_JOIN
-from shared.rpc.service import ServerStream, Servicer, bind
+from shared.rpc.service import FIRST_MESSAGE_S, ServerStream, Servicer, bind
 from shared.runtime.groups import plain_errors
 
 _ROLES = {wire.Role.PREFILL: Role.PREFILL, wire.Role.DECODE: Role.DECODE}
@@ -56,7 +56,7 @@ class Registry:
 
     async def join(self, stream: JoinStream) -> None:
         """Serve one worker until its stream ends."""
-        report = await stream.receive()
+        report = await stream.receive(within_s=FIRST_MESSAGE_S)
         if report is None or report.announce is None:
             raise RemoteProtocolError("a worker's first message must be its announcement")
         worker = _worker(report.announce, stream.peer.host)

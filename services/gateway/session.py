@@ -32,12 +32,15 @@ from services.gateway.mesh import GenerationRequest, TokenBatch
 from services.gateway.peers import AttemptOrder, WorkerSession
 from services.gateway.timeline import Timeline
 from shared import wire
-from shared.errors import DeadlinePassed, MeshError, WorkerLost
+from shared.errors import DeadlinePassed, MeshError, NoBlocks, WorkerLost
 from shared.ids import Incarnation, StreamId
 from shared.request import FinishReason
 from shared.rpc.columns import pack_u32
 
 _log = structlog.get_logger(__name__)
+
+LEAST_WAIT_S = 0.05
+"""A wait for blocks shorter than this is not worth another attempt."""
 
 
 class _LegShell:
@@ -103,6 +106,7 @@ class _LegShell:
 
     def granted(self, event: wire.Granted) -> None:
         self._request.timeline.granted(cached_tokens=event.cached_tokens, wait_s=event.wait_s)
+        self._request.apply(self._request.lifecycle.granted(self._attempt))
 
     def joined(self, event: wire.Joined) -> None:
         self._request.lifecycle.joined(self._attempt)
@@ -140,6 +144,8 @@ class RequestShell:
         self._legs: dict[Leg, _LegShell] = {}
         self._avoid: set[Incarnation] = set()
         self._num_emitted = 0
+        self._blocks_by = 0.0
+        """Loop time until which decode workers may let the request wait for blocks."""
 
     # --- the client's side ----------------------------------------------------------------------
 
@@ -160,7 +166,7 @@ class RequestShell:
                 async with asyncio.timeout_at(self._request.deadline_at):
                     await self._wake.wait()
             except TimeoutError:
-                self.apply(self.lifecycle.fail(DeadlinePassed("the request's deadline passed")))
+                self.fail(DeadlinePassed("the request's deadline passed"))
             self._wake.clear()
         tokens, self._pending = self._pending, []
         return self._batch(tokens)
@@ -198,26 +204,35 @@ class RequestShell:
     async def dispatch(self) -> None:
         """Find a pair and send both legs; waits a bounded while for a pair.
 
-        Raises WorkerLost: no pair came. NoCapacity: no decode worker is large enough.
-        DeadlinePassed.
+        Raises WorkerLost: no pair came. DeadlinePassed.
         """
-        limit_at = asyncio.get_running_loop().time() + self._pair_wait_s
-        self._send(await self._find_pair(limit_at))
+        self._blocks_by = asyncio.get_running_loop().time() + self._pair_wait_s
+        self._send(await self._find_pair(self._blocks_by))
 
     async def _dispatch_again(self, reroute: Reroute) -> None:
         self._reroute = None
-        failed = self._legs.get(reroute.avoid)
-        silence_s = 0.0
-        if failed is not None:
-            self._avoid.add(failed.worker.incarnation)
-            silence_s = min(failed.session.silence_s, self._failover_wait_s)
+        legs = list(self._legs.values())
         self._drop_legs()
-        limit_at = asyncio.get_running_loop().time() + self._failover_wait_s - silence_s
+        self._avoid |= {leg.worker.incarnation for leg in legs if leg.leg in reroute.avoid}
+        if len(reroute.avoid) == len(legs) == 2:
+            self._membership.pair_failed(*(leg.worker.incarnation for leg in legs))
+        # Whichever of the two was silent, the client has waited for it as long.
+        silence_s = max(leg.session.silence_s for leg in legs)
+        now = asyncio.get_running_loop().time()
+        limit_at = now + max(0.0, self._failover_wait_s - silence_s)
+        if isinstance(reroute.error, NoBlocks):
+            # One wait for room in all, however many workers are asked.
+            limit_at = self._blocks_by
+            if limit_at - now < LEAST_WAIT_S:
+                self.fail(reroute.error)
+                return
+        else:
+            self._blocks_by = now + self._pair_wait_s
         try:
             decision = await self._find_pair(limit_at)
         except MeshError as no_pair:
             error = no_pair if isinstance(no_pair, DeadlinePassed) else reroute.error
-            self.apply(self.lifecycle.fail(error))
+            self.fail(error)
             return
         self.timeline.rerouted(reroute.error)
         self._send(decision)
@@ -235,15 +250,15 @@ class RequestShell:
             )
             if decision is not None:
                 return decision
-            self._membership.require_capacity(num_tokens)
             try:
                 async with asyncio.timeout_at(give_up_at):
                     await changed.wait()
             except TimeoutError:
                 if deadline_at is not None and give_up_at >= deadline_at:
                     raise DeadlinePassed("the deadline passed while no worker was free") from None
+                reason = self._membership.why_not_ready or "none is large enough"
                 raise WorkerLost(
-                    f"no pair of workers can take the request: {self._membership.why_not_ready}",
+                    f"no pair of workers can take the request: {reason}",
                     code="no_pair",
                     retry_after_s=1.0,
                 ) from None
@@ -261,6 +276,7 @@ class RequestShell:
             attempt=attempt,
             decision=decision.as_dict(),
         )
+        now = asyncio.get_running_loop().time()
         order = AttemptOrder(
             request_id=self._request.request_id,
             attempt=attempt,
@@ -282,7 +298,7 @@ class RequestShell:
         self._legs[Leg.DECODE] = decode
         decode.take_load(decode.worker.blocks_for(len(token_ids) + 1))
         decode.stream_id = decode.session.reserve(
-            decode, order, decision.prefill, wait_s=self._pair_wait_s
+            decode, order, decision.prefill, wait_s=max(LEAST_WAIT_S, self._blocks_by - now)
         )
 
     def _remaining_s(self) -> float:
@@ -313,6 +329,10 @@ class RequestShell:
         for shell in self._legs.values():
             shell.drop_load()
 
+    def fail(self, error: MeshError) -> None:
+        """End the request with this error; after its end, do nothing."""
+        self.apply(self.lifecycle.fail(error))
+
     def close(self) -> None:
         """The consumer has left: cancel whatever is still running."""
         self.apply(self.lifecycle.cancel())
@@ -325,7 +345,7 @@ async def closing(shell: RequestShell) -> AsyncGenerator[RequestShell]:
         await shell.dispatch()
         yield shell
     except MeshError as error:
-        shell.apply(shell.lifecycle.fail(error))
+        shell.fail(error)
         raise
     finally:
         shell.close()

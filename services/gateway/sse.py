@@ -76,8 +76,7 @@ class EventStream:
             async with asyncio.timeout(self._stall_s):
                 await self._response.write(data)
         except TimeoutError:
-            self.is_cut = True
-            transport.abort()
+            self._cut()
             raise DeadlinePassed(
                 f"the client read nothing for {self._stall_s:g} s", code="client_too_slow"
             ) from None
@@ -87,4 +86,13 @@ class EventStream:
         if self.is_cut:
             return
         await self.write(data)
-        await self._response.write_eof()
+        try:
+            async with asyncio.timeout(self._stall_s):
+                await self._response.write_eof()
+        except TimeoutError:
+            self._cut()
+
+    def _cut(self) -> None:
+        self.is_cut = True
+        if self._request.transport is not None:
+            self._request.transport.abort()

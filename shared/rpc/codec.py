@@ -25,14 +25,15 @@ from shared.ids import Incarnation, RequestId, StreamId
 from shared.kv.layout import DTYPE_BYTES, KvLayout
 from shared.request import FinishReason, SamplingParams, TokenLogprobs, WorkItem
 from shared.rpc.columns import pack_f32, pack_u8, pack_u32, unpack_f32, unpack_u8, unpack_u32
+from shared.rpc.message_codec import MAX_MESSAGE_BYTES
 
 PROTOCOL_VERSION = 1
 """Grows when a message changes its meaning; peers of different versions do not work together."""
 
 ID_BYTES = 16
 FINGERPRINT_BYTES = 32
-MAX_TOKENS = 1 << 20
-"""Longest token list accepted from a peer."""
+MAX_TOKENS = (MAX_MESSAGE_BYTES - (64 << 10)) // 4
+"""Longest token list in a message, which has room for all else that an order says."""
 MAX_SALT_BYTES = 64
 _MAX_U32 = (1 << 32) - 1
 _NAN = math.nan

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, NoReturn
 
@@ -247,6 +247,10 @@ class Membership:
 
     def _announce(self) -> wire.WorkerAnnounce:
         it = self._announcement
+        # A longer prompt would not fit its order, and what does not fit ends a session; nor may a
+        # sequence outgrow the pool: its own preemption would not make room for it.
+        longest = min(it.spec.max_model_len, codec.MAX_TOKENS, it.num_blocks * it.block_size)
+        spec = replace(it.spec, max_model_len=longest)
         return wire.WorkerAnnounce(
             hello=wire.Hello(
                 protocol_version=codec.PROTOCOL_VERSION,
@@ -254,7 +258,7 @@ class Membership:
                 incarnation=it.incarnation,
                 version=it.version,
             ),
-            model=codec.model_to_wire(it.spec),
+            model=codec.model_to_wire(spec),
             layout=codec.layout_to_wire(it.layout),
             host=it.address.host,
             port=it.address.port,

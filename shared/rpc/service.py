@@ -50,6 +50,9 @@ loop."""
 _LAST_WORD_WITHIN_S = 1.0
 """A call that is cancelled because the server closes still tells its caller."""
 
+FIRST_MESSAGE_S = 30.0
+"""A caller that opens a call says what it wants within this time."""
+
 DEADLINE_KEY = "pdmesh-deadline-at"
 """Metadata key under which the server hands a call's deadline, in its own loop time, to it."""
 
@@ -90,14 +93,20 @@ class ServerStream(Generic[Request, Reply]):
             return None
         return max(0.0, self.deadline_at - asyncio.get_running_loop().time())
 
-    async def receive(self) -> Request | None:
+    async def receive(self, *, within_s: float | None = None) -> Request | None:
         """Return the next message, or None when the caller has ended its side.
 
         Raises InvalidRequest: the bytes are not such a message. TooLarge: over the receive limit.
+        DeadlinePassed: none came ``within_s``.
         """
         h2_stream = self._raw._stream
         try:
-            return await read_message(h2_stream, _CODEC, self._method.request_type)
+            async with asyncio.timeout(within_s):
+                return await read_message(h2_stream, _CODEC, self._method.request_type)
+        except TimeoutError:
+            raise DeadlinePassed(
+                f"no message came within {within_s:g} s", code="body_timeout"
+            ) from None
         except RemoteProtocolError as error:
             raise InvalidRequest(error.message, code=error.code) from error
 
@@ -195,7 +204,7 @@ def bind_unary(method: Method[Request, Reply], handler: UnaryHandler[Request, Re
     """Serve a method with ``async (request, call) -> reply``."""
 
     async def answer(stream: ServerStream[Request, Reply]) -> None:
-        request = await stream.receive()
+        request = await stream.receive(within_s=FIRST_MESSAGE_S)
         if request is None:
             raise InvalidRequest("the call brought no message")
         await stream.send(await handler(request, stream))

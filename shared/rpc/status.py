@@ -102,14 +102,15 @@ def grpc_status_of(error: MeshError) -> Status:
 
 def openai_error_body(error: MeshError) -> dict[str, Any]:
     """Return the OpenAI error object; also what goes out as an SSE error event."""
-    return {
-        "error": {
-            "message": error.message,
-            "type": row_of(error).openai_type,
-            "param": error.param or None,
-            "code": error.code or error.type,
-        }
+    body: dict[str, Any] = {
+        "message": error.message,
+        "type": row_of(error).openai_type,
+        "param": error.param or None,
+        "code": error.code or error.type,
     }
+    if error.retry_after_s > 0:
+        body["retry_after_s"] = error.retry_after_s  # a stream that has begun has no header for it
+    return {"error": body}
 
 
 def error_to_json(error: MeshError) -> str:

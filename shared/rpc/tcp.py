@@ -32,6 +32,13 @@ class GuardedChannel(Channel):
     def _protocol_factory(self) -> H2Protocol:
         return client_protocol(self._limits)
 
+    async def _create_connection(self) -> H2Protocol:
+        # A name that does not resolve fails here: uvloop, cancelled amid a connection, would leave
+        # that failure to nobody, who logs it as a bug.
+        loop = asyncio.get_running_loop()
+        await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+        return await super()._create_connection()
+
     @property
     def current(self) -> GuardedProtocol | None:
         """The connection in use, if there is one."""

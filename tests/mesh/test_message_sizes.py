@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from services.decode.generation import _Line  # pyright: ignore[reportPrivateUsage]
 from shared import wire
+from shared.engine.fake import FakeModel
 from shared.errors import Retry, TooLarge
 from shared.ids import StreamId
 from shared.kv.sequence import Sequence as TokenSequence
@@ -27,7 +29,10 @@ async def test_prompt_logprobs_beyond_one_message_fail_their_request_alone() -> 
     """Refused before it is computed, with a typed error that no retry mends; its neighbour on the
     same session goes on."""
     prompt = a_prompt(200)
-    async with worker_mesh(prefill_blocks=128, decode_blocks=128) as mesh:
+    async with (
+        asyncio.timeout(60),
+        worker_mesh(prefill_blocks=128, decode_blocks=128) as mesh,
+    ):
         neighbour = mesh.start(prompt, 40)
         await neighbour.until(lambda r: r.token)
         too_long = mesh.start(a_prompt(600), sampling=MANY, request_id=b"t" * 16)
@@ -45,7 +50,10 @@ async def test_prompt_logprobs_beyond_one_message_fail_their_request_alone() -> 
 async def test_prompt_logprobs_just_below_the_limit_arrive() -> None:
     """Three such messages at once are no gateway that does not read."""
     prompts = [a_prompt(523, seed=i) for i in range(3)]
-    async with worker_mesh(prefill_blocks=128, decode_blocks=128) as mesh:
+    async with (
+        asyncio.timeout(60),
+        worker_mesh(prefill_blocks=128, decode_blocks=128) as mesh,
+    ):
         requests = [mesh.start(prompt, sampling=MANY) for prompt in prompts]
         for prompt, request in zip(prompts, requests, strict=True):
             assert await request.finished() == expected(prompt, 3)
@@ -54,6 +62,29 @@ async def test_prompt_logprobs_just_below_the_limit_arrive() -> None:
             rows = codec.prefill_token_from_wire(request.token).prompt_logprobs
             assert rows is not None
             assert len(rows[-1].top) == 1000
+
+
+@virtual_time
+async def test_no_prompt_is_longer_than_its_order_holds() -> None:
+    """A model for longer ones is announced as one for just so many, so that the gateway refuses
+    what it could not send; the longest order fits with all else that it may say."""
+    async with worker_mesh(
+        model=FakeModel(max_model_len=1 << 24), prefill_blocks=1 << 17, decode_blocks=1 << 17
+    ) as mesh:
+        for worker in (mesh.prefills[0], mesh.decodes[0]):
+            model = mesh.gateway.workers[worker.incarnation].model
+            assert model is not None
+            assert model.max_model_len == codec.MAX_TOKENS
+    sampling = SamplingParams(
+        logit_bias=tuple((i, 1.0) for i in range(1000)), stop_token_ids=tuple(range(1000))
+    )
+    order = wire.StartPrefill(
+        token_ids=bytes(4 * codec.MAX_TOKENS),
+        sampling=codec.sampling_to_wire(sampling),
+        request_id=bytes(16),
+        cache_salt=bytes(codec.MAX_SALT_BYTES),
+    )
+    assert len(bytes(wire.PrefillCommand(start=order))) < MAX_MESSAGE_BYTES
 
 
 class _Outbox:

@@ -11,13 +11,14 @@ import random
 from typing import Any
 
 import pytest
+import structlog
 
 from services.gateway.limits import seed_of_choice
 from shared.engine.fake import FakeModel, FakeTiming
 from shared.errors import (
     DeadlinePassed,
     IncompatiblePeer,
-    NoCapacity,
+    InvalidRequest,
     Overloaded,
     ShuttingDown,
     WorkerLost,
@@ -167,6 +168,62 @@ async def test_a_silent_worker_is_replaced_after_its_heartbeats_stop(role: str) 
 
 
 @virtual_time
+async def test_a_pair_that_broke_is_not_tried_again() -> None:
+    """Only prefill sees that the decode worker's transport died: the retry goes to the other decode
+    worker, though that one is busier."""
+    async with whole_mesh(num_decode=2, timing=SLOW) as mesh:
+        mesh.fabric.settings = LoopbackSettings(latency_s=0.0005, bytes_per_s=1e5)
+        async with asyncio.TaskGroup() as tasks:
+            first = tasks.create_task(mesh.ask(a_prompt(300), 60))
+            await mesh.until(lambda: any(w.pool.num_held for w in mesh.decodes))
+            idle = next(w for w in mesh.decodes if not w.pool.num_held)
+            second = tasks.create_task(mesh.ask(a_prompt(150, seed=2), 12))
+            await mesh.until(lambda: idle.pool.num_held)
+            mesh.fabric.kill(idle.transport_address)
+        assert first.result().token_ids == expected(a_prompt(300), 60)
+        assert second.result().token_ids == expected(a_prompt(150, seed=2), 12)
+        assert second.result().receipt["attempts"] == 2
+        await mesh.kill(idle)
+
+
+@virtual_time
+async def test_a_broken_pair_without_a_spare_is_waited_for() -> None:
+    """The attempts are not used up on a pair that is known to be broken: a worker that joins while
+    the client waits saves the request."""
+    async with whole_mesh(timing=SLOW) as mesh:
+        (broken,) = mesh.decodes
+        async with asyncio.TaskGroup() as tasks:
+            asked = tasks.create_task(mesh.ask(a_prompt(150), 12))
+            await mesh.until(lambda: broken.pool.num_held)
+            mesh.fabric.kill(broken.transport_address)
+            await asyncio.sleep(1.0)
+            assert not asked.done()
+            await mesh.start_worker("decode")
+        assert asked.result().token_ids == expected(a_prompt(150), 12)
+        await mesh.kill(broken)
+
+
+@virtual_time
+async def test_silence_counts_once_whoever_reports_it() -> None:
+    """Prefill, too, waits three seconds before it gives a silent decode worker up: the client does
+    not wait for the gateway's patience on top."""
+    async with whole_mesh(timing=SLOW) as mesh:
+        loop = asyncio.get_running_loop()
+        (hung,) = mesh.decodes
+        async with asyncio.TaskGroup() as tasks:
+            asked = tasks.create_task(mesh.ask(a_prompt(150), 12))
+            await mesh.until(lambda: hung.pool.num_held)
+            hung_at = loop.time()
+            mesh.fabric.freeze(hung.transport_address)
+            mesh.network.fabric.partition(hung.host, mesh.prefills[0].host)
+            await asyncio.sleep(0.3)
+            mesh.network.fabric.partition(hung.host, "gateway-0")
+        assert isinstance(asked.result().error, WorkerLost)
+        assert loop.time() - hung_at <= 4.0
+        await mesh.kill(hung)
+
+
+@virtual_time
 async def test_a_partitioned_worker_comes_back_and_is_used_again() -> None:
     """After the network heals, the same process is a member again without a restart."""
     async with whole_mesh() as mesh:
@@ -245,11 +302,76 @@ async def test_overload_is_refused_at_once_or_after_a_bounded_wait() -> None:
 
 
 @virtual_time
-async def test_a_prompt_larger_than_every_decode_worker_is_refused_with_its_reason() -> None:
-    """NoCapacity at once: waiting would not help."""
+async def test_the_context_is_what_the_smallest_pool_holds() -> None:
+    """An answer that would outgrow a worker is refused before it begins, as too long a context;
+    one that just fits is generated to its end."""
     async with whole_mesh(num_blocks=8) as mesh:
-        answer = await mesh.ask(a_prompt(200), 4)
-        assert isinstance(answer.error, NoCapacity)
+        for num_prompt, num_tokens in ((200, 4), (60, 69)):
+            answer = await mesh.ask(a_prompt(num_prompt), num_tokens)
+            assert isinstance(answer.error, InvalidRequest)
+            assert answer.error.code == "context_length_exceeded"
+        answer = await mesh.ask(a_prompt(60), 68)
+        assert answer.token_ids == expected(a_prompt(60), 68)
+
+
+@virtual_time
+async def test_no_room_on_decode_is_an_error_before_the_answer_begins() -> None:
+    """The first token is held until decode has room, and one wait is all: whoever is refused has
+    read nothing, and was not kept for longer than the gateway's limit."""
+    async with whole_mesh(num_blocks=16, timing=SLOW, gateway={"max_wait_s": 1.0}) as mesh:
+        loop = asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(mesh.ask(a_prompt(150), 100))
+            await asyncio.sleep(0.5)
+            asked_at = loop.time()
+            refused = await mesh.ask(a_prompt(150, seed=2), 20)
+            assert isinstance(refused.error, Overloaded)
+            assert refused.error.retry_after_s > 0
+            assert refused.token_ids == []
+            assert loop.time() - asked_at < 1.5
+
+
+@virtual_time
+async def test_prefill_that_dies_while_decode_has_no_room_yet_is_replaced_at_once() -> None:
+    """The other prefill worker takes over without waiting for a verdict of decode."""
+    async with whole_mesh(
+        num_prefill=2, num_blocks=16, timing=SLOW, gateway={"max_wait_s": 30.0}
+    ) as mesh:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(mesh.ask(a_prompt(150), 60))
+            await asyncio.sleep(0.5)
+            asked = tasks.create_task(mesh.ask(a_prompt(150, seed=2), 20))
+            await asyncio.sleep(0.5)
+            await mesh.kill(_busy(mesh, "prefill"))
+        answer = asked.result()
+        assert answer.token_ids == expected(a_prompt(150, seed=2), 20)
+        assert answer.receipt["attempts"] == 2
+
+
+@virtual_time
+async def test_a_drain_limit_is_a_typed_error() -> None:
+    """What has not ended by then hears that the gateway shuts down, not that a worker was lost."""
+    async with whole_mesh(timing=SLOW, gateway={"drain_s": 0.5}) as mesh:
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(mesh.ask(a_prompt(50), 400))
+            await asyncio.sleep(0.2)
+            mesh.gateways[0].stop.set()
+        answer = running.result()
+        assert isinstance(answer.error, ShuttingDown)
+        assert answer.token_ids == expected(a_prompt(50), 400)[: len(answer.token_ids)]
+
+
+@virtual_time
+async def test_every_decision_is_logged_with_its_candidates() -> None:
+    """The record says which pair was chosen by which policy, and from what."""
+    async with whole_mesh(num_decode=2) as mesh:
+        with structlog.testing.capture_logs() as records:
+            await mesh.ask(a_prompt(20), 4)
+        (routed,) = (record for record in records if record["event"] == "routed")
+        decision = routed["decision"]
+        assert decision["policy"] == "least_loaded"
+        assert decision["num_candidates"] == len(decision["candidates"]) == 2
+        assert decision["decode"] in {c["decode"] for c in decision["candidates"]}
 
 
 @virtual_time

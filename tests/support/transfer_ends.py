@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.decode.receiver import KvReceiver, LeaseTerms, ReceiveStats
+from services.decode.receiver import KvReceiver, LeaseTerms, NoTermsYet, ReceiveStats
 from services.prefill.pairs import PairTable
 from services.prefill.pusher import Pusher, PushHandle
 from shared.address import Address
@@ -130,20 +130,25 @@ class DecodeEnd:
 
     # --- LeaseBook ---
 
-    def attach(self, key: TransferKey, prefill: Incarnation) -> LeaseTerms | None:
+    def attach(self, key: TransferKey, prefill: Incarnation) -> LeaseTerms | NoTermsYet:
         if key not in self.leases:
             if not self.is_reserving:
-                return None
+                return NoTermsYet.NOT_RESERVED
             self.reserve(key)
         lease = self.leases[key]
         if lease.state != "waiting":
             raise TransferFailed("attached before")
         if lease.blocks is None:
-            return None
+            return NoTermsYet.NO_ROOM
         lease.state = "attached"
         self.on_attach(key)
         skip = self.skip(request_of(key))
         return LeaseTerms(num_tokens=lease.num_tokens, skip_tokens=skip, block_table=lease.blocks)
+
+    def prefill_lost(self, prefill: Incarnation, error: MeshError) -> None:
+        for key in [key for key, lease in self.leases.items() if lease.state == "waiting"]:
+            self._note("lost", key)
+            self.cancel(key)
 
     def placed(self, key: TransferKey, first_token: int, stats: ReceiveStats) -> None:
         lease = self.leases[key]
@@ -256,7 +261,7 @@ class DecodeEnd:
             self.waiting.popleft()
             self.leases[key].blocks = blocks
             assert self.receiver is not None
-            self.receiver.lease_granted(key)
+            self.receiver.lease_changed(key)
             if self.leases[key].state == "waiting":
                 # Its prefill worker is gone, and so is the open: a gateway would cancel it.
                 del self.leases[key]

@@ -205,6 +205,7 @@ async def worker_mesh(
     decode_block_size: int = 16,
     prefill: dict[str, Any] | None = None,
     decode: dict[str, Any] | None = None,
+    model: FakeModel = MODEL,
     timing: FakeTiming | None = None,
     fabric: LoopbackSettings | None = None,
     seed: int = 1,
@@ -239,6 +240,7 @@ async def worker_mesh(
                 randomness=random.Random(source.random()),
                 num_blocks=num_blocks,
                 block_size=block_size,
+                model=model,
                 timing=timing,
                 settings={**common, **((prefill if kind == "prefill" else decode) or {})},
             )

@@ -51,6 +51,14 @@ def test_a_malformed_key_file_is_refused_whole(tmp_path: Path, text: str) -> Non
         ring_of(tmp_path, text)
 
 
+def test_a_key_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    """Some other file, named by mistake."""
+    path = tmp_path / "keys"
+    path.write_bytes(b"\x89PNG\xff")
+    with pytest.raises(InvalidRequest, match="not a text file"):
+        KeyRing.read(path)
+
+
 def test_a_malformed_line_is_named_but_not_shown(tmp_path: Path) -> None:
     """The error gives the line's number; a key pasted by mistake stays out of the log."""
     with pytest.raises(InvalidRequest, match="line 2") as caught:

@@ -326,7 +326,8 @@ async def test_tokenize_and_detokenize() -> None:
 
 
 async def test_ids_and_labels_come_back_in_headers() -> None:
-    """Our id is ours; the client's is a label, echoed and passed on for logs."""
+    """Our id is ours; the client's is a label, echoed and passed on for logs if it is fit for
+    them."""
     mesh = ScriptedMesh()
     async with gateway(mesh) as client:
         options = {"json": {"prompt": "a"}, "headers": {"X-Request-Id": "my.label-1"}}
@@ -336,7 +337,7 @@ async def test_ids_and_labels_come_back_in_headers() -> None:
         assert body["id"] == f"cmpl-{headers['X-Request-Id']}"
         options["headers"] = {"X-Request-Id": "a b"}
         status, headers, body = await client.ask("POST", "/v1/completions", **options)
-        assert (status, body["error"]["param"]) == (400, "x-request-id")
+        assert status == 200, "a header that some proxy set is no reason to refuse"
         assert "X-Request-Label" not in headers
 
 

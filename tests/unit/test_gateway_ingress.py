@@ -49,7 +49,8 @@ class FakeStream:
         self._request = request
         self._gate = gate
 
-    async def receive(self) -> Any:
+    async def receive(self, *, within_s: float | None = None) -> Any:
+        assert within_s is not None, "a caller that says nothing must not wait for ever"
         return self._request
 
     async def send(self, message: wire.GenerateResponse) -> None:

@@ -14,10 +14,20 @@ from services.gateway.core.lifecycle import (
     Reroute,
     State,
 )
-from shared.errors import InvalidRequest, LocalProtocolError, NoBlocks, Overloaded, WorkerLost
+from shared.errors import (
+    InvalidRequest,
+    LocalProtocolError,
+    MeshError,
+    NoBlocks,
+    Overloaded,
+    ShuttingDown,
+    TransferFailed,
+    WorkerLost,
+)
 from shared.request import FinishReason, SamplingParams
 
 LOST = WorkerLost("gone")
+BOTH = (Leg.PREFILL, Leg.DECODE)
 
 
 def a_request(max_tokens: int = 4, **sampling: object) -> Lifecycle:
@@ -37,6 +47,33 @@ def test_tokens_of_both_legs_leave_in_order() -> None:
     attempt = life.dispatched()
     assert life.tokens_arrived(attempt, Leg.DECODE, (token(1),)) == []
     assert life.tokens_arrived(attempt, Leg.PREFILL, (token(0),)) == [Emit((token(0), token(1)))]
+
+
+def test_the_first_token_waits_until_decode_has_room() -> None:
+    """An answer that has begun could not be refused any more."""
+    life = a_request()
+    attempt = life.dispatched()
+    assert life.tokens_arrived(attempt, Leg.PREFILL, (token(0),)) == []
+    assert life.granted(attempt) == [Emit((token(0),))]
+
+
+def test_without_room_the_held_token_is_dropped_with_its_attempt() -> None:
+    """The retry computes it again, from the prompt alone."""
+    life = a_request()
+    attempt = life.dispatched()
+    life.tokens_arrived(attempt, Leg.PREFILL, (token(0),))
+    effects = life.leg_failed(attempt, Leg.DECODE, NoBlocks("full"), lost=False)
+    assert [type(effect) for effect in effects] == [CancelLeg, Reroute]
+    assert life.num_output_tokens == 0
+
+
+def test_prefill_lost_before_a_grant_is_retried_at_once() -> None:
+    """Decode, which has no room yet, has nothing of the answer."""
+    life = a_request()
+    attempt = life.dispatched()
+    life.tokens_arrived(attempt, Leg.PREFILL, (token(0),))
+    effects = life.leg_failed(attempt, Leg.PREFILL, LOST, lost=True)
+    assert effects == [CancelLeg(Leg.DECODE), Reroute(LOST, (Leg.PREFILL,))]
 
 
 def test_the_last_token_ends_the_request_and_cancels_what_is_open() -> None:
@@ -64,15 +101,17 @@ def test_a_lost_decode_worker_means_another_attempt_with_the_tokens_so_far() -> 
     """The next attempt computes prompt plus sent tokens, and old tokens are fenced off."""
     life = a_request(max_tokens=8)
     first = life.dispatched()
+    life.granted(first)
     life.tokens_arrived(first, Leg.PREFILL, (token(0, 10),))
     life.prefill_done(first)
     life.joined(first)
     life.tokens_arrived(first, Leg.DECODE, (token(1, 11),))
-    assert life.leg_failed(first, Leg.DECODE, LOST, lost=True) == [Reroute(LOST, Leg.DECODE)]
+    assert life.leg_failed(first, Leg.DECODE, LOST, lost=True) == [Reroute(LOST, (Leg.DECODE,))]
     assert life.token_ids == (1, 2, 3, 10, 11)
     second = life.dispatched()
     assert life.tokens_arrived(first, Leg.DECODE, (token(2, 99),)) == []
     assert life.num_dropped == 1
+    life.granted(second)
     assert life.tokens_arrived(second, Leg.PREFILL, (token(2, 12),)) == [Emit((token(2, 12),))]
 
 
@@ -82,7 +121,7 @@ def test_prefill_lost_before_its_token_cancels_decode_and_retries() -> None:
     attempt = life.dispatched()
     assert life.leg_failed(attempt, Leg.PREFILL, LOST, lost=True) == [
         CancelLeg(Leg.DECODE),
-        Reroute(LOST, Leg.PREFILL),
+        Reroute(LOST, (Leg.PREFILL,)),
     ]
 
 
@@ -90,9 +129,10 @@ def test_prefill_lost_after_its_token_leaves_the_verdict_to_decode() -> None:
     """All KV may have arrived: decode joins, or fails the attempt itself."""
     life = a_request()
     attempt = life.dispatched()
+    life.granted(attempt)
     life.tokens_arrived(attempt, Leg.PREFILL, (token(0),))
     assert life.leg_failed(attempt, Leg.PREFILL, LOST, lost=True) == []
-    assert life.leg_failed(attempt, Leg.DECODE, LOST, lost=False) == [Reroute(LOST, Leg.DECODE)]
+    assert life.leg_failed(attempt, Leg.DECODE, LOST, lost=False) == [Reroute(LOST, BOTH)]
 
 
 def test_prefill_lost_with_its_token_on_the_way_is_retried_though_decode_has_all_kv() -> None:
@@ -102,7 +142,26 @@ def test_prefill_lost_with_its_token_on_the_way_is_retried_though_decode_has_all
     life.joined(attempt)
     assert life.tokens_arrived(attempt, Leg.DECODE, (token(1), token(2))) == []
     effects = life.leg_failed(attempt, Leg.PREFILL, LOST, lost=True)
-    assert effects == [CancelLeg(Leg.DECODE), Reroute(LOST, Leg.PREFILL)]
+    assert effects == [CancelLeg(Leg.DECODE), Reroute(LOST, (Leg.PREFILL,))]
+
+
+@pytest.mark.parametrize(
+    ("error", "avoid"),
+    [
+        (LOST, BOTH),
+        (TransferFailed("a frame did not arrive"), BOTH),
+        (NoBlocks("full"), (Leg.DECODE,)),
+        (ShuttingDown("draining"), (Leg.DECODE,)),
+    ],
+)
+def test_workers_that_lost_each_other_do_not_meet_again(
+    error: MeshError, avoid: tuple[Leg, ...]
+) -> None:
+    """Who is to blame for a broken pair is unknown, so both are avoided; trouble of its own is the
+    worker's alone."""
+    life = a_request()
+    effects = life.leg_failed(life.dispatched(), Leg.DECODE, error, lost=False)
+    assert effects == [CancelLeg(Leg.PREFILL), Reroute(error, avoid)]
 
 
 def test_attempts_are_bounded() -> None:
@@ -110,7 +169,7 @@ def test_attempts_are_bounded() -> None:
     life = a_request()
     for _ in range(2):
         effects = life.leg_failed(life.dispatched(), Leg.DECODE, LOST, lost=True)
-        assert effects[-1] == Reroute(LOST, Leg.DECODE)
+        assert effects[-1] == Reroute(LOST, (Leg.DECODE,))
     assert life.leg_failed(life.dispatched(), Leg.DECODE, LOST, lost=True) == [
         CancelLeg(Leg.PREFILL),
         End(LOST),
@@ -141,6 +200,7 @@ def test_one_token_needs_no_decode_worker() -> None:
     life = a_request(max_tokens=2)
     assert life.needs_decode
     attempt = life.dispatched()
+    life.granted(attempt)
     life.tokens_arrived(attempt, Leg.PREFILL, (token(0),))
     life.leg_failed(attempt, Leg.DECODE, LOST, lost=True)
     assert not life.needs_decode
@@ -151,6 +211,7 @@ def test_prompt_logprobs_are_asked_for_once() -> None:
     life = a_request(prompt_logprobs=0)
     attempt = life.dispatched()
     assert life.sampling.prompt_logprobs == 0
+    life.granted(attempt)
     life.tokens_arrived(attempt, Leg.PREFILL, (token(0),))
     life.leg_failed(attempt, Leg.DECODE, LOST, lost=True)
     assert life.sampling.prompt_logprobs is None
@@ -168,6 +229,7 @@ def test_a_duplicated_token_is_dropped() -> None:
     """The same index twice reaches the client once."""
     life = a_request()
     attempt = life.dispatched()
+    life.granted(attempt)
     life.tokens_arrived(attempt, Leg.PREFILL, (token(0),))
     assert life.tokens_arrived(attempt, Leg.DECODE, (token(0),)) == []
     assert life.num_dropped == 1

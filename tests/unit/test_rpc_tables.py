@@ -140,8 +140,8 @@ def test_bare_statuses_have_a_meaning() -> None:
             assert isinstance(error_from_grpc(status, "x", None), MeshError)
 
 
-def test_openai_body_has_the_four_fields() -> None:
-    """The HTTP error body is OpenAI's."""
+def test_openai_body_has_the_four_fields_and_the_hint() -> None:
+    """The HTTP error body is OpenAI's; when to come back stands in it, too, for streams."""
     error = Overloaded("later", retry_after_s=1)
     assert http_status_of(error) == 503
     assert openai_error_body(error) == {
@@ -150,6 +150,7 @@ def test_openai_body_has_the_four_fields() -> None:
             "type": "overloaded_error",
             "param": None,
             "code": "overloaded",
+            "retry_after_s": 1,
         }
     }
 

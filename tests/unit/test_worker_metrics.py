@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 
 import aiohttp
+import pytest
 from prometheus_client import generate_latest
 
 from shared.telemetry.listener import serve_metrics
@@ -73,6 +75,23 @@ async def test_the_door_answers_metrics_health_and_readiness() -> None:
         reason = ""
         async with client.get("/ready") as response:
             assert response.status == 200
+
+
+async def test_what_is_no_http_is_answered_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Anybody can send nonsense: it must not fill the log."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    registry = WorkerMetrics("decode", WorkerLoad).registry
+    async with serve_metrics("127.0.0.1", port, registry, str):
+        for nonsense in (b"GET / HTTP/1.1\r\n=\xff\x00\r\n\r\n", b"\x16\x03\x01\r\n\r\n"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(nonsense)
+            answer = await reader.read()
+            writer.close()
+            await writer.wait_closed()
+            assert answer.partition(b" ")[2].startswith(b"400 ")
+    assert caplog.records == []
 
 
 async def test_port_0_is_no_door() -> None:

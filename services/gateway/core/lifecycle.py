@@ -5,6 +5,9 @@ rest). Events say what the legs reported; effects say what the shell must do. To
 order, once each, whichever leg and whichever attempt brought them; what an older attempt still says
 is dropped by its attempt number.
 
+The first token of an attempt is held until decode has room for the rest: an answer that has begun
+can no longer be refused. Room is asked for while prefill computes, so this rarely costs time.
+
     WAITING --dispatched--> RUNNING --last token--> FINISHED
        ^                      |  |
        +----attempt failed----+  +--error that no retry mends, or attempts used up--> FAILED
@@ -18,7 +21,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
-from shared.errors import LocalProtocolError, MeshError, NoBlocks, Overloaded, Retry
+from shared.errors import LocalProtocolError, MeshError, NoBlocks, Overloaded, PeerError, Retry
 from shared.request import FinishReason, SamplingParams, TokenLogprobs
 
 
@@ -64,10 +67,14 @@ class CancelLeg(NamedTuple):
 
 
 class Reroute(NamedTuple):
-    """Find another pair and dispatch again; ``avoid`` names the leg that failed."""
+    """Find another pair and dispatch again.
+
+    avoid: the leg that failed; both if one reports that the other fails it: who is to blame cannot
+    be known, but those two should not meet again.
+    """
 
     error: MeshError
-    avoid: Leg
+    avoid: tuple[Leg, ...]
 
 
 class End(NamedTuple):
@@ -83,7 +90,9 @@ Effect = Emit | CancelLeg | Reroute | End
 class _Attempt:
     number: int
     open_legs: list[Leg]
+    first_position: int
     has_first_token: bool = False
+    is_granted: bool = False
     has_joined: bool = False
 
 
@@ -146,7 +155,7 @@ class Lifecycle:
         if self.state is not State.WAITING:
             raise LocalProtocolError(f"dispatched a request that is {self.state.value}")
         legs = [Leg.PREFILL, Leg.DECODE] if self.needs_decode else [Leg.PREFILL]
-        self._attempt = _Attempt(self._num_attempts, legs)
+        self._attempt = _Attempt(self._num_attempts, legs, len(self._output))
         self._num_attempts += 1
         self.state = State.RUNNING
         return self._attempt.number
@@ -166,6 +175,26 @@ class Lifecycle:
                 self._early[token.position] = token
             else:
                 self.num_dropped += 1
+        if leg is Leg.DECODE:
+            current.is_granted = True
+        return self._release(current)
+
+    def granted(self, attempt: int) -> list[Effect]:
+        """Decode has room."""
+        current = self._current(attempt)
+        if current is None:
+            return []
+        current.is_granted = True
+        return self._release(current)
+
+    def _release(self, current: _Attempt) -> list[Effect]:
+        """Hand out what is next in order, unless decode may still say that it has no room."""
+        following = self._early.get(len(self._output))
+        if following is None:
+            return []
+        is_last = following.finish_reason is not FinishReason.NONE
+        if self.needs_decode and not current.is_granted and not is_last:
+            return []
         ready: list[ArrivedToken] = []
         while (token := self._early.pop(len(self._output), None)) is not None:
             self._output.append(token.token_id)
@@ -173,12 +202,10 @@ class Lifecycle:
             if token.finish_reason is not FinishReason.NONE:
                 self.finish_reason = token.finish_reason
                 break
-        if not ready:
-            return []
         effects: list[Effect] = [Emit(tuple(ready))]
         if self.finish_reason is not FinishReason.NONE:
-            if leg is Leg.DECODE:
-                current.open_legs.remove(Leg.DECODE)
+            if ready[-1].position > current.first_position:
+                current.open_legs.remove(Leg.DECODE)  # its own finish: nothing to cancel
             effects += self._end(State.FINISHED, None)
         return effects
 
@@ -186,7 +213,7 @@ class Lifecycle:
         """Decode has all KV: from here on the prefill leg's fate does not matter."""
         current = self._current(attempt)
         if current is not None:
-            current.has_joined = True
+            current.is_granted = current.has_joined = True
 
     def prefill_done(self, attempt: int) -> None:
         """Prefill has nothing left to do."""
@@ -198,14 +225,16 @@ class Lifecycle:
         """A leg reported an error, or its worker is gone (``lost``).
 
         A prefill worker that dies after its token may have pushed everything: decode knows, and
-        will either join or fail, so nothing is decided here. Without its token nobody else can
+        will either join or fail, so nothing is decided here (one that has not even granted has
+        nothing). Without its token nobody else can
         say how the answer begins, even if decode has all KV.
         """
         current = self._current(attempt)
         if current is None or leg not in current.open_legs:
             return []
         current.open_legs.remove(leg)
-        may_be_over = current.has_joined or (lost and Leg.DECODE in current.open_legs)
+        is_deciding = current.is_granted and Leg.DECODE in current.open_legs
+        may_be_over = current.has_joined or (lost and is_deciding)
         if leg is Leg.PREFILL and current.has_first_token and may_be_over:
             return []
         if error.retry is Retry.NEVER or self._num_attempts >= self._max_attempts:
@@ -214,7 +243,9 @@ class Lifecycle:
         self._attempt = None
         self._early.clear()
         self.state = State.WAITING
-        return [*effects, Reroute(error, leg)]
+        has_blamed_other = isinstance(error, PeerError) and not isinstance(error, NoBlocks)
+        avoid = (Leg.PREFILL, Leg.DECODE) if has_blamed_other and not lost else (leg,)
+        return [*effects, Reroute(error, avoid)]
 
     def fail(self, error: MeshError) -> list[Effect]:
         """The shell gives up: deadline, no pair left, drain. No effect after the end."""

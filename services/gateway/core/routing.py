@@ -17,6 +17,12 @@ from shared.ids import Incarnation
 
 Pair = tuple[Worker, Worker]
 
+MAX_REMEMBERED = 4096
+"""Workers whose last choice is remembered; more than can be here at once."""
+
+MAX_LOGGED = 8
+"""Candidates in a logged decision."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteRequest:
@@ -47,11 +53,14 @@ class RouteDecision:
     candidates: tuple[Candidate, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the record as it is logged; incarnations in hexadecimal."""
+        """Return the record as it is logged: of many candidates the best few, and how many there
+        were. Incarnations in hexadecimal."""
+        best = sorted(self.candidates, key=lambda c: (c.prefill_score, c.decode_score))
         return {
             "policy": self.policy,
             "prefill": f"{self.prefill:016x}",
             "decode": f"{self.decode:016x}",
+            "num_candidates": len(self.candidates),
             "candidates": [
                 {
                     "prefill": f"{c.prefill:016x}",
@@ -59,7 +68,7 @@ class RouteDecision:
                     "prefill_score": c.prefill_score,
                     "decode_score": round(c.decode_score, 4),
                 }
-                for c in self.candidates
+                for c in best[:MAX_LOGGED]
             ],
         }
 
@@ -143,7 +152,10 @@ class LeastLoaded:
 
         chosen = min(pairs, key=key)
         for worker in chosen:
+            self._last_chosen.pop(worker.incarnation, None)
             self._last_chosen[worker.incarnation] = self._num_decisions
+        if len(self._last_chosen) > MAX_REMEMBERED:  # the one chosen longest ago has left
+            del self._last_chosen[next(iter(self._last_chosen))]
         return chosen
 
     def score(self, pair: Pair) -> tuple[float, float]:
