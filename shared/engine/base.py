@@ -120,6 +120,11 @@ class Engine(Protocol):
         unknown)."""
         ...
 
+    def enter_thread(self) -> None:
+        """Make this engine's device current on the calling thread, for a library that touches its
+        buffers there (UCX needs a CUDA context on the thread that makes progress)."""
+        ...
+
     def new_buffer(self, num_bytes: int) -> Buffer:
         """Return a staging buffer on this engine's device (pinned or huge-page host memory on
         CPU)."""

@@ -381,6 +381,9 @@ class FakeEngine:
                 seconds += self._timing.prefill_token_s * len(row.token_ids)
         return seconds
 
+    def enter_thread(self) -> None:
+        """See Engine: host memory needs nothing."""
+
     def new_buffer(self, num_bytes: int) -> Buffer:
         """See ``Engine.new_buffer``."""
         return np.zeros(num_bytes, np.uint8)

@@ -13,8 +13,34 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from shared.engine.base import Buffer
+from shared.engine.base import Buffer, Engine
+from shared.errors import EngineFailed
 from shared.transfer.frames import HEADER_BYTES
+
+
+class StagingSlots:
+    """A worker's staging buffers, by slot number."""
+
+    def __init__(self, engine: Engine, num_slots: int, num_bytes: int) -> None:
+        self._engine = engine
+        self._num_bytes = num_bytes
+        self._buffers = [engine.new_buffer(num_bytes) for _ in range(num_slots)]
+        self._num_spare = num_slots
+
+    def __getitem__(self, slot: int) -> Buffer:
+        return self._buffers[slot]
+
+    def replace(self, slot: int) -> None:
+        """Put a new buffer into the slot: the transport has abandoned an operation on the old one,
+        and may read or write that for ever.
+
+        As often as there are slots. Raises EngineFailed: more would leak without end; only a new
+        process helps.
+        """
+        if not self._num_spare:
+            raise EngineFailed("the transport gave up on too many buffers", code="staging_leaked")
+        self._num_spare -= 1
+        self._buffers[slot] = self._engine.new_buffer(self._num_bytes)
 
 
 def is_on_device(buffer: Buffer) -> bool:

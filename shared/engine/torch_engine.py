@@ -164,6 +164,12 @@ class TorchEngine(Engine):
         """Predict from recent steps; 0 before the first few."""
         return self._step_time.predict(*_step_size(rows))
 
+    def enter_thread(self) -> None:
+        """See Engine."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+            torch.empty(1, device=self._device)  # the context is made by first use
+
     def new_buffer(self, num_bytes: int) -> Buffer:
         """Return a staging buffer: a CUDA uint8 tensor, or a numpy array.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 from typing import Protocol, TypeVar, cast
 
@@ -44,7 +45,9 @@ def run_worker(name: str, serve: Serve[AnyConfig], config: AnyConfig) -> int:
         engine = await asyncio.to_thread(load_engine, config)
         try:
             # Its operations are narrower than the protocol says: it takes its own endpoints only.
-            new_transport = cast("TransportFactory", open_ucx)
+            new_transport = cast(
+                "TransportFactory", functools.partial(open_ucx, prepare_thread=engine.enter_thread)
+            )
             platform = real_platform(new_transport=new_transport, compute=ThreadCompute)
 
             def ready(address: Address) -> None:

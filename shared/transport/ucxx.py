@@ -120,8 +120,8 @@ class UcxEndpoint:
         """Abort what is in flight; all operations are settled on return. The peer may take it for
         our death.
 
-        An operation that UCX does not settle within a second after the abort counts as FAILED, and
-        what it pinned is kept to the end of the process.
+        An operation that UCX does not settle within a second after the abort is ABANDONED: what it
+        pinned is kept to the end of the process.
         """
         self._is_alive = False
         if self._closed is None:
@@ -147,6 +147,10 @@ class UcxTransport:
     @property
     def address(self) -> bytes:
         return self._address
+
+    @property
+    def num_endpoints(self) -> int:
+        return self._pump.num_endpoints
 
     async def connect(self, address: bytes, on_lost: Callable[[], None]) -> UcxEndpoint:
         payload = unseal(_MAGIC, address)
@@ -177,15 +181,18 @@ class UcxTransport:
         self._pump.thread.join()  # it reported as its last act
 
 
-async def open_ucx(settings: UcxSettings | None = None) -> UcxTransport:
+async def open_ucx(
+    settings: UcxSettings | None = None, *, prepare_thread: Callable[[], None] | None = None
+) -> UcxTransport:
     """Start UCX and its pump. The settings of a process's first call decide for all its transports.
 
+    prepare_thread: called on the pump's thread before UCX is (``Engine.enter_thread``).
     Raises TransferFailed: UCXX is not installed, or UCX finds no usable device.
     """
     loop = asyncio.get_running_loop()
     settings = settings or UcxSettings()
     _load(settings)
-    pump = Pump(loop, settings, _lib)
+    pump = Pump(loop, settings, _lib, prepare_thread)
     started: asyncio.Future[bytes] = loop.create_future()
     pump.start(started)
     return UcxTransport(pump, seal(_MAGIC, await started))

@@ -258,3 +258,20 @@ async def test_importing_the_module_does_not_load_ucx() -> None:
     )
     async with a_peer(PEER_PROGRAM=program) as peer:
         assert await peer.ended() == 0
+
+
+async def test_the_pumps_thread_is_prepared_before_ucx_starts_on_it() -> None:
+    """A device library gets its context on the thread that makes progress."""
+    program = (
+        "import asyncio, threading\n"
+        "from shared.transport.ucxx import open_ucx\n"
+        "names = []\n"
+        "async def main():\n"
+        "    prepare = lambda: names.append(threading.current_thread().name)\n"
+        "    transport = await open_ucx(prepare_thread=prepare)\n"
+        "    await transport.close()\n"
+        "asyncio.run(main())\n"
+        "assert names == ['ucx-pump'], names\n"
+    )
+    async with a_peer(PEER_PROGRAM=program) as peer:
+        assert await peer.ended() == 0
