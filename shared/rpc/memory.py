@@ -150,11 +150,12 @@ class MemoryFabric:
         self._transports.pop(transport, None)
 
     def addresses_of(self, name: str, port: int) -> list[Address]:
-        """Return what a name stands for: what ``set_name`` said, else itself if anybody listens
-        there."""
+        """Return what a name stands for: what ``set_name`` said, else itself if it is a number or
+        anybody listens there."""
         hosts = self._names.get(name)
         if hosts is None:
-            hosts = [name] if any(address.host == name for address in self._listeners) else []
+            is_known = name in _OWN_HOST or any(it.host == name for it in self._listeners)
+            hosts = [name] if is_known else []
         return [Address(host, port) for host in sorted(hosts)]
 
     def is_held(self, source: str, target: str) -> bool:

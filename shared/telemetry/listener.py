@@ -7,11 +7,33 @@ nothing.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
+from typing import Any, cast
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+from shared.errors import InvariantViolated
+
+
+class _Connection(web.RequestHandler):
+    """A connection; what is no HTTP is answered, not logged: anybody can send it, and as much as
+    they like."""
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        if status >= 500 or request.writer.output_size > 0:
+            return super().handle_error(request, status, exc, message)
+        response = web.Response(status=status, text="this is not valid HTTP\n")
+        response.force_close()
+        return response
 
 
 @asynccontextmanager
@@ -45,8 +67,19 @@ async def serve_metrics(
     )
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
+    manager = runner.server
+    if manager is None:
+        raise InvariantViolated("aiohttp's runner has no server after its setup")
+    loop = asyncio.get_running_loop()
+
+    def connection() -> _Connection:
+        return _Connection(manager, loop=loop, access_log=cast("Any", None))
+
     try:
-        await web.TCPSite(runner, host, port).start()
-        yield
+        server = await loop.create_server(connection, host, port)
+        try:
+            yield
+        finally:
+            server.close()
     finally:
         await runner.cleanup()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import random
 import sys
 from collections import Counter
@@ -26,11 +27,12 @@ from shared.errors import MeshError, TransferFailed
 from shared.ids import Incarnation
 from shared.rpc.join import DecodePeer
 from shared.rpc.tcp import TcpNetwork
-from shared.transfer.effects import ReceiverTiming, SenderTiming
+from shared.transfer.effects import SenderTiming
 from shared.transfer.messages import TransferKey
 from shared.transport.ucxx import open_ucx
+from tests.support.ledger_end import LedgerEnd
 from tests.support.stamped_kv import StampedKv
-from tests.support.transfer_ends import DecodeEnd, PrefillEnd
+from tests.support.transfer_ends import PrefillEnd
 
 BLOCK_TOKENS = 4
 MOST_TOKENS = 32
@@ -50,24 +52,21 @@ class Decode:
         self.kv = _kv(config["num_blocks"], config["words"])
         self.compute = ThreadCompute(self.kv, name="decode")
         self.transport = await open_ucx()
-        self.end = DecodeEnd(
-            self.kv, most_tokens=MOST_TOKENS, grow=True, on_attach=self._plan_cancel
-        )
+        self.end = LedgerEnd(self.kv, most_tokens=MOST_TOKENS, on_attach=self._plan_cancel)
         self.receiver = KvReceiver(
             incarnation=Incarnation(2),
             version="test",
             engine=self.kv,
             compute=self.compute,
             transport=self.transport,
-            leases=self.end,
+            leases=self.end.reservations,
             random_bytes=self.rng.randbytes,
             num_slots=config["num_slots"],
             max_frame_bytes=config["max_frame_bytes"],
             group_bytes=config["group_bytes"],
             fencing=config["fencing"],
-            timing=ReceiverTiming(open_s=30.0),
         )
-        self.end.receiver = self.receiver
+        self.end.connect(self.receiver)
         self.num_cancelled = 0
         self.running = asyncio.get_running_loop().create_task(self.receiver.run())
         self.serving = contextlib.AsyncExitStack()
@@ -82,9 +81,7 @@ class Decode:
             asyncio.get_running_loop().call_later(delay_s, self._cancel, key)
 
     def _cancel(self, key: TransferKey) -> None:
-        if self.end.leases[key].state == "attached":
-            self.num_cancelled += 1
-        self.end.cancel(key)
+        self.num_cancelled += self.end.cancel(key)
 
     async def count_foreign_words(self) -> int:
         """How many words were not what their reader had written or been sent."""
@@ -99,17 +96,20 @@ class Decode:
     async def wait_home(self) -> dict[str, Any]:
         """Wait until every lease has ended, and say what happened so far."""
         end = self.end
-        await end.until(lambda: end.blocks.is_full and not end.waiting)
-        statistics = self.receiver.statistics()
+        await end.until(lambda: end.is_home)
+        statistics, ledger = self.receiver.statistics(), end.leases.statistics()
         self.receiver.check_integrity()
+        end.check_integrity()
         return {
             "placed": end.num_placed,
             "released": end.num_released,
             "cancelled": self.num_cancelled,
-            "quarantined": end.num_quarantined,
+            "quarantined": end.reservations.num_quarantined,
             "foreign_words": end.num_foreign,
             "failures": Counter(error.code or error.type for error in end.failures),
-            "blocks_home": end.blocks.is_full,
+            "blocks_home": end.pool.num_available == end.pool.num_blocks,
+            "reserved_blocks": ledger.num_reserved_blocks,
+            "ended_blocks": ledger.num_freed_blocks + ledger.num_joined_blocks,
             "free_slots": statistics.num_free_slots,
             "unsettled": statistics.num_settling + statistics.num_live,
         }
@@ -139,7 +139,7 @@ class Prefill:
             compute=self.compute,
             num_slots=config["num_slots"],
             max_frame_bytes=config["max_frame_bytes"],
-            timing=SenderTiming(open_s=60.0, stall_s=60.0),
+            timing=SenderTiming(stall_s=60.0),
         )
         self.paired = paired = asyncio.Event()
         self.pairs = PairTable(
@@ -234,5 +234,8 @@ async def _serve(session: Any) -> None:
 def main(role: str) -> None:
     """Serve orders until standard input ends."""
     # Standard output belongs to the answers, and a refused frame is news to the report alone.
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
     asyncio.run(_serve({"decode": Decode, "prefill": Prefill}[role]()))

@@ -37,7 +37,7 @@ class StampedKv:
         self.spec = ModelSpec(
             name="stamped",
             fingerprint=fingerprint,
-            vocab_size=16,
+            vocab_size=1000,
             max_model_len=1 << 20,
             eos_token_ids=frozenset(),
             dtype="uint8",

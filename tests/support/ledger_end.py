@@ -1,0 +1,208 @@
+"""The lease side of a decode worker with production's own ledger, and a step loop that only stamps.
+
+Reservations, leases and block pool are the real ones. Made up are those around them: the gateway
+reserves when prefill has asked; a sequence that has joined runs for a moment, in which its KV is
+read twice; and the blocks of a transfer that failed go at once to a sequence that was waiting for
+room: its step writes them, and reads them back a little later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from services.decode.core.lease import LeaseKey, LeasePolicy, LeaseState
+from services.decode.core.leases import Leases
+from services.decode.receiver import KvReceiver, LeaseTerms, NoTermsYet, ReceiveStats
+from services.decode.reservation import DecodeRequest, Reservations, ReserveRequest
+from shared.errors import MeshError
+from shared.ids import Incarnation, StreamId
+from shared.kv.pool import BlockPool
+from shared.kv.sequence import Sequence as TokenSequence
+from shared.request import FinishReason, SamplingParams, WorkItem
+from shared.schedule.plan import NewToken
+from shared.telemetry.worker import WorkerLoad, WorkerMetrics
+from shared.transfer.messages import TransferKey
+from tests.support.stamped_kv import StampedKv
+from tests.support.transfer_ends import RUNNING, num_tokens_of, request_of
+
+READ_AGAIN_S = 0.002
+STEP_S = 0.003
+WAIT_S = 50.0
+
+
+class Reserving(Reservations):
+    """Production's reservations. on_open: prefill asked for what nobody has reserved; on_attach:
+    it may push from now on; on_release: blocks of a transfer that failed are coming home."""
+
+    def __init__(
+        self,
+        *,
+        on_open: Callable[[TransferKey, Incarnation], None],
+        on_attach: Callable[[TransferKey], None],
+        on_release: Callable[[Callable[[], None]], None],
+        **more: object,
+    ) -> None:
+        super().__init__(**more)  # type: ignore[arg-type]
+        self._on_open = on_open
+        self._on_attach = on_attach
+        self._on_release = on_release
+        self.num_quarantined = 0
+
+    def attach(self, key: TransferKey, prefill: Incarnation) -> LeaseTerms | NoTermsYet:
+        terms = super().attach(key, prefill)
+        if terms is NoTermsYet.NOT_RESERVED:
+            self._on_open(key, prefill)
+        elif isinstance(terms, LeaseTerms):
+            self._on_attach(key)
+        return terms
+
+    def quarantined(self, key: TransferKey) -> None:
+        self.num_quarantined += 1
+        super().quarantined(key)
+
+    def release(self, key: TransferKey) -> None:
+        release = super().release
+        self._on_release(lambda: release(key))
+
+
+class LedgerEnd:
+    """The decode worker round its reservations: gateway and step loop."""
+
+    def __init__(
+        self, engine: StampedKv, *, most_tokens: int, on_attach: Callable[[TransferKey], None]
+    ) -> None:
+        self._engine = engine
+        self._most_tokens = most_tokens
+        self.pool = BlockPool(engine.num_blocks, engine.block_size)
+        self.leases = Leases(self.pool, LeasePolicy())
+        self.reservations = Reserving(
+            on_open=self._open,
+            on_attach=on_attach,
+            on_release=self._release,
+            leases=self.leases,
+            spec=engine.spec,
+            metrics=WorkerMetrics("decode", WorkerLoad),
+            max_requests=1 << 10,
+        )
+        self._requests: dict[TransferKey, DecodeRequest | None] = {}
+        self._num_runs = 0
+        self.num_placed = 0
+        self.num_released = 0
+        self.num_foreign = 0
+        self.failures: list[MeshError] = []
+        self.changed = asyncio.Event()
+
+    def connect(self, receiver: KvReceiver) -> None:
+        """Close the circle."""
+        self.reservations.connect(receiver, self)  # type: ignore[arg-type]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until an event here has made the condition true."""
+        while not condition():
+            self.changed.clear()
+            await self.changed.wait()
+
+    @property
+    def is_home(self) -> bool:
+        """Whether no request is left and every block is free."""
+        return not self.reservations.num_requests and not self.pool.num_held
+
+    def check_integrity(self) -> None:
+        """Raise InvariantViolated unless every block that was reserved is accounted for, once."""
+        self.leases.check_integrity()
+        self.pool.check_integrity([] if self.is_home else None)
+
+    # --- the gateway -----------------------------------------------------------------------------
+
+    def _open(self, key: TransferKey, prefill: Incarnation) -> None:
+        if key not in self._requests:
+            self._requests[key] = None
+            asyncio.get_running_loop().call_soon(self._reserve, key, prefill)
+
+    def _reserve(self, key: TransferKey, prefill: Incarnation) -> None:
+        num_tokens = num_tokens_of(request_of(key), self._most_tokens)
+        request = ReserveRequest(
+            key=LeaseKey(*key),
+            item=WorkItem(
+                token_ids=tuple(range(num_tokens)),
+                num_prompt_tokens=num_tokens,
+                sampling=SamplingParams(max_tokens=2),
+            ),
+            prefill=prefill,
+            wait_s=WAIT_S,
+            deadline_at=None,
+        )
+        self._requests[key] = self.reservations.reserve(request, self, StreamId(request_of(key)))
+
+    def cancel(self, key: TransferKey) -> bool:
+        """Cancel the request; False: it has no transfer any more."""
+        request = self._requests[key]
+        if request is None or request.lease.state is not LeaseState.OPEN:
+            return False
+        self.reservations.cancel(request)
+        return True
+
+    def granted(self, stream_id: StreamId, *, cached_tokens: int, wait_s: float) -> None:
+        """See ``AnswerLine``; so are the next four."""
+
+    def joined(self, stream_id: StreamId, stats: ReceiveStats) -> None:
+        self.num_placed += 1
+
+    def step_tokens(self, tokens: Sequence[tuple[StreamId, NewToken]]) -> None:
+        pass
+
+    def failed(self, stream_id: StreamId, error: MeshError) -> None:
+        self.failures.append(error)
+
+    def ended(self, stream_id: StreamId) -> None:
+        self.changed.set()
+
+    # --- the step loop ---------------------------------------------------------------------------
+
+    def add(self, sequence: TokenSequence) -> None:
+        """See ``Stepper``; so are the next two."""
+        self._read(sequence)
+        # Ends a little later, so that late writes of others would be seen.
+        asyncio.get_running_loop().call_later(READ_AGAIN_S, self._finish, sequence)
+
+    def abort(self, sequence: TokenSequence) -> None:
+        raise AssertionError("nobody cancels a sequence that runs")
+
+    def wake(self) -> None:
+        pass
+
+    def _read(self, sequence: TokenSequence) -> None:
+        stream_id = self.reservations._by_sequence[sequence].stream_id
+        self.num_foreign += self._engine.num_foreign(
+            sequence.block_table, 0, sequence.num_computed_tokens, stream_id
+        )
+
+    def _finish(self, sequence: TokenSequence) -> None:
+        self._read(sequence)
+        assert sequence.table is not None
+        self.pool.release(sequence.table)
+        sequence.finish_reason = FinishReason.STOP
+        self.reservations.step_done([NewToken(sequence, 1, 1, FinishReason.STOP, None, ())])
+
+    def _release(self, release: Callable[[], None]) -> None:
+        """A lease's blocks come home, and what runs here needs all that is free."""
+        self.num_released += 1
+        self.pool.claim(self.pool.num_blocks)  # newcomers stand back
+        release()
+        self.pool.claim(0)
+        num_tokens = self.pool.num_available * self.pool.block_size
+        table = self.pool.acquire(self.pool.new_chain(), [], num_tokens, max_hit_tokens=0)
+        assert table is not None
+        self._num_runs += 1
+        name = RUNNING + self._num_runs
+        for layer in range(self._engine.layout.num_layers):
+            self._engine.stamp(table.blocks, 0, num_tokens, layer, name)
+
+        def end() -> None:
+            self.num_foreign += self._engine.num_foreign(table.blocks, 0, num_tokens, name)
+            self.pool.release(table)
+            self.reservations.step_done([])
+            self.changed.set()
+
+        asyncio.get_running_loop().call_later(STEP_S, end)
