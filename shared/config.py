@@ -8,6 +8,7 @@ anything is started.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,8 +46,16 @@ class ServiceConfig:
 
     def check(self) -> None:
         """Raise InvalidRequest, naming the flag, for the first value out of range."""
-        _require(self.log_level in ("debug", "info", "warning", "error"), "log_level", "is unknown")
-        _require(self.log_format in ("auto", "json", "pretty"), "log_format", "is unknown")
+        _require(
+            self.log_level in ("debug", "info", "warning", "error"),
+            "log_level",
+            "must be debug, info, warning or error",
+        )
+        _require(
+            self.log_format in ("auto", "json", "pretty"),
+            "log_format",
+            "must be auto, json or pretty",
+        )
         _require(0 <= self.drain_s <= 3600, "drain_s", "must be 0..3600 seconds")
 
 
@@ -138,7 +147,7 @@ class WorkerConfig(ServiceConfig):
     """CPU threads of the engine; 0 = as many as cores, shared among the local workers."""
 
     kv_gib: float = 0.0
-    """Memory for KV in GiB; 0 = 1 GiB on CPU, 80 percent of what is free on a GPU."""
+    """Memory for KV in GiB; 0 = 1 GiB on CPU, 85 percent of what is free on a GPU."""
 
     num_blocks: int = 0
     """KV blocks; overrides --kv-gib; 0 = from memory."""
@@ -173,6 +182,11 @@ class WorkerConfig(ServiceConfig):
         for name in ("port", "metrics_port"):
             _require(0 <= getattr(self, name) < 65536, name, "must be a port, 0..65535")
         _require(self.engine in ("torch", "fake"), "engine", "must be torch or fake")
+        _require(
+            re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None,
+            "device",
+            "must be auto, cpu, cuda or cuda:N",
+        )
         _require(
             self.dtype in ("auto", "float32", "bfloat16", "float16"),
             "dtype",

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from collections.abc import Callable
 
 from services.decode.core.lease import LeasePolicy
@@ -31,7 +30,7 @@ from shared.runtime.platform import Platform
 from shared.schedule.scheduler import SchedulePolicy, Scheduler
 from shared.telemetry.listener import serve_metrics
 from shared.telemetry.loop_lag import watch_loop_lag
-from shared.telemetry.worker import WorkerLoad, WorkerMetrics
+from shared.telemetry.worker import WorkerHoldings, WorkerLoad, WorkerMetrics
 from shared.transfer.plan import DEFAULT_MAX_FRAME_BYTES
 from shared.version import VERSION
 
@@ -64,12 +63,7 @@ class DecodeWorker:
                 token_budget=config.token_budget,
             ),
         )
-        # No ttl: the receiver watches pair and frames itself, and reports the loss of either.
-        self.leases = Leases(
-            self.pool,
-            LeasePolicy(ttl_s=math.inf, max_leases=config.max_requests),
-            platform.random_bytes,
-        )
+        self.leases = Leases(self.pool, LeasePolicy(max_leases=config.max_requests))
         self.metrics = WorkerMetrics("decode", self.load)
         self.reservations = Reservations(
             leases=self.leases,
@@ -153,15 +147,35 @@ class DecodeWorker:
                 ),
                 load=self.load,
                 on_drain=stop.set,
-                on_change=lambda: server.set_ready(not membership.not_ready_reason),
+                on_change=lambda: server.set_ready(not not_ready_reason()),
             )
+
+            def holdings() -> WorkerHoldings:
+                transfers = receiver.statistics()
+                return WorkerHoldings(
+                    sessions=generation.num_sessions,
+                    endpoints=transport.num_endpoints,
+                    transfers=transfers.num_waiting + transfers.num_live + transfers.num_settling,
+                    free_slots=transfers.num_free_slots,
+                    tasks=len(asyncio.all_tasks()),
+                )
+
+            self.metrics.holdings = holdings
+
+            def not_ready_reason() -> str:
+                return membership.not_ready_reason or self.metrics.loop_lag.not_ready_reason
+
+            def observe_loop_lag(lag_s: float) -> None:
+                self.metrics.observe_loop_lag(lag_s)
+                server.set_ready(not not_ready_reason())
+
             server.set_ready(False)  # until a gateway has taken this worker in
             await stack.enter_async_context(
                 serve_metrics(
                     config.host,
                     config.metrics_port,
                     self.metrics.registry,
-                    lambda: membership.not_ready_reason,
+                    not_ready_reason,
                 )
             )
             ready(server.address)
@@ -170,7 +184,7 @@ class DecodeWorker:
                     stepper.run,
                     membership.run,
                     receiver.run,
-                    lambda: watch_loop_lag(self.metrics.loop_lag_seconds.observe),
+                    lambda: watch_loop_lag(observe_loop_lag, platform.stopwatch),
                 ],
                 stop=stop,
                 drain=lambda: self.reservations.drain(config.drain_s),

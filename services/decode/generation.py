@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import structlog
@@ -23,15 +23,18 @@ from shared.errors import MeshError, RemoteProtocolError
 from shared.ids import Incarnation, StreamId
 from shared.liveness import LivenessRule
 from shared.rpc import codec
+from shared.rpc.message_codec import MAX_MESSAGE_BYTES
 from shared.rpc.methods import DECODE_SESSION
 from shared.rpc.service import ServerStream, Servicer, bind
 from shared.rpc.worker_session import EVENT_BYTES, MAX_OUTBOX_BYTES, WorkerSession, serve_session
 from shared.schedule.plan import NewToken
+from shared.transfer.effects import MAX_RESERVE_WAIT_S
 
 _log = structlog.get_logger(__name__)
 
-MAX_WAIT_S = 60.0
-"""Longest wait for blocks that a gateway may ask for."""
+_ROW_BYTES = 13
+_STEP_BYTES = MAX_MESSAGE_BYTES // 2
+"""Where a step's message is cut: so far below the limit that what is not counted never matters."""
 
 
 class Generation:
@@ -63,6 +66,11 @@ class Generation:
     def servicer(self) -> Servicer:
         """What ``Network.serve`` takes."""
         return Servicer(bind(DECODE_SESSION, self._serve))
+
+    @property
+    def num_sessions(self) -> int:
+        """Gateways that talk to this worker."""
+        return len(self._lines)
 
     async def flush(self, limit_s: float) -> None:
         """Wait until every event was given to its connection, or the limit came."""
@@ -123,7 +131,7 @@ class Generation:
                 key=LeaseKey(order.request_id, order.attempt),
                 item=order.item,
                 prefill=order.prefill_incarnation,
-                wait_s=min(order.wait_s, MAX_WAIT_S),
+                wait_s=min(order.wait_s, MAX_RESERVE_WAIT_S),
                 deadline_at=None if order.deadline_s is None else now + order.deadline_s,
             )
             record = self._reservations.reserve(request, line, stream_id)
@@ -132,6 +140,20 @@ class Generation:
             return
         if record is not None:
             line.requests[stream_id] = record
+
+
+def _messages(rows: Sequence[codec.StepToken]) -> Iterator[Sequence[codec.StepToken]]:
+    """Cut a step whose logprobs would not fit one message; any other step is one message."""
+    first, num_bytes = 0, 0
+    for idx, row in enumerate(rows):
+        row_bytes = _ROW_BYTES
+        if row.logprobs is not None:
+            row_bytes += codec.logprobs_bytes(1, len(row.logprobs.top))
+        if num_bytes + row_bytes > _STEP_BYTES and idx > first:
+            yield rows[first:idx]
+            first, num_bytes = idx, 0
+        num_bytes += row_bytes
+    yield rows[first:]
 
 
 class _Line:
@@ -166,16 +188,17 @@ class _Line:
 
     def step_tokens(self, tokens: Sequence[tuple[StreamId, NewToken]]) -> None:
         """See ``AnswerLine``."""
-        step = codec.step_tokens_to_wire(
-            [
-                codec.StepToken(
-                    stream_id, token.index, token.token_id, token.finish_reason, token.logprobs
-                )
-                for stream_id, token in tokens
-            ]
-        )
-        num_bytes = EVENT_BYTES + 13 * len(tokens) + len(step.logprobs) + 2 * len(step.top_ids)
-        self._session.send(wire.DecodeEvent(tokens=step), num_bytes)
+        rows = [
+            codec.StepToken(
+                stream_id, token.index, token.token_id, token.finish_reason, token.logprobs
+            )
+            for stream_id, token in tokens
+        ]
+        for part in _messages(rows):
+            step = codec.step_tokens_to_wire(part)
+            num_bytes = EVENT_BYTES + _ROW_BYTES * len(part)
+            num_bytes += 2 * (len(step.logprobs) + len(step.top_ids))
+            self._session.send(wire.DecodeEvent(tokens=step), num_bytes)
 
     def failed(self, stream_id: StreamId, error: MeshError) -> None:
         """See ``AnswerLine``."""

@@ -11,6 +11,7 @@ import asyncio
 from collections import deque
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Protocol
 
 import structlog
@@ -24,13 +25,16 @@ from shared.errors import (
     MeshError,
     TransferFailed,
 )
+from shared.failpoints import failpoint
 from shared.ids import Incarnation, RandomBytes
 from shared.liveness import LivenessRule
 from shared.rpc.service import Servicer
 from shared.rpc.transfer_codec import PairIdentity
 from shared.transfer.effects import (
+    AskTerms,
     CancelReceive,
     CloseLink,
+    EndLeases,
     HandOver,
     PostReceive,
     QuarantineLease,
@@ -42,8 +46,8 @@ from shared.transfer.effects import (
     VerifyAndPlace,
 )
 from shared.transfer.frames import check_digest, check_header
-from shared.transfer.messages import LinkId, Open, PushMessage, TransferKey
-from shared.transfer.plan import DEFAULT_GROUP_BYTES, DEFAULT_MAX_FRAME_BYTES, FrameRule
+from shared.transfer.messages import LinkId, PushMessage, TransferKey
+from shared.transfer.plan import DEFAULT_MAX_FRAME_BYTES, FrameRule
 from shared.transfer.receivers import Receivers, ReceiverStatistics, TagRanges
 from shared.transport.base import Operation, Outcome, Transport
 
@@ -64,6 +68,13 @@ class LeaseTerms:
     block_table: Sequence[int]
 
 
+class NoTermsYet(Enum):
+    """Why there are no terms; ``KvReceiver.lease_changed`` says when to ask again."""
+
+    NOT_RESERVED = "not reserved"  # the open waits 5 s for it
+    NO_ROOM = "no room"  # the open waits as long as its reservation does
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiveStats:
     """One finished receive. receive_s: first frame announced until last frame placed."""
@@ -81,13 +92,17 @@ class LeaseBook(Protocol):
     ``KvReceiver.abort(key, ...)`` and waits for ``release``.
     """
 
-    def attach(self, key: TransferKey, prefill: Incarnation) -> LeaseTerms | None:
-        """Prefill opened this transfer. Return the terms, once per lease, or None: not reserved
-        yet (the receiver then waits up to 5 s for ``KvReceiver.lease_granted``).
+    def attach(self, key: TransferKey, prefill: Incarnation) -> LeaseTerms | NoTermsYet:
+        """Prefill opened this transfer. Return the terms, once per lease.
 
         Raises MeshError: refuse (not reserved for that prefill incarnation, already attached,
         cancelled).
         """
+        ...
+
+    def prefill_lost(self, prefill: Incarnation, error: MeshError) -> None:
+        """No pair with this prefill worker is left: leases of it that are not attached fail now.
+        The others were reported by ``failed``."""
         ...
 
     def placed(self, key: TransferKey, first_token: int, stats: ReceiveStats) -> None:
@@ -127,7 +142,7 @@ class KvReceiver:
         random_bytes: RandomBytes,
         num_slots: int = 16,
         max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
-        group_bytes: int = DEFAULT_GROUP_BYTES,
+        group_bytes: int = DEFAULT_MAX_FRAME_BYTES,
         window: int = 8,
         fencing: bool = True,
         timing: ReceiverTiming | None = None,
@@ -135,6 +150,7 @@ class KvReceiver:
     ) -> None:
         """Allocate ``num_slots`` staging buffers of ``max_frame_bytes`` on the engine's device.
 
+        group_bytes: the largest groups that may be agreed on; the default leaves them to prefill.
         window: most slots of one transfer. fencing: False releases blocks and slots of an aborted
         transfer while the transport may still write. Only the test that shows why nobody may do
         that turns it off.
@@ -143,7 +159,7 @@ class KvReceiver:
         self._compute = compute
         self._transport = transport
         self._leases = leases
-        self._slots = [engine.new_buffer(max_frame_bytes) for _ in range(num_slots)]
+        self._slots = staging.StagingSlots(engine, num_slots, max_frame_bytes)
         tags = TagRanges(random_bytes)
         self._core = Receivers(
             num_slots=num_slots,
@@ -195,16 +211,16 @@ class KvReceiver:
             finally:
                 self._tasks = None  # from here nothing new starts; the pairs close what there is
 
-    def lease_granted(self, key: TransferKey) -> None:
-        """The lease side has reserved this key: prefill's open, if it waits, is attached now."""
-        if self._core.waiting_open(key) is not None:
-            self._attach(key)
+    def lease_changed(self, key: TransferKey) -> None:
+        """The lease side has made or granted this reservation: if prefill's open waits, ``attach``
+        follows."""
+        self._perform(self._core.lease_changed(key, self._now()))
 
     def abort(self, key: TransferKey, error: MeshError) -> None:
         """Give one transfer up: cancelled, deadline... ``release`` follows, maybe before this
         returns.
 
-        No transfer has that key: nothing follows.
+        No transfer has that key: nothing follows, but an open that waits is refused.
         """
         self._perform(self._core.give_up(key, error, self._now()))
 
@@ -225,31 +241,12 @@ class KvReceiver:
 
     def link_message(self, link: Link, message: PushMessage) -> None:
         """Prefill said something."""
-        if not isinstance(message, Open):
-            self._perform(self._core.message(link.id, message, self._now()))
-        elif self._core.opened(link.id, message.key, self._now()):
-            self._attach(message.key)
-            self._perform(())
+        self._perform(self._core.message(link.id, message, self._now()))
 
     def link_lost(self, link: Link, error: MeshError) -> None:
         """A pair is gone; its endpoint is closed next, which settles what is posted."""
         del self._links[link.id]
         self._perform(self._core.link_lost(link.id, error, self._now()))
-
-    def _attach(self, key: TransferKey) -> None:
-        waiting = self._core.waiting_open(key)
-        if waiting is None:
-            return
-        try:
-            terms = self._leases.attach(key, waiting.prefill)
-        except MeshError as error:
-            self._perform(self._core.refused(key, error, self._now()))
-            return
-        if terms is not None:
-            self._block_tables[key] = terms.block_table
-            self._perform(
-                self._core.attached(key, terms.num_tokens, terms.skip_tokens, self._now())
-            )
 
     # --- performing effects ---------------------------------------------------------------------
 
@@ -281,6 +278,9 @@ class KvReceiver:
                     operation.cancel()
             case VerifyAndPlace(key=key):
                 self._spawn(self._place(effect, self._block_tables[key]))
+            case AskTerms(key=key, prefill=prefill):
+                if self._core.is_waiting(key):  # since it was ordered the open may have ended
+                    self._attach(key, prefill)
             case HandOver(key=key):
                 del self._block_tables[key]
                 stats = ReceiveStats(
@@ -296,9 +296,24 @@ class KvReceiver:
             case ReleaseLease(key=key):
                 del self._block_tables[key]
                 self._leases.release(key)
+            case EndLeases(prefill=prefill, error=error):
+                self._leases.prefill_lost(prefill, error)
             case CloseLink(link=link_id, reason=reason):
                 if (link := self._links.get(link_id)) is not None:
                     link.close(reason)
+
+    def _attach(self, key: TransferKey, prefill: Incarnation) -> None:
+        try:
+            terms = self._leases.attach(key, prefill)
+        except MeshError as error:
+            self._perform(self._core.refused(key, error, self._now()))
+            return
+        if isinstance(terms, NoTermsYet):
+            is_reserved = terms is NoTermsYet.NO_ROOM
+            self._core.must_wait(key, self._now(), is_reserved=is_reserved)
+            return
+        self._block_tables[key] = terms.block_table
+        self._perform(self._core.attached(key, terms.num_tokens, terms.skip_tokens, self._now()))
 
     def _post(self, order: PostReceive) -> None:
         link = self._links[order.link]
@@ -315,6 +330,8 @@ class KvReceiver:
         if outcome is not Outcome.DONE:
             why = operation.error or outcome.value
             error = TransferFailed(f"a frame did not arrive: {why}", code="receive")
+        if outcome is Outcome.ABANDONED:
+            self._slots.replace(order.slot)
         self._perform(self._core.receive_settled(order.key, order.frame.idx, error, self._now()))
 
     async def _place(self, order: VerifyAndPlace, block_table: Sequence[int]) -> None:
@@ -344,6 +361,7 @@ class KvReceiver:
         except MeshError as failure:
             _log.warning("frame refused", code=failure.code, error=failure.message)
             error = failure
+        failpoint("decode.mid_push")
         self._perform(self._core.frame_placed(order.key, frame.idx, error, self._now()))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

@@ -18,7 +18,6 @@ import structlog
 
 from services.decode.core.lease import (
     AbortReceive,
-    AnswerOpen,
     Effect,
     Grant,
     Lease,
@@ -28,15 +27,13 @@ from services.decode.core.lease import (
     RefuseOpen,
 )
 from services.decode.core.leases import Leases
-from services.decode.receiver import KvReceiver, LeaseTerms, ReceiveStats
+from services.decode.receiver import KvReceiver, LeaseTerms, NoTermsYet, ReceiveStats
 from services.decode.stepper import Stepper
 from shared.engine.base import ModelSpec
 from shared.errors import (
     DeadlinePassed,
-    InvalidRequest,
     LeaseLost,
     MeshError,
-    Overloaded,
     RemoteProtocolError,
     ShuttingDown,
 )
@@ -44,6 +41,7 @@ from shared.failpoints import failpoint
 from shared.ids import Incarnation, StreamId
 from shared.kv.sequence import Sequence as TokenSequence
 from shared.request import FinishReason, WorkItem
+from shared.schedule.admission import Duty, require_admissible
 from shared.schedule.plan import Failure, NewToken
 from shared.telemetry.worker import WorkerMetrics
 from shared.transfer.messages import TransferKey
@@ -152,7 +150,10 @@ class Reservations:
         Returns None if it has ended already. Raises MeshError: refused at once, ``line`` has heard
         nothing."""
         now = asyncio.get_running_loop().time()
-        self._require_admissible(request, now)
+        duty = Duty("decode", len(self._requests), self._max_requests, self.is_draining)
+        require_admissible(request.item, self._spec, duty, deadline_at=request.deadline_at, now=now)
+        if request.key in self._requests:  # it may run already, and then has no lease any more
+            raise RemoteProtocolError("this attempt has a reservation already", code="reserved")
         lease, effects = self._leases.reserve(
             request.key, request.item, request.prefill, now=now, wait_s=request.wait_s
         )
@@ -166,6 +167,7 @@ class Reservations:
         self._perform(effects)
         if lease.state is LeaseState.WAITING:
             self._arm(lease.give_up_at)
+            self._receiver.lease_changed(TransferKey(*lease.key))
         return record if self._requests.get(request.key) is record else None
 
     def cancel(self, request: DecodeRequest) -> None:
@@ -174,32 +176,6 @@ class Reservations:
         """
         request.is_told = True
         self._stop(request, LeaseLost("the gateway cancelled the request", code="cancelled"))
-
-    def _require_admissible(self, request: ReserveRequest, now: float) -> None:
-        if self.is_draining:
-            raise ShuttingDown("this decode worker is draining")
-        if request.key in self._requests:
-            raise RemoteProtocolError("this attempt has a reservation already", code="reserved")
-        if len(self._requests) >= self._max_requests:
-            raise Overloaded(
-                f"this decode worker has {self._max_requests} requests in hand already",
-                code="decode_requests",
-                retry_after_s=1.0,
-            )
-        if request.deadline_at is not None and request.deadline_at <= now:
-            raise DeadlinePassed("the deadline passed before decode began")
-        num_tokens, limit = len(request.item.token_ids), self._spec.max_model_len
-        if num_tokens >= limit:
-            raise InvalidRequest(
-                f"{num_tokens} tokens leave no room for an answer: the model takes {limit}",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-        if max(request.item.token_ids) >= self._spec.vocab_size:
-            raise InvalidRequest(
-                f"a token id is not below the vocabulary size {self._spec.vocab_size}",
-                param="prompt",
-            )
 
     def _deadline_passed(self, request: DecodeRequest) -> None:
         self._fail(request, DeadlinePassed("the deadline passed during decode"))
@@ -259,17 +235,14 @@ class Reservations:
                         request.stream_id, cached_tokens=lease.skip_tokens, wait_s=lease.wait_s
                     )
                     self._arm(lease.expires_at)
-                    self._receiver.lease_granted(TransferKey(*lease.key))
+                    self._receiver.lease_changed(TransferKey(*lease.key))
                 case Refuse(lease, error):
                     request = self._requests[LeaseKey(*lease.key)]
                     self._tell_failed(request, error)
                     if lease.state is LeaseState.RELEASED:
                         self._end(request)
-                case AbortReceive(lease, error):
+                case RefuseOpen(lease, error) | AbortReceive(lease, error):
                     self._receiver.abort(TransferKey(*lease.key), error)
-                case AnswerOpen() | RefuseOpen():
-                    # The receiver asks through ``attach`` and keeps early opens itself.
-                    raise AssertionError(f"{effect!r} without an open")
         self._on_change()
 
     def _grant_waiting(self) -> None:
@@ -292,26 +265,23 @@ class Reservations:
 
     # --- LeaseBook: the receiver's side ----------------------------------------------------------
 
-    def attach(self, key: TransferKey, prefill: Incarnation) -> LeaseTerms | None:
+    def attach(self, key: TransferKey, prefill: Incarnation) -> LeaseTerms | NoTermsYet:
         """See ``LeaseBook``."""
         request = self._requests.get(LeaseKey(*key))
-        if request is None or request.lease.state is LeaseState.WAITING:
-            if request is not None and request.lease.prefill != prefill:
-                raise LeaseLost(
-                    "the reservation names another prefill worker", code="other_prefill"
-                )
-            return None
+        if request is None:
+            return NoTermsYet.NOT_RESERVED
         lease = request.lease
-        if request.sequence is not None:
-            raise RemoteProtocolError("this transfer was opened before", code="opened_twice")
-        for effect in self._leases.open(request.key, prefill, now=_now()):
-            if isinstance(effect, RefuseOpen):
-                raise effect.error
+        if not self._leases.open(lease, prefill):
+            return NoTermsYet.NO_ROOM
         return LeaseTerms(
             num_tokens=lease.num_tokens,
             skip_tokens=lease.skip_tokens,
             block_table=lease.block_table,
         )
+
+    def prefill_lost(self, prefill: Incarnation, error: MeshError) -> None:
+        """See ``LeaseBook``."""
+        self._perform(self._leases.lose_prefill(prefill, error, now=_now()))
 
     def placed(self, key: TransferKey, first_token: int, stats: ReceiveStats) -> None:
         """See ``LeaseBook``."""
@@ -319,6 +289,12 @@ class Reservations:
         if request.lease.state is not LeaseState.OPEN:
             # Cancelled in the same instant: nothing writes the blocks any more, and nobody wants
             # them.
+            self.release(key)
+            return
+        if first_token >= self._spec.vocab_size:
+            # In a step it would fail every sequence of the batch.
+            text = f"prefill committed token {first_token}; the vocabulary has"
+            self._tell_failed(request, RemoteProtocolError(f"{text} {self._spec.vocab_size}"))
             self.release(key)
             return
         failpoint("decode.before_join")

@@ -28,6 +28,7 @@ from shared.runtime.platform import Platform
 from shared.schedule.scheduler import SchedulePolicy, Scheduler
 from shared.telemetry.listener import serve_metrics
 from shared.telemetry.loop_lag import watch_loop_lag
+from shared.telemetry.worker import WorkerHoldings
 from shared.transfer.plan import DEFAULT_MAX_FRAME_BYTES, TransferMode
 from shared.version import VERSION
 
@@ -127,15 +128,35 @@ class PrefillWorker:
                 load=stepper.load,
                 on_peers=pairs.set_peers,
                 on_drain=stop.set,
-                on_change=lambda: server.set_ready(not membership.not_ready_reason),
+                on_change=lambda: server.set_ready(not not_ready_reason()),
             )
+
+            def holdings() -> WorkerHoldings:
+                transfers = pusher.statistics()
+                return WorkerHoldings(
+                    sessions=intake.num_sessions,
+                    endpoints=transport.num_endpoints,
+                    transfers=transfers.num_transfers,
+                    free_slots=transfers.num_free_slots,
+                    tasks=len(asyncio.all_tasks()),
+                )
+
+            stepper.metrics.holdings = holdings
+
+            def not_ready_reason() -> str:
+                return membership.not_ready_reason or stepper.metrics.loop_lag.not_ready_reason
+
+            def observe_loop_lag(lag_s: float) -> None:
+                stepper.metrics.observe_loop_lag(lag_s)
+                server.set_ready(not not_ready_reason())
+
             server.set_ready(False)  # until a gateway has taken this worker in
             await stack.enter_async_context(
                 serve_metrics(
                     config.host,
                     config.metrics_port,
                     stepper.metrics.registry,
-                    lambda: membership.not_ready_reason,
+                    not_ready_reason,
                 )
             )
             ready(server.address)
@@ -145,7 +166,7 @@ class PrefillWorker:
                     membership.run,
                     pairs.run,
                     pusher.run,
-                    lambda: watch_loop_lag(stepper.metrics.loop_lag_seconds.observe),
+                    lambda: watch_loop_lag(observe_loop_lag, platform.stopwatch),
                 ],
                 stop=stop,
                 drain=lambda: stepper.drain(config.drain_s),

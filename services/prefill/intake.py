@@ -15,14 +15,19 @@ from typing import Any
 from services.prefill.pusher import PushStats
 from services.prefill.stepper import PrefillJob, PrefillRequest, PrefillTimes, Stepper
 from shared import wire
-from shared.errors import MeshError, RemoteProtocolError
+from shared.errors import MeshError, RemoteProtocolError, TooLarge
 from shared.ids import Incarnation, StreamId
 from shared.liveness import LivenessRule
+from shared.request import WorkItem
 from shared.rpc import codec
+from shared.rpc.message_codec import MAX_MESSAGE_BYTES
 from shared.rpc.methods import PREFILL_SESSION
 from shared.rpc.service import ServerStream, Servicer, bind
 from shared.rpc.worker_session import EVENT_BYTES, MAX_OUTBOX_BYTES, WorkerSession, serve_session
 from shared.schedule.plan import NewToken
+
+_TOKEN_BYTES = 256
+"""Most that a PrefillToken takes beside its columns."""
 
 
 class Intake:
@@ -54,6 +59,11 @@ class Intake:
     def servicer(self) -> Servicer:
         """What ``Network.serve`` takes."""
         return Servicer(bind(PREFILL_SESSION, self._serve))
+
+    @property
+    def num_sessions(self) -> int:
+        """Gateways that talk to this worker."""
+        return len(self._jobs)
 
     async def flush(self, limit_s: float) -> None:
         """Wait until every event was given to its connection, or the limit came."""
@@ -110,6 +120,7 @@ class Intake:
         line = _Line(session, stream_id, lines)
         try:
             order = codec.start_prefill_from_wire(command)
+            _require_sendable(order.item)
             request = PrefillRequest(
                 request_id=order.request_id,
                 attempt=order.attempt,
@@ -122,6 +133,26 @@ class Intake:
             line.failed(error)
             return
         lines[stream_id] = line
+
+
+def _require_sendable(item: WorkItem) -> None:
+    """Refuse, before anything is computed, a prompt whose first token would not fit one message.
+
+    Sending it would end the session, and every other job of the gateway with it.
+    """
+    k = item.sampling.prompt_logprobs
+    if k is None:
+        return
+    own = codec.logprobs_bytes(1, item.sampling.logprobs or 0)
+    num_bytes = codec.logprobs_bytes(len(item.token_ids), k) + own + _TOKEN_BYTES
+    if num_bytes > MAX_MESSAGE_BYTES:
+        raise TooLarge(
+            f"logprobs of {len(item.token_ids)} prompt tokens with {k} alternatives each take "
+            f"{num_bytes} bytes, over the limit of {MAX_MESSAGE_BYTES}: ask for fewer alternatives "
+            "or send a shorter prompt",
+            param="prompt_logprobs",
+            code="prompt_logprobs_too_large",
+        )
 
 
 class _Line:

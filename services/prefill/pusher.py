@@ -38,6 +38,7 @@ from shared.transfer.effects import (
 from shared.transfer.frames import Header, pack_header
 from shared.transfer.messages import LinkId, PushReply, TransferKey
 from shared.transfer.plan import (
+    DEFAULT_GROUP_BYTES,
     DEFAULT_MAX_FRAME_BYTES,
     Frame,
     LinkCost,
@@ -239,7 +240,7 @@ class Pusher:
         self.mode = mode
         self._engine = engine
         self._compute = compute
-        self._slots = [engine.new_buffer(max_frame_bytes) for _ in range(num_slots)]
+        self._slots = staging.StagingSlots(engine, num_slots, max_frame_bytes)
         self._has_digest = (
             not staging.is_on_device(self._slots[0]) if has_digest is None else has_digest
         )
@@ -401,7 +402,10 @@ class Pusher:
         posted_at = self._now()
         handle.frame_posted(frame, posted_at)
         operation = link.endpoint.send(buffer, frame.num_bytes, order.tag)
-        if await operation.settled() is not Outcome.DONE:
+        outcome = await operation.settled()
+        if outcome is Outcome.ABANDONED:
+            self._slots.replace(order.slot)
+        if outcome is not Outcome.DONE:
             return TransferFailed(f"a frame was not sent: {operation.error}", code="send")
         _refine_speed(link, frame.num_bytes, self._now() - posted_at)
         return None
@@ -422,7 +426,7 @@ class Pusher:
 
 def _refine_speed(link: Link, num_bytes: int, took_s: float) -> None:
     # Small frames measure latency, not speed.
-    if num_bytes >= link.rule.group_bytes and took_s > 0:
+    if num_bytes >= DEFAULT_GROUP_BYTES and took_s > 0:
         link.bytes_per_s += _SPEED_WEIGHT * (num_bytes / took_s - link.bytes_per_s)
 
 

@@ -29,18 +29,13 @@ from services.prefill.core.jobs import (
 from services.prefill.pusher import Pusher, PushHandle, PushStats
 from shared.engine.base import Engine
 from shared.engine.worker import ComputeRunner
-from shared.errors import (
-    DeadlinePassed,
-    InvalidRequest,
-    MeshError,
-    Overloaded,
-    ShuttingDown,
-)
+from shared.errors import DeadlinePassed, MeshError, ShuttingDown
 from shared.failpoints import failpoint
 from shared.ids import Incarnation, RequestId
 from shared.kv.pool import BlockPool
 from shared.kv.sequence import Sequence
 from shared.request import FinishReason, WorkItem
+from shared.schedule.admission import Duty, require_admissible
 from shared.schedule.plan import NewToken, StepPlan
 from shared.schedule.scheduler import Scheduler
 from shared.telemetry.worker import MovingMean, WorkerLoad, WorkerMetrics
@@ -148,7 +143,10 @@ class Stepper:
         pool), WorkerLost (no link to that decode worker), DeadlinePassed."""
         loop = asyncio.get_running_loop()
         now = loop.time()
-        self._require_admissible(request, now)
+        duty = Duty("prefill", len(self._jobs), self._max_jobs, self._is_draining)
+        require_admissible(
+            request.item, self._engine.spec, duty, deadline_at=request.deadline_at, now=now
+        )
         sequence = Sequence(request.item)
         self._scheduler.add_prefill(sequence)
         push: PushHandle | None = None
@@ -177,30 +175,6 @@ class Stepper:
     def cancel(self, job: PrefillJob) -> None:
         """Stop a job; its sink hears nothing but ``closed``. Allowed at any time, also twice."""
         self._handle(job, JobEvent.CANCELLED)
-
-    def _require_admissible(self, request: PrefillRequest, now: float) -> None:
-        if self._is_draining:
-            raise ShuttingDown("this prefill worker is draining")
-        if len(self._jobs) >= self._max_jobs:
-            raise Overloaded(
-                f"this prefill worker has {self._max_jobs} prompts in hand already",
-                code="prefill_jobs",
-                retry_after_s=1.0,
-            )
-        if request.deadline_at is not None and request.deadline_at <= now:
-            raise DeadlinePassed("the deadline passed before prefill began")
-        num_tokens, limit = len(request.item.token_ids), self._engine.spec.max_model_len
-        if num_tokens >= limit:
-            raise InvalidRequest(
-                f"{num_tokens} tokens leave no room for an answer: the model takes {limit}",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-        if max(request.item.token_ids) >= self._engine.spec.vocab_size:
-            raise InvalidRequest(
-                f"a token id is not below the vocabulary size {self._engine.spec.vocab_size}",
-                param="prompt",
-            )
 
     # --- the loop --------------------------------------------------------------------------------
 

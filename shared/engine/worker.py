@@ -12,6 +12,9 @@ This module knows no request, no block and no transfer.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
@@ -20,6 +23,9 @@ from shared.engine.base import Engine, RowResult, StepRow
 from shared.errors import EngineFailed, MeshError
 
 T = TypeVar("T")
+
+COMPUTE_NICENESS = 5
+"""Of compute threads, where loops have 0; bench/loop_lag measured the difference."""
 
 OnLayersDone = Callable[[int], None]
 """Called on the loop with n: KV of layers [0, n) of the running step is written. n grows within a
@@ -68,7 +74,9 @@ class ThreadCompute:
         """
         self._engine = engine
         self._num_layers = engine.layout.num_layers
-        self._steps = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-compute")
+        self._steps = ThreadPoolExecutor(
+            1, thread_name_prefix=f"{name}-compute", initializer=_yield_to_loops
+        )
         self._copies = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-copy")
 
     async def step(
@@ -100,6 +108,13 @@ class ThreadCompute:
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(None, self._steps.shutdown)
         await loop.run_in_executor(None, self._copies.shutdown)
+
+
+def _yield_to_loops() -> None:
+    """Let event loops have a core before this thread, and the threads that it will start: a step
+    that is a little later harms nobody, a loop that is late holds up every stream."""
+    with contextlib.suppress(OSError):  # a thread may always be nicer; some systems know none
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COMPUTE_NICENESS)
 
 
 class _LayerReports:

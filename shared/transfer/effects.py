@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from shared.errors import MeshError
-from shared.ids import TransferId
+from shared.ids import Incarnation, TransferId
 from shared.transfer.messages import LinkId, PushMessage, PushReply, TransferKey
 from shared.transfer.plan import Frame
+
+MAX_RESERVE_WAIT_S = 60.0
+"""Longest wait for blocks that a gateway may ask for on decode, and so of an open for its grant."""
 
 # --- both ends ----------------------------------------------------------------------------------
 
@@ -67,12 +70,12 @@ SenderEffect: TypeAlias = SendMessage | GatherAndSend | EndTransfer | CloseLink
 class SenderTiming:
     """Patience of prefill, in seconds.
 
-    open_s: decode answers an open within this (it waits 5 s itself for the reservation).
+    open_s: decode answers an open within this, however long its reservation may wait.
     stall_s: credit, receipts or sends make some progress within this while decode owes any.
     settle_s: sends settle within this once the transfer has ended, else the pair is closed.
     """
 
-    open_s: float = 8.0
+    open_s: float = MAX_RESERVE_WAIT_S + 10.0
     stall_s: float = 10.0
     settle_s: float = 5.0
 
@@ -85,6 +88,16 @@ class SendReply(NamedTuple):
 
     link: LinkId
     message: PushReply
+
+
+class AskTerms(NamedTuple):
+    """Prefill opened this transfer: ask the lease side for its terms.
+
+    Answer: ``attached``, ``refused``, or ``must_wait``.
+    """
+
+    key: TransferKey
+    prefill: Incarnation
 
 
 class PostReceive(NamedTuple):
@@ -149,8 +162,16 @@ class ReleaseLease(NamedTuple):
     key: TransferKey
 
 
+class EndLeases(NamedTuple):
+    """No pair with this prefill worker is left: end its leases that have no transfer."""
+
+    prefill: Incarnation
+    error: MeshError
+
+
 ReceiverEffect: TypeAlias = (
     SendReply
+    | AskTerms
     | PostReceive
     | CancelReceive
     | VerifyAndPlace
@@ -158,6 +179,7 @@ ReceiverEffect: TypeAlias = (
     | ReportFailure
     | QuarantineLease
     | ReleaseLease
+    | EndLeases
     | CloseLink
 )
 
@@ -166,7 +188,7 @@ ReceiverEffect: TypeAlias = (
 class ReceiverTiming:
     """Patience of decode, in seconds.
 
-    open_s: an open waits this long for its reservation.
+    open_s: an open waits this long to be reserved for; from then on it waits with its reservation.
     stall_s: a posted frame arrives within this, or another one does.
     settle_s: receives and copies of an ended transfer settle within this, else the pair is closed.
     """

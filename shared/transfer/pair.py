@@ -31,8 +31,10 @@ from shared.errors import (
 from shared.ids import Incarnation, RandomBytes
 from shared.kv.layout import KvLayout
 from shared.transfer.effects import (
+    AskTerms,
     CancelReceive,
     CloseLink,
+    EndLeases,
     EndTransfer,
     GatherAndSend,
     HandOver,
@@ -46,7 +48,7 @@ from shared.transfer.effects import (
     SendReply,
     VerifyAndPlace,
 )
-from shared.transfer.messages import LinkId, Open, PushMessage, PushReply, TransferKey
+from shared.transfer.messages import LinkId, PushMessage, PushReply, TransferKey
 from shared.transfer.pair_memory import CellPool, SlotBytes
 from shared.transfer.plan import FrameRule, PushMode
 from shared.transfer.receivers import Receivers, TagRanges
@@ -190,7 +192,7 @@ class TransferPair:
                 # What the last owner left behind stays, as in a real pool.
                 if token < skip:
                     self.decode_pool.write(table, token, layer, (key, token, layer))
-        self._attach(key)
+        self._do_all(self.receivers.lease_changed(key, self.now))
         return True
 
     def finish(self, key: TransferKey) -> None:
@@ -208,15 +210,11 @@ class TransferPair:
     def abort_decode(self, key: TransferKey) -> None:
         """The lease side gives the request up."""
         job = self.jobs[key]
-        if self.receivers.is_live(key) or self.receivers.waiting_open(key) is not None:
+        if job.is_reserved:
+            self._end_unattached(job)
+        elif self.receivers.is_live(key):
             gone = TransferFailed("cancelled by the lease side")
             self._do_all(self.receivers.give_up(key, gone, self.now))
-        elif job.is_reserved and not job.decode_end and job.decode_table is not None:
-            # Nothing was attached: the lease side frees its blocks alone.
-            job.decode_end.append("never attached")
-            job.is_reserved = False
-            self.decode_pool.give_back(job.decode_table)
-            job.decode_table = None
 
     def lose_link(self, *, prefill_sees: bool, decode_sees: bool) -> None:
         """The stream breaks; each end may see it at its own time. Both must see it in the end."""
@@ -384,17 +382,21 @@ class TransferPair:
         )
 
     def _hear_command(self, link: LinkId, message: PushMessage) -> None:
-        if not isinstance(message, Open):
-            self._do_all(self.receivers.message(link, message, self.now))
-        elif self.receivers.opened(link, message.key, self.now):
-            self._attach(message.key)
+        self._do_all(self.receivers.message(link, message, self.now))
 
     def _attach(self, key: TransferKey) -> None:
         job = self.jobs.get(key)
-        if job is None or not job.is_reserved or self.receivers.waiting_open(key) is None:
-            return
-        job.is_reserved = False  # terms are given once
-        self._do_all(self.receivers.attached(key, job.num_tokens, job.skip, self.now))
+        if job is not None and job.is_reserved:
+            job.is_reserved = False  # terms are given once
+            self._do_all(self.receivers.attached(key, job.num_tokens, job.skip, self.now))
+
+    def _end_unattached(self, job: _Job) -> None:
+        """Nothing was attached: the lease side frees the blocks alone."""
+        assert job.decode_table is not None
+        job.decode_end.append("never attached")
+        job.is_reserved = False
+        self.decode_pool.give_back(job.decode_table)
+        job.decode_table = None
 
     def _gather(self, send: _Send) -> None:
         order = send.order
@@ -448,6 +450,11 @@ class TransferPair:
             case SendReply(link=link, message=message):
                 if link == self._link and self._is_decode_up:
                     self._replies.append((link, message))
+            case AskTerms(key=key):
+                self._attach(key)
+            case EndLeases():
+                for job in [job for job in self.jobs.values() if job.is_reserved]:
+                    self._end_unattached(job)
             case GatherAndSend(tag=tag):
                 self._sends[tag] = _Send(effect)
             case EndTransfer(key=key, error=error):

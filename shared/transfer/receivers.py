@@ -1,10 +1,10 @@
 """All transfers into one decode process: opens meet reservations, slots go round, ids are made.
 
 A transfer starts when prefill has opened it *and* the lease side has reserved room for it; either
-may come first, and an open waits a few seconds for its reservation. Staging slots are few and
-shared: a transfer with announced frames queues for one slot at a time, in the order of its first
-wish, and holds at most ``window``; so slots go round, and a prefill worker that announces and then
-stalls cannot take them all.
+may come first. An open waits a few seconds for its reservation, and then as long as that one waits
+for room. Staging slots are few and shared: a transfer with announced frames queues for one slot at
+a time, in the order of its first wish, and holds at most ``window``; so slots go round, and a
+prefill worker that announces and then stalls cannot take them all.
 
     slots = free + posted + placing          (``check_integrity``)
 
@@ -23,16 +23,24 @@ from shared.errors import (
     LeaseLost,
     LocalProtocolError,
     MeshError,
+    Overloaded,
     RemoteProtocolError,
 )
 from shared.ids import Incarnation, RandomBytes, TransferId, new_transfer_id
-from shared.transfer.effects import ReceiverEffect, ReceiverTiming, SendReply
+from shared.transfer.effects import (
+    AskTerms,
+    EndLeases,
+    ReceiverEffect,
+    ReceiverTiming,
+    SendReply,
+)
 from shared.transfer.machine import ReceiverState
 from shared.transfer.messages import (
     Abort,
     Commit,
     Grant,
     LinkId,
+    Open,
     PushMessage,
     Refused,
     Span,
@@ -45,11 +53,11 @@ _TAG_RANGES = 1 << 44  # ranges of MAX_FRAMES tags in 64 bits
 
 
 class OpenWaiting(NamedTuple):
-    """An open that waits for its reservation."""
+    """An open that waits for its reservation; expires_at: None = for as long as that waits."""
 
     link: LinkId
     prefill: Incarnation
-    expires_at: float
+    expires_at: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,14 +96,17 @@ class Receivers:
         tags: TagRanges,
         random_bytes: RandomBytes,
         window: int = 8,
+        max_waiting: int = 4096,
         fencing: bool = True,
         timing: ReceiverTiming | None = None,
     ) -> None:
-        """window: most slots of one transfer. fencing: False only in the test that shows why."""
+        """window: most slots of one transfer. max_waiting: most opens that wait for a reservation.
+        fencing: False only in the test that shows why."""
         if num_slots < 1 or window < 1:
             raise LocalProtocolError("a decode worker needs at least one staging slot")
         self._num_slots = num_slots
         self._window = window
+        self._max_waiting = max_waiting
         self._fencing = fencing
         self._timing = timing or ReceiverTiming()
         self._tags = tags
@@ -118,38 +129,42 @@ class Receivers:
         self._links[link] = (prefill, rule)
 
     def link_lost(self, link: LinkId, error: MeshError, now: float) -> list[ReceiverEffect]:
-        """A pair is gone: its opens are forgotten and its transfers end with ``error``."""
-        self._links.pop(link, None)
+        """A pair is gone: its opens are forgotten and its transfers end with ``error``; with the
+        last pair of a prefill worker all leases of that worker end."""
+        lost = self._links.pop(link, None)
         for key in [key for key, waiting in self._waiting.items() if waiting.link == link]:
             del self._waiting[key]
         for receiver in [r for r in self._receivers.values() if r.link == link]:
             receiver.peer_lost(error, now)
             self._settle(receiver)
+        if lost is not None and all(prefill != lost[0] for prefill, _ in self._links.values()):
+            self._effects.append(EndLeases(lost[0], error))
         return self._take(now)
 
     # --- the beginning ---
 
-    def opened(self, link: LinkId, key: TransferKey, now: float) -> bool:
-        """Prefill opened this attempt. True: ask the lease side for its terms now.
+    def lease_changed(self, key: TransferKey, now: float) -> list[ReceiverEffect]:
+        """The lease side has made or granted this reservation: ask it, if an open waits."""
+        waiting = self._waiting.get(key)
+        if waiting is not None:
+            self._effects.append(AskTerms(key, waiting.prefill))
+        return self._take(now)
 
-        False: it is a repetition, or the link is gone.
-        """
-        if link not in self._links or key in self._waiting or key in self._receivers:
-            self._num_late += 1
-            return False
-        expires_at = now + self._timing.open_s
-        self._waiting[key] = OpenWaiting(link, self._links[link][0], expires_at)
-        self._note_deadline(expires_at)
-        return True
-
-    def waiting_open(self, key: TransferKey) -> OpenWaiting | None:
-        """The open that waits for this reservation, if there is one."""
-        return self._waiting.get(key)
+    def must_wait(self, key: TransferKey, now: float, *, is_reserved: bool) -> None:
+        """The answer to AskTerms while there are none. is_reserved: the open waits with its
+        reservation, whose end ``lease_changed`` or ``give_up`` tells; else only so long."""
+        waiting = self._waiting.get(key)
+        if waiting is not None and is_reserved:
+            self._waiting[key] = waiting._replace(expires_at=None)
+        elif waiting is not None and waiting.expires_at is None:
+            expires_at = now + self._timing.open_s
+            self._waiting[key] = waiting._replace(expires_at=expires_at)
+            self._note_deadline(expires_at)
 
     def attached(
         self, key: TransferKey, num_tokens: int, skip_tokens: int, now: float
     ) -> list[ReceiverEffect]:
-        """The lease side gave its terms to a waiting open: grant it.
+        """The answer to AskTerms: the lease side gives its terms. Grant the open.
 
         Raises LocalProtocolError: no open waits, or the terms contradict themselves.
         """
@@ -178,7 +193,7 @@ class Receivers:
         return self._take(now)
 
     def refused(self, key: TransferKey, error: MeshError, now: float) -> list[ReceiverEffect]:
-        """The lease side will not give room to this open."""
+        """The answer to AskTerms, or the end of the reservation: there is no room for this open."""
         waiting = self._waiting.pop(key, None)
         if waiting is not None:
             self._effects.append(SendReply(waiting.link, Refused(key, error)))
@@ -187,16 +202,15 @@ class Receivers:
     # --- the peer, the lease side and the shell ---
 
     def message(self, link: LinkId, message: PushMessage, now: float) -> list[ReceiverEffect]:
-        """Prefill said something about a granted transfer (``opened`` is a method of its own).
+        """Prefill said something.
 
         A message about no transfer of this link is late and dropped; one that breaks the rules
         ends its transfer and no other.
         """
-        match message:
-            case Span() | Commit() | Abort():
-                receiver = self._by_id.get((link, message.transfer_id))
-            case _:
-                raise LocalProtocolError("an open goes to `opened`")
+        if isinstance(message, Open):
+            self._opened(link, message.key, now)
+            return self._take(now)
+        receiver = self._by_id.get((link, message.transfer_id))
         if receiver is None:
             self._num_late += 1
             return []
@@ -251,7 +265,7 @@ class Receivers:
         """Look at the clock; needed at ``next_tick_at``, harmless at any time."""
         self._next_tick_at = None
         for key, waiting in list(self._waiting.items()):
-            if now >= waiting.expires_at:
+            if waiting.expires_at is not None and now >= waiting.expires_at:
                 late = LeaseLost("no reservation came for this transfer", code="open_expired")
                 del self._waiting[key]
                 self._effects.append(SendReply(waiting.link, Refused(key, late)))
@@ -268,6 +282,10 @@ class Receivers:
         return self._next_tick_at
 
     # --- looking ---
+
+    def is_waiting(self, key: TransferKey) -> bool:
+        """Whether an open of this attempt waits for its terms."""
+        return key in self._waiting
 
     def is_live(self, key: TransferKey) -> bool:
         """Whether this attempt has a transfer whose lease is not back yet."""
@@ -299,6 +317,22 @@ class Receivers:
             raise InvariantViolated("a frame waits for a slot while one is free")
 
     # --- inside ---
+
+    def _opened(self, link: LinkId, key: TransferKey, now: float) -> None:
+        known = self._waiting.get(key) or self._receivers.get(key)
+        if link not in self._links or (known is not None and known.link == link):
+            self._num_late += 1
+        elif known is not None:
+            error = RemoteProtocolError("another pair opened this transfer", code="opened_twice")
+            self._effects.append(SendReply(link, Refused(key, error)))
+        elif len(self._waiting) >= self._max_waiting:
+            error = Overloaded("too many transfers wait for a reservation", code="too_many_opens")
+            self._effects.append(SendReply(link, Refused(key, error)))
+        else:
+            prefill, expires_at = self._links[link][0], now + self._timing.open_s
+            self._waiting[key] = OpenWaiting(link, prefill, expires_at)
+            self._note_deadline(expires_at)
+            self._effects.append(AskTerms(key, prefill))
 
     def _of_operation(self, key: TransferKey) -> Receiver | None:
         receiver = self._receivers.get(key)

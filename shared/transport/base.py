@@ -8,6 +8,8 @@ assert for both:
   its tag.
 - ``Operation`` is settled only when the transport will never touch the buffer again. Cancelling
   asks for that; it is not that. Until then the buffer belongs to the transport.
+- The one exception says so: an operation that settles as ABANDONED keeps its buffer for ever. Its
+  owner never uses that memory again; the transport sees to it that nobody else gets it.
 - A completed send is not a receipt.
 - A receive is DONE only if exactly ``num_bytes`` came.
 - A message whose receive was cancelled is swallowed: no byte of it lands anywhere, and its send
@@ -32,6 +34,7 @@ class Outcome(Enum):
     DONE = "done"
     CANCELLED = "cancelled"
     FAILED = "failed"
+    ABANDONED = "abandoned"  # failed, and the transport may still read or write the buffer
 
 
 class Operation(Protocol):
@@ -39,7 +42,7 @@ class Operation(Protocol):
 
     @property
     def outcome(self) -> Outcome | None:
-        """None while the transport may still touch the buffer."""
+        """None while somebody must wait: the transport may still touch the buffer."""
         ...
 
     @property
@@ -81,6 +84,11 @@ class Transport(Protocol):
     @property
     def address(self) -> bytes:
         """Opaque; a peer's ``connect`` takes it. Travels over gRPC."""
+        ...
+
+    @property
+    def num_endpoints(self) -> int:
+        """Endpoints that were made and are not closed to the end."""
         ...
 
     async def connect(self, address: bytes, on_lost: Callable[[], None]) -> Endpoint:

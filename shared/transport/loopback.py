@@ -36,6 +36,8 @@ class LoopbackSettings:
     detect_s: from a peer's death to ``on_lost``.
     max_unexpected: messages without a receive, per transport; one more fails at its sender.
     max_in_flight: operations at once, per transport; one more is refused with LocalProtocolError.
+    settles_on_close: False = a rendezvous that is under way when its endpoint closes is ABANDONED:
+    the fabric goes on reading and writing.
     """
 
     latency_s: float = 0.0
@@ -45,6 +47,7 @@ class LoopbackSettings:
     detect_s: float = 0.1
     max_unexpected: int = 4096
     max_in_flight: int = 65536
+    settles_on_close: bool = True
 
 
 class LoopbackFabric:
@@ -125,7 +128,9 @@ class LoopbackFabric:
 class LoopbackOperation(PendingOperation):
     """A send or receive. ``is_active``: the fabric may still read or write ``data``."""
 
-    __slots__ = ("data", "endpoint", "is_active", "is_matched", "is_receive", "tag")
+    __slots__ = (
+        "data", "endpoint", "is_abandoned", "is_active", "is_matched", "is_receive", "tag",
+    )  # fmt: skip
 
     def __init__(
         self, endpoint: LoopbackEndpoint, is_receive: bool, buffer: Buffer, num_bytes: int, tag: int
@@ -149,6 +154,7 @@ class LoopbackOperation(PendingOperation):
         self.data = view.cast("B")[:num_bytes] if num_bytes else memoryview(bytearray())
         self.is_active = True
         self.is_matched = False
+        self.is_abandoned = False
 
     def cancel(self) -> None:
         if self.is_active and self.is_receive and not self.is_matched:
@@ -159,13 +165,23 @@ class LoopbackOperation(PendingOperation):
         thread would."""
         if self.is_active:
             self.is_active = False
-            self.endpoint.operations.pop(self, None)
-            self.endpoint.transport.num_in_flight -= 1
-            asyncio.get_running_loop().call_soon(self.settle, outcome, error)
+            if not self.is_abandoned:
+                self._leave(outcome, error)
+
+    def abandon(self, error: str) -> None:
+        """Say that it is over, and go on touching the buffer."""
+        self.is_abandoned = True
+        self._leave(Outcome.ABANDONED, error)
+
+    def _leave(self, outcome: Outcome, error: str) -> None:
+        self.endpoint.operations.pop(self, None)
+        self.endpoint.transport.num_in_flight -= 1
+        asyncio.get_running_loop().call_soon(self.settle, outcome, error)
 
     def settle(self, outcome: Outcome, error: str = "") -> None:
         super().settle(outcome, error)
-        self.data = memoryview(b"")
+        if not self.is_abandoned:
+            self.data = memoryview(b"")
 
 
 class LoopbackEndpoint:
@@ -202,10 +218,14 @@ class LoopbackEndpoint:
             await operation.settled()
 
     def abort(self, outcome: Outcome, error: str) -> None:
-        """Settle all; nothing of this endpoint is read or written any more."""
+        """Settle all; nothing of this endpoint is read or written any more, but for what it
+        abandons."""
         for operation in list(self.operations):
             self.transport.unpost(operation)
-            operation.finish(outcome, error)
+            if operation.is_matched and not self.transport.settles_on_close:
+                operation.abandon("did not settle when its endpoint closed")
+            else:
+                operation.finish(outcome, error)
         self.transport.sunk.difference_update(self.sinks)
         self.sinks.clear()
 
@@ -247,6 +267,10 @@ class LoopbackTransport:
     def address(self) -> bytes:
         return self._address
 
+    @property
+    def num_endpoints(self) -> int:
+        return sum(endpoint.is_alive for endpoint in self._endpoints)
+
     async def connect(self, address: bytes, on_lost: Callable[[], None]) -> LoopbackEndpoint:
         unseal(_MAGIC, address)
         if not self._is_open or self._fabric.find(address) is None:
@@ -279,6 +303,11 @@ class LoopbackTransport:
         self._fabric.forget(self._address)
 
     # --- for endpoints, operations and the fabric -------------------------------------------------
+
+    @property
+    def settles_on_close(self) -> bool:
+        """See ``LoopbackSettings``."""
+        return self._fabric.settings.settles_on_close
 
     def start_send(self, send: LoopbackOperation, endpoint: LoopbackEndpoint) -> None:
         """Put a message on the wire."""
@@ -368,6 +397,7 @@ class LoopbackTransport:
 
     def _begin_rendezvous(self, message: _Message, receive: LoopbackOperation) -> None:
         fabric, settings = self._fabric, self._fabric.settings
+        message.send.is_matched = True
         wait_s, duration_s = fabric.reserve(message.source, self._address, message.num_bytes)
         begin_s = 2 * settings.latency_s + wait_s  # the answer there, the first byte back
         num_slices = settings.num_slices

@@ -2,7 +2,8 @@
 passes.
 
 An operation settles exactly once, on the loop, and only when the transport has given its buffer
-back. This module knows no wire: ``ucxx.py`` and ``loopback.py`` decide when that is.
+back, or has said that it never will (ABANDONED). This module knows no wire: ``ucxx.py`` and
+``loopback.py`` decide when that is.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class PendingOperation:
                 self._waiters.remove(waiter)  # our wait was cancelled; the operation goes on
 
     def settle(self, outcome: Outcome, error: str = "") -> None:
-        """Give the buffer back. Only the transport calls this, on the loop, once."""
+        """Give the buffer back, or keep it for ever. Only the transport calls this, on the loop,
+        once."""
         if self._outcome is not None:
             return
         self._outcome = outcome

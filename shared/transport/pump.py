@@ -44,8 +44,15 @@ class Pump:
     """The thread. Methods below ``_run`` are its own; those above it are called from the
     loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, settings: UcxSettings, lib: Any) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        settings: UcxSettings,
+        lib: Any,
+        prepare_thread: Callable[[], None] | None = None,
+    ) -> None:
         self._lib = lib
+        self._prepare_thread = prepare_thread
         self.loop = loop
         self.thread = threading.Thread(target=self._run, name="ucx-pump", daemon=True)
         self._settings = settings
@@ -146,6 +153,8 @@ class Pump:
             self._finish()
 
     def _open(self) -> None:
+        if self._prepare_thread is not None:
+            self._prepare_thread()
         self._context = self._lib.UCXContext(
             feature_flags=(self._lib.Feature.TAG, self._lib.Feature.WAKEUP)
         )
@@ -289,6 +298,12 @@ class Pump:
     def _settle(self, operation: UcxOperation, outcome: Outcome, error: str = "") -> None:
         self._reports.append((operation.settle, outcome, error))
 
+    def _abandon(self, operation: UcxOperation, error: str) -> None:
+        """UCX may still touch the buffer, whenever it likes: keep all of it to the end of the
+        process, and tell the owner."""
+        _abandoned.append((operation.buffer, self._worker, self._tags))
+        self._settle(operation, Outcome.ABANDONED, error)
+
     def cancel(self, operation: UcxOperation) -> None:
         # UCX can withdraw receives only. A send ends when its message is matched, by a sink if need
         # be.
@@ -349,8 +364,7 @@ class Pump:
             if operations and time.perf_counter() < endpoint.settle_by:
                 continue
             for token, operation in operations.items():
-                _abandoned.append((operation.buffer, self._worker, self._tags))
-                self._settle(operation, Outcome.FAILED, "did not settle when its endpoint closed")
+                self._abandon(operation, "did not settle when its endpoint closed")
                 del self._in_flight[token]
             self._closing.remove(endpoint)
             del self._endpoints[endpoint]
@@ -371,8 +385,7 @@ class Pump:
         """Close UCX on the thread that opened it. Only after a failure is anything still in flight
         here."""
         for operation in list(self._in_flight.values()):
-            _abandoned.append((operation.buffer, self._worker, self._tags))
-            self._settle(operation, Outcome.FAILED, "the transport failed")
+            self._abandon(operation, "the transport failed")
         for endpoint in list(self._endpoints):
             _abandoned.append((endpoint.ucx, self._worker, self._tags))
             self._report(endpoint.report_lost, None)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shared.engine.fake import FakeModel, FakeTiming
-from tests.support import worker_mesh as support
+from shared.engine.fake import FakeModel, FakeTiming, fake_continuation
 from tests.support.worker_mesh import a_prompt, expected, virtual_time, worker_mesh
 
 SMALL_GROUPS = {"group_kib": 1}
@@ -87,24 +86,18 @@ async def test_auto_takes_what_exposes_less(step_s: float, mode: str) -> None:
 
 
 @pytest.mark.parametrize(("group_kib", "num_frames"), [(512, 4), (1024, 2), (4096, 1)])
-def test_prefill_says_how_large_groups_are(
-    group_kib: int, num_frames: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@virtual_time
+async def test_prefill_says_how_large_groups_are(group_kib: int, num_frames: int) -> None:
     """Below and above the default, both ends cut the same frames, of the size that was set."""
-    wide = FakeModel(max_model_len=128, num_kv_heads=16, head_dim=1024)
-    monkeypatch.setattr(support, "MODEL", wide)
+    model = FakeModel(max_model_len=128, num_kv_heads=16, head_dim=1024)
     prompt = a_prompt(16)  # 512 KiB a layer
-
-    async def main() -> None:
-        async with worker_mesh(
-            prefill={"group_kib": group_kib}, prefill_blocks=8, decode_blocks=8
-        ) as mesh:
-            request = mesh.start(prompt, 3)
-            assert await request.finished() == expected(prompt, 3)
-            assert request.joined is not None
-            assert request.joined.num_frames == num_frames
-
-    virtual_time(main)()
+    async with worker_mesh(
+        model=model, prefill={"group_kib": group_kib}, prefill_blocks=8, decode_blocks=8
+    ) as mesh:
+        request = mesh.start(prompt, 3)
+        assert await request.finished() == fake_continuation(prompt, 3, model=model)
+        assert request.joined is not None
+        assert request.joined.num_frames == num_frames
 
 
 @virtual_time

@@ -29,7 +29,7 @@ from shared.ids import Incarnation
 from shared.request import SamplingParams
 from shared.transport.loopback import LoopbackSettings
 from tests.support.fake_gateway import FakeRequest
-from tests.support.worker_mesh import a_prompt, expected, virtual_time, worker_mesh
+from tests.support.worker_mesh import MODEL, a_prompt, expected, virtual_time, worker_mesh
 
 SLOW = FakeTiming(base_s=0.1)
 SLOW_LINK = LoopbackSettings(latency_s=0.001, bytes_per_s=20_000)
@@ -181,6 +181,86 @@ async def test_a_prefill_worker_that_dies_in_mid_transfer_costs_decode_nothing()
         await mesh.gateway.until(lambda: mesh.decodes[0].pool.num_held == 0)
         prompt = a_prompt(40, seed=3)
         assert await mesh.start(prompt, 6, p=1).finished() == expected(prompt, 6)
+
+
+@pytest.mark.parametrize("state", ["waiting for blocks", "granted"])
+@virtual_time
+async def test_a_lost_prefill_worker_ends_its_leases_at_once(state: str) -> None:
+    """Those that have no transfer, too: the gateway hears it now, not when a timer ends."""
+    is_waiting = state == "waiting for blocks"
+    async with worker_mesh(num_prefill=2, decode_blocks=16, timing=SLOW) as mesh:
+        if is_waiting:
+            blocker = mesh.start(a_prompt(200), 50, p=1)
+            await blocker.until(lambda r: r.joined)
+        request = mesh.start(
+            a_prompt(100, seed=1), 10, wait_s=60.0, legs="pd" if is_waiting else "d"
+        )
+        await request.until(lambda r: r.token if is_waiting else r.granted)
+        assert not (is_waiting and request.granted)
+        loop = asyncio.get_running_loop()
+        lost_at = loop.time()
+        await mesh.kill(mesh.prefills[0])
+        with pytest.raises((WorkerLost, TransferFailed, ShuttingDown)):
+            await request.until(lambda r: r.joined)
+        assert loop.time() - lost_at < 0.1
+        for other in mesh.gateway.requests:
+            other.cancel_decode()
+
+
+@pytest.mark.parametrize("first", ["reserve", "open"])
+@virtual_time
+async def test_a_transfer_waits_as_long_as_its_reservation(first: str) -> None:
+    """Blocks that come free after 20 s, which the gateway allows, cost no attempt."""
+    prompt = a_prompt(100, seed=1)
+    async with worker_mesh(decode_blocks=16, timing=FakeTiming(base_s=1.0)) as mesh:
+        loop = asyncio.get_running_loop()
+        blocker = mesh.start(a_prompt(200), 50)
+        await blocker.until(lambda r: r.joined)
+        if first == "reserve":
+            prefill = decode = mesh.start(prompt, 5, wait_s=60.0)
+        else:
+            decode_worker = mesh.decodes[0].worker
+            prefill = mesh.start(prompt, 5, request_id=b"r" * 16, legs="p")
+            await prefill.until(lambda r: decode_worker.receiver.statistics().num_waiting)
+            decode = mesh.start(prompt, 5, request_id=b"r" * 16, legs="d", wait_s=60.0)
+        loop.call_later(20.0, blocker.cancel)
+        await decode.until(lambda r: r.finish)
+        await prefill.until(lambda r: r.done)
+        assert {**prefill.tokens, **decode.tokens} == dict(enumerate(expected(prompt, 5)))
+        assert decode.granted is not None
+        assert decode.granted.wait_s > 19
+
+
+@virtual_time
+async def test_a_reservation_that_fails_refuses_its_open_at_once() -> None:
+    """Prefill hears the same reason as the gateway, and computes no longer than that."""
+    async with worker_mesh(decode_blocks=16, timing=SLOW) as mesh:
+        loop = asyncio.get_running_loop()
+        one = mesh.start(a_prompt(200), 50)
+        await one.until(lambda r: r.joined)
+        began_at = loop.time()
+        two = mesh.start(a_prompt(200, seed=1), 10, wait_s=1.0)
+        await mesh.gateway.until(lambda: len(two.errors) == 2)
+        assert [error.code for error in two.errors] == ["wait_over"] * 2
+        assert loop.time() - began_at < 1.1
+        one.cancel()
+
+
+@virtual_time
+async def test_a_first_token_that_does_not_exist_fails_its_request_only() -> None:
+    """The peer is blamed, and the sequences of the same batch go on."""
+    prompts = [a_prompt(40, seed=i) for i in range(2)]
+    async with worker_mesh(timing=SLOW) as mesh:
+        other = mesh.start(prompts[0], 30)
+        await other.until(lambda r: r.joined)
+        pusher = mesh.prefills[0].worker.pusher
+        commit = pusher.commit
+        pusher.commit = lambda key, _: commit(key, MODEL.vocab_size)
+        request = mesh.start(prompts[1], 30)
+        with pytest.raises(RemoteProtocolError):
+            await request.finished()
+        assert await other.finished() == expected(prompts[0], 30)
+        assert mesh.decodes[0].error is None
 
 
 @virtual_time

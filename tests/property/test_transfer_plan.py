@@ -21,6 +21,7 @@ from shared.transfer.plan import (
     FrameRule,
     LinkCost,
     PushMode,
+    TransferMode,
     choose_mode,
     plan_frames,
 )
@@ -164,6 +165,25 @@ def test_the_mode_follows_what_is_left_exposed(
     """Layer-wise where the step hides the wire, serialized where messages cost more than bytes."""
     cost = LinkCost(bytes_per_s=bytes_per_s)
     assert choose_mode(num_bytes, num_groups, compute_s=compute_s, cost=cost) is mode
+
+
+@given(
+    num_bytes=st.integers(0, 1 << 40),
+    num_groups=st.integers(0, 1000),
+    compute_s=st.floats(0, 1e3),
+    bytes_per_s=st.floats(0, 1e12),
+)
+def test_what_the_operator_wants_is_not_weighed(
+    num_bytes: int, num_groups: int, compute_s: float, bytes_per_s: float
+):
+    """Whatever it costs."""
+    for wanted, mode in (
+        (TransferMode.LAYERWISE, PushMode.LAYERWISE),
+        (TransferMode.SERIALIZED, PushMode.SERIALIZED),
+    ):
+        cost = LinkCost(bytes_per_s=bytes_per_s)
+        chosen = choose_mode(num_bytes, num_groups, compute_s=compute_s, cost=cost, wanted=wanted)
+        assert chosen is mode
 
 
 @given(

@@ -13,6 +13,7 @@ from shared.errors import (
     LeaseLost,
     LocalProtocolError,
     NoBlocks,
+    Overloaded,
     RemoteProtocolError,
     TransferFailed,
     WorkerLost,
@@ -20,8 +21,10 @@ from shared.errors import (
 from shared.ids import Incarnation, RequestId, TransferId
 from shared.kv.layout import KvLayout
 from shared.transfer.effects import (
+    AskTerms,
     CancelReceive,
     CloseLink,
+    EndLeases,
     HandOver,
     QuarantineLease,
     ReleaseLease,
@@ -29,11 +32,22 @@ from shared.transfer.effects import (
     SendReply,
     VerifyAndPlace,
 )
-from shared.transfer.messages import Abort, Ack, Commit, Credit, LinkId, Refused, Span, TransferKey
+from shared.transfer.messages import (
+    Abort,
+    Ack,
+    Commit,
+    Credit,
+    LinkId,
+    Open,
+    Refused,
+    Span,
+    TransferKey,
+)
 from shared.transfer.plan import MAX_FRAMES, FrameRule
 from shared.transfer.receivers import Receivers, TagRanges
 
-LINK = LinkId(1)
+LINK, OTHER_LINK = LinkId(1), LinkId(2)
+US, THEM = Incarnation(1), Incarnation(2)
 KEY = TransferKey(RequestId(b"r" * 16), 0)
 OTHER = TransferKey(RequestId(b"s" * 16), 0)
 RULE = FrameRule(
@@ -56,13 +70,13 @@ class End:
             random_bytes=rng.randbytes,
             **options,
         )
-        self.core.link_up(LINK, Incarnation(1), RULE)
+        self.core.link_up(LINK, US, RULE)
         self.now = 100.0
         self.id = TransferId(b"")
         self.tag_base = 0
 
     def granted(self, num_tokens: int = 4, skip: int = 0, key: TransferKey = KEY) -> End:
-        assert self.core.opened(LINK, key, self.now)
+        assert self.open(key) == [AskTerms(key, US)]
         (effect,) = self.core.attached(key, num_tokens, skip, self.now)
         self.id, self.tag_base = effect.message.transfer_id, effect.message.tag_base
         return self
@@ -72,6 +86,9 @@ class End:
         self.granted(num_tokens)
         self.say(Span(self.id, 0, num_tokens))
         return self
+
+    def open(self, key: TransferKey = KEY, link: LinkId = LINK) -> list[Any]:
+        return self.core.message(link, Open(key), self.now)
 
     def say(self, message: Any) -> list[Any]:
         return self.core.message(LINK, message, self.now)
@@ -109,7 +126,7 @@ def kinds(effects: list[Any]) -> list[str]:
 def test_a_whole_transfer():
     """Open, grant, span, receives, credit, arrival, receipts in frame order, commit, hand-over."""
     end = End()
-    assert end.core.opened(LINK, KEY, end.now)
+    assert end.open() == [AskTerms(KEY, US)]
     (granting,) = end.core.attached(KEY, 4, 0, end.now)
     grant = granting.message
     assert (grant.key, grant.epoch, grant.skip_tokens) == (KEY, 1, 0)
@@ -150,22 +167,67 @@ def test_a_prompt_that_is_all_cached_needs_no_frame():
 def test_an_open_waits_for_its_reservation_and_not_for_ever():
     """Either leg may come first; after 5 s without a reservation prefill is refused."""
     end = End()
-    assert end.core.opened(LINK, KEY, end.now)
-    assert not end.core.opened(LINK, KEY, end.now)  # a repetition
-    assert end.core.waiting_open(KEY) is not None
+    assert end.open() == [AskTerms(KEY, US)]
+    end.core.must_wait(KEY, end.now, is_reserved=False)
+    assert end.open() == []  # a repetition
+    assert end.core.is_waiting(KEY)
     assert end.later(4.9) == []
     (effect,) = end.later(0.1)
     assert isinstance(effect.message, Refused)
     assert isinstance(effect.message.error, LeaseLost)
-    assert end.core.waiting_open(KEY) is None
+    assert not end.core.is_waiting(KEY)
+    assert end.core.lease_changed(KEY, end.now) == []
     with pytest.raises(LocalProtocolError):
         end.core.attached(KEY, 4, 0, end.now)
+
+
+def test_an_open_waits_as_long_as_its_reservation_waits_for_room():
+    """Once it is reserved there is no clock; the lease side is asked again when it says so."""
+    end = End()
+    end.open()
+    end.core.must_wait(KEY, end.now, is_reserved=True)
+    assert end.later(1000.0) == []
+    assert end.core.next_tick_at is None
+    assert end.core.lease_changed(KEY, end.now) == [AskTerms(KEY, US)]
+    assert len(end.core.attached(KEY, 4, 0, end.now)) == 1
+
+
+def test_an_open_whose_reservation_is_gone_has_five_seconds_again():
+    """However the lease side lost it: no open is kept for ever."""
+    end = End()
+    end.open()
+    end.core.must_wait(KEY, end.now, is_reserved=True)
+    end.later(1000.0)
+    end.core.must_wait(KEY, end.now, is_reserved=False)
+    assert end.later(4.9) == []
+    assert kinds(end.later(0.1)) == ["Refused"]
+
+
+def test_opens_that_wait_are_bounded():
+    """A peer cannot fill the memory with transfers that nobody reserves for."""
+    end = End(max_waiting=1)
+    end.open()
+    (effect,) = end.open(OTHER)
+    assert isinstance(effect.message.error, Overloaded)
+    assert end.core.is_waiting(KEY)
+
+
+@pytest.mark.parametrize("is_granted", [False, True])
+def test_a_transfer_is_opened_on_one_pair(is_granted: bool):
+    """A second opener is refused at once, and the first one keeps what it has."""
+    end = End()
+    end.granted() if is_granted else end.open()
+    end.core.link_up(OTHER_LINK, THEM, RULE)
+    (effect,) = end.open(link=OTHER_LINK)
+    assert effect.link == OTHER_LINK
+    assert isinstance(effect.message.error, RemoteProtocolError)
+    assert end.core.is_live(KEY) if is_granted else end.core.is_waiting(KEY)
 
 
 def test_a_refusal_carries_the_lease_sides_reason():
     """And nothing is kept."""
     end = End()
-    end.core.opened(LINK, KEY, end.now)
+    end.open()
     no = NoBlocks("full")
     assert end.core.refused(KEY, no, end.now) == [SendReply(LINK, Refused(KEY, no))]
     assert end.core.refused(KEY, no, end.now) == []
@@ -174,7 +236,7 @@ def test_a_refusal_carries_the_lease_sides_reason():
 def test_cancelling_a_waiting_open_refuses_it():
     """The lease side's cancel works before the grant, too."""
     end = End()
-    end.core.opened(LINK, KEY, end.now)
+    end.open()
     assert kinds(end.abort()) == ["Refused"]
     assert end.abort() == []
 
@@ -235,16 +297,25 @@ def test_an_abort_of_prefill_is_reported_unless_it_is_clean():
 
 
 def test_a_lost_pair_fails_its_transfers_and_forgets_its_opens():
-    """Posted receives settle as the endpoint closes; then the blocks are free."""
+    """The lease side hears of it at once; posted receives settle as the endpoint closes, and then
+    the blocks are free."""
     end = End().receiving()
-    end.core.opened(LINK, OTHER, end.now)
+    end.open(OTHER)
     effects = end.core.link_lost(LINK, GONE, end.now)
-    assert effects == [ReportFailure(KEY, GONE), QuarantineLease(KEY)]
-    assert end.core.waiting_open(OTHER) is None
-    assert not end.core.opened(LINK, OTHER, end.now)
+    assert effects == [ReportFailure(KEY, GONE), QuarantineLease(KEY), EndLeases(US, GONE)]
+    assert not end.core.is_waiting(OTHER)
+    assert end.open(OTHER) == []
     end.arrive(0, GONE)
     end.arrive(1, GONE)
     assert end.arrive(2, GONE) == [ReleaseLease(KEY)]
+
+
+def test_a_worker_that_has_another_pair_is_not_lost():
+    """It dialled again before we saw its first pair end: its leases may come over the new one."""
+    end = End()
+    end.core.link_up(OTHER_LINK, US, RULE)
+    assert end.core.link_lost(LINK, GONE, end.now) == []
+    assert end.core.link_lost(OTHER_LINK, GONE, end.now) == [EndLeases(US, GONE)]
 
 
 def test_a_damaged_frame_fails_the_transfer():
@@ -338,7 +409,7 @@ def test_repeated_messages_change_nothing():
 def test_late_and_foreign_messages_are_dropped_and_counted():
     """A transfer that is over, or another link's, cannot be named."""
     end = End().granted()
-    assert end.core.message(LinkId(2), Abort(end.id, GONE), end.now) == []
+    assert end.core.message(OTHER_LINK, Abort(end.id, GONE), end.now) == []
     assert end.say(Commit(TransferId(b"?" * 16), 7, 0)) == []
     assert end.core.statistics().num_late == 2
     assert end.core.is_live(KEY)
@@ -359,9 +430,9 @@ def test_tags_are_never_reused():
 def test_epochs_grow():
     """A later grant has a greater epoch than every earlier one."""
     end = End()
-    end.core.opened(LINK, KEY, end.now)
+    end.open()
     (first,) = end.core.attached(KEY, 4, 0, end.now)
-    end.core.opened(LINK, OTHER, end.now)
+    end.open(OTHER)
     (second,) = end.core.attached(OTHER, 4, 0, end.now)
     assert second.message.epoch > first.message.epoch
     assert second.message.transfer_id != first.message.transfer_id

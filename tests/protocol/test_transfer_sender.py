@@ -15,7 +15,15 @@ from shared.errors import (
 )
 from shared.ids import RequestId, TransferId
 from shared.kv.layout import KvLayout
-from shared.transfer.effects import CloseLink, EndTransfer, GatherAndSend, SendMessage
+from shared.transfer.effects import (
+    MAX_RESERVE_WAIT_S,
+    CloseLink,
+    EndTransfer,
+    GatherAndSend,
+    ReceiverTiming,
+    SenderTiming,
+    SendMessage,
+)
 from shared.transfer.messages import (
     Abort,
     Ack,
@@ -324,14 +332,16 @@ def test_repeated_messages_change_nothing():
 
 
 def test_an_unanswered_open_times_out_and_then_closes_the_pair():
-    """8 s without an answer fail the request; a decode worker that never answers is broken."""
+    """The longest wait for blocks is over and still no answer: that decode worker is broken."""
     end = End()
     end.begin()
-    assert end.core.next_tick_at == 108.0
-    assert end.later(7.9) == []
+    patience_s = SenderTiming().open_s
+    assert patience_s > MAX_RESERVE_WAIT_S + ReceiverTiming().open_s
+    assert end.core.next_tick_at == end.now + patience_s
+    assert end.later(patience_s - 0.1) == []
     (ended,) = end.later(0.1)
     assert isinstance(ended.error, TransferFailed)
-    (close,) = end.later(8.0)
+    (close,) = end.later(patience_s)
     assert close.link == LINK
 
 

@@ -259,6 +259,16 @@ async def test_a_closed_endpoint_can_be_made_anew(pair: Pair) -> None:
     assert (buffer == pattern(3, RENDEZVOUS)).all()
 
 
+async def test_endpoints_are_counted_until_they_are_closed(pair: Pair) -> None:
+    """A count that stays up shows a leak."""
+    assert pair.left.num_endpoints == 1
+    second = await pair.left.connect(pair.right.address, lambda: None)
+    assert pair.left.num_endpoints == 2
+    await second.close()
+    await pair.to_right.close()
+    assert pair.left.num_endpoints == 0
+
+
 async def test_closing_a_transport_settles_everything(pair: Pair) -> None:
     """After ``close`` nothing is open and nobody can be reached; closing again is nothing."""
     receive, _ = pair.receive(EAGER, 1)
@@ -290,6 +300,26 @@ async def test_damaged_addresses_are_refused(pair: Pair) -> None:
             await pair.left.connect(address, lambda: None)
     receive, _ = pair.receive(EAGER, 1)
     assert await settled(pair.send(EAGER, 1), receive) == [Outcome.DONE, Outcome.DONE]
+
+
+@pytest.mark.ucx
+async def test_ucx_says_what_it_has_abandoned() -> None:
+    """A receive that does not settle after its endpoint was closed is no plain failure: its owner
+    must know that the memory is not its own again."""
+    from shared.transport.ucxx import open_ucx
+
+    left, right = await open_ucx(), await open_ucx()
+    to_left = await right.connect(left.address, lambda: None)
+    pump = right._pump
+    cancel, withheld = pump._tags.cancel, list[int]()
+    pump._tags.cancel = withheld.append  # UCX would settle it at once
+    receive = right.receive(to_left, np.zeros(EAGER, np.uint8), EAGER, 1)
+    await to_left.close()
+    assert receive.outcome is Outcome.ABANDONED
+    for request in withheld:
+        pump.order(cancel, request)
+    await left.close()
+    await right.close()
 
 
 # --- buffers --------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -106,6 +107,28 @@ def test_a_cancelled_receive_goes_on_writing_until_it_settles() -> None:
         assert not buffer[-1]
         assert await within(receive) == [Outcome.DONE]
         assert buffer[-1]
+
+    in_virtual_time(scenario)
+
+
+def test_what_is_abandoned_is_written_after_it_settled() -> None:
+    """The bad day that the switch is for: closing settles the operations, and the buffers go on
+    being read and written."""
+
+    async def scenario(slow: Trio) -> None:
+        slow.fabric.settings = replace(SLOW, settles_on_close=False)
+        send, receive, buffer = slow.message(BIG, 1)
+        unmatched = slow.b.receive(slow.b_to_a, bytearray(8), 8, 2)
+        while not buffer[0]:
+            await asyncio.sleep(0.001)
+        await slow.b_to_a.close()
+        await slow.a_to_b.close()
+        assert [send.outcome, receive.outcome] == [Outcome.ABANDONED] * 2
+        assert unmatched.outcome is Outcome.CANCELLED
+        assert not buffer[-1]
+        await slow.tick()
+        assert buffer[-1]
+        assert slow.a.num_in_flight == slow.b.num_in_flight == 0
 
     in_virtual_time(scenario)
 

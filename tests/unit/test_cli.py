@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pydantic as _pydantic  # noqa: F401  cyclopts checks more where it is imported
 import pytest
 from rich.console import Console
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 
 from services.decode.core.lease import (
-    FRAMES_PER_TRANSFER,
     AbortReceive,
-    AnswerOpen,
     Effect,
     Grant,
     Lease,
@@ -24,6 +21,7 @@ from services.decode.core.leases import Leases
 from shared.errors import (
     LeaseLost,
     LocalProtocolError,
+    MeshError,
     NoBlocks,
     NoCapacity,
     Overloaded,
@@ -44,17 +42,12 @@ def a_key(number: int, attempt: int = 0) -> LeaseKey:
 
 
 class Desk:
-    """Leases of a pool of 8 blocks of 4 tokens, with numbers for random bytes."""
+    """Leases of a pool of 8 blocks of 4 tokens."""
 
     def __init__(self, **policy: Any) -> None:
         policy.setdefault("growth_tokens", 1)
-        numbers = itertools.count(7)
         self.pool = BlockPool(8, 4)
-        self.leases = Leases(
-            self.pool,
-            LeasePolicy(**policy),
-            lambda count: next(numbers).to_bytes(count, "little"),
-        )
+        self.leases = Leases(self.pool, LeasePolicy(**policy))
 
     def reserve(
         self, number: int = 0, *, prompt: int = 7, now: float = 0.0, wait_s: float = 1.0, **kw: Any
@@ -67,13 +60,21 @@ class Desk:
     def opened(self, number: int = 0, *, prompt: int = 7, now: float = 0.0) -> Lease:
         """A lease that prefill has opened."""
         lease, _ = self.reserve(number, prompt=prompt, now=now)
-        assert self.leases.open(lease.key, US, now=now) == [AnswerOpen(lease)]
+        assert self.leases.open(lease, US)
         return lease
 
     def check(self) -> None:
         """Every count holds."""
         self.leases.check_integrity()
         self.pool.check_integrity(self.leases.tables())
+
+
+def refusal(lease: Lease, effects: list[Effect]) -> MeshError:
+    """The one reason that the gateway and an early open of prefill are given."""
+    refuse = effects[0]
+    assert isinstance(refuse, Refuse)
+    assert effects == [Refuse(lease, refuse.error), RefuseOpen(lease, refuse.error)]
+    return refuse.error
 
 
 @pytest.fixture
@@ -85,34 +86,24 @@ def desk() -> Any:
 
 
 def test_room_is_granted_at_once(desk: Desk) -> None:
-    """Prompt and growth, all of it, with fresh identities."""
+    """Prompt and growth, all of it."""
     lease, effects = desk.reserve(prompt=8, now=3.0)
     assert effects == [Grant(lease)]
     assert lease.state is LeaseState.GRANTED
     assert len(lease.block_table) == 3  # 8 tokens and one to grow
-    assert (lease.epoch, lease.skip_tokens, lease.wait_s) == (1, 0, 0.0)
-    assert len(lease.transfer_id) == 16
-
-
-def test_every_grant_has_its_own_epoch_tags_and_id(desk: Desk) -> None:
-    """Late frames of an earlier grant cannot be taken for a later one's."""
-    first, second = desk.reserve(1)[0], desk.reserve(2)[0]
-    assert second.epoch > first.epoch
-    assert second.transfer_id != first.transfer_id
-    assert second.tag_base - first.tag_base == FRAMES_PER_TRANSFER
-    assert desk.leases.allocate_tags() - second.tag_base == FRAMES_PER_TRANSFER
+    assert (lease.skip_tokens, lease.wait_s) == (0, 0.0)
 
 
 def test_growth_ends_with_the_answer(desk: Desk) -> None:
     """Nobody reserves room for tokens that will not come: the last one's KV is never computed."""
-    desk.leases = Leases(desk.pool, LeasePolicy(growth_tokens=100), bytes)
+    desk.leases = Leases(desk.pool, LeasePolicy(growth_tokens=100))
     assert len(desk.reserve(1, prompt=8, max_tokens=1)[0].block_table) == 2
     assert len(desk.reserve(2, prompt=8, max_tokens=5)[0].block_table) == 3
 
 
 def test_growth_is_no_reason_to_refuse(desk: Desk) -> None:
     """A prompt that fits is taken even if its whole answer would not."""
-    desk.leases = Leases(desk.pool, LeasePolicy(growth_tokens=100), bytes)
+    desk.leases = Leases(desk.pool, LeasePolicy(growth_tokens=100))
     lease, effects = desk.reserve(prompt=30, max_tokens=100)
     assert effects == [Grant(lease)]
     assert len(lease.block_table) == 8
@@ -121,9 +112,8 @@ def test_growth_is_no_reason_to_refuse(desk: Desk) -> None:
 @pytest.mark.parametrize(("prompt", "max_tokens"), [(33, 1), (32, 2)])
 def test_what_can_never_fit_is_refused_at_once(desk: Desk, prompt: int, max_tokens: int) -> None:
     """Waiting would not help."""
-    _, (effect,) = desk.reserve(prompt=prompt, max_tokens=max_tokens)
-    assert isinstance(effect, Refuse)
-    assert isinstance(effect.error, NoCapacity)
+    lease, effects = desk.reserve(prompt=prompt, max_tokens=max_tokens)
+    assert isinstance(refusal(lease, effects), NoCapacity)
 
 
 def test_without_room_a_reservation_waits_and_holds_nothing(desk: Desk) -> None:
@@ -148,9 +138,8 @@ def test_nobody_overtakes(desk: Desk) -> None:
 def test_a_reservation_that_may_not_wait_is_refused(desk: Desk) -> None:
     """wait_s = 0 asks for an answer now."""
     desk.reserve(1, prompt=27)
-    lease, (effect,) = desk.reserve(2, wait_s=0.0)
-    assert isinstance(effect, Refuse)
-    assert isinstance(effect.error, NoBlocks)
+    lease, effects = desk.reserve(2, wait_s=0.0)
+    assert isinstance(refusal(lease, effects), NoBlocks)
     assert lease.state is LeaseState.RELEASED
 
 
@@ -160,9 +149,7 @@ def test_waiting_ends(desk: Desk) -> None:
     lease, _ = desk.reserve(2, wait_s=2.0)
     assert desk.leases.next_event_at == 2.0
     assert desk.leases.tick(now=1.9) == []
-    (effect,) = desk.leases.tick(now=2.0)
-    assert isinstance(effect, Refuse)
-    assert (effect.lease, type(effect.error)) == (lease, NoBlocks)
+    assert isinstance(refusal(lease, desk.leases.tick(now=2.0)), NoBlocks)
 
 
 def test_whoever_stops_waiting_makes_way(desk: Desk) -> None:
@@ -170,9 +157,8 @@ def test_whoever_stops_waiting_makes_way(desk: Desk) -> None:
     first, _ = desk.reserve(1, prompt=15)
     large, _ = desk.reserve(2, prompt=27, wait_s=1.0)
     small, _ = desk.reserve(3, prompt=7, wait_s=9.0)
-    refuse, grant = desk.leases.tick(now=1.0)
-    assert isinstance(refuse, Refuse)
-    assert refuse.lease is large
+    *refused, grant = desk.leases.tick(now=1.0)
+    assert isinstance(refusal(large, refused), NoBlocks)
     assert grant == Grant(small)
     assert first.state is LeaseState.GRANTED
 
@@ -182,9 +168,8 @@ def test_the_queue_is_bounded() -> None:
     desk = Desk(max_waiting=1)
     desk.reserve(1, prompt=27)
     desk.reserve(2)
-    _, (effect,) = desk.reserve(3)
-    assert isinstance(effect, Refuse)
-    assert isinstance(effect.error, Overloaded)
+    lease, effects = desk.reserve(3)
+    assert isinstance(refusal(lease, effects), Overloaded)
 
 
 def test_the_number_of_leases_is_bounded() -> None:
@@ -230,91 +215,64 @@ def test_reservations_stand_back_for_those_who_run_here(desk: Desk) -> None:
     assert desk.leases.grant_waiting(now=0.2) == [Grant(lease)]
 
 
-# --- matching -----------------------------------------------------------------------------------
+# --- the prefill worker --------------------------------------------------------------------------
 
 
-def test_reserve_then_open(desk: Desk) -> None:
-    """The usual order."""
-    lease, _ = desk.reserve()
-    assert desk.leases.open(lease.key, US, now=1.0) == [AnswerOpen(lease)]
-    assert lease.state is LeaseState.OPEN
-
-
-def test_open_then_reserve(desk: Desk) -> None:
-    """Prefill may be faster than the gateway."""
-    assert desk.leases.open(a_key(0), US, now=0.0) == []
-    lease, effects = desk.reserve(now=1.0)
-    assert effects == [Grant(lease), AnswerOpen(lease)]
-
-
-def test_open_while_the_reservation_waits_for_blocks(desk: Desk) -> None:
-    """It is answered with the grant, however long that takes."""
-    first, _ = desk.reserve(1, prompt=27)
-    second, _ = desk.reserve(2, wait_s=60.0)
-    assert desk.leases.open(second.key, US, now=0.0) == []
-    assert desk.leases.open(second.key, US, now=0.0) == []  # asking twice changes nothing
-    refuse, grant, answer = desk.leases.tick(now=20.0)  # nobody opened the first
-    assert isinstance(refuse, Refuse)
-    assert refuse.lease is first
-    assert [grant, answer] == [Grant(second), AnswerOpen(second)]
-
-
-def test_an_open_without_reservation_is_refused_in_the_end(desk: Desk) -> None:
-    """Prefill is not left waiting for a gateway that gave up."""
-    desk.leases.open(a_key(0), US, now=1.0)
-    assert desk.leases.next_event_at == 6.0
-    assert desk.leases.tick(now=5.9) == []
-    (effect,) = desk.leases.tick(now=6.0)
-    assert isinstance(effect, RefuseOpen)
-    assert (effect.key, effect.prefill, type(effect.error)) == (a_key(0), US, LeaseLost)
-    assert desk.leases.next_event_at is None
-
-
-def test_a_refused_reservation_refuses_its_open(desk: Desk) -> None:
-    """Both sides hear the same reason."""
-    desk.leases.open(a_key(0), US, now=0.0)
-    lease, effects = desk.reserve(prompt=40)
-    refuse, refuse_open = effects
-    assert isinstance(refuse, Refuse)
-    assert refuse_open == RefuseOpen(lease.key, US, refuse.error)
-
-
-def test_only_the_named_prefill_may_open(desk: Desk) -> None:
-    """Before or after the reservation, and without harm to the one who may."""
-    assert desk.leases.open(a_key(0), THEM, now=0.0) == []
-    assert desk.leases.open(a_key(0), US, now=0.0) == []
-    lease, effects = desk.reserve()
-    assert isinstance(effects[0], RefuseOpen)
-    assert effects[0].prefill == THEM
-    assert effects[1:] == [Grant(lease), AnswerOpen(lease)]
-    (effect,) = desk.leases.open(a_key(0), THEM, now=0.0)
-    assert isinstance(effect, RefuseOpen)
-    assert lease.state is LeaseState.OPEN
-
-
-def test_a_stranger_does_not_get_a_granted_lease(desk: Desk) -> None:
-    """The reservation says who may push."""
-    lease, _ = desk.reserve()
-    (effect,) = desk.leases.open(lease.key, THEM, now=0.0)
-    assert isinstance(effect, RefuseOpen)
-    assert (effect.prefill, lease.state) == (THEM, LeaseState.GRANTED)
-
-
-def test_a_transfer_is_opened_once(desk: Desk) -> None:
-    """A second open would give two senders the same tags."""
+def test_a_grant_is_opened_once(desk: Desk) -> None:
+    """A second open would give two senders the same blocks."""
     lease = desk.opened()
-    (effect,) = desk.leases.open(lease.key, US, now=0.0)
-    assert isinstance(effect, RefuseOpen)
-    assert isinstance(effect.error, RemoteProtocolError)
+    assert lease.state is LeaseState.OPEN
+    with pytest.raises(RemoteProtocolError):
+        desk.leases.open(lease, US)
 
 
-def test_pending_opens_are_bounded() -> None:
-    """A peer cannot fill the memory with requests that nobody made."""
-    desk = Desk(max_opens=1)
-    assert desk.leases.open(a_key(1), US, now=0.0) == []
-    (effect,) = desk.leases.open(a_key(2), US, now=0.0)
-    assert isinstance(effect, RefuseOpen)
-    assert desk.leases.open(a_key(1), US, now=0.0) == []
+def test_a_lease_without_blocks_is_not_opened(desk: Desk) -> None:
+    """The open may be asked for again when the grant has come."""
+    first, _ = desk.reserve(1, prompt=27)
+    lease, _ = desk.reserve(2)
+    assert not desk.leases.open(lease, US)
+    assert lease.state is LeaseState.WAITING
+    desk.leases.release(first, now=0.0)
+    assert desk.leases.open(lease, US)
+
+
+@pytest.mark.parametrize("blocker", [0, 27])
+def test_only_the_named_prefill_may_open(desk: Desk, blocker: int) -> None:
+    """With blocks or without, and without harm to the one who may."""
+    if blocker:
+        desk.reserve(1, prompt=blocker)
+    lease, _ = desk.reserve(2)
+    before = lease.state
+    with pytest.raises(LeaseLost):
+        desk.leases.open(lease, THEM)
+    assert lease.state is before
+
+
+def test_a_joined_lease_is_not_opened_again(desk: Desk) -> None:
+    """Its blocks belong to a sequence."""
+    lease = desk.opened()
+    table = desk.leases.join(lease, 1).table
+    with pytest.raises(RemoteProtocolError):
+        desk.leases.open(lease, US)
+    assert table is not None
+    desk.pool.release(table)
+
+
+def test_a_lost_prefill_ends_its_leases_that_have_no_transfer(desk: Desk) -> None:
+    """Granted or waiting for blocks: both sides hear it now, not when a timer ends; what is left
+    goes to others."""
+    opened = desk.opened(1, prompt=7)
+    granted, _ = desk.reserve(2, prompt=20)
+    waiting, _ = desk.reserve(3, prompt=20, wait_s=60.0)
+    item = an_item(tuple(range(900, 920)))
+    other, _ = desk.leases.reserve(a_key(4), item, THEM, now=0.0, wait_s=60.0)
+    assert desk.leases.lose_prefill(US, GONE, now=1.0) == [
+        Refuse(granted, GONE),
+        Refuse(waiting, GONE),
+        RefuseOpen(waiting, GONE),
+        Grant(other),
+    ]
+    assert opened.state is LeaseState.OPEN  # its transfer tells its end
 
 
 # --- expiry -------------------------------------------------------------------------------------
@@ -330,29 +288,11 @@ def test_a_grant_that_nobody_opens_is_taken_back(desk: Desk) -> None:
     assert (lease.state, desk.pool.num_held) == (LeaseState.RELEASED, 0)
 
 
-def test_an_open_lease_lives_by_signs_of_life(desk: Desk) -> None:
-    """Silence of its prefill worker ends it; its blocks wait for the receives to settle."""
-    lease = desk.opened()
-    desk.leases.renew(US, now=2.5)
-    desk.leases.renew(THEM, now=2.9)
-    assert desk.leases.tick(now=5.4) == []
-    refuse, abort = desk.leases.tick(now=5.5)
-    assert isinstance(refuse, Refuse)
-    assert abort == AbortReceive(lease, refuse.error)
-    assert lease.state is LeaseState.ABORTING
-    assert desk.pool.num_held == 2
-    assert desk.leases.tick(now=99.0) == []  # said once
-
-
-def test_a_lost_pair_ends_its_open_leases(desk: Desk) -> None:
-    """Those not opened yet may still be: the worker may come back in time."""
-    desk.leases.open(a_key(9), US, now=0.0)
-    lease = desk.opened(1)
-    unopened, _ = desk.reserve(2)
-    effects = desk.leases.lose_prefill(US, GONE, now=0.0)
-    assert effects == [Refuse(lease, GONE), AbortReceive(lease, GONE)]
-    assert unopened.state is LeaseState.GRANTED
-    assert desk.leases.statistics().num_pending_opens == 0
+def test_an_open_lease_has_no_clock(desk: Desk) -> None:
+    """Its transfer watches over frames, pair and peer."""
+    desk.opened()
+    assert desk.leases.next_event_at is None
+    assert desk.leases.tick(now=1e6) == []
 
 
 # --- ending -------------------------------------------------------------------------------------
@@ -376,10 +316,9 @@ def test_cancelling_a_waiter_lets_the_next_in(desk: Desk) -> None:
     """It held nothing, but it stood in the way."""
     desk.reserve(1, prompt=15)
     large, _ = desk.reserve(2, prompt=27)
-    desk.leases.open(large.key, US, now=0.0)
     small, _ = desk.reserve(3, prompt=7)
     effects = desk.leases.cancel(large, GONE, now=0.0)
-    assert effects == [RefuseOpen(large.key, US, GONE), Grant(small)]
+    assert effects == [RefuseOpen(large, GONE), Grant(small)]
 
 
 def test_cancelling_a_grant_frees_it(desk: Desk) -> None:

@@ -9,7 +9,9 @@ import pytest
 import xxhash
 
 from shared.engine import staging
+from shared.errors import EngineFailed
 from shared.transfer.frames import HEADER_BYTES
+from tests.support.stamped_kv import StampedKv
 
 KINDS = ["numpy", "bytearray", pytest.param("tensor", marks=pytest.mark.torch)]
 HEADER = bytes(range(HEADER_BYTES))
@@ -48,3 +50,15 @@ def test_the_digest_is_of_the_bytes_alone(kind: str, monkeypatch: pytest.MonkeyP
     assert first == xxhash.xxh3_64_intdigest(bytes(100))
     payload[99] = 1
     assert staging.digest(payload) == xxhash.xxh3_64_intdigest(bytes(99) + b"\x01") != first
+
+
+def test_an_abandoned_buffer_is_replaced_and_not_for_ever():
+    """New memory as often as there are slots; a process that needs more leaks, and must end."""
+    slots = staging.StagingSlots(StampedKv(num_blocks=1), 2, 100)
+    buffers = [slots[0], slots[1]]
+    slots.replace(1)
+    assert slots[0] is buffers[0]
+    assert not np.shares_memory(slots[1], buffers[1])
+    slots.replace(1)
+    with pytest.raises(EngineFailed):
+        slots.replace(0)

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from shared.telemetry.listener import serve_metrics
-from shared.telemetry.worker import MovingMean, WorkerLoad, WorkerMetrics
+from shared.telemetry.worker import MovingMean, WorkerHoldings, WorkerLoad, WorkerMetrics
 
 
 def test_gauges_are_read_when_scraped() -> None:
@@ -22,6 +22,19 @@ def test_gauges_are_read_when_scraped() -> None:
     text = generate_latest(metrics.registry)
     assert b"pdmesh_decode_free_blocks 5.0" in text
     assert b"pdmesh_decode_pairs 2.0" in text
+
+
+def test_what_is_held_open_is_read_when_scraped() -> None:
+    """A leak shows from outside: sessions, endpoints, transfers, slots and tasks."""
+    metrics = WorkerMetrics("prefill", WorkerLoad)
+    assert b"pdmesh_prefill_endpoints 0.0" in generate_latest(metrics.registry)
+    metrics.holdings = lambda: WorkerHoldings(
+        sessions=1, endpoints=2, transfers=3, free_slots=4, tasks=5
+    )
+    text = generate_latest(metrics.registry).decode()
+    names = ("sessions", "endpoints", "transfers", "free_slots", "tasks")
+    for value, name in enumerate(names, start=1):
+        assert f"pdmesh_prefill_{name} {value}.0" in text
 
 
 def test_two_workers_in_one_process_have_numbers_of_their_own() -> None:

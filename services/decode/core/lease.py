@@ -2,7 +2,8 @@
 
 waiting --blocks--> granted --Open--> open --join--> joined (blocks belong to the sequence)
    |                   |               |
-   +--wait over--> refused    expired  +--abort--> aborting --> quarantined --> released
+   +--wait over,       +--unopened,    +--abort--> aborting --> quarantined --> released
+      prefill lost        prefill lost
 """
 
 from __future__ import annotations
@@ -12,15 +13,10 @@ from enum import Enum
 from typing import NamedTuple
 
 from shared.errors import MeshError
-from shared.ids import Incarnation, RequestId, TransferId
+from shared.ids import Incarnation, RequestId
 from shared.kv.pool import BlockTable
 from shared.kv.prefix_hash import PrefixChain
 from shared.request import WorkItem
-
-FRAMES_PER_TRANSFER = 1 << 20
-"""Tags that each transfer owns: frame i travels on ``tag_base + i``."""
-
-_NO_TRANSFER = TransferId(b"")
 
 
 class LeaseKey(NamedTuple):
@@ -46,9 +42,8 @@ class LeaseState(Enum):
 class Lease:
     """One reservation; identity is the object. Fields after ``state`` are set by the grant.
 
-    epoch: greater than that of every earlier lease; frames of an earlier one are refused.
     skip_tokens: leading tokens whose KV this worker has already. expires_at: void then unless
-    renewed.
+    prefill has opened it.
     """
 
     key: LeaseKey
@@ -58,9 +53,6 @@ class Lease:
     reserved_at: float
     give_up_at: float
     state: LeaseState = LeaseState.WAITING
-    transfer_id: TransferId = _NO_TRANSFER
-    epoch: int = 0
-    tag_base: int = 0
     skip_tokens: int = 0
     table: BlockTable | None = field(default=None, repr=False)
     granted_at: float = 0.0
@@ -98,18 +90,10 @@ class Refuse:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerOpen:
-    """Tell prefill that it may push (TransferGrant), and set up the receiver."""
+class RefuseOpen:
+    """There will be no room: refuse the OpenTransfer, if one waits for this lease."""
 
     lease: Lease
-
-
-@dataclass(frozen=True, slots=True)
-class RefuseOpen:
-    """Tell prefill that it may not push (TransferRefused)."""
-
-    key: LeaseKey
-    prefill: Incarnation
     error: MeshError
 
 
@@ -122,25 +106,21 @@ class AbortReceive:
     error: MeshError
 
 
-Effect = Grant | Refuse | AnswerOpen | RefuseOpen | AbortReceive
+Effect = Grant | Refuse | RefuseOpen | AbortReceive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeasePolicy:
     """Times and bounds.
 
-    open_wait_s: how long a grant waits for its OpenTransfer and an OpenTransfer for its grant.
-    ttl_s: an open lease lives so long after the last sign of life of its prefill worker.
-    growth_tokens: room beyond the prompt that a grant includes. max_waiting, max_leases, max_opens:
-    bounds of what is kept.
+    open_wait_s: how long a grant waits for its OpenTransfer. growth_tokens: room beyond the prompt
+    that a grant includes. max_waiting, max_leases: bounds of what is kept.
     """
 
     open_wait_s: float = 5.0
-    ttl_s: float = 3.0
     growth_tokens: int = 16
     max_waiting: int = 1024
     max_leases: int = 1024
-    max_opens: int = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +134,6 @@ class LeaseStatistics:
     num_granted: int
     num_open: int
     num_quarantined: int
-    num_pending_opens: int
     num_live_blocks: int
     num_quarantined_blocks: int
     num_reserved_blocks: int

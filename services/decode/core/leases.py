@@ -2,8 +2,9 @@
 
 Nothing is ever half granted: a waiter holds no block (no hold-and-wait), and first come is first
 served. Blocks of an aborted receive are *quarantined* until the shell says that no receive can
-write them any more. Knows no network and no clock: ``now`` is an argument, and what is to be told
-to whom comes back as effects (reliability I1, fault 18).
+write them any more. Knows no network, no transfer (ids, tags and waiting opens are
+``shared/transfer/receivers.py``'s) and no clock: ``now`` is an argument, and what is to be told to
+whom comes back as effects (reliability I1, fault 18).
 """
 
 from __future__ import annotations
@@ -11,9 +12,7 @@ from __future__ import annotations
 from collections import Counter
 
 from services.decode.core.lease import (
-    FRAMES_PER_TRANSFER,
     AbortReceive,
-    AnswerOpen,
     Effect,
     Grant,
     Lease,
@@ -34,7 +33,7 @@ from shared.errors import (
     Overloaded,
     RemoteProtocolError,
 )
-from shared.ids import Incarnation, RandomBytes, TransferId
+from shared.ids import Incarnation
 from shared.kv.pool import BlockPool, BlockTable
 from shared.kv.sequence import Sequence
 from shared.request import WorkItem
@@ -44,16 +43,11 @@ class Leases:
     """All leases of one decode worker. Methods that take ``now`` return effects in the order to
     perform them."""
 
-    def __init__(self, pool: BlockPool, policy: LeasePolicy, random_bytes: RandomBytes) -> None:
+    def __init__(self, pool: BlockPool, policy: LeasePolicy) -> None:
         self._pool = pool
         self._policy = policy
-        self._random_bytes = random_bytes
         self._leases: dict[LeaseKey, Lease] = {}
         self._waiting: dict[LeaseKey, Lease] = {}  # first come first; each is in _leases too
-        self._opens: dict[tuple[LeaseKey, Incarnation], float] = {}
-        self._epoch = 0
-        # A random start, so that a frame sent to an earlier life of this address finds no receive.
-        self._next_tag = int.from_bytes(random_bytes(5), "little") * FRAMES_PER_TRANSFER
         self._num_reserved_blocks = 0
         self._num_freed_blocks = 0
         self._num_joined_blocks = 0
@@ -65,8 +59,9 @@ class Leases:
     ) -> tuple[Lease, list[Effect]]:
         """Promise room for the item's KV, now or within ``wait_s``; only ``prefill`` may push.
 
-        Effects: Grant, or Refuse (NoCapacity: larger than the pool; NoBlocks: nothing free in time;
-        Overloaded: too many wait), or nothing yet. Raises RemoteProtocolError: the key is in use.
+        Effects: Grant, or Refuse and RefuseOpen (NoCapacity: larger than the pool; NoBlocks:
+        nothing free in time; Overloaded: too many wait), or nothing yet.
+        Raises RemoteProtocolError: the key is in use.
         """
         if key in self._leases:
             raise RemoteProtocolError("this attempt has a reservation already", code="reserved")
@@ -79,12 +74,11 @@ class Leases:
             give_up_at=now + wait_s,
         )
         self._leases[key] = lease
-        effects = self._refuse_strangers(lease)
         num_needed = self._pool.num_blocks_for(lease.num_tokens + min(1, _num_growth(item)))
         if num_needed > self._pool.num_blocks:
-            return lease, effects + self._refuse(lease, self._larger_than_pool(lease))
+            return lease, self._refuse(lease, self._larger_than_pool(lease))
         self._waiting[key] = lease
-        effects += self.grant_waiting(now=now)
+        effects = self.grant_waiting(now=now)
         if lease.state is LeaseState.WAITING:
             if wait_s <= 0:
                 effects += self._refuse(lease, _no_blocks())
@@ -113,40 +107,32 @@ class Leases:
 
     # --- the prefill worker's side -------------------------------------------------------------
 
-    def open(self, key: LeaseKey, prefill: Incarnation, *, now: float) -> list[Effect]:
-        """A prefill worker asks for its lease; it may ask before the gateway reserves."""
-        lease = self._leases.get(key)
-        if lease is not None and lease.prefill != prefill:
-            return [RefuseOpen(key, prefill, _not_yours())]
-        if lease is not None and lease.state is LeaseState.GRANTED:
-            return [self._open(lease, now)]
-        if lease is not None and lease.state is not LeaseState.WAITING:
-            error = RemoteProtocolError("this transfer was opened before", code="opened_twice")
-            return [RefuseOpen(key, prefill, error)]
-        if len(self._opens) >= self._policy.max_opens and (key, prefill) not in self._opens:
-            error = Overloaded("too many transfers wait for a reservation", code="too_many_opens")
-            return [RefuseOpen(key, prefill, error)]
-        self._opens.setdefault((key, prefill), now)
-        return []
+    def open(self, lease: Lease, prefill: Incarnation) -> bool:
+        """The prefill worker asks for its lease. True: it may push from now on, and the blocks are
+        its transfer's until ``join`` or ``release``; False: the lease still waits for blocks.
 
-    def renew(self, prefill: Incarnation, *, now: float) -> None:
-        """The prefill worker gave a sign of life: its open leases live ``ttl_s`` from now."""
-        for lease in self._leases.values():
-            if lease.prefill == prefill and lease.state is LeaseState.OPEN:
-                lease.expires_at = now + self._policy.ttl_s
+        Raises LeaseLost: the lease is for another one. RemoteProtocolError: opened before.
+        """
+        if lease.prefill != prefill:
+            raise LeaseLost("the reservation names another prefill worker", code="other_prefill")
+        if lease.state is LeaseState.WAITING:
+            return False
+        if lease.state is not LeaseState.GRANTED:
+            raise RemoteProtocolError("this transfer was opened before", code="opened_twice")
+        lease.state = LeaseState.OPEN
+        return True
 
     def lose_prefill(self, prefill: Incarnation, error: MeshError, *, now: float) -> list[Effect]:
-        """The pair's stream ended: refuse and abort its open leases, forget its pending opens.
+        """No pair with it is left: refuse its leases that have no transfer, for none will come.
 
-        Leases that it did not open yet stay: it may come back in time, and they expire by the
-        clock.
+        The end of an open one is its transfer's to tell (``cancel``).
         """
-        self._opens = {asked: at for asked, at in self._opens.items() if asked[1] != prefill}
         effects: list[Effect] = []
-        for lease in self._leases.values():
-            if lease.prefill == prefill and lease.state is LeaseState.OPEN:
-                effects += [Refuse(lease, error), self._abort(lease, error)]
-        return effects
+        for lease in [*self._leases.values()]:
+            has_no_transfer = lease.state in (LeaseState.WAITING, LeaseState.GRANTED)
+            if lease.prefill == prefill and has_no_transfer:
+                effects += self._refuse(lease, error)
+        return effects + self.grant_waiting(now=now)
 
     # --- the receiver's side -------------------------------------------------------------------
 
@@ -202,10 +188,6 @@ class Leases:
                 effects += self._refuse(lease, _no_blocks())
             elif lease.state is LeaseState.GRANTED and lease.expires_at <= now:
                 effects += self._refuse(lease, LeaseLost("prefill sent nothing", code="unopened"))
-            elif lease.state is LeaseState.OPEN and lease.expires_at <= now:
-                error = LeaseLost("the prefill worker went silent", code="silent")
-                effects += [Refuse(lease, error), self._abort(lease, error)]
-        effects += self._expire_opens(now)
         return effects + self.grant_waiting(now=now)
 
     def grant_waiting(self, *, now: float) -> list[Effect]:
@@ -219,26 +201,19 @@ class Leases:
             if not self._take_blocks(lease):
                 break
             del self._waiting[lease.key]
-            effects += self._grant(lease, now)
+            effects.append(self._grant(lease, now))
         return effects
 
     @property
     def next_event_at(self) -> float | None:
         """When ``tick`` has something to expire; None = never."""
-        due = [at + self._policy.open_wait_s for at in self._due_opens().values()]
+        due: list[float] = []
         for lease in self._leases.values():
             if lease.state is LeaseState.WAITING:
                 due.append(lease.give_up_at)
-            elif lease.state in (LeaseState.GRANTED, LeaseState.OPEN):
+            elif lease.state is LeaseState.GRANTED:
                 due.append(lease.expires_at)
         return min(due, default=None)
-
-    def allocate_tags(self) -> int:
-        """Return the base of a fresh range of ``FRAMES_PER_TRANSFER`` tags, unique in this
-        process's life."""
-        base = self._next_tag
-        self._next_tag += FRAMES_PER_TRANSFER
-        return base
 
     # --- inner moves ---------------------------------------------------------------------------
 
@@ -255,25 +230,14 @@ class Leases:
         )
         return lease.table is not None
 
-    def _grant(self, lease: Lease, now: float) -> list[Effect]:
+    def _grant(self, lease: Lease, now: float) -> Effect:
         assert lease.table is not None
-        self._epoch += 1
         self._num_reserved_blocks += len(lease.table.blocks)
         lease.state = LeaseState.GRANTED
-        lease.epoch = self._epoch
-        lease.transfer_id = TransferId(self._random_bytes(16))
-        lease.tag_base = self.allocate_tags()
         lease.skip_tokens = lease.table.num_hit_tokens
         lease.granted_at = now
         lease.expires_at = now + self._policy.open_wait_s
-        if self._opens.pop((lease.key, lease.prefill), None) is None:
-            return [Grant(lease)]
-        return [Grant(lease), self._open(lease, now)]
-
-    def _open(self, lease: Lease, now: float) -> Effect:
-        lease.state = LeaseState.OPEN
-        lease.expires_at = now + self._policy.ttl_s
-        return AnswerOpen(lease)
+        return Grant(lease)
 
     def _abort(self, lease: Lease, error: MeshError) -> Effect:
         lease.state = LeaseState.ABORTING
@@ -283,7 +247,10 @@ class Leases:
         return [Refuse(lease, error), *self._end(lease, error)]
 
     def _end(self, lease: Lease, error: MeshError) -> list[Effect]:
-        """Forget the lease and free what it holds; refuse an OpenTransfer that waits for it."""
+        """Forget the lease and free what it holds; an OpenTransfer can wait only while it does."""
+        effects: list[Effect] = []
+        if lease.state is LeaseState.WAITING:
+            effects.append(RefuseOpen(lease, error))
         self._waiting.pop(lease.key, None)
         del self._leases[lease.key]
         lease.state = LeaseState.RELEASED
@@ -291,31 +258,6 @@ class Leases:
             self._num_freed_blocks += len(lease.table.blocks)
             self._pool.release(lease.table)
             lease.table = None
-        if self._opens.pop((lease.key, lease.prefill), None) is None:
-            return []
-        return [RefuseOpen(lease.key, lease.prefill, error)]
-
-    def _refuse_strangers(self, lease: Lease) -> list[Effect]:
-        """Refuse those who asked for this lease before it was known for whom it is."""
-        asked = [key_and_who for key_and_who in self._opens if key_and_who[0] == lease.key]
-        effects: list[Effect] = []
-        for key, prefill in asked:
-            if prefill != lease.prefill:
-                del self._opens[key, prefill]
-                effects.append(RefuseOpen(key, prefill, _not_yours()))
-        return effects
-
-    def _due_opens(self) -> dict[tuple[LeaseKey, Incarnation], float]:
-        """Opens without a reservation; one whose reservation waits for blocks waits with it."""
-        return {asked: at for asked, at in self._opens.items() if asked[0] not in self._leases}
-
-    def _expire_opens(self, now: float) -> list[Effect]:
-        effects: list[Effect] = []
-        for (key, prefill), at in self._due_opens().items():
-            if at + self._policy.open_wait_s <= now:
-                del self._opens[key, prefill]
-                error = LeaseLost("nobody reserved room for this transfer", code="unreserved")
-                effects.append(RefuseOpen(key, prefill, error))
         return effects
 
     def _larger_than_pool(self, lease: Lease) -> NoCapacity:
@@ -343,7 +285,6 @@ class Leases:
             num_granted=number[LeaseState.GRANTED],
             num_open=number[LeaseState.OPEN],
             num_quarantined=number[LeaseState.ABORTING] + number[LeaseState.QUARANTINED],
-            num_pending_opens=len(self._opens),
             num_live_blocks=blocks[LeaseState.GRANTED] + blocks[LeaseState.OPEN],
             num_quarantined_blocks=blocks[LeaseState.ABORTING] + blocks[LeaseState.QUARANTINED],
             num_reserved_blocks=self._num_reserved_blocks,
@@ -384,7 +325,3 @@ def _num_growth(item: WorkItem) -> int:
 
 def _no_blocks() -> NoBlocks:
     return NoBlocks("no KV blocks came free in time", code="wait_over", retry_after_s=1.0)
-
-
-def _not_yours() -> LeaseLost:
-    return LeaseLost("the reservation names another prefill worker", code="other_prefill")
