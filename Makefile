@@ -26,7 +26,7 @@ $(BIN)/python:
 
 $(VENV)/.run: pyproject.toml | $(BIN)/python
 	@echo "[2/3] installing $(TORCH) (the largest part)"
-	@$(PIP) install -q --progress-bar on "$(TORCH)"
+	@$(PIP) install "$(TORCH)"
 	@echo "[3/3] installing pdmesh"
 	@$(PIP) install -q -e ".[$(WORKER)]"
 	@touch $@
@@ -69,7 +69,7 @@ up: $(VENV)/.run ## start a mesh on this machine and keep it running
 	@$(BIN)/pdmesh up
 
 bench: $(VENV)/.dev ## run the quick benchmarks and print their ratios
-	@for question in transfer overlap loop_lag; do $(BIN)/python bench/$$question/run.py --quick; done
+	@for question in transfer overlap loop_lag; do $(BIN)/python -m bench.$$question.run --quick; done
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build *.egg-info

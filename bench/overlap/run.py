@@ -42,13 +42,13 @@ from shared.ids import Incarnation, RequestId
 from shared.rpc.join import DecodePeer
 from shared.rpc.tcp import TcpNetwork
 from shared.transfer.messages import TransferKey
+from shared.transfer.plan import TransferMode
 from shared.transport.settings import UcxSettings
 from shared.transport.ucxx import open_ucx
 
 HERE = Path(__file__).parent
 NUM_LAYERS = 32
 PREFILL, DECODE = Incarnation(1), Incarnation(2)
-FORCE_SERIALIZED_S = 1e-9  # with (almost) no compute to hide behind, the pusher serializes
 MODES = ("compute", "layerwise", "serialized", "auto")
 
 
@@ -65,6 +65,9 @@ class OpenHouse:
 
     def attach(self, key: TransferKey, prefill: Incarnation) -> LeaseTerms:
         return self._terms
+
+    def prefill_lost(self, prefill: Incarnation, error: MeshError) -> None:
+        pass
 
     def placed(self, key: TransferKey, first_token: int, stats: ReceiveStats) -> None:
         pass
@@ -151,8 +154,8 @@ class Prefill:
             num_tokens=self._num_tokens,
             block_table=lambda: self._table,
         )
-        predicted_s = {"layerwise": 0.0, "serialized": FORCE_SERIALIZED_S, "auto": self.compute_s}
-        handle.span(0, self._num_tokens, compute_s=predicted_s[mode])
+        self._pusher.mode = TransferMode(mode)
+        handle.span(0, self._num_tokens, compute_s=self.compute_s)
         await self._compute.step([], handle.layers_ready)
         handle.commit(1)
         stats = await handle.wait()

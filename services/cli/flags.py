@@ -50,7 +50,11 @@ def config_flags(command: Callable[P, R]) -> Callable[P, R]:
     hints = get_type_hints(command)
     for name, kind in hints.items():
         if isinstance(kind, type) and issubclass(kind, ServiceConfig):
-            hints[name] = Annotated[_grouped(kind), Parameter(name="*")]
+            grouped = _grouped(kind)
+            hints[name] = Annotated[grouped, Parameter(name="*")]
+            # Where pydantic is imported, by whomever, cyclopts checks that a default is of its type.
+            defaults = {**(command.__kwdefaults__ or {}), name: grouped()}
+            command.__kwdefaults__ = defaults
     command.__annotations__ = hints
     return command
 

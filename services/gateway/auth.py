@@ -50,8 +50,9 @@ class KeyRing:
     def read(cls, path: Path) -> KeyRing:
         """Read a key file.
 
-        Raises InvalidRequest: it is no text, a line is malformed, a name occurs twice, or the file holds no key
-        (an empty ring would let everybody in); the message gives the line number, never the line.
+        Raises InvalidRequest: it is no text, a line is malformed, a name occurs twice, or it holds
+        no key (an empty ring would let everybody in); the message gives the line number, never the
+        line.
         OSError: the file cannot be read.
         """
         try:

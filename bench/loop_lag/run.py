@@ -1,0 +1,405 @@
+"""How late are the event loops of a mesh under load?
+
+    python -m bench.loop_lag.run [--quick] [--streams 12] [--pauses 1 0] [--repetitions 5]
+
+Gateway, prefill and decode as real processes with the bundled model; this process is their only
+client and streams over HTTP, with pauses and without. Every process samples its loop's lag ten
+times a second and tells it on /metrics. What the numbers mean: README.md beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import itertools
+import json
+import math
+import os
+import random
+import socket
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+
+from bench.transfer.run import environment_record, spread
+from services.local import local_mesh, plan_services, wait_for_pair
+from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
+
+HERE = Path(__file__).parent
+GOAL_MS = 5.0  # p99
+PROCESSES = {"gateway": "gateway", "prefill": "prefill-0", "decode": "decode-0"}
+WARM_UP_S = 3.0
+MAX_TOKENS = 64
+NOUNS = ("door", "box", "key", "house", "garden", "ship", "tower", "river", "bridge", "lamp")
+COLOURS = ("red", "blue", "green", "black", "white", "yellow", "brown", "grey")
+
+
+# --- the lag, as the processes tell it ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Lag:
+    """A histogram: samples per bucket, and each bucket's upper bound in seconds."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[float, ...]
+
+    def since(self, earlier: Lag) -> Lag:
+        """What was observed after ``earlier``."""
+        counts = tuple(b - a for a, b in zip(earlier.counts, self.counts, strict=True))
+        return Lag(self.bounds, counts)
+
+    def plus(self, other: Lag) -> Lag:
+        """Both together."""
+        counts = tuple(a + b for a, b in zip(self.counts, other.counts, strict=True))
+        return Lag(self.bounds, counts)
+
+    @property
+    def num_samples(self) -> int:
+        return int(sum(self.counts))
+
+    def quantile_ms(self, share: float) -> float:
+        """Interpolated within its bucket."""
+        rank, below = share * sum(self.counts), 0.0
+        for low, high, count in zip((0.0, *self.bounds), self.bounds, self.counts, strict=False):
+            if count and below + count >= rank:
+                top = low if math.isinf(high) else high
+                return (low + (top - low) * (rank - below) / count) * 1e3
+            below += count
+        return 0.0
+
+    @property
+    def max_ms(self) -> float:
+        """Upper bound of the highest bucket that holds a sample."""
+        return max((b for b, n in zip(self.bounds, self.counts, strict=True) if n), default=0) * 1e3
+
+
+def read_lag(text: str, role: str) -> Lag:
+    """Take the lag out of a page of metrics."""
+    name = f"pdmesh_{role}_loop_lag_seconds"
+    for family in text_string_to_metric_families(text):
+        if family.name == name:
+            cumulative = sorted(
+                (float(sample.labels["le"]), sample.value)
+                for sample in family.samples
+                if sample.name.endswith("_bucket")
+            )
+            counts = [b - a for a, b in pairwise([0.0, *(value for _, value in cumulative)])]
+            return Lag(tuple(bound for bound, _ in cumulative), tuple(counts))
+    sys.exit(f"{role} tells no {name}")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """All three processes at one instant.
+
+    core_wait_s: how long each loop's thread was ready to run and had no core, ever. own_cpu_s:
+    spent by the mesh and by this client. all_cpu_s: by everybody on this machine.
+    """
+
+    at: float
+    lags: dict[str, Lag]
+    core_wait_s: dict[str, float]
+    own_cpu_s: float
+    all_cpu_s: float
+
+
+Span = tuple[Reading, Reading]
+"""Before and after."""
+
+
+class Probe:
+    """Reads all three processes. The loop runs on a process's main thread."""
+
+    def __init__(
+        self, session: aiohttp.ClientSession, urls: dict[str, str], pids: dict[str, int]
+    ) -> None:
+        self._session = session
+        self._urls = urls
+        self._pids = pids
+
+    async def read(self) -> Reading:
+        lags: dict[str, Lag] = {}
+        for role, url in self._urls.items():
+            async with self._session.get(f"{url}/metrics") as response:
+                response.raise_for_status()
+                lags[role] = read_lag(await response.text(), role)
+        return Reading(
+            at=time.perf_counter(),
+            lags=lags,
+            core_wait_s={role: core_wait_s(pid) for role, pid in self._pids.items()},
+            own_cpu_s=sum(cpu_s(pid) for pid in (*self._pids.values(), os.getpid())),
+            all_cpu_s=machine_cpu_s(),
+        )
+
+
+def core_wait_s(pid: int) -> float:
+    """Seconds that a process's main thread stood in a core's queue (the kernel's run delay)."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+
+
+def cpu_s(pid: int) -> float:
+    """User and system time of a process, all threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def machine_cpu_s() -> float:
+    """User, nice and system time of all cores."""
+    fields = Path("/proc/stat").read_text().splitlines()[0].split()
+    return sum(map(int, fields[1:4])) / os.sysconf("SC_CLK_TCK")
+
+
+# --- the load -------------------------------------------------------------------------------------
+
+
+class Load:
+    """A fixed number of clients; each streams one answer after the other.
+
+    pause_s: between two answers of a client, on average (exponential)."""
+
+    def __init__(
+        self, session: aiohttp.ClientSession, base_url: str, model: str, seed: int
+    ) -> None:
+        self._session = session
+        self._model = model
+        self._url = f"{base_url}/v1/completions"
+        self._random = random.Random(seed)
+        self._numbers = itertools.count()
+        self.pause_s = 0.0
+        self.num_answers = 0
+        self.num_chunks = 0
+
+    def _prompt(self) -> str:
+        """30 to 60 sentences, about 400 to 800 tokens; the first one is like no other."""
+        pick = self._random
+        first = f"Note {next(self._numbers)} of {pick.randrange(1000)}. "
+        return first + " ".join(
+            f"The code of the {pick.choice(COLOURS)} {pick.choice(NOUNS)} is "
+            f"{pick.randrange(1000, 10_000)}."
+            for _ in range(pick.randrange(30, 60))
+        )
+
+    async def run(self) -> None:
+        """One client; runs until cancelled."""
+        while True:
+            if self.pause_s:
+                await asyncio.sleep(self._random.expovariate(1 / self.pause_s))
+            body = {
+                "model": self._model,
+                "prompt": self._prompt(),
+                "max_tokens": MAX_TOKENS,
+                "stream": True,
+                "ignore_eos": True,
+            }
+            async with self._session.post(self._url, json=body) as response:
+                if response.status != 200:
+                    sys.exit(f"HTTP {response.status}: {await response.text()}")
+                is_done = False
+                async for line in response.content:
+                    if line.startswith(b'data: {"error"'):
+                        sys.exit(line.decode())
+                    is_done = is_done or line.startswith(b"data: [DONE]")
+                    self.num_chunks += line.startswith(b"data: {")
+                if not is_done:
+                    sys.exit("a stream ended without its end")
+            self.num_answers += 1
+
+
+# --- the measurement ------------------------------------------------------------------------------
+
+
+async def measure(
+    num_streams: int, pauses_s: list[float], seconds: float, repetitions: int
+) -> list[dict[str, Any]]:
+    """Start the mesh, measure it idle, then under each load, and stop it; one row a load."""
+    prefill_port, decode_port = free_ports(2)
+    services = plan_services(
+        GatewayConfig(http_port=0, grpc_port=0, log_level="warning"),
+        [PrefillConfig(metrics_port=prefill_port, log_level="warning", threads=1)],
+        [DecodeConfig(metrics_port=decode_port, log_level="warning", threads=1)],
+    )
+    with tempfile.NamedTemporaryFile(suffix=".log") as log:
+        try:
+            async with (
+                local_mesh(services, log=Path(log.name), restart=False, drain_s=5.0) as mesh,
+                aiohttp.ClientSession(
+                    timeout=aiohttp.ClientTimeout(total=None),
+                    connector=aiohttp.TCPConnector(limit=0),
+                ) as session,
+            ):
+                await wait_for_pair(mesh.http_url, 60.0)
+                urls = {
+                    "gateway": mesh.http_url,
+                    "prefill": f"http://127.0.0.1:{prefill_port}",
+                    "decode": f"http://127.0.0.1:{decode_port}",
+                }
+                pids = {role: mesh.service(name).pid for role, name in PROCESSES.items()}
+                probe = Probe(session, urls, pids)
+                load = Load(session, mesh.http_url, await served_model(session, mesh.http_url), 1)
+                before = await probe.read()
+                await asyncio.sleep(seconds)
+                idle = (before, await probe.read())
+                rows: list[dict[str, Any]] = []
+                for pause_s in pauses_s:
+                    load.pause_s = pause_s
+                    row = await measure_load(probe, load, idle, num_streams, seconds, repetitions)
+                    show(row, num_streams)
+                    rows.append(row)
+                return rows
+        except BaseException:
+            sys.stderr.write(Path(log.name).read_text()[-4000:])
+            raise
+
+
+async def served_model(session: aiohttp.ClientSession, base_url: str) -> str:
+    """The name that the gateway knows."""
+    async with session.get(f"{base_url}/v1/models") as response:
+        return (await response.json())["data"][0]["id"]
+
+
+async def measure_load(
+    probe: Probe, load: Load, idle: Span, num_streams: int, seconds: float, repetitions: int
+) -> dict[str, Any]:
+    """Warm up, then repeat under the same load."""
+    loaded: list[Span] = []
+    async with asyncio.TaskGroup() as tasks:
+        clients = [tasks.create_task(load.run()) for _ in range(num_streams)]
+        await asyncio.sleep(WARM_UP_S)
+        answers, chunks = load.num_answers, load.num_chunks
+        for _ in range(repetitions):
+            before = await probe.read()
+            await asyncio.sleep(seconds)
+            loaded.append((before, await probe.read()))
+        first, last = loaded[0][0], loaded[-1][1]
+        took_s = last.at - first.at
+        own_s = last.own_cpu_s - first.own_cpu_s
+        whole = {
+            "pause_s": load.pause_s,
+            "answers_per_s": (load.num_answers - answers) / took_s,
+            "chunks_per_s": (load.num_chunks - chunks) / took_s,
+            "cores_of_ours": own_s / took_s,
+            "cores_of_others": (last.all_cpu_s - first.all_cpu_s - own_s) / took_s,
+        }
+        for client in clients:
+            client.cancel()
+    if load.num_answers == answers:
+        sys.exit("not one answer came: measure longer")
+    return {**whole, "roles": {role: figures(role, idle, loaded) for role in PROCESSES}}
+
+
+def figures(role: str, idle: Span, loaded: list[Span]) -> dict[str, Any]:
+    """One process: quantiles over all samples under load, p99 of each repetition, and idle."""
+
+    def lag_in(span: Span) -> Lag:
+        return span[1].lags[role].since(span[0].lags[role])
+
+    all_samples = lag_in(loaded[0])
+    for span in loaded[1:]:
+        all_samples = all_samples.plus(lag_in(span))
+    first, last = loaded[0][0], loaded[-1][1]
+    waited_s = last.core_wait_s[role] - first.core_wait_s[role]
+    return {
+        "samples": all_samples.num_samples,
+        "p50_ms": all_samples.quantile_ms(0.5),
+        "p99_ms": all_samples.quantile_ms(0.99),
+        "max_ms_at_most": all_samples.max_ms,
+        "share_within_goal": share_within(all_samples, GOAL_MS),
+        "p99_ms_of_repetitions": spread([lag_in(span).quantile_ms(0.99) for span in loaded]),
+        "share_without_core": waited_s / (last.at - first.at),
+        "idle_p50_ms": lag_in(idle).quantile_ms(0.5),
+        "idle_p99_ms": lag_in(idle).quantile_ms(0.99),
+        "idle_samples": lag_in(idle).num_samples,
+        "buckets_s": [bound for bound in all_samples.bounds if not math.isinf(bound)],
+        "counts": list(all_samples.counts),
+    }
+
+
+def share_within(lag: Lag, limit_ms: float) -> float:
+    """Share of the samples in buckets up to the limit."""
+    within = sum(n for b, n in zip(lag.bounds, lag.counts, strict=True) if b * 1e3 <= limit_ms)
+    return within / max(1, lag.num_samples)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that were free a moment ago."""
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
+
+
+def show(result: dict[str, Any], num_streams: int) -> None:
+    """Print the comparison with the goal."""
+    print(
+        f"{num_streams} streams, pauses of {result['pause_s']:g} s: "
+        f"{result['answers_per_s']:.1f} answers/s, {result['chunks_per_s']:.0f} chunks/s\n"
+        f"of {os.cpu_count()} cores {result['cores_of_ours']:.1f} ours, "
+        f"{result['cores_of_others']:.1f} others'; loop lag in ms, goal p99 < {GOAL_MS:g}",
+        flush=True,
+    )
+    for role, row in result["roles"].items():
+        verdict = "met" if row["p99_ms"] < GOAL_MS else "MISSED"
+        again = row["p99_ms_of_repetitions"]
+        print(
+            f"  {role:8} p50 {row['p50_ms']:6.2f}   p99 {row['p99_ms']:6.2f} "
+            f"[{again['min']:.2f} .. {again['max']:.2f}]   max <= {row['max_ms_at_most']:7.2f}   "
+            f"{row['share_within_goal']:.1%} within   {verdict}   "
+            f"(idle p50 {row['idle_p50_ms']:.2f}, p99 {row['idle_p99_ms']:.2f}; "
+            f"{row['samples']} samples; without a core for {row['share_without_core']:.0%} of time)"
+        )
+
+
+def main() -> None:
+    """Measure, print, and write the results."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--quick", action="store_true", help="one repetition, not recorded")
+    parser.add_argument("--streams", type=int, default=12, help="answers at once")
+    parser.add_argument(
+        "--pauses", nargs="+", type=float, default=[1.0, 0.0], metavar="S",
+        help="one load each: mean pause of a client between its answers, 0 = as fast as it goes",
+    )  # fmt: skip
+    parser.add_argument("--seconds", type=float, default=12.0, help="of one repetition")
+    parser.add_argument("--repetitions", type=int, default=5)
+    chosen = parser.parse_args()
+    repetitions = 1 if chosen.quick else chosen.repetitions
+    record = environment_record()
+    rows = run(measure(chosen.streams, chosen.pauses, chosen.seconds, repetitions))
+    if not chosen.quick:
+        record |= {
+            "streams": chosen.streams,
+            "seconds": chosen.seconds,
+            "max_tokens": MAX_TOKENS,
+            "load_after": os.getloadavg(),
+        }
+        name = f"{datetime.date.today()}-{record['commit']}-cpu{record['cores']}.json"
+        path = HERE / "results" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"environment": record, "rows": rows}, indent=1) + "\n")
+        print(f"written to {path.relative_to(Path.cwd())}")
+
+
+def run(work: Any) -> Any:
+    """Run on the loop that production uses, where it is installed."""
+    try:
+        from uvloop import new_event_loop
+    except ImportError:
+        new_event_loop = None
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        return runner.run(work)
+
+
+if __name__ == "__main__":
+    main()
