@@ -52,7 +52,7 @@ def config_flags(command: Callable[P, R]) -> Callable[P, R]:
         if isinstance(kind, type) and issubclass(kind, ServiceConfig):
             grouped = _grouped(kind)
             hints[name] = Annotated[grouped, Parameter(name="*")]
-            # Where pydantic is imported, by whomever, cyclopts checks that a default is of its type.
+            # Where pydantic is imported, cyclopts checks that a default is of its type.
             defaults = {**(command.__kwdefaults__ or {}), name: grouped()}
             command.__kwdefaults__ = defaults
     command.__annotations__ = hints
