@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import socket
 from collections.abc import AsyncGenerator
+from typing import Any
 
 import aiohttp
 import pytest
 
+from services.gateway import http_server
 from services.gateway.mesh import TokenBatch
 from tests.support.http_client import gateway, parse_events, post_bytes, raw_connection
 from tests.support.scripted_mesh import (
@@ -31,6 +34,26 @@ async def test_headers_and_first_token_leave_together_and_no_later_than_it() -> 
             gate.release()
         rest = await reader.read()
         assert rest.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+async def test_small_events_do_not_wait_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's end of every connection has TCP_NODELAY."""
+    found: list[int] = []
+    connection_made = http_server._Connection.connection_made
+
+    def looked_at(self: Any, transport: Any) -> None:
+        connection_made(self, transport)
+        link = transport.get_extra_info("socket")
+        found.append(link.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
+    monkeypatch.setattr(http_server._Connection, "connection_made", looked_at)
+    async with (
+        http_gateway(ScriptedMesh(saying("the"))) as url,
+        raw_connection(url) as (reader, writer),
+    ):
+        writer.write(post_bytes("/v1/completions", {"prompt": "a", "stream": True}))
+        await reader.read(1)
+    assert found == [1]
 
 
 async def test_the_bytes_of_a_chunk() -> None:
