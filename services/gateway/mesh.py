@@ -103,7 +103,7 @@ class Mesh(Protocol):
     def generate(self, request: GenerationRequest) -> AbstractAsyncContextManager[Generation]:
         """Admit and dispatch on entry; leaving early (break, cancel, error) cancels everywhere.
 
-        Raises on entry: Overloaded, NoCapacity, ShuttingDown, DeadlinePassed, WorkerLost. Expects a
+        Raises on entry: Overloaded, ShuttingDown, DeadlinePassed, WorkerLost. Expects a
         validated request: ids below the vocabulary size, prompt plus ``max_tokens`` within
         ``max_model_len``.
         """

@@ -125,7 +125,7 @@ class WorkerSession:
     # --- what requests do -----------------------------------------------------------------------
 
     def start_prefill(self, leg: LegEvents, order: AttemptOrder, decode: Incarnation) -> StreamId:
-        """Send a prompt; events come to ``leg`` until ``forget`` or a failure."""
+        """Send a prompt; events come to ``leg`` until its end, a failure or ``cancel``."""
         stream_id = self._attach(leg)
         self._post(
             wire.PrefillCommand(
@@ -147,7 +147,7 @@ class WorkerSession:
     def reserve(
         self, leg: LegEvents, order: AttemptOrder, prefill: Incarnation, *, wait_s: float
     ) -> StreamId:
-        """Ask for room; events come to ``leg`` until ``forget`` or a failure."""
+        """Ask for room; events come to ``leg`` until its end, a failure or ``cancel``."""
         stream_id = self._attach(leg)
         self._post(
             wire.DecodeCommand(
@@ -175,10 +175,6 @@ class WorkerSession:
             self._post(wire.PrefillCommand(cancel=wire.CancelPrefill(stream_id=stream_id)))
         else:
             self._post(wire.DecodeCommand(cancel=wire.CancelDecode(stream_id=stream_id)))
-
-    def forget(self, stream_id: StreamId) -> None:
-        """The leg has ended by itself; later events with this id are dropped. Idempotent."""
-        self._legs.pop(stream_id, None)
 
     def _attach(self, leg: LegEvents) -> StreamId:
         stream_id = StreamId(self._next_stream_id)

@@ -11,10 +11,7 @@ from shared.model_folder import DEMO_FOLDER, ModelFolder
 from tests.support.checkpoints import reference_generate
 from tests.support.engine_driver import Driver, greedy
 
-pytestmark = [
-    pytest.mark.torch,
-    pytest.mark.skipif(not DEMO_FOLDER.is_dir(), reason="no bundled model in this checkout"),
-]
+pytestmark = pytest.mark.torch
 
 
 def test_demo_model() -> None:
