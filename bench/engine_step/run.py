@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 import transformers
 
-from shared.engine.base import SampleSpec, StepRow
 from shared.engine.torch_engine import TorchEngine
 from shared.request import SamplingParams
+from shared.step import SampleSpec, StepRow
 
 PROMPT_LEN = 128
 PREFILL_LEN = 1024

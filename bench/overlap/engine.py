@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from shared.engine.base import ModelSpec, OnLayer, RowResult, StepRow
+from shared.engine.base import OnLayer
 from shared.kv.layout import KvLayout
+from shared.model_spec import ModelSpec
+from shared.step import RowResult, StepRow
 
 BLOCK_TOKENS = 16
 _MATRIX = 384

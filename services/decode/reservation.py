@@ -29,7 +29,6 @@ from services.decode.core.lease import (
 from services.decode.core.leases import Leases
 from services.decode.receiver import KvReceiver, LeaseTerms, NoTermsYet, ReceiveStats
 from services.decode.stepper import Stepper
-from shared.engine.base import ModelSpec
 from shared.errors import (
     DeadlinePassed,
     LeaseLost,
@@ -40,6 +39,7 @@ from shared.errors import (
 from shared.failpoints import failpoint
 from shared.ids import Incarnation, StreamId
 from shared.kv.sequence import Sequence as TokenSequence
+from shared.model_spec import ModelSpec
 from shared.request import FinishReason, WorkItem
 from shared.schedule.admission import Duty, require_admissible
 from shared.schedule.plan import Failure, NewToken

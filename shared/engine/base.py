@@ -1,20 +1,20 @@
 """The engine's one page: what services may ask of a model, and in which words.
 
 Three users (prefill, decode, tests) and two implementations (``torch_engine``, ``fake``) meet here.
-Services see plans, numpy arrays and buffers; never torch. All methods but ``gather`` and
-``scatter`` are called from one compute thread at a time. An engine keeps no state of a request:
-everything a step needs is in its rows, so that recompute, preemption and migration are nothing
-special.
+The words of a step are ``shared/step.py``'s. Services see rows and buffers; never torch. All
+methods but ``gather`` and ``scatter`` are called from one compute thread at a time. An engine keeps
+no state of a request: everything a step needs is in its rows, so that recompute, preemption and
+migration are nothing special.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from shared.kv.layout import KvLayout
-from shared.request import SamplingParams, TokenLogprobs
+from shared.model_spec import ModelSpec
+from shared.step import RowResult, StepRow
 
 Buffer = Any
 """An object with ``__cuda_array_interface__`` or the buffer protocol; contiguous, writable, one
@@ -24,67 +24,6 @@ OnLayer = Callable[[int], None]
 """Called on the compute thread after layer ``i``'s KV of the running step is written (0-based, in
 order).
 On CUDA the work may still be queued on the stream: ``gather`` waits for it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSpec:
-    """What the mesh must know of a loaded model.
-
-    fingerprint: 32 bytes, SHA-256 over the canonical config and the weights' identity; equal
-    fingerprints mean the same function. max_model_len: prompt plus generated tokens.
-    """
-
-    name: str
-    fingerprint: bytes
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: frozenset[int]
-    dtype: str
-
-
-@dataclass(frozen=True, slots=True)
-class SampleSpec:
-    """Sample one token after a row's last position.
-
-    index: position of the token in the answer; the counter of its random number.
-    prompt, output: the ids that penalties look at (only read when ``params.needs_history``).
-    """
-
-    params: SamplingParams
-    index: int
-    prompt: Sequence[int]
-    output: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class StepRow:
-    """One sequence's share of a step: a prompt chunk, or one token of a running sequence.
-
-        tokens of the sequence   0 ......... start ............ start + len(token_ids)
-                                 KV in pool  computed now       (sample: the next one)
-
-    block_table: physical block of each logical block, long enough for ``start + len(token_ids)``
-    tokens. sample: None for a chunk that does not end its prompt.
-    prompt_logprobs: None = off; k = logprobs of the prompt tokens that this chunk predicts, i.e. of
-    tokens at positions ``start + 1 .. start + len(token_ids)`` as far as ``prompt_targets`` gives
-    them. prompt_targets: the ids at those positions (one shorter on a prompt's last chunk).
-    """
-
-    token_ids: Sequence[int]
-    start: int
-    block_table: Sequence[int]
-    sample: SampleSpec | None = None
-    prompt_logprobs: int | None = None
-    prompt_targets: Sequence[int] = ()
-
-
-class RowResult(NamedTuple):
-    """token_id: -1 if the row sampled nothing. logprobs: when the row's params asked for them.
-    prompt_logprobs: one entry per prompt target."""
-
-    token_id: int
-    logprobs: TokenLogprobs | None = None
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Engine(Protocol):

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from shared.engine.base import StepRow
 from shared.engine.paged_kv import PagedKv, slots_of
 from shared.errors import LocalProtocolError
+from shared.step import StepRow
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,10 +25,12 @@ from typing import Any
 
 import numpy as np
 
-from shared.engine.base import Buffer, ModelSpec, OnLayer, RowResult, SampleSpec, StepRow
+from shared.engine.base import Buffer, OnLayer
 from shared.errors import LocalProtocolError
 from shared.kv.layout import KvLayout
+from shared.model_spec import ModelSpec
 from shared.request import FinishReason, SamplingParams, TokenLogprobs, finish_reason_of
+from shared.step import RowResult, SampleSpec, StepRow
 
 _MASK = (1 << 64) - 1
 _M = 0x5851F42D4C957F2D  # = 5 modulo 8, so its powers repeat only after 2^62 positions

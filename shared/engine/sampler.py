@@ -21,9 +21,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from shared.engine.base import SampleSpec
 from shared.engine.philox import uniforms
 from shared.request import SamplingParams, TokenLogprobs
+from shared.step import SampleSpec
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, as in vLLM: dividing by them would only overflow."""

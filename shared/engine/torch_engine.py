@@ -16,7 +16,7 @@ import torch
 
 from shared.engine.attention.base import AttentionBackend
 from shared.engine.attention.sdpa import SdpaAttention
-from shared.engine.base import Buffer, Engine, ModelSpec, OnLayer, RowResult, StepRow
+from shared.engine.base import Buffer, Engine, OnLayer
 from shared.engine.batch import StepBatch, flatten_rows
 from shared.engine.models.decoder import Decoder, load_decoder
 from shared.engine.models.registry import read_model_config
@@ -28,7 +28,9 @@ from shared.engine.weights import Checkpoint
 from shared.errors import EngineFailed, LocalProtocolError, ModelError
 from shared.kv.layout import KvLayout
 from shared.model_folder import ModelFolder
+from shared.model_spec import ModelSpec
 from shared.request import TokenLogprobs
+from shared.step import RowResult, StepRow
 
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_CPU_KV_BYTES = 1 << 30

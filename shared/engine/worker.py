@@ -19,8 +19,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
-from shared.engine.base import Engine, RowResult, StepRow
+from shared.engine.base import Engine
 from shared.errors import EngineFailed, MeshError
+from shared.step import RowResult, StepRow
 
 T = TypeVar("T")
 

@@ -21,7 +21,6 @@ import structlog
 
 from shared import wire
 from shared.address import Address, parse_address
-from shared.engine.base import ModelSpec
 from shared.errors import (
     IncompatiblePeer,
     MeshError,
@@ -31,6 +30,7 @@ from shared.errors import (
 from shared.ids import Incarnation
 from shared.kv.layout import KvLayout
 from shared.liveness import LivenessRule
+from shared.model_spec import ModelSpec
 from shared.rpc import codec
 from shared.rpc.columns import pack_u64
 from shared.rpc.methods import REGISTRY_JOIN

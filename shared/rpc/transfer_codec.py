@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from shared import wire
-from shared.engine.base import ModelSpec
 from shared.errors import IncompatiblePeer, RemoteProtocolError
 from shared.ids import Incarnation, RequestId, TransferId
 from shared.kv.layout import KvLayout
+from shared.model_spec import ModelSpec
 from shared.rpc import codec
 from shared.transfer.messages import (
     Abort,

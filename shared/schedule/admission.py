@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from shared.engine.base import ModelSpec
 from shared.errors import DeadlinePassed, InvalidRequest, Overloaded, ShuttingDown
+from shared.model_spec import ModelSpec
 from shared.request import WorkItem
 
 

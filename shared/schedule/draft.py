@@ -5,9 +5,9 @@ Decides nothing about who runs; knows what a row of a sequence looks like.
 
 from __future__ import annotations
 
-from shared.engine.base import SampleSpec, StepRow
 from shared.kv.sequence import Sequence
 from shared.schedule.plan import Failure, Span, StepPlan
+from shared.step import SampleSpec, StepRow
 
 
 class Draft:

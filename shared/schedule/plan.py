@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shared.engine.base import StepRow
 from shared.errors import MeshError
 from shared.kv.sequence import Sequence
 from shared.request import FinishReason, TokenLogprobs
+from shared.step import StepRow
 
 
 class Span(NamedTuple):

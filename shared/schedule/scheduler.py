@@ -17,13 +17,13 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass
 
-from shared.engine.base import RowResult, StepRow
 from shared.errors import InvariantViolated, LocalProtocolError, NoBlocks, NoCapacity
 from shared.kv.pool import BlockPool, BlockTable
 from shared.kv.sequence import Sequence, SequenceState
 from shared.request import FinishReason, TokenLogprobs, finish_reason_of
 from shared.schedule.draft import Draft, wants_prompt_logprobs
 from shared.schedule.plan import Failure, NewToken, SchedulerStatistics, StepOutcome, StepPlan
+from shared.step import RowResult, StepRow
 
 _NAN = float("nan")
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from shared.engine.attention.sdpa import SdpaAttention
-from shared.engine.base import SampleSpec, StepRow
 from shared.engine.paged_kv import PagedKv
 from shared.engine.torch_engine import TorchEngine
 from shared.errors import LocalProtocolError
 from shared.kv.layout import KvLayout
+from shared.step import SampleSpec, StepRow
 from tests.support.checkpoints import SHAPES
 from tests.support.engine_driver import Driver, greedy
 

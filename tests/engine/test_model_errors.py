@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shared.engine.base import SampleSpec, StepRow
 from shared.engine.torch_engine import TorchEngine
 from shared.errors import EngineFailed, LocalProtocolError, ModelError
+from shared.step import SampleSpec, StepRow
 from tests.support.checkpoints import rewrite_config
 from tests.support.engine_driver import Driver, greedy
 

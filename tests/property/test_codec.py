@@ -12,7 +12,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shared import wire
-from shared.engine.base import ModelSpec
 from shared.errors import (
     ERROR_TYPES,
     IncompatiblePeer,
@@ -23,6 +22,7 @@ from shared.errors import (
 )
 from shared.ids import StreamId
 from shared.kv.layout import DTYPE_BYTES, KvLayout
+from shared.model_spec import ModelSpec
 from shared.request import FinishReason, SamplingParams, TokenLogprobs
 from shared.rpc import codec, columns, transfer_codec
 from shared.rpc.message_codec import MessageCodec

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared import wire
-from shared.engine.base import ModelSpec
 from shared.errors import IncompatiblePeer, NoBlocks, RemoteProtocolError
 from shared.ids import Incarnation, RequestId, TransferId
 from shared.kv.layout import KvLayout
+from shared.model_spec import ModelSpec
 from shared.rpc.transfer_codec import (
     PairIdentity,
     agree,

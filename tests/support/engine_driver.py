@@ -6,8 +6,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from shared.engine.base import Engine, RowResult, SampleSpec, StepRow
+from shared.engine.base import Engine
 from shared.request import SamplingParams
+from shared.step import RowResult, SampleSpec, StepRow
 
 
 @dataclass

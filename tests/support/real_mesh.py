@@ -20,7 +20,7 @@ from services.gateway.text import TextModel
 from services.prefill.app import PrefillWorker
 from shared import wire
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
-from shared.engine.base import Engine, RowResult, StepRow
+from shared.engine.base import Engine
 from shared.engine.worker import OnLayersDone, ThreadCompute
 from shared.request import TokenLogprobs
 from shared.rpc.columns import pack_u32, unpack_f32, unpack_u32
@@ -31,6 +31,7 @@ from shared.rpc.stream import open_stream
 from shared.rpc.tcp import TcpNetwork
 from shared.runtime.groups import plain_errors
 from shared.runtime.platform import real_platform
+from shared.step import RowResult, StepRow
 from shared.transport.base import TransportFactory
 from shared.transport.ucxx import open_ucx
 

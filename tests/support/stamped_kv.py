@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from shared.engine.base import ModelSpec, RowResult, StepRow
 from shared.kv.layout import KvLayout
+from shared.model_spec import ModelSpec
+from shared.step import RowResult, StepRow
 
 _WORD_BYTES = 8
 

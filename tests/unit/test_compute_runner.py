@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from shared.engine.base import OnLayer, RowResult, StepRow
+from shared.engine.base import OnLayer
 from shared.engine.fake import FakeEngine
 from shared.engine.worker import ThreadCompute
 from shared.errors import EngineFailed, NoCapacity
+from shared.step import RowResult, StepRow
 
 
 class _Gate(FakeEngine):

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared.engine.base import RowResult, SampleSpec, StepRow
 from shared.engine.fake import (
     DEFAULT_MODEL,
     FakeEngine,
@@ -22,6 +21,7 @@ from shared.engine.fake import (
 )
 from shared.errors import LocalProtocolError
 from shared.request import FinishReason, SamplingParams
+from shared.step import RowResult, SampleSpec, StepRow
 
 MODEL = FakeModel(vocab_size=97, num_layers=3, num_kv_heads=2, head_dim=4)
 PROMPT = [5, 3, 96, 1, 5, 44, 0, 2, 9, 9, 31, 7]

@@ -11,9 +11,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from shared.engine.base import SampleSpec  # noqa: E402
 from shared.engine.sampler import Sampled, logprobs_of, sample  # noqa: E402
 from shared.request import SamplingParams  # noqa: E402
+from shared.step import SampleSpec  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -1,0 +1,57 @@
+"""The words of one step: what a scheduler asks of an engine, and what comes back.
+
+Plain records, known to neither side's inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shared.request import SamplingParams, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpec:
+    """Sample one token after a row's last position.
+
+    index: position of the token in the answer; the counter of its random number.
+    prompt, output: the ids that penalties look at (only read when ``params.needs_history``).
+    """
+
+    params: SamplingParams
+    index: int
+    prompt: Sequence[int]
+    output: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One sequence's share of a step: a prompt chunk, or one token of a running sequence.
+
+        tokens of the sequence   0 ......... start ............ start + len(token_ids)
+                                 KV in pool  computed now       (sample: the next one)
+
+    block_table: physical block of each logical block, long enough for ``start + len(token_ids)``
+    tokens. sample: None for a chunk that does not end its prompt.
+    prompt_logprobs: None = off; k = logprobs of the prompt tokens that this chunk predicts, i.e. of
+    tokens at positions ``start + 1 .. start + len(token_ids)`` as far as ``prompt_targets`` gives
+    them. prompt_targets: the ids at those positions (one shorter on a prompt's last chunk).
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    block_table: Sequence[int]
+    sample: SampleSpec | None = None
+    prompt_logprobs: int | None = None
+    prompt_targets: Sequence[int] = ()
+
+
+class RowResult(NamedTuple):
+    """token_id: -1 if the row sampled nothing. logprobs: when the row's params asked for them.
+    prompt_logprobs: one entry per prompt target."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
