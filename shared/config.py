@@ -133,6 +133,9 @@ class WorkerConfig(ServiceConfig):
     metrics_port: int = 0
     """Port for /metrics and /health of this worker; 0 = none."""
 
+    require_shared_memory: bool = False
+    """Refuse partners whose KV would not move through shared memory; for workers on one host."""
+
     engine: str = "torch"
     """torch, or fake: exact and deterministic without weights, for tests and for trying things
     out."""

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NewType
 
+ID_BYTES = 16
+"""Length of a request id and of a transfer id."""
+
 RequestId = NewType("RequestId", bytes)
 """16 random bytes, made by the gateway for every request."""
 
@@ -28,12 +31,12 @@ RandomBytes = Callable[[int], bytes]
 
 def new_request_id(random_bytes: RandomBytes) -> RequestId:
     """Return a fresh request id."""
-    return RequestId(random_bytes(16))
+    return RequestId(random_bytes(ID_BYTES))
 
 
 def new_transfer_id(random_bytes: RandomBytes) -> TransferId:
     """Return a fresh transfer id."""
-    return TransferId(random_bytes(16))
+    return TransferId(random_bytes(ID_BYTES))
 
 
 def new_incarnation(random_bytes: RandomBytes) -> Incarnation:

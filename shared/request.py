@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy, as in vLLM: dividing by them would only overflow float32."""
+
 
 class FinishReason(IntEnum):
     """Why a sequence ended; the values are those of ``proto/pdmesh/v1/common.proto``."""

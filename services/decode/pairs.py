@@ -7,6 +7,7 @@ What flows over a pair is the receiver's business (``LinkSink``). The counterpar
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Protocol
 
 import structlog
@@ -16,6 +17,7 @@ from shared.engine import staging
 from shared.engine.base import Engine
 from shared.engine.worker import ComputeRunner
 from shared.errors import (
+    IncompatiblePeer,
     MeshError,
     RemoteProtocolError,
     ShuttingDown,
@@ -39,13 +41,16 @@ from shared.transfer.messages import LinkId, PushMessage, PushReply
 from shared.transfer.plan import FrameRule
 from shared.transfer.receivers import TagRanges
 from shared.transport.base import Endpoint, Outcome, Transport
+from shared.transport.pairing import (
+    CANARY_BYTES,
+    HANDSHAKE_S,
+    close_endpoint,
+    require_shared_memory,
+)
 
 _log = structlog.get_logger(__name__)
 
-HANDSHAKE_S = 10.0
-CANARY_BYTES = 4 << 20
 NUM_CANARIES = 3
-_CLOSE_S = 5.0
 
 _Stream = ServerStream[wire.PushCommand, wire.PushEvent]
 
@@ -101,7 +106,11 @@ class PairServer:
         tags: TagRanges,
         sink: LinkSink,
         liveness: LivenessRule | None,
+        must_share_memory: bool = False,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
+        """must_share_memory: refuse pairs with another lane. on_change: ``not_ready_reason`` may
+        have changed."""
         self._identity = identity
         self._engine = engine
         self._compute = compute
@@ -109,10 +118,18 @@ class PairServer:
         self._tags = tags
         self._sink = sink
         self._liveness = liveness
+        self._must_share_memory = must_share_memory
+        self._on_change = on_change
+        self._refusal = ""
         self._links: list[Link] = []
         self._next_link = 0
         self._tasks: asyncio.TaskGroup | None = None
         self.servicer = Servicer(bind(TRANSFER_PUSH, self._serve))
+
+    @property
+    def not_ready_reason(self) -> str:
+        """Why no pair may be used although prefill workers came; '' otherwise."""
+        return "" if self._links else self._refusal
 
     async def run(self) -> None:
         """Accept pairs until cancelled; then every link is lost and every endpoint closed."""
@@ -128,7 +145,7 @@ class PairServer:
             for link in links:
                 self._lose(link, ShuttingDown("the decode worker is shutting down"))
             for link in links:
-                await _close(link.endpoint)
+                await close_endpoint(link.endpoint)
 
     async def _serve(self, stream: _Stream) -> None:
         """Handler of ``Transfer.Push``; runs in grpclib's task, so what must outlive it is not
@@ -148,7 +165,9 @@ class PairServer:
                     peer="prefill worker",
                     rule=self._liveness,
                 )
+                self._refusal = ""
                 self._links.append(link)
+                self._on_change()
                 self._sink.link_up(link, rule)
                 error = await link.control.run(lambda command: self._hear(link, command))
             raise link.lost or error
@@ -216,11 +235,24 @@ class PairServer:
                 tag=tag + 1 if is_whole and tag < last_tag else 0,
             )
             if not result.tag:
+                if result.ok:
+                    await self._check_lane(stream, endpoint)
                 await stream.send(wire.PushEvent(canary=result))
                 break
             tag = result.tag
         if not result.ok:
             raise TransferFailed("a canary arrived damaged", code="canary")
+
+    async def _check_lane(self, stream: _Stream, endpoint: Endpoint) -> None:
+        if not self._must_share_memory:
+            return
+        try:
+            require_shared_memory(endpoint.lane)
+        except IncompatiblePeer as error:
+            self._refusal = error.message
+            self._on_change()
+            await stream.send(wire.PushEvent(refused_pair=codec.error_to_wire(error)))
+            raise
 
     def _hear(self, link: Link, command: wire.PushCommand) -> None:
         message = command_from_wire(command)
@@ -236,15 +268,7 @@ class PairServer:
     def _close_later(self, endpoint: Endpoint) -> None:
         # Not in the handler's task: the call may be torn down, the endpoint must be closed.
         if self._tasks is not None:
-            self._tasks.create_task(_close(endpoint))
+            self._tasks.create_task(close_endpoint(endpoint))
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
-
-
-async def _close(endpoint: Endpoint) -> None:
-    try:
-        async with asyncio.timeout(_CLOSE_S):
-            await endpoint.close()
-    except TimeoutError:
-        _log.error("an endpoint did not close", limit_s=_CLOSE_S)

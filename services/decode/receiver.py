@@ -8,8 +8,7 @@ Every decision is in ``shared/transfer/receivers.py``; who has room is the lease
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -30,6 +29,8 @@ from shared.ids import Incarnation, RandomBytes
 from shared.liveness import LivenessRule
 from shared.rpc.service import Servicer
 from shared.rpc.transfer_codec import PairIdentity
+from shared.runtime.effect_loop import EffectLoop
+from shared.telemetry.moments import Moment, note
 from shared.transfer.effects import (
     AskTerms,
     CancelReceive,
@@ -147,6 +148,8 @@ class KvReceiver:
         fencing: bool = True,
         timing: ReceiverTiming | None = None,
         liveness: LivenessRule | None = None,
+        must_share_memory: bool = False,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """Allocate ``num_slots`` staging buffers of ``max_frame_bytes`` on the engine's device.
 
@@ -172,10 +175,7 @@ class KvReceiver:
         self._links: dict[LinkId, Link] = {}
         self._block_tables: dict[TransferKey, Sequence[int]] = {}
         self._receives: dict[tuple[TransferKey, int], Operation] = {}
-        self._todo: deque[ReceiverEffect] = deque()
-        self._is_performing = False
-        self._clock_moved = asyncio.Event()
-        self._tick_at: float | None = None
+        self._effects: EffectLoop[ReceiverEffect] = EffectLoop(self._core, self._do)
         self._tasks: asyncio.TaskGroup | None = None
         self._pairs = PairServer(
             PairIdentity(
@@ -193,7 +193,14 @@ class KvReceiver:
             tags=tags,
             sink=self,
             liveness=liveness,
+            must_share_memory=must_share_memory,
+            on_change=on_change,
         )
+
+    @property
+    def not_ready_reason(self) -> str:
+        """Why no pair may be used although prefill workers came; '' otherwise."""
+        return self._pairs.not_ready_reason
 
     @property
     def servicer(self) -> Servicer:
@@ -207,14 +214,14 @@ class KvReceiver:
             self._tasks = tasks
             tasks.create_task(self._pairs.run())
             try:
-                await self._keep_time()
+                await self._effects.keep_time()
             finally:
                 self._tasks = None  # from here nothing new starts; the pairs close what there is
 
     def lease_changed(self, key: TransferKey) -> None:
         """The lease side has made or granted this reservation: if prefill's open waits, ``attach``
         follows."""
-        self._perform(self._core.lease_changed(key, self._now()))
+        self._effects.perform(self._core.lease_changed(key, self._now()))
 
     def abort(self, key: TransferKey, error: MeshError) -> None:
         """Give one transfer up: cancelled, deadline... ``release`` follows, maybe before this
@@ -222,7 +229,7 @@ class KvReceiver:
 
         No transfer has that key: nothing follows, but an open that waits is refused.
         """
-        self._perform(self._core.give_up(key, error, self._now()))
+        self._effects.perform(self._core.give_up(key, error, self._now()))
 
     def statistics(self) -> ReceiverStatistics:
         """Counts for metrics and tests."""
@@ -241,30 +248,14 @@ class KvReceiver:
 
     def link_message(self, link: Link, message: PushMessage) -> None:
         """Prefill said something."""
-        self._perform(self._core.message(link.id, message, self._now()))
+        self._effects.perform(self._core.message(link.id, message, self._now()))
 
     def link_lost(self, link: Link, error: MeshError) -> None:
         """A pair is gone; its endpoint is closed next, which settles what is posted."""
         del self._links[link.id]
-        self._perform(self._core.link_lost(link.id, error, self._now()))
+        self._effects.perform(self._core.link_lost(link.id, error, self._now()))
 
     # --- performing effects ---------------------------------------------------------------------
-
-    def _perform(self, effects: Sequence[ReceiverEffect]) -> None:
-        # The lease side may answer an effect with an event; its effects wait for their turn.
-        self._todo.extend(effects)
-        if self._is_performing:
-            return
-        self._is_performing = True
-        try:
-            while self._todo:
-                self._do(self._todo.popleft())
-        finally:
-            self._is_performing = False
-        if self._core.next_tick_at is not None and (
-            self._tick_at is None or self._core.next_tick_at < self._tick_at
-        ):
-            self._clock_moved.set()
 
     def _do(self, effect: ReceiverEffect) -> None:
         match effect:
@@ -306,14 +297,17 @@ class KvReceiver:
         try:
             terms = self._leases.attach(key, prefill)
         except MeshError as error:
-            self._perform(self._core.refused(key, error, self._now()))
+            self._effects.perform(self._core.refused(key, error, self._now()))
             return
         if isinstance(terms, NoTermsYet):
             is_reserved = terms is NoTermsYet.NO_ROOM
             self._core.must_wait(key, self._now(), is_reserved=is_reserved)
             return
         self._block_tables[key] = terms.block_table
-        self._perform(self._core.attached(key, terms.num_tokens, terms.skip_tokens, self._now()))
+        note(Moment.OPENED, key.request_id, cached_tokens=terms.skip_tokens)
+        self._effects.perform(
+            self._core.attached(key, terms.num_tokens, terms.skip_tokens, self._now())
+        )
 
     def _post(self, order: PostReceive) -> None:
         link = self._links[order.link]
@@ -321,6 +315,7 @@ class KvReceiver:
             link.endpoint, self._slots[order.slot], order.frame.num_bytes, order.tag
         )
         self._receives[order.key, order.frame.idx] = operation
+        note(Moment.FRAME_POSTED, order.key.request_id, frame_idx=order.frame.idx)
         self._spawn(self._wait_receive(order, operation))
 
     async def _wait_receive(self, order: PostReceive, operation: Operation) -> None:
@@ -332,7 +327,9 @@ class KvReceiver:
             error = TransferFailed(f"a frame did not arrive: {why}", code="receive")
         if outcome is Outcome.ABANDONED:
             self._slots.replace(order.slot)
-        self._perform(self._core.receive_settled(order.key, order.frame.idx, error, self._now()))
+        self._effects.perform(
+            self._core.receive_settled(order.key, order.frame.idx, error, self._now())
+        )
 
     async def _place(self, order: VerifyAndPlace, block_table: Sequence[int]) -> None:
         """Verify before a single byte reaches the pool; ends with exactly one ``frame_placed``."""
@@ -361,24 +358,16 @@ class KvReceiver:
         except MeshError as failure:
             _log.warning("frame refused", code=failure.code, error=failure.message)
             error = failure
+        if error is None:
+            note(Moment.FRAME_PLACED, order.key.request_id, frame_idx=frame.idx)
         failpoint("decode.mid_push")
-        self._perform(self._core.frame_placed(order.key, frame.idx, error, self._now()))
+        self._effects.perform(self._core.frame_placed(order.key, frame.idx, error, self._now()))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         if self._tasks is None:
             work.close()  # shutting down: the endpoints are closed next, nobody waits for slots
         else:
             self._tasks.create_task(work)
-
-    async def _keep_time(self) -> None:
-        while True:
-            self._tick_at = self._core.next_tick_at
-            self._clock_moved.clear()
-            try:
-                async with asyncio.timeout_at(self._tick_at):
-                    await self._clock_moved.wait()
-            except TimeoutError:
-                self._perform(self._core.tick(self._now()))
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

@@ -38,11 +38,12 @@ from shared.errors import (
 )
 from shared.failpoints import failpoint
 from shared.ids import Incarnation, StreamId
-from shared.kv.sequence import Sequence as TokenSequence
 from shared.model_spec import ModelSpec
 from shared.request import FinishReason, WorkItem
 from shared.schedule.admission import Duty, require_admissible
 from shared.schedule.plan import Failure, NewToken
+from shared.schedule.sequence import Sequence as TokenSequence
+from shared.telemetry.moments import Moment, note
 from shared.telemetry.worker import WorkerMetrics
 from shared.transfer.messages import TransferKey
 
@@ -217,6 +218,7 @@ class Reservations:
         if request.deadline is not None:
             request.deadline.cancel()
         request.line.ended(request.stream_id)
+        note(Moment.DECODE_CLOSED, request.key.request_id, reason=outcome)
         if not self._requests:
             self._idle.set()
         self._on_change()
@@ -231,6 +233,13 @@ class Reservations:
                     request = self._requests[LeaseKey(*lease.key)]
                     self._metrics.wait_seconds.observe(lease.wait_s)
                     self._metrics.cached_tokens.inc(lease.skip_tokens)
+                    note(
+                        Moment.RESERVED,
+                        lease.key.request_id,
+                        num_blocks=len(lease.block_table),
+                        cached_tokens=lease.skip_tokens,
+                        wait_s=lease.wait_s,
+                    )
                     request.line.granted(
                         request.stream_id, cached_tokens=lease.skip_tokens, wait_s=lease.wait_s
                     )
@@ -302,6 +311,7 @@ class Reservations:
         self._by_sequence[request.sequence] = request
         self._metrics.transfer_bytes.inc(stats.num_bytes)
         request.line.joined(request.stream_id, stats)
+        note(Moment.JOINED, key.request_id, num_frames=stats.num_frames)
         self._stepper.add(request.sequence)
         self._on_change()
 
@@ -338,6 +348,7 @@ class Reservations:
             request = self._by_sequence[token.sequence]
             _, rows = by_line.setdefault(id(request.line), (request.line, []))
             rows.append((request.stream_id, token))
+            note(Moment.STEPPED, request.key.request_id, index=token.index)
             if token.finish_reason is not FinishReason.NONE:
                 finished.append(request)
         for line, rows in by_line.values():

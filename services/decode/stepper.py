@@ -14,9 +14,9 @@ from typing import NoReturn, Protocol
 from shared.engine.worker import ComputeRunner
 from shared.errors import MeshError
 from shared.failpoints import failpoint
-from shared.kv.sequence import Sequence as TokenSequence
 from shared.schedule.plan import Failure, NewToken, StepPlan
 from shared.schedule.scheduler import Scheduler
+from shared.schedule.sequence import Sequence as TokenSequence
 from shared.telemetry.worker import MovingMean, WorkerMetrics
 
 

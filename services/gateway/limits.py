@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from services.gateway.mesh import ServedModel
 from shared.errors import InvalidRequest
-from shared.request import SamplingParams
+from shared.request import GREEDY_BELOW, SamplingParams
 
 MAX_CONNECTIONS = 16_384
 MAX_BODY_BYTES = 4 << 20
@@ -37,12 +37,41 @@ MAX_RENDERED_CHARS = 1 << 20
 MAX_TEMPLATE_ARGUMENTS = 16
 MAX_TIMEOUT_S = 86_400.0
 
-GREEDY_BELOW = 1e-5
-"""A temperature below this is 0: dividing logits by it would overflow float32."""
-
-_LABEL = re.compile(rf"[A-Za-z0-9._-]{{1,{MAX_LABEL_CHARS}}}")
-_ROLE = re.compile("[a-z_]{1,32}")
 _U64 = 1 << 64
+
+INTEGERS: dict[str, tuple[int, int]] = {
+    "max_tokens": (1, (1 << 32) - 1),
+    "top_k": (-1, (1 << 31) - 1),
+    # OpenAI's seed is a signed 64-bit number, ours unsigned: negative ones are read modulo 2^64.
+    "seed": (-(1 << 63), _U64 - 1),
+    "n": (1, MAX_CHOICES),
+    "logprobs": (0, MAX_LOGPROBS),
+    "top_logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
+"""Least and largest value, both allowed."""
+
+NUMBERS: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 2.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "logit_bias": (-100.0, 100.0),
+}
+"""Likewise."""
+
+ABOVE_ZERO: dict[str, float] = {
+    "top_p": 1.0,
+    "repetition_penalty": 10.0,
+    "timeout": MAX_TIMEOUT_S,
+}
+"""Largest value; 0 itself is not allowed."""
+
+LABEL_PATTERN = f"[A-Za-z0-9._-]{{1,{MAX_LABEL_CHARS}}}"
+ROLE_PATTERN = "[a-z_]{1,32}"
+
+_LABEL = re.compile(LABEL_PATTERN)
+_ROLE = re.compile(ROLE_PATTERN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,38 +227,28 @@ def sampling_params(
     if form.max_tokens is None:
         max_tokens = room if default_max_tokens is None else min(default_max_tokens, room)
     else:
-        max_tokens = checked_int(form.max_tokens, 1, (1 << 32) - 1, param=form.max_tokens_param)
+        max_tokens = checked_int(
+            form.max_tokens, *INTEGERS["max_tokens"], param=form.max_tokens_param
+        )
         if max_tokens > room:
             raise context_length_exceeded(
                 model, num_prompt_tokens, max_tokens, param=form.max_tokens_param
             )
-    temperature = checked_range(
-        _given(form.temperature, defaults, "temperature", 1.0), 0.0, 2.0, param="temperature"
-    )
+    temperature = _number(form.temperature, "temperature", defaults, 1.0)
     # -1 is the other customary way to say "off".
-    top_k = checked_int(
-        int(_given(form.top_k, defaults, "top_k", 0)), -1, (1 << 31) - 1, param="top_k"
-    )
+    top_k = _integer(int(_given(form.top_k, defaults, "top_k", 0)), "top_k")
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=checked_int(form.min_tokens or 0, 0, max_tokens, param="min_tokens"),
         temperature=0.0 if temperature < GREEDY_BELOW else temperature,
         top_k=0 if top_k >= model.vocab_size else max(top_k, 0),
-        top_p=checked_above_zero(_given(form.top_p, defaults, "top_p", 1.0), 1.0, param="top_p"),
-        min_p=checked_range(_given(form.min_p, defaults, "min_p", 0.0), 0.0, 1.0, param="min_p"),
-        repetition_penalty=checked_above_zero(
-            _given(form.repetition_penalty, defaults, "repetition_penalty", 1.0),
-            10.0,
-            param="repetition_penalty",
-        ),
-        presence_penalty=checked_range(
-            form.presence_penalty or 0.0, -2.0, 2.0, param="presence_penalty"
-        ),
-        frequency_penalty=checked_range(
-            form.frequency_penalty or 0.0, -2.0, 2.0, param="frequency_penalty"
-        ),
+        top_p=_above_zero(form.top_p, "top_p", defaults),
+        min_p=_number(form.min_p, "min_p", defaults, 0.0),
+        repetition_penalty=_above_zero(form.repetition_penalty, "repetition_penalty", defaults),
+        presence_penalty=_number(form.presence_penalty, "presence_penalty", {}, 0.0),
+        frequency_penalty=_number(form.frequency_penalty, "frequency_penalty", {}, 0.0),
         logit_bias=_checked_bias(form.logit_bias, model.vocab_size),
-        seed=seed if form.seed is None else _checked_seed(form.seed),
+        seed=seed if form.seed is None else _integer(form.seed, "seed") % _U64,
         stop_token_ids=_checked_stop_ids(form.stop_token_ids, model.vocab_size),
         ignore_eos=form.ignore_eos,
         logprobs=_checked_logprobs(form.logprobs, "logprobs"),
@@ -257,13 +276,22 @@ def _given(
     return defaults.get(name, otherwise) if value is None else value
 
 
-def _checked_seed(seed: int) -> int:
-    # OpenAI's seed is a signed 64-bit number, ours unsigned: negative ones are read modulo 2^64.
-    return checked_int(seed, -(1 << 63), _U64 - 1, param="seed") % _U64
+def _integer(value: int, param: str) -> int:
+    return checked_int(value, *INTEGERS[param], param=param)
+
+
+def _number(
+    value: float | None, param: str, defaults: Mapping[str, float], otherwise: float
+) -> float:
+    return checked_range(_given(value, defaults, param, otherwise), *NUMBERS[param], param=param)
+
+
+def _above_zero(value: float | None, param: str, defaults: Mapping[str, float]) -> float:
+    return checked_above_zero(_given(value, defaults, param, 1.0), ABOVE_ZERO[param], param=param)
 
 
 def _checked_logprobs(value: int | None, param: str) -> int | None:
-    return None if value is None else checked_int(value, 0, MAX_LOGPROBS, param=param)
+    return None if value is None else _integer(value, param)
 
 
 def _checked_stop_ids(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
@@ -277,6 +305,6 @@ def _checked_bias(
     checked_count(len(bias), MAX_LOGIT_BIAS, param="logit_bias")
     checked_token_ids([token_id for token_id, _ in bias], vocab_size, param="logit_bias")
     return tuple(
-        (token_id, checked_range(value, -100.0, 100.0, param="logit_bias"))
+        (token_id, checked_range(value, *NUMBERS["logit_bias"], param="logit_bias"))
         for token_id, value in sorted(bias)
     )

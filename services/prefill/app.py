@@ -1,7 +1,7 @@
 """A prefill worker, put together: the one place where its parts meet.
 
     gateways ── Prefill.Session ── Intake ── Stepper ── Scheduler ── BlockPool
-        └────── Registry.Join ── Membership     └── Pusher ── PairTable ── decode workers
+        └────── Registry.Join ── WorkerLife     └── Pusher ── PairTable ── decode workers
                                      └── which decode workers there are ──┘
 
 Nothing here decides.
@@ -10,7 +10,6 @@ Nothing here decides.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 
 from services.prefill.intake import Intake
@@ -21,20 +20,12 @@ from shared.address import Address
 from shared.config import PrefillConfig
 from shared.engine.base import Engine
 from shared.ids import Incarnation, new_incarnation
-from shared.kv.pool import BlockPool
-from shared.rpc.join import Announcement, Membership, WorkerRole, advertised
-from shared.runtime.loops import serve_until_stopped
+from shared.rpc.join import WorkerRole
 from shared.runtime.platform import Platform
-from shared.schedule.scheduler import SchedulePolicy, Scheduler
-from shared.telemetry.listener import serve_metrics
-from shared.telemetry.loop_lag import watch_loop_lag
+from shared.runtime.worker import WorkerLife, WorkerParts, devices, pool_and_scheduler
 from shared.telemetry.worker import WorkerHoldings
 from shared.transfer.plan import DEFAULT_MAX_FRAME_BYTES, TransferMode
 from shared.version import VERSION
-
-MIB = 1 << 20
-FLUSH_S = 1.0
-"""Longest wait for last words to reach the gateways."""
 
 
 class PrefillWorker:
@@ -45,40 +36,19 @@ class PrefillWorker:
         self._platform = platform
         self._engine = engine
         self.incarnation: Incarnation = new_incarnation(platform.random_bytes)
-        self.pool = BlockPool(
-            engine.num_blocks,
-            engine.block_size,
-            model_key=engine.spec.fingerprint + engine.layout.digest,
-            cache_prefixes=config.cache_prefixes,
-        )
-        self.scheduler = Scheduler(
-            self.pool,
-            SchedulePolicy(
-                max_model_len=engine.spec.max_model_len,
-                eos_token_ids=engine.spec.eos_token_ids,
-                max_running=config.max_running,
-                token_budget=config.token_budget,
-            ),
-        )
+        self.pool, self.scheduler = pool_and_scheduler(config, engine)
         self.stepper: Stepper | None = None
         self.pusher: Pusher | None = None
 
     async def run(self, ready: Callable[[Address], None], stop: asyncio.Event) -> None:
         """See ``serve_prefill``."""
         config, platform, engine = self._config, self._platform, self._engine
-        async with contextlib.AsyncExitStack() as stack:
-            compute = platform.compute(engine)
-            stack.push_async_callback(compute.close)
-            transport = await platform.new_transport()
-            stack.push_async_callback(transport.close)
-
-            def changed() -> None:
-                membership.report_soon()
-
+        life = WorkerLife(WorkerRole.PREFILL, config, platform, engine, self.incarnation)
+        async with devices(platform, engine) as (compute, transport):
             pusher = self.pusher = Pusher(
                 engine=engine,
                 compute=compute,
-                num_slots=config.staging_mib * MIB // DEFAULT_MAX_FRAME_BYTES,
+                num_slots=(config.staging_mib << 20) // DEFAULT_MAX_FRAME_BYTES,
                 mode=TransferMode(config.transfer_mode),
             )
             pairs = PairTable(
@@ -90,8 +60,9 @@ class PrefillWorker:
                 network=platform.network,
                 sink=pusher,
                 random_bytes=platform.random_bytes,
-                on_change=changed,
+                on_change=life.changed,
                 group_bytes=config.group_kib << 10,
+                must_share_memory=config.require_shared_memory,
             )
             stepper = self.stepper = Stepper(
                 engine=engine,
@@ -101,40 +72,14 @@ class PrefillWorker:
                 pusher=pusher,
                 max_jobs=config.max_jobs,
                 paired=lambda: pairs.paired,
-                on_change=changed,
+                on_change=life.changed,
             )
-            intake = Intake(
-                stepper,
-                self.incarnation,
-                VERSION,
-                on_silent=lambda gateway: membership.doubt(gateway),
-            )
-            server = await stack.enter_async_context(
-                platform.network.serve(Address(config.host, config.port), [intake.servicer])
-            )
-            membership = Membership(
-                network=platform.network,
-                gateways=config.gateways,
-                announcement=Announcement(
-                    role=WorkerRole.PREFILL,
-                    incarnation=self.incarnation,
-                    version=VERSION,
-                    spec=engine.spec,
-                    layout=engine.layout,
-                    address=advertised(config.advertise, server.address),
-                    num_blocks=engine.num_blocks,
-                    block_size=engine.block_size,
-                ),
-                load=stepper.load,
-                on_peers=pairs.set_peers,
-                on_drain=stop.set,
-                on_change=lambda: server.set_ready(not not_ready_reason()),
-            )
+            intake = Intake(stepper, self.incarnation, VERSION, on_silent=life.doubt)
 
             def holdings() -> WorkerHoldings:
                 transfers = pusher.statistics()
                 return WorkerHoldings(
-                    sessions=intake.num_sessions,
+                    sessions=len(intake.sessions),
                     endpoints=transport.num_endpoints,
                     transfers=transfers.num_transfers,
                     free_slots=transfers.num_free_slots,
@@ -142,36 +87,17 @@ class PrefillWorker:
                 )
 
             stepper.metrics.holdings = holdings
-
-            def not_ready_reason() -> str:
-                return membership.not_ready_reason or stepper.metrics.loop_lag.not_ready_reason
-
-            def observe_loop_lag(lag_s: float) -> None:
-                stepper.metrics.observe_loop_lag(lag_s)
-                server.set_ready(not not_ready_reason())
-
-            server.set_ready(False)  # until a gateway has taken this worker in
-            await stack.enter_async_context(
-                serve_metrics(
-                    config.host,
-                    config.metrics_port,
-                    stepper.metrics.registry,
-                    not_ready_reason,
-                )
-            )
-            ready(server.address)
-            await serve_until_stopped(
-                [
-                    stepper.run,
-                    membership.run,
-                    pairs.run,
-                    pusher.run,
-                    lambda: watch_loop_lag(observe_loop_lag, platform.stopwatch),
-                ],
-                stop=stop,
+            parts = WorkerParts(
+                servicers=[intake.sessions.servicer],
+                sessions=intake.sessions,
+                metrics=stepper.metrics,
+                load=stepper.load,
+                loops=[stepper.run, pairs.run, pusher.run],
                 drain=lambda: stepper.drain(config.drain_s),
-                last_words=lambda: intake.flush(FLUSH_S),
+                why_not_ready=lambda: pairs.not_ready_reason,
+                on_peers=pairs.set_peers,
             )
+            await life.run(parts, ready, stop)
 
 
 async def serve_prefill(

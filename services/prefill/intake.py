@@ -8,7 +8,6 @@ cancels its jobs.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -20,10 +19,14 @@ from shared.ids import Incarnation, StreamId
 from shared.liveness import LivenessRule
 from shared.request import WorkItem
 from shared.rpc import codec
+from shared.rpc.gateway_session import (
+    EVENT_BYTES,
+    MAX_OUTBOX_BYTES,
+    GatewaySession,
+    GatewaySessions,
+)
 from shared.rpc.message_codec import MAX_MESSAGE_BYTES
 from shared.rpc.methods import PREFILL_SESSION
-from shared.rpc.service import ServerStream, Servicer, bind
-from shared.rpc.worker_session import EVENT_BYTES, MAX_OUTBOX_BYTES, WorkerSession, serve_session
 from shared.schedule.plan import NewToken
 
 _TOKEN_BYTES = 256
@@ -44,56 +47,26 @@ class Intake:
         max_outbox_bytes: int = MAX_OUTBOX_BYTES,
     ) -> None:
         self._stepper = stepper
-        self._hello = wire.Hello(
-            protocol_version=codec.PROTOCOL_VERSION,
+        self._on_silent = on_silent
+        self._jobs: dict[GatewaySession, dict[StreamId, _Line]] = {}
+        self.sessions = GatewaySessions(
+            self,
+            method=PREFILL_SESSION,
+            event_type=wire.PrefillEvent,
             role=wire.Role.PREFILL,
             incarnation=incarnation,
             version=version,
-        )
-        self._on_silent = on_silent
-        self._liveness = liveness
-        self._max_outbox_bytes = max_outbox_bytes
-        self._jobs: dict[WorkerSession, dict[StreamId, _Line]] = {}
-
-    @property
-    def servicer(self) -> Servicer:
-        """What ``Network.serve`` takes."""
-        return Servicer(bind(PREFILL_SESSION, self._serve))
-
-    @property
-    def num_sessions(self) -> int:
-        """Gateways that talk to this worker."""
-        return len(self._jobs)
-
-    async def flush(self, limit_s: float) -> None:
-        """Wait until every event was given to its connection, or the limit came."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
-                for session in list(self._jobs):
-                    await session.wait_drained()
-
-    def close(self, error: MeshError) -> None:
-        """End every session."""
-        for session in self._jobs:
-            session.close(error)
-
-    async def _serve(self, stream: ServerStream[Any, Any]) -> None:
-        await serve_session(
-            stream,
-            host=self,
-            hello=self._hello,
-            event_type=wire.PrefillEvent,
-            rule=self._liveness,
-            max_outbox_bytes=self._max_outbox_bytes,
+            rule=liveness,
+            max_outbox_bytes=max_outbox_bytes,
         )
 
     # --- SessionHost -----------------------------------------------------------------------------
 
-    def session_opened(self, session: WorkerSession) -> None:
+    def session_opened(self, session: GatewaySession) -> None:
         """See ``SessionHost``."""
         self._jobs[session] = {}
 
-    def session_command(self, session: WorkerSession, command: Any) -> None:
+    def session_command(self, session: GatewaySession, command: Any) -> None:
         """See ``SessionHost``."""
         if command.start is not None:
             self._start(session, command.start)
@@ -104,14 +77,14 @@ class Intake:
         else:
             raise RemoteProtocolError("a command of no known kind")
 
-    def session_closed(self, session: WorkerSession, *, is_silent: bool) -> None:
+    def session_closed(self, session: GatewaySession, *, is_silent: bool) -> None:
         """See ``SessionHost``."""
         for line in list(self._jobs.pop(session).values()):
             line.cancel(self._stepper)
         if is_silent:
             self._on_silent(session.gateway)
 
-    def _start(self, session: WorkerSession, command: wire.StartPrefill) -> None:
+    def _start(self, session: GatewaySession, command: wire.StartPrefill) -> None:
         lines = self._jobs[session]
         stream_id = StreamId(command.stream_id)
         if stream_id in lines:
@@ -159,7 +132,7 @@ class _Line:
     """One job's ``JobSink``: events become wire messages in the session's outbox."""
 
     def __init__(
-        self, session: WorkerSession, stream_id: StreamId, lines: dict[StreamId, _Line]
+        self, session: GatewaySession, stream_id: StreamId, lines: dict[StreamId, _Line]
     ) -> None:
         self._session = session
         self._stream_id = stream_id

@@ -46,13 +46,16 @@ from shared.rpc.transfer_codec import (
 from shared.transfer.messages import LinkId, PushMessage, PushReply
 from shared.transfer.plan import DEFAULT_GROUP_BYTES, DEFAULT_MAX_FRAME_BYTES, FrameRule
 from shared.transport.base import Endpoint, Outcome, Transport
+from shared.transport.pairing import (
+    CANARY_BYTES,
+    HANDSHAKE_S,
+    close_endpoint,
+    require_shared_memory,
+)
 
 _log = structlog.get_logger(__name__)
 
-HANDSHAKE_S = 10.0
-CANARY_BYTES = 4 << 20
 _REDIAL_S = (0.1, 0.2, 0.5, 1.0, 2.0)
-_CLOSE_S = 5.0
 
 _Stream = ClientStream[wire.PushCommand, wire.PushEvent]
 
@@ -128,8 +131,10 @@ class PairTable:
         group_bytes: int = DEFAULT_GROUP_BYTES,
         max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
         liveness: LivenessRule | None = None,
+        must_share_memory: bool = False,
     ) -> None:
-        """on_change: called on the loop whenever ``paired`` has changed."""
+        """on_change: called on the loop whenever ``paired`` has changed. must_share_memory: refuse
+        pairs with another lane."""
         self._identity = PairIdentity(
             incarnation,
             version,
@@ -147,6 +152,8 @@ class PairTable:
         self._random_bytes = random_bytes
         self._on_change = on_change
         self._liveness = liveness
+        self._must_share_memory = must_share_memory
+        self._refusal = ""
         self._peers: dict[DecodePeer, asyncio.Task[None] | None] = {}
         self._links: dict[DecodePeer, Link] = {}
         self._next_link = 0
@@ -179,6 +186,11 @@ class PairTable:
         """Decode workers whose canary has crossed and whose stream lives, ascending."""
         return tuple(sorted({peer.incarnation for peer in self._links}))
 
+    @property
+    def not_ready_reason(self) -> str:
+        """Why no pair may be used although there is a peer; '' otherwise."""
+        return "" if self._links else self._refusal
+
     def statistics(self) -> list[PairStatistics]:
         """One record per ready pair, ordered by address."""
         return [
@@ -208,6 +220,9 @@ class PairTable:
                 error = WorkerLost(f"no handshake within {HANDSHAKE_S:g} s")
             if self._next_link > links_before:
                 num_failed = 0
+            if error.code == "lane":
+                self._refusal = error.message
+                self._on_change()
             note = _log.warning if isinstance(error, IncompatiblePeer) else _log.info
             note("pair lost", decode=str(peer.address), error=error.message, code=error.code)
             await asyncio.sleep(_REDIAL_S[min(num_failed, len(_REDIAL_S) - 1)])
@@ -233,6 +248,8 @@ class PairTable:
                 terms = await self._greet(stream, peer)
                 endpoint = await self._transport.connect(terms.transport_address, on_lost)
                 bytes_per_s = await self._try_canaries(stream, endpoint, terms.rule)
+                if self._must_share_memory:
+                    require_shared_memory(endpoint.lane)
                 patience.reschedule(None)
                 control = HeartbeatStream(
                     stream.send,
@@ -250,7 +267,7 @@ class PairTable:
                 return await self._serve(link, control)
             finally:
                 if endpoint is not None:
-                    await _close(endpoint)
+                    await close_endpoint(endpoint)
 
     async def _serve(
         self, link: Link, control: HeartbeatStream[wire.PushCommand, wire.PushEvent]
@@ -261,6 +278,7 @@ class PairTable:
                 self._sink.link_message(link, reply)
 
         error: MeshError = WorkerLost("this prefill worker let the pair go")
+        self._refusal = ""
         self._links[link.peer] = link
         self._sink.link_up(link)
         self._on_change()
@@ -320,14 +338,6 @@ class PairTable:
         if not result.ok:
             raise TransferFailed("a canary arrived damaged", code="canary")
         return num_bytes / fastest_s if 0 < fastest_s < float("inf") else 0.0
-
-
-async def _close(endpoint: Endpoint) -> None:
-    try:
-        async with asyncio.timeout(_CLOSE_S):
-            await endpoint.close()
-    except TimeoutError:
-        _log.error("an endpoint did not close", limit_s=_CLOSE_S)
 
 
 async def _next_event(stream: _Stream) -> wire.PushEvent:

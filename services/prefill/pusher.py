@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -27,6 +26,8 @@ from shared.engine.base import Engine
 from shared.engine.worker import ComputeRunner
 from shared.errors import EngineFailed, MeshError, ShuttingDown, TransferFailed, WorkerLost
 from shared.ids import Incarnation, RequestId
+from shared.runtime.effect_loop import EffectLoop
+from shared.telemetry.moments import Moment, note
 from shared.transfer.effects import (
     CloseLink,
     EndTransfer,
@@ -126,6 +127,7 @@ class PushHandle:
 
     def layers_ready(self, num_layers: int) -> None:
         """Layers [0, num_layers) of the newest span are written (on CUDA queued: gather waits)."""
+        note(Moment.LAYERS_WRITTEN, self._key.request_id, num_layers=num_layers)
         self._pusher.layers_ready(self._key, num_layers)
 
     def span_computed(self) -> None:
@@ -247,10 +249,7 @@ class Pusher:
         self._core = Senders(num_slots=num_slots, timing=timing)
         self._links: dict[LinkId, Link] = {}
         self._handles: dict[TransferKey, PushHandle] = {}
-        self._todo: deque[SenderEffect] = deque()
-        self._is_performing = False
-        self._clock_moved = asyncio.Event()
-        self._tick_at: float | None = None
+        self._effects: EffectLoop[SenderEffect] = EffectLoop(self._core, self._do)
         self._tasks: asyncio.TaskGroup | None = None
 
     async def run(self) -> None:
@@ -259,7 +258,7 @@ class Pusher:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
                 try:
-                    await self._keep_time()
+                    await self._effects.keep_time()
                 finally:
                     self._tasks = None
         finally:
@@ -291,7 +290,7 @@ class Pusher:
         effects = self._core.begin(key, link.id, num_tokens, self._now())
         handle = PushHandle(self, key, link, block_table)
         self._handles[key] = handle
-        self._perform(effects)
+        self._effects.perform(effects)
         return handle
 
     def statistics(self) -> SenderStatistics:
@@ -304,25 +303,25 @@ class Pusher:
         self, key: TransferKey, start: int, stop: int, mode: PushMode, *, is_cached: bool
     ) -> None:
         """See ``PushHandle.span``."""
-        self._perform(
+        self._effects.perform(
             self._core.span_planned(key, start, stop, mode, self._now(), is_cached=is_cached)
         )
 
     def layers_ready(self, key: TransferKey, num_layers: int) -> None:
         """See ``PushHandle.layers_ready``."""
-        self._perform(self._core.layers_ready(key, num_layers, self._now()))
+        self._effects.perform(self._core.layers_ready(key, num_layers, self._now()))
 
     def span_computed(self, key: TransferKey) -> None:
         """See ``PushHandle.span_computed``."""
-        self._perform(self._core.span_computed(key, self._now()))
+        self._effects.perform(self._core.span_computed(key, self._now()))
 
     def commit(self, key: TransferKey, first_token: int) -> None:
         """See ``PushHandle.commit``."""
-        self._perform(self._core.commit(key, first_token, self._now()))
+        self._effects.perform(self._core.commit(key, first_token, self._now()))
 
     def give_up(self, key: TransferKey, error: MeshError | None) -> None:
         """See ``PushHandle.abort``."""
-        self._perform(self._core.give_up(key, error, self._now()))
+        self._effects.perform(self._core.give_up(key, error, self._now()))
 
     # --- events of the links (LinkSink) ---
 
@@ -333,30 +332,14 @@ class Pusher:
 
     def link_message(self, link: Link, message: PushReply) -> None:
         """Decode said something."""
-        self._perform(self._core.message(link.id, message, self._now()))
+        self._effects.perform(self._core.message(link.id, message, self._now()))
 
     def link_lost(self, link: Link, error: MeshError) -> None:
         """A pair is gone."""
         del self._links[link.id]
-        self._perform(self._core.link_lost(link.id, error, self._now()))
+        self._effects.perform(self._core.link_lost(link.id, error, self._now()))
 
     # --- performing effects ---
-
-    def _perform(self, effects: Sequence[SenderEffect]) -> None:
-        # An effect may cause an event at once; its effects wait for their turn.
-        self._todo.extend(effects)
-        if self._is_performing:
-            return
-        self._is_performing = True
-        try:
-            while self._todo:
-                self._do(self._todo.popleft())
-        finally:
-            self._is_performing = False
-        if self._core.next_tick_at is not None and (
-            self._tick_at is None or self._core.next_tick_at < self._tick_at
-        ):
-            self._clock_moved.set()
 
     def _do(self, effect: SenderEffect) -> None:
         match effect:
@@ -380,7 +363,9 @@ class Pusher:
             raise  # the device is gone: so is this process
         except MeshError as failure:
             error = failure
-        self._perform(self._core.send_settled(order.key, order.frame.idx, error, self._now()))
+        self._effects.perform(
+            self._core.send_settled(order.key, order.frame.idx, error, self._now())
+        )
 
     async def _gather_and_send(self, order: GatherAndSend, handle: PushHandle) -> MeshError | None:
         frame, buffer = order.frame, self._slots[order.slot]
@@ -401,6 +386,16 @@ class Pusher:
             return WorkerLost("the pair was lost before the frame was sent")
         posted_at = self._now()
         handle.frame_posted(frame, posted_at)
+        note(
+            Moment.FRAME_SENT,
+            order.key.request_id,
+            frame_idx=frame.idx,
+            start=frame.start,
+            stop=frame.stop,
+            first_layer=frame.first_layer,
+            last_layer=frame.last_layer,
+            num_bytes=frame.num_bytes,
+        )
         operation = link.endpoint.send(buffer, frame.num_bytes, order.tag)
         outcome = await operation.settled()
         if outcome is Outcome.ABANDONED:
@@ -409,16 +404,6 @@ class Pusher:
             return TransferFailed(f"a frame was not sent: {operation.error}", code="send")
         _refine_speed(link, frame.num_bytes, self._now() - posted_at)
         return None
-
-    async def _keep_time(self) -> None:
-        while True:
-            self._tick_at = self._core.next_tick_at
-            self._clock_moved.clear()
-            try:
-                async with asyncio.timeout_at(self._tick_at):
-                    await self._clock_moved.wait()
-            except TimeoutError:
-                self._perform(self._core.tick(self._now()))
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

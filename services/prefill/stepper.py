@@ -33,11 +33,12 @@ from shared.errors import DeadlinePassed, MeshError, ShuttingDown
 from shared.failpoints import failpoint
 from shared.ids import Incarnation, RequestId
 from shared.kv.pool import BlockPool
-from shared.kv.sequence import Sequence
 from shared.request import FinishReason, WorkItem
 from shared.schedule.admission import Duty, require_admissible
 from shared.schedule.plan import NewToken, StepPlan
 from shared.schedule.scheduler import Scheduler
+from shared.schedule.sequence import Sequence
+from shared.telemetry.moments import Moment, note
 from shared.telemetry.worker import MovingMean, WorkerLoad, WorkerMetrics
 
 _log = structlog.get_logger(__name__)
@@ -89,6 +90,7 @@ class JobSink(Protocol):
 class PrefillJob:
     """A job and what it holds; identity is the object."""
 
+    request_id: RequestId
     sequence: Sequence
     core: Job
     sink: JobSink
@@ -162,13 +164,15 @@ class Stepper:
             except MeshError:
                 self._scheduler.release(sequence)
                 raise
-        job = PrefillJob(sequence, Job(has_push=push is not None), sink, push, arrived_at=now)
+        core = Job(has_push=push is not None)
+        job = PrefillJob(request.request_id, sequence, core, sink, push, arrived_at=now)
         self._jobs[sequence] = job
         self._idle.clear()
         if request.deadline_at is not None:
             job.deadline = loop.call_at(request.deadline_at, self._deadline_passed, job)
         if push is not None:
             self._require_tasks().create_task(self._watch_push(job, push))
+        note(Moment.QUEUED, request.request_id, num_tokens=len(request.item.token_ids))
         self._changed()
         return job
 
@@ -241,7 +245,9 @@ class Stepper:
         admitted = set(map(id, plan.admitted))
         pushes: list[PushHandle] = []
         for sequence, span in zip(plan.sequences, plan.spans, strict=True):
-            push = self._jobs[sequence].push
+            job = self._jobs[sequence]
+            note(Moment.PLANNED, job.request_id, start=span.start, stop=span.stop)
+            push = job.push
             if push is None:
                 continue
             if id(sequence) in admitted and span.start > 0:
@@ -259,12 +265,14 @@ class Stepper:
             cached_tokens=token.sequence.num_cached_tokens,
         )
         job.sink.token(token, times)
+        note(Moment.SAMPLED, job.request_id, seconds=times.compute_s)
         if job.push is None or token.finish_reason is not FinishReason.NONE:
             self._handle(job, JobEvent.SAMPLED_LAST)
             return
         failpoint("prefill.before_commit")
         self._handle(job, JobEvent.SAMPLED)
         job.push.commit(token.token_id)
+        note(Moment.COMMITTED, job.request_id)
 
     # --- jobs ------------------------------------------------------------------------------------
 
@@ -274,6 +282,7 @@ class Stepper:
         except MeshError as error:
             self._handle(job, JobEvent.PUSH_FAILED, error)
         else:
+            note(Moment.ACKNOWLEDGED, job.request_id, num_frames=job.stats.num_frames)
             self.metrics.transfer_bytes.inc(job.stats.num_bytes)
             self._handle(job, JobEvent.PUSH_DONE)
         self._handle(job, JobEvent.PUSH_SETTLED)
@@ -309,6 +318,7 @@ class Stepper:
         outcome = job.core.outcome
         self.metrics.requests.labels(outcome.value if outcome is not None else "none").inc()
         job.sink.closed()
+        note(Moment.PREFILL_CLOSED, job.request_id, free_blocks=self._pool.num_available)
         if not self._jobs:
             self._idle.set()
 

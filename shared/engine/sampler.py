@@ -22,11 +22,8 @@ import numpy as np
 import torch
 
 from shared.engine.philox import uniforms
-from shared.request import SamplingParams, TokenLogprobs
+from shared.request import GREEDY_BELOW, SamplingParams, TokenLogprobs
 from shared.step import SampleSpec
-
-GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy, as in vLLM: dividing by them would only overflow."""
 
 _NUCLEUS_GUESS = 1024
 """Sorted candidates looked at before top-p sorts the whole vocabulary."""

@@ -9,6 +9,7 @@ messages are checked by the gateway's own limits, not here.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from shared.errors import (
     RemoteProtocolError,
     WorkerLost,
 )
-from shared.ids import Incarnation, RequestId, StreamId
+from shared.ids import ID_BYTES, Incarnation, RequestId, StreamId
 from shared.kv.layout import DTYPE_BYTES, KvLayout
 from shared.model_spec import ModelSpec
 from shared.request import FinishReason, SamplingParams, TokenLogprobs, WorkItem
@@ -30,13 +31,13 @@ from shared.rpc.message_codec import MAX_MESSAGE_BYTES
 PROTOCOL_VERSION = 1
 """Grows when a message changes its meaning; peers of different versions do not work together."""
 
-ID_BYTES = 16
 FINGERPRINT_BYTES = 32
 MAX_TOKENS = (MAX_MESSAGE_BYTES - (64 << 10)) // 4
 """Longest token list in a message, which has room for all else that an order says."""
 MAX_SALT_BYTES = 64
 _MAX_U32 = (1 << 32) - 1
 _NAN = math.nan
+_TRACE_CONTEXT = re.compile("00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class PrefillOrder(NamedTuple):
@@ -48,6 +49,7 @@ class PrefillOrder(NamedTuple):
     item: WorkItem
     deadline_s: float | None
     decode_incarnation: Incarnation | None
+    trace_context: str = ""
 
 
 class ReserveOrder(NamedTuple):
@@ -60,6 +62,7 @@ class ReserveOrder(NamedTuple):
     deadline_s: float | None
     wait_s: float
     prefill_incarnation: Incarnation
+    trace_context: str = ""
 
 
 class StepToken(NamedTuple):
@@ -290,6 +293,12 @@ def _work_item(message: wire.StartPrefill | wire.Reserve) -> WorkItem:
     )
 
 
+def _trace_context(value: Any) -> str:
+    ok = isinstance(value, str) and (not value or _TRACE_CONTEXT.fullmatch(value) is not None)
+    _require(ok, "must be a traceparent or empty", "trace_context")
+    return value
+
+
 def _deadline(value: Any) -> float | None:
     return _seconds(value, "deadline_s") or None
 
@@ -303,6 +312,7 @@ def start_prefill_from_wire(command: wire.StartPrefill) -> PrefillOrder:
         item=_work_item(command),
         deadline_s=_deadline(command.deadline_s),
         decode_incarnation=Incarnation(command.decode_incarnation) or None,
+        trace_context=_trace_context(command.trace_context),
     )
 
 
@@ -316,6 +326,7 @@ def reserve_from_wire(command: wire.Reserve) -> ReserveOrder:
         deadline_s=_deadline(command.deadline_s),
         wait_s=_seconds(command.wait_s, "wait_s"),
         prefill_incarnation=Incarnation(command.prefill_incarnation),
+        trace_context=_trace_context(command.trace_context),
     )
 
 

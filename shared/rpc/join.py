@@ -33,10 +33,10 @@ from shared.liveness import LivenessRule
 from shared.model_spec import ModelSpec
 from shared.rpc import codec
 from shared.rpc.columns import pack_u64
+from shared.rpc.gateway_session import check_hello
 from shared.rpc.methods import REGISTRY_JOIN
 from shared.rpc.network import Network
 from shared.rpc.stream import ClientStream, open_stream
-from shared.rpc.worker_session import check_hello
 from shared.runtime.groups import plain_errors
 from shared.telemetry.worker import WorkerLoad
 

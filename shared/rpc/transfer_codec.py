@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from shared import wire
 from shared.errors import IncompatiblePeer, RemoteProtocolError
-from shared.ids import Incarnation, RequestId, TransferId
+from shared.ids import ID_BYTES, Incarnation, RequestId, TransferId
 from shared.kv.layout import KvLayout
 from shared.model_spec import ModelSpec
 from shared.rpc import codec
@@ -29,7 +29,6 @@ from shared.transfer.messages import (
 )
 from shared.transfer.plan import MAX_FRAMES, FrameRule
 
-ID_BYTES = 16
 MAX_ADDRESS_BYTES = 1 << 16
 MAX_U32 = (1 << 32) - 1
 MAX_U64 = (1 << 64) - 1

@@ -5,8 +5,8 @@ Decides nothing about who runs; knows what a row of a sequence looks like.
 
 from __future__ import annotations
 
-from shared.kv.sequence import Sequence
 from shared.schedule.plan import Failure, Span, StepPlan
+from shared.schedule.sequence import Sequence
 from shared.step import SampleSpec, StepRow
 
 

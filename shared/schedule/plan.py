@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shared.errors import MeshError
-from shared.kv.sequence import Sequence
 from shared.request import FinishReason, TokenLogprobs
+from shared.schedule.sequence import Sequence
 from shared.step import StepRow
 
 

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 from shared.errors import InvariantViolated, LocalProtocolError, NoBlocks, NoCapacity
 from shared.kv.pool import BlockPool, BlockTable
-from shared.kv.sequence import Sequence, SequenceState
 from shared.request import FinishReason, TokenLogprobs, finish_reason_of
 from shared.schedule.draft import Draft, wants_prompt_logprobs
 from shared.schedule.plan import Failure, NewToken, SchedulerStatistics, StepOutcome, StepPlan
+from shared.schedule.sequence import Sequence, SequenceState
 from shared.step import RowResult, StepRow
 
 _NAN = float("nan")

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from services.decode.generation import _Line  # pyright: ignore[reportPrivateUsage]
+from services.decode.intake import _Line  # pyright: ignore[reportPrivateUsage]
 from shared import wire
 from shared.engine.fake import FakeModel
 from shared.errors import Retry, TooLarge
 from shared.ids import StreamId
-from shared.kv.sequence import Sequence as TokenSequence
 from shared.request import FinishReason, SamplingParams, TokenLogprobs, WorkItem
 from shared.rpc import codec
 from shared.rpc.message_codec import MAX_MESSAGE_BYTES
 from shared.schedule.plan import NewToken
+from shared.schedule.sequence import Sequence as TokenSequence
 from tests.support.worker_mesh import a_prompt, expected, virtual_time, worker_mesh
 
 MANY = SamplingParams(max_tokens=3, prompt_logprobs=1000)

@@ -144,7 +144,7 @@ async def test_a_gateway_that_does_not_read_is_dropped_and_slows_nobody() -> Non
         request = mesh.start(a_prompt(10), sampling=many_bytes)
         other = mesh.start(prompt, 900, by=mesh.other_gateway, request_id=b"o" * 16)
         await request.until(lambda r: r.joined)
-        for line in decode.worker.generation._lines:
+        for line in decode.worker.intake._lines:
             line._max_outbox_bytes = 100_000
         session.may_read.clear()
         await mesh.other_gateway.until(lambda: decode.worker.reservations.num_requests == 1)

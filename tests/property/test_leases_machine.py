@@ -21,7 +21,7 @@ from services.decode.core.leases import Leases
 from shared.errors import LeaseLost, RemoteProtocolError, WorkerLost
 from shared.ids import Incarnation, RequestId
 from shared.kv.pool import BlockPool, BlockTable
-from shared.kv.sequence import Sequence
+from shared.schedule.sequence import Sequence
 from tests.support.cores import an_item
 
 POLICY = LeasePolicy(open_wait_s=5.0, growth_tokens=2, max_waiting=3, max_leases=5)

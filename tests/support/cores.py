@@ -6,7 +6,7 @@ from typing import Any
 
 from shared.engine.fake import FakeEngine, FakeModel
 from shared.kv.pool import BlockPool
-from shared.kv.sequence import Sequence
+from shared.schedule.sequence import Sequence
 from shared.request import SamplingParams, WorkItem
 from shared.schedule.plan import NewToken
 from shared.schedule.scheduler import SchedulePolicy, Scheduler

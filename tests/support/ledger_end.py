@@ -18,7 +18,7 @@ from services.decode.reservation import DecodeRequest, Reservations, ReserveRequ
 from shared.errors import MeshError
 from shared.ids import Incarnation, StreamId
 from shared.kv.pool import BlockPool
-from shared.kv.sequence import Sequence as TokenSequence
+from shared.schedule.sequence import Sequence as TokenSequence
 from shared.request import FinishReason, SamplingParams, WorkItem
 from shared.schedule.plan import NewToken
 from shared.telemetry.worker import WorkerLoad, WorkerMetrics

@@ -10,7 +10,7 @@ import pytest
 
 from shared.engine.fake import FakeModel, fake_answer, fake_prompt_logprobs
 from shared.errors import InvariantViolated, LocalProtocolError, NoBlocks, NoCapacity
-from shared.kv.sequence import Sequence, SequenceState
+from shared.schedule.sequence import Sequence, SequenceState
 from shared.request import FinishReason
 from shared.schedule.plan import Span, StepPlan
 from shared.step import RowResult

@@ -35,8 +35,8 @@ from shared.errors import (
 )
 from shared.ids import Incarnation
 from shared.kv.pool import BlockPool, BlockTable
-from shared.kv.sequence import Sequence
 from shared.request import WorkItem
+from shared.schedule.sequence import Sequence
 
 
 class Leases:

@@ -2,7 +2,7 @@
 end.
 
 Prefill.Session and Decode.Session differ in their messages alone; what a command means is the
-host's business (``services/prefill/intake.py``, ``services/decode/generation.py``). Heartbeats are
+host's business (``services/prefill/intake.py``, ``services/decode/intake.py``). Heartbeats are
 ``heartbeat_stream.py``'s. A gateway that does not read is dropped: a worker cannot slow down one
 gateway's tokens without slowing all others, so beyond ``max_outbox_bytes`` of unsent events its
 session ends and its requests are cancelled.
@@ -11,6 +11,7 @@ session ends and its requests are cancelled.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -24,7 +25,8 @@ from shared.liveness import LivenessRule
 from shared.rpc import codec
 from shared.rpc.heartbeat_stream import HeartbeatStream
 from shared.rpc.message_codec import MAX_MESSAGE_BYTES
-from shared.rpc.service import ServerStream
+from shared.rpc.methods import Method
+from shared.rpc.service import ServerStream, Servicer, bind
 
 _log = structlog.get_logger(__name__)
 
@@ -38,7 +40,7 @@ EVENT_BYTES = 64
 HELLO_WITHIN_S = 3.0
 
 
-class WorkerSession:
+class GatewaySession:
     """One gateway's session. ``send`` never waits; after the end it does nothing."""
 
     def __init__(
@@ -107,23 +109,23 @@ class WorkerSession:
                 self._drained.set()
 
     def __repr__(self) -> str:
-        return f"<WorkerSession gateway={self.gateway:016x} {self._outbox_bytes} B unsent>"
+        return f"<GatewaySession gateway={self.gateway:016x} {self._outbox_bytes} B unsent>"
 
 
 class SessionHost(Protocol):
     """Who serves the sessions; every call is on the loop and returns at once."""
 
-    def session_opened(self, session: WorkerSession) -> None:
+    def session_opened(self, session: GatewaySession) -> None:
         """The handshake is done."""
         ...
 
-    def session_command(self, session: WorkerSession, command: Any) -> None:
+    def session_command(self, session: GatewaySession, command: Any) -> None:
         """A command that is neither hello nor heartbeat. Raises RemoteProtocolError: end the
         session.
         """
         ...
 
-    def session_closed(self, session: WorkerSession, *, is_silent: bool) -> None:
+    def session_closed(self, session: GatewaySession, *, is_silent: bool) -> None:
         """The gateway is gone or was dropped: cancel everything it asked for. Called once after
         ``opened``.
 
@@ -132,39 +134,72 @@ class SessionHost(Protocol):
         ...
 
 
-async def serve_session(
-    stream: ServerStream[Any, Any],
-    *,
-    host: SessionHost,
-    hello: wire.Hello,
-    event_type: Callable[..., Any],
-    rule: LivenessRule | None = None,
-    max_outbox_bytes: int = MAX_OUTBOX_BYTES,
-) -> None:
-    """Serve one session until the gateway ends it, falls silent, breaks a rule, or the host closes
-    it.
+class GatewaySessions:
+    """The sessions of all gateways at one worker: serves the method that carries them."""
 
-    hello: our own. event_type: PrefillEvent or DecodeEvent.
-    Raises MeshError: what the gateway's call ends with.
-    """
-    gateway = await _greet(stream)
-    session = WorkerSession(
-        gateway,
-        stream,
-        heartbeat=event_type(heartbeat=wire.Heartbeat()),
-        rule=rule,
-        max_outbox_bytes=max_outbox_bytes,
-    )
-    session.send(event_type(hello=hello))
-    host.session_opened(session)
-    error: MeshError = WorkerLost("the session was cancelled")
-    try:
-        error = await session.run(lambda command: host.session_command(session, command))
-    finally:
-        host.session_closed(session, is_silent=error.code == "silent")
-        _log.info("session closed", gateway=gateway, error=error.message)
-    if not isinstance(error, WorkerLost):
-        raise error
+    def __init__(
+        self,
+        host: SessionHost,
+        *,
+        method: Method[Any, Any],
+        event_type: Callable[..., Any],
+        role: wire.Role,
+        incarnation: Incarnation,
+        version: str,
+        rule: LivenessRule | None = None,
+        max_outbox_bytes: int = MAX_OUTBOX_BYTES,
+    ) -> None:
+        """method, event_type: PREFILL_SESSION with PrefillEvent, or DECODE_SESSION with
+        DecodeEvent."""
+        self._host = host
+        self._event_type = event_type
+        self._hello = wire.Hello(
+            protocol_version=codec.PROTOCOL_VERSION,
+            role=role,
+            incarnation=incarnation,
+            version=version,
+        )
+        self._rule = rule
+        self._max_outbox_bytes = max_outbox_bytes
+        self._sessions: set[GatewaySession] = set()
+        self.servicer = Servicer(bind(method, self._serve))
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    async def flush(self, limit_s: float) -> None:
+        """Wait until every event was given to its connection, or the limit came."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                for session in list(self._sessions):
+                    await session.wait_drained()
+
+    async def _serve(self, stream: ServerStream[Any, Any]) -> None:
+        """Serve one session until the gateway ends it, falls silent, breaks a rule, or does not
+        read.
+
+        Raises MeshError: what the gateway's call ends with.
+        """
+        gateway = await _greet(stream)
+        session = GatewaySession(
+            gateway,
+            stream,
+            heartbeat=self._event_type(heartbeat=wire.Heartbeat()),
+            rule=self._rule,
+            max_outbox_bytes=self._max_outbox_bytes,
+        )
+        session.send(self._event_type(hello=self._hello))
+        self._sessions.add(session)
+        self._host.session_opened(session)
+        error: MeshError = WorkerLost("the session was cancelled")
+        try:
+            error = await session.run(lambda command: self._host.session_command(session, command))
+        finally:
+            self._sessions.discard(session)
+            self._host.session_closed(session, is_silent=error.code == "silent")
+            _log.info("session closed", gateway=gateway, error=error.message)
+        if not isinstance(error, WorkerLost):
+            raise error
 
 
 async def _greet(stream: ServerStream[Any, Any]) -> Incarnation:

@@ -9,7 +9,6 @@ the cost of streaming does not grow with the batch. What a request is and when i
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,10 +22,14 @@ from shared.errors import MeshError, RemoteProtocolError
 from shared.ids import Incarnation, StreamId
 from shared.liveness import LivenessRule
 from shared.rpc import codec
+from shared.rpc.gateway_session import (
+    EVENT_BYTES,
+    MAX_OUTBOX_BYTES,
+    GatewaySession,
+    GatewaySessions,
+)
 from shared.rpc.message_codec import MAX_MESSAGE_BYTES
 from shared.rpc.methods import DECODE_SESSION
-from shared.rpc.service import ServerStream, Servicer, bind
-from shared.rpc.worker_session import EVENT_BYTES, MAX_OUTBOX_BYTES, WorkerSession, serve_session
 from shared.schedule.plan import NewToken
 from shared.transfer.effects import MAX_RESERVE_WAIT_S
 
@@ -37,7 +40,7 @@ _STEP_BYTES = MAX_MESSAGE_BYTES // 2
 """Where a step's message is cut: so far below the limit that what is not counted never matters."""
 
 
-class Generation:
+class Intake:
     """The sessions of all gateways. on_silent: a gateway stopped talking; its incarnation."""
 
     def __init__(
@@ -51,56 +54,26 @@ class Generation:
         max_outbox_bytes: int = MAX_OUTBOX_BYTES,
     ) -> None:
         self._reservations = reservations
-        self._hello = wire.Hello(
-            protocol_version=codec.PROTOCOL_VERSION,
+        self._on_silent = on_silent
+        self._lines: dict[GatewaySession, _Line] = {}
+        self.sessions = GatewaySessions(
+            self,
+            method=DECODE_SESSION,
+            event_type=wire.DecodeEvent,
             role=wire.Role.DECODE,
             incarnation=incarnation,
             version=version,
-        )
-        self._on_silent = on_silent
-        self._liveness = liveness
-        self._max_outbox_bytes = max_outbox_bytes
-        self._lines: dict[WorkerSession, _Line] = {}
-
-    @property
-    def servicer(self) -> Servicer:
-        """What ``Network.serve`` takes."""
-        return Servicer(bind(DECODE_SESSION, self._serve))
-
-    @property
-    def num_sessions(self) -> int:
-        """Gateways that talk to this worker."""
-        return len(self._lines)
-
-    async def flush(self, limit_s: float) -> None:
-        """Wait until every event was given to its connection, or the limit came."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
-                for session in list(self._lines):
-                    await session.wait_drained()
-
-    def close(self, error: MeshError) -> None:
-        """End every session."""
-        for session in self._lines:
-            session.close(error)
-
-    async def _serve(self, stream: ServerStream[Any, Any]) -> None:
-        await serve_session(
-            stream,
-            host=self,
-            hello=self._hello,
-            event_type=wire.DecodeEvent,
-            rule=self._liveness,
-            max_outbox_bytes=self._max_outbox_bytes,
+            rule=liveness,
+            max_outbox_bytes=max_outbox_bytes,
         )
 
     # --- SessionHost -----------------------------------------------------------------------------
 
-    def session_opened(self, session: WorkerSession) -> None:
+    def session_opened(self, session: GatewaySession) -> None:
         """See ``SessionHost``."""
         self._lines[session] = _Line(session)
 
-    def session_command(self, session: WorkerSession, command: Any) -> None:
+    def session_command(self, session: GatewaySession, command: Any) -> None:
         """See ``SessionHost``."""
         line = self._lines[session]
         if command.reserve is not None:
@@ -112,7 +85,7 @@ class Generation:
         else:
             raise RemoteProtocolError("a command of no known kind")
 
-    def session_closed(self, session: WorkerSession, *, is_silent: bool) -> None:
+    def session_closed(self, session: GatewaySession, *, is_silent: bool) -> None:
         """See ``SessionHost``."""
         line = self._lines.pop(session)
         for request in list(line.requests.values()):
@@ -159,7 +132,7 @@ def _messages(rows: Sequence[codec.StepToken]) -> Iterator[Sequence[codec.StepTo
 class _Line:
     """One gateway's ``AnswerLine``: events become wire messages in its session's outbox."""
 
-    def __init__(self, session: WorkerSession) -> None:
+    def __init__(self, session: GatewaySession) -> None:
         self._session = session
         self.requests: dict[StreamId, DecodeRequest] = {}
 

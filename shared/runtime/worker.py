@@ -1,0 +1,195 @@
+"""What every worker is besides its work: a server, a member of every gateway's mesh, an operator's
+door, and a life with an end.
+
+``services/prefill/app.py`` and ``services/decode/app.py`` say what serves, runs and drains; nothing
+here knows which of the two it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from shared.address import Address
+from shared.config import WorkerConfig
+from shared.engine.base import Engine
+from shared.engine.worker import ComputeRunner
+from shared.ids import Incarnation
+from shared.kv.pool import BlockPool
+from shared.rpc.gateway_session import GatewaySessions
+from shared.rpc.join import Announcement, DecodePeer, Membership, WorkerRole, advertised
+from shared.rpc.network import RpcServer
+from shared.rpc.service import Servicer
+from shared.runtime.loops import serve_until_stopped
+from shared.runtime.platform import Platform
+from shared.schedule.scheduler import SchedulePolicy, Scheduler
+from shared.telemetry.listener import serve_metrics
+from shared.telemetry.loop_lag import watch_loop_lag
+from shared.telemetry.worker import WorkerLoad, WorkerMetrics
+from shared.transport.base import Transport
+from shared.version import VERSION
+
+FLUSH_S = 1.0
+"""Longest wait for last words to reach the gateways."""
+
+Loop = Callable[[], Awaitable[object]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerParts:
+    """One worker, as ``WorkerLife`` needs it.
+
+    loops: run until the end; the first one ends first. load: read for every status. drain: awaited
+    after a stop. why_not_ready: one sentence, '' when its own parts are ready. on_peers: the decode
+    workers of the mesh, whenever they have changed.
+    """
+
+    servicers: Sequence[Servicer]
+    sessions: GatewaySessions
+    metrics: WorkerMetrics
+    load: Callable[[], WorkerLoad]
+    loops: Sequence[Loop]
+    drain: Loop
+    why_not_ready: Callable[[], str]
+    on_peers: Callable[[Sequence[DecodePeer]], None] = lambda _: None
+
+
+class WorkerLife:
+    """A worker's place in the mesh. Made before its parts, which call ``changed`` and ``doubt``."""
+
+    def __init__(
+        self,
+        role: WorkerRole,
+        config: WorkerConfig,
+        platform: Platform,
+        engine: Engine,
+        incarnation: Incarnation,
+    ) -> None:
+        self._role = role
+        self._config = config
+        self._platform = platform
+        self._engine = engine
+        self._incarnation = incarnation
+        self._membership: Membership | None = None
+        self._server: RpcServer | None = None
+        self._parts: WorkerParts | None = None
+
+    def changed(self) -> None:
+        """The load or the readiness has changed: tell the gateways and whoever asks soon."""
+        if self._membership is not None:
+            self._membership.report_soon()
+        self._show_readiness()
+
+    def doubt(self, gateway: Incarnation) -> None:
+        """A gateway went silent on its session: join it anew."""
+        if self._membership is not None:
+            self._membership.doubt(gateway)
+
+    async def run(
+        self, parts: WorkerParts, ready: Callable[[Address], None], stop: asyncio.Event
+    ) -> None:
+        """Serve until ``stop``, then drain and end; cancelled: end without draining.
+
+        ready: called once with the worker's gRPC address.
+        Raises OSError: a port is in use. IncompatiblePeer: the gateway refuses this worker.
+        EngineFailed: the device failed."""
+        config, platform = self._config, self._platform
+        async with contextlib.AsyncExitStack() as stack:
+            self._server = await stack.enter_async_context(
+                platform.network.serve(Address(config.host, config.port), parts.servicers)
+            )
+            self._membership = Membership(
+                network=platform.network,
+                gateways=config.gateways,
+                announcement=self._announcement(self._server.address),
+                load=parts.load,
+                on_peers=parts.on_peers,
+                on_drain=stop.set,
+                on_change=self._show_readiness,
+            )
+            self._parts = parts
+            self._show_readiness()  # not ready until a gateway has taken this worker in
+
+            def observe_loop_lag(lag_s: float) -> None:
+                parts.metrics.observe_loop_lag(lag_s)
+                self._show_readiness()
+
+            await stack.enter_async_context(
+                serve_metrics(
+                    config.host, config.metrics_port, parts.metrics.registry, self._why_not_ready
+                )
+            )
+            ready(self._server.address)
+            work, *rest = parts.loops
+            await serve_until_stopped(
+                [
+                    work,
+                    self._membership.run,
+                    *rest,
+                    lambda: watch_loop_lag(observe_loop_lag, platform.stopwatch),
+                ],
+                stop=stop,
+                drain=parts.drain,
+                last_words=lambda: parts.sessions.flush(FLUSH_S),
+            )
+
+    def _announcement(self, address: Address) -> Announcement:
+        engine = self._engine
+        return Announcement(
+            role=self._role,
+            incarnation=self._incarnation,
+            version=VERSION,
+            spec=engine.spec,
+            layout=engine.layout,
+            address=advertised(self._config.advertise, address),
+            num_blocks=engine.num_blocks,
+            block_size=engine.block_size,
+        )
+
+    def _why_not_ready(self) -> str:
+        if self._membership is None or self._parts is None:
+            return "starting"
+        return (
+            self._membership.not_ready_reason
+            or self._parts.why_not_ready()
+            or self._parts.metrics.loop_lag.not_ready_reason
+        )
+
+    def _show_readiness(self) -> None:
+        if self._server is not None:
+            self._server.set_ready(not self._why_not_ready())
+
+
+@contextlib.asynccontextmanager
+async def devices(
+    platform: Platform, engine: Engine
+) -> AsyncGenerator[tuple[ComputeRunner, Transport]]:
+    """Open what a worker computes and moves KV with, for the length of the block."""
+    async with contextlib.AsyncExitStack() as stack:
+        compute = platform.compute(engine)
+        stack.push_async_callback(compute.close)
+        transport = await platform.new_transport()
+        stack.push_async_callback(transport.close)
+        yield compute, transport
+
+
+def pool_and_scheduler(
+    config: WorkerConfig, engine: Engine, *, watermark_blocks: int = 0
+) -> tuple[BlockPool, Scheduler]:
+    """Return the books of an engine's KV blocks, and the scheduler on top."""
+    pool = BlockPool(
+        engine.num_blocks,
+        engine.block_size,
+        model_key=engine.spec.fingerprint + engine.layout.digest,
+        watermark_blocks=watermark_blocks,
+        cache_prefixes=config.cache_prefixes,
+    )
+    policy = SchedulePolicy(
+        max_model_len=engine.spec.max_model_len,
+        eos_token_ids=engine.spec.eos_token_ids,
+        max_running=config.max_running,
+        token_budget=config.token_budget,
+    )
+    return pool, Scheduler(pool, policy)
