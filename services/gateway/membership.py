@@ -15,7 +15,7 @@ from dataclasses import replace
 import structlog
 
 from services.gateway.core.peer_table import PeerTable, Role, Worker, WorkerStatus
-from services.gateway.core.routing import Policy, RouteDecision, RouteRequest, route
+from services.gateway.core.routing import RouteDecision, RouteRequest, RoutingPolicy, route
 from services.gateway.peers import WorkerSession
 from shared.errors import WorkerLost
 from shared.ids import Incarnation
@@ -34,7 +34,7 @@ class Membership:
     def __init__(
         self,
         network: Network,
-        policy: Policy,
+        policy: RoutingPolicy,
         incarnation: Incarnation,
         version: str,
         random: Callable[[], float],
@@ -43,7 +43,7 @@ class Membership:
         self.table = PeerTable()
         self._network = network
         self._policy = policy
-        self._incarnation = incarnation
+        self.incarnation = incarnation
         self._version = version
         self._random = random
         self._tasks = tasks
@@ -68,7 +68,7 @@ class Membership:
                 worker,
                 Address(worker.host, worker.port),
                 self._network,
-                self._incarnation,
+                self.incarnation,
                 self._version,
                 self.note_change,
             )
@@ -167,7 +167,7 @@ class Membership:
 @contextlib.asynccontextmanager
 async def membership(
     network: Network,
-    policy: Policy,
+    policy: RoutingPolicy,
     incarnation: Incarnation,
     version: str,
     random: Callable[[], float],

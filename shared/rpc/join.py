@@ -1,4 +1,4 @@
-"""A worker's membership: keeps it joined to every gateway behind every configured name.
+"""A worker's registration: keeps it joined to every gateway behind every configured name.
 
 The gateway is the registry (docs/protocol.md). Names are resolved again every ``resolve_s`` and
 whenever a gateway is lost, so gateways may come, go and multiply with nothing to configure. What
@@ -94,7 +94,7 @@ def advertised(advertise: str, listening: Address) -> Address:
     return parse_address(advertise, param="advertise", default_port=listening.port)
 
 
-class Membership:
+class Registration:
     """All gateways of one worker. ``run`` owns every task.
 
     load: read whenever a status is due. on_peers: called with the merged list whenever it has
@@ -197,7 +197,7 @@ class Membership:
         while True:
             try:
                 await self._join(link)
-                reason: MeshError = WorkerLost("the gateway ended the membership")
+                reason: MeshError = WorkerLost("the gateway ended the registration")
             except IncompatiblePeer as refusal:
                 if not self._was_accepted:
                     raise
@@ -275,7 +275,7 @@ class Membership:
                 f"the gateway did not say hello within {_HELLO_WITHIN_S:g} s"
             ) from None
         if directive is None:
-            raise WorkerLost("the gateway ended the membership before hello")
+            raise WorkerLost("the gateway ended the registration before hello")
         if directive.refused is not None:
             raise _refusal(directive.refused)
         return check_hello(directive.hello, wire.Role.GATEWAY)

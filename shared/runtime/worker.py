@@ -19,7 +19,7 @@ from shared.engine.worker import ComputeRunner
 from shared.ids import Incarnation
 from shared.kv.pool import BlockPool
 from shared.rpc.gateway_session import GatewaySessions
-from shared.rpc.join import Announcement, DecodePeer, Membership, WorkerRole, advertised
+from shared.rpc.join import Announcement, DecodePeer, Registration, WorkerRole, advertised
 from shared.rpc.network import RpcServer
 from shared.rpc.service import Servicer
 from shared.runtime.loops import serve_until_stopped
@@ -72,20 +72,20 @@ class WorkerLife:
         self._platform = platform
         self._engine = engine
         self._incarnation = incarnation
-        self._membership: Membership | None = None
+        self._registration: Registration | None = None
         self._server: RpcServer | None = None
         self._parts: WorkerParts | None = None
 
     def changed(self) -> None:
         """The load or the readiness has changed: tell the gateways and whoever asks soon."""
-        if self._membership is not None:
-            self._membership.report_soon()
+        if self._registration is not None:
+            self._registration.report_soon()
         self._show_readiness()
 
     def doubt(self, gateway: Incarnation) -> None:
         """A gateway went silent on its session: join it anew."""
-        if self._membership is not None:
-            self._membership.doubt(gateway)
+        if self._registration is not None:
+            self._registration.doubt(gateway)
 
     async def run(
         self, parts: WorkerParts, ready: Callable[[Address], None], stop: asyncio.Event
@@ -100,7 +100,7 @@ class WorkerLife:
             self._server = await stack.enter_async_context(
                 platform.network.serve(Address(config.host, config.port), parts.servicers)
             )
-            self._membership = Membership(
+            self._registration = Registration(
                 network=platform.network,
                 gateways=config.gateways,
                 announcement=self._announcement(self._server.address),
@@ -126,7 +126,7 @@ class WorkerLife:
             await serve_until_stopped(
                 [
                     work,
-                    self._membership.run,
+                    self._registration.run,
                     *rest,
                     lambda: watch_loop_lag(observe_loop_lag, platform.stopwatch),
                 ],
@@ -149,10 +149,10 @@ class WorkerLife:
         )
 
     def _why_not_ready(self) -> str:
-        if self._membership is None or self._parts is None:
+        if self._registration is None or self._parts is None:
             return "starting"
         return (
-            self._membership.not_ready_reason
+            self._registration.not_ready_reason
             or self._parts.why_not_ready()
             or self._parts.metrics.loop_lag.not_ready_reason
         )

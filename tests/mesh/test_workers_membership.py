@@ -13,7 +13,7 @@ from shared import wire
 from shared.address import Address
 from shared.errors import IncompatiblePeer, Overloaded
 from shared.ids import Incarnation
-from shared.rpc.join import Announcement, DecodePeer, Membership, WorkerRole, advertised
+from shared.rpc.join import Announcement, DecodePeer, Registration, WorkerRole, advertised
 from shared.rpc.memory import MemoryNetwork
 from shared.telemetry.worker import WorkerLoad
 from tests.support.fake_gateway import FakeGateway, fake_gateway
@@ -24,14 +24,14 @@ WORKER = Incarnation(77)
 
 
 class Client:
-    """A membership with everything it says."""
+    """A registration with everything it says."""
 
     def __init__(self, network: MemoryNetwork, names: Sequence[str], *, is_prefill: bool) -> None:
         self.load = WorkerLoad()
         self.peers: list[Sequence[DecodePeer]] = []
         self.num_drains = 0
         self.changed = asyncio.Event()
-        self.membership = Membership(
+        self.registration = Registration(
             network=network,
             gateways=[Address(name, PORT) for name in names],
             announcement=Announcement(
@@ -58,7 +58,7 @@ class Client:
 
     async def joined(self, count: int) -> None:
         """Wait until so many gateways know us."""
-        while self.membership.num_joined != count:
+        while self.registration.num_joined != count:
             self.changed.clear()
             await self.changed.wait()
 
@@ -91,7 +91,7 @@ class World:
 
     async def _run(self, client: Client) -> None:
         try:
-            await client.membership.run()
+            await client.registration.run()
         except IncompatiblePeer as error:
             self.error = error
 
@@ -114,7 +114,7 @@ async def test_every_address_behind_every_name_is_joined() -> None:
         client = world.client("both", "g3")
         await client.joined(3)
         assert all(WORKER in gateway.workers for gateway in gateways)
-        assert client.membership.not_ready_reason == ""
+        assert client.registration.not_ready_reason == ""
 
     await in_world(body)
 
@@ -149,7 +149,7 @@ async def test_a_lost_gateway_is_joined_again_and_its_peers_are_kept_meanwhile()
         await until(lambda: client.peers == [(peer,)], first)
         world.network.fabric.kill("g1")
         await client.joined(0)
-        assert "g1" in client.membership.not_ready_reason
+        assert "g1" in client.registration.not_ready_reason
         second = await world.gateway("g1")
         await client.joined(1)
         joined_at = asyncio.get_running_loop().time()
@@ -201,7 +201,7 @@ async def test_a_refusal_after_membership_is_not_the_end() -> None:
         client = world.client("g1")
         await client.joined(1)
         gateway.refusal = IncompatiblePeer("a stranger came first")
-        client.membership.doubt(gateway.incarnation)
+        client.registration.doubt(gateway.incarnation)
         await client.joined(0)
         num_joins = gateway.num_joins
         await until(lambda: gateway.num_joins > num_joins + 2, gateway)
@@ -244,7 +244,7 @@ async def test_status_comes_every_half_second_and_soon_after_a_change() -> None:
         before, changed_at = gateway.num_statuses, loop.time()
         client.load = WorkerLoad(num_running=3, pending_tokens=100, is_draining=True, paired=(9,))
         for _ in range(50):
-            client.membership.report_soon()
+            client.registration.report_soon()
         await until(lambda: gateway.num_statuses > before, gateway)
         assert loop.time() - changed_at < 0.1
         assert gateway.num_statuses == before + 1
@@ -263,7 +263,7 @@ async def test_a_gateway_that_never_says_hello_is_tried_again() -> None:
         world.network.fabric.hold("g1", "worker")
         client = world.client("g1")
         await asyncio.sleep(20)
-        assert client.membership.num_joined == 0
+        assert client.registration.num_joined == 0
         world.network.fabric.release("g1", "worker")
         await client.joined(1)
         assert WORKER in gateway.workers

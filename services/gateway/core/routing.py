@@ -73,7 +73,7 @@ class RouteDecision:
         }
 
 
-class Policy(Protocol):
+class RoutingPolicy(Protocol):
     """Chooses among pairs that can all take the request; never called with an empty list."""
 
     name: str
@@ -164,7 +164,7 @@ class LeastLoaded:
         return float(prefill.pending_tokens), decode.reserved_blocks / max(1, decode.num_blocks)
 
 
-POLICIES: dict[str, Callable[[], Policy]] = {
+POLICIES: dict[str, Callable[[], RoutingPolicy]] = {
     "round_robin": RoundRobin,
     "random": Random,
     "least_loaded": LeastLoaded,
@@ -173,7 +173,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 
 
 def route(
-    policy: Policy, request: RouteRequest, pairs: Sequence[Pair], random: float
+    policy: RoutingPolicy, request: RouteRequest, pairs: Sequence[Pair], random: float
 ) -> RouteDecision | None:
     """Choose a pair, or return None if none can take the request now.
 
