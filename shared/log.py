@@ -40,9 +40,19 @@ ALLOWED_FIELDS = frozenset({
     "limit", "lag_s", "seconds", "limit_s", "wait_s", "queue_s", "silence_s", "step_s", "drain_s",
     "uptime_s", "retry_after_s", "ttft_s", "gb_per_s", "gbytes_per_s",
     # the one line of a request
-    "receipts",
+    "receipts", "trace_id",
+    # a moment of a request (telemetry/moments.py): when, and which tokens, layers and frame
+    "at_s", "start", "stop", "index", "num_tokens", "frame_idx", "first_layer", "last_layer",
 })  # fmt: skip
 """Fields that may be logged. A new one is added here on purpose; none may hold a client's text."""
+
+
+_is_debugging = False
+
+
+def is_debugging() -> bool:
+    """Whether debug lines are logged: ask before collecting what only they need."""
+    return _is_debugging
 
 
 def _allow_only(_logger: Any, _name: str, event: Event) -> Event:
@@ -101,8 +111,10 @@ def configure_logs(
     service: stands in every line. level: debug, info, warning or error. form: json, pretty, or
     auto = pretty on a terminal. stream: stderr by default.
     """
+    global _is_debugging
     out = stream if stream is not None else sys.stderr
     number = logging.getLevelNamesMapping()[level.upper()]
+    _is_debugging = number <= logging.DEBUG
     is_pretty = form == "pretty" or (form == "auto" and out.isatty())
     renderer: Any = (
         structlog.dev.ConsoleRenderer(colors=out.isatty(), pad_event_to=36)
@@ -126,7 +138,8 @@ def configure_logs(
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.PrintLoggerFactory(out),
+        # One write a line, so that lines of processes that share a file do not mix.
+        logger_factory=structlog.WriteLoggerFactory(out),
         cache_logger_on_first_use=False,
     )
     root = logging.getLogger()

@@ -26,7 +26,8 @@ from shared.ids import Incarnation, new_incarnation
 from shared.rpc.join import WorkerRole
 from shared.runtime.platform import Platform
 from shared.runtime.worker import WorkerLife, WorkerParts, devices, pool_and_scheduler
-from shared.telemetry.worker import WorkerHoldings, WorkerLoad, WorkerMetrics
+from shared.telemetry.tracing import tracing
+from shared.telemetry.worker import DecodeMetrics, WorkerHoldings, WorkerLoad
 from shared.transfer.plan import DEFAULT_MAX_FRAME_BYTES
 from shared.version import VERSION
 
@@ -44,7 +45,7 @@ class DecodeWorker:
             config, engine, watermark_blocks=config.watermark_blocks
         )
         self.leases = Leases(self.pool, LeasePolicy(max_leases=config.max_requests))
-        self.metrics = WorkerMetrics("decode", self.load)
+        self.metrics = DecodeMetrics(self.load)
         self.reservations = Reservations(
             leases=self.leases,
             spec=engine.spec,
@@ -75,7 +76,10 @@ class DecodeWorker:
     async def run(self, ready: Callable[[Address], None], stop: asyncio.Event) -> None:
         """See ``serve_decode``."""
         config, platform, engine = self._config, self._platform, self._engine
-        async with devices(platform, engine) as (compute, transport):
+        async with (
+            tracing("pdmesh-decode", self.incarnation, VERSION) as tracer,
+            devices(platform, engine) as (compute, transport),
+        ):
             stepper = self._stepper = Stepper(
                 compute=compute,
                 scheduler=self.scheduler,
@@ -94,7 +98,7 @@ class DecodeWorker:
                 must_share_memory=config.require_shared_memory,
                 on_change=self._life.changed,
             )
-            self.reservations.connect(receiver, stepper)
+            self.reservations.connect(receiver, stepper, tracer)
 
             def holdings() -> WorkerHoldings:
                 transfers = receiver.statistics()

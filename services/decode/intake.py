@@ -106,6 +106,7 @@ class Intake:
                 prefill=order.prefill_incarnation,
                 wait_s=min(order.wait_s, MAX_RESERVE_WAIT_S),
                 deadline_at=None if order.deadline_s is None else now + order.deadline_s,
+                trace_context=order.trace_context,
             )
             record = self._reservations.reserve(request, line, stream_id)
         except MeshError as error:
@@ -146,7 +147,7 @@ class _Line:
             )
         )
 
-    def joined(self, stream_id: StreamId, stats: ReceiveStats) -> None:
+    def joined(self, stream_id: StreamId, stats: ReceiveStats, lane: str) -> None:
         """See ``AnswerLine``."""
         self._session.send(
             wire.DecodeEvent(
@@ -155,6 +156,7 @@ class _Line:
                     bytes_received=stats.num_bytes,
                     num_frames=stats.num_frames,
                     receive_s=stats.receive_s,
+                    lane=lane,
                 )
             )
         )

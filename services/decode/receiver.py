@@ -231,6 +231,11 @@ class KvReceiver:
         """
         self._effects.perform(self._core.give_up(key, error, self._now()))
 
+    def lane_from(self, prefill: Incarnation) -> str:
+        """What carries KV from this prefill worker; '' if there is no pair with it now."""
+        lanes = (link.endpoint.lane for link in self._links.values() if link.prefill == prefill)
+        return next(lanes, "")
+
     def statistics(self) -> ReceiverStatistics:
         """Counts for metrics and tests."""
         return self._core.statistics()

@@ -44,7 +44,8 @@ from shared.schedule.admission import Duty, require_admissible
 from shared.schedule.plan import Failure, NewToken
 from shared.schedule.sequence import Sequence as TokenSequence
 from shared.telemetry.moments import Moment, note
-from shared.telemetry.worker import WorkerMetrics
+from shared.telemetry.tracing import CANCELLED, NO_TRACER, Phases, Tracer
+from shared.telemetry.worker import DecodeMetrics
 from shared.transfer.messages import TransferKey
 
 _log = structlog.get_logger(__name__)
@@ -57,8 +58,8 @@ class AnswerLine(Protocol):
         """Room is promised."""
         ...
 
-    def joined(self, stream_id: StreamId, stats: ReceiveStats) -> None:
-        """All KV is placed: tokens follow from the next step on."""
+    def joined(self, stream_id: StreamId, stats: ReceiveStats, lane: str) -> None:
+        """All KV is placed: tokens follow from the next step on. lane: what carried it."""
         ...
 
     def step_tokens(self, tokens: Sequence[tuple[StreamId, NewToken]]) -> None:
@@ -77,7 +78,7 @@ class AnswerLine(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReserveRequest:
     """One attempt to decode. prefill: who may push. wait_s: how long it may wait for blocks.
-    deadline_at: loop time.
+    deadline_at: loop time. trace_context: see ``tracing.Span.context``.
     """
 
     key: LeaseKey
@@ -85,19 +86,22 @@ class ReserveRequest:
     prefill: Incarnation
     wait_s: float
     deadline_at: float | None
+    trace_context: str = ""
 
 
 @dataclass(slots=True, eq=False)
 class DecodeRequest:
     """A request and what it holds: a lease, later a sequence. Identity is the object.
 
-    is_told: the gateway has had, or wants, no further word.
+    is_told: the gateway has had, or wants, no further word. error: type of what ended it.
     """
 
     line: AnswerLine
     stream_id: StreamId
     key: LeaseKey
     lease: Lease
+    phases: Phases
+    error: str = ""
     sequence: TokenSequence | None = None
     deadline: asyncio.TimerHandle | None = None
     is_told: bool = False
@@ -115,7 +119,7 @@ class Reservations:
         *,
         leases: Leases,
         spec: ModelSpec,
-        metrics: WorkerMetrics,
+        metrics: DecodeMetrics,
         max_requests: int,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
@@ -131,10 +135,11 @@ class Reservations:
         self._idle.set()
         self.is_draining = False
 
-    def connect(self, receiver: KvReceiver, stepper: Stepper) -> None:
+    def connect(self, receiver: KvReceiver, stepper: Stepper, tracer: Tracer = NO_TRACER) -> None:
         """Close the circle: both need this object, and this object needs both."""
         self._receiver = receiver
         self._stepper = stepper
+        self._tracer = tracer
 
     @property
     def num_requests(self) -> int:
@@ -158,7 +163,8 @@ class Reservations:
         lease, effects = self._leases.reserve(
             request.key, request.item, request.prefill, now=now, wait_s=request.wait_s
         )
-        record = DecodeRequest(line, stream_id, request.key, lease)
+        phases = Phases(self._tracer.within(request.trace_context), "decode.reserve", now)
+        record = DecodeRequest(line, stream_id, request.key, lease, phases)
         self._requests[request.key] = record
         self._idle.clear()
         if request.deadline_at is not None:
@@ -176,6 +182,7 @@ class Reservations:
         ``ended``.
         """
         request.is_told = True
+        request.error = request.error or CANCELLED
         self._stop(request, LeaseLost("the gateway cancelled the request", code="cancelled"))
 
     def _deadline_passed(self, request: DecodeRequest) -> None:
@@ -188,6 +195,7 @@ class Reservations:
     def _tell_failed(self, request: DecodeRequest, error: MeshError) -> None:
         if not request.is_told:
             request.is_told = True
+            request.error = error.type
             _log.info("decode failed", type=error.type, error=error.message)
             request.line.failed(request.stream_id, error)
 
@@ -211,9 +219,13 @@ class Reservations:
         if request.sequence is not None:
             del self._by_sequence[request.sequence]
             finish = request.sequence.finish_reason
-            outcome = "failed" if finish is FinishReason.NONE else finish.name.lower()
+            cut = "cancelled" if request.error == CANCELLED else "failed"
+            outcome = cut if finish is FinishReason.NONE else finish.name.lower()
+            tokens = {"pdmesh.output_tokens": request.sequence.num_output_tokens}
+            request.phases.end(tokens, error=request.error)
         else:
             outcome = "not_joined"
+            request.phases.end(error=request.error)
         self._metrics.requests.labels(outcome).inc()
         if request.deadline is not None:
             request.deadline.cancel()
@@ -231,7 +243,11 @@ class Reservations:
                 case Grant(lease):
                     failpoint("decode.before_grant")
                     request = self._requests[LeaseKey(*lease.key)]
-                    self._metrics.wait_seconds.observe(lease.wait_s)
+                    request.phases.turn(
+                        "decode.receive", _now(), {"pdmesh.cached_tokens": lease.skip_tokens}
+                    )
+                    self._metrics.queue_seconds.observe(lease.wait_s)
+                    self._metrics.prompt_tokens.inc(lease.num_tokens)
                     self._metrics.cached_tokens.inc(lease.skip_tokens)
                     note(
                         Moment.RESERVED,
@@ -309,8 +325,16 @@ class Reservations:
         failpoint("decode.before_join")
         request.sequence = self._leases.join(request.lease, first_token)
         self._by_sequence[request.sequence] = request
-        self._metrics.transfer_bytes.inc(stats.num_bytes)
-        request.line.joined(request.stream_id, stats)
+        lane = self._receiver.lane_from(request.lease.prefill)
+        if stats.num_bytes:
+            self._metrics.transfer_bytes.labels(lane).inc(stats.num_bytes)
+            self._metrics.transfer_seconds.labels(lane).observe(stats.receive_s)
+        request.phases.turn(
+            "decode.steps",
+            _now(),
+            {"pdmesh.bytes": stats.num_bytes, "pdmesh.receive_s": stats.receive_s},
+        )
+        request.line.joined(request.stream_id, stats, lane)
         note(Moment.JOINED, key.request_id, num_frames=stats.num_frames)
         self._stepper.add(request.sequence)
         self._on_change()

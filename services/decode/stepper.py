@@ -17,7 +17,7 @@ from shared.failpoints import failpoint
 from shared.schedule.plan import Failure, NewToken, StepPlan
 from shared.schedule.scheduler import Scheduler
 from shared.schedule.sequence import Sequence as TokenSequence
-from shared.telemetry.worker import MovingMean, WorkerMetrics
+from shared.telemetry.worker import DecodeMetrics, MovingMean
 
 
 class TokenSink(Protocol):
@@ -44,7 +44,7 @@ class Stepper:
         *,
         compute: ComputeRunner,
         scheduler: Scheduler,
-        metrics: WorkerMetrics,
+        metrics: DecodeMetrics,
         sink: TokenSink,
     ) -> None:
         self._compute = compute

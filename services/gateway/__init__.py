@@ -1,0 +1,1 @@
+"""Clients on one side, workers on the other: admission, routing, streams, retries."""

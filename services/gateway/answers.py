@@ -60,7 +60,12 @@ class Choice:
     text: AnswerText
     is_echo_only: bool = False
     generation: Generation | None = field(default=None, init=False, repr=False)
-    is_done: bool = field(default=False, init=False)
+    finish_reason: FinishReason = field(default=FinishReason.NONE, init=False)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the answer is over."""
+        return self.finish_reason is not FinishReason.NONE
 
     @property
     def num_tokens(self) -> int:
@@ -70,7 +75,7 @@ class Choice:
     def take(self, batch: TokenBatch) -> Delta:
         """Turn a batch into text; ``is_done`` once the answer is over."""
         step = self.text.feed(batch.token_ids, batch.finish_reason)
-        self.is_done = step.finish_reason is not FinishReason.NONE
+        self.finish_reason = step.finish_reason
         if self.is_echo_only:
             return Delta(
                 self.index, 0, "", (), None, FinishReason.LENGTH, None, batch.prompt_logprobs
@@ -92,7 +97,7 @@ class Answers:
     """The running answers of one request; made by ``open_answers``."""
 
     def __init__(self, choices: Sequence[Choice]) -> None:
-        self._choices = choices
+        self.choices = choices
 
     async def next(self) -> list[Delta]:
         """Return everything that has arrived, at least one delta; [] once all answers are over.
@@ -105,11 +110,11 @@ class Answers:
     def usage(self) -> Usage:
         """Counts so far."""
         prompts: dict[int, Choice] = {}
-        for choice in self._choices:
+        for choice in self.choices:
             prompts.setdefault(choice.prompt_idx, choice)
         return Usage(
             sum(len(choice.request.token_ids) for choice in prompts.values()),
-            sum(choice.num_tokens for choice in self._choices),
+            sum(choice.num_tokens for choice in self.choices),
             sum(
                 choice.generation.cached_tokens
                 for choice in prompts.values()
@@ -121,7 +126,7 @@ class Answers:
         """Return where each answer's time went; ask after the block of ``open_answers`` has
         ended."""
         return [
-            choice.generation.receipt() for choice in self._choices if choice.generation is not None
+            choice.generation.receipt() for choice in self.choices if choice.generation is not None
         ]
 
 

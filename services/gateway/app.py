@@ -15,8 +15,10 @@ import contextlib
 import random
 from collections.abc import Callable, Mapping
 
+from services.gateway.answer_metrics import AnswerMetrics
 from services.gateway.auth import KeyRing
 from services.gateway.client_metrics import ClientMetrics
+from services.gateway.core.peer_table import OwnModel
 from services.gateway.core.routing import POLICIES
 from services.gateway.frontdoor import FrontDoor
 from services.gateway.generation import GatewayMesh
@@ -32,6 +34,8 @@ from shared.rpc.network import Address, RpcServer
 from shared.runtime.loops import serve_until_stopped
 from shared.runtime.platform import Platform
 from shared.telemetry.loop_lag import watch_loop_lag
+from shared.telemetry.process import register_process_metrics
+from shared.telemetry.tracing import tracing
 from shared.version import VERSION
 
 Ready = Callable[[Address, Address], None]
@@ -49,11 +53,13 @@ class Gateway:
         platform: Platform,
         text: TextModel,
         defaults: Mapping[str, float],
+        own_model: OwnModel | None = None,
     ) -> None:
         self._config = config
         self._platform = platform
         self._text = text
         self._defaults = defaults
+        self._own_model = own_model
         self.incarnation: Incarnation = new_incarnation(platform.random_bytes)
         self.mesh: GatewayMesh | None = None
         self.members: Membership | None = None
@@ -62,6 +68,9 @@ class Gateway:
         """See ``serve_gateway``."""
         config, platform = self._config, self._platform
         async with contextlib.AsyncExitStack() as stack:
+            tracer = await stack.enter_async_context(
+                tracing("pdmesh-gateway", self.incarnation, VERSION)
+            )
             members = self.members = await stack.enter_async_context(
                 membership(
                     platform.network,
@@ -69,11 +78,14 @@ class Gateway:
                     self.incarnation,
                     VERSION,
                     random.Random(platform.random_bytes(8)).random,
+                    self._own_model,
                 )
             )
-            mesh = self.mesh = GatewayMesh(members, config)
             metrics = ClientMetrics()
+            answers = AnswerMetrics(metrics.registry)
+            mesh = self.mesh = GatewayMesh(members, config, (answers,))
             loop_lag = register_mesh_metrics(metrics.registry, mesh, members)
+            register_process_metrics(metrics.registry, "gateway", self.incarnation, VERSION)
             front = FrontDoor(
                 mesh=mesh,
                 text=self._text,
@@ -83,6 +95,7 @@ class Gateway:
                 defaults=self._defaults,
                 default_timeout_s=config.request_timeout_s,
                 version=VERSION,
+                tracer=tracer,
             )
             registry = Registry(members, self.incarnation, VERSION)
             server = await stack.enter_async_context(
@@ -124,12 +137,14 @@ async def serve_gateway(
     stop: asyncio.Event | None = None,
     *,
     defaults: Mapping[str, float] | None = None,
+    own_model: OwnModel | None = None,
 ) -> None:
     """Run one gateway until ``stop`` is set (then it drains), or until cancelled (then it does
     not).
 
     text: the tokenizer of the model that the workers serve; it stays the caller's to close.
     ready: called once with the addresses of the HTTP and the gRPC API. defaults: the model's own
-    sampling defaults.
+    sampling defaults. own_model: what ``text`` belongs to; workers with another one are refused.
     Raises OSError: a port is in use. InvalidRequest: the file of API keys is unusable."""
-    await Gateway(config, platform, text, defaults or {}).run(ready, stop or asyncio.Event())
+    gateway = Gateway(config, platform, text, defaults or {}, own_model)
+    await gateway.run(ready, stop or asyncio.Event())

@@ -4,7 +4,7 @@ over."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,9 @@ import structlog
 
 from services.gateway.answers import Answers
 from services.gateway.frontdoor import Caller, FrontDoor
+from services.gateway.span_attributes import answer_attributes, route_attributes
 from shared.errors import InvariantViolated, MeshError
+from shared.telemetry.moments import Moment, note
 
 log: Any = structlog.get_logger("gateway.calls")
 
@@ -49,10 +51,19 @@ class Call:
 
 
 @contextmanager
-def recorded(front: FrontDoor, route: str, *, is_probe: bool = False) -> Generator[Call]:
-    """Open a call; its end is counted and, unless it is a probe, logged. Never with a word of its
-    text."""
-    call = Call(front.greet())
+def recorded(
+    front: FrontDoor,
+    route: str,
+    headers: Mapping[str, str],
+    *,
+    span_name: str = "",
+    is_probe: bool = False,
+) -> Generator[Call]:
+    """Open a call; its end is counted, traced if its span has a name, and, unless it is a probe,
+    logged. Never with a word of its text."""
+    call = Call(front.greet(span_name, headers))
+    if not is_probe:
+        note(Moment.ARRIVED, call.caller.request_id, route=route)
     metrics = front.metrics
     metrics.running.inc()
     try:
@@ -62,12 +73,9 @@ def recorded(front: FrontDoor, route: str, *, is_probe: bool = False) -> Generat
         seconds = asyncio.get_running_loop().time() - call.caller.arrived_at
         metrics.requests.labels(route, call.outcome).inc()
         usage = None if call.answers is None else call.answers.usage
-        if call.first_token_s is not None:
-            metrics.first_token_seconds.observe(call.first_token_s)
-            metrics.request_seconds.observe(seconds)
-        if usage is not None:
-            metrics.prompt_tokens.inc(usage.prompt_tokens)
-            metrics.completion_tokens.inc(usage.completion_tokens)
+        span = call.caller.span
+        if span.is_recording:
+            _end_span(front, route, call)
         if not is_probe:
             log.info(
                 "request",
@@ -82,7 +90,16 @@ def recorded(front: FrontDoor, route: str, *, is_probe: bool = False) -> Generat
                 prompt_tokens=None if usage is None else usage.prompt_tokens,
                 completion_tokens=None if usage is None else usage.completion_tokens,
                 receipts=[] if call.answers is None else call.answers.receipts(),
+                trace_id=span.context[3:35] or None,
             )
+
+
+def _end_span(front: FrontDoor, route: str, call: Call) -> None:
+    span, model = call.caller.span, front.mesh.model
+    span.set({"pdmesh.request_id": call.request_id, **route_attributes(route, call.status)})
+    if call.answers is not None and model is not None:
+        span.set(answer_attributes(route, model.name, call.answers, call.first_token_s))
+    span.end(error="" if call.outcome == "ok" else call.outcome)
 
 
 def typed(failure: Exception, call: Call) -> MeshError:

@@ -22,17 +22,20 @@ from services.gateway.mesh import GenerationRequest, Mesh, ServedModel
 from services.gateway.text import TextModel
 from shared.errors import NotFound, Overloaded
 from shared.ids import RandomBytes, RequestId, new_request_id
+from shared.telemetry.moments import Moment, note
+from shared.telemetry.tracing import NO_SPAN, NO_TRACER, Span, Tracer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who calls, and since when. arrived_at, deadline_at: loop time."""
+    """Who calls, and since when. arrived_at, deadline_at: loop time. span: of the call."""
 
     request_id: RequestId
     key: ApiKey = NOBODY
     label: str = ""
     arrived_at: float
     deadline_at: float | None = None
+    span: Span = NO_SPAN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +85,7 @@ class FrontDoor:
         defaults: Mapping[str, float] | None = None,
         default_timeout_s: float = 0.0,
         version: str = "",
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         self.mesh = mesh
         self.text = text
@@ -89,14 +93,19 @@ class FrontDoor:
         self.keys = keys or KeyRing()
         self.version = version
         self._random_bytes = random_bytes
+        self._tracer = tracer
         self._defaults = dict(defaults or {})
         self._default_timeout_s = default_timeout_s
 
-    def greet(self) -> Caller:
-        """Give a call its id and its arrival time; nothing of it has been read yet."""
+    def greet(self, span_name: str, headers: Mapping[str, str]) -> Caller:
+        """Give a call its id and its arrival time; its body has not been read yet.
+
+        span_name: '' = it is not traced. headers: may bring the client's trace context."""
+        arrived_at = asyncio.get_running_loop().time()
         return Caller(
             request_id=new_request_id(self._random_bytes),
-            arrived_at=asyncio.get_running_loop().time(),
+            arrived_at=arrived_at,
+            span=self._tracer.request(span_name, arrived_at, headers) if span_name else NO_SPAN,
         )
 
     def admit(self, caller: Caller, *, authorization: str | None) -> Caller:
@@ -182,6 +191,7 @@ class FrontDoor:
                             deadline_at=caller.deadline_at,
                             cache_salt=salt,
                             arrived_at=caller.arrived_at,
+                            span=caller.span,
                         ),
                         text=self.text.new_answer(
                             own,
@@ -193,6 +203,9 @@ class FrontDoor:
                         is_echo_only=form.is_echo_only,
                     )
                 )
+        for choice in choices:
+            num_tokens = len(choice.request.token_ids)
+            note(Moment.TOKENIZED, choice.request.request_id, num_tokens=num_tokens)
         return choices
 
 

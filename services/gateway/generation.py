@@ -10,14 +10,18 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator
+from typing import Any
 
+from services.gateway.cluster import WindowWatcher, cluster_body
 from services.gateway.core.admission import Admission, AdmissionStatistics, Admitted
+from services.gateway.core.window import Window
 from services.gateway.membership import Membership
 from services.gateway.mesh import GenerationRequest, ServedModel
 from services.gateway.session import RequestShell, closing
-from services.gateway.timeline import Timeline
+from services.gateway.timeline import AnswerWatcher, Timeline
 from shared.config import GatewayConfig
-from shared.errors import ShuttingDown
+from shared.errors import MeshError, ShuttingDown
+from shared.telemetry.moments import Moment, note
 
 
 class GatewayMesh:
@@ -26,10 +30,18 @@ class GatewayMesh:
     ``generate`` is one request's whole stay.
     """
 
-    def __init__(self, members: Membership, config: GatewayConfig) -> None:
+    def __init__(
+        self,
+        members: Membership,
+        config: GatewayConfig,
+        watchers: tuple[AnswerWatcher, ...] = (),
+    ) -> None:
         self._members = members
         self._config = config
         self._created = int(time.time())
+        self._started_at = asyncio.get_running_loop().time()
+        self._window = Window(self._started_at)
+        self._watchers = (*watchers, WindowWatcher(self._window))
         self._is_draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -66,14 +78,31 @@ class GatewayMesh:
         """How many run, wait and were refused."""
         return self._admission.statistics()
 
+    def cluster(self) -> dict[str, Any]:
+        now = asyncio.get_running_loop().time()
+        return cluster_body(
+            incarnation=self._members.incarnation,
+            not_ready_reason=self.not_ready_reason,
+            uptime_s=now - self._started_at,
+            model=self.model,
+            table=self._members.table,
+            counts=self.statistics,
+            summary=self._window.summary(now),
+        )
+
     @contextlib.asynccontextmanager
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestShell]:
         if self._is_draining:
             raise ShuttingDown("this gateway is shutting down", retry_after_s=1.0)
-        timeline = Timeline(request.arrived_at)
+        timeline = Timeline(
+            request.arrived_at,
+            prompt_tokens=len(request.token_ids),
+            watchers=self._watchers,
+            span=request.span,
+        )
         try:
-            await self._admit(request)
-            timeline.admitted()
+            await self._admit(request, timeline)
+            note(Moment.ADMITTED, request.request_id)
             shell = RequestShell(
                 request,
                 self._members,
@@ -89,7 +118,15 @@ class GatewayMesh:
             self._shells.pop(request.request_id, None)
             self._leave(request.request_id)
 
-    async def _admit(self, request: GenerationRequest) -> None:
+    async def _admit(self, request: GenerationRequest, timeline: Timeline) -> None:
+        try:
+            await self._wait_for_place(request)
+        except BaseException as failure:
+            timeline.refused(failure if isinstance(failure, MeshError) else None)
+            raise
+        timeline.admitted()
+
+    async def _wait_for_place(self, request: GenerationRequest) -> None:
         loop = asyncio.get_running_loop()
         key = request.request_id
         self._idle.clear()

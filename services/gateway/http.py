@@ -38,10 +38,13 @@ from services.gateway.openai_forms import (
     TokenizeBody,
     messages_for_template,
 )
+from services.gateway.openapi import openapi_document
+from services.gateway.page_files import page_routes
 from services.gateway.sse import STALL_S, EventStream
 from shared.errors import InvalidRequest
 from shared.rpc.network import Address
 from shared.rpc.status import openai_error_body
+from shared.telemetry.moments import Moment, note
 
 _CHAT = msgspec.json.Decoder(ChatBody)
 _COMPLETION = msgspec.json.Decoder(CompletionBody)
@@ -73,6 +76,7 @@ class HttpDoor:
     def __init__(self, front: FrontDoor, *, stall_s: float = STALL_S) -> None:
         self._front = front
         self._stall_s = stall_s
+        self._document: tuple[ServedModel | None, bytes] | None = None
 
     def routes(self) -> tuple[Route, ...]:
         """Return every route there is."""
@@ -80,13 +84,16 @@ class HttpDoor:
             Route("GET", "/health", Policy.ANYBODY, self.health),
             Route("GET", "/ready", Policy.ANYBODY, self.ready),
             Route("GET", "/version", Policy.KEY, self.version),
-            Route("GET", "/metrics", Policy.KEY, self.metrics),
+            Route("GET", "/metrics", Policy.KEY, self.metrics, is_polled=True),
+            Route("GET", "/cluster", Policy.KEY, self.cluster, is_polled=True),
+            Route("GET", "/openapi.json", Policy.KEY, self.openapi),
             Route("GET", "/v1/models", Policy.KEY, self.models),
             Route("GET", "/v1/models/{name:.+}", Policy.KEY, self.one_model),
             Route("POST", "/v1/chat/completions", Policy.KEY, self.chat),
             Route("POST", "/v1/completions", Policy.KEY, self.completion),
             Route("POST", "/tokenize", Policy.KEY, self.tokenize),
             Route("POST", "/detokenize", Policy.KEY, self.detokenize),
+            *page_routes(),
         )
 
     # --- operators ------------------------------------------------------------------------------
@@ -113,6 +120,25 @@ class HttpDoor:
         return web.Response(
             body=body, headers={**call.headers, "Content-Type": CONTENT_TYPE_LATEST}
         )
+
+    async def cluster(self, _: web.Request, call: Call) -> web.Response:
+        """Workers, load and the last minute's traffic, for live views."""
+        view = {"version": self._front.version, **self._front.mesh.cluster()}
+        headers = {**call.headers, "Cache-Control": "no-store"}
+        return json_response(view, headers=headers)
+
+    async def openapi(self, _: web.Request, call: Call) -> web.Response:
+        """The description of this API; behind the key, because it tells version and model."""
+        model = self._front.mesh.model
+        if self._document is None or self._document[0] != model:
+            document = openapi_document(
+                self.routes(),
+                version=self._front.version,
+                model=model,
+                needs_key=not self._front.keys.is_open,
+            )
+            self._document = model, orjson.dumps(document)
+        return json_response(self._document[1], headers=call.headers)
 
     async def models(self, _: web.Request, call: Call) -> web.Response:
         """The model served, if a worker has brought one."""
@@ -160,6 +186,7 @@ class HttpDoor:
         """POST /v1/chat/completions."""
         body = await read_body(request, _CHAT)
         form = body.form()
+        note(Moment.PARSED, call.caller.request_id, num_bytes=request.content_length)
         model = self._front.model(body.model)
         text = self._front.text
         rendered = await text.render(
@@ -185,6 +212,7 @@ class HttpDoor:
         """POST /v1/completions."""
         body = await read_body(request, _COMPLETION)
         form = body.form()
+        note(Moment.PARSED, call.caller.request_id, num_bytes=request.content_length)
         model = self._front.model(body.model)
         text = self._front.text
         prompts = [await self._prompt(item, body) for item in body.prompts()]
@@ -267,6 +295,7 @@ class HttpDoor:
                     chunks = answer_format.chunks(deltas, usage)
                     if chunks:
                         await events.write(chunks)
+                        note(Moment.WRITTEN, call.caller.request_id, num_bytes=len(chunks))
             usage = answers.usage if has_usage else None
             receipts = answers.receipts() if has_receipt else ()
             await events.end(answer_format.closing(usage, receipts))

@@ -48,7 +48,7 @@ log: Any = structlog.get_logger("gateway.http")
 class Policy(Enum):
     """Who may call a route."""
 
-    ANYBODY = "anybody"  # even where keys are needed: answers only whether this process is well
+    ANYBODY = "anybody"  # even where keys are needed: only whether this process is well, and files
     KEY = "key"  # needs an API key, if the gateway has keys
 
 
@@ -56,12 +56,13 @@ Handler = Callable[[web.Request, Call], Awaitable[web.StreamResponse]]
 
 
 class Route(NamedTuple):
-    """One line of the route table."""
+    """One line of the route table. is_polled: asked every second by who watches."""
 
     method: str
     path: str
     policy: Policy
     handler: Handler
+    is_polled: bool = False
 
 
 def build_app(front: FrontDoor, routes: Sequence[Route]) -> web.Application:
@@ -83,8 +84,12 @@ def _guarded(
         connection = request.protocol
         if isinstance(connection, _Connection):
             connection.has_asked = True
-        # Probes come every second: counted, not logged.
-        with recorded(front, route.path, is_probe=route.policy is Policy.ANYBODY) as call:
+        # What comes every second is counted, not logged.
+        is_probe = route.is_polled or route.policy is Policy.ANYBODY
+        span_name = f"POST {route.path}" if route.method == "POST" else ""
+        with recorded(
+            front, route.path, request.headers, span_name=span_name, is_probe=is_probe
+        ) as call:
             response = await _handle(front, route, request, call)
             call.status = response.status
             return response

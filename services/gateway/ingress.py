@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ from shared.rpc.columns import pack_f32, pack_u32, unpack_u32
 from shared.rpc.methods import GENERATE, LIST_MODELS, TOKENIZE
 from shared.rpc.service import FIRST_MESSAGE_S, ServerStream, Servicer, bind, bind_unary
 from shared.rpc.status import MAX_TRAILER_BYTES, RECEIPT_TRAILER
+from shared.telemetry.moments import Moment, note
 
 _NO_PARAMS = wire.GenerateParams()
 
@@ -50,7 +52,7 @@ class Inference:
 
     async def generate(self, stream: GenerateStream) -> None:
         """Stream one answer."""
-        with recorded(self._front, GENERATE.path) as call:
+        with self._recorded(stream, GENERATE.path) as call:
             await self._ended(call, lambda: self._generate(stream, call))
 
     async def tokenize(
@@ -59,7 +61,7 @@ class Inference:
         stream: ServerStream[wire.TokenizeRequest, wire.TokenizeResponse],
     ) -> wire.TokenizeResponse:
         """Ids of a text or of rendered messages."""
-        with recorded(self._front, TOKENIZE.path) as call:
+        with self._recorded(stream, TOKENIZE.path) as call:
             return await self._ended(call, lambda: self._tokenize(request, stream, call))
 
     async def list_models(
@@ -84,10 +86,13 @@ class Inference:
                 ]
             )
 
-        with recorded(self._front, LIST_MODELS.path) as call:
+        with recorded(self._front, LIST_MODELS.path, stream.metadata) as call:
             return await self._ended(call, answer)
 
     # --- what they share ------------------------------------------------------------------------
+
+    def _recorded(self, stream: ServerStream[Any, Any], path: str) -> AbstractContextManager[Call]:
+        return recorded(self._front, path, stream.metadata, span_name=path[1:])
 
     async def _ended(self, call: Call, work: Callable[[], Awaitable[T]]) -> T:
         """Note how the call ended; ``shared/rpc`` turns the error into a status."""
@@ -148,6 +153,7 @@ class Inference:
         if request is None:
             raise InvalidRequest("the call has no request message")
         self._admit(stream, call, label=request.request_label)
+        note(Moment.PARSED, call.caller.request_id)
         model = self._front.model(request.model)
         prompt, param = await self._prompt(request)
         form = Form(
@@ -172,6 +178,7 @@ class Inference:
                             )
                         ]
                     await self._send(stream, response)
+                    note(Moment.WRITTEN, call.caller.request_id)
         receipt = json.dumps(answers.receipts()[0])
         if len(receipt) <= MAX_TRAILER_BYTES:
             stream.set_trailer(RECEIPT_TRAILER, receipt)

@@ -44,7 +44,6 @@ INTEGERS: dict[str, tuple[int, int]] = {
     "top_k": (-1, (1 << 31) - 1),
     # OpenAI's seed is a signed 64-bit number, ours unsigned: negative ones are read modulo 2^64.
     "seed": (-(1 << 63), _U64 - 1),
-    "n": (1, MAX_CHOICES),
     "logprobs": (0, MAX_LOGPROBS),
     "top_logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
@@ -54,21 +53,21 @@ INTEGERS: dict[str, tuple[int, int]] = {
 NUMBERS: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 2.0),
     "min_p": (0.0, 1.0),
+    # Logits are divided by it: near 0 they would overflow float32.
+    "repetition_penalty": (0.01, 10.0),
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
     "logit_bias": (-100.0, 100.0),
 }
 """Likewise."""
 
-ABOVE_ZERO: dict[str, float] = {
-    "top_p": 1.0,
-    "repetition_penalty": 10.0,
-    "timeout": MAX_TIMEOUT_S,
-}
+ABOVE_ZERO: dict[str, float] = {"top_p": 1.0}
 """Largest value; 0 itself is not allowed."""
 
 LABEL_PATTERN = f"[A-Za-z0-9._-]{{1,{MAX_LABEL_CHARS}}}"
 ROLE_PATTERN = "[a-z_]{1,32}"
+BIAS_KEY_PATTERN = "0|[1-9][0-9]{0,9}"
+"""Of logit_bias: a token id, written in one way alone."""
 
 _LABEL = re.compile(LABEL_PATTERN)
 _ROLE = re.compile(ROLE_PATTERN)
@@ -196,12 +195,12 @@ def context_length_exceeded(
     model: ServedModel, num_prompt_tokens: int, max_tokens: int, *, param: str
 ) -> InvalidRequest:
     """The error that agent frameworks look for, with the numbers that let them shorten their
-    prompt."""
+    prompt. Its sentence holds its code, because langchain looks for that there."""
     return InvalidRequest(
         f"This model's maximum context length is {model.max_model_len} tokens. However, you "
         f"requested {num_prompt_tokens + max_tokens} tokens ({num_prompt_tokens} in the prompt, "
         f"{max_tokens} for the completion). Please reduce the length of the prompt or of the "
-        "completion.",
+        "completion (context_length_exceeded).",
         param=param,
         code="context_length_exceeded",
     )
@@ -244,7 +243,7 @@ def sampling_params(
         top_k=0 if top_k >= model.vocab_size else max(top_k, 0),
         top_p=_above_zero(form.top_p, "top_p", defaults),
         min_p=_number(form.min_p, "min_p", defaults, 0.0),
-        repetition_penalty=_above_zero(form.repetition_penalty, "repetition_penalty", defaults),
+        repetition_penalty=_number(form.repetition_penalty, "repetition_penalty", defaults, 1.0),
         presence_penalty=_number(form.presence_penalty, "presence_penalty", {}, 0.0),
         frequency_penalty=_number(form.frequency_penalty, "frequency_penalty", {}, 0.0),
         logit_bias=_checked_bias(form.logit_bias, model.vocab_size),

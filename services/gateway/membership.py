@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import structlog
 
-from services.gateway.core.peer_table import PeerTable, Role, Worker, WorkerStatus
+from services.gateway.core.peer_table import OwnModel, PeerTable, Role, Worker, WorkerStatus
 from services.gateway.core.routing import RouteDecision, RouteRequest, RoutingPolicy, route
 from services.gateway.peers import WorkerSession
 from shared.errors import WorkerLost
@@ -39,8 +39,9 @@ class Membership:
         version: str,
         random: Callable[[], float],
         tasks: asyncio.TaskGroup,
+        own_model: OwnModel | None = None,
     ) -> None:
-        self.table = PeerTable()
+        self.table = PeerTable(own_model)
         self._network = network
         self._policy = policy
         self.incarnation = incarnation
@@ -171,11 +172,12 @@ async def membership(
     incarnation: Incarnation,
     version: str,
     random: Callable[[], float],
+    own_model: OwnModel | None = None,
 ) -> AsyncGenerator[Membership]:
     """Own the sessions of all workers for the length of the block."""
     with plain_errors():
         async with asyncio.TaskGroup() as tasks:
-            members = Membership(network, policy, incarnation, version, random, tasks)
+            members = Membership(network, policy, incarnation, version, random, tasks, own_model)
             try:
                 yield members
             finally:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from shared.ids import RequestId
 from shared.request import FinishReason, SamplingParams, TokenLogprobs
+from shared.telemetry.tracing import NO_SPAN, Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +23,7 @@ class GenerationRequest:
 
     label: for logs only, already checked. deadline_at, arrived_at: loop time; ``arrived_at`` is
     when the request's bytes arrived, so that TTFT counts parsing and tokenizing too. cache_salt:
-    keys the prefix cache (tenant).
+    keys the prefix cache (tenant). span: of the call that asks for it.
     """
 
     request_id: RequestId
@@ -32,6 +33,7 @@ class GenerationRequest:
     deadline_at: float | None
     cache_salt: bytes
     arrived_at: float
+    span: Span = field(default=NO_SPAN, repr=False)
 
 
 class TokenBatch(NamedTuple):
@@ -98,6 +100,10 @@ class Mesh(Protocol):
     @property
     def not_ready_reason(self) -> str:
         """One sentence, empty when ready."""
+        ...
+
+    def cluster(self) -> dict[str, Any]:
+        """Return workers, load and the last minute's traffic, JSON-ready: see ``cluster.py``."""
         ...
 
     def generate(self, request: GenerationRequest) -> AbstractAsyncContextManager[Generation]:

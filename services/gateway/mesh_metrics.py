@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from services.gateway.core.peer_table import Role
@@ -36,15 +36,19 @@ class _MeshCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         counts = self._mesh.statistics
         for name, text, value in (
-            ("admitted", "Answers being generated", counts.num_running),
-            ("queued", "Answers that wait for a place", counts.num_waiting),
-            ("refused", "Answers refused since the start: no place in time", counts.num_refused),
+            ("answers_running", "Answers being generated", counts.num_running),
+            ("answers_waiting", "Answers that wait for a place", counts.num_waiting),
             ("pairs", "Pairs of workers that take new work", self._members.num_pairs),
             ("ready", "1 while a request would be taken", int(self._mesh.is_ready)),
             ("legs", "Parts of answers in hand at workers", self._members.num_legs),
-            ("tasks", "Tasks of the event loop", len(asyncio.all_tasks())),
+            ("asyncio_tasks", "Tasks of the event loop", len(asyncio.all_tasks())),
         ):
             yield GaugeMetricFamily(f"pdmesh_gateway_{name}", text, value=value)
+        yield CounterMetricFamily(
+            "pdmesh_gateway_answers_refused",
+            "Answers for which there was no place in time",
+            value=counts.num_refused,
+        )
         workers = GaugeMetricFamily("pdmesh_gateway_workers", "Workers joined", labels=["role"])
         usable = GaugeMetricFamily(
             "pdmesh_gateway_workers_usable", "Workers that take new work", labels=["role"]

@@ -18,8 +18,6 @@ from services.gateway.frontdoor import Form
 from services.gateway.limits import SamplingForm
 from shared.errors import InvalidRequest
 
-JsonObject = dict[str, msgspec.Raw]
-
 
 class StreamOptions(msgspec.Struct):
     """``continuous_usage_stats``: vLLM's; usage in every chunk. ``include_receipt``: ours."""
@@ -57,12 +55,12 @@ class _SamplingBody(msgspec.Struct, kw_only=True):
     add_special_tokens: bool | None = None
     best_of: int | None = None
     use_beam_search: bool | None = None
-    response_format: JsonObject | None = None
-    guided_json: msgspec.Raw | None = None
-    guided_regex: msgspec.Raw | None = None
-    guided_choice: msgspec.Raw | None = None
-    guided_grammar: msgspec.Raw | None = None
-    structured_outputs: msgspec.Raw | None = None
+    response_format: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
     prompt_logprobs: int | None = None
 
     @property
@@ -85,7 +83,7 @@ class Message(msgspec.Struct):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[msgspec.Raw] | None = None
+    tool_calls: list[Any] | None = None
 
 
 class ChatBody(_SamplingBody, kw_only=True):
@@ -96,12 +94,12 @@ class ChatBody(_SamplingBody, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
-    chat_template: msgspec.Raw | None = None
+    chat_template: Any = None
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
-    tools: list[msgspec.Raw] | None = None
-    functions: list[msgspec.Raw] | None = None
+    tools: list[Any] | None = None
+    functions: list[Any] | None = None
     modalities: list[str] | None = None
-    audio: msgspec.Raw | None = None
+    audio: Any = None
 
     def form(self) -> Form:
         """Return what to generate. Raises InvalidRequest: an unsupported or malformed field."""
@@ -116,7 +114,9 @@ class ChatBody(_SamplingBody, kw_only=True):
         if self.top_logprobs and not self.logprobs:
             raise limits.refusal("top_logprobs", "needs logprobs to be true")
         if self.top_logprobs is not None:
-            limits.checked_int(self.top_logprobs, 0, limits.MAX_LOGPROBS, param="top_logprobs")
+            limits.checked_int(
+                self.top_logprobs, *limits.INTEGERS["top_logprobs"], param="top_logprobs"
+            )
         newer = self.max_completion_tokens
         return Form(
             sampling=_sampling(
@@ -268,12 +268,9 @@ def _logit_bias(bias: dict[str, float] | None) -> list[tuple[int, float]]:
     if not bias:
         return []
     limits.checked_count(len(bias), limits.MAX_LOGIT_BIAS, param="logit_bias")
-    if not all(re.fullmatch("[0-9]{1,10}", key) for key in bias):
-        raise limits.refusal("logit_bias", "keys must be token ids")
-    by_id = {int(key): value for key, value in bias.items()}
-    if len(by_id) != len(bias):
-        raise limits.refusal("logit_bias", "names a token twice")
-    return list(by_id.items())
+    if not all(re.fullmatch(limits.BIAS_KEY_PATTERN, key) for key in bias):
+        raise limits.refusal("logit_bias", "keys must be token ids, in decimal")
+    return [(int(key), value) for key, value in bias.items()]
 
 
 def _one(n: int | None) -> int:
@@ -281,8 +278,7 @@ def _one(n: int | None) -> int:
 
 
 def _refuse_unsupported(body: _SamplingBody) -> None:
-    kind = (body.response_format or {}).get("type")
-    if kind is not None and bytes(kind) != b'"text"':
+    if (body.response_format or {}).get("type", "text") != "text":
         raise _unsupported("response_format", "only free text is supported")
     for name in (
         "guided_json",
@@ -301,8 +297,8 @@ def _refuse_unsupported(body: _SamplingBody) -> None:
 
 
 def _refuse_present(body: _SamplingBody, name: str, why: str) -> None:
-    value: msgspec.Raw | None = getattr(body, name)
-    if value is not None and bytes(value) not in (b"null", b"false"):
+    value: Any = getattr(body, name)
+    if value is not None and value is not False:
         raise _unsupported(name, why)
 
 

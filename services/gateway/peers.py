@@ -70,7 +70,7 @@ class AttemptOrder:
     """What both legs of an attempt are told alike.
 
     token_column: packed token ids, prompt and what the client already has. deadline_s: seconds
-    left, 0 = none.
+    left, 0 = none. trace_context: see ``tracing.Span.context``.
     """
 
     request_id: bytes
@@ -80,6 +80,7 @@ class AttemptOrder:
     sampling: SamplingParams
     deadline_s: float
     cache_salt: bytes
+    trace_context: str
 
 
 class WorkerSession:
@@ -139,6 +140,7 @@ class WorkerSession:
                     deadline_s=order.deadline_s,
                     decode_incarnation=decode,
                     cache_salt=order.cache_salt,
+                    trace_context=order.trace_context,
                 )
             )
         )
@@ -162,6 +164,7 @@ class WorkerSession:
                     wait_s=wait_s,
                     prefill_incarnation=prefill,
                     cache_salt=order.cache_salt,
+                    trace_context=order.trace_context,
                 )
             )
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from services.gateway.app import serve_gateway
+from services.gateway.core.peer_table import OwnModel
 from services.gateway.text import TextModel
 from shared.config import GatewayConfig
 from shared.model_folder import ModelFolder, resolve_model
@@ -38,6 +39,7 @@ def run_gateway(config: GatewayConfig) -> int:
                 ready,
                 process.stop,
                 defaults=folder.generation_defaults,
+                own_model=OwnModel(name=config.model, vocab_size=folder.vocab_size),
             )
         finally:
             text.close()

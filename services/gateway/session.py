@@ -36,6 +36,7 @@ from shared.errors import DeadlinePassed, MeshError, NoBlocks, WorkerLost
 from shared.ids import Incarnation, StreamId
 from shared.request import FinishReason
 from shared.rpc.columns import pack_u32
+from shared.telemetry.moments import Moment, note
 
 _log = structlog.get_logger(__name__)
 
@@ -109,6 +110,9 @@ class _LegShell:
         self._request.apply(self._request.lifecycle.granted(self._attempt))
 
     def joined(self, event: wire.Joined) -> None:
+        self._request.timeline.joined(
+            num_bytes=event.bytes_received, receive_s=event.receive_s, lane=event.lane
+        )
         self._request.lifecycle.joined(self._attempt)
 
     def failed(self, error: MeshError, *, lost: bool) -> None:
@@ -194,10 +198,7 @@ class RequestShell:
         return self.lifecycle.finish_reason
 
     def receipt(self) -> dict[str, Any]:
-        receipt = self.timeline.receipt(
-            attempts=self.lifecycle.num_attempts, output_tokens=self.lifecycle.num_output_tokens
-        )
-        return receipt.as_dict()
+        return self.timeline.receipt().as_dict()
 
     # --- dispatch -------------------------------------------------------------------------------
 
@@ -269,14 +270,15 @@ class RequestShell:
         needs_decode = lifecycle.needs_decode
         token_ids, sampling = lifecycle.token_ids, lifecycle.sampling
         attempt = lifecycle.dispatched()
-        self.timeline.dispatched(decision, has_decode=needs_decode)
+        trace_context = self.timeline.dispatched(decision, has_decode=needs_decode)
+        now = asyncio.get_running_loop().time()
         _log.info(
-            "routed",
+            Moment.ROUTED.value,
             request_id=self._request.request_id.hex(),
+            at_s=now,
             attempt=attempt,
             decision=decision.as_dict(),
         )
-        now = asyncio.get_running_loop().time()
         order = AttemptOrder(
             request_id=self._request.request_id,
             attempt=attempt,
@@ -285,6 +287,7 @@ class RequestShell:
             sampling=sampling,
             deadline_s=self._remaining_s(),
             cache_salt=self._request.cache_salt,
+            trace_context=trace_context,
         )
         prefill = _LegShell(self, attempt, Leg.PREFILL, self._membership.session(decision.prefill))
         self._legs = {Leg.PREFILL: prefill}
@@ -300,6 +303,7 @@ class RequestShell:
         decode.stream_id = decode.session.reserve(
             decode, order, decision.prefill, wait_s=max(LEAST_WAIT_S, self._blocks_by - now)
         )
+        self._note(Moment.DISPATCHED, attempt=attempt)
 
     def _remaining_s(self) -> float:
         if self._request.deadline_at is None:
@@ -313,17 +317,23 @@ class RequestShell:
         for effect in effects:
             match effect:
                 case Emit(tokens):
+                    self._note(Moment.EMITTED, index=tokens[0].position, num_tokens=len(tokens))
                     self.timeline.emitted(len(tokens))
                     self._pending.extend(tokens)
                 case CancelLeg(leg):
                     self._legs[leg].cancel()
                 case Reroute():
                     self._reroute = effect
+                    self.timeline.attempt_failed(effect.error)
                 case End():
                     self._end = effect
+                    self._note(Moment.ENDED, finish_reason=self.finish_reason.name.lower())
                     self._drop_legs()
                     self.timeline.ended(effect.error)
         self._wake.set()
+
+    def _note(self, moment: Moment, **facts: Any) -> None:
+        note(moment, self._request.request_id, **facts)
 
     def _drop_legs(self) -> None:
         for shell in self._legs.values():
@@ -346,6 +356,9 @@ async def closing(shell: RequestShell) -> AsyncGenerator[RequestShell]:
         yield shell
     except MeshError as error:
         shell.fail(error)
+        raise
+    except BaseException:
+        shell.timeline.abandoned()
         raise
     finally:
         shell.close()

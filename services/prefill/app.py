@@ -23,7 +23,8 @@ from shared.ids import Incarnation, new_incarnation
 from shared.rpc.join import WorkerRole
 from shared.runtime.platform import Platform
 from shared.runtime.worker import WorkerLife, WorkerParts, devices, pool_and_scheduler
-from shared.telemetry.worker import WorkerHoldings
+from shared.telemetry.tracing import tracing
+from shared.telemetry.worker import PairSpeed, WorkerHoldings
 from shared.transfer.plan import DEFAULT_MAX_FRAME_BYTES, TransferMode
 from shared.version import VERSION
 
@@ -44,7 +45,10 @@ class PrefillWorker:
         """See ``serve_prefill``."""
         config, platform, engine = self._config, self._platform, self._engine
         life = WorkerLife(WorkerRole.PREFILL, config, platform, engine, self.incarnation)
-        async with devices(platform, engine) as (compute, transport):
+        async with (
+            tracing("pdmesh-prefill", self.incarnation, VERSION) as tracer,
+            devices(platform, engine) as (compute, transport),
+        ):
             pusher = self.pusher = Pusher(
                 engine=engine,
                 compute=compute,
@@ -73,6 +77,7 @@ class PrefillWorker:
                 max_jobs=config.max_jobs,
                 paired=lambda: pairs.paired,
                 on_change=life.changed,
+                tracer=tracer,
             )
             intake = Intake(stepper, self.incarnation, VERSION, on_silent=life.doubt)
 
@@ -86,7 +91,18 @@ class PrefillWorker:
                     tasks=len(asyncio.all_tasks()),
                 )
 
+            def pair_speeds() -> list[PairSpeed]:
+                return [
+                    PairSpeed(
+                        decode=str(pair.address),
+                        lane=pair.lane,
+                        bytes_per_s=pair.gbytes_per_s * 1e9,
+                    )
+                    for pair in pairs.statistics()
+                ]
+
             stepper.metrics.holdings = holdings
+            stepper.metrics.pairs = pair_speeds
             parts = WorkerParts(
                 servicers=[intake.sessions.servicer],
                 sessions=intake.sessions,

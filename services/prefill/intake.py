@@ -100,6 +100,7 @@ class Intake:
                 item=order.item,
                 decode=order.decode_incarnation,
                 deadline_at=None if order.deadline_s is None else now + order.deadline_s,
+                trace_context=order.trace_context,
             )
             line.job = self._stepper.submit(request, line)
         except MeshError as error:

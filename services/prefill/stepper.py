@@ -39,20 +39,23 @@ from shared.schedule.plan import NewToken, StepPlan
 from shared.schedule.scheduler import Scheduler
 from shared.schedule.sequence import Sequence
 from shared.telemetry.moments import Moment, note
-from shared.telemetry.worker import MovingMean, WorkerLoad, WorkerMetrics
+from shared.telemetry.tracing import CANCELLED, NO_TRACER, Phases, Span, Tracer, Value
+from shared.telemetry.worker import MovingMean, PrefillMetrics, WorkerLoad
 
 _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillRequest:
-    """One attempt to prefill. decode: where the KV goes, None = nowhere. deadline_at: loop time."""
+    """One attempt to prefill. decode: where the KV goes, None = nowhere. deadline_at: loop time.
+    trace_context: see ``tracing.Span.context``."""
 
     request_id: RequestId
     attempt: int
     item: WorkItem
     decode: Incarnation | None
     deadline_at: float | None
+    trace_context: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +99,8 @@ class PrefillJob:
     sink: JobSink
     push: PushHandle | None
     arrived_at: float
+    span: Span
+    phases: Phases
     started_at: float = 0.0
     stats: PushStats = field(default_factory=PushStats)
     deadline: asyncio.TimerHandle | None = None
@@ -118,6 +123,7 @@ class Stepper:
         max_jobs: int,
         paired: Callable[[], tuple[int, ...]] = lambda: (),
         on_change: Callable[[], None] = lambda: None,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         self._engine = engine
         self._compute = compute
@@ -127,7 +133,8 @@ class Stepper:
         self._max_jobs = max_jobs
         self._paired = paired
         self._on_change = on_change
-        self.metrics = WorkerMetrics("prefill", self.load)
+        self._tracer = tracer
+        self.metrics = PrefillMetrics(self.load)
         self._step_s = MovingMean()
         self._jobs: dict[Sequence, PrefillJob] = {}
         self._wake = asyncio.Event()
@@ -165,7 +172,9 @@ class Stepper:
                 self._scheduler.release(sequence)
                 raise
         core = Job(has_push=push is not None)
-        job = PrefillJob(request.request_id, sequence, core, sink, push, arrived_at=now)
+        span = self._tracer.within(request.trace_context)
+        phases = Phases(span, "prefill.queue", now)
+        job = PrefillJob(request.request_id, sequence, core, sink, push, now, span, phases)
         self._jobs[sequence] = job
         self._idle.clear()
         if request.deadline_at is not None:
@@ -233,7 +242,9 @@ class Stepper:
             job = self._jobs[sequence]
             job.started_at = now
             self._handle(job, JobEvent.ADMITTED)
-            self.metrics.wait_seconds.observe(now - job.arrived_at)
+            job.phases.turn("prefill.compute", now)
+            self.metrics.queue_seconds.observe(now - job.arrived_at)
+            self.metrics.prompt_tokens.inc(sequence.num_tokens)
             self.metrics.cached_tokens.inc(sequence.num_cached_tokens)
         for failure in plan.failed:
             self._handle(self._jobs[failure.sequence], JobEvent.FAILED, failure.error)
@@ -265,6 +276,8 @@ class Stepper:
             cached_tokens=token.sequence.num_cached_tokens,
         )
         job.sink.token(token, times)
+        tokens, cached = token.sequence.num_prompt_tokens, times.cached_tokens
+        job.phases.end({"pdmesh.prompt_tokens": tokens, "pdmesh.cached_tokens": cached})
         note(Moment.SAMPLED, job.request_id, seconds=times.compute_s)
         if job.push is None or token.finish_reason is not FinishReason.NONE:
             self._handle(job, JobEvent.SAMPLED_LAST)
@@ -280,10 +293,17 @@ class Stepper:
         try:
             job.stats = await push.wait()
         except MeshError as error:
+            _trace_push(job, push, error=error.type)
             self._handle(job, JobEvent.PUSH_FAILED, error)
         else:
+            _trace_push(job, push)
             note(Moment.ACKNOWLEDGED, job.request_id, num_frames=job.stats.num_frames)
-            self.metrics.transfer_bytes.inc(job.stats.num_bytes)
+            self.metrics.transferred(
+                job.stats.num_bytes,
+                transfer_s=job.stats.transfer_s,
+                exposed_s=job.stats.exposed_s,
+                lane=job.stats.lane,
+            )
             self._handle(job, JobEvent.PUSH_DONE)
         self._handle(job, JobEvent.PUSH_SETTLED)
 
@@ -292,6 +312,8 @@ class Stepper:
 
     def _handle(self, job: PrefillJob, event: JobEvent, error: MeshError | None = None) -> None:
         for effect in job.core.handle(event, error):
+            if isinstance(effect, StopCompute):
+                job.phases.end(error=CANCELLED if error is None else error.type)
             self._perform(job, effect)
 
     def _perform(self, job: PrefillJob, effect: Effect) -> None:
@@ -372,3 +394,18 @@ class Stepper:
             is_draining=self._is_draining,
             paired=self._paired(),
         )
+
+
+def _trace_push(job: PrefillJob, push: PushHandle, *, error: str = "") -> None:
+    """Report a transfer that is over, if anything was sent or should have been."""
+    if not job.span.is_recording or not (push.num_frames or error):
+        return
+    began_at = job.arrived_at if push.first_sent_at is None else push.first_sent_at
+    attributes: dict[str, Value] = {
+        "pdmesh.bytes": push.num_bytes,
+        "pdmesh.frames": push.num_frames,
+        "pdmesh.lane": push.link.endpoint.lane,
+    }
+    if not error:
+        attributes |= {"pdmesh.mode": job.stats.mode, "pdmesh.exposed_s": job.stats.exposed_s}
+    job.span.phase("prefill.push", began_at, attributes, error=error)

@@ -1,0 +1,1 @@
+"""The life of a process: loops, signals, drain, the cord to its parent."""

@@ -27,6 +27,7 @@ from shared.runtime.platform import Platform
 from shared.schedule.scheduler import SchedulePolicy, Scheduler
 from shared.telemetry.listener import serve_metrics
 from shared.telemetry.loop_lag import watch_loop_lag
+from shared.telemetry.process import register_process_metrics
 from shared.telemetry.worker import WorkerLoad, WorkerMetrics
 from shared.transport.base import Transport
 from shared.version import VERSION
@@ -108,6 +109,9 @@ class WorkerLife:
                 on_peers=parts.on_peers,
                 on_drain=stop.set,
                 on_change=self._show_readiness,
+            )
+            register_process_metrics(
+                parts.metrics.registry, self._role.name.lower(), self._incarnation, VERSION
             )
             self._parts = parts
             self._show_readiness()  # not ready until a gateway has taken this worker in

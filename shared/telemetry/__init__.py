@@ -1,0 +1,1 @@
+"""Metrics, receipts, moments, loop lag: what a service says of itself."""

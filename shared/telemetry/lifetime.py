@@ -73,6 +73,7 @@ class Receipt:
     attempts: int = 0
     cached_tokens: int = 0
     decode_cached_tokens: int = 0
+    prompt_tokens: int = 0
     output_tokens: int = 0
     errors: tuple[str, ...] = ()
 

@@ -6,7 +6,7 @@ registry of its own, so that a mesh in one process keeps its workers apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -22,6 +22,13 @@ LAG_BUCKETS = (
 )  # fmt: skip
 """Fine round the goal: 99 % below 5 ms."""
 WAIT_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+TRANSFER_BUCKETS = (
+    0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0
+)  # fmt: skip
+SPEED_BUCKETS = (
+    1e6, 3e6, 1e7, 3e7, 1e8, 2e8, 5e8, 1e9, 2e9, 3e9, 5e9, 7.5e9, 1e10, 2e10, 5e10, 1e11, 2e11, 5e11
+)  # fmt: skip
+"""Bytes a second, from slow TCP to NVLink."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,53 +65,114 @@ class WorkerHoldings:
     tasks: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairSpeed:
+    """One ready pair, as prefill measures it. decode: host:port."""
+
+    decode: str
+    lane: str
+    bytes_per_s: float
+
+
 class WorkerMetrics:
-    """Counters and histograms that the shells feed, and gauges read when scraped: from ``load``,
-    and from ``holdings``, which whoever puts the worker together sets."""
+    """What both roles count: counters and histograms that the shells feed, and gauges read when
+    scraped, from ``load`` and from ``holdings``, which whoever puts the worker together sets."""
 
     def __init__(self, role: str, load: Callable[[], WorkerLoad]) -> None:
-        self.registry = CollectorRegistry()
-        prefix = f"pdmesh_{role}"
+        self.registry = registry = CollectorRegistry()
+        self.prefix = prefix = f"pdmesh_{role}"
         self.step_seconds = Histogram(
             f"{prefix}_step_seconds", "Time of one engine step", buckets=STEP_BUCKETS,
-            registry=self.registry,
+            registry=registry,
         )  # fmt: skip
         self.step_tokens = Counter(
-            f"{prefix}_step_tokens", "Token positions computed", registry=self.registry
+            f"{prefix}_step_tokens", "Token positions computed", registry=registry
         )
         self.step_rows = Counter(
-            f"{prefix}_step_rows", "Rows (sequence shares) computed", registry=self.registry
+            f"{prefix}_step_rows", "Rows (sequence shares) computed", registry=registry
+        )
+        self.prompt_tokens = Counter(
+            f"{prefix}_prompt_tokens", "Tokens looked up in the prefix cache", registry=registry
         )
         self.cached_tokens = Counter(
-            f"{prefix}_cached_tokens", "Prompt tokens found in the prefix cache",
-            registry=self.registry,
-        )  # fmt: skip
-        self.preemptions = Counter(
-            f"{prefix}_preemptions", "Sequences that lost their blocks to others",
-            registry=self.registry,
-        )  # fmt: skip
+            f"{prefix}_cached_tokens", "Tokens found in the prefix cache", registry=registry
+        )
         self.requests = Counter(
-            f"{prefix}_requests", "Attempts by how they ended", ["outcome"], registry=self.registry
+            f"{prefix}_requests", "Attempts by how they ended", ["outcome"], registry=registry
         )
-        self.transfer_bytes = Counter(
-            f"{prefix}_transfer_bytes", "KV bytes pushed or received", registry=self.registry
-        )
-        self.wait_seconds = Histogram(
-            f"{prefix}_wait_seconds", "Wait for the first step or grant", buckets=WAIT_BUCKETS,
-            registry=self.registry,
+        self.queue_seconds = Histogram(
+            f"{prefix}_queue_time_seconds", "Wait for the first step, or for blocks",
+            buckets=WAIT_BUCKETS, registry=registry,
         )  # fmt: skip
         self.loop_lag_seconds = Histogram(
             f"{prefix}_loop_lag_seconds", "Lateness of the loop's timers", buckets=LAG_BUCKETS,
-            registry=self.registry,
+            registry=registry,
         )  # fmt: skip
         self.loop_lag = LagWindow()
         self.holdings: Callable[[], WorkerHoldings] = WorkerHoldings
-        self.registry.register(_LoadCollector(prefix, load, lambda: self.holdings()))
+        registry.register(_LoadCollector(prefix, load, lambda: self.holdings()))
 
     def observe_loop_lag(self, lag_s: float) -> None:
         """Take in how late a timer of the loop was."""
         self.loop_lag_seconds.observe(lag_s)
         self.loop_lag.add(lag_s)
+
+
+class PrefillMetrics(WorkerMetrics):
+    """A prefill worker's. pairs: read when scraped; whoever puts the worker together sets it."""
+
+    def __init__(self, load: Callable[[], WorkerLoad]) -> None:
+        super().__init__("prefill", load)
+        prefix, registry = self.prefix, self.registry
+        self._transfer_bytes = Counter(
+            f"{prefix}_transfer_bytes", "KV bytes pushed", ["lane"], registry=registry
+        )
+        self._transfer_seconds = Histogram(
+            f"{prefix}_transfer_seconds", "First frame sent to last acknowledgement", ["lane"],
+            buckets=TRANSFER_BUCKETS, registry=registry,
+        )  # fmt: skip
+        self._transfer_exposed = Histogram(
+            f"{prefix}_transfer_exposed_seconds",
+            "Token sampled to last acknowledgement: what no compute hid",
+            ["lane"], buckets=TRANSFER_BUCKETS, registry=registry,
+        )  # fmt: skip
+        self._transfer_speed = Histogram(
+            f"{prefix}_transfer_bytes_per_second",
+            "Bytes of one transfer over its time, of which some is compute that it waited for",
+            ["lane"], buckets=SPEED_BUCKETS, registry=registry,
+        )  # fmt: skip
+        self.pairs: Callable[[], Sequence[PairSpeed]] = tuple
+        registry.register(_PairCollector(prefix, lambda: self.pairs()))
+
+    def transferred(
+        self, num_bytes: int, *, transfer_s: float, exposed_s: float, lane: str
+    ) -> None:
+        """Take in a transfer that is acknowledged; one that had nothing to move is none."""
+        if not num_bytes:
+            return
+        self._transfer_bytes.labels(lane).inc(num_bytes)
+        self._transfer_seconds.labels(lane).observe(transfer_s)
+        self._transfer_exposed.labels(lane).observe(exposed_s)
+        if transfer_s > 0:
+            self._transfer_speed.labels(lane).observe(num_bytes / transfer_s)
+
+
+class DecodeMetrics(WorkerMetrics):
+    """A decode worker's."""
+
+    def __init__(self, load: Callable[[], WorkerLoad]) -> None:
+        super().__init__("decode", load)
+        self.preemptions = Counter(
+            f"{self.prefix}_preemptions", "Sequences that lost their blocks to others",
+            registry=self.registry,
+        )  # fmt: skip
+        self.transfer_bytes = Counter(
+            f"{self.prefix}_transfer_bytes", "KV bytes received", ["lane"], registry=self.registry
+        )
+        self.transfer_seconds = Histogram(
+            f"{self.prefix}_transfer_seconds", "First frame announced to last one placed", ["lane"],
+            buckets=TRANSFER_BUCKETS, registry=self.registry,
+        )  # fmt: skip
 
 
 class _LoadCollector(Collector):
@@ -120,22 +188,55 @@ class _LoadCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         load, holdings = self._load(), self._holdings()
+        blocks = {
+            "free": load.free_blocks,
+            "reserved": load.reserved_blocks,
+            "quarantined": load.quarantined_blocks,
+        }
+        num_blocks = sum(blocks.values())
+        usage = 1 - load.free_blocks / num_blocks if num_blocks else 0.0
         for name, text, value in (
             ("pending_tokens", "Prompt tokens queued or running", load.pending_tokens),
-            ("waiting", "Sequences waiting", load.num_waiting),
-            ("running", "Sequences running", load.num_running),
-            ("free_blocks", "KV blocks free or only cached", load.free_blocks),
-            ("reserved_blocks", "KV blocks held by leases and sequences", load.reserved_blocks),
-            ("quarantined_blocks", "KV blocks a transfer may still touch", load.quarantined_blocks),
+            ("requests_waiting", "Sequences and reservations that wait", load.num_waiting),
+            ("requests_running", "Sequences that run", load.num_running),
+            ("kv_cache_usage_ratio", "Share of the KV blocks that is not free", usage),
             ("draining", "1 while taking nothing new", int(load.is_draining)),
-            ("pairs", "Partners whose canary crossed", len(load.paired)),
             ("sessions", "Gateways that talk to this worker", holdings.sessions),
             ("endpoints", "Transport endpoints, closing ones included", holdings.endpoints),
-            ("transfers", "KV transfers that are not settled", holdings.transfers),
-            ("free_slots", "Staging slots free", holdings.free_slots),
-            ("tasks", "Tasks of the event loop", holdings.tasks),
-        ):  # fmt: skip
+            ("transfers_open", "KV transfers that are not settled", holdings.transfers),
+            ("staging_slots_free", "Staging slots free", holdings.free_slots),
+            ("asyncio_tasks", "Tasks of the event loop", holdings.tasks),
+        ):
             yield GaugeMetricFamily(f"{self._prefix}_{name}", text, value=value)
+        states = GaugeMetricFamily(
+            f"{self._prefix}_kv_blocks",
+            "KV blocks: free (or only cached), reserved (by leases and sequences), quarantined (a "
+            "transfer may still touch them)",
+            labels=["state"],
+        )
+        for state, number in blocks.items():
+            states.add_metric([state], number)
+        yield states
+
+
+class _PairCollector(Collector):
+    def __init__(self, prefix: str, pairs: Callable[[], Sequence[PairSpeed]]) -> None:
+        self._prefix = prefix
+        self._pairs = pairs
+
+    def collect(self) -> Iterator[Metric]:
+        pairs = self._pairs()
+        yield GaugeMetricFamily(
+            f"{self._prefix}_pairs", "Decode workers whose canary crossed", value=len(pairs)
+        )
+        speeds = GaugeMetricFamily(
+            f"{self._prefix}_pair_bytes_per_second",
+            "Speed of each pair: of its canary, then a moving mean over large frames",
+            labels=["decode", "lane"],
+        )
+        for pair in pairs:
+            speeds.add_metric([pair.decode, pair.lane], pair.bytes_per_s)
+        yield speeds
 
 
 class MovingMean:

@@ -195,6 +195,9 @@ def test_damaged_messages_break_a_rule_or_nothing(name: str, data: st.DataObject
         ("deadline_s", math.inf),
         ("cache_salt", bytes(1000)),
         ("sampling", None),
+        ("trace_context", "nonsense"),
+        ("trace_context", f"00-{'A' * 32}-{'b' * 16}-01"),
+        ("trace_context", f"00-{'a' * 32}-{'b' * 16}-01-"),
     ],
 )
 def test_order_that_breaks_a_rule_names_the_field(field: str, value: Any) -> None:

@@ -18,10 +18,10 @@ from services.decode.reservation import DecodeRequest, Reservations, ReserveRequ
 from shared.errors import MeshError
 from shared.ids import Incarnation, StreamId
 from shared.kv.pool import BlockPool
-from shared.schedule.sequence import Sequence as TokenSequence
 from shared.request import FinishReason, SamplingParams, WorkItem
 from shared.schedule.plan import NewToken
-from shared.telemetry.worker import WorkerLoad, WorkerMetrics
+from shared.schedule.sequence import Sequence as TokenSequence
+from shared.telemetry.worker import DecodeMetrics, WorkerLoad
 from shared.transfer.messages import TransferKey
 from tests.support.stamped_kv import StampedKv
 from tests.support.transfer_ends import RUNNING, num_tokens_of, request_of
@@ -82,7 +82,7 @@ class LedgerEnd:
             on_release=self._release,
             leases=self.leases,
             spec=engine.spec,
-            metrics=WorkerMetrics("decode", WorkerLoad),
+            metrics=DecodeMetrics(WorkerLoad),
             max_requests=1 << 10,
         )
         self._requests: dict[TransferKey, DecodeRequest | None] = {}
@@ -146,7 +146,7 @@ class LedgerEnd:
     def granted(self, stream_id: StreamId, *, cached_tokens: int, wait_s: float) -> None:
         """See ``AnswerLine``; so are the next four."""
 
-    def joined(self, stream_id: StreamId, stats: ReceiveStats) -> None:
+    def joined(self, stream_id: StreamId, stats: ReceiveStats, lane: str) -> None:
         self.num_placed += 1
 
     def step_tokens(self, tokens: Sequence[tuple[StreamId, NewToken]]) -> None:

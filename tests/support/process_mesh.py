@@ -15,7 +15,15 @@ import os
 import re
 import socket
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Generator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -182,7 +190,7 @@ class ProcessMesh:
                 await asyncio.sleep(LOOK_AGAIN_S)
 
     async def gauges(self, process: ServiceProcess) -> dict[str, float]:
-        """Scrape; the names without the common beginning, e.g. 'free_blocks'."""
+        """Scrape; the names without the common beginning, e.g. 'legs'."""
         async with (
             aiohttp.ClientSession() as session,
             session.get(process.metrics_url) as response,
@@ -221,12 +229,12 @@ class ProcessMesh:
             for worker in workers:
                 gauges = found[worker.name] = await self.gauges(worker)
                 wanted = {
-                    "free_blocks": worker.facts["num_blocks"],
-                    "free_slots": 2,
+                    "kv_blocks:free": worker.facts["num_blocks"],
+                    "staging_slots_free": 2,
                     "sessions": len(gateways),
                 }
-                idle = ("reserved_blocks", "quarantined_blocks", "transfers", "pending_tokens",
-                        "waiting", "running")  # fmt: skip
+                idle = ("kv_blocks:reserved", "kv_blocks:quarantined", "transfers_open",
+                        "pending_tokens", "requests_waiting", "requests_running")  # fmt: skip
                 if any(gauges[name] != value for name, value in wanted.items()):
                     return False
                 if any(gauges[name] for name in idle):
@@ -236,7 +244,7 @@ class ProcessMesh:
                 # The scrape itself is a request in progress.
                 if gauges["requests_running"] != 1:
                     return False
-                if any(gauges[name] for name in ("admitted", "queued", "legs")):
+                if any(gauges[name] for name in ("answers_running", "answers_waiting", "legs")):
                     return False
             return True
 
@@ -255,6 +263,7 @@ class ProcessMesh:
         *,
         on_token: Callable[[Answer], object] | None = None,
         leave_after: int | None = None,
+        headers: Mapping[str, str] | None = None,
         **params: Any,
     ) -> Answer:
         """Ask over HTTP and read the stream to its end, whatever it is.
@@ -276,7 +285,7 @@ class ProcessMesh:
         async with (
             asyncio.timeout(ANSWERS_WITHIN_S),
             aiohttp.ClientSession() as session,
-            session.post(url, json=body) as response,
+            session.post(url, json=body, headers=headers) as response,
         ):
             answer.status = response.status
             if response.status != 200:
@@ -297,7 +306,13 @@ class ProcessMesh:
         return answer
 
     async def ask_grpc(
-        self, gateway: ServiceProcess, prompt: Sequence[int], max_tokens: int = 16, **params: Any
+        self,
+        gateway: ServiceProcess,
+        prompt: Sequence[int],
+        max_tokens: int = 16,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        **params: Any,
     ) -> tuple[list[int], dict[str, Any]]:
         """Ask over gRPC; token ids, whose indices must be dense, and the receipt.
 
@@ -317,7 +332,7 @@ class ProcessMesh:
         async with (
             asyncio.timeout(ANSWERS_WITHIN_S),
             TcpNetwork().channel(address) as channel,
-            open_stream(channel, GENERATE) as stream,
+            open_stream(channel, GENERATE, metadata=metadata) as stream,
         ):
             await stream.send(request, end=True)
             async for reply in stream:
@@ -343,11 +358,11 @@ async def process_mesh(engine: str = "fake") -> AsyncGenerator[ProcessMesh]:
 
 
 def parse_gauges(text: str) -> dict[str, float]:
-    """Every number without labels, by its name without ``pdmesh_<service>_``; of those with labels
-    the ones by role, e.g. 'workers:decode'."""
-    pattern = r'^pdmesh_(?:gateway|prefill|decode)_(\w+)(?:\{role="(\w+)"\})? (\S+)$'
+    """Every number by its name without ``pdmesh_<service>_``; of those with labels the ones by role
+    or state, e.g. 'workers:decode'."""
+    pattern = r'^pdmesh_(?:gateway|prefill|decode)_(\w+)(?:\{(?:role|state)="(\w+)"\})? (\S+)$'
     found: list[tuple[str, str, str]] = re.findall(pattern, text, re.MULTILINE)
-    return {f"{name}:{role}" if role else name: float(value) for name, role, value in found}
+    return {f"{name}:{label}" if label else name: float(value) for name, label, value in found}
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:

@@ -10,10 +10,15 @@ from typing import Any
 
 from services.gateway.auth import KeyRing
 from services.gateway.client_metrics import ClientMetrics
+from services.gateway.cluster import cluster_body
+from services.gateway.core.admission import AdmissionStatistics
+from services.gateway.core.peer_table import PeerTable
+from services.gateway.core.window import Window
 from services.gateway.frontdoor import FrontDoor
 from services.gateway.http import serve_http
 from services.gateway.mesh import Generation, GenerationRequest, ServedModel, TokenBatch
 from services.gateway.text import TextModel
+from shared.ids import Incarnation
 from shared.request import FinishReason, TokenLogprobs
 from shared.rpc.network import Address
 from tests.support.tiny_tokenizer import (
@@ -32,9 +37,15 @@ MODEL = ServedModel(name="tiny", vocab_size=VOCAB_SIZE, max_model_len=512, creat
 class ScriptedGeneration:
     """One scripted answer."""
 
-    def __init__(self, request: GenerationRequest, batches: AsyncGenerator[TokenBatch]) -> None:
+    def __init__(
+        self,
+        request: GenerationRequest,
+        batches: AsyncGenerator[TokenBatch],
+        receipt: dict[str, Any],
+    ) -> None:
         self._num_prompt_tokens = len(request.token_ids)
         self._batches = batches
+        self._receipt = receipt
         self.is_over = False
 
     def __aiter__(self) -> AsyncIterator[TokenBatch]:
@@ -45,7 +56,7 @@ class ScriptedGeneration:
         return self._num_prompt_tokens // 2
 
     def receipt(self) -> dict[str, Any]:
-        return {"ttft_s": 0.5, "is_over": self.is_over}
+        return {**self._receipt, "is_over": self.is_over}
 
 
 class ScriptedMesh:
@@ -56,6 +67,7 @@ class ScriptedMesh:
         self.model = model
         self.not_ready_reason = "" if model is not None else "no worker has joined yet"
         self.refusal: Exception | None = None
+        self.receipt: dict[str, Any] = {"ttft_s": 0.5}
         self.requests: list[GenerationRequest] = []
         self.num_running = 0
         self._changed = asyncio.Event()
@@ -63,6 +75,17 @@ class ScriptedMesh:
     @property
     def is_ready(self) -> bool:
         return not self.not_ready_reason
+
+    def cluster(self) -> dict[str, Any]:
+        return cluster_body(
+            incarnation=Incarnation(1),
+            not_ready_reason=self.not_ready_reason,
+            uptime_s=1.0,
+            model=self.model,
+            table=PeerTable(),
+            counts=AdmissionStatistics(self.num_running, 0, 0),
+            summary=Window(0.0).summary(1.0),
+        )
 
     @asynccontextmanager
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Generation]:
@@ -72,7 +95,7 @@ class ScriptedMesh:
         self._count(1)
         try:
             async with aclosing(self.script(request)) as batches:
-                generation = ScriptedGeneration(request, batches)
+                generation = ScriptedGeneration(request, batches, self.receipt)
                 yield generation
             generation.is_over = True
         finally:

@@ -133,6 +133,18 @@ def test_a_child_reads_back_what_its_parent_wrote(config: ServiceConfig) -> None
         ("decode --log-level loud", "--log-level must be debug, info, warning or error", 2),
         ("prefill --gateway 10.0.0.5:port", "--gateway must be host:port", 2),
         ("generate hi --url ftp://x", "--url must be http://", 2),
+        ("chat --url http:/x", "--url must be http://", 2),
+        ("top --interval 0", "--interval must be 0.1..3600 seconds", 2),
+        ("top --intervall 3", "Did you mean --interval?", 2),
+        ("doctor --gateway 10.0.0.5:8001", "--gateway must be http://", 2),
+        ("completion tcsh", '"bash", "zsh", "fish"', 2),
+        ("gateway --config /no/such/file", "cannot read the configuration /no/such/file", 2),
+        ("up --config /no/such/file", "cannot read the configuration /no/such/file", 2),
+        ("demo --config /no/such/file", "cannot read the configuration /no/such/file", 2),
+        ("config --config /no/such/file", "cannot read the configuration /no/such/file", 2),
+        ("models --url http://127.0.0.1:1", "pdmesh up", 1),
+        ("top --once --url http://127.0.0.1:1", "pdmesh up", 1),
+        ("chat --url http://127.0.0.1:1", "pdmesh up", 1),
         ("hash-key not/a/name", "a key's name is", 2),
         ("up --model /no/such/folder", "--model wants a folder", 1),
         ("up --port 0 --host 203.0.113.1", "with --host", 1),
@@ -252,7 +264,10 @@ def test_help_names_every_command_and_the_exit_codes(capsys: pytest.CaptureFixtu
     """``pdmesh`` alone is help, too."""
     assert main([]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    for name in ("demo", "up", "gateway", "prefill", "decode", "generate", "hash-key", "version"):
+    for name in (
+        "demo", "up", "doctor", "gateway", "prefill", "decode", "chat", "generate", "models", "top",
+        "config", "completion", "hash-key", "version",
+    ):  # fmt: skip
         assert f"│ {name} " in text
     assert "Exit codes: 0 done, 1 failed, 2 wrong flag" in text
 
@@ -289,7 +304,7 @@ def test_a_mesh_is_planned_from_flags_and_variables(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PDMESH_PORT", "1")  # ours, and no worker's
     monkeypatch.setenv("PDMESH_STAGING_MIB", "32")
     config = UpConfig(prefill=1, decode=2, port=0, engine="fake", num_blocks=8, policy="random")
-    services = plan_mesh(config)
+    services = plan_mesh(config, os.environ).services
     assert [s.name for s in services] == ["gateway", "prefill-0", "decode-0", "decode-1"]
     assert [s.module for s in services][1:3] == ["services.prefill", "services.decode"]
     gateway = config_from_environment(GatewayConfig, services[0].env)
@@ -316,7 +331,7 @@ def test_the_grpc_port_follows_the_http_port(
     monkeypatch.setattr(
         "services.cli.up.require_free_port", lambda _, port, flag: checked.append((port, flag))
     )
-    env = plan_mesh(config)[0].env
+    env = plan_mesh(config, {}).services[0].env
     assert checked == [(ports[0], "--port"), (ports[1], "--grpc-port")]
     assert (env["PDMESH_HTTP_PORT"], env["PDMESH_GRPC_PORT"]) == tuple(map(str, ports))
 
@@ -326,7 +341,7 @@ def test_a_hub_model_is_served_under_its_name(
 ) -> None:
     """The folder in the cache is named by a commit."""
     monkeypatch.setattr("services.cli.up.resolve_model", lambda _: tmp_path)
-    services = plan_mesh(UpConfig(model="org/model", port=0, engine="fake"))
+    services = plan_mesh(UpConfig(model="org/model", port=0, engine="fake"), {}).services
     assert services[0].env["PDMESH_MODEL_NAME"] == "org/model"
 
 

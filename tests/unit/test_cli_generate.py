@@ -7,6 +7,7 @@ import asyncio
 import io
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import pytest
 from aiohttp import web
 from rich.console import Console
 
+from services.cli.client import Refused
 from services.cli.flags import CannotRun
-from services.cli.generate import Answer, Refused, stream_answer
+from services.cli.generate import Answer, shown, stream_answer
 from services.cli.interrupts import Interrupts
 from services.cli.receipt import receipt_table
 from services.gateway.auth import KeyRing, hash_key
@@ -108,6 +110,17 @@ class serving:
 
     async def __aexit__(self, *_: object) -> None:
         await self._runner.cleanup()
+
+
+def test_an_answer_speaks_to_people_and_not_to_their_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Control characters are left out on a terminal, and kept for a file."""
+    text = "a\x1b[2Jb\tc\nd\x07é"
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert shown(text) == text
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert shown(text) == "a[2Jb\tc\ndé"
 
 
 def test_a_receipt_is_a_table_whose_phases_have_names() -> None:

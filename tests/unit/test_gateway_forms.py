@@ -156,6 +156,7 @@ def test_sampling_of_a_completion_body() -> None:
         ({"best_of": 3}, "best_of"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"guided_json": {"type": "object"}}, "guided_json"),
+        ({"guided_regex": 0}, "guided_regex"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
@@ -173,6 +174,15 @@ def test_what_would_change_the_answer_and_is_not_served_is_refused(
     assert caught.value.param == param
 
 
+@pytest.mark.parametrize("value", [{"type": "object"}, "a|b", ["a"], True, 0])
+@pytest.mark.parametrize("field", ["guided_json", "structured_outputs", "chat_template", "audio"])
+def test_what_is_not_served_is_said_so_whatever_its_type(field: str, value: Any) -> None:
+    """The client reads that we do not serve it, not that its type is wrong."""
+    with pytest.raises(InvalidRequest) as caught:
+        chat(**{field: value}).form()
+    assert (caught.value.param, caught.value.code) == (field, "unsupported")
+
+
 def test_completions_refuse_text_after_the_answer() -> None:
     """Suffix is not served."""
     with pytest.raises(InvalidRequest, match="suffix"):
@@ -187,7 +197,8 @@ def test_completions_refuse_text_after_the_answer() -> None:
         {"response_format": {"type": "text"}},
         {"modalities": ["text"]},
         {"best_of": 1},
-        {"guided_json": None},
+        {"guided_json": None, "structured_outputs": None},
+        {"guided_json": False, "audio": False},
         {"reasoning_effort": "low", "service_tier": "auto", "prompt_cache_key": "k"},
     ],
 )

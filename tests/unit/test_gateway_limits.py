@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from services.gateway import limits
 from services.gateway.limits import SamplingForm
 from services.gateway.mesh import ServedModel
+from shared import wire
 from shared.errors import InvalidRequest
 from shared.request import SamplingParams
+from shared.rpc.codec import sampling_from_wire, sampling_to_wire
 
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """No test depends on speed."""
@@ -81,6 +83,7 @@ def test_customary_ways_to_say_off() -> None:
         ("top_p", 1.1),
         ("min_p", 1.1),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 5e-324),
         ("presence_penalty", 2.1),
         ("frequency_penalty", -2.1),
         ("seed", 1 << 64),
@@ -104,6 +107,19 @@ def test_a_value_out_of_range_names_its_field(field: str, value: Any) -> None:
     assert field in caught.value.message
 
 
+def over_the_wire(params: SamplingParams) -> SamplingParams:
+    """Return what a worker gets. Raises: it would refuse it, as if the gateway broke the rules."""
+    return sampling_from_wire(wire.SamplingParams.parse(bytes(sampling_to_wire(params))))
+
+
+@pytest.mark.parametrize("name", [name for name in limits.NUMBERS if name != "logit_bias"])
+def test_the_ends_of_every_range_are_within_the_workers_rules(name: str) -> None:
+    """What the gateway lets pass, workers take: else a client's value reads as a broken peer."""
+    for value in limits.NUMBERS[name]:
+        params = over_the_wire(resolve(SamplingForm(**{name: value})))
+        assert math.isclose(getattr(params, name), value, rel_tol=1e-6)
+
+
 @unhurried
 @given(
     st.builds(
@@ -122,7 +138,7 @@ def test_a_value_out_of_range_names_its_field(field: str, value: Any) -> None:
     )
 )
 def test_whatever_is_accepted_is_within_the_workers_rules(form: SamplingForm) -> None:
-    """Any form is refused or becomes finite values that fit the wire."""
+    """Any form is refused or becomes values that the workers' own check lets pass."""
     try:
         params = resolve(form)
     except InvalidRequest:
@@ -133,10 +149,11 @@ def test_whatever_is_accepted_is_within_the_workers_rules(form: SamplingForm) ->
     assert 0 <= params.top_k < MODEL.vocab_size
     assert 0.0 < params.top_p <= 1.0
     assert 0.0 <= params.min_p <= 1.0
-    assert 0.0 < params.repetition_penalty <= 10.0
+    assert 0.01 <= params.repetition_penalty <= 10.0
     assert abs(params.presence_penalty) <= 2.0
     assert abs(params.frequency_penalty) <= 2.0
     assert 0 <= params.seed < 1 << 64
+    over_the_wire(params)
 
 
 def test_a_prompt_must_have_tokens_of_the_vocabulary_and_leave_room() -> None:

@@ -6,7 +6,14 @@ from collections import Counter
 
 import pytest
 
-from services.gateway.core.peer_table import PeerTable, Role, ServedModel, Worker, WorkerStatus
+from services.gateway.core.peer_table import (
+    OwnModel,
+    PeerTable,
+    Role,
+    ServedModel,
+    Worker,
+    WorkerStatus,
+)
 from services.gateway.core.routing import POLICIES, RouteRequest, route
 from shared.errors import IncompatiblePeer
 from shared.ids import Incarnation
@@ -142,8 +149,52 @@ def test_a_worker_with_another_model_or_layout_is_refused() -> None:
     other_model = ServedModel(
         name="x", fingerprint=b"g" * 32, vocab_size=100, max_model_len=512, dtype="float32"
     )
-    with pytest.raises(IncompatiblePeer, match="same --model"):
+    with pytest.raises(IncompatiblePeer, match=r"\[mesh\] model = .* \(--model, PDMESH_MODEL\)"):
         table.join(a_worker(Role.DECODE, 7, model=other_model))
     other_layout = KvLayout(dtype="bfloat16", num_layers=2, num_kv_heads=2, head_dim=8)
     with pytest.raises(IncompatiblePeer, match="dtype"):
         table.join(a_worker(Role.DECODE, 7, layout=other_layout))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"dtype": "uint8"}, "engine: this decode worker has 'fake', the mesh has 'torch': set "
+         "[mesh] engine = 'torch' here (--engine, PDMESH_ENGINE)"),
+        ({"dtype": "bfloat16"}, "dtype: this decode worker has 'bfloat16', the mesh has 'float32'"),
+        ({"name": "other"}, "model: this decode worker has 'other', the mesh has 'm'"),
+        ({}, "model: this decode worker has 'm' with fingerprint 6767"),
+        ({"vocab_size": 77}, "model: this decode worker has 'm' with 77 tokens, the gateway has "
+         "the tokenizer of '/models/m' with 100"),
+    ],
+)  # fmt: skip
+def test_what_must_agree_is_named_with_both_values(change: dict[str, object], words: str) -> None:
+    """And with the setting that mends it; the gateway's own model counts even for the first."""
+    table = PeerTable(OwnModel(name="/models/m", vocab_size=100))
+    table.join(a_worker(Role.PREFILL, 1))
+    fields: dict[str, object] = {
+        "name": "m", "fingerprint": b"g" * 32, "vocab_size": 100, "max_model_len": 512,
+        "dtype": "float32",
+    }  # fmt: skip
+    stranger = a_worker(Role.DECODE, 2, model=ServedModel(**(fields | change)))  # type: ignore[arg-type]
+    with pytest.raises(IncompatiblePeer) as caught:
+        table.join(stranger)
+    assert words in caught.value.message
+    assert "[mesh] " in caught.value.message
+    assert len(table) == 1
+    with pytest.raises(IncompatiblePeer, match="the gateway has the tokenizer"):
+        PeerTable(OwnModel(name="x", vocab_size=99)).join(a_worker(Role.PREFILL, 1))
+
+
+def test_fake_engines_of_another_context_are_told_so() -> None:
+    """Their fingerprint counts it."""
+    table = PeerTable()
+    fields = {"name": "fake", "vocab_size": 100, "dtype": "uint8"}
+    for incarnation, length in ((1, 512), (2, 256)):
+        model = ServedModel(fingerprint=bytes([incarnation]) * 32, max_model_len=length, **fields)  # type: ignore[arg-type]
+        worker = a_worker(Role.DECODE, incarnation, model=model)
+        if incarnation == 1:
+            table.join(worker)
+            continue
+        with pytest.raises(IncompatiblePeer, match=r"max_model_len: .* has 256, the mesh has 512"):
+            table.join(worker)

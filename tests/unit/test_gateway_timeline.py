@@ -1,4 +1,4 @@
-"""A request's marks become a receipt."""
+"""An answer's marks become a receipt, and what happens is told to whoever watches."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import pytest
 
 from services.gateway.core.routing import RouteDecision
 from services.gateway.timeline import Timeline
-from shared.errors import WorkerLost
+from shared.errors import Overloaded, WorkerLost
 from shared.ids import Incarnation
-from shared.telemetry.lifetime import TTFT_PHASES
+from shared.telemetry.lifetime import TTFT_PHASES, Receipt
+from shared.telemetry.tracing import CANCELLED
 from tests.support.worker_mesh import virtual_time
 
 PAIR = RouteDecision(
@@ -35,7 +36,7 @@ async def test_phases_of_a_retried_request_add_up_to_its_ttft() -> None:
     await asyncio.sleep(0.05)
     timeline.emitted(2)
     timeline.ended(None)
-    receipt = timeline.receipt(attempts=2, output_tokens=3)
+    receipt = timeline.receipt()
     phases = [getattr(receipt, name) for name in TTFT_PHASES]
     assert phases == pytest.approx([0.1, 0.2, 0.4, 0.1, 0.5, 0.2])
     assert receipt.ttft_s == pytest.approx(1.5)
@@ -58,7 +59,7 @@ async def test_a_retry_after_the_first_token_leaves_its_phases_alone() -> None:
     timeline.prefilled(queue_s=9.0, compute_s=9.0, cached_tokens=7)
     timeline.emitted(1)
     timeline.ended(None)
-    receipt = timeline.receipt(attempts=2, output_tokens=2)
+    receipt = timeline.receipt()
     assert receipt.ttft_s == pytest.approx(0.3)
     assert receipt.prefill_s == pytest.approx(0.3)
     assert receipt.cached_tokens == 0
@@ -72,4 +73,105 @@ async def test_two_tokens_at_once_have_no_first_step() -> None:
     timeline = Timeline(asyncio.get_running_loop().time())
     timeline.dispatched(PAIR, has_decode=True)
     timeline.emitted(2)
-    assert timeline.receipt(attempts=1, output_tokens=2).first_step_s == 0.0
+    assert timeline.receipt().first_step_s == 0.0
+
+
+class Watcher:
+    """Writes down what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[object, ...]] = []
+        self.last = Receipt()
+
+    def first_token(self, now: float, receipt: Receipt) -> None:
+        self.heard.append(("first", receipt.ttft_s, receipt.prompt_tokens, receipt.output_tokens))
+
+    def later_tokens(self, now: float, num_tokens: int, gap_s: float) -> None:
+        self.heard.append(("later", num_tokens, gap_s))
+
+    def transferred(self, now: float, receipt: Receipt) -> None:
+        self.heard.append(("transferred", receipt.transfer_bytes, receipt.lane, receipt.mode))
+
+    def ended(self, now: float, receipt: Receipt, error: str) -> None:
+        self.heard.append(("ended", error))
+        self.last = receipt
+
+
+@virtual_time
+async def test_watchers_hear_of_tokens_as_they_come() -> None:
+    """One hook feeds all of them: TTFT at the first token, then every gap, then the end."""
+    one, two = Watcher(), Watcher()
+    timeline = Timeline(asyncio.get_running_loop().time(), prompt_tokens=7, watchers=(one, two))
+    timeline.admitted()
+    timeline.dispatched(PAIR, has_decode=True)
+    await asyncio.sleep(0.25)
+    timeline.emitted(2)
+    await asyncio.sleep(0.5)
+    timeline.emitted(3)
+    timeline.ended(None)
+    heard = [("first", 0.25, 7, 2), ("later", 1, 0.0), ("later", 3, 0.5), ("ended", "")]
+    assert one.heard == two.heard == heard
+    assert one.last == timeline.receipt()
+    assert (one.last.attempts, one.last.output_tokens, one.last.e2e_s) == (1, 5, 0.75)
+
+
+@virtual_time
+async def test_watchers_hear_how_an_answer_ended() -> None:
+    """A client that leaves, a refusal and a failure can be told apart from a whole answer."""
+    watcher = Watcher()
+
+    def a_timeline() -> Timeline:
+        return Timeline(asyncio.get_running_loop().time(), watchers=(watcher,))
+
+    left = a_timeline()
+    left.admitted()
+    left.abandoned()
+    left.ended(None)
+    a_timeline().refused(Overloaded("full"))
+    a_timeline().refused(None)
+    failed = a_timeline()
+    failed.admitted()
+    failed.dispatched(PAIR, has_decode=True)
+    failed.attempt_failed(WorkerLost("gone"))
+    failed.ended(WorkerLost("gone"))
+    assert [error for _, error in watcher.heard] == [
+        CANCELLED, "overloaded", CANCELLED, "worker_lost"
+    ]  # fmt: skip
+    assert watcher.last.errors == ("worker_lost",)
+
+
+@virtual_time
+async def test_a_transfer_is_told_once_and_by_who_knows_more() -> None:
+    """Prefill's word counts; decode's does if the answer is over before prefill has spoken."""
+    for has_prefill_spoken in (True, False):
+        watcher = Watcher()
+        timeline = Timeline(asyncio.get_running_loop().time(), watchers=(watcher,))
+        timeline.admitted()
+        timeline.dispatched(PAIR, has_decode=True)
+        timeline.prefilled(queue_s=0.0, compute_s=0.0, cached_tokens=0)
+        await asyncio.sleep(0.5)
+        timeline.joined(num_bytes=1000, receive_s=0.25, lane="sysv")
+        assert timeline.receipt().transfer_exposed_s == 0.5
+        if has_prefill_spoken:
+            timeline.pushed(
+                num_bytes=1000, transfer_s=0.5, exposed_s=0.125, lane="sysv", mode="layerwise"
+            )
+        timeline.ended(None)
+        mode = "layerwise" if has_prefill_spoken else ""
+        assert watcher.heard == [("transferred", 1000, "sysv", mode), ("ended", "")]
+        assert watcher.last.gb_per_s == (2e-6 if has_prefill_spoken else 4e-6)
+        assert watcher.last.transfer_exposed_s == (0.125 if has_prefill_spoken else 0.5)
+
+
+@virtual_time
+async def test_the_transfer_of_a_failed_attempt_is_not_the_next_ones() -> None:
+    """A receipt names the workers of the last attempt, and only what moved between those."""
+    timeline = Timeline(asyncio.get_running_loop().time())
+    timeline.admitted()
+    timeline.dispatched(PAIR, has_decode=True)
+    timeline.joined(num_bytes=1000, receive_s=0.25, lane="sysv")
+    timeline.rerouted(WorkerLost("gone"))
+    timeline.dispatched(PAIR, has_decode=True)
+    timeline.ended(WorkerLost("gone"))
+    receipt = timeline.receipt()
+    assert (receipt.transfer_bytes, receipt.lane, receipt.attempts) == (0, "", 2)

@@ -1,0 +1,1 @@
+"""What a decode worker decides: who has blocks, and until when. Pure."""

@@ -1,0 +1,1 @@
+"""What the gateway decides: admission, routing, the life of a request. Pure."""

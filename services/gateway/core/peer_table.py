@@ -14,6 +14,9 @@ from shared.errors import IncompatiblePeer
 from shared.ids import Incarnation
 from shared.kv.layout import KvLayout
 
+_FAKE_DTYPE = "uint8"
+"""The fake engine's, and nobody else's (``shared/kv/layout.py``)."""
+
 
 class Role(Enum):
     """What a worker does."""
@@ -31,6 +34,14 @@ class ServedModel:
     vocab_size: int
     max_model_len: int
     dtype: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnModel:
+    """The model whose tokenizer the gateway has. name: as the operator gave it."""
+
+    name: str
+    vocab_size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +101,13 @@ class Worker:
 
 
 class PeerTable:
-    """All workers, by incarnation, in the order in which they joined."""
+    """All workers, by incarnation, in the order in which they joined.
 
-    def __init__(self) -> None:
+    own_model: what the gateway was started with; None takes any model.
+    """
+
+    def __init__(self, own_model: OwnModel | None = None) -> None:
+        self._own_model = own_model
         self._workers: dict[Incarnation, Worker] = {}
 
     def __len__(self) -> int:
@@ -103,8 +118,11 @@ class PeerTable:
         session.
 
         Raises IncompatiblePeer: it serves another model, dtype or KV layout than the workers that
-        are here.
+        are here, or a model that the gateway's tokenizer does not fit. The message names the
+        setting, both values and the side to change.
         """
+        if self._own_model is not None:
+            _require_tokenizer(worker, self._own_model)
         for other in self._workers.values():
             if other.incarnation != worker.incarnation:
                 _require_compatible(worker, other)
@@ -162,16 +180,53 @@ class PeerTable:
         return "no prefill worker has reached a decode worker yet"
 
 
+def _require_tokenizer(worker: Worker, own: OwnModel) -> None:
+    theirs = worker.model
+    if theirs.vocab_size != own.vocab_size:
+        raise IncompatiblePeer(
+            f"model: this {worker.role.value} worker has {theirs.name!r} with {theirs.vocab_size} "
+            f"tokens, the gateway has the tokenizer of {own.name!r} with {own.vocab_size}: set "
+            "[mesh] model (--model, PDMESH_MODEL) to the same on the gateway and on all workers",
+            param="model",
+            code="model_tokenizer",
+        )
+
+
 def _require_compatible(worker: Worker, other: Worker) -> None:
     ours, theirs = other.model, worker.model
+    who = f"this {worker.role.value} worker"
+    if _engine(theirs) != _engine(ours):
+        raise _mismatch("engine", who, _engine(theirs), _engine(ours))
+    if theirs.dtype != ours.dtype:
+        raise _mismatch("dtype", who, theirs.dtype, ours.dtype)
+    if theirs.name != ours.name and theirs.fingerprint != ours.fingerprint:
+        raise _mismatch("model", who, theirs.name, ours.name)
     if theirs.fingerprint != ours.fingerprint:
+        if _engine(ours) == "fake" and theirs.max_model_len != ours.max_model_len:
+            raise _mismatch("max_model_len", who, theirs.max_model_len, ours.max_model_len)
         raise IncompatiblePeer(
-            f"this mesh serves {_describe(ours)}; the {worker.role.value} worker has "
-            f"{_describe(theirs)}: start it with the same --model and --dtype",
+            f"model: {who} has {theirs.name!r} with fingerprint {_short(theirs)}, the mesh has "
+            f"{ours.name!r} with {_short(ours)}, which are other weights or another config.json of "
+            f"one name: copy one folder to all machines and set [mesh] model (--model) to it",
+            param="model",
             code="model_fingerprint",
         )
     other.layout.require_same(worker.layout, who=f"the {worker.role.value} worker")
 
 
-def _describe(model: ServedModel) -> str:
-    return f"{model.name!r} ({model.dtype}, fingerprint {model.fingerprint.hex()[:12]})"
+def _mismatch(setting: str, who: str, theirs: object, ours: object) -> IncompatiblePeer:
+    return IncompatiblePeer(
+        f"{setting}: {who} has {theirs!r}, the mesh has {ours!r}: set [mesh] {setting} = {ours!r} "
+        f"here (--{setting.replace('_', '-')}, PDMESH_{setting.upper()}), or end the workers that "
+        "have the other first",
+        param=setting,
+        code=f"mesh_{setting}",
+    )
+
+
+def _engine(model: ServedModel) -> str:
+    return "fake" if model.dtype == _FAKE_DTYPE else "torch"
+
+
+def _short(model: ServedModel) -> str:
+    return model.fingerprint.hex()[:12]

@@ -1,0 +1,1 @@
+"""What a prefill worker decides: the life of a job. Pure."""

@@ -611,6 +611,11 @@ class Joined(betterproto2.Message):
     first frame announced -> last frame placed
     """
 
+    lane: "str" = betterproto2.field(5, betterproto2.TYPE_STRING)
+    """
+    what carried it
+    """
+
 
 default_message_pool.register_message("pdmesh.v1", "Joined", Joined)
 
@@ -1051,6 +1056,11 @@ class Reserve(betterproto2.Message):
 
     cache_salt: "bytes" = betterproto2.field(10, betterproto2.TYPE_BYTES)
 
+    trace_context: "str" = betterproto2.field(11, betterproto2.TYPE_STRING)
+    """
+    as in StartPrefill
+    """
+
 
 default_message_pool.register_message("pdmesh.v1", "Reserve", Reserve)
 
@@ -1183,6 +1193,11 @@ class StartPrefill(betterproto2.Message):
     cache_salt: "bytes" = betterproto2.field(9, betterproto2.TYPE_BYTES)
     """
     keys the prefix cache; empty = shared
+    """
+
+    trace_context: "str" = betterproto2.field(10, betterproto2.TYPE_STRING)
+    """
+    W3C traceparent of the attempt; empty = not traced
     """
 
 

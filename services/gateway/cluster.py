@@ -1,0 +1,143 @@
+"""The mesh at this moment, JSON-ready: what ``GET /cluster`` answers and live views show.
+
+Workers are told as they reported themselves last; requests and transfers are this gateway's own,
+of the last minute. Nothing here decides.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.gateway.core.admission import AdmissionStatistics
+from services.gateway.core.peer_table import PeerTable, Role, Worker
+from services.gateway.core.window import SECONDS, Histogram, Pair, Summary, Transfers, Window
+from services.gateway.mesh import ServedModel
+from shared.address import Address
+from shared.ids import Incarnation
+from shared.telemetry.lifetime import Receipt
+from shared.telemetry.tracing import CANCELLED
+
+
+class WindowWatcher:
+    """Feeds the window from every answer's timeline (an ``AnswerWatcher``)."""
+
+    def __init__(self, window: Window) -> None:
+        self._window = window
+
+    def first_token(self, now: float, receipt: Receipt) -> None:
+        """See ``AnswerWatcher``."""
+        self._window.first_token(now, receipt.ttft_s or 0.0, receipt.prompt_tokens)
+
+    def later_tokens(self, now: float, num_tokens: int, gap_s: float) -> None:
+        """See ``AnswerWatcher``."""
+        self._window.later_tokens(now, num_tokens, gap_s)
+
+    def transferred(self, now: float, receipt: Receipt) -> None:
+        """See ``AnswerWatcher``."""
+        self._window.transferred(
+            now,
+            Pair(int(receipt.prefill, 16), int(receipt.decode, 16), receipt.lane),
+            num_bytes=receipt.transfer_bytes,
+            transfer_s=receipt.transfer_s,
+            exposed_s=receipt.transfer_exposed_s,
+        )
+
+    def ended(self, now: float, receipt: Receipt, error: str) -> None:
+        """See ``AnswerWatcher``."""
+        self._window.ended(now, has_failed=error not in ("", CANCELLED))
+
+
+def cluster_body(
+    *,
+    incarnation: Incarnation,
+    not_ready_reason: str,
+    uptime_s: float,
+    model: ServedModel | None,
+    table: PeerTable,
+    counts: AdmissionStatistics,
+    summary: Summary,
+) -> dict[str, Any]:
+    """Return the whole view. Workers: every member, prefill first, in joining order. Percentiles
+    are None where nothing came."""
+    covered_s = max(summary.covered_s, 1.0)  # the first second is no base for a rate
+    return {
+        "ready": not not_ready_reason,
+        "not_ready_reason": not_ready_reason,
+        "uptime_s": round(uptime_s, 3),
+        "model": model and {"id": model.name, "max_model_len": model.max_model_len},
+        "gateway": {
+            "incarnation": _hex(incarnation),
+            "running": counts.num_running,
+            "queued": counts.num_waiting,
+            "refused": counts.num_refused,
+        },
+        "workers": [_worker_body(worker) for role in Role for worker in table.all(role)],
+        "window": {
+            "seconds": SECONDS,
+            "requests": summary.num_ended,
+            "failed": summary.num_failed,
+            "output_tokens": summary.num_output_tokens,
+            "prompt_tokens": summary.num_prompt_tokens,
+            "output_tokens_per_s": round(summary.num_output_tokens / covered_s, 3),
+            "prompt_tokens_per_s": round(summary.num_prompt_tokens / covered_s, 3),
+            "output_tokens_each_s": summary.output_tokens_each_s,
+            "ttft_s": _percentiles(summary.ttft_s, 50, 90, 99),
+            "itl_s": _percentiles(summary.itl_s, 50, 90, 99),
+            "unlisted_transfers": summary.num_unlisted_transfers,
+        },
+        "transfers": [_transfers_body(*entry) for entry in summary.transfers.items()],
+    }
+
+
+def state_of(worker: Worker) -> str:
+    """Return a worker's state in one word: usable, draining, suspect (silent for too long) or
+    connecting (its session is not up)."""
+    if worker.status.is_draining:
+        return "draining"
+    if not worker.has_session:
+        return "connecting"
+    return "suspect" if worker.is_suspect else "usable"
+
+
+def _worker_body(worker: Worker) -> dict[str, Any]:
+    status = worker.status
+    return {
+        "incarnation": _hex(worker.incarnation),
+        "role": worker.role.value,
+        "address": str(Address(worker.host, worker.port)),
+        "state": state_of(worker),
+        "running": status.num_running,
+        "waiting": status.num_waiting,
+        "pending_tokens": status.pending_tokens,
+        "blocks": {
+            "total": worker.num_blocks,
+            "free": status.free_blocks,
+            "reserved": status.reserved_blocks,
+            "quarantined": status.quarantined_blocks,
+        },
+        "step_s": round(status.step_s, 6),
+        "paired": sorted(_hex(incarnation) for incarnation in status.paired),
+    }
+
+
+def _transfers_body(pair: Pair, transfers: Transfers) -> dict[str, Any]:
+    return {
+        "prefill": _hex(pair.prefill),
+        "decode": _hex(pair.decode),
+        "lane": pair.lane,
+        "count": transfers.count,
+        "bytes": transfers.num_bytes,
+        # Of rates the slow end is the bad one.
+        "gb_per_s": _percentiles(transfers.gb_per_s, 50, 10),
+        "exposed_s": _percentiles(transfers.exposed_s, 50, 99),
+    }
+
+
+def _percentiles(histogram: Histogram, *percents: int) -> dict[str, float] | None:
+    if not histogram.count:
+        return None
+    return {f"p{percent}": round(histogram.percentile(percent), 6) for percent in percents}
+
+
+def _hex(incarnation: int) -> str:
+    return f"{incarnation:016x}"

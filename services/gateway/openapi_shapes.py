@@ -1,0 +1,325 @@
+"""The shapes of what the HTTP door answers, for ``openapi.py`` to describe.
+
+The door itself writes its JSON by hand (``openai_answers.py``: a stream's chunk is a prebuilt
+prefix and the text), so these structs serve as its description alone; tests hold every real answer
+against them. A field without a default is always there.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+Receipt = Annotated[
+    dict[str, Any],
+    msgspec.Meta(description="Where the answer's time went, phase by phase: see docs/protocol.md."),
+]
+FinishName = Literal["stop", "length"]
+FinishReason = Annotated[
+    FinishName | None, msgspec.Meta(description="null while the answer goes on.")
+]
+StopReason = Annotated[
+    str | int | None,
+    msgspec.Meta(description="The stop string or token id that ended it; null if none did."),
+]
+
+
+class ErrorDetail(msgspec.Struct):
+    """What is wrong. code: machine-readable, finer than type. param: the field at fault."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+    retry_after_s: float | UnsetType = UNSET
+
+
+class ErrorBody(msgspec.Struct):
+    """The one shape of all errors; in a stream that has begun, an event of its own."""
+
+    error: ErrorDetail
+
+
+class PromptTokensDetails(msgspec.Struct):
+    """cached_tokens: of the prompt, those whose KV was not computed again."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    """A prompt counts once, however many answers it gets."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class _Answer(msgspec.Struct, kw_only=True):
+    id: str
+    created: int
+    model: str
+    receipt: Receipt | UnsetType = UNSET
+    receipts: list[Receipt] | UnsetType = UNSET
+
+
+# --- chat -----------------------------------------------------------------------------------------
+
+
+class TopLogprob(msgspec.Struct):
+    """A token that might have come. bytes: of its UTF-8, which may be part of a character."""
+
+    token: str
+    logprob: float | None
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    """A token of the answer."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """One entry a token."""
+
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class AnswerMessage(msgspec.Struct):
+    """What the model said."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(msgspec.Struct):
+    """One answer."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishName
+    stop_reason: StopReason
+
+
+class ChatCompletion(_Answer, kw_only=True):
+    """A whole answer to a chat."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class Delta(msgspec.Struct):
+    """What is new; role comes first."""
+
+    content: str
+    role: Literal["assistant"] | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct):
+    """What is new of one answer."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: StopReason | UnsetType = UNSET
+
+
+class ChatCompletionChunk(_Answer, kw_only=True):
+    """The data of one event of a streamed chat. The last one has no choices, if usage or a receipt
+    was asked for."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+# --- completions ----------------------------------------------------------------------------------
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Columns, one entry a token. token_logprobs: null for the first token of an echoed prompt."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float | None] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct):
+    """One answer."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishName
+    stop_reason: StopReason
+
+
+class Completion(_Answer, kw_only=True):
+    """A whole continuation of one or several prompts."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CompletionChunkChoice(msgspec.Struct):
+    """What is new of one answer."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: StopReason | UnsetType = UNSET
+
+
+class CompletionChunk(_Answer, kw_only=True):
+    """The data of one event of a streamed completion. The last one has no choices, if usage or a
+    receipt was asked for."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+# --- models and tokens ----------------------------------------------------------------------------
+
+
+class ModelCard(msgspec.Struct):
+    """A served model. max_model_len: prompt and answer together, in tokens."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct):
+    """What is served: nothing until the first worker has joined."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Tokens(msgspec.Struct):
+    """Ids of a text."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class Text(msgspec.Struct):
+    """Text of ids."""
+
+    prompt: str
+
+
+# --- operators ------------------------------------------------------------------------------------
+
+
+class Health(msgspec.Struct):
+    """The process lives."""
+
+    status: Literal["ok"]
+
+
+class Readiness(msgspec.Struct):
+    """Whether a request would be served now, and if not, why."""
+
+    status: Literal["ready", "not ready"]
+    reason: str | UnsetType = UNSET
+
+
+class Version(msgspec.Struct):
+    """The gateway's version."""
+
+    version: str
+
+
+class ClusterModel(msgspec.Struct):
+    """The served model."""
+
+    id: str
+    max_model_len: int
+
+
+class ClusterGateway(msgspec.Struct):
+    """Requests that run, wait for admission, and were refused since the start."""
+
+    incarnation: str
+    running: int
+    queued: int
+    refused: int
+
+
+class ClusterBlocks(msgspec.Struct):
+    """KV blocks by state."""
+
+    total: int
+    free: int
+    reserved: int
+    quarantined: int
+
+
+class ClusterWorker(msgspec.Struct):
+    """One worker, as it reported itself last. paired: the workers it exchanges KV with."""
+
+    incarnation: str
+    role: Literal["prefill", "decode"]
+    address: str
+    state: str
+    running: int
+    waiting: int
+    pending_tokens: int
+    blocks: ClusterBlocks
+    step_s: float
+    paired: list[str]
+
+
+class ClusterWindow(msgspec.Struct):
+    """This gateway's traffic of the last seconds. Percentiles (p50, p90, p99) are null if nothing
+    came."""
+
+    seconds: float
+    requests: int
+    failed: int
+    output_tokens_per_s: float
+    prompt_tokens_per_s: float
+    ttft_s: dict[str, float] | None
+    itl_s: dict[str, float] | None
+
+
+class ClusterTransfers(msgspec.Struct):
+    """KV that went from one worker to another in the window."""
+
+    prefill: str
+    decode: str
+    lane: str
+    count: int
+    bytes: int
+    gb_per_s: dict[str, float] | None
+    exposed_s: dict[str, float] | None
+
+
+class Cluster(msgspec.Struct):
+    """The mesh at this moment."""
+
+    version: str
+    ready: bool
+    not_ready_reason: str
+    uptime_s: float
+    model: ClusterModel | None
+    gateway: ClusterGateway
+    workers: list[ClusterWorker]
+    window: ClusterWindow
+    transfers: list[ClusterTransfers]

@@ -1,0 +1,74 @@
+"""The web page at ``/``: its files, read once, and how they are served.
+
+Everybody may load it, since it holds no data: what it shows it asks of the API, with the visitor's
+key. It may load nothing from elsewhere and run no script but its own, which its Content Security
+Policy says and the browser enforces. Knows nothing of what the page does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from importlib import resources
+
+from aiohttp import ETag, web
+
+from services.gateway.calls import Call
+from services.gateway.http_server import Policy, Route
+
+_FOLDER = "page"
+_INDEX = "index.html"
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "object-src 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    # Kept, but asked for again each time: a new version must never run with parts of the old one.
+    "Cache-Control": "no-cache",
+}
+
+
+class _PageFile:
+    """One file, ready to be sent."""
+
+    def __init__(self, name: str, body: bytes) -> None:
+        self._body = body
+        self._type = _TYPES[name[name.rindex(".") :]]
+        self._tag = ETag(hashlib.sha256(body).hexdigest()[:32])
+
+    async def serve(self, request: web.Request, call: Call) -> web.Response:
+        """Answer with the file, or with 304 to who has this very one."""
+        headers = {**call.headers, **_HEADERS}
+        known = request.if_none_match or ()
+        if any(tag.value in (self._tag.value, "*") for tag in known):
+            response = web.Response(status=304, headers=headers)
+        else:
+            headers["Content-Type"] = self._type
+            response = web.Response(body=self._body, headers=headers)
+        response.etag = self._tag
+        return response
+
+
+def page_routes() -> tuple[Route, ...]:
+    """Return the routes of the page: ``/``, and one for each of its other files under ``/page/``.
+
+    Raises OSError: the installation lacks the page.
+    """
+    folder = resources.files("services.gateway") / _FOLDER
+    names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
+    return tuple(
+        Route(
+            "GET",
+            "/" if name == _INDEX else f"/{_FOLDER}/{name}",
+            Policy.ANYBODY,
+            _PageFile(name, (folder / name).read_bytes()).serve,
+        )
+        for name in names
+    )

@@ -1,0 +1,226 @@
+"""What ``pdmesh doctor`` says of machines that are unlike this one, and that it runs on any."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.cli import machine_checks as checks
+from services.cli import main
+from services.cli.finding import Finding, absent, lines_of, right, wrong
+from services.cli.gateway_checks import judge_cluster
+from services.cli.link import Link, is_shared_memory
+from shared.version import VERSION
+from tests.support.stub_gateway import StubGateway, a_view
+
+ROOT = Path(__file__).parents[2]
+
+SYSV = Link("sysv", 8.0, "/lib/libuct.so", ("cma", "cuda"))
+TCP = Link("tcp/eth0", 2.0, "/lib/libuct.so", ("cma", "cuda"))
+WITH_IB = Link("sysv", 8.0, "/usr/lib/libuct.so", ("cuda", "ib"))
+
+CPU = {
+    "version": "2.13", "threads": 4, "cuda_built": "", "devices": [], "all_peers": True,
+    "ipc_error": "", "has_nvml": False, "expandable_segments": False,
+}  # fmt: skip
+GPU = {
+    **CPU, "cuda_built": "13.0", "has_nvml": True,
+    "devices": [{"name": "H200", "free_gib": 139.2, "total_gib": 141.0}],
+}  # fmt: skip
+
+
+def verdict(finding: Finding) -> str:
+    """Its mark; a wrong one must say what to do, others must not."""
+    assert bool(finding.remedy) == finding.is_wrong
+    assert finding.text
+    return finding.verdict.value
+
+
+def test_each_line_has_its_mark_and_a_wrong_one_its_remedy_below() -> None:
+    """✓, ✗ and –, with the names aligned."""
+    findings = [right("a", "well"), wrong("bb", "ill", "do this"), absent("c", "not here")]
+    assert lines_of(findings, 2).plain.splitlines() == [
+        "✓ a   well",
+        "✗ bb  ill",
+        "      → do this",
+        "– c   not here",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("link", "error", "tls", "wanted", "words"),
+    [
+        (SYSV, "", "", "right", "8.0 GB/s between two processes, lane sysv"),
+        (TCP, "", "", "wrong", "kernel.shmmax"),
+        (TCP, "", "tcp", "wrong", "unset UCX_TLS (it is 'tcp')"),
+        (None, "no device", "", "wrong", "do not reach each other: no device"),
+    ],
+)
+def test_shared_memory_is_right_only_if_it_is_the_lane(
+    link: Link | None, error: str, tls: str, wanted: str, words: str, monkeypatch: Any
+) -> None:
+    """UCX falls back to TCP without a word."""
+    monkeypatch.setenv("UCX_TLS", tls)
+    finding = checks.check_shared_memory_lane(link, error)
+    assert verdict(finding) == wanted
+    assert words in finding.text + finding.remedy
+
+
+def test_lanes_within_a_host_are_known() -> None:
+    """Alone, with a device, or beside another."""
+    assert all(map(is_shared_memory, ("sysv", "cma/memory", "tcp/lo+cuda_ipc")))
+    assert not any(map(is_shared_memory, ("", "tcp/lo", "rc_mlx5/mlx5_0:1")))
+
+
+@pytest.mark.parametrize(
+    ("devices", "link", "wanted", "words"),
+    [
+        ([], SYSV, "absent", "/sys/class/infiniband"),
+        (["mlx5_0"], SYSV, "wrong", "built without RDMA"),
+        (["mlx5_0"], None, "wrong", "built without RDMA"),
+        (["mlx5_0", "mlx5_1"], WITH_IB, "right", "mlx5_0, mlx5_1"),
+    ],
+)
+def test_rdma_says_why_it_is_not_used(
+    devices: list[str], link: Link | None, wanted: str, words: str, tmp_path: Path
+) -> None:
+    """No device is no fault; a device that UCX cannot drive is one."""
+    finding = checks.check_rdma(devices, link)
+    assert verdict(finding) == wanted
+    assert words in finding.text
+    for device in devices:
+        (tmp_path / device).mkdir()
+    assert checks.rdma_devices(tmp_path) == devices
+    assert checks.rdma_devices(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize(
+    ("facts", "num_gpus", "wanted", "words"),
+    [
+        (None, 0, "absent", "none"),
+        (None, 8, "absent", "none"),  # a gateway on a machine with GPUs needs none
+        (CPU, 0, "absent", "none"),
+        (CPU, 2, "wrong", "CPU build"),
+        ({**CPU, "cuda_built": "13.0"}, 2, "wrong", "CUDA_VISIBLE_DEVICES"),
+        (GPU, 1, "right", "H200 (139 of 141 GiB free)"),
+    ],
+)
+def test_a_gpu_that_torch_does_not_see_is_a_fault(
+    facts: Any, num_gpus: int, wanted: str, words: str
+) -> None:
+    """No GPU at all is none."""
+    finding = checks.check_gpu(facts, num_gpus)
+    assert verdict(finding) == wanted
+    assert words in finding.text + finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("facts", "link", "wanted", "words"),
+    [
+        (None, None, "absent", "no GPU"),
+        (CPU, SYSV, "absent", "no GPU"),
+        (GPU, SYSV, "right", "can be shared"),
+        (GPU, None, "right", "can be shared"),
+        ({**GPU, "all_peers": False}, SYSV, "right", "cannot reach each other directly"),
+        ({**GPU, "ipc_error": "invalid argument"}, SYSV, "wrong", "invalid argument"),
+        ({**GPU, "expandable_segments": True}, SYSV, "wrong", "expandable_segments"),
+        ({**GPU, "has_nvml": False}, SYSV, "wrong", "libnvidia-ml"),
+        (GPU, Link("sysv", 1.0, "x", ("cma",)), "wrong", "UCX built with CUDA"),
+    ],
+)
+def test_cuda_ipc_names_what_stands_in_its_way(
+    facts: Any, link: Link | None, wanted: str, words: str
+) -> None:
+    """Each of the four has its own remedy."""
+    finding = checks.check_cuda_ipc(facts, link)
+    assert verdict(finding) == wanted
+    assert words in finding.text + finding.remedy
+
+
+def test_limits_are_judged_by_what_needs_them(tmp_path: Path) -> None:
+    """Locked memory by RDMA, shared memory by its least limit, files by the gateway."""
+    assert verdict(checks.check_memlock(65536, False)) == "absent"
+    assert verdict(checks.check_memlock(65536, True)) == "wrong"
+    assert verdict(checks.check_memlock(resource.RLIM_INFINITY, True)) == "right"
+    assert verdict(checks.check_open_files(20_000, 20_000)) == "right"
+    assert verdict(checks.check_open_files(1024, 1 << 20)) == "wrong"
+    assert "as root" not in checks.check_open_files(1024, 1 << 20).remedy
+    assert "as root" in checks.check_open_files(1024, 2048).remedy
+    for largest, total, wanted in ((1 << 40, 1 << 40, "right"), (1 << 25, 1 << 40, "wrong"),
+                                   (1 << 40, 1, "wrong")):  # fmt: skip
+        (tmp_path / "shmmax").write_text(f"{largest}\n")
+        (tmp_path / "shmall").write_text(f"{total}\n")
+        assert verdict(checks.check_sysv(tmp_path)) == wanted
+    assert verdict(checks.check_sysv(tmp_path / "none")) == "absent"
+    assert verdict(checks.check_dev_shm(tmp_path / "none")) == "absent"
+
+
+def test_a_taken_port_is_a_fault_unless_a_gateway_of_ours_has_it() -> None:
+    """A mesh that runs is no reason to complain."""
+    findings = checks.check_ports({1: "", 2: "pdmesh", 3: "something else listens there"})
+    assert [verdict(finding) for finding in findings] == ["right", "absent", "wrong"]
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong_ones"),
+    [
+        ({}, ["decode worker"]),  # the suspect one of a_view
+        ({"version": "0"}, ["decode worker", "release"]),
+        ({"ready": False, "not_ready_reason": "no pair"}, ["decode worker", "ready"]),
+        ({"workers": [], "transfers": []}, []),
+    ],
+)
+def test_a_running_mesh_is_judged_by_its_own_words(
+    change: dict[str, Any], wrong_ones: list[str]
+) -> None:
+    """Release, readiness, workers, lanes."""
+    view = a_view(**{"version": VERSION, **change})
+    findings = judge_cluster("http://gw", view)
+    assert sorted(f.name for f in findings if verdict(f) == "wrong") == sorted(wrong_ones)
+
+
+def test_tcp_between_two_workers_of_one_host_is_a_fault() -> None:
+    """Between hosts it is not."""
+    view = a_view(version=VERSION)
+    view["transfers"][0]["lane"] = "tcp/eth0"
+    assert not any(f.is_wrong for f in judge_cluster("http://gw", view) if f.name == "pair")
+    view["workers"][1]["address"] = "10.0.0.1:2"
+    (finding,) = (f for f in judge_cluster("http://gw", view) if f.name == "pair")
+    assert "IPC namespace" in finding.remedy
+
+
+def test_a_gateways_installation_is_told_so_without_a_fault(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither torch nor ucxx: nothing is measured, and nothing is wrong with that."""
+    monkeypatch.setattr("services.cli.machine_checks.find_spec", lambda _: None)
+    monkeypatch.setattr("services.cli.doctor.find_spec", lambda _: None)
+    code = main(["doctor", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    ours = [*found["sections"]["Installation"], *found["sections"]["Link between workers"]]
+    verdicts = {one["name"]: one["verdict"] for one in ours}
+    assert verdicts["torch"] == verdicts["UCX"] == "absent"
+    assert "shared memory" not in verdicts
+    assert code == (0 if found["ok"] else 1)
+
+
+def test_the_exit_code_tells_and_a_gateway_that_is_none_is_a_fault(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """0 = no ✗, 1 = at least one; a remedy stands below it."""
+    monkeypatch.setattr("services.cli.machine_checks.find_spec", lambda _: None)
+    monkeypatch.setattr("services.cli.doctor.find_spec", lambda _: None)
+    view = a_view(version=VERSION)
+    view["workers"].pop()
+    with StubGateway({"/cluster": view}) as gateway:
+        main(["doctor", "--gateway", gateway.url])
+    assert f"✓ gateway         {gateway.url}, version {VERSION}" in capsys.readouterr().out
+    assert main(["doctor", "--gateway", "http://127.0.0.1:1"]) == 1
+    out = capsys.readouterr().out
+    assert "✗ gateway" in out
+    assert "→ " in out
+    assert "needs attention" in out or "need attention" in out

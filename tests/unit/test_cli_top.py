@@ -1,0 +1,129 @@
+"""What ``pdmesh top`` makes of the gateway's answer, and of a gateway that answers otherwise."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from services.cli import main
+from services.cli.top_view import block_bar, frame, sparkline
+from tests.support.stub_gateway import PREFILL, StubGateway, a_view
+
+
+def drawn(view: dict[str, Any] | None, trouble: str = "") -> list[str]:
+    """The lines of one frame."""
+    out = io.StringIO()
+    Console(file=out, width=150).print(frame("http://gw", view, trouble))
+    return [" ".join(line.split()) for line in out.getvalue().splitlines()]
+
+
+def test_a_frame_tells_all_that_the_gateway_tells() -> None:
+    """Workers, queue, blocks by state, rates, percentiles, transfers."""
+    lines = drawn(a_view())
+    assert lines[0] == "pdmesh top http://gw m (2,048 tokens) 1.2.3 up 61 s ● ready"
+    text = "\n".join(lines)
+    assert "running 5 in progress out 1,234 tokens/s" in text
+    assert "queued 7 waiting for a place in 100 tokens/s TTFT 100.0 ms 250.0 ms 1.50 s" in text
+    assert "refused 11 since the gateway started ended 42 in 60 s, 1 failed ITL - - -" in text
+    (prefill,) = (line for line in lines if line.startswith("prefill 10.0.0.1:1"))
+    assert prefill.startswith("prefill 10.0.0.1:1 usable 3 2 12,345 12.5 ms ")
+    assert prefill.endswith(" 60 of 100, 10 in quarantine 1")
+    assert any(line.startswith("decode 10.0.0.2:2 suspect") for line in lines)
+    assert "10.0.0.1:1 → 10.0.0.2:2 sysv 9 3.0 MiB 8.2 GB/s 300 MB/s 1.0 ms 2.0 ms" in lines
+
+
+def test_a_mesh_without_anything_is_a_frame_too() -> None:
+    """No model, no worker, no traffic; and before the first answer, only the trouble."""
+    nothing = a_view(
+        ready=False, not_ready_reason="no prefill worker has joined", model=None, workers=[],
+        transfers=[],
+    )  # fmt: skip
+    text = "\n".join(drawn(nothing))
+    assert "no model yet" in text
+    assert "● not ready: no prefill worker has joined" in text
+    assert drawn(None, "nothing answers")[1] == "nothing answers. Trying again …"
+    assert "what is below was before that" in drawn(nothing, "nothing answers")[1]
+
+
+def test_a_worker_that_has_left_keeps_its_transfers() -> None:
+    """Under its incarnation."""
+    assert any(f"{PREFILL} (gone) →" in line for line in drawn(a_view(workers=[])))
+
+
+@pytest.mark.parametrize(
+    ("reserved", "quarantined", "bar"),
+    [
+        (0, 0, "░░░░░░░░░░"),
+        (1000, 0, "██████████"),
+        (500, 0, "█████░░░░░"),
+        (1, 1, "█▓░░░░░░░░"),
+        (999, 1, "█████████▓"),
+        (500, 500, "█████▓▓▓▓▓"),
+        (0, 1000, "▓▓▓▓▓▓▓▓▓▓"),
+    ],
+)
+def test_a_bar_keeps_its_width_and_shows_the_least_share(
+    reserved: int, quarantined: int, bar: str
+) -> None:
+    """One block in quarantine is seen among a thousand."""
+    blocks = {
+        "total": 1000, "free": 1000 - reserved - quarantined,
+        "reserved": reserved, "quarantined": quarantined,
+    }  # fmt: skip
+    assert block_bar(blocks, 10).plain == bar
+
+
+def test_a_sparkline_is_relative_to_its_largest() -> None:
+    """Something is never blank, nothing always is."""
+    assert sparkline([0, 1, 50, 100]) == " ▁▄█"
+    assert sparkline([0, 0]) == "  "
+    assert sparkline([]) == ""
+    assert sparkline([0.25, 0.5]) == "▄█"
+
+
+# --- commands against a stub --------------------------------------------------------------------
+
+
+def test_one_frame_is_printed_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With or without --once; --json gives the gateway's own words."""
+    with StubGateway({"/cluster": a_view()}) as gateway:
+        assert main(["top", "--url", gateway.url]) == 0
+        assert "● ready" in capsys.readouterr().out
+        assert main(["top", "--once", "--url", f"{gateway.url}/v1"]) == 0
+        assert "10.0.0.1:1 → 10.0.0.2:2" in capsys.readouterr().out
+        assert main(["top", "--json", "--url", gateway.url]) == 0
+        assert json.loads(capsys.readouterr().out) == a_view()
+
+
+def test_the_key_comes_from_its_variable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where other users cannot see it."""
+    with StubGateway({"/cluster": a_view(), "/v1/models": {"data": []}}, key="secret") as gateway:
+        for command in (["top", "--once"], ["models"], ["chat"]):
+            assert main([*command, "--url", gateway.url]) == 1
+            out, err = capsys.readouterr()
+            assert out == ""
+            assert "PDMESH_API_KEY" in err
+            assert err.count("\n") == 1
+        monkeypatch.setenv("PDMESH_API_KEY", "secret")
+        assert main(["top", "--once", "--url", gateway.url]) == 0
+        assert main(["models", "--url", gateway.url]) == 0
+        assert "no model yet" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["top --once", "top --json", "models", "models --json", "chat"])
+def test_something_that_is_no_gateway_is_called_so(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Pages, and statuses without our errors."""
+    for stub in (StubGateway({}), StubGateway({"/cluster": "<html>", "/v1/models": "<html>"})):
+        with stub as gateway:
+            assert main([*command.split(), "--url", gateway.url]) == 1
+            assert "is no pdmesh gateway" in capsys.readouterr().err

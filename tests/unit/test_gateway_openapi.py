@@ -1,0 +1,254 @@
+"""The OpenAPI document against the gateway it describes: routes, bounds, answers, errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.gateway import openapi_shapes as shapes
+from services.gateway.auth import KeyRing, hash_key
+from services.gateway.http import HttpDoor
+from services.gateway.openapi import OPERATIONS, PARTS_OF_THE_PAGE, openapi_document
+from tests.support.http_client import HI, Client, gateway
+from tests.support.scripted_mesh import MODEL, ScriptedMesh, front_door, saying
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+def document(**options: Any) -> dict[str, Any]:
+    """The document of a gateway that serves the scripted model."""
+    front = front_door(ScriptedMesh())
+    routes = HttpDoor(front).routes()
+    front.text.close()
+    fields: dict[str, Any] = {"version": "1", "model": MODEL, "needs_key": True} | options
+    return openapi_document(routes, **fields)
+
+
+def nodes(value: Any) -> Iterator[dict[str, Any]]:
+    """Every object of a JSON value."""
+    if isinstance(value, dict):
+        yield value
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from nodes(item)
+
+
+def test_every_route_is_described_and_nothing_else() -> None:
+    """A new route needs its line in OPERATIONS; a line without a route is stale."""
+    front = front_door(ScriptedMesh())
+    routes = HttpDoor(front).routes()
+    front.text.close()
+    described_ones = {
+        (route.method, route.path)
+        for route in routes
+        if not route.path.startswith(PARTS_OF_THE_PAGE)
+    }
+    assert described_ones == set(OPERATIONS)
+
+
+def test_every_reference_leads_somewhere_and_every_component_is_used() -> None:
+    """No dangling $ref, no leftover."""
+    whole = document()
+    used = {node["$ref"] for node in nodes(whole) if "$ref" in node}
+    made = {
+        f"#/components/{kind}/{name}"
+        for kind, members in whole["components"].items()
+        if kind != "securitySchemes"
+        for name in members
+    }
+    assert used == made
+    names = [node["operationId"] for node in nodes(whole) if "operationId" in node]
+    assert len(set(names)) == len(names) > 10
+
+
+@pytest.mark.parametrize("has_keys", [True, False])
+async def test_the_document_is_served_with_what_the_gateway_knows(
+    has_keys: bool, tmp_path: Path
+) -> None:
+    """Model, version and whether a key is needed; a model that joins later is in it, too."""
+    path = tmp_path / "keys"
+    path.write_text(hash_key("alice", "secret"))
+    mesh = ScriptedMesh(model=None)
+    keys = KeyRing.read(path) if has_keys else None
+    headers = {"Authorization": "Bearer secret"}
+    async with gateway(mesh, keys) as client:
+        _, _, before = await client.ask("GET", "/openapi.json", headers=headers)
+        assert before == await _again(client, headers)
+        mesh.model, mesh.not_ready_reason = MODEL, ""
+        served = await _again(client, headers)
+    assert served["info"]["version"] == "0.0.test"
+    assert served == json.loads(json.dumps(document(version="0.0.test", needs_key=has_keys)))
+    assert ({} in served["security"]) is not has_keys
+    ids = "DetokenizeBody", "tokens"
+    limit = [_field(whole, *ids)["items"].get("maximum") for whole in (before, served)]
+    assert limit == [None, MODEL.vocab_size - 1]
+
+
+async def _again(client: Client, headers: dict[str, str]) -> Any:
+    return (await client.ask("GET", "/openapi.json", headers=headers))[2]
+
+
+def _field(whole: dict[str, Any], struct: str, name: str) -> dict[str, Any]:
+    return whole["components"]["schemas"][struct]["properties"][name]
+
+
+# --- bodies ---------------------------------------------------------------------------------------
+
+
+def companions(name: str, value: Any) -> dict[str, Any]:
+    """What a right value of a field needs beside it."""
+    if name == "best_of":
+        return {"n": value}
+    if name == "min_tokens":
+        return {"max_tokens": MODEL.max_model_len - 1}
+    return {"logprobs": True} if name == "top_logprobs" else {}
+
+
+CONTEXT_BOUND = {"max_tokens", "max_completion_tokens", "min_tokens", "messages"}
+"""Bounded by the context that the prompt leaves."""
+
+
+def edges(schema: dict[str, Any]) -> Iterator[tuple[Any, bool]]:
+    """Values at a field's bounds and just beyond, and whether each is right."""
+    for branch in schema.get("anyOf", [schema]):
+        step = 1 if branch.get("type") == "integer" else 1e-6
+        if "minimum" in branch:
+            yield branch["minimum"], True
+            yield branch["minimum"] - step, False
+        if "exclusiveMinimum" in branch:
+            yield branch["exclusiveMinimum"], False
+            yield branch["exclusiveMinimum"] + 1e-6, True
+        if "maximum" in branch:
+            yield branch["maximum"], True
+            yield branch["maximum"] + step, False
+        if "maxItems" in branch and "items" in branch:
+            item = _example(branch["items"])
+            yield [item] * branch["maxItems"], True
+            yield [item] * (branch["maxItems"] + 1), False
+        if "maxLength" in branch:
+            yield "x" * branch["maxLength"], True
+            yield "x" * (branch["maxLength"] + 1), False
+        if "pattern" in branch:
+            yield "a", True
+            yield "a b", False
+        for value in branch.get("enum", [branch["const"]] if "const" in branch else []):
+            yield value, True
+            yield ["no such"], False
+
+
+def _example(schema: dict[str, Any]) -> Any:
+    if "$ref" in schema:
+        return HI[0]
+    return {"integer": 1, "string": "x"}.get(schema.get("type", ""), {})
+
+
+@pytest.mark.parametrize(("struct", "path"), [("ChatBody", CHAT), ("CompletionBody", COMPLETIONS)])
+async def test_bounds_are_those_that_the_gateway_enforces(struct: str, path: str) -> None:
+    """What the document allows is accepted at the very bound; a step beyond is refused by name."""
+    fields = document()["components"]["schemas"][struct]["properties"]
+    fields.pop("prompt", None)  # its four forms have a test of their own
+    num_tried = 0
+    async with gateway(ScriptedMesh(saying("abc"))) as client:
+        for name, schema in fields.items():
+            for value, is_right in edges(schema):
+                num_tried += 1
+                body: dict[str, Any] = {"messages": HI} if path == CHAT else {"prompt": "a"}
+                body |= {"echo": True, name: value}
+                body |= companions(name, value) if is_right else {}
+                status, _, answer = await client.ask("POST", path, json=body)
+                about = f"{name} = {value!r}: {answer}"
+                if not is_right:
+                    assert status == 400, about
+                    assert answer["error"]["param"].startswith(name), about
+                elif status == 400 and name in CONTEXT_BOUND:
+                    assert answer["error"]["code"] == "context_length_exceeded", about
+                else:
+                    assert status == 200, about
+    assert num_tried > 60
+
+
+async def test_the_forms_of_a_prompt() -> None:
+    """Each of the four is accepted; an empty or too long list of any is not."""
+    right = ["a", ["a"] * 8, [5], [[5]] * 8, [MODEL.vocab_size - 1]]
+    wrong = ["", [], [""], [[]], ["a"] * 9, [[5]] * 9, [MODEL.vocab_size], [-1], ["a", 5]]
+    async with gateway(ScriptedMesh(saying("abc"))) as client:
+        for prompts, due in ((right, 200), (wrong, 400)):
+            for prompt in prompts:
+                status, _, answer = await client.ask("POST", COMPLETIONS, json={"prompt": prompt})
+                assert status == due, (prompt, answer)
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+def described(shape: Any, answer: Any) -> Any:
+    """Return the answer as far as the shape describes it. Raises: what it describes otherwise."""
+    return msgspec.to_builtins(msgspec.json.decode(json.dumps(answer), type=shape))
+
+
+EXTRAS: list[dict[str, Any]] = [
+    {},
+    {"n": 2, "include_receipt": True},
+    {"stream_options": {"include_usage": True, "include_receipt": True}},
+    {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    {"stop": "and", "max_tokens": 20},
+]
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("has_logprobs", [False, True])
+async def test_answers_have_the_described_fields_and_no_other(
+    extra: dict[str, Any], has_logprobs: bool
+) -> None:
+    """Whole answers and every event of a stream."""
+    asks: list[tuple[str, dict[str, Any], Any, Any]] = [
+        (CHAT, {"messages": HI}, shapes.ChatCompletion, shapes.ChatCompletionChunk),
+        (COMPLETIONS, {"prompt": "a", "echo": True}, shapes.Completion, shapes.CompletionChunk),
+    ]
+    async with gateway(ScriptedMesh()) as client:
+        for path, body, whole, chunk in asks:
+            fields = body | extra
+            if has_logprobs:
+                fields |= {"logprobs": True, "top_logprobs": 2} if path == CHAT else {"logprobs": 2}
+            answer = await client.post(path, fields)
+            assert described(whole, answer) == answer
+            *events, done = await client.events(path, fields)
+            assert done == "[DONE]"
+            for event in events:
+                assert described(chunk, event) == event
+
+
+async def test_the_other_answers_too() -> None:
+    """Models, tokens, probes, readiness that is missing, and errors."""
+    mesh = ScriptedMesh()
+    async with gateway(mesh) as client:
+        asks: list[tuple[str, str, Any, Any, int]] = [
+            ("GET", "/v1/models", None, shapes.ModelList, 200),
+            ("GET", "/v1/models/tiny", None, shapes.ModelCard, 200),
+            ("POST", "/tokenize", {"prompt": "a"}, shapes.Tokens, 200),
+            ("POST", "/detokenize", {"tokens": [5]}, shapes.Text, 200),
+            ("GET", "/health", None, shapes.Health, 200),
+            ("GET", "/ready", None, shapes.Readiness, 200),
+            ("GET", "/version", None, shapes.Version, 200),
+            ("POST", CHAT, {}, shapes.ErrorBody, 400),
+            ("GET", "/v1/models/other", None, shapes.ErrorBody, 404),
+        ]
+        for method, path, body, shape, due in asks:
+            await _is_described(client, method, path, body, shape, due)
+        mesh.model, mesh.not_ready_reason = None, "no worker has joined yet"
+        await _is_described(client, "GET", "/ready", None, shapes.Readiness, 503)
+        await _is_described(client, "POST", CHAT, {"messages": HI}, shapes.ErrorBody, 503)
+
+
+async def _is_described(
+    client: Client, method: str, path: str, body: Any, shape: Any, due: int
+) -> None:
+    status, _, answer = await client.ask(method, path, json=body)
+    assert status == due
+    assert described(shape, answer) == answer
