@@ -264,7 +264,7 @@ class LocalMesh:
                     "-P",  # the working directory's "shared" is not ours
                     "-m",
                     service.module,
-                    env={**os.environ, **_our_code(), **service.env, **cord},
+                    env={**os.environ, **our_code(), **service.env, **cord},
                     pass_fds=(theirs.fileno(),),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=self._log_fd,
@@ -383,9 +383,9 @@ async def wait_for_pair(base_url: str, limit_s: float) -> None:
         ) from None
 
 
-def _our_code() -> dict[str, str]:
-    """What makes a child run the code that we run: in a checkout that is not installed, its
-    root."""
+def our_code() -> dict[str, str]:
+    """Return the variables that make a child run the code that we run: in a checkout that is not
+    installed, its root."""
     root = str(Path(__file__).resolve().parents[1])
     if root not in sys.path or root.endswith("-packages"):
         return {}

@@ -1,9 +1,10 @@
-"""What can be set, with units in the names and a sentence each: the command line and the
-environment are made from this.
+"""What can be set, with units in the names and a sentence each: the command line, the environment
+and the configuration file are made from this.
 
-Every field is a flag (``--max-running``) and an environment variable (``PDMESH_MAX_RUNNING``) of
-the same name; there is no other way to configure a service. Values are checked here, before
-anything is started.
+Every field is a flag (``--max-running``), an environment variable (``PDMESH_MAX_RUNNING``) and a
+key of the configuration file (``max_running``, ``config_file.py``); there is no other way to
+configure a service. The unit of a quantity ends its name (``quantity.py``). Values are checked
+here, before anything is started.
 """
 
 from __future__ import annotations

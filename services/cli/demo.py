@@ -19,9 +19,11 @@ from services.cli.flags import CannotRun
 from services.cli.generate import Answer, stream_answer
 from services.cli.interrupts import Interrupts
 from services.cli.receipt import receipt_table
+from services.cli.sources import ConfigFlag, with_config_file
 from services.cli.status import StatusView, status_view
 from services.cli.up import PAIR_WITHIN_S, UpConfig, plan_mesh
 from services.local import LocalMesh, local_mesh, wait_for_pair
+from shared.config import DEMO_MODEL
 from shared.runtime.service import EXIT_OK
 
 PROMPT = (
@@ -33,16 +35,22 @@ PROMPT = (
 )
 EXPECTED = "1986"
 
+DEMO = UpConfig(
+    model=DEMO_MODEL, host="127.0.0.1", port=0, grpc_port=0, engine="torch", device="cpu",
+    num_blocks=512,
+)  # fmt: skip
+
 NEXT = """\
 Try next:
   pdmesh up                                 keep a mesh running
-  pdmesh generate "What is 17 + 25?"        ask it, in another terminal
+  pdmesh chat                               talk with it, in another terminal
+  pdmesh top                                watch it
   pdmesh up --model FOLDER                  the same with your model
   pdmesh --help                             three hosts, API keys, more workers
 """
 
 
-def demo() -> int:
+def demo(*, file: ConfigFlag = None) -> int:
     """Answer a prompt through a gateway, a prefill and a decode worker, and show where time went.
 
     Starts all three on free ports with the bundled model, needs no network, and leaves nothing
@@ -50,7 +58,8 @@ def demo() -> int:
     """
     console = Console(highlight=False)
     interrupts = Interrupts()
-    services = plan_mesh(UpConfig(port=0, device="cpu", num_blocks=512))
+    services = plan_mesh(DEMO, with_config_file(file)).services
+    services[0].env["PDMESH_API_KEYS"] = ""  # it asks itself, and has no key
     descriptor, name = tempfile.mkstemp(prefix="pdmesh-demo-", suffix=".log")
     os.close(descriptor)
     log = Path(name)

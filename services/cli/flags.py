@@ -7,10 +7,10 @@ import errno
 import inspect
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Final, ParamSpec, TypeVar, get_type_hints
+from typing import Annotated, Final, ParamSpec, TypeVar, cast, get_type_hints
 
 from cyclopts import Group, Parameter
 
@@ -26,6 +26,7 @@ from shared.errors import InvalidRequest, MeshError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Record = TypeVar("Record")
 
 GROUPS: Final = {
     GatewayConfig: Group("Gateway", sort_key=1),
@@ -47,7 +48,7 @@ class CannotRun(MeshError):
 
 def config_flags(command: Callable[P, R]) -> Callable[P, R]:
     """Make every parameter that is a configuration record into one flag a field."""
-    hints = get_type_hints(command)
+    hints = get_type_hints(command, include_extras=True)
     for name, kind in hints.items():
         if isinstance(kind, type) and issubclass(kind, ServiceConfig):
             grouped = _grouped(kind)
@@ -61,14 +62,20 @@ def config_flags(command: Callable[P, R]) -> Callable[P, R]:
 
 def _grouped(kind: type[ServiceConfig]) -> type[ServiceConfig]:
     """Return the record with each field's group in its annotation."""
-    hints = get_type_hints(kind)
-    annotations: dict[str, Any] = {}
+    groups: dict[str, Parameter] = {}
     for declared_by, group in GROUPS.items():
         if declared_by in kind.__mro__:
             for name in inspect.get_annotations(declared_by):
-                annotations[name] = Annotated[hints[name], Parameter(group=group)]
+                groups[name] = Parameter(group=group)
+    return annotated(kind, groups)
+
+
+def annotated(kind: type[Record], parameters: Mapping[str, Parameter]) -> type[Record]:
+    """Return a record with more said of some of its fields."""
+    hints = get_type_hints(kind, include_extras=True)
+    annotations = {name: Annotated[hints[name], more] for name, more in parameters.items()}
     parts = {"__annotations__": annotations, "__doc__": kind.__doc__, "__module__": kind.__module__}
-    return type(kind.__name__, (kind,), parts)
+    return cast("type[Record]", type(kind.__name__, (kind,), parts))
 
 
 def require_free_port(host: str, port: int, flag: str) -> None:

@@ -8,30 +8,32 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 import orjson
 from cyclopts import Group, Parameter
 from rich.console import Console
 
-from services.cli.flags import CannotRun, require
+from services.cli.client import (
+    DEFAULT_URL,
+    KeyFlag,
+    Refused,
+    UrlFlag,
+    address,
+    open_session,
+    refusal,
+    require_url,
+    unreachable,
+)
+from services.cli.flags import require
 from services.cli.interrupts import Interrupts
 from services.cli.receipt import receipt_table
-from shared.errors import MeshError, WorkerLost
+from shared.errors import WorkerLost
 from shared.runtime.service import EXIT_OK
 
 MAX_EVENT_BYTES = 4 << 20
-CONNECT_WITHIN_S = 10.0
 
-_SAMPLING = Parameter(group=Group("Sampling", sort_key=1))
-_GATEWAY = Parameter(group=Group("Gateway", sort_key=2))
+SAMPLING = Parameter(group=Group("Sampling", sort_key=1))
 _OUTPUT = Parameter(group=Group("Output", sort_key=3))
-
-
-class Refused(MeshError):
-    """The gateway answered with an error."""
-
-    type = "refused"
 
 
 @dataclass(slots=True)
@@ -47,12 +49,12 @@ def generate(
     prompt: Annotated[str, Parameter(show_env_var=False, show_default=False)] = "",
     /,
     *,
-    chat: Annotated[bool, Parameter(negative="--raw", group=_SAMPLING.group)] = True,
-    max_tokens: Annotated[int | None, _SAMPLING] = None,
-    temperature: Annotated[float | None, _SAMPLING] = None,
-    seed: Annotated[int | None, _SAMPLING] = None,
-    url: Annotated[str, _GATEWAY] = "http://127.0.0.1:8000",
-    api_key: Annotated[str, _GATEWAY] = "",
+    chat: Annotated[bool, Parameter(negative="--raw", group=SAMPLING.group)] = True,
+    max_tokens: Annotated[int | None, SAMPLING] = None,
+    temperature: Annotated[float | None, SAMPLING] = None,
+    seed: Annotated[int | None, SAMPLING] = None,
+    url: UrlFlag = DEFAULT_URL,
+    api_key: KeyFlag = "",
     receipt: Annotated[bool, _OUTPUT] = True,
 ) -> int:
     """Send a prompt to a running gateway and print the answer as it comes.
@@ -71,16 +73,10 @@ def generate(
         0 = always the likeliest token; default: the model's.
     seed
         Makes sampling repeatable.
-    url
-        The gateway; of a mesh that pdmesh up started, the URL that it printed.
-    api_key
-        API key of the gateway; better in PDMESH_API_KEY, where other users cannot see it.
     receipt
         Show where the time went.
     """
-    require(
-        urlsplit(url).scheme in ("http", "https"), "--url must be http://host:port", param="url"
-    )
+    require_url(url)
     if not prompt:
         require(not sys.stdin.isatty(), "give a PROMPT, or pipe one in", param="prompt")
     text = prompt or sys.stdin.read()
@@ -94,7 +90,7 @@ def generate(
             async with aclosing(stream_answer(url, body, answer, api_key=api_key)) as pieces:
                 async for piece in pieces:
                     has_begun = True
-                    print(piece, end="", flush=True)
+                    print(shown(piece), end="", flush=True)
         finally:
             if has_begun:
                 print(flush=True)
@@ -123,18 +119,14 @@ async def stream_answer(
     request = {key: value for key, value in body.items() if value is not None}
     options = {"include_usage": True, "include_receipt": True}
     request |= {"stream": True, "stream_options": options}
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_WITHIN_S)
     has_begun = False
     try:
         async with (
-            aiohttp.ClientSession(timeout=timeout, read_bufsize=MAX_EVENT_BYTES) as session,
-            session.post(
-                f"{url.rstrip('/').removesuffix('/v1')}/v1/{path}", json=request, headers=headers
-            ) as response,
+            open_session(api_key, read_bufsize=MAX_EVENT_BYTES) as session,
+            session.post(address(url, f"/v1/{path}"), json=request) as response,
         ):
             if response.status != 200 or response.content_type != "text/event-stream":
-                raise _refusal(url, response.status, await response.content.read(1 << 16))
+                raise refusal(url, response.status, await response.content.read(1 << 16))
             async for line in response.content:
                 event = line.strip().removeprefix(b"data: ")
                 if event == b"[DONE]":
@@ -144,20 +136,24 @@ async def stream_answer(
                     for piece in _read(orjson.loads(event), answer):
                         yield piece
         raise WorkerLost("the answer broke off: the gateway has gone")
-    except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
-        raise CannotRun(
-            f"nothing answers at {url} ({_reason(error)}): start a mesh with `pdmesh up`, or say "
-            "where one runs with --url"
-        ) from None
     except aiohttp.ClientError as error:
         if has_begun:
             raise WorkerLost("the answer broke off: the gateway has gone") from None
-        raise CannotRun(f"{url} does not answer as a gateway does ({_reason(error)})") from None
+        raise unreachable(url, error) from None
+
+
+def shown(piece: str) -> str:
+    """Return a piece of an answer as it is, or for a terminal without control characters: no answer
+    moves the cursor or speaks to the terminal."""
+    if not sys.stdout.isatty() or piece.isprintable():
+        return piece
+    return "".join(c for c in piece if c.isprintable() or c in "\n\t")
 
 
 def _read(event: Any, answer: Answer) -> list[str]:
     if "error" in event:
-        raise Refused(str(event["error"].get("message", event["error"])))
+        error = event["error"]
+        raise Refused(str(error.get("message", error)), code=str(error.get("code") or ""))
     answer.usage = event.get("usage") or answer.usage
     answer.receipt = event.get("receipt") or answer.receipt
     pieces: list[str] = []
@@ -167,20 +163,3 @@ def _read(event: Any, answer: Answer) -> list[str]:
         if piece:
             pieces.append(piece)
     return pieces
-
-
-def _refusal(url: str, status: int, body: bytes) -> MeshError:
-    try:
-        message = str(orjson.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return CannotRun(f"{url} is no pdmesh gateway: it answered with HTTP status {status}")
-    if status == 401:
-        message += "; give it with --api-key or PDMESH_API_KEY"
-    return Refused(message)
-
-
-def _reason(error: BaseException) -> str:
-    cause = getattr(error, "os_error", None)
-    if isinstance(cause, OSError) and cause.errno:
-        return os.strerror(cause.errno).lower()
-    return str(error) or type(error).__name__

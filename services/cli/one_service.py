@@ -12,12 +12,13 @@ from services.cli.flags import (
     require_key_file,
     require_worker_modules,
 )
+from services.cli.sources import ConfigFlag
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig, ServiceConfig, WorkerConfig
 from shared.log import configure_logs
 
 
 @config_flags
-def gateway(*, config: GatewayConfig = GatewayConfig()) -> int:  # noqa: B008  (frozen)
+def gateway(*, config: GatewayConfig = GatewayConfig(), file: ConfigFlag = None) -> int:  # noqa: B008  (frozen)
     """Run one gateway: OpenAI's API and gRPC for clients, the registry for workers.
 
     It needs the model's folder for the tokenizer, not for the weights. SIGTERM and Ctrl-C drain.
@@ -33,7 +34,7 @@ def gateway(*, config: GatewayConfig = GatewayConfig()) -> int:  # noqa: B008  (
 
 
 @config_flags
-def prefill(*, config: PrefillConfig = PrefillConfig()) -> int:  # noqa: B008
+def prefill(*, config: PrefillConfig = PrefillConfig(), file: ConfigFlag = None) -> int:  # noqa: B008
     """Run one prefill worker: it computes prompts and pushes their KV to decode workers.
 
     It joins the gateway by itself, and again after the gateway's restart. SIGTERM and Ctrl-C drain.
@@ -47,7 +48,7 @@ def prefill(*, config: PrefillConfig = PrefillConfig()) -> int:  # noqa: B008
 
 
 @config_flags
-def decode(*, config: DecodeConfig = DecodeConfig()) -> int:  # noqa: B008
+def decode(*, config: DecodeConfig = DecodeConfig(), file: ConfigFlag = None) -> int:  # noqa: B008
     """Run one decode worker: it takes KV over from prefill workers and generates.
 
     It joins the gateway by itself, and again after the gateway's restart. SIGTERM and Ctrl-C drain.

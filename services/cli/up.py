@@ -7,21 +7,28 @@ import dataclasses
 import os
 import signal
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar, get_type_hints
 
 from cyclopts import Group, Parameter
 from rich.console import Console
 
-from services.cli.flags import require, require_free_port, require_key_file, require_worker_modules
+from services.cli.flags import (
+    annotated,
+    require,
+    require_free_port,
+    require_key_file,
+    require_worker_modules,
+)
 from services.cli.interrupts import Interrupts
 from services.cli.machine import Share, find_gpus, num_cores, shares, weights_bytes
+from services.cli.sources import ConfigFlag, with_config_file
 from services.cli.status import StatusView, status_view
 from services.local import LocalMesh, Service, local_mesh, plan_services, wait_for_pair
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig, ServiceConfig
-from shared.environment import config_from_environment
+from shared.environment import settings_from_environment
 from shared.model_folder import resolve_model
 from shared.runtime.service import EXIT_OK
 
@@ -39,9 +46,9 @@ Config = TypeVar("Config", bound=ServiceConfig)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpConfig:
-    """A local mesh. What has no flag here is set by its variable, e.g. PDMESH_MAX_WAITING."""
+    """A local mesh. None = as each service has it from its variables, the file, or by default."""
 
-    model: Annotated[str, _MESH] = "demo"
+    model: Annotated[str | None, _MESH] = None
     """A Hugging Face folder, a hub name, or 'demo' for the bundled model."""
 
     prefill: Annotated[int, _MESH] = 1
@@ -50,79 +57,114 @@ class UpConfig:
     decode: Annotated[int, _MESH] = 1
     """Decode workers."""
 
-    policy: Annotated[Literal["least_loaded", "round_robin", "random"], _MESH] = "least_loaded"
+    policy: Annotated[Literal["least_loaded", "round_robin", "random"] | None, _MESH] = None
     """How a request's pair of workers is chosen."""
 
-    port: Annotated[int, _CLIENTS] = 8000
+    port: Annotated[int | None, _CLIENTS, Parameter(show_default="8000")] = None
     """Port of the OpenAI-compatible API; 0 = any free one."""
 
-    grpc_port: Annotated[int | None, _CLIENTS] = None
-    """Port of the gRPC API; default: --port plus 1."""
+    grpc_port: Annotated[int | None, _CLIENTS, Parameter(show_default="--port plus 1")] = None
+    """Port of the gRPC API."""
 
-    host: Annotated[str, _CLIENTS] = "127.0.0.1"
+    host: Annotated[str | None, _CLIENTS] = None
     """Where clients may come from: 0.0.0.0 = anywhere. There is no encryption."""
 
-    model_name: Annotated[str, _CLIENTS] = ""
+    model_name: Annotated[str | None, _CLIENTS] = None
     """Name that clients use; default: the folder's name."""
 
     api_keys: Annotated[Path | None, _CLIENTS] = None
     """File of API keys (see pdmesh hash-key); without it every client is let in."""
 
-    engine: Annotated[Literal["torch", "fake"], _WORKERS] = "torch"
+    engine: Annotated[Literal["torch", "fake"] | None, _WORKERS] = None
     """fake: exact and deterministic nonsense without weights, for trying things out."""
 
-    device: Annotated[str, _WORKERS] = "auto"
+    device: Annotated[str | None, _WORKERS] = None
     """cpu, cuda, or auto: cuda where torch sees one. Several GPUs are dealt out in turn."""
 
-    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], _WORKERS] = "auto"
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"] | None, _WORKERS] = None
     """auto: as the checkpoint says."""
 
-    threads: Annotated[int, _WORKERS] = 0
+    threads: Annotated[int | None, _WORKERS] = None
     """CPU threads of each worker; 0 = the cores, divided."""
 
-    kv_gib: Annotated[float, _WORKERS] = 0.0
+    kv_gib: Annotated[float | None, _WORKERS] = None
     """KV memory of each worker in GiB; 0 = 1 GiB on CPU, most of its part of a GPU."""
 
-    num_blocks: Annotated[int, _WORKERS] = 0
+    num_blocks: Annotated[int | None, _WORKERS] = None
     """KV blocks of each worker; overrides --kv-gib; 0 = from memory."""
 
-    block_size: Annotated[int, _WORKERS] = 16
+    block_size: Annotated[int | None, _WORKERS] = None
     """Tokens a KV block."""
 
-    max_model_len: Annotated[int, _WORKERS] = 0
+    max_model_len: Annotated[int | None, _WORKERS] = None
     """Longest prompt plus answer in tokens; 0 = what the model was made for."""
 
-    token_budget: Annotated[int, _WORKERS] = 2048
+    token_budget: Annotated[int | None, _WORKERS] = None
     """Most tokens a step computes; longer prompts are computed in chunks."""
 
-    cache_prefixes: Annotated[bool, _WORKERS] = True
+    cache_prefixes: Annotated[bool | None, _WORKERS] = None
     """Keep KV of finished prompts for later ones with the same beginning."""
 
-    transfer_mode: Annotated[Literal["auto", "layerwise", "serialized"], _WORKERS] = "auto"
+    transfer_mode: Annotated[Literal["auto", "layerwise", "serialized"] | None, _WORKERS] = None
     """layerwise: KV moves while later layers compute; serialized: after them."""
 
     log: Annotated[Path | None, _LOGS] = None
     """File for the services' logs; default: stderr, or on a terminal a temporary file, which is
     kept if something went wrong."""
 
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], _LOGS] = "info"
+    log_level: Annotated[Literal["debug", "info", "warning", "error"] | None, _LOGS] = None
     """Least level that is logged."""
 
-    drain_s: Annotated[float, _LOGS] = 30.0
+    drain_s: Annotated[float | None, _LOGS] = None
     """Seconds to finish what is in hand after the first Ctrl-C."""
 
 
 _OWN_FIELDS: Final = ("prefill", "decode", "port", "log", "grpc_port", "host")
 
 
-def up(*, config: Annotated[UpConfig, Parameter(name="*")] = UpConfig()) -> int:
+@dataclass(frozen=True, slots=True)
+class MeshPlan:
+    """What is to be started. gateway: its configuration, which ``services`` holds as variables."""
+
+    services: list[Service]
+    gateway: GatewayConfig
+
+
+def show_service_defaults(command: Callable[..., int]) -> Callable[..., int]:
+    """Say in the help of a command what a flag that is not given comes down to."""
+    services = {**_defaults(GatewayConfig), **_defaults(DecodeConfig), **_defaults(PrefillConfig)}
+    shown = {
+        field.name: Parameter(show_default=str(services[field.name]))
+        for field in dataclasses.fields(UpConfig)
+        if field.name not in ("port", "grpc_port") and services.get(field.name) not in (None, "")
+        if field.default is None
+    }
+    kind = annotated(UpConfig, shown)
+    hints = get_type_hints(command, include_extras=True)
+    command.__annotations__ = {**hints, "config": Annotated[kind, Parameter(name="*")]}
+    # Where pydantic is imported, cyclopts checks that a default is of its type.
+    command.__kwdefaults__ = {**(command.__kwdefaults__ or {}), "config": kind()}
+    return command
+
+
+def _defaults(kind: type[ServiceConfig]) -> dict[str, Any]:
+    return {field.name: field.default for field in dataclasses.fields(kind)}
+
+
+@show_service_defaults
+def up(
+    *,
+    config: Annotated[UpConfig, Parameter(name="*")] = UpConfig(),
+    file: ConfigFlag = None,
+) -> int:
     """Run a mesh on this machine: one gateway, some prefill and decode workers.
 
     Prints the URL when a request can be served. Workers that crash are restarted. The first Ctrl-C
     finishes what is in hand, the second ends at once; nothing is left running, not even after
     kill -9.
     """
-    services = plan_mesh(config)
+    plan = plan_mesh(config, with_config_file(file))
+    services = plan.services
     console = Console()
     interrupts = Interrupts()
     log = config.log
@@ -141,10 +183,10 @@ def up(*, config: Annotated[UpConfig, Parameter(name="*")] = UpConfig()) -> int:
                 view.show(mesh)
 
             async with local_mesh(
-                services, log=log, drain_s=config.drain_s, on_change=change
+                services, log=log, drain_s=plan.gateway.drain_s, on_change=change
             ) as mesh:
                 await wait_for_pair(mesh.http_url, PAIR_WITHIN_S)
-                _say_ready(view, mesh, config)
+                _say_ready(view, mesh, has_keys=plan.gateway.api_keys is not None)
                 await asyncio.Event().wait()
             return EXIT_OK
 
@@ -159,11 +201,12 @@ def up(*, config: Annotated[UpConfig, Parameter(name="*")] = UpConfig()) -> int:
     return EXIT_OK if code == 128 + signal.SIGTERM else code
 
 
-def plan_mesh(config: UpConfig) -> list[Service]:
+def plan_mesh(config: UpConfig, environment: Mapping[str, str]) -> MeshPlan:
     """Return the processes of this mesh, after all checks that need no process.
 
-    Raises InvalidRequest: a flag is out of range. ModelError: there is no such model. MeshError: a
-    port is taken, or a package is missing.
+    environment: variables, and the file that PDMESH_CONFIG names, for what the flags leave open.
+    Raises InvalidRequest: a flag, a variable or the file is wrong. ModelError: there is no such
+    model. MeshError: a port is taken, or a package is missing.
     """
     for name in ("prefill", "decode"):
         require(
@@ -171,31 +214,25 @@ def plan_mesh(config: UpConfig) -> list[Service]:
             f"--{name} must be 1..{MAX_WORKERS}",
             param=name,
         )
-    require(0 <= config.port < 65536, "--port must be a port, 0..65535", param="port")
-    num_workers = config.prefill + config.decode
-    grpc_port = config.grpc_port
-    if grpc_port is None:
-        grpc_port = config.port + 1 if config.port else 0
-    gateway = _with(
-        GatewayConfig, config, host=config.host, http_port=config.port, grpc_port=grpc_port
-    )
+    gateway = _gateway(config, environment)
     here = "127.0.0.1"
     places: dict[str, Any] = {"host": here, "advertise": here, "port": 0, "metrics_port": 0}
-    prefill = _with(PrefillConfig, config, gateway=here, **places)
-    decode = _with(DecodeConfig, config, gateway=here, **places)
-    require_worker_modules(config.engine)
-    require_free_port(config.host, config.port, "--port")
-    require_free_port(config.host, grpc_port, "--grpc-port")
-    require_key_file(config.api_keys)
-    folder = resolve_model(config.model)  # a hub name is downloaded here, once
-    if not gateway.model_name and "/" in config.model and not Path(config.model).is_dir():
-        gateway = dataclasses.replace(gateway, model_name=config.model)
-    has_choice = config.engine == "torch" and config.device in ("auto", "cuda")
-    gpus = find_gpus(os.environ) if has_choice else []
-    parts = shares(
-        num_workers, num_cores=num_cores(), gpus=gpus, weights_bytes=weights_bytes(folder)
-    )
+    prefill = _with(PrefillConfig, config, environment, gateway=here, **places)
+    decode = _with(DecodeConfig, config, environment, gateway=here, **places)
+    for engine in {prefill.engine, decode.engine}:
+        require_worker_modules(engine)
+    require_free_port(gateway.host, gateway.http_port, "--port")
+    require_free_port(gateway.host, gateway.grpc_port, "--grpc-port")
+    require_key_file(gateway.api_keys)
+    folder = resolve_model(gateway.model)  # a hub name is downloaded here, once
+    if not gateway.model_name and "/" in gateway.model and not Path(gateway.model).is_dir():
+        gateway = dataclasses.replace(gateway, model_name=gateway.model)
     workers = [prefill] * config.prefill + [decode] * config.decode
+    has_choice = any(w.engine == "torch" and w.device in ("auto", "cuda") for w in workers)
+    gpus = find_gpus(environment) if has_choice else []
+    parts = shares(
+        len(workers), num_cores=num_cores(), gpus=gpus, weights_bytes=weights_bytes(folder)
+    )
     sized = [_sized(worker, part) for worker, part in zip(workers, parts, strict=True)]
     services = plan_services(
         gateway,
@@ -205,19 +242,37 @@ def plan_mesh(config: UpConfig) -> list[Service]:
     for service, part in zip(services[1:], parts, strict=True):
         if part.gpus:
             service.env["CUDA_VISIBLE_DEVICES"] = part.gpus
-    return services
+    return MeshPlan(services, gateway)
 
 
-def _with(kind: type[Config], config: UpConfig, **places: Any) -> Config:
-    """Return a service's configuration: of our flags those it knows, the rest from the
-    environment."""
-    known = {field.name for field in dataclasses.fields(kind)}
-    ours = {
-        field.name: getattr(config, field.name)
-        for field in dataclasses.fields(config)
-        if field.name in known and field.name not in _OWN_FIELDS
+def _gateway(config: UpConfig, environment: Mapping[str, str]) -> GatewayConfig:
+    """The gRPC port follows the HTTP port unless somebody has set it."""
+    settings = settings_from_environment(GatewayConfig, environment)
+    host = config.host if config.host is not None else settings["host"].value
+    port = config.port if config.port is not None else settings["http_port"].value
+    require(0 <= port < 65536, "--port must be a port, 0..65535", param="port")
+    grpc_port = config.grpc_port
+    if grpc_port is None and settings["grpc_port"].origin != "default":
+        grpc_port = settings["grpc_port"].value
+    if grpc_port is None:
+        grpc_port = port + 1 if port else 0
+    return _with(GatewayConfig, config, environment, host=host, http_port=port, grpc_port=grpc_port)
+
+
+def _with(
+    kind: type[Config], config: UpConfig, environment: Mapping[str, str], **places: Any
+) -> Config:
+    """Return a service's configuration: of our flags those that were given and it knows, the rest
+    from the environment."""
+    values = {
+        name: setting.value
+        for name, setting in settings_from_environment(kind, environment).items()
     }
-    made = dataclasses.replace(config_from_environment(kind, os.environ), **ours, **places)
+    for field in dataclasses.fields(config):
+        given = getattr(config, field.name)
+        if field.name in values and field.name not in _OWN_FIELDS and given is not None:
+            values[field.name] = given
+    made = kind(**{**values, **places})
     made.check()
     return made
 
@@ -231,9 +286,9 @@ def _sized(worker: PrefillConfig | DecodeConfig, part: Share) -> PrefillConfig |
     )
 
 
-def _say_ready(view: StatusView, mesh: LocalMesh, config: UpConfig) -> None:
+def _say_ready(view: StatusView, mesh: LocalMesh, *, has_keys: bool) -> None:
     body = '{"messages": [{"role": "user", "content": "Hello!"}]}'
-    key = " -H 'Authorization: Bearer YOUR-KEY'" if config.api_keys else ""
+    key = " -H 'Authorization: Bearer YOUR-KEY'" if has_keys else ""
     url = mesh.http_url
     where = "" if url.endswith(":8000") else f" --url {url}"
     lines: Sequence[str] = (
@@ -241,7 +296,8 @@ def _say_ready(view: StatusView, mesh: LocalMesh, config: UpConfig) -> None:
         f"ready: {url}/v1 (OpenAI's API), {mesh.grpc_target} (gRPC)",
         f"try:   curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' "
         f"-d '{body}'",
-        f"or:    pdmesh generate 'Hello!'{where}",
+        f"or:    pdmesh chat{where}",
+        f"       pdmesh top{where}",
         "",
     )
     view.say("\n".join(lines))

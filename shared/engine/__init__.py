@@ -1,0 +1,1 @@
+"""Running a model: rows and buffers in, tokens and KV out. torch lives here and nowhere else."""

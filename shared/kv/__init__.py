@@ -1,0 +1,1 @@
+"""Blocks of KV: allocation, prefix cache, layout. Pure."""

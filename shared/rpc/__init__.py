@@ -1,0 +1,1 @@
+"""gRPC between services: messages, streams, heartbeats, errors as statuses."""

@@ -1,0 +1,1 @@
+"""Which tokens of which sequences run in the next step. Pure."""

@@ -1,0 +1,1 @@
+"""The protocol that moves KV: both ends, as tables and pure cores."""

@@ -1,0 +1,1 @@
+"""The data plane: tagged messages over UCX, and its twin in memory."""

@@ -3,13 +3,8 @@ whatever ends them leaves nothing behind."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
-import re
 import signal
-import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +22,9 @@ from services.local import (
 )
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
 from shared.errors import WorkerLost
+from tests.support.command import LIMIT_S, has_ended, pdmesh
 
 pytestmark = [pytest.mark.process, pytest.mark.ucx]
-
-ROOT = Path(__file__).parents[2]
-LIMIT_S = 120.0
 
 SMALL = ("--port", "0", "--num-blocks", "256", "--device", "cpu")
 FAKE = (*SMALL, "--engine", "fake")
@@ -40,103 +33,6 @@ RECALL = (
     "The code of the red door is 4821. The cat sleeps in the garden. The code of the blue box is "
     "1111. The code of the old tower is 7350. What is the code of the red door?"
 )
-
-
-class Command:
-    """A running ``pdmesh`` and what it has printed."""
-
-    def __init__(self, process: asyncio.subprocess.Process, tasks: asyncio.TaskGroup) -> None:
-        self.process = process
-        self.out = ""
-        self.err = ""
-        self._grew = asyncio.Condition()
-        self._readers = [
-            tasks.create_task(self._read("out", process.stdout)),
-            tasks.create_task(self._read("err", process.stderr)),
-        ]
-
-    async def _read(self, name: str, stream: asyncio.StreamReader | None) -> None:
-        assert stream is not None
-        while chunk := await stream.read(65536):
-            async with self._grew:
-                setattr(self, name, getattr(self, name) + chunk.decode(errors="replace"))
-                self._grew.notify_all()
-        async with self._grew:
-            self._grew.notify_all()
-
-    async def said(self, pattern: str) -> re.Match[str]:
-        """Wait for words on stdout."""
-        found: re.Match[str] | None = None
-
-        def is_said() -> bool:
-            nonlocal found
-            found = re.search(pattern, self.out)
-            return found is not None or self._readers[0].done()
-
-        async with self._grew:
-            await self._grew.wait_for(is_said)
-        assert found is not None, f"it ended without {pattern!r}:\n{self.out}\n{self.err}"
-        return found
-
-    async def url(self) -> str:
-        """Wait until a request can be served; the base URL."""
-        return (await self.said(r"ready: (http://\S+)/v1"))[1]
-
-    @property
-    def children(self) -> list[int]:
-        """Every process that it has said to have started."""
-        return sorted({int(pid) for pid in re.findall(r"pid (\d+)", self.out)})
-
-    async def ended(self) -> int:
-        """Wait for its end, and that of everything it started; its exit code."""
-        code = await self.process.wait()
-        await asyncio.wait(self._readers)
-        for pid in self.children:
-            await has_ended(pid)
-        return code
-
-
-async def has_ended(pid: int) -> None:
-    """Wait until a process that need not be our child has ended."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    loop = asyncio.get_running_loop()
-    ended = asyncio.Event()
-    loop.add_reader(descriptor, ended.set)
-    try:
-        await ended.wait()
-    finally:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
-
-
-@contextlib.asynccontextmanager
-async def pdmesh(*arguments: str, **variables: str) -> AsyncIterator[Command]:
-    """Run a command; whatever is left of it at the end is killed."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PDMESH_")}
-    async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as tasks:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "services.cli",
-            *arguments,
-            cwd=ROOT,
-            env={**environment, "COLUMNS": "200", "PYTHONUNBUFFERED": "1", **variables},
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        command = Command(process, tasks)
-        try:
-            yield command
-        finally:
-            for pid in (process.pid, *command.children):
-                if process.returncode is None or pid != process.pid:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-            await process.wait()
 
 
 async def chat(url: str, **fields: Any) -> Any:

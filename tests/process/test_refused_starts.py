@@ -82,7 +82,8 @@ async def test_a_worker_of_another_model_is_refused_and_the_mesh_goes_on() -> No
             await mesh.paired(gateway, 1)
             for role in ROLES:
                 stranger = await mesh.start(role, max_model_len=512)
-                await require_refused(stranger, EXIT_FAILED, "this mesh serves", "--model")
+                words = ("max_model_len", "512", "2048", "set [mesh] max_model_len = 2048")
+                await require_refused(stranger, EXIT_FAILED, *words)
             await mesh.ready(*workers)
             ids, _ = await mesh.ask_grpc(gateway, a_prompt(100), 9)
             assert ids == fake_ids(a_prompt(100), 9)
@@ -93,6 +94,8 @@ async def test_a_worker_of_another_model_is_refused_and_the_mesh_goes_on() -> No
 async def test_a_worker_with_another_dtype_or_model_folder_is_refused(tmp_path: Path) -> None:
     """A pair that cannot exchange KV never comes to be."""
     pytest.importorskip("torch")
+    from tests.support.checkpoints import make_checkpoint
+
     async with process_mesh("torch") as mesh:
         with mesh.explained():
             gateway = await mesh.start_gateway()
@@ -108,5 +111,13 @@ async def test_a_worker_with_another_dtype_or_model_folder_is_refused(tmp_path: 
 
             await mesh.until(is_one_left)
             (late,) = [worker for worker in workers[:2] if not worker.is_alive]
-            await require_refused(late, EXIT_FAILED, "float32", "bfloat16", "--dtype")
+            await require_refused(
+                late, EXIT_FAILED, "float32", "bfloat16", "--dtype", "set [mesh] dtype = '"
+            )
             await mesh.usable(gateway, 1)
+            folder = make_checkpoint("llama", "llama-gqa2", tmp_path / "tiny")
+            tiny = await mesh.start("prefill", model=folder)
+            await require_refused(
+                tiny, EXIT_FAILED, "model: this prefill worker has 'tiny' with 199 tokens",
+                "the gateway has the tokenizer of 'demo'", "set [mesh] model",
+            )  # fmt: skip

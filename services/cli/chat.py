@@ -1,0 +1,228 @@
+"""``pdmesh chat``: a conversation with a running gateway, on a terminal or line by line from a
+pipe.
+
+One turn at a time: a line is read, then a loop of its own streams the answer, so that Ctrl-C means
+the answer while it comes and the line while it is typed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import aclosing
+from typing import Annotated, Any, Final
+
+from cyclopts import Group, Parameter
+from rich.console import Console
+from rich.text import Text
+
+from services.cli.client import DEFAULT_URL, KeyFlag, UrlFlag, require_url
+from services.cli.generate import SAMPLING, Answer, shown, stream_answer
+from services.cli.interrupts import Interrupts
+from services.cli.models import NONE_YET, fetch_models
+from services.cli.receipt import receipt_table
+from shared.errors import MeshError
+from shared.runtime.service import EXIT_FAILED, EXIT_OK
+
+COMMANDS: Final = {
+    "/help": "this list",
+    "/receipt": "where the time of the last answer went",
+    "/reset": "forget what was said; the system prompt stays",
+    "/system": "/system TEXT sets the system prompt, /system alone takes it away",
+    "/quit": "leave; so do Ctrl-D, and Ctrl-C where nothing is typed",
+}
+KEYS: Final = """\
+Enter sends. Alt-Enter, or a backslash at the end of a line, begins a new line. Ctrl-C stops an
+answer, or clears what is typed. A space before a slash sends the text as it is.
+"""
+
+_CHAT = Parameter(group=Group("Conversation", sort_key=0))
+
+
+class Conversation:
+    """What was said so far, and how to go on."""
+
+    def __init__(self, url: str, api_key: str, settings: dict[str, Any], system: str) -> None:
+        self._url = url
+        self._api_key = api_key
+        self._settings = settings
+        self.system = system
+        self.turns: list[dict[str, str]] = []
+        self.last = Answer()
+
+    async def ask(self, text: str, show: Callable[[str], None]) -> None:
+        """Stream the answer to ``show``. A turn that fails is forgotten; one that is stopped keeps
+        what had come.
+
+        Raises MeshError: see ``stream_answer``.
+        """
+        asked = {"role": "user", "content": text}
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        body = {**self._settings, "messages": [*system, *self.turns, asked]}
+        answer, said = Answer(), ""
+        is_stopped = False
+        try:
+            async with aclosing(
+                stream_answer(self._url, body, answer, api_key=self._api_key)
+            ) as pieces:
+                async for piece in pieces:
+                    said += piece
+                    show(piece)
+        except asyncio.CancelledError:
+            is_stopped = True
+            raise
+        finally:
+            if answer.finish_reason or (is_stopped and said):
+                self.turns += [asked, {"role": "assistant", "content": said}]
+                self.last = answer
+
+    def reset(self) -> None:
+        """Forget all turns."""
+        self.turns.clear()
+        self.last = Answer()
+
+
+def chat(
+    *,
+    system: Annotated[str, _CHAT] = "",
+    model: Annotated[str | None, _CHAT, Parameter(show_env_var=False)] = None,
+    history: Annotated[bool, _CHAT] = True,
+    max_tokens: Annotated[int | None, SAMPLING] = None,
+    temperature: Annotated[float | None, SAMPLING] = None,
+    seed: Annotated[int | None, SAMPLING] = None,
+    url: UrlFlag = DEFAULT_URL,
+    api_key: KeyFlag = "",
+) -> int:
+    """Talk with the model of a running gateway; answers stream, and it remembers what was said.
+
+    Commands are /receipt, /reset, /system TEXT, /help and /quit. From a pipe every line is a turn,
+    and the exit code is 1 if one of them failed.
+
+    Parameters
+    ----------
+    system
+        System prompt.
+    model
+        Name of the model; default: the one that the gateway serves.
+    history
+        Keep what is typed for the next time, in the user's state folder, for the user alone.
+    max_tokens
+        Longest answer; default: what the gateway allows.
+    temperature
+        0 = always the likeliest token; default: the model's.
+    seed
+        Makes sampling repeatable.
+    """
+    require_url(url)
+    settings = {
+        "model": model, "max_tokens": max_tokens, "temperature": temperature, "seed": seed
+    }  # fmt: skip
+    served = asyncio.run(fetch_models(url, api_key))["data"]
+    talk = Conversation(url, api_key, settings, system)
+    out = Console(highlight=False)
+    if not sys.stdin.isatty():
+        return _Dialogue(talk, out).run(_piped_lines())
+    from services.cli.chat_input import typed_lines
+
+    name = f"{served[0]['id']} at {url}" if served else NONE_YET
+    out.print(f"{name}  (/help, /quit)", style="dim", markup=False)
+    _Dialogue(talk, out).run(typed_lines(COMMANDS, is_history_kept=history))
+    return EXIT_OK
+
+
+def _piped_lines() -> Iterator[str]:
+    text = ""
+    for line in sys.stdin:
+        text += line.rstrip("\n")
+        if text.endswith("\\"):
+            text = text[:-1] + "\n"
+            continue
+        yield text
+        text = ""
+    if text:
+        yield text
+
+
+class _Dialogue:
+    """Reads, obeys or asks, and shows; one turn after the other."""
+
+    def __init__(self, talk: Conversation, out: Console) -> None:
+        self._talk = talk
+        self._out = out
+        self._err = Console(stderr=True, highlight=False)
+        self._code = EXIT_OK
+
+    def run(self, lines: Iterator[str]) -> int:
+        """Return the exit code: that of a signal, or whether all turns went well."""
+        for line in lines:
+            if not line.strip():
+                continue
+            if line.startswith("/"):
+                if self._is_last(line):
+                    break
+                continue
+            code = self._turn(line)
+            if code not in (EXIT_OK, 128 + signal.SIGINT):
+                return code
+            if code and not sys.stdin.isatty():
+                return code
+        return self._code
+
+    def _turn(self, text: str) -> int:
+        is_mid_line = False
+
+        def show(piece: str) -> None:
+            nonlocal is_mid_line
+            print(shown(piece), end="", flush=True)
+            is_mid_line = not piece.endswith("\n")
+
+        async def main() -> int:
+            await self._talk.ask(text, show)
+            return EXIT_OK
+
+        try:
+            code = Interrupts().run(main)
+            failure = None
+        except MeshError as error:
+            code, failure = EXIT_OK, error
+        if is_mid_line:
+            print(flush=True)
+        if failure is not None:
+            self._code = EXIT_FAILED
+            hint = " (/reset begins anew)" if failure.code == "context_length_exceeded" else ""
+            self._complain(failure.message + hint)
+        elif code:
+            self._err.print("stopped", style="dim")
+        return code
+
+    def _is_last(self, line: str) -> bool:
+        """Obey a command; whether it was the last one."""
+        name, _, rest = line.strip().partition(" ")
+        talk = self._talk
+        match name:
+            case "/quit" | "/exit":
+                return True
+            case "/help":
+                for command, meaning in COMMANDS.items():
+                    self._out.print(f"{command:<10}{meaning}", markup=False)
+                self._out.print(KEYS, style="dim", end="")
+            case "/reset":
+                talk.reset()
+                self._err.print("forgotten", style="dim")
+            case "/system":
+                talk.system = rest.strip()
+                said = "the system prompt is set" if talk.system else "no system prompt"
+                self._err.print(said, style="dim")
+            case "/receipt" if talk.last.receipt:
+                self._out.print(receipt_table(talk.last.receipt, talk.last.usage))
+            case "/receipt":
+                self._complain("there is no answer yet that has a receipt")
+            case _:
+                self._complain(f"there is no command {name}: /help lists them")
+        return False
+
+    def _complain(self, message: str) -> None:
+        text = Text(f"error: {' '.join(message.split())}", style="red")
+        self._err.print(text, soft_wrap=True)

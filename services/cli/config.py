@@ -1,0 +1,210 @@
+"""``pdmesh config``: what each service would run with and where each value comes from, and an
+example of a file with every setting.
+
+Both are TOML, made from the records of ``shared/config.py`` alone: what is printed can be read back
+with ``--config``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import textwrap
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import orjson
+from cyclopts import App, ArgumentCollection, Group, Parameter, Token
+
+from services.cli import help_texts
+from services.cli.flags import config_flags
+from services.cli.sources import SOURCES, ConfigFlag, JsonFlag, with_config_file
+from shared.config import DecodeConfig, GatewayConfig, PrefillConfig, ServiceConfig
+from shared.config_file import MESH, ROLES, role_of, section_fields
+from shared.environment import Setting, config_from_environment, settings_from_environment
+from shared.quantity import unit_of, write_quantity
+from shared.runtime.service import EXIT_OK
+
+EXAMPLE_HEAD: Final = """\
+# One file for all services: pdmesh gateway --config mesh.toml, and so on, or PDMESH_CONFIG.
+# Every setting is here with its default; remove the # before what you change.
+# Flags win over PDMESH_* variables, those over this file, and this over the defaults.
+# Durations: us, ms, s, min, h. Sizes: B, KiB, MiB, GiB, TiB, kB, MB, GB. Or a plain number in the
+# unit that the name ends with: drain_s = 30.
+"""
+
+_SECTION_HEADS: Final = {
+    MESH: "What services share. A role's own section may set any of these for that role alone.",
+    "gateway": "Clients on one side, workers on the other.",
+    "prefill": "Computes prompts and pushes their KV.",
+    "decode": "Receives KV, runs the batch, streams tokens.",
+}
+
+
+class Origins:
+    """Tells a command where each of its values comes from, in its hidden flag ``--origins``."""
+
+    def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+        """The last source in the row: it fills in nothing else."""
+        if not commands or commands[-1] not in ROLES:
+            return
+        (target, *_) = arguments.match("--origins")
+        for argument in arguments:
+            for token in argument.tokens[:1]:
+                origin = "flag" if token.source == "cli" else token.source
+                name = argument.name.removeprefix("--").replace("-", "_")
+                where = token.keyword or argument.name
+                told = json.dumps([name, origin, where])
+                target.append(Token(value=told, source="origins", index=len(target.tokens)))
+
+
+_Origins = Annotated[tuple[str, ...], Parameter(show=False, show_env_var=False)]
+
+config_app = App(
+    name="config",
+    help="Print the configuration that the services would run with, and where each value is from.",
+    help_epilogue=help_texts.CONFIG,
+    config=(*SOURCES, Origins()),
+)
+
+
+@config_app.default
+def show(
+    *,
+    file: ConfigFlag = None,
+    example: Annotated[
+        bool,
+        Parameter(
+            group=Group("Output", sort_key=8),
+            negative="",
+            show_env_var=False,
+            show_default=False,
+            help="Print a file with every setting explained.",
+        ),
+    ] = False,
+    as_json: JsonFlag = False,
+) -> int:
+    """Print the configuration that the services would run with, and where each value is from.
+
+    It is checked like at a start. With a role's name after it, flags of that role are taken, too.
+    """
+    if example:
+        print(example_file(), end="")
+        return EXIT_OK
+    environment = with_config_file(file)
+    settings: dict[str, dict[str, Setting]] = {}
+    for role, kind in ROLES.items():
+        config_from_environment(kind, environment)
+        settings[role] = settings_from_environment(kind, environment)
+    _print(settings, as_json)
+    return EXIT_OK
+
+
+@config_app.command(name="gateway", help_epilogue="")
+@config_flags
+def show_gateway(
+    *,
+    config: GatewayConfig = GatewayConfig(),  # noqa: B008  (frozen)
+    file: ConfigFlag = None,
+    as_json: JsonFlag = False,
+    origins: _Origins = (),
+) -> int:
+    """The same of one gateway, with its flags."""
+    return _show_one(config, origins, as_json)
+
+
+@config_app.command(name="prefill", help_epilogue="")
+@config_flags
+def show_prefill(
+    *,
+    config: PrefillConfig = PrefillConfig(),  # noqa: B008
+    file: ConfigFlag = None,
+    as_json: JsonFlag = False,
+    origins: _Origins = (),
+) -> int:
+    """The same of one prefill worker, with its flags."""
+    return _show_one(config, origins, as_json)
+
+
+@config_app.command(name="decode", help_epilogue="")
+@config_flags
+def show_decode(
+    *,
+    config: DecodeConfig = DecodeConfig(),  # noqa: B008
+    file: ConfigFlag = None,
+    as_json: JsonFlag = False,
+    origins: _Origins = (),
+) -> int:
+    """The same of one decode worker, with its flags."""
+    return _show_one(config, origins, as_json)
+
+
+def example_file() -> str:
+    """Return a file with every setting, its help and its default; settings are commented out as
+    ``#name = value``, prose as ``# text``."""
+    lines = [EXAMPLE_HEAD.rstrip()]
+    for section in (MESH, *ROLES):
+        lines += ["", f"# {_SECTION_HEADS[section]}", f"[{section}]"]
+        roles = [section] if section in ROLES else list(ROLES)
+        for name in section_fields(section):
+            # Whoever knows the setting has the same help and default for it.
+            role = next(r for r in reversed(roles) if hasattr(ROLES[r], name))
+            lines += ["", *_comment(_help_texts(role)[name])]
+            lines.append(f"#{name} = {toml_value(name, _default(ROLES[role], name))}")
+    return "\n".join(lines) + "\n"
+
+
+def toml_value(name: str, value: Any) -> str:
+    """Write a setting's value so that the file reads it back; quantities with their unit."""
+    if value is None or isinstance(value, str | Path):
+        return json.dumps("" if value is None else str(value), ensure_ascii=False)
+    if isinstance(value, bool):
+        return str(value).lower()
+    unit = unit_of(name)
+    return json.dumps(write_quantity(value, unit)) if unit else repr(value)
+
+
+def _show_one(config: ServiceConfig, origins: Iterable[str], as_json: bool) -> int:
+    config.check()
+    told = {name: (origin, where) for name, origin, where in map(json.loads, origins)}
+    settings = {
+        field.name: Setting(getattr(config, field.name), *told.get(field.name, ("default", "")))
+        for field in dataclasses.fields(config)
+    }
+    _print({role_of(type(config)): settings}, as_json)
+    return EXIT_OK
+
+
+def _print(settings: Mapping[str, Mapping[str, Setting]], as_json: bool) -> None:
+    if as_json:
+        body = {
+            role: {name: dataclasses.asdict(one) for name, one in found.items()}
+            for role, found in settings.items()
+        }
+        print(orjson.dumps(body, default=str, option=orjson.OPT_INDENT_2).decode())
+        return
+    for role, found in settings.items():
+        print(f"[{role}]")
+        pairs = {name: f"{name} = {toml_value(name, one.value)}" for name, one in found.items()}
+        width = max(map(len, pairs.values()))
+        for name, one in found.items():
+            origin = f"{one.origin}: {one.where}" if one.where else one.origin
+            print(f"{pairs[name]:<{width}}  # {origin}")
+        print()
+
+
+def _default(kind: type[ServiceConfig], name: str) -> Any:
+    return next(field.default for field in dataclasses.fields(kind) if field.name == name)
+
+
+def _help_texts(role: str) -> dict[str, str]:
+    arguments = config_app[role].assemble_argument_collection(parse_docstring=True)
+    return {
+        argument.name.removeprefix("--").replace("-", "_"): argument.parameter.help or ""
+        for argument in arguments
+    }
+
+
+def _comment(text: str) -> list[str]:
+    return textwrap.wrap(" ".join(text.split()), 98, initial_indent="# ", subsequent_indent="# ")

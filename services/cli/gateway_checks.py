@@ -1,0 +1,82 @@
+"""What ``pdmesh doctor --gateway URL`` finds out about a running mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from services.cli.client import get_json, open_session
+from services.cli.finding import Finding, absent, right, wrong
+from services.cli.link import is_shared_memory
+from shared.errors import MeshError
+from shared.version import VERSION
+
+ANSWERS_WITHIN_S: Final = 4.0
+
+
+async def check_gateway(url: str, api_key: str) -> list[Finding]:
+    """Ask a gateway how its mesh is."""
+    try:
+        async with open_session(api_key) as session:
+            view = await get_json(session, url, "/cluster", limit_s=ANSWERS_WITHIN_S)
+    except MeshError as error:
+        return [wrong("gateway", error.message, "is the URL right, and the key?")]
+    return judge_cluster(url, view)
+
+
+async def is_ours(port: int) -> bool:
+    """Whether a gateway of ours listens on this port of this machine."""
+    try:
+        async with open_session("") as session:
+            url = f"http://127.0.0.1:{port}"
+            answer = await get_json(session, url, "/health", limit_s=ANSWERS_WITHIN_S)
+    except MeshError:
+        return False
+    return answer == {"status": "ok"}
+
+
+def judge_cluster(url: str, view: Mapping[str, Any]) -> list[Finding]:
+    """Judge the body of GET /cluster."""
+    findings = [right("gateway", f"{url}, version {view['version']}, {_uptime(view['uptime_s'])}")]
+    if view["version"] != VERSION:
+        text = f"{view['version']} there, {VERSION} here"
+        findings.append(wrong("release", text, "run one release on all machines of a mesh"))
+    if view["ready"]:
+        model: Any = view["model"] or {}
+        text = f"serves {model.get('id')}, up to {model.get('max_model_len', 0):,} tokens"
+        findings.append(right("ready", text))
+    else:
+        remedy = "pdmesh doctor on the workers' machines; their logs say why they do not join"
+        findings.append(wrong("ready", f"no: {view['not_ready_reason']}", remedy))
+    for worker in view["workers"]:
+        name = f"{worker['role']} worker"
+        text = f"{worker['address']} is {worker['state']}"
+        if worker["state"] in ("usable", "draining"):
+            findings.append(right(name, text))
+        else:
+            remedy = "can the gateway reach this address? else --advertise on the worker"
+            findings.append(wrong(name, text, remedy))
+    addresses = {worker["incarnation"]: worker["address"] for worker in view["workers"]}
+    findings += [_pair(pair, addresses) for pair in view["transfers"]]
+    if not view["transfers"]:
+        text = "no KV in the last minute, so no lane is known: ask something and look again"
+        findings.append(absent("pairs", text))
+    return findings
+
+
+def _pair(pair: Mapping[str, Any], addresses: Mapping[str, str]) -> Finding:
+    ends = [addresses.get(pair[role], pair[role]) for role in ("prefill", "decode")]
+    lane, rate = str(pair["lane"]), pair["gb_per_s"]
+    speed = f", {rate['p50']:.2g} GB/s" if rate else ""
+    text = f"{ends[0]} → {ends[1]}: lane {lane or 'unknown'}{speed}"
+    hosts = {end.rpartition(":")[0] for end in ends}
+    if lane and len(hosts) == 1 and not is_shared_memory(lane):
+        remedy = "both are on one host: give their containers one IPC namespace"
+        return wrong("pair", text, remedy)
+    return right("pair", text)
+
+
+def _uptime(seconds: float) -> str:
+    if seconds < 120:
+        return f"up {seconds:.0f} s"
+    return f"up {seconds / 60:.0f} min" if seconds < 7200 else f"up {seconds / 3600:.0f} h"

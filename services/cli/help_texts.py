@@ -1,0 +1,114 @@
+"""What ``--help`` says beside the flags: first steps, and examples that can be copied."""
+
+from __future__ import annotations
+
+from typing import Final
+
+
+def _examples(lines: str) -> str:
+    return f"Examples:\n\n```\n{lines.strip()}\n```\n"
+
+
+HELP: Final = """\
+LLM serving with prefill and decode on separate machines: prefill workers compute a prompt's KV
+cache and push it, layer by layer, to decode workers, which generate; the gateway speaks OpenAI's
+API and gRPC.
+
+First steps:
+
+```
+pdmesh demo       one prompt through three processes, offline, in seconds
+pdmesh up         a mesh on this machine; --model FOLDER: with your model
+pdmesh chat       talk with it, from another terminal
+pdmesh top        watch it
+pdmesh doctor     is everything here that a mesh needs?
+```
+"""
+
+EPILOGUE: Final = """\
+On three hosts:
+
+```
+pdmesh gateway --host 0.0.0.0
+pdmesh prefill --host 0.0.0.0 --gateway 10.0.0.5:8001
+pdmesh decode  --host 0.0.0.0 --gateway 10.0.0.5:8001
+```
+
+A setting is a flag (--max-running), a variable (PDMESH_MAX_RUNNING) or a line of the file that
+--config or PDMESH_CONFIG names; the first of these that is there wins. `pdmesh config` shows the
+outcome.
+
+Exit codes: 0 done, 1 failed, 2 wrong flag or configuration, 3 a drain came to its limit, 130
+Ctrl-C.
+"""
+
+DEMO: Final = _examples("""
+pdmesh demo                               needs no network and no GPU
+""")
+
+UP: Final = _examples("""
+pdmesh up                                 the bundled model, one worker each
+pdmesh up --prefill 2 --decode 2 --port 9000
+pdmesh up --model Qwen/Qwen3-0.6B         from the hub: pip install 'pdmesh[hub]'
+pdmesh up --config mesh.toml              settings without a flag here, too
+""")
+
+GATEWAY: Final = _examples("""
+pdmesh gateway --model /models/llama --host 0.0.0.0
+pdmesh gateway --config mesh.toml --api-keys keys.txt
+""")
+
+PREFILL: Final = _examples("""
+pdmesh prefill --model /models/llama --host 0.0.0.0 --gateway 10.0.0.5:8001
+pdmesh prefill --config mesh.toml --device cuda:1 --metrics-port 9100
+""")
+
+DECODE: Final = _examples("""
+pdmesh decode --model /models/llama --host 0.0.0.0 --gateway 10.0.0.5:8001
+pdmesh decode --config mesh.toml --kv-gib 24
+""")
+
+CHAT: Final = _examples(r"""
+pdmesh chat
+pdmesh chat --system "Answer in one sentence." --temperature 0
+printf 'My name is Ada.\nWhat is my name?\n' | pdmesh chat
+PDMESH_API_KEY=… pdmesh chat --url http://10.0.0.5:8000
+""")
+
+GENERATE: Final = _examples("""
+pdmesh generate "What is 17 + 25?"
+pdmesh generate --raw --max-tokens 30 --temperature 0 "Once upon a time"
+pdmesh generate --no-receipt < question.txt > answer.txt
+""")
+
+MODELS: Final = _examples("""
+pdmesh models
+pdmesh models --json | jq -r '.data[0].id'
+""")
+
+TOP: Final = _examples("""
+pdmesh top                                live, q leaves
+pdmesh top --once                         one frame, also into a file
+pdmesh top --json | jq .window
+""")
+
+DOCTOR: Final = _examples("""
+pdmesh doctor                             this machine
+pdmesh doctor --gateway http://10.0.0.5:8000
+pdmesh doctor --json | jq .ok
+""")
+
+CONFIG: Final = _examples("""
+pdmesh config --example > mesh.toml       every setting with its default, commented out
+pdmesh config --config mesh.toml          what each service makes of it
+pdmesh config decode --max-running 64     with flags of one service
+""")
+
+COMPLETION: Final = _examples("""
+pdmesh completion bash --install          for good
+source <(pdmesh completion bash)          in this shell
+""")
+
+HASH_KEY: Final = _examples("""
+pdmesh hash-key alice >> keys.txt && pdmesh up --api-keys keys.txt
+""")

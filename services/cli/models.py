@@ -1,0 +1,48 @@
+"""``pdmesh models``: what a running gateway serves."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+import orjson
+from rich.console import Console
+from rich.table import Table
+
+from services.cli.client import DEFAULT_URL, KeyFlag, UrlFlag, get_json, open_session, require_url
+from services.cli.sources import JsonFlag
+from shared.runtime.service import EXIT_OK
+
+ANSWERS_WITHIN_S: Final = 10.0
+
+NONE_YET: Final = "no model yet: the first worker to join brings it"
+
+
+def models(
+    *,
+    url: UrlFlag = DEFAULT_URL,
+    api_key: KeyFlag = "",
+    as_json: JsonFlag = False,
+) -> int:
+    """Show what a running gateway serves: the name for clients, and the longest context."""
+    require_url(url)
+    answer = asyncio.run(fetch_models(url, api_key))
+    if as_json:
+        print(orjson.dumps(answer, option=orjson.OPT_INDENT_2).decode())
+        return EXIT_OK
+    if not answer["data"]:
+        print(NONE_YET)
+        return EXIT_OK
+    table = Table(box=None, padding=(0, 3, 0, 0))
+    table.add_column("model")
+    table.add_column("longest context", justify="right")
+    for model in answer["data"]:
+        table.add_row(str(model["id"]), f"{model.get('max_model_len', 0):,} tokens")
+    Console(highlight=False, soft_wrap=True).print(table)
+    return EXIT_OK
+
+
+async def fetch_models(url: str, api_key: str) -> Any:
+    """Return the body of GET /v1/models. Raises MeshError: see ``get_json``."""
+    async with open_session(api_key) as session:
+        return await get_json(session, url, "/v1/models", limit_s=ANSWERS_WITHIN_S)

@@ -1,0 +1,132 @@
+"""``pdmesh top``: a running gateway's mesh, live on a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import termios
+import tty
+from collections.abc import Generator
+from typing import Annotated, Any, Final
+
+import orjson
+from cyclopts import Group, Parameter
+from rich.console import Console
+from rich.live import Live
+
+from services.cli.client import (
+    DEFAULT_URL,
+    KeyFlag,
+    UrlFlag,
+    get_json,
+    open_session,
+    require_url,
+)
+from services.cli.flags import require
+from services.cli.interrupts import Interrupts
+from services.cli.sources import JsonFlag
+from services.cli.top_view import frame
+from shared.errors import MeshError
+from shared.runtime.service import EXIT_OK
+
+ANSWERS_WITHIN_S: Final = 5.0
+SHORTEST_INTERVAL_S: Final = 0.1
+LONGEST_INTERVAL_S: Final = 3600.0
+LEAVE_KEYS: Final = b"qQ\x04\x1b"
+"""q, Ctrl-D and Escape."""
+
+_OUTPUT: Final = Parameter(group=Group("Output", sort_key=1))
+
+
+def top(
+    *,
+    interval: Annotated[float, _OUTPUT] = 1.0,
+    once: Annotated[
+        bool, _OUTPUT, Parameter(negative="", show_env_var=False, show_default=False)
+    ] = False,
+    as_json: JsonFlag = False,
+    url: UrlFlag = DEFAULT_URL,
+    api_key: KeyFlag = "",
+) -> int:
+    """Watch a mesh: workers, their KV blocks, the queue, tokens/s, latencies, transfers.
+
+    q or Ctrl-C leaves. Without a terminal, or with --once, one frame is printed; with --json the
+    gateway's own words. A gateway that goes away is waited for. Rates and percentiles are those of
+    the last minute.
+
+    Parameters
+    ----------
+    interval
+        Seconds between two looks.
+    once
+        Print one frame and end.
+    """
+    require_url(url)
+    require(
+        SHORTEST_INTERVAL_S <= interval <= LONGEST_INTERVAL_S,
+        f"--interval must be {SHORTEST_INTERVAL_S:g}..{LONGEST_INTERVAL_S:g} seconds",
+        param="interval",
+    )
+    console = Console(highlight=False)
+    interrupts = Interrupts()
+    interrupts.at_once = lambda: os._exit(128 + signal.SIGINT)
+    if once or as_json or not console.is_terminal:
+        return interrupts.run(lambda: _print_once(url, api_key, as_json, console))
+    code = interrupts.run(lambda: _watch(url, api_key, interval, console))
+    return EXIT_OK if code == 128 + signal.SIGINT else code
+
+
+async def _print_once(url: str, api_key: str, as_json: bool, console: Console) -> int:
+    async with open_session(api_key) as session:
+        view = await get_json(session, url, "/cluster", limit_s=ANSWERS_WITHIN_S)
+    if as_json:
+        print(orjson.dumps(view, option=orjson.OPT_INDENT_2).decode())
+    else:
+        if not console.is_terminal and "COLUMNS" not in os.environ:
+            console.width = 140  # nobody's window: wide enough to keep its lines whole
+        console.print(frame(url, view))
+    return EXIT_OK
+
+
+async def _watch(url: str, api_key: str, interval_s: float, console: Console) -> int:
+    leave = asyncio.Event()
+    view: Any = None
+    async with open_session(api_key) as session:
+        with _keys(leave), Live(console=console, screen=True, auto_refresh=False) as live:
+            while not leave.is_set():
+                trouble = ""
+                try:
+                    view = await get_json(session, url, "/cluster", limit_s=ANSWERS_WITHIN_S)
+                except MeshError as error:
+                    trouble = error.message
+                live.update(frame(url, view, trouble), refresh=True)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(interval_s):
+                        await leave.wait()
+    return EXIT_OK
+
+
+@contextlib.contextmanager
+def _keys(leave: asyncio.Event) -> Generator[None]:
+    """Set ``leave`` when a key that leaves is pressed; keys are neither echoed nor waited for."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    keyboard = sys.stdin.fileno()
+    loop = asyncio.get_running_loop()
+
+    def pressed() -> None:
+        if any(key in LEAVE_KEYS for key in os.read(keyboard, 64)):
+            leave.set()
+
+    before = termios.tcgetattr(keyboard)
+    tty.setcbreak(keyboard)
+    loop.add_reader(keyboard, pressed)
+    try:
+        yield
+    finally:
+        loop.remove_reader(keyboard)
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)

@@ -1,0 +1,213 @@
+"""``pdmesh tour``: the life of one real request, told by the three processes that it visits.
+
+Starts a mesh with the bundled model and logs at debug level, asks one question, and puts the log
+lines of that request (``shared/telemetry/moments.py``) in the order of time. What each stop means
+and where its code is: ``tour_stops.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from services.cli.demo import DEMO, EXPECTED, PROMPT
+from services.cli.flags import CannotRun
+from services.cli.generate import Answer, stream_answer
+from services.cli.interrupts import Interrupts
+from services.cli.receipt import receipt_table
+from services.cli.tour_stops import ROOT, STOPS, Stop, place_of
+from services.cli.up import PAIR_WITHIN_S, plan_mesh
+from services.local import LocalMesh, Service, local_mesh, wait_for_pair
+from shared.errors import InvariantViolated
+from shared.runtime.service import EXIT_OK
+
+STEP_TOKENS: Final = 96
+"""Small steps, so that the prompt takes more than one."""
+
+SETTINGS: Final = {
+    "PDMESH_GROUP_KIB": "1",  # a frame a layer
+    "PDMESH_LOG_FORMAT": "json",
+    "PDMESH_API_KEYS": "",  # the tour asks itself, and has no key
+}
+WARM_UP: Final = "Hello!"
+"""The first request of a process pays for its threads and buffers; it is not the one that is
+shown."""
+
+COLORS: Final = {"gateway": "cyan", "prefill": "yellow", "decode": "green"}
+
+INTRO: Final = (
+    "One request, three processes, the bundled model. Times count from its arrival, by the one "
+    "clock of this machine. Steps of {tokens} tokens and frames of one layer, so that there is "
+    "something to see; another request before it has warmed the mesh up.\n"
+)
+PLAIN_WIDTH: Final = 120
+"""Columns where there is no terminal to ask."""
+
+
+@dataclass(frozen=True, slots=True)
+class Happening:
+    """One stop in one run. process: who told it. at_s: since arrival. number, count: which
+    occurrence of how many."""
+
+    stop: Stop
+    process: str
+    at_s: float
+    facts: str
+    number: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """One request's whole walk, in order of time."""
+
+    happenings: tuple[Happening, ...]
+    text: str
+    answer: Answer
+
+
+def tour() -> int:
+    """Follow one real request through three real processes: when, what, and where the code is.
+
+    Starts a mesh on free ports with the bundled model, needs no network, and leaves nothing behind.
+    Every stop names the core that decides and the shell that acts, as file:line of this
+    installation.
+    """
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    interrupts = Interrupts()
+    descriptor, name = tempfile.mkstemp(prefix="pdmesh-tour-", suffix=".log")
+    os.close(descriptor)
+    log = Path(name)
+
+    def change(mesh: LocalMesh) -> None:
+        interrupts.at_once = mesh.kill
+
+    async def main() -> int:
+        show(await walk(log, on_change=change), console)
+        return EXIT_OK
+
+    console.print("starting a gateway, a prefill worker and a decode worker\n")
+    try:
+        code = interrupts.run(main)
+    except Exception:
+        console.print(f"logs: {log}")
+        raise
+    except BaseException:
+        log.unlink()
+        raise
+    log.unlink()
+    return code
+
+
+async def walk(log: Path, *, on_change: Callable[[LocalMesh], None] | None = None) -> Walk:
+    """Run the mesh, ask, and collect what was logged of the request.
+
+    log: an empty file for the services' logs. on_change: see ``local_mesh``.
+    Raises CannotRun: the answer was wrong. MeshError: see ``local_mesh``.
+    """
+    mesh_block = local_mesh(_services(), log=log, restart=False, drain_s=5, on_change=on_change)
+    async with mesh_block as mesh:
+        await wait_for_pair(mesh.http_url, PAIR_WITHIN_S)
+        await _ask(mesh.http_url, WARM_UP, Answer())
+        answer = Answer()
+        text = await _ask(mesh.http_url, PROMPT, answer)
+    if EXPECTED not in text:
+        raise CannotRun(f"the answer is wrong, it should contain {EXPECTED}: please report this")
+    # Read after the end of the mesh, so that the last release is in it.
+    return Walk(happenings(_lines_of(log)), text, answer)
+
+
+def _services() -> list[Service]:
+    small = dataclasses.replace(
+        DEMO, token_budget=STEP_TOKENS, transfer_mode="layerwise", log_level="debug"
+    )
+    services = plan_mesh(small, os.environ).services
+    for service in services:
+        service.env |= SETTINGS
+    return services
+
+
+async def _ask(url: str, prompt: str, answer: Answer) -> str:
+    body = {"messages": [{"role": "user", "content": prompt}], "temperature": 0, "max_tokens": 32}
+    async with aclosing(stream_answer(url, body, answer)) as pieces:
+        return "".join([piece async for piece in pieces])
+
+
+def _lines_of(log: Path) -> list[dict[str, Any]]:
+    return [orjson.loads(line) for line in log.read_bytes().splitlines() if line[:1] == b"{"]
+
+
+def happenings(lines: Sequence[dict[str, Any]]) -> tuple[Happening, ...]:
+    """Return the last request's moments in order of time.
+
+    Raises InvariantViolated: the lines tell of no request.
+    """
+    stops = {stop.moment.value: stop for stop in STOPS}
+    moments = [line for line in lines if "at_s" in line and line["event"] in stops]
+    arrivals = [line for line in moments if line["event"] == STOPS[0].moment.value]
+    if not arrivals:
+        raise InvariantViolated("no process has logged a moment of a request")
+    last = max(arrivals, key=lambda line: line["at_s"])
+    ours = [line for line in moments if line["request_id"] == last["request_id"]]
+    ours.sort(key=lambda line: line["at_s"])
+    counts: dict[str, int] = {}
+    for line in ours:
+        counts[line["event"]] = counts.get(line["event"], 0) + 1
+    seen: dict[str, int] = {}
+    found: list[Happening] = []
+    for line in ours:
+        event = line["event"]
+        seen[event] = seen.get(event, 0) + 1
+        stop = stops[event]
+        at_s = line["at_s"] - last["at_s"]
+        facts = stop.facts.format_map(line)
+        found.append(Happening(stop, line["service"], at_s, facts, seen[event], counts[event]))
+    return tuple(found)
+
+
+def show(walked: Walk, console: Console) -> None:
+    """Print a walk: on a terminal with colours and links, else as plain text."""
+    console.print(INTRO.format(tokens=STEP_TOKENS))
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, style="dim")
+    table.add_column()
+    for happening in walked.happenings:
+        stop = happening.stop
+        if stop.each or happening.number in (1, happening.count):
+            time = Text(f"{happening.at_s * 1000:.2f} ms", "bold")
+            process = Text(happening.process, COLORS.get(happening.process, ""))
+            table.add_row(time, process, stop.phase, _telling(happening))
+    console.print(table)
+    console.print(f"\nanswer: {walked.text}\n", markup=False)
+    console.print(receipt_table(walked.answer.receipt, walked.answer.usage))
+    console.print("\nThe same walk as a page to read: docs/tour.md", style="dim")
+
+
+def _telling(happening: Happening) -> Text:
+    """The sentence and the places at a stop's first occurrence, what is new at a later one."""
+    stop, facts = happening.stop, happening.facts
+    if happening.number > 1:
+        return Text(f"… {facts}" if stop.each else f"… {facts}: {happening.count} in all", "dim")
+    text = Text(stop.text)
+    if facts:
+        text.append(f" ({facts})", "dim")
+    for what, name in (("decides", stop.decides), ("acts", stop.acts)):
+        place = place_of(name)
+        text.append(f"\n{what:<7} ", "dim italic")
+        text.append(str(place), f"dim link file://{ROOT / place.file}")
+    return text

@@ -1,0 +1,78 @@
+"""Every command ends well: when its reader has left (``| head``), and on Ctrl-C while it waits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 120.0
+
+pytestmark = pytest.mark.process
+
+
+def start(command: str, **streams: int) -> subprocess.Popen[bytes]:
+    """Run a command without our variables, and with output buffered as it is for users."""
+    others = {k: v for k, v in os.environ.items() if not k.startswith("PDMESH_")}
+    environment = {k: v for k, v in others.items() if k != "PYTHONUNBUFFERED"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "services.cli", *command.split()],
+        cwd=ROOT, env=environment, stderr=subprocess.PIPE, **streams,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "", "--help", "up --help", "version", "config", "config --example", "config --json",
+        "config decode", "completion bash", "doctor", "doctor --json",
+    ],
+)  # fmt: skip
+def test_a_reader_that_has_left_is_no_catastrophe(command: str) -> None:
+    """Exit code 1, and not a word on stderr."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = start(command, stdin=subprocess.DEVNULL, stdout=writer)
+    os.close(writer)
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, err) == (1, b"")
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["models", "generate hi", "chat", "top --once", "top --json", "top --once --interval 5"],
+)
+def test_ctrl_c_ends_a_command_that_waits_for_a_gateway(command: str) -> None:
+    """One that has taken the connection and says nothing; 130, and no traceback."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        silent.settimeout(LIMIT_S)
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        process = start(f"{command} --url {url}", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+        connection, _ = silent.accept()
+        with connection:
+            assert connection.recv(1)
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, out, err) == (130, b"", b"")
+
+
+def test_ctrl_c_ends_the_doctor_and_what_it_has_started() -> None:
+    """Its measuring processes go with it."""
+    process = start("doctor", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    children: list[int] = []
+    while len(children) < 2:
+        listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+        children = [int(pid) for pid in listed.split()]
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, err) == (130, b"")
+    assert not any(Path(f"/proc/{pid}").exists() for pid in children)
