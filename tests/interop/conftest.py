@@ -14,9 +14,10 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +25,7 @@ from services.gateway.auth import KeyRing
 from services.gateway.ingress import Inference
 from shared.rpc.network import Address
 from shared.rpc.tcp import TcpNetwork
+from tests.support.client_environments import NoClient, Say, node_client, python_client
 from tests.support.scripted_mesh import ScriptedMesh, front_door, http_gateway
 
 
@@ -62,15 +64,13 @@ START_WITHIN_S = 120.0
 _READY = re.compile(r"ready: (http://\S+)/v1 .*, (\S+) \(gRPC\)")
 
 
-@pytest.fixture(scope="session")
-def running_mesh() -> Iterator[tuple[str, str]]:
-    """HTTP URL and gRPC address of `pdmesh up`, or of the mesh that the environment names."""
-    url, address = os.environ.get("PDMESH_HTTP"), os.environ.get("PDMESH_GRPC")
-    if url and address:
-        yield url.rstrip("/"), address
-        return
+@contextmanager
+def pdmesh_up(*options: str) -> Generator[tuple[str, str]]:
+    """Run `pdmesh up` with these options; gives HTTP URL and gRPC address."""
     command = [sys.executable, "-m", "services.cli", "up", "--port", "0", "--device", "cpu"]
-    up = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    up = subprocess.Popen(
+        [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     try:
         assert up.stdout is not None
         limit = threading.Timer(START_WITHIN_S, up.terminate)
@@ -94,6 +94,25 @@ def running_mesh() -> Iterator[tuple[str, str]]:
         if up.poll() is None:
             up.kill()
             up.wait()
+
+
+@pytest.fixture(scope="session")
+def running_mesh() -> Iterator[tuple[str, str]]:
+    """HTTP URL and gRPC address of `pdmesh up`, or of the mesh that the environment names."""
+    url, address = os.environ.get("PDMESH_HTTP"), os.environ.get("PDMESH_GRPC")
+    if url and address:
+        yield url.rstrip("/"), address
+        return
+    with pdmesh_up() as addresses:
+        yield addresses
+
+
+@pytest.fixture(scope="session")
+def exact_mesh() -> Iterator[str]:
+    """HTTP URL of a mesh in float32, in which no batch changes a token or a visible digit of a
+    logprob: for tests that compare numbers."""
+    with pdmesh_up("--dtype", "float32") as (url, _):
+        yield url
 
 
 @pytest.fixture(params=["scripted", pytest.param("up", marks=pytest.mark.process)])
@@ -136,3 +155,35 @@ async def grpc_target(mesh_kind: str, request: pytest.FixtureRequest) -> AsyncIt
     mesh = ScriptedMesh()
     async with grpc_gateway(mesh) as own_address:
         yield GrpcTarget(API_KEY, mesh, own_address)
+
+
+Find = Callable[[str], Path]
+
+
+def _finder(make: Callable[[str, Say], Path], request: pytest.FixtureRequest) -> Find:
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+
+    def say(words: str) -> None:
+        with capture.global_and_fixture_disabled():
+            print(f"\n[clients] {words}", flush=True)
+
+    def find(name: str) -> Path:
+        try:
+            return make(name, say)
+        except NoClient as failure:
+            pytest.fail(str(failure))
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def client_bin(request: pytest.FixtureRequest) -> Find:
+    """Gives the ``bin`` folder of a client's own environment, made on first use: minutes for the
+    large ones, told to whoever watches."""
+    return _finder(python_client, request)
+
+
+@pytest.fixture(scope="session")
+def node_modules(request: pytest.FixtureRequest) -> Find:
+    """Gives the ``node_modules`` of a Node client, likewise."""
+    return _finder(node_client, request)

@@ -20,6 +20,9 @@ from grpc_tools import protoc
 from services.gateway.auth import KeyRing, hash_key
 from shared.errors import WorkerLost
 from tests.interop.conftest import GrpcTarget, grpc_gateway
+from tests.support.client_environments import PINS
+from tests.support.demo_truth import client_task, recall_prompts
+from tests.support.foreign_client import run_client_well
 from tests.support.scripted_mesh import ScriptedMesh, failing_after, saying
 
 PROTO = Path(__file__).parents[2] / "proto"
@@ -181,6 +184,32 @@ async def test_the_clients_deadline_ends_the_generation(
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await mesh.wait_running(0)
     assert mesh.requests[0].deadline_at is not None
+
+
+@pytest.mark.process
+async def test_health_and_reflection(running_mesh: tuple[str, str], tmp_path: Path) -> None:
+    """A client without generated code learns the API from reflection and gets the right answer;
+    health tells of the process and of the service."""
+    prompts = recall_prompts(1)
+    task = tmp_path / "task.json"
+    task.write_text(json.dumps(client_task(running_mesh[0], prompts)))
+    # In a process of its own: its generated code cannot be imported beside grpclib's.
+    words = await run_client_well(
+        *(sys.executable, PINS / "grpc_reflection_client.py", running_mesh[1], task),
+        cwd=tmp_path,
+        within_s=120,
+    )
+    got = json.loads(words.splitlines()[-1])
+    own = {"grpc.health.v1.Health", "pdmesh.v1.Inference", "pdmesh.v1.Registry"}
+    assert own <= set(got["services"])
+    assert got["health"] == {
+        "": "SERVING",
+        "pdmesh.v1.Inference": "SERVING",
+        "no.Such": "NOT_FOUND",
+    }
+    assert got["watched"] == "SERVING"
+    assert got["text"] == prompts[0].expected_reply
+    assert got["num_ids"] == got["usage"] == got["receipt"]["output_tokens"] > 4
 
 
 async def test_api_keys(stubs: Any, tmp_path: Path) -> None:
