@@ -12,7 +12,7 @@ WORKER ?= worker
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help setup demo test test-all check fmt proto up bench clean
+.PHONY: help setup demo tour test test-all compose-test check fmt proto docs clients up bench clean
 
 help: ## list the verbs
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  \033[1m%-10s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ setup: $(VENV)/.dev ## make the environment with everything in it
 demo: $(VENV)/.run ## answer a prompt through three real processes with the bundled model
 	@$(BIN)/pdmesh demo
 
+tour: $(VENV)/.run ## follow one request through three processes
+	@$(BIN)/pdmesh tour
+
 test: $(VENV)/.dev ## run the tests (without the slow ones)
 	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
 	@echo "next: make demo, make up, make check, make test-all"
@@ -55,15 +58,24 @@ check: $(VENV)/.dev ## lint, types, layering, generated files
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(BIN)/python tools/generate_wire.py --check
-	$(BIN)/python tools/protocol_docs.py --check
+	$(BIN)/python tools/generate_docs.py --check
 
 fmt: $(VENV)/.dev ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/python tools/generate_docs.py
 
-proto: $(VENV)/.dev ## regenerate shared/wire from proto/ and the state tables in docs/
+proto: $(VENV)/.dev ## regenerate what is generated: shared/wire from proto/, tables and the tour in docs/
 	$(BIN)/python tools/generate_wire.py
-	$(BIN)/python tools/protocol_docs.py
+	$(BIN)/python tools/generate_docs.py
+
+docs: $(VENV)/.dev ## build the documentation into build/docs; warnings are errors
+	$(BIN)/python tools/generate_docs.py --check
+	$(BIN)/sphinx-build -W --keep-going -n -q -c docs . build/docs
+	@echo "open build/docs/index.html"
+
+clients: $(VENV)/.dev ## make the environments of the clients that are tested (else: at first use)
+	@$(BIN)/python -m tests.support.client_environments
 
 up: $(VENV)/.run ## start a mesh on this machine and keep it running
 	@$(BIN)/pdmesh up
@@ -72,4 +84,4 @@ bench: $(VENV)/.dev ## run the quick benchmarks and print their ratios
 	@for question in transfer overlap loop_lag; do $(BIN)/python -m bench.$$question.run --quick; done
 
 clean: ## remove the environment and caches
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis build *.egg-info

@@ -1,11 +1,14 @@
-"""Documents name files that exist."""
+"""Documents name files that exist, and the house says what each of its rooms is for."""
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
+
+from tests.support.pages import Block, blocks_of
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
@@ -13,6 +16,13 @@ DOCUMENTS = sorted(
     for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("bench/*/*.md"))
 )
 _IN_CODE = re.compile(r"`((?:services|shared|tests|tools|proto|docs|bench)/[\w./-]+)`")
+COMMAND_PAGES = ("README.md", "docs/quickstart.md")
+MODULES = sorted(
+    path.relative_to(ROOT)
+    for top in ("services", "shared", "tools")
+    for path in (ROOT / top).rglob("*.py")
+    if "wire" not in path.parts
+)
 _LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
 
@@ -24,3 +34,54 @@ def test_every_path_that_a_document_names_exists(document: Path) -> None:
     linked = [(ROOT / document).parent / path for path in _LINK.findall(text)]
     missing = [str(path) for path in named + linked if not path.exists()]
     assert not missing
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+def test_a_bare_file_name_stands_beside_the_path_before_it(document: Path) -> None:
+    """`services/gateway/http.py`, `sse.py` names two files of one folder."""
+    missing: list[str] = []
+    for line in (ROOT / document).read_text().splitlines():
+        for cell in line.split("|") if line.startswith("|") else [line]:
+            folder: Path | None = None
+            for name in re.findall(r"`([\w./]+\.py)`", cell):
+                if "/" in name and (ROOT / name).exists():
+                    folder = (ROOT / name).parent
+                elif folder is not None and not (
+                    (folder / name).exists() or (folder.parent / name).exists()
+                ):
+                    missing.append(f"{folder.relative_to(ROOT)}/{name}")
+    assert not missing
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_every_module_and_package_says_what_it_is(module: Path) -> None:
+    """A stranger who opens a file, or a folder, reads its purpose first."""
+    purpose = ast.get_docstring(ast.parse((ROOT / module).read_text()))
+    assert purpose, f"{module} has no docstring"
+    assert "." in purpose or ":" in purpose
+
+
+def test_every_package_is_on_the_map() -> None:
+    """ARCHITECTURE.md names every room, or the room that it is a part of."""
+    page = (ROOT / "ARCHITECTURE.md").read_text()
+    packages = {module.parent for module in MODULES if module.parts[0] != "tools"}
+    missing = [
+        str(package)
+        for package in sorted(packages)
+        if not any(str(room) in page for room in (package, package.parent) if len(room.parts) > 1)
+    ]
+    assert [m for m in missing if m not in ("services", "shared")] == []
+
+
+@pytest.mark.parametrize("page", COMMAND_PAGES)
+def test_every_command_that_a_newcomer_reads_is_run_or_says_why_not(page: str) -> None:
+    """See tests/support/pages.py; tests/process/test_pages.py runs them."""
+    blocks = blocks_of(ROOT / page)
+    unmarked = [f"{page}:{block.line}" for block in blocks if _lacks_mark(block)]
+    assert not unmarked
+
+
+def _lacks_mark(block: Block) -> bool:
+    if block.mark == "not run":
+        return not block.detail
+    return block.needs_mark and block.mark != "run"

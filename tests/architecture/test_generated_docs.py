@@ -1,0 +1,150 @@
+"""Generated pages are what the code says now, and the site builds without a warning."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.cli.tour_stops import STOPS, place_of
+from shared import wire
+from tools.explored_states import explore, request_moves
+from tools.generate_docs import DOCS, PAGES, ROOT, render, states
+
+LINK = re.compile(r"\[`([\w.]+)`\]\(\.\./([\w./]+)#L(\d+)\)")
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_generated_part_is_fresh(name: str) -> None:
+    """As `make check` sees it."""
+    page = (DOCS / name).read_text()
+    assert render(page, PAGES[name]) == page, "run `make proto`"
+
+
+def test_a_stale_part_is_seen() -> None:
+    """A diagram that differs by one word is not taken for fresh."""
+    page = (DOCS / "states.md").read_text()
+    assert render(page.replace("waiting --> running", "waiting --> done"), PAGES["states.md"]) == (
+        page
+    )
+
+
+def test_a_part_that_nobody_writes_is_an_error() -> None:
+    """A page and its generator name the same parts."""
+    with pytest.raises(LookupError, match="nothing"):
+        render("<!-- generated: nothing -->\n<!-- end -->", {})
+    with pytest.raises(LookupError, match="sender"):
+        render("no part", {"sender": str})
+
+
+def test_every_line_that_the_tour_names_is_the_definition_of_its_object() -> None:
+    """Checked by reading the file, not by the way in which the page was made."""
+    named = LINK.findall((DOCS / "tour.md").read_text())
+    assert len(named) == 2 * len(STOPS)
+    for name, file, line in named:
+        lines = (ROOT / file).read_text().splitlines()
+        # A decorator may stand above the definition.
+        text = "\n".join(lines[int(line) - 1 : int(line) + 3])
+        assert re.search(rf"(def|class) {name.rpartition('.')[2]}\b", text), (name, file, line)
+
+
+def test_a_renamed_object_breaks_the_tour() -> None:
+    """Loudly, and with its name."""
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        place_of("services.gateway.core.routing:no_such_thing")
+
+
+def test_the_sequence_names_messages_that_exist() -> None:
+    """Every arrow of the drawing in the protocol is a message of proto/."""
+    page = (DOCS / "protocol.md").read_text()
+    drawing = re.search(r"sequenceDiagram\n(.*?)```", page, re.DOTALL)
+    assert drawing is not None
+    messages = set(re.findall(r": ([A-Z]\w+)", drawing[1]))
+    assert len(messages) >= 12
+    missing = [name for name in messages if not hasattr(wire, name)]
+    assert not missing
+
+
+def test_exploring_finds_a_state_that_was_forgotten() -> None:
+    """Events that do not reach every state are not all events."""
+    with pytest.raises(LookupError, match="unreachable"):
+        explore("a", (), state_of=str, key_of=str, states=["a", "unreachable"])
+
+
+def test_a_request_can_only_end_once() -> None:
+    """The drawing has no arrow out of an end; so has the core."""
+    moves = request_moves()
+    assert moves["finished"] == moves["failed"] == {}
+    assert "finished --> [*]" in states(moves)
+
+
+# --- the site -----------------------------------------------------------------------------------
+
+
+def build(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    """Build a site as `make docs` does."""
+    pytest.importorskip("sphinx")
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "sphinx", "-W", "--keep-going", "-n", "-q"),
+            *("-c", str(root / "docs"), str(root), str(site)),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    """Every page is in the contents, every link leads somewhere, every line it names exists."""
+    built = build(ROOT, tmp_path)
+    assert built.returncode == 0, built.stderr
+    page = (tmp_path / "docs" / "tour.html").read_text()
+    links = re.findall(r'href="\.\./(_listings/[\w./]+\.html)#L-(\d+)"', page)
+    assert len(links) == 2 * len(STOPS)
+    for listing, line in links:
+        assert f'id="L-{line}"' in (tmp_path / listing).read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ("", ""),
+        ("[x](../code.py#L2)", ""),
+        ("[x](../no_such_file.py)", "leads to nothing"),
+        ("[x](../code.py#L3)", "no such line"),
+        ("[x](../code.py#top)", "no such line"),
+        ("[x](../folder)", "folder without README.md"),
+        ("[x](other.md#here)", ""),
+        ("[x](other.md#no-such-heading)", "no-such-heading"),
+        ("```\n[x](../no_such_file.py)\n```", ""),
+    ],
+)
+def test_a_dangling_link_fails_the_build(words: str, complaint: str, tmp_path: Path) -> None:
+    """Into the tree, to a line, to a folder, to a heading; not in code."""
+    docs = tmp_path / "tree" / "docs"
+    shutil.copytree(DOCS / "_extensions", docs / "_extensions")
+    shutil.copy(DOCS / "conf.py", docs)
+    (docs.parent / "folder").mkdir()
+    (docs.parent / "code.py").write_text("one = 1\ntwo = 2\n")
+    (docs / "index.md").write_text(f"# Index\n\n[other](other.md)\n\n{words}\n")
+    (docs / "other.md").write_text("# Other\n\n## Here\n")
+    built = build(docs.parent, tmp_path / "site")
+    assert (built.returncode != 0) is bool(complaint), built.stderr
+    assert complaint in built.stderr
+
+
+def test_a_page_that_the_contents_lack_fails_the_build(tmp_path: Path) -> None:
+    """Nobody would find it."""
+    docs = tmp_path / "tree" / "docs"
+    shutil.copytree(DOCS / "_extensions", docs / "_extensions")
+    shutil.copy(DOCS / "conf.py", docs)
+    (docs / "index.md").write_text("# Index\n")
+    (docs / "lost.md").write_text("# Lost\n")
+    built = build(docs.parent, tmp_path / "site")
+    assert built.returncode != 0
+    assert "lost.md" in built.stderr

@@ -1,0 +1,75 @@
+"""What the pages on adding a model family and a routing policy tell to write, works as written."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from services.gateway.core import routing  # noqa: E402
+from services.gateway.core.peer_table import Role  # noqa: E402
+from shared.engine.models import registry  # noqa: E402
+from shared.engine.torch_engine import TorchEngine  # noqa: E402
+from shared.ids import Incarnation  # noqa: E402
+from tests.support import checkpoints  # noqa: E402
+from tests.support.engine_driver import Driver, greedy  # noqa: E402
+from tests.support.pages import blocks_of  # noqa: E402
+from tests.unit.test_gateway_routing import a_mesh  # noqa: E402
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def code_of(page: str, beginning: str) -> str:
+    """The one block of a page that begins so."""
+    (code,) = [b.code for b in blocks_of(DOCS / page) if b.code.startswith(beginning)]
+    return code
+
+
+def test_the_policy_of_the_page_passes_the_test_of_the_page(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The class as printed, under its name, judged by the test as printed."""
+    page = "add-a-routing-policy.md"
+    written: dict[str, Any] = dict(vars(routing))
+    exec(code_of(page, "class TwoChoices"), written)
+    monkeypatch.setitem(routing.POLICIES, "two_choices", written["TwoChoices"])
+    names: dict[str, Any] = {
+        **vars(routing),
+        "a_mesh": a_mesh,
+        "Counter": Counter,
+        "Role": Role,
+        "Incarnation": Incarnation,
+    }
+    exec(code_of(page, "def test_two_choices"), names)
+    names["test_two_choices_takes_the_less_loaded_of_two"]()
+    names["POLICIES"] = {"two_choices": routing.LeastLoaded}
+    with pytest.raises(AssertionError):
+        names["test_two_choices_takes_the_less_loaded_of_two"]()
+
+
+def test_the_family_of_the_page_answers_as_transformers_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader as printed, with the shapes as printed."""
+    page = "add-a-model-family.md"
+    written: dict[str, Any] = {"__name__": "seed_oss"}
+    exec(code_of(page, '"""Seed-OSS'), written)
+    monkeypatch.setitem(registry.FAMILIES, "SeedOssForCausalLM", written["read_config"])
+    line = code_of(page, '    "seed_oss"')
+    classes = eval("{" + line + "}", {"transformers": transformers})
+    monkeypatch.setitem(checkpoints._CLASSES, "seed_oss", classes["seed_oss"])
+    lines = code_of(page, '    "seed-oss-own')
+    shapes = eval("{" + lines + "}", vars(checkpoints))
+    assert len(shapes) == 2
+    for name, shape in shapes.items():
+        monkeypatch.setitem(checkpoints.SHAPES, name, shape)
+        folder = checkpoints.make_checkpoint("seed_oss", name, tmp_path / name)
+        prompt = [(7 * i) % shape.vocab for i in range(40)]
+        want = checkpoints.reference_generate(folder, [prompt], 8)
+        engine = TorchEngine.load(folder, num_blocks=20)
+        assert [Driver(engine).run_alone(prompt, greedy(8), chunk=19).output] == want

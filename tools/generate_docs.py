@@ -1,0 +1,195 @@
+"""Writes the generated parts of docs/: state diagrams and tables, timers, errors, the tour's stops.
+
+``python tools/generate_docs.py`` rewrites what stands between ``<!-- generated: name -->`` and
+``<!-- end -->`` in every page; ``--check`` compares and fails, for `make check`. Everything is read
+from the code that runs: transition tables, timing records, the error table, and for the two cores
+without a table what they do when they are played (``explored_states.py``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+sys.path.insert(0, str(ROOT))
+
+Moves = Mapping[str, Mapping[str, list[str]]]
+"""State -> event -> states after it."""
+
+
+def states(moves: Moves) -> str:
+    """Return a diagram of the moves, and a table of all that is legal in each state."""
+    lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {next(iter(moves))}"]
+    for state, row in moves.items():
+        targets: dict[str, list[str]] = {}
+        for event, afters in row.items():
+            for after in afters:
+                if after != state:
+                    targets.setdefault(after, []).append(event)
+        for after, events in targets.items():
+            lines.append(f"    {state} --> {after}: {', '.join(events)}")
+        if not row:
+            lines.append(f"    {state} --> [*]")
+    lines += ["```", "", "| state | moves | stays |", "|---|---|---|"]
+    for state, row in moves.items():
+        leaves = [
+            f"{event} → **{after}**"
+            for event, afters in row.items()
+            for after in afters
+            if after != state
+        ]
+        stays = [event for event, afters in row.items() if state in afters]
+        lines.append(f"| **{state}** | {', '.join(leaves) or '-'} | {', '.join(stays) or '-'} |")
+    return "\n".join(lines)
+
+
+def _of_table(table: Mapping[Any, Mapping[Any, Any]]) -> Moves:
+    return {
+        state.value: {event.value: [after.value] for event, after in row.items()}
+        for state, row in table.items()
+    }
+
+
+def sender() -> str:
+    """Prefill's end of a transfer."""
+    from shared.transfer.machine import SENDER_TABLE
+
+    return states(_of_table(SENDER_TABLE))
+
+
+def receiver() -> str:
+    """Decode's end of a transfer."""
+    from shared.transfer.machine import RECEIVER_TABLE
+
+    return states(_of_table(RECEIVER_TABLE))
+
+
+def job() -> str:
+    """A prompt on a prefill worker."""
+    from services.prefill.core.jobs import IGNORED, MOVES, JobEvent, JobState
+
+    moves: dict[str, dict[str, list[str]]] = {state.value: {} for state in JobState}
+    for state in JobState:
+        for event in JobEvent:
+            if (move := MOVES.get((state, event))) is not None:
+                moves[state.value][event.value] = [move.to.value]
+            elif (state, event) in IGNORED and state is not JobState.CLOSED:
+                moves[state.value][event.value] = [state.value]
+    return states(moves)
+
+
+def request() -> str:
+    """A request at the gateway."""
+    from tools.explored_states import request_moves
+
+    return states(request_moves())
+
+
+def lease() -> str:
+    """A reservation on a decode worker."""
+    from tools.explored_states import lease_moves
+
+    return states(lease_moves())
+
+
+def peer() -> str:
+    """A peer on a stream."""
+    from tools.explored_states import peer_moves
+
+    return states(peer_moves())
+
+
+def timers() -> str:
+    """Every timer of pairs and transfers, with its default."""
+    from shared.liveness import LivenessRule
+    from shared.transfer.effects import ReceiverTiming, SenderTiming
+
+    lines = ["| record | timer | seconds |", "|---|---|---|"]
+    for record in (LivenessRule(), SenderTiming(), ReceiverTiming()):
+        for field in dataclasses.fields(record):
+            seconds = getattr(record, field.name)
+            lines.append(f"| `{type(record).__name__}` | `{field.name}` | {seconds:g} |")
+    return "\n".join(lines)
+
+
+def errors() -> str:
+    """Each error over HTTP and gRPC, and what the gateway and a client may do about it."""
+    from shared.errors import ERROR_TYPES
+    from shared.rpc.status import STATUS_TABLE
+
+    lines = ["| type | HTTP | gRPC | gateway tries | client may retry |", "|---|---|---|---|---|"]
+    for name, row in STATUS_TABLE.items():
+        cls = ERROR_TYPES.get(name)
+        retry = "-" if cls is None else cls.retry.value.replace("_", " ")
+        again = "yes" if row.may_retry else "no"
+        lines.append(f"| `{name}` | {row.http} | {row.grpc.name} | {retry} | {again} |")
+    return "\n".join(lines)
+
+
+def tour() -> str:
+    """The stops of ``pdmesh tour``, with links to the code as it stands."""
+    from services.cli.tour_stops import STOPS, place_of
+
+    lines: list[str] = []
+    for number, stop in enumerate(STOPS, 1):
+        links: list[str] = []
+        for what, name in (("Decided by", stop.decides), ("done by", stop.acts)):
+            place = place_of(name)
+            short = name.partition(":")[2]
+            links.append(f"{what} [`{short}`](../{place.file}#L{place.line})")
+        indent = " " * len(f"{number}. ")
+        lines += [
+            f"{number}. **{stop.process} · {stop.phase}** (`{stop.moment.value}`). {stop.text}",
+            f"{indent}{', '.join(links)}.",
+        ]
+    return "\n".join(lines)
+
+
+PAGES: dict[str, dict[str, Callable[[], str]]] = {
+    "protocol.md": {"sender": sender, "receiver": receiver, "timers": timers, "errors": errors},
+    "states.md": {"request": request, "job": job, "lease": lease, "peer": peer},
+    "tour.md": {"tour": tour},
+}
+
+
+def render(page: str, parts: Mapping[str, Callable[[], str]]) -> str:
+    """Return the page with its generated parts fresh.
+
+    Raises LookupError: the page names a part that nobody writes, or has no place for one.
+    """
+    named = {part[2] for part in PART.finditer(page)}
+    if wrong := named ^ set(parts):
+        raise LookupError(f"parts that the page or the generator lacks: {', '.join(sorted(wrong))}")
+    return PART.sub(lambda part: f"{part[1]}\n{parts[part[2]]()}\n\n{part[3]}", page)
+
+
+def main() -> int:
+    """Write, or with ``--check`` compare; the exit code is 1 if something is stale."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="fail if a page is not up to date")
+    arguments = parser.parse_args()
+    is_stale = False
+    for name, parts in PAGES.items():
+        page = (DOCS / name).read_text(encoding="utf-8")
+        fresh = render(page, parts)
+        if fresh == page:
+            continue
+        if arguments.check:
+            is_stale = True
+            sys.stderr.write(f"docs/{name} is stale: run `make proto`\n")
+        else:
+            (DOCS / name).write_text(fresh, encoding="utf-8")
+    return 1 if is_stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
