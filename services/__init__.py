@@ -1,0 +1,2 @@
+"""The services: gateway, prefill, decode, and the command line that starts them. They meet in
+proto/ alone."""

@@ -16,7 +16,7 @@ DOCUMENTS = sorted(
     for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("bench/*/*.md"))
 )
 _IN_CODE = re.compile(r"`((?:services|shared|tests|tools|proto|docs|bench)/[\w./-]+)`")
-COMMAND_PAGES = ("README.md", "docs/quickstart.md")
+COMMAND_PAGES = ("README.md", "docs/quickstart.md", "docs/cli.md")
 MODULES = sorted(
     path.relative_to(ROOT)
     for top in ("services", "shared", "tools")

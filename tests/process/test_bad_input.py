@@ -80,7 +80,7 @@ class Target:
         return Address("127.0.0.1", process.facts["grpc_port"])
 
     async def num_tasks(self) -> list[float]:
-        return [(await self.mesh.gauges(process))["tasks"] for process in self.processes]
+        return [(await self.mesh.gauges(process))["asyncio_tasks"] for process in self.processes]
 
     async def require_unharmed(self) -> None:
         """The same processes answer exactly and hold nothing, and no bug of ours has shown."""

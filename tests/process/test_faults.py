@@ -110,7 +110,7 @@ class Bench:
             process.name: {
                 name: value
                 for name, value in (await self.mesh.gauges(process)).items()
-                if name in ("tasks", "endpoints")
+                if name in ("asyncio_tasks", "endpoints")
             }
             for process in (self.gateway, *self.unharmed)
         }

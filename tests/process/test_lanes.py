@@ -1,4 +1,4 @@
-"""Workers that must share memory, with real UCX: what they do on another lane, and what they say."""
+"""Workers that must share memory, with real UCX: what they do on another lane, and say of it."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from tests.support.pages import Block, blocks_of
 pytestmark = [pytest.mark.process, pytest.mark.ucx]
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/quickstart.md")
+PAGES = ("README.md", "docs/quickstart.md", "docs/cli.md")
 WRITTEN_URL = "http://127.0.0.1:8000"
 LIMIT_S = 200.0
 
