@@ -3,7 +3,7 @@
 import { ApiError, cluster } from "./api.js";
 import { keyReason } from "./chat.js";
 import { byId, make, say } from "./dom.js";
-import { number, perSecond, plural, rate, shortId, size, time } from "./format.js";
+import { number, perSecond, rate, shortId, size, time } from "./format.js";
 import { openSettings } from "./settings.js";
 
 const EVERY_MS = 1000;
@@ -193,7 +193,7 @@ function fillWorker(element, worker) {
   );
   const load = [`${number(worker.running)} running`];
   if (worker.waiting) load.push(`${number(worker.waiting)} waiting`);
-  if (worker.pending_tokens) load.push(`${plural(worker.pending_tokens, "token")} to read`);
+  if (worker.pending_tokens) load.push(`${number(worker.pending_tokens)} to read`);
   if (worker.step_s) load.push(`step ${time(worker.step_s)}`);
   say(part(element, "load"), load.join(" · "));
   const held = quarantined

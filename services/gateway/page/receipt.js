@@ -192,7 +192,7 @@ function facts(receipt, usage, requestId) {
     ["decode", receipt.decode_cached_tokens],
   ]
     .filter(([, tokens]) => tokens > 0)
-    .map(([role, tokens]) => `${role} ${number(tokens)}`);
+    .map(([role, tokens]) => `${role}\u00a0${number(tokens)}`);
   const how = [receipt.lane, receipt.mode].filter(Boolean).join(", ");
   const hits = cached.length ? `; cached: ${cached.join(", ")}` : ", none cached";
   const entries = [
