@@ -1,6 +1,6 @@
 """Links from pages into the source tree: each is checked, and leads to a listing of that file.
 
-Pages link to code as ``../services/gateway/session.py#L12``, which a code forge understands. Here
+Pages link to code as ``../services/gateway/mesh.py#L12``, which a code forge understands. Here
 such a link becomes one to a highlighted listing with that line marked. A file that is not there, or
 a line beyond its end, is a warning, and so fails the build. A link to a folder leads to its
 README.md.

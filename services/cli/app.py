@@ -13,7 +13,7 @@ from services.cli.chat import chat
 from services.cli.completion import completion
 from services.cli.config import config_app
 from services.cli.demo import demo
-from services.cli.doctor import doctor
+from services.cli.doctor.report import doctor
 from services.cli.generate import generate
 from services.cli.keys import hash_api_key
 from services.cli.models import models

@@ -14,7 +14,7 @@ from typing import Annotated, Final, ParamSpec, TypeVar, cast, get_type_hints
 
 from cyclopts import Group, Parameter
 
-from services.gateway.auth import KeyRing
+from services.gateway.front.auth import KeyRing
 from shared.config import (
     DecodeConfig,
     GatewayConfig,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from services.gateway.auth import hash_key, new_key
+from services.gateway.front.auth import hash_key, new_key
 
 
 def hash_api_key(

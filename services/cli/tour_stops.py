@@ -52,8 +52,8 @@ STOPS: tuple[Stop, ...] = (
         "ingress",
         "The request gets its id, and its key is checked. All times count from here.",
         "{route}",
-        "services.gateway.auth:KeyRing.check",
-        "services.gateway.calls:recorded",
+        "services.gateway.front.auth:KeyRing.check",
+        "services.gateway.front.calls:recorded",
     ),
     Stop(
         Moment.PARSED,
@@ -61,8 +61,8 @@ STOPS: tuple[Stop, ...] = (
         "ingress",
         "Its body is read up to a limit and becomes a form; what has no place in it is refused.",
         "{num_bytes} bytes",
-        "services.gateway.openai_forms:ChatBody.form",
-        "services.gateway.http_server:read_body",
+        "services.gateway.http.openai_forms:ChatBody.form",
+        "services.gateway.http.server:read_body",
     ),
     Stop(
         Moment.TOKENIZED,
@@ -72,7 +72,7 @@ STOPS: tuple[Stop, ...] = (
         "once, for all three processes.",
         "{num_tokens} tokens",
         "services.gateway.limits:checked_prompt",
-        "services.gateway.text:TextModel.encode",
+        "services.gateway.text.text_model:TextModel.encode",
     ),
     Stop(
         Moment.ADMITTED,
@@ -82,7 +82,7 @@ STOPS: tuple[Stop, ...] = (
         "hint when to come back.",
         "",
         "services.gateway.core.admission:Admission.arrive",
-        "services.gateway.generation:GatewayMesh.generate",
+        "services.gateway.workers.generation:GatewayMesh.generate",
     ),
     Stop(
         Moment.ROUTED,
@@ -93,7 +93,7 @@ STOPS: tuple[Stop, ...] = (
         "prefill, {decision[candidates][0][decode_score]:.0%} of decode's blocks taken; "
         "{decision[num_candidates]} pair(s) to choose from",
         "services.gateway.core.routing:route",
-        "services.gateway.membership:Membership.route",
+        "services.gateway.workers.membership:Membership.route",
     ),
     Stop(
         Moment.DISPATCHED,
@@ -102,7 +102,7 @@ STOPS: tuple[Stop, ...] = (
         "Both legs leave in the same instant: prefill computes while decode makes room.",
         "attempt {attempt}",
         "services.gateway.core.lifecycle:Lifecycle.dispatched",
-        "services.gateway.session:RequestShell._send",
+        "services.gateway.workers.session:RequestShell._send",
     ),
     Stop(
         Moment.RESERVED,
@@ -208,7 +208,7 @@ STOPS: tuple[Stop, ...] = (
         "Decode has room, so token 1 may leave: an answer that has begun can no longer be refused.",
         "token {index} leaves",
         "services.gateway.core.lifecycle:Lifecycle.tokens_arrived",
-        "services.gateway.session:RequestShell.apply",
+        "services.gateway.workers.session:RequestShell.apply",
     ),
     Stop(
         Moment.WRITTEN,
@@ -216,8 +216,8 @@ STOPS: tuple[Stop, ...] = (
         "egress",
         "Ids become text again, as far as characters are whole, and leave as one event.",
         "an event of {num_bytes} bytes",
-        "services.gateway.detokenizer:AnswerText.feed",
-        "services.gateway.sse:EventStream.write",
+        "services.gateway.text.detokenizer:AnswerText.feed",
+        "services.gateway.http.sse:EventStream.write",
     ),
     Stop(
         Moment.JOINED,
@@ -274,7 +274,7 @@ STOPS: tuple[Stop, ...] = (
         "One finish reason ends the request; its marks become the receipt, whose phases add up.",
         "{finish_reason}",
         "shared.telemetry.lifetime:receipt_of",
-        "services.gateway.timeline:Timeline.ended",
+        "services.gateway.workers.timeline:Timeline.ended",
     ),
 )
 """In the order in which the page tells them. In a run some overlap; only causes come first."""

@@ -15,19 +15,19 @@ import contextlib
 import random
 from collections.abc import Callable, Mapping
 
-from services.gateway.answer_metrics import AnswerMetrics
-from services.gateway.auth import KeyRing
-from services.gateway.client_metrics import ClientMetrics
 from services.gateway.core.peer_table import OwnModel
 from services.gateway.core.routing import POLICIES
-from services.gateway.frontdoor import FrontDoor
-from services.gateway.generation import GatewayMesh
-from services.gateway.http import serve_http
-from services.gateway.ingress import Inference
-from services.gateway.membership import Membership, membership
-from services.gateway.mesh_metrics import register_mesh_metrics
-from services.gateway.registry import Registry
-from services.gateway.text import TextModel
+from services.gateway.front.auth import KeyRing
+from services.gateway.front.client_metrics import ClientMetrics
+from services.gateway.front.frontdoor import FrontDoor
+from services.gateway.grpc.door import Inference
+from services.gateway.http.door import serve_http
+from services.gateway.text.text_model import TextModel
+from services.gateway.workers.answer_metrics import AnswerMetrics
+from services.gateway.workers.generation import GatewayMesh
+from services.gateway.workers.membership import Membership, membership
+from services.gateway.workers.mesh_metrics import register_mesh_metrics
+from services.gateway.workers.registry import Registry
 from shared.config import GatewayConfig
 from shared.ids import Incarnation, new_incarnation
 from shared.rpc.network import Address, RpcServer

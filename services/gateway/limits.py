@@ -36,6 +36,8 @@ MAX_LABEL_CHARS = 128
 MAX_RENDERED_CHARS = 1 << 20
 MAX_TEMPLATE_ARGUMENTS = 16
 MAX_TIMEOUT_S = 86_400.0
+STALL_S = 10.0
+"""How long a client may leave a full stream unread before it is cut off."""
 
 _U64 = 1 << 64
 

@@ -6,7 +6,7 @@ import asyncio
 
 from services.gateway.app import serve_gateway
 from services.gateway.core.peer_table import OwnModel
-from services.gateway.text import TextModel
+from services.gateway.text.text_model import TextModel
 from shared.config import GatewayConfig
 from shared.model_folder import ModelFolder, resolve_model
 from shared.rpc.network import Address

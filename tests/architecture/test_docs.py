@@ -38,7 +38,7 @@ def test_every_path_that_a_document_names_exists(document: Path) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
 def test_a_bare_file_name_stands_beside_the_path_before_it(document: Path) -> None:
-    """`services/gateway/http.py`, `sse.py` names two files of one folder."""
+    """`services/gateway/http/door.py`, `sse.py` names two files of one folder."""
     missing: list[str] = []
     for line in (ROOT / document).read_text().splitlines():
         for cell in line.split("|") if line.startswith("|") else [line]:

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from services.gateway.text import TextModel  # noqa: E402
+from services.gateway.text.text_model import TextModel  # noqa: E402
 from tests.exactness.reference import Reference  # noqa: E402
 from tests.support.checkpoints import SHAPES, make_checkpoint  # noqa: E402
 from tests.support.tiny_tokenizer import tiny_text_model  # noqa: E402

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from services.gateway.text import TextModel
+from services.gateway.text.text_model import TextModel
 from shared.engine.torch_engine import TorchEngine
 from shared.model_folder import DEMO_FOLDER, ModelFolder
 from shared.request import SamplingParams

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import pytest
 
 from services.decode.core.lease import LeasePolicy
-from services.gateway.text import TextModel
+from services.gateway.text.text_model import TextModel
 from shared.engine.torch_engine import TorchEngine
 from shared.kv.pool import BlockPool
 from tests.exactness.conftest import FolderOf

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway.auth import KeyRing
-from services.gateway.ingress import Inference
+from services.gateway.front.auth import KeyRing
+from services.gateway.grpc.door import Inference
 from shared.rpc.network import Address
 from shared.rpc.tcp import TcpNetwork
 from tests.support.client_environments import NoClient, Say, node_client, python_client

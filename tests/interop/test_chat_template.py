@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.chat_template import ChatTemplate
+from services.gateway.text.chat_template import ChatTemplate
 from shared.model_folder import DEMO_FOLDER, ModelFolder, SpecialTokens
 
 MESSAGES: list[dict[str, Any]] = [

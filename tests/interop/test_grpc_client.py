@@ -17,7 +17,7 @@ import grpc
 import pytest
 from grpc_tools import protoc
 
-from services.gateway.auth import KeyRing, hash_key
+from services.gateway.front.auth import KeyRing, hash_key
 from shared.errors import WorkerLost
 from tests.interop.conftest import GrpcTarget, grpc_gateway
 from tests.support.client_environments import PINS

@@ -10,7 +10,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from services.gateway.auth import KeyRing, hash_key
+from services.gateway.front.auth import KeyRing, hash_key
 from shared.errors import Overloaded, WorkerLost
 from tests.interop.conftest import HttpTarget
 from tests.support.scripted_mesh import ScriptedMesh, failing_after, http_gateway

@@ -9,7 +9,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from services.gateway.auth import KeyRing, hash_key
+from services.gateway.front.auth import KeyRing, hash_key
 from tests.support.client_environments import PINS
 from tests.support.foreign_client import run_client_well
 from tests.support.scripted_mesh import ScriptedMesh, http_gateway

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from services.gateway.auth import KeyRing
+from services.gateway.front.auth import KeyRing
 from tests.support.scripted_mesh import ScriptedMesh, http_gateway
 from tests.support.service_process import free_port
 

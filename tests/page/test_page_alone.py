@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.auth import KeyRing, hash_key
+from services.gateway.front.auth import KeyRing, hash_key
 from shared.errors import Overloaded, WorkerLost
 from shared.telemetry.lifetime import Marks, receipt_of
 from tests.support.scripted_mesh import ScriptedMesh, failing_after, saying

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from services.cli import doctor
-from services.cli import machine_checks as checks
-from services.cli.finding import Verdict
-from services.cli.link import is_shared_memory, measure_link
+from services.cli.doctor import machine_checks as checks
+from services.cli.doctor import report as doctor
+from services.cli.doctor.finding import Verdict
+from services.cli.doctor.link import is_shared_memory, measure_link
 from shared.errors import TransferFailed
 
 pytestmark = [pytest.mark.process, pytest.mark.ucx]
@@ -37,7 +37,9 @@ async def test_a_torch_that_cannot_be_loaded_is_told_in_its_own_words(
     """A library that is missing, say."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise OSError('libtorch.so is missing')")
-    monkeypatch.setattr("services.cli.doctor.our_code", lambda: {"PYTHONPATH": str(tmp_path)})
+    monkeypatch.setattr(
+        "services.cli.doctor.report.our_code", lambda: {"PYTHONPATH": str(tmp_path)}
+    )
     later = asyncio.get_running_loop().time() + 60
     facts, error = await doctor._probe_torch(later)
     assert facts is None

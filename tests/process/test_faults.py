@@ -20,7 +20,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from services.gateway.text import TextModel
+from services.gateway.text.text_model import TextModel
 from shared.model_folder import ModelFolder, resolve_model
 from tests.support.process_mesh import (
     HAPPENS_WITHIN_S,

@@ -16,9 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from shared.engine.fake import FakeEngine, FakeModel, fake_answer, fake_prompt_logprobs
 from shared.errors import NoBlocks, NoCapacity
 from shared.kv.pool import BlockTable
-from shared.schedule.sequence import Sequence, SequenceState
 from shared.request import FinishReason
 from shared.schedule.plan import NewToken, StepPlan
+from shared.schedule.sequence import Sequence, SequenceState
 from tests.support.cores import Worker, a_sequence, answer_of
 
 MODEL = FakeModel(

@@ -6,10 +6,10 @@ from typing import Any
 
 from shared.engine.fake import FakeEngine, FakeModel
 from shared.kv.pool import BlockPool
-from shared.schedule.sequence import Sequence
 from shared.request import SamplingParams, WorkItem
 from shared.schedule.plan import NewToken
 from shared.schedule.scheduler import SchedulePolicy, Scheduler
+from shared.schedule.sequence import Sequence
 
 MODEL = FakeModel(vocab_size=64, max_model_len=512, num_layers=2, num_kv_heads=1, head_dim=8)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from services.gateway.auth import KeyRing
+from services.gateway.front.auth import KeyRing
 from tests.support.scripted_mesh import ScriptedMesh, http_gateway
 
 HI: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from services.decode.app import DecodeWorker
 from services.gateway.app import Gateway
-from services.gateway.text import TextModel
+from services.gateway.text.text_model import TextModel
 from services.prefill.app import PrefillWorker
 from shared import wire
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig

@@ -8,16 +8,16 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
-from services.gateway.auth import KeyRing
-from services.gateway.client_metrics import ClientMetrics
-from services.gateway.cluster import cluster_body
 from services.gateway.core.admission import AdmissionStatistics
 from services.gateway.core.peer_table import PeerTable
 from services.gateway.core.window import Window
-from services.gateway.frontdoor import FrontDoor
-from services.gateway.http import serve_http
+from services.gateway.front.auth import KeyRing
+from services.gateway.front.client_metrics import ClientMetrics
+from services.gateway.front.frontdoor import FrontDoor
+from services.gateway.http.door import serve_http
 from services.gateway.mesh import Generation, GenerationRequest, ServedModel, TokenBatch
-from services.gateway.text import TextModel
+from services.gateway.text.text_model import TextModel
+from services.gateway.workers.cluster import cluster_body
 from shared.ids import Incarnation
 from shared.request import FinishReason, TokenLogprobs
 from shared.rpc.network import Address

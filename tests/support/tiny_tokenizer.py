@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from services.gateway.chat_template import ChatTemplate
-from services.gateway.text import TextModel
+from services.gateway.text.chat_template import ChatTemplate
+from services.gateway.text.text_model import TextModel
 from shared.model_folder import SpecialTokens
 
 SPECIAL = ("<pad>", "<eos>", "<user>", "<assistant>", "<system>", "<tool>", "<a>", "<b>")

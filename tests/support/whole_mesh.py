@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.gateway.app import Gateway
-from services.gateway.session import RequestShell
+from services.gateway.workers.session import RequestShell
 from shared import wire
 from shared.address import Address
 from shared.config import GatewayConfig

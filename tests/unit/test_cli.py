@@ -22,7 +22,7 @@ from services.cli.app import app
 from services.cli.machine import Gpu, Share, find_gpus, shares
 from services.cli.status import LineView
 from services.cli.up import UpConfig, plan_mesh
-from services.gateway.auth import KeyRing, hash_key
+from services.gateway.front.auth import KeyRing, hash_key
 from services.local import LocalMesh, Phase, Service, plan_services
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig, ServiceConfig
 from shared.environment import config_from_environment, environment_of

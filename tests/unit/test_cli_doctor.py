@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from services.cli import machine_checks as checks
 from services.cli import main
-from services.cli.finding import Finding, absent, lines_of, right, wrong
-from services.cli.gateway_checks import judge_cluster
-from services.cli.link import Link, is_shared_memory
+from services.cli.doctor import machine_checks as checks
+from services.cli.doctor.finding import Finding, absent, lines_of, right, wrong
+from services.cli.doctor.gateway_checks import judge_cluster
+from services.cli.doctor.link import Link, is_shared_memory
 from shared.version import VERSION
 from tests.support.stub_gateway import StubGateway, a_view
 
@@ -197,8 +197,8 @@ def test_a_gateways_installation_is_told_so_without_a_fault(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Neither torch nor ucxx: nothing is measured, and nothing is wrong with that."""
-    monkeypatch.setattr("services.cli.machine_checks.find_spec", lambda _: None)
-    monkeypatch.setattr("services.cli.doctor.find_spec", lambda _: None)
+    monkeypatch.setattr("services.cli.doctor.machine_checks.find_spec", lambda _: None)
+    monkeypatch.setattr("services.cli.doctor.report.find_spec", lambda _: None)
     code = main(["doctor", "--json"])
     found = json.loads(capsys.readouterr().out)
     ours = [*found["sections"]["Installation"], *found["sections"]["Link between workers"]]
@@ -212,8 +212,8 @@ def test_the_exit_code_tells_and_a_gateway_that_is_none_is_a_fault(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """0 = no ✗, 1 = at least one; a remedy stands below it."""
-    monkeypatch.setattr("services.cli.machine_checks.find_spec", lambda _: None)
-    monkeypatch.setattr("services.cli.doctor.find_spec", lambda _: None)
+    monkeypatch.setattr("services.cli.doctor.machine_checks.find_spec", lambda _: None)
+    monkeypatch.setattr("services.cli.doctor.report.find_spec", lambda _: None)
     view = a_view(version=VERSION)
     view["workers"].pop()
     with StubGateway({"/cluster": view}) as gateway:

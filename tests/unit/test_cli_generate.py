@@ -20,7 +20,7 @@ from services.cli.flags import CannotRun
 from services.cli.generate import Answer, shown, stream_answer
 from services.cli.interrupts import Interrupts
 from services.cli.receipt import receipt_table
-from services.gateway.auth import KeyRing, hash_key
+from services.gateway.front.auth import KeyRing, hash_key
 from shared.errors import ModelError, WorkerLost
 from shared.telemetry.lifetime import Receipt
 from tests.support.scripted_mesh import ScriptedMesh, failing_after, http_gateway, saying

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway.auth import NOBODY, KeyRing, hash_key, new_key, tenant_salt
+from services.gateway.front.auth import NOBODY, KeyRing, hash_key, new_key, tenant_salt
 from shared.errors import InvalidRequest, Unauthorized
 
 

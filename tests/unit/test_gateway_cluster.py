@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway.auth import KeyRing, hash_key
-from services.gateway.cluster import cluster_body, state_of
 from services.gateway.core.admission import AdmissionStatistics
 from services.gateway.core.peer_table import PeerTable, Role, Worker, WorkerStatus
 from services.gateway.core.peer_table import ServedModel as JoinedModel
@@ -21,7 +19,9 @@ from services.gateway.core.window import (
     Summary,
     Window,
 )
+from services.gateway.front.auth import KeyRing, hash_key
 from services.gateway.mesh import ServedModel
+from services.gateway.workers.cluster import cluster_body, state_of
 from shared.ids import Incarnation
 from shared.kv.layout import KvLayout
 from tests.support.http_client import gateway

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.gateway.json_body import parse_body
-from services.gateway.limits import MAX_JSON_DEPTH
-from services.gateway.openai_forms import (
+from services.gateway.http.json_body import parse_body
+from services.gateway.http.openai_forms import (
     ChatBody,
     CompletionBody,
     Message,
     messages_for_template,
 )
+from services.gateway.limits import MAX_JSON_DEPTH
 from shared.errors import InvalidRequest
 
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

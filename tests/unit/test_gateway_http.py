@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from services.gateway.auth import KeyRing, hash_key
-from services.gateway.http import HttpDoor
-from services.gateway.http_server import Policy, build_app
-from services.gateway.page_files import page_routes
+from services.gateway.front.auth import KeyRing, hash_key
+from services.gateway.http.door import HttpDoor
+from services.gateway.http.page_files import page_routes
+from services.gateway.http.server import Policy, build_app
 from tests.support.http_client import HI, gateway
 from tests.support.scripted_mesh import (
     ScriptedMesh,

@@ -14,7 +14,7 @@ import structlog.testing
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.gateway.auth import KeyRing, hash_key
+from services.gateway.front.auth import KeyRing, hash_key
 from services.gateway.limits import MAX_BODY_BYTES
 from services.gateway.mesh import TokenBatch
 from shared.errors import (
@@ -155,9 +155,9 @@ async def test_a_client_that_never_finishes_its_request_is_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Neither slow headers nor a slow body hold a connection for ever."""
-    monkeypatch.setattr("services.gateway.http_server.HEADER_TIMEOUT_S", 0.02)
-    monkeypatch.setattr("services.gateway.http_server.BODY_TIMEOUT_S", 0.02)
-    monkeypatch.setattr("services.gateway.http_server.LINGER_S", 0.02)
+    monkeypatch.setattr("services.gateway.http.server.HEADER_TIMEOUT_S", 0.02)
+    monkeypatch.setattr("services.gateway.http.server.BODY_TIMEOUT_S", 0.02)
+    monkeypatch.setattr("services.gateway.http.server.LINGER_S", 0.02)
     async with http_gateway(ScriptedMesh()) as url:
         async with raw_connection(url) as (reader, writer):
             writer.write(b"GET /health HTTP/1.1\r\nHost:")

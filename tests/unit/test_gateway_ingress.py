@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import pytest
 
-from services.gateway.auth import KeyRing, hash_key
-from services.gateway.frontdoor import FrontDoor
-from services.gateway.ingress import Inference
+from services.gateway.front.auth import KeyRing, hash_key
+from services.gateway.front.frontdoor import FrontDoor
+from services.gateway.grpc.door import Inference
 from shared import wire
 from shared.errors import (
     DeadlinePassed,

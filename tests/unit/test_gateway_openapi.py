@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.gateway import openapi_shapes as shapes
-from services.gateway.auth import KeyRing, hash_key
-from services.gateway.http import HttpDoor
-from services.gateway.openapi import OPERATIONS, PARTS_OF_THE_PAGE, openapi_document
+from services.gateway.front.auth import KeyRing, hash_key
+from services.gateway.http import openapi_shapes as shapes
+from services.gateway.http.door import HttpDoor
+from services.gateway.http.openapi import OPERATIONS, PARTS_OF_THE_PAGE, openapi_document
 from tests.support.http_client import HI, Client, gateway
 from tests.support.scripted_mesh import MODEL, ScriptedMesh, front_door, saying
 

@@ -11,12 +11,12 @@ import aiohttp
 import pytest
 from yarl import URL
 
-from services.gateway.auth import KeyRing, hash_key
-from services.gateway.http_server import Policy
-from services.gateway.page_files import page_routes
+from services.gateway.front.auth import KeyRing, hash_key
+from services.gateway.http.page_files import page_routes
+from services.gateway.http.server import Policy
 from tests.support.scripted_mesh import ScriptedMesh, http_gateway
 
-FOLDER = resources.files("services.gateway") / "page"
+FOLDER = resources.files("services.gateway.http") / "page"
 FILES = {entry.name: entry.read_text("utf-8") for entry in FOLDER.iterdir()}
 TYPES = {
     "html": "text/html; charset=utf-8",

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from services.gateway import http_server
+from services.gateway.http import server as http_server
 from services.gateway.mesh import TokenBatch
 from tests.support.http_client import gateway, parse_events, post_bytes, raw_connection
 from tests.support.scripted_mesh import (

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from services.gateway.chat_template import ChatTemplate
-from services.gateway.detokenizer import AnswerText, Detokenizer, StopMatcher
-from services.gateway.text import INLINE_CHARS, TextModel
+from services.gateway.text.chat_template import ChatTemplate
+from services.gateway.text.detokenizer import AnswerText, Detokenizer, StopMatcher
+from services.gateway.text.text_model import INLINE_CHARS, TextModel
 from shared.errors import InvalidRequest, ModelError
 from shared.model_folder import DEMO_FOLDER, ModelFolder, SpecialTokens
 from shared.request import FinishReason, SamplingParams

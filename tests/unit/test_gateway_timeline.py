@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from services.gateway.core.routing import RouteDecision
-from services.gateway.timeline import Timeline
+from services.gateway.workers.timeline import Timeline
 from shared.errors import Overloaded, WorkerLost
 from shared.ids import Incarnation
 from shared.telemetry.lifetime import TTFT_PHASES, Receipt

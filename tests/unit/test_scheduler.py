@@ -10,9 +10,9 @@ import pytest
 
 from shared.engine.fake import FakeModel, fake_answer, fake_prompt_logprobs
 from shared.errors import InvariantViolated, LocalProtocolError, NoBlocks, NoCapacity
-from shared.schedule.sequence import Sequence, SequenceState
 from shared.request import FinishReason
 from shared.schedule.plan import Span, StepPlan
+from shared.schedule.sequence import Sequence, SequenceState
 from shared.step import RowResult
 from tests.support.cores import MODEL, Worker, a_sequence, answer_of
 

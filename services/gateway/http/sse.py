@@ -16,13 +16,12 @@ from typing import Any
 
 from aiohttp import web
 
+from services.gateway.limits import STALL_S
 from shared.errors import DeadlinePassed
 
 BUFFER_BYTES = 64 << 10
 """Unsent bytes of one stream beyond which its writer waits; the kernel holds about as much
 again."""
-
-STALL_S = 10.0
 
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",

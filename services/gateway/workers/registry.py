@@ -12,7 +12,7 @@ import asyncio
 from typing import Any
 
 from services.gateway.core.peer_table import Role, ServedModel, Worker, WorkerStatus
-from services.gateway.membership import Membership
+from services.gateway.workers.membership import Membership
 from shared import wire
 from shared.errors import IncompatiblePeer, Overloaded, RemoteProtocolError, ShuttingDown
 from shared.ids import Incarnation

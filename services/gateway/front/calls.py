@@ -11,9 +11,9 @@ from typing import Any
 
 import structlog
 
-from services.gateway.answers import Answers
-from services.gateway.frontdoor import Caller, FrontDoor
-from services.gateway.span_attributes import answer_attributes, route_attributes
+from services.gateway.front.answers import Answers
+from services.gateway.front.frontdoor import Caller, FrontDoor
+from services.gateway.front.span_attributes import answer_attributes, route_attributes
 from shared.errors import InvariantViolated, MeshError
 from shared.telemetry.moments import Moment, note
 

@@ -99,7 +99,7 @@ class _End:
 async def _end(environment: Mapping[str, str]) -> AsyncGenerator[_End]:
     try:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "services.cli.link_end"),
+            *(sys.executable, "-P", "-m", "services.cli.doctor.link_end"),
             env={**os.environ, **our_code(), **environment},
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,

@@ -10,8 +10,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from services.gateway.core.peer_table import Role
-from services.gateway.generation import GatewayMesh
-from services.gateway.membership import Membership
+from services.gateway.workers.generation import GatewayMesh
+from services.gateway.workers.membership import Membership
 from shared.telemetry.worker import LAG_BUCKETS
 
 

@@ -14,8 +14,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
-from services.gateway.detokenizer import AnswerText
 from services.gateway.mesh import Generation, GenerationRequest, Mesh, TokenBatch
+from services.gateway.text.detokenizer import AnswerText
 from shared.errors import InvariantViolated, MeshError
 from shared.request import FinishReason, TokenLogprobs
 

@@ -15,8 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-from services.cli.finding import Finding, absent, right, wrong
-from services.cli.link import Link, is_shared_memory
+from services.cli.doctor.finding import Finding, absent, right, wrong
+from services.cli.doctor.link import Link, is_shared_memory
 from services.cli.machine import num_cores
 from shared.version import VERSION
 
@@ -103,7 +103,7 @@ def check_shared_memory_lane(link: Link | None, error: str) -> Finding:
     tls = os.environ.get("UCX_TLS", "")
     unset = f"unset UCX_TLS (it is {tls!r})" if tls else ""
     if link is None:
-        remedy = unset or "run `python -m services.cli.link_end` to see UCX's own words"
+        remedy = unset or "run `python -m services.cli.doctor.link_end` to see UCX's own words"
         return wrong(name, f"two processes do not reach each other: {error}", remedy)
     text = f"{link.gb_per_s:.1f} GB/s between two processes, lane {link.lane}"
     if not is_shared_memory(link.lane):

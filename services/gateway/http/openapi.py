@@ -15,11 +15,16 @@ from typing import Any, NamedTuple
 import msgspec
 
 from services.gateway import limits
-from services.gateway import openapi_shapes as shapes
-from services.gateway.http_server import Policy, Route
+from services.gateway.http import openapi_shapes as shapes
+from services.gateway.http.openai_forms import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+)
+from services.gateway.http.openapi_rules import Schema, apply_rules, field_rules
+from services.gateway.http.server import Policy, Route
 from services.gateway.mesh import ServedModel
-from services.gateway.openai_forms import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from services.gateway.openapi_rules import Schema, apply_rules, field_rules
 from shared.rpc.status import STATUS_TABLE
 
 OPENAPI_VERSION = "3.2.0"

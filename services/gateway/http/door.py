@@ -17,20 +17,16 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from services.gateway import limits
-from services.gateway.answers import Choice, Delta, open_answers
-from services.gateway.calls import Call, typed
-from services.gateway.frontdoor import Caller, FrontDoor, Prompt
-from services.gateway.http_server import (
-    Policy,
-    Route,
-    build_app,
-    json_response,
-    listen,
-    read_body,
+from services.gateway.front.answers import Choice, Delta, open_answers
+from services.gateway.front.calls import Call, typed
+from services.gateway.front.frontdoor import Caller, FrontDoor, Prompt
+from services.gateway.http.openai_answers import (
+    AnswerFormat,
+    AnswerHead,
+    ChatFormat,
+    CompletionFormat,
 )
-from services.gateway.mesh import ServedModel
-from services.gateway.openai_answers import AnswerFormat, AnswerHead, ChatFormat, CompletionFormat
-from services.gateway.openai_forms import (
+from services.gateway.http.openai_forms import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -38,9 +34,19 @@ from services.gateway.openai_forms import (
     TokenizeBody,
     messages_for_template,
 )
-from services.gateway.openapi import openapi_document
-from services.gateway.page_files import page_routes
-from services.gateway.sse import STALL_S, EventStream
+from services.gateway.http.openapi import openapi_document
+from services.gateway.http.page_files import page_routes
+from services.gateway.http.server import (
+    Policy,
+    Route,
+    build_app,
+    json_response,
+    listen,
+    read_body,
+)
+from services.gateway.http.sse import EventStream
+from services.gateway.limits import STALL_S
+from services.gateway.mesh import ServedModel
 from shared.errors import InvalidRequest
 from shared.rpc.network import Address
 from shared.rpc.status import openai_error_body

@@ -15,11 +15,10 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from services.gateway import limits
-from services.gateway.answers import Delta, Usage, open_answers
-from services.gateway.calls import Call, recorded
-from services.gateway.frontdoor import Form, FrontDoor, Prompt
-from services.gateway.limits import SamplingForm
-from services.gateway.sse import STALL_S
+from services.gateway.front.answers import Delta, Usage, open_answers
+from services.gateway.front.calls import Call, recorded
+from services.gateway.front.frontdoor import Form, FrontDoor, Prompt
+from services.gateway.limits import STALL_S, SamplingForm
 from shared import wire
 from shared.errors import DeadlinePassed, InvalidRequest, MeshError, RemoteProtocolError
 from shared.request import FinishReason, TokenLogprobs

@@ -14,12 +14,12 @@ import orjson
 from cyclopts import Group, Parameter
 from rich.console import Console
 
-from services.cli import machine_checks as checks
 from services.cli.client import KeyFlag, require_url
-from services.cli.finding import Finding, lines_of
-from services.cli.gateway_checks import check_gateway, is_ours
+from services.cli.doctor import machine_checks as checks
+from services.cli.doctor.finding import Finding, lines_of
+from services.cli.doctor.gateway_checks import check_gateway, is_ours
+from services.cli.doctor.link import Link, measure_link
 from services.cli.interrupts import Interrupts
-from services.cli.link import Link, measure_link
 from services.cli.machine import find_gpus
 from services.cli.sources import JsonFlag
 from services.local import our_code

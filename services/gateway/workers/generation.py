@@ -12,13 +12,13 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from services.gateway.cluster import WindowWatcher, cluster_body
 from services.gateway.core.admission import Admission, AdmissionStatistics, Admitted
 from services.gateway.core.window import Window
-from services.gateway.membership import Membership
 from services.gateway.mesh import GenerationRequest, ServedModel
-from services.gateway.session import RequestShell, closing
-from services.gateway.timeline import AnswerWatcher, Timeline
+from services.gateway.workers.cluster import WindowWatcher, cluster_body
+from services.gateway.workers.membership import Membership
+from services.gateway.workers.session import RequestShell, closing
+from services.gateway.workers.timeline import AnswerWatcher, Timeline
 from shared.config import GatewayConfig
 from shared.errors import MeshError, ShuttingDown
 from shared.telemetry.moments import Moment, note

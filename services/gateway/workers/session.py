@@ -27,10 +27,10 @@ from services.gateway.core.lifecycle import (
 )
 from services.gateway.core.peer_table import Worker
 from services.gateway.core.routing import RouteDecision
-from services.gateway.membership import Membership
 from services.gateway.mesh import GenerationRequest, TokenBatch
-from services.gateway.peers import AttemptOrder, WorkerSession
-from services.gateway.timeline import Timeline
+from services.gateway.workers.membership import Membership
+from services.gateway.workers.peers import AttemptOrder, WorkerSession
+from services.gateway.workers.timeline import Timeline
 from shared import wire
 from shared.errors import DeadlinePassed, MeshError, NoBlocks, WorkerLost
 from shared.ids import Incarnation, StreamId

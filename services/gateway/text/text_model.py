@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from tokenizers import Tokenizer
 
-from services.gateway.chat_template import ChatTemplate
-from services.gateway.detokenizer import AnswerText, Detokenizer
+from services.gateway.text.chat_template import ChatTemplate
+from services.gateway.text.detokenizer import AnswerText, Detokenizer
 from shared.errors import InvalidRequest, ModelError, Overloaded
 from shared.model_folder import ModelFolder
 from shared.request import SamplingParams

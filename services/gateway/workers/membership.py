@@ -16,7 +16,7 @@ import structlog
 
 from services.gateway.core.peer_table import OwnModel, PeerTable, Role, Worker, WorkerStatus
 from services.gateway.core.routing import RouteDecision, RouteRequest, RoutingPolicy, route
-from services.gateway.peers import WorkerSession
+from services.gateway.workers.peers import WorkerSession
 from shared.errors import WorkerLost
 from shared.ids import Incarnation
 from shared.rpc.network import Address, Network

@@ -12,8 +12,8 @@ from importlib import resources
 
 from aiohttp import ETag, web
 
-from services.gateway.calls import Call
-from services.gateway.http_server import Policy, Route
+from services.gateway.front.calls import Call
+from services.gateway.http.server import Policy, Route
 
 _FOLDER = "page"
 _INDEX = "index.html"
@@ -61,7 +61,7 @@ def page_routes() -> tuple[Route, ...]:
 
     Raises OSError: the installation lacks the page.
     """
-    folder = resources.files("services.gateway") / _FOLDER
+    folder = resources.files("services.gateway.http") / _FOLDER
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
     return tuple(
         Route(

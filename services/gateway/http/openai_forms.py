@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from services.gateway import limits
-from services.gateway.frontdoor import Form
+from services.gateway.front.frontdoor import Form
 from services.gateway.limits import SamplingForm
 from shared.errors import InvalidRequest
 

@@ -22,9 +22,9 @@ import structlog
 from aiohttp import web
 
 from services.gateway import limits
-from services.gateway.calls import Call, recorded, typed
-from services.gateway.frontdoor import FrontDoor, checked_timeout
-from services.gateway.json_body import Body, parse_body
+from services.gateway.front.calls import Call, recorded, typed
+from services.gateway.front.frontdoor import FrontDoor, checked_timeout
+from services.gateway.http.json_body import Body, parse_body
 from shared.errors import (
     DeadlinePassed,
     InvalidRequest,

@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from services.gateway import limits
-from services.gateway.answers import Choice
-from services.gateway.auth import NOBODY, ApiKey, KeyRing, tenant_salt
-from services.gateway.client_metrics import ClientMetrics
-from services.gateway.detokenizer import PROMPT_TAIL
+from services.gateway.front.answers import Choice
+from services.gateway.front.auth import NOBODY, ApiKey, KeyRing, tenant_salt
+from services.gateway.front.client_metrics import ClientMetrics
 from services.gateway.limits import SamplingForm
 from services.gateway.mesh import GenerationRequest, Mesh, ServedModel
-from services.gateway.text import TextModel
+from services.gateway.text.detokenizer import PROMPT_TAIL
+from services.gateway.text.text_model import TextModel
 from shared.errors import NotFound, Overloaded
 from shared.ids import RandomBytes, RequestId, new_request_id
 from shared.telemetry.moments import Moment, note

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from services.cli.client import get_json, open_session
-from services.cli.finding import Finding, absent, right, wrong
-from services.cli.link import is_shared_memory
+from services.cli.doctor.finding import Finding, absent, right, wrong
+from services.cli.doctor.link import is_shared_memory
 from shared.errors import MeshError
 from shared.version import VERSION
 

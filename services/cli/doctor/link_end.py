@@ -1,5 +1,5 @@
 """One of the two processes between which ``pdmesh doctor`` measures UCX: ``python -m
-services.cli.link_end``. Obeys JSON lines on stdin and answers with JSON lines on stdout."""
+services.cli.doctor.link_end``. Obeys JSON lines on stdin and answers with JSON lines on stdout."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ for generative AI, HTTP and RPC). Counts, settings and ids; never a client's tex
 
 from __future__ import annotations
 
-from services.gateway.answers import Answers
+from services.gateway.front.answers import Answers
 from shared.telemetry.tracing import Value
 
 _OPERATIONS = {

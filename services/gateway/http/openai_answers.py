@@ -14,8 +14,8 @@ from typing import Any
 
 import orjson
 
-from services.gateway.answers import Delta, Usage
-from services.gateway.text import TextModel
+from services.gateway.front.answers import Delta, Usage
+from services.gateway.text.text_model import TextModel
 from shared.request import FinishReason, TokenLogprobs
 
 FINISH_NAMES = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}

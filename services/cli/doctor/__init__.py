@@ -1,0 +1,1 @@
+"""``pdmesh doctor``: what a machine must have, what it has, and what to do about the difference."""

@@ -1,0 +1,1 @@
+"""What both doors share: callers, forms, answers as text, calls in progress."""
