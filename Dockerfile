@@ -2,45 +2,73 @@
 #
 #   docker build --target gateway -t pdmesh-gateway .
 #
-# Offline: put wheels of all dependencies into a folder `wheels/` beside this file; then no index is asked.
+# Offline: put wheels of all dependencies into a folder `wheels/` beside this file; then no index is asked
+# (docs/compose.md says how to gather them).
+#
+# Dependencies and application are layers of their own: a change of the source rebuilds the second alone. The
+# gateway stands above the workers, because builders that walk the file downwards then install no torch for it.
 ARG PYTHON_IMAGE=python:3.12-slim
 
-FROM ${PYTHON_IMAGE} AS base
-ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
-RUN python3 -m venv /opt/pdmesh && useradd --uid 10001 --no-create-home pdmesh
-ENV PATH=/opt/pdmesh/bin:$PATH
+FROM ${PYTHON_IMAGE} AS runtime
+RUN useradd --uid 10001 --no-create-home --home-dir /nonexistent --shell /usr/sbin/nologin pdmesh
+ENV PATH=/app/bin:/opt/pdmesh/bin:$PATH PYTHONPATH=/app PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+ENV PDMESH_HOST=0.0.0.0 PDMESH_LOG_FORMAT=json
+LABEL org.opencontainers.image.title="pdmesh" \
+      org.opencontainers.image.description="LLM serving with prefill and decode on separate machines" \
+      org.opencontainers.image.licenses="Apache-2.0"
 
-FROM base AS source
-ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
+FROM runtime AS build
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
+RUN python3 -m venv /opt/pdmesh
 WORKDIR /src
 # LICENSE is there so that the pattern matches something where there are no wheels.
 COPY LICENSE wheels* /wheels/
 RUN if ls /wheels/*.whl >/dev/null 2>&1; then \
       printf '[global]\nno-index = true\nfind-links = /wheels\n' > /etc/pip.conf; fi
-COPY pyproject.toml README.md LICENSE ./
+
+# The project without its code, so that only a change of its dependencies installs them anew.
+FROM build AS project
+COPY pyproject.toml LICENSE ./
+RUN touch README.md && mkdir services shared && touch services/__init__.py shared/__init__.py
+
+FROM project AS application
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+COPY README.md ./
 COPY services services
 COPY shared shared
+RUN pip install --no-deps --target /app .
 
-FROM source AS gateway-build
-RUN pip install .
+FROM project AS gateway-dependencies
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+RUN pip install ".[otel]" && pip check && pip uninstall --yes pdmesh pip
 
-FROM source AS worker-build
-# The torch build is yours to choose, e.g. by an index of its own in PIP_INDEX_URL, or by a wheel.
-ARG TORCH=torch==2.13.0
-ARG EXTRA=worker
-RUN pip install "${TORCH}" && pip install ".[${EXTRA}]"
-
-FROM base AS gateway
-COPY --from=gateway-build /opt/pdmesh /opt/pdmesh
-USER 10001
-ENV PDMESH_HOST=0.0.0.0 PDMESH_LOG_FORMAT=json
+FROM runtime AS gateway
+COPY --from=gateway-dependencies /opt/pdmesh /opt/pdmesh
+COPY --from=application /app /app
+USER 10001:10001
+RUN python3 -c "import services.gateway.app, services.cli"
 EXPOSE 8000 8001
 ENTRYPOINT ["pdmesh", "gateway"]
 
-FROM base AS prefill
-COPY --from=worker-build /opt/pdmesh /opt/pdmesh
-USER 10001
-ENV PDMESH_HOST=0.0.0.0 PDMESH_LOG_FORMAT=json PDMESH_METRICS_PORT=9090
+FROM build AS worker-dependencies
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+# The torch build is yours to choose: by its version, by an index of its own, or by a wheel.
+ARG TORCH=torch==2.13.0
+ARG EXTRA=worker
+RUN pip install "${TORCH}"
+COPY --from=project /src ./
+RUN pip install ".[${EXTRA},otel]" && pip check && pip uninstall --yes pdmesh pip
+
+FROM runtime AS prefill
+COPY --from=worker-dependencies /opt/pdmesh /opt/pdmesh
+COPY --from=application /app /app
+ENV PDMESH_METRICS_PORT=9090
+USER 10001:10001
+RUN python3 -c "import services.prefill.app, shared.runtime.worker_process, services.cli"
+EXPOSE 9090
 ENTRYPOINT ["pdmesh", "prefill"]
 
 FROM prefill AS decode

@@ -12,10 +12,10 @@ WORKER ?= worker
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help setup demo tour test test-all compose-test check fmt proto docs clients up bench clean
+.PHONY: help setup demo tour test test-all compose-test check fmt proto docs clients screenshots up bench clean
 
 help: ## list the verbs
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  \033[1m%-10s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
@@ -52,6 +52,9 @@ test: $(VENV)/.dev ## run the tests (without the slow ones)
 test-all: $(VENV)/.dev ## run every test
 	@$(BIN)/python -m pytest $(ARGS)
 
+compose-test: $(VENV)/.dev ## build the images and test the mesh in real containers (as root, or with Docker)
+	@$(BIN)/python -m tools.compose_test $(ARGS)
+
 check: $(VENV)/.dev ## lint, types, layering, generated files
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -79,6 +82,9 @@ clients: $(VENV)/.dev ## make the environments of the clients that are tested (e
 
 up: $(VENV)/.run ## start a mesh on this machine and keep it running
 	@$(BIN)/pdmesh up
+
+screenshots: $(VENV)/.dev ## take the pictures of docs/images anew (needs Chromium)
+	@$(BIN)/python tools/screenshots.py
 
 bench: $(VENV)/.dev ## run the quick benchmarks and print their ratios
 	@for question in transfer overlap loop_lag; do $(BIN)/python -m bench.$$question.run --quick; done

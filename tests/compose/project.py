@@ -233,6 +233,19 @@ class Project:
 
         wait_until(lambda: not held(), "nothing is held", HELD_WITHIN_S, held)
 
+    def exit_codes(self, since: float) -> dict[str, list[int]]:
+        """Return with which codes containers have ended since then (time.time()), by service."""
+        label = "com.docker.compose"
+        ended = run(
+            *("docker", "events", "--since", f"{since:.3f}", "--until", f"{time.time():.3f}"),
+            *("--filter", "event=die", "--filter", f"label={label}.project={self.name}"),
+            *("--format", "{{json .Actor.Attributes}}"),
+        )
+        codes: dict[str, list[int]] = {}
+        for about in map(json.loads, ended.splitlines()):
+            codes.setdefault(about[f"{label}.service"], []).append(int(about["exitCode"]))
+        return codes
+
     def segments(self) -> list[dict[str, int]]:
         """Return the System V segments in the workers' IPC namespace: their sizes and users."""
         (anchor,) = self.containers("ipc")

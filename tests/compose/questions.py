@@ -124,14 +124,15 @@ async def ask_grpc(channel: grpc.aio.Channel, text: str) -> Answer:
 
 @dataclass
 class Tally:
-    """What clients got so far. failures: one line each, and how long that client had waited."""
+    """What clients got so far. errors: of attempts that were taken up elsewhere, by their types.
+    failures: what clients saw, and how long they had waited for it."""
 
     num_right: int = 0
     wrong: list[str] = field(default_factory=list)
     failures: list[tuple[str, float]] = field(default_factory=list)
     pairs: Counter[tuple[str, str]] = field(default_factory=Counter)
     lanes: Counter[str] = field(default_factory=Counter)
-    num_retried: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
     news: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     async def take(self, asked: Question, answer: Answer) -> None:
@@ -142,7 +143,7 @@ class Tally:
             self.wrong.append(f"{asked.text[-80:]!r}: {answer.text!r} ({answer.finish!r})")
         self.pairs[answer.receipt["prefill"], answer.receipt["decode"]] += 1
         self.lanes[answer.receipt["lane"]] += 1
-        self.num_retried += answer.receipt["attempts"] > 1
+        self.errors.update(answer.receipt["errors"])
         async with self.news:
             self.news.notify_all()
 

@@ -32,10 +32,6 @@ DESKTOP = {"width": 1280, "height": 860}
 AUDIT = (Path(__file__).parent / "audit.js").read_text(encoding="utf-8")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "browser: needs Chromium and playwright; else skipped")
-
-
 def find_chromium() -> str | None:
     """Return the path of a Chromium, or None."""
     names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")

@@ -1,0 +1,48 @@
+"""The overlays, as compose itself reads them."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.compose.project import run
+
+
+def configuration(*overlays: str) -> dict[str, Any]:
+    """Return what compose makes of compose.yaml and its overlays."""
+    files = [part for name in ("compose.yaml", *overlays) for part in ("-f", name)]
+    command = shlex.split(os.environ["PDMESH_COMPOSE_TEST"])
+    return yaml.safe_load(run(*command, *files, "config"))["services"]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_the_gpu_overlay_asks_for_gpus_and_keeps_the_locks(role: str) -> None:
+    """Workers get the devices, UCX's CUDA lanes and images of their own, and may no more than
+    before."""
+    plain, gpu = configuration()[role], configuration("compose.gpu.yaml")[role]
+    (device,) = gpu["deploy"]["resources"]["reservations"]["devices"]
+    assert device["capabilities"] == ["gpu"]
+    assert gpu["pid"] == gpu["ipc"] == "service:ipc"
+    assert gpu["environment"]["PDMESH_DEVICE"] == "cuda:0"
+    assert {"cuda_copy", "cuda_ipc", "sysv"} <= {*gpu["environment"]["UCX_TLS"].split(",")}
+    assert gpu["image"] != plain["image"]
+    for name in ("read_only", "cap_drop", "security_opt", "ulimits", "restart"):
+        assert gpu[name] == plain[name], name
+    assert [*gpu["networks"]] == [*plain["networks"]] == ["mesh"]
+    assert plain["environment"].items() - gpu["environment"].items() == {
+        ("PDMESH_DEVICE", "auto"),
+        ("PDMESH_DTYPE", "auto"),
+        ("PDMESH_KV_GIB", "0"),
+        ("UCX_TLS", "sysv,tcp,self"),
+    }
+
+
+def test_the_overlay_for_observing_fits() -> None:
+    """Prometheus is in the network of the workers."""
+    services = configuration("compose.observe.yaml")
+    assert "mesh" in services["prometheus"]["networks"]
+    assert services["prefill"]["environment"]
