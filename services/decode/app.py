@@ -73,7 +73,7 @@ class DecodeWorker:
             is_draining=self.reservations.is_draining,
         )
 
-    async def run(self, ready: Callable[[Address], None], stop: asyncio.Event) -> None:
+    async def run(self, ready: Callable[[Address], None], stop: asyncio.Event) -> bool:
         """See ``serve_decode``."""
         config, platform, engine = self._config, self._platform, self._engine
         async with (
@@ -121,7 +121,7 @@ class DecodeWorker:
                 why_not_ready=lambda: receiver.not_ready_reason,
             )
             with contextlib.closing(self.reservations):
-                await self._life.run(parts, ready, stop)
+                return await self._life.run(parts, ready, stop)
 
 
 async def serve_decode(
@@ -130,11 +130,11 @@ async def serve_decode(
     engine: Engine,
     ready: Callable[[Address], None],
     stop: asyncio.Event | None = None,
-) -> None:
+) -> bool:
     """Run one decode worker until ``stop`` is set (then it drains), or until cancelled (then it
-    does not).
+    does not). Returns False if the drain limit came first.
 
     ready: called once with the worker's gRPC address. The engine stays the caller's to close.
     Raises OSError: a port is in use. IncompatiblePeer: the gateway refuses this worker.
     EngineFailed: the device failed."""
-    await DecodeWorker(config, platform, engine).run(ready, stop or asyncio.Event())
+    return await DecodeWorker(config, platform, engine).run(ready, stop or asyncio.Event())

@@ -64,7 +64,7 @@ class Gateway:
         self.mesh: GatewayMesh | None = None
         self.members: Membership | None = None
 
-    async def run(self, ready: Ready, stop: asyncio.Event) -> None:
+    async def run(self, ready: Ready, stop: asyncio.Event) -> bool:
         """See ``serve_gateway``."""
         config, platform = self._config, self._platform
         async with contextlib.AsyncExitStack() as stack:
@@ -115,7 +115,7 @@ class Gateway:
                     server.set_ready(mesh.is_ready)
                     await changed.wait()
 
-            await serve_until_stopped(
+            return await serve_until_stopped(
                 [say_readiness, lambda: watch_loop_lag(loop_lag.observe)],
                 stop=stop,
                 drain=lambda: mesh.drain(config.drain_s),
@@ -138,13 +138,13 @@ async def serve_gateway(
     *,
     defaults: Mapping[str, float] | None = None,
     own_model: OwnModel | None = None,
-) -> None:
+) -> bool:
     """Run one gateway until ``stop`` is set (then it drains), or until cancelled (then it does
-    not).
+    not). Returns False if the drain limit came first.
 
     text: the tokenizer of the model that the workers serve; it stays the caller's to close.
     ready: called once with the addresses of the HTTP and the gRPC API. defaults: the model's own
     sampling defaults. own_model: what ``text`` belongs to; workers with another one are refused.
     Raises OSError: a port is in use. InvalidRequest: the file of API keys is unusable."""
     gateway = Gateway(config, platform, text, defaults or {}, own_model)
-    await gateway.run(ready, stop or asyncio.Event())
+    return await gateway.run(ready, stop or asyncio.Event())

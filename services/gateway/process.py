@@ -25,14 +25,14 @@ def run_gateway(config: GatewayConfig) -> int:
     Logs must be configured. Whatever keeps it from starting or ends it is one line on stderr.
     """
 
-    async def main(process: Process) -> None:
+    async def main(process: Process) -> bool:
         def ready(http: Address, grpc: Address) -> None:
             process.ready(http_port=http.port, grpc_port=grpc.port)
 
         # A large tokenizer holds the thread for a second; signals are heard meanwhile.
         folder, text = await asyncio.to_thread(_load, config.model)
         try:
-            await serve_gateway(
+            return await serve_gateway(
                 config,
                 real_platform(),
                 text,

@@ -41,7 +41,7 @@ class PrefillWorker:
         self.stepper: Stepper | None = None
         self.pusher: Pusher | None = None
 
-    async def run(self, ready: Callable[[Address], None], stop: asyncio.Event) -> None:
+    async def run(self, ready: Callable[[Address], None], stop: asyncio.Event) -> bool:
         """See ``serve_prefill``."""
         config, platform, engine = self._config, self._platform, self._engine
         life = WorkerLife(WorkerRole.PREFILL, config, platform, engine, self.incarnation)
@@ -113,7 +113,7 @@ class PrefillWorker:
                 why_not_ready=lambda: pairs.not_ready_reason,
                 on_peers=pairs.set_peers,
             )
-            await life.run(parts, ready, stop)
+            return await life.run(parts, ready, stop)
 
 
 async def serve_prefill(
@@ -122,11 +122,11 @@ async def serve_prefill(
     engine: Engine,
     ready: Callable[[Address], None],
     stop: asyncio.Event | None = None,
-) -> None:
+) -> bool:
     """Run one prefill worker until ``stop`` is set (then it drains), or until cancelled (then it
-    does not).
+    does not). Returns False if the drain limit came first.
 
     ready: called once with the worker's gRPC address. The engine stays the caller's to close.
     Raises OSError: a port is in use. IncompatiblePeer: the gateway refuses this worker.
     EngineFailed: the device failed."""
-    await PrefillWorker(config, platform, engine).run(ready, stop or asyncio.Event())
+    return await PrefillWorker(config, platform, engine).run(ready, stop or asyncio.Event())

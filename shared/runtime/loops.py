@@ -15,11 +15,11 @@ async def serve_until_stopped(
     background: Sequence[Callable[[], Awaitable[object]]],
     *,
     stop: asyncio.Event,
-    drain: Callable[[], Awaitable[object]],
+    drain: Callable[[], Awaitable[bool]],
     last_words: Callable[[], Awaitable[object]],
-) -> None:
+) -> bool:
     """Run all loops until ``stop`` is set and ``drain`` is over; then cancel them, the first one
-    first.
+    first. Returns what ``drain`` did: False = its limit came before everything was done.
 
     A loop may not end: returning is a bug, raising ends all (and this call, with that error).
     last_words: awaited at the end, drained or failed, while the server still serves.
@@ -29,10 +29,11 @@ async def serve_until_stopped(
             async with asyncio.TaskGroup() as tasks:
                 loops = [tasks.create_task(_for_ever(loop)) for loop in background]
                 await stop.wait()
-                await drain()
+                is_drained = await drain()
                 await last_words()
                 for loop in loops:
                     loop.cancel()
+        return is_drained
     except MeshError:
         await last_words()
         raise

@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 import structlog
 
@@ -63,7 +63,8 @@ class Process:
 
 
 Config = TypeVar("Config", bound=ServiceConfig)
-Main = Callable[[Process], Awaitable[object]]
+Main = Callable[[Process], Awaitable[bool]]
+"""Returns False if the drain limit came before everything was done."""
 
 
 def run_service(name: str, main: Main, *, drain_s: float = 30.0) -> int:
@@ -94,7 +95,7 @@ def run_configured(name: str, kind: type[Config], run: Callable[[Config], int]) 
     except InvalidRequest as error:
         refusal = error
 
-        async def refuse(_: Process) -> None:
+        async def refuse(_: Process) -> NoReturn:
             raise refusal
 
         configure_logs(service=name)
@@ -150,7 +151,7 @@ async def _supervise(name: str, main: Main, parent: Parent, drain_s: float) -> i
         _log.info("stopping", signal=number.name, drain_s=drain_s)
         stop()
 
-    async def limit(service: asyncio.Task[object]) -> None:
+    async def limit(service: asyncio.Task[bool]) -> None:
         nonlocal is_over_limit
         await process.stop.wait()
         await asyncio.sleep(drain_s + GRACE_S)
@@ -161,7 +162,7 @@ async def _supervise(name: str, main: Main, parent: Parent, drain_s: float) -> i
         sys.stderr.flush()
         os._exit(EXIT_DRAIN_LIMIT)
 
-    async def run() -> object:
+    async def run() -> bool:
         return await main(process)
 
     for number in SIGNALS:
@@ -176,4 +177,6 @@ async def _supervise(name: str, main: Main, parent: Parent, drain_s: float) -> i
     finally:
         for number in SIGNALS:
             loop.remove_signal_handler(number)
-    return EXIT_DRAIN_LIMIT if is_over_limit else EXIT_OK
+    if is_over_limit or (not service.cancelled() and not service.result()):
+        return EXIT_DRAIN_LIMIT
+    return EXIT_OK

@@ -52,7 +52,7 @@ class WorkerParts:
     metrics: WorkerMetrics
     load: Callable[[], WorkerLoad]
     loops: Sequence[Loop]
-    drain: Loop
+    drain: Callable[[], Awaitable[bool]]
     why_not_ready: Callable[[], str]
     on_peers: Callable[[Sequence[DecodePeer]], None] = lambda _: None
 
@@ -90,8 +90,9 @@ class WorkerLife:
 
     async def run(
         self, parts: WorkerParts, ready: Callable[[Address], None], stop: asyncio.Event
-    ) -> None:
-        """Serve until ``stop``, then drain and end; cancelled: end without draining.
+    ) -> bool:
+        """Serve until ``stop``, then drain and end (False: the drain limit came first); cancelled:
+        end without draining.
 
         ready: called once with the worker's gRPC address.
         Raises OSError: a port is in use. IncompatiblePeer: the gateway refuses this worker.
@@ -127,7 +128,7 @@ class WorkerLife:
             )
             ready(self._server.address)
             work, *rest = parts.loops
-            await serve_until_stopped(
+            return await serve_until_stopped(
                 [
                     work,
                     self._registration.run,

@@ -35,7 +35,7 @@ class Serve(Protocol[Config]):
         engine: Engine,
         ready: Callable[[Address], None],
         stop: asyncio.Event | None = None,
-    ) -> None: ...
+    ) -> bool: ...
 
 
 def run_worker(name: str, serve: Serve[AnyConfig], config: AnyConfig) -> int:
@@ -48,7 +48,7 @@ def run_worker(name: str, serve: Serve[AnyConfig], config: AnyConfig) -> int:
     # than Python's 5 ms.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
-    async def main(process: Process) -> None:
+    async def main(process: Process) -> bool:
         # Loading holds the thread for seconds; signals are heard meanwhile.
         engine = await asyncio.to_thread(load_engine, config)
         try:
@@ -61,7 +61,7 @@ def run_worker(name: str, serve: Serve[AnyConfig], config: AnyConfig) -> int:
             def ready(address: Address) -> None:
                 process.ready(grpc_port=address.port, num_blocks=engine.num_blocks)
 
-            await serve(config, platform, engine, ready, process.stop)
+            return await serve(config, platform, engine, ready, process.stop)
         finally:
             engine.close()
 

@@ -58,6 +58,7 @@ async def child(body: str, *, drain_s: float = 30.0, patch: str = "") -> AsyncIt
     program = (
         f"{PRELUDE}\n{patch}\n"
         f"async def main(process):\n{textwrap.indent(textwrap.dedent(body), '    ')}\n"
+        "    return True\n"
         f"sys.exit(service.run_service('test', main, drain_s={drain_s}))\n"
     )
     ours, theirs = socket.socketpair()
@@ -106,6 +107,15 @@ async def test_second_signal_ends_at_once() -> None:
         it.process.send_signal(signal.SIGTERM)
         code, _ = await it.ended()
     assert code == 128 + signal.SIGTERM
+
+
+async def test_a_service_that_cut_its_drain_off_says_so_in_its_exit_code() -> None:
+    """A service may end in time and in order, and yet have failed what it could not finish."""
+    async with child(SERVE + "    return False") as it:
+        await it.facts()
+        it.process.send_signal(signal.SIGTERM)
+        code, _ = await it.ended()
+    assert code == EXIT_DRAIN_LIMIT
 
 
 async def test_drain_limit_cancels() -> None:
