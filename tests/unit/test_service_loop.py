@@ -14,7 +14,7 @@ def test_the_loops_clock_measures_within_one_iteration() -> None:
     pytest.importorskip("uvloop")
     elapsed: list[float] = []
 
-    async def main(process: Process) -> None:
+    async def main(process: Process) -> bool:
         import asyncio
 
         loop = asyncio.get_running_loop()
@@ -23,6 +23,7 @@ def test_the_loops_clock_measures_within_one_iteration() -> None:
             pass
         elapsed.append(loop.time() - began_at)
         process.stop.set()
+        return True
 
     assert run_service("test", main) == EXIT_OK
     assert elapsed[0] >= 0.0003
