@@ -12,9 +12,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 from shared.address import Address, parse_address
 from shared.errors import InvalidRequest
+
+RoutingPolicyName = Literal["least_loaded", "round_robin", "random"]
+"""What ``--policy`` takes; the policies are the gateway's (``core/routing.py``)."""
 
 DEMO_MODEL = "demo"
 """Name that ``--model`` takes for the bundled model."""
@@ -104,9 +108,9 @@ class GatewayConfig(ServiceConfig):
         for name in ("http_port", "grpc_port"):
             _require(0 <= getattr(self, name) < 65536, name, "must be a port, 0..65535")
         _require(
-            self.policy in ("least_loaded", "round_robin", "random"),
+            self.policy in get_args(RoutingPolicyName),
             "policy",
-            "must be least_loaded, round_robin or random",
+            f"must be one of {', '.join(get_args(RoutingPolicyName))}",
         )
         _require(self.max_running >= 1, "max_running", "must be at least 1")
         _require(self.max_waiting >= 0, "max_waiting", "must be at least 0")

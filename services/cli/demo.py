@@ -8,8 +8,6 @@ were lost, stale or misplaced on its way from prefill to decode, the code would 
 from __future__ import annotations
 
 import contextlib
-import os
-import tempfile
 from contextlib import aclosing
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from rich.console import Console
 from services.cli.flags import CannotRun
 from services.cli.generate import Answer, stream_answer
 from services.cli.interrupts import Interrupts
+from services.cli.kept_log import log_kept_on_failure
 from services.cli.receipt import receipt_table
 from services.cli.sources import ConfigFlag, with_config_file
 from services.cli.status import StatusView, status_view
@@ -60,11 +59,8 @@ def demo(*, file: ConfigFlag = None) -> int:
     interrupts = Interrupts()
     services = plan_mesh(DEMO, with_config_file(file)).services
     services[0].env["PDMESH_API_KEYS"] = ""  # it asks itself, and has no key
-    descriptor, name = tempfile.mkstemp(prefix="pdmesh-demo-", suffix=".log")
-    os.close(descriptor)
-    log = Path(name)
 
-    async def main() -> int:
+    async def main(log: Path) -> int:
         with contextlib.ExitStack() as start:
             view = start.enter_context(status_view(console, is_transient=True))
             shown: list[StatusView] = [view]
@@ -82,15 +78,8 @@ def demo(*, file: ConfigFlag = None) -> int:
                 return await _ask(mesh, console)
 
     console.print("starting a gateway, a prefill worker and a decode worker")
-    try:
-        code = interrupts.run(main)
-    except Exception:
-        console.print(f"logs: {log}")
-        raise
-    except BaseException:
-        log.unlink()
-        raise
-    log.unlink()
+    with log_kept_on_failure("demo", console) as log:
+        code = interrupts.run(lambda: main(log))
     if code == EXIT_OK:
         console.print(NEXT)
     return code

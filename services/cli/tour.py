@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from services.cli.demo import DEMO, EXPECTED, PROMPT
 from services.cli.flags import CannotRun
 from services.cli.generate import Answer, stream_answer
 from services.cli.interrupts import Interrupts
+from services.cli.kept_log import log_kept_on_failure
 from services.cli.receipt import receipt_table
 from services.cli.tour_stops import ROOT, STOPS, Stop, place_of
 from services.cli.up import PAIR_WITHIN_S, plan_mesh
@@ -88,28 +88,17 @@ def tour() -> int:
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
     interrupts = Interrupts()
-    descriptor, name = tempfile.mkstemp(prefix="pdmesh-tour-", suffix=".log")
-    os.close(descriptor)
-    log = Path(name)
 
     def change(mesh: LocalMesh) -> None:
         interrupts.at_once = mesh.kill
 
-    async def main() -> int:
+    async def main(log: Path) -> int:
         show(await walk(log, on_change=change), console)
         return EXIT_OK
 
     console.print("starting a gateway, a prefill worker and a decode worker\n")
-    try:
-        code = interrupts.run(main)
-    except Exception:
-        console.print(f"logs: {log}")
-        raise
-    except BaseException:
-        log.unlink()
-        raise
-    log.unlink()
-    return code
+    with log_kept_on_failure("tour", console) as log:
+        return interrupts.run(lambda: main(log))
 
 
 async def walk(log: Path, *, on_change: Callable[[LocalMesh], None] | None = None) -> Walk:

@@ -27,7 +27,13 @@ from services.cli.machine import Share, find_gpus, num_cores, shares, weights_by
 from services.cli.sources import ConfigFlag, with_config_file
 from services.cli.status import StatusView, status_view
 from services.local import LocalMesh, Service, local_mesh, plan_services, wait_for_pair
-from shared.config import DecodeConfig, GatewayConfig, PrefillConfig, ServiceConfig
+from shared.config import (
+    DecodeConfig,
+    GatewayConfig,
+    PrefillConfig,
+    RoutingPolicyName,
+    ServiceConfig,
+)
 from shared.environment import settings_from_environment
 from shared.model_folder import resolve_model
 from shared.runtime.service import EXIT_OK
@@ -57,7 +63,7 @@ class UpConfig:
     decode: Annotated[int, _MESH] = 1
     """Decode workers."""
 
-    policy: Annotated[Literal["least_loaded", "round_robin", "random"] | None, _MESH] = None
+    policy: Annotated[RoutingPolicyName | None, _MESH] = None
     """How a request's pair of workers is chosen."""
 
     port: Annotated[int | None, _CLIENTS, Parameter(show_default="8000")] = None

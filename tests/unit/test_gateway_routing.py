@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import get_args
 
 import pytest
 
@@ -15,6 +16,7 @@ from services.gateway.core.peer_table import (
     WorkerStatus,
 )
 from services.gateway.core.routing import POLICIES, RouteRequest, route
+from shared.config import RoutingPolicyName
 from shared.errors import IncompatiblePeer
 from shared.ids import Incarnation
 from shared.kv.layout import KvLayout
@@ -198,3 +200,8 @@ def test_fake_engines_of_another_context_are_told_so() -> None:
             continue
         with pytest.raises(IncompatiblePeer, match=r"max_model_len: .* has 256, the mesh has 512"):
             table.join(worker)
+
+
+def test_every_policy_can_be_chosen_and_every_choice_is_a_policy() -> None:
+    """The names that settings take are those of the policies."""
+    assert set(get_args(RoutingPolicyName)) == set(POLICIES)
