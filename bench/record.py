@@ -1,0 +1,224 @@
+"""What every benchmark here writes down: samples, the machine, goals and whether they were met.
+
+A question's ``run.py`` makes one ``Record``, adds what it measured, and ends with ``finish``, which
+prints the goals and writes ``results/<date>-<commit>-<machine>.json``. Nothing here measures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+PROJECT = Path(__file__).resolve().parent.parent
+
+_PACKAGES = (
+    "torch",
+    "numpy",
+    "uvloop",
+    "aiohttp",
+    "grpclib",
+    "ucxx-cu13",
+    "ucxx-cu12",
+    "transformers",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """One line of the table that `make bench` prints.
+
+    row: the goal's number in bench/README.md. question: the folder that measured it.
+    relation: how ``value`` must stand to ``bound``. value: a ratio wherever there is a peer or a limit; else in the unit that ``what`` names.
+    """
+
+    row: int
+    what: str
+    value: float
+    relation: Literal[">=", "<=", ">", "<"]
+    bound: float
+    lowest: float | None = None
+    highest: float | None = None
+    question: str = ""
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the median keeps the bound."""
+        match self.relation:
+            case ">=":
+                return self.value >= self.bound
+            case "<=":
+                return self.value <= self.bound
+            case ">":
+                return self.value > self.bound
+            case "<":
+                return self.value < self.bound
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """Median, extremes and all values."""
+    return {
+        "median": statistics.median(values),
+        "min": min(values),
+        "max": max(values),
+        "values": [float(f"{value:.5g}") for value in values],
+    }
+
+
+def ratios(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
+    """Spread of ours / theirs, taken within each repetition: what disturbs one disturbs both."""
+    return spread([one / other for one, other in zip(ours, theirs, strict=True)])
+
+
+@dataclass(slots=True)
+class Record:
+    """One run of one question."""
+
+    folder: Path
+    is_quick: bool
+    environment: dict[str, Any] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    goals: list[Goal] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.environment = {**environment(), **self.environment}
+
+    def goal(
+        self,
+        row: int,
+        what: str,
+        measured: dict[str, Any] | float,
+        relation: Literal[">=", "<=", ">", "<"],
+        bound: float,
+    ) -> Goal:
+        """Note one goal; ``measured`` is a number or what ``spread`` returned."""
+        if isinstance(measured, dict):
+            value, low, high = measured["median"], measured["min"], measured["max"]
+        else:
+            value, low, high = float(measured), None, None
+        goal = Goal(row, what, value, relation, bound, low, high, self.folder.name)
+        self.goals.append(goal)
+        return goal
+
+    def finish(self, *, write: bool | None = None) -> Path | None:
+        """Print the goals and write the results; a quick run is written only where asked to.
+
+        ``PDMESH_BENCH_GOALS`` names a file that gets the goals as one JSON line each: how
+        ``python -m bench`` collects them.
+        """
+        self.environment["load_after"] = os.getloadavg()
+        if self.goals:
+            print(table(self.goals))
+        if collector := os.environ.get("PDMESH_BENCH_GOALS"):
+            with Path(collector).open("a") as file:
+                for goal in self.goals:
+                    file.write(json.dumps(asdict(goal)) + "\n")
+        if not (not self.is_quick if write is None else write):
+            return None
+        path = self.folder / "results" / f"{self.stem}.json"
+        path.parent.mkdir(exist_ok=True)
+        entries = [{**asdict(goal), "is_met": goal.is_met} for goal in self.goals]
+        content = {"environment": self.environment, "goals": entries, "rows": self.rows}
+        path.write_text(json.dumps(content, indent=1) + "\n")
+        print(f"written to {path.relative_to(PROJECT)}")
+        return path
+
+    @property
+    def stem(self) -> str:
+        """Name of this run's files: date, commit, machine."""
+        return f"{datetime.date.today()}-{self.environment['commit']}-{machine_name()}"
+
+
+def table(goals: Iterable[Goal]) -> str:
+    """Lay the goals out as lines; ✓ or ✗ first."""
+    lines: list[str] = []
+    for goal in sorted(goals, key=lambda one: one.row):
+        mark = "✓" if goal.is_met else "✗"
+        value = f"{goal.value:.3g}"
+        if goal.lowest is not None:
+            value += f" [{goal.lowest:.3g} .. {goal.highest:.3g}]"
+        what = f"{goal.question}: {goal.what}"
+        bound = f"goal {goal.relation} {goal.bound:g}"
+        lines.append(f"{mark} {goal.row:2}  {what:62} {value:24} {bound}")
+    return "\n".join(lines)
+
+
+def environment() -> dict[str, Any]:
+    """What a reader needs to place the numbers."""
+    return {
+        "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "machine": machine_name(),
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "flags": cpu_flags(),
+        "memory_gib": round(
+            os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30), 1
+        ),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "packages": installed(_PACKAGES),
+        "variables": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if re.match(r"(UCX_|OMP_|MKL_|ONEDNN_|KMP_|PDMESH_(?!BENCH_GOALS)|VLLM_)", name)
+        },
+        "load_before": os.getloadavg(),
+    }
+
+
+def installed(names: Sequence[str]) -> dict[str, str]:
+    """Versions of those packages that are installed."""
+    found: dict[str, str] = {}
+    for name in names:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def commit() -> str:
+    """Short name of the tree, with + if it was changed."""
+    run = ["git", "-C", str(PROJECT), "describe", "--always", "--dirty=+", "--exclude=*"]
+    found = subprocess.run(run, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "none"
+
+
+def machine_name() -> str:
+    """A name for the files: the GPU's if there is one, else how many cores."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        found = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+            capture_output=True, text=True, timeout=10, check=True,
+        )  # fmt: skip
+        if name := found.stdout.strip().splitlines()[:1]:
+            return re.sub(r"[^a-z0-9]+", "-", name[0].lower()).strip("-")
+    return f"cpu{os.cpu_count()}"
+
+
+def cpu_name() -> str:
+    """The processor in its maker's words."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def cpu_flags() -> list[str]:
+    """Those vector extensions that decide which kernels run."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("flags"):
+                wanted = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")
+                return [flag for flag in wanted if flag in line.split()]
+    return []
