@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError, Group, UnusedCliTokensError
 
 from services.cli import help_texts
+from services.cli.bench.command import bench
 from services.cli.chat import chat
 from services.cli.completion import completion
 from services.cli.config import config_app
@@ -64,6 +65,7 @@ app.command(chat, group=CLIENT, help_epilogue=help_texts.CHAT, sort_key=1)
 app.command(generate, group=CLIENT, help_epilogue=help_texts.GENERATE, sort_key=2)
 app.command(models, group=CLIENT, help_epilogue=help_texts.MODELS, sort_key=3)
 app.command(top, group=CLIENT, help_epilogue=help_texts.TOP, sort_key=4)
+app.command(bench, group=CLIENT, help_epilogue=help_texts.BENCH, sort_key=5)
 app.command(completion, group=OTHER, help_epilogue=help_texts.COMPLETION)
 app.command(hash_api_key, name="hash-key", group=OTHER, help_epilogue=help_texts.HASH_KEY)
 app.command(version, group=OTHER, help_epilogue="")

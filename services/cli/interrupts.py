@@ -19,12 +19,19 @@ class Interrupts:
         self.on_first: Callable[[], None] = lambda: None
         self.at_once: Callable[[], None] = lambda: None
 
-    def run(self, main: Callable[[], Coroutine[Any, Any, int]]) -> int:
-        """Run ``main`` on a fresh loop; the first signal cancels it.
+    def run(
+        self,
+        main: Callable[[], Coroutine[Any, Any, int]],
+        *,
+        new_loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
+    ) -> int:
+        """Run ``main`` on a fresh loop, asyncio's own if ``new_loop`` makes none; the first signal
+        cancels it.
 
         Returns its exit code, or 128 + the signal's number (Ctrl-C: 130). Its errors are raised.
         """
-        return asyncio.run(self._run(main))
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            return runner.run(self._run(main))
 
     async def _run(self, main: Callable[[], Coroutine[Any, Any, int]]) -> int:
         loop = asyncio.get_running_loop()

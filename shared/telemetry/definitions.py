@@ -2,14 +2,37 @@
 
 Definitions as in DistServe (OSDI 2024): attainment counts every submitted request, refused ones as
 missed; goodput is the highest rate that still attains the target, per GPU. Other papers divide or
-average differently; numbers are only compared after going through here. Pure.
+average differently; their variants are here under their names, and numbers are only compared after
+going through here. Pure.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from itertools import pairwise
+
+LONGEST_SHARE = 0.1
+"""Of a request's gaps, Mooncake's share."""
+
+
+class TpotRule(Enum):
+    """What stands for the time of one token in a request's answer.
+
+    simdistserve's rule, decode time over decode steps, is MEAN_GAP: n tokens take n - 1 steps after
+    the prefill.
+    """
+
+    MEAN_GAP = "mean"
+    """(last - first) / (n - 1): DistServe."""
+
+    PER_TOKEN = "per-token"
+    """(last - first) / n: splitwise-sim."""
+
+    LONGEST_TENTH = "longest-tenth"
+    """Mean of the longest 10 % of gaps, at least one: Mooncake (FAST 2025)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +41,7 @@ class Slo:
 
     ttft_s: float
     tpot_s: float
+    tpot_rule: TpotRule = TpotRule.MEAN_GAP
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +71,25 @@ class Outcome:
         return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
 
     @property
+    def itl_s(self) -> list[float]:
+        """Gaps between messages, as a client sees them: tokens that came together in one message
+        have equal times and no gap between them, so that they cannot make a stream look even."""
+        return [gap for gap in self.tbt_s if gap > 0]
+
+    def tpot_by(self, rule: TpotRule) -> float:
+        """Time per token by one of the rules; 0 for one token or none."""
+        match rule:
+            case TpotRule.MEAN_GAP:
+                return self.tpot_s
+            case TpotRule.PER_TOKEN:
+                times = self.token_times
+                return (times[-1] - times[0]) / len(times) if times else 0.0
+            case TpotRule.LONGEST_TENTH:
+                gaps = sorted(self.tbt_s, reverse=True)
+                longest = gaps[: math.ceil(len(gaps) * LONGEST_SHARE)]
+                return sum(longest) / len(longest) if longest else 0.0
+
+    @property
     def e2e_s(self) -> float | None:
         """Arrival to last token; None without a token."""
         return self.token_times[-1] - self.arrived_at if self.token_times else None
@@ -56,7 +99,7 @@ class Outcome:
         ttft_s = self.ttft_s
         if ttft_s is None or not self.is_complete:
             return False
-        return ttft_s <= slo.ttft_s and self.tpot_s <= slo.tpot_s
+        return ttft_s <= slo.ttft_s and self.tpot_by(slo.tpot_rule) <= slo.tpot_s
 
 
 def attainment(outcomes: Sequence[Outcome], slo: Slo) -> float:
@@ -64,6 +107,32 @@ def attainment(outcomes: Sequence[Outcome], slo: Slo) -> float:
     if not outcomes:
         return 1.0
     return sum(outcome.meets(slo) for outcome in outcomes) / len(outcomes)
+
+
+def each_attains(outcomes: Sequence[Outcome], slo: Slo, *, target: float = 0.9) -> bool:
+    """Whether the percentiles of TTFT and of TPOT meet their limits, each on its own: the rule of
+    simdistserve. Weaker than attainment, which wants both of one request."""
+    served = [outcome for outcome in outcomes if outcome.token_times and outcome.is_complete]
+    lost = [math.inf] * (len(outcomes) - len(served))
+    if not outcomes:
+        return True
+    ttft = [outcome.token_times[0] - outcome.arrived_at for outcome in served]
+    tpot = [outcome.tpot_by(slo.tpot_rule) for outcome in served]
+    return (
+        percentile(ttft + lost, 100 * target) <= slo.ttft_s
+        and percentile(tpot + lost, 100 * target) <= slo.tpot_s
+    )
+
+
+def tail_attains(outcomes: Sequence[Outcome], *, tbt_s: float, delay_s: float = 2.0) -> bool:
+    """Whether the 99th percentile of all gaps of all requests is at most ``tbt_s`` and the median
+    TTFT at most ``delay_s``: the capacity rule of Sarathi-Serve (OSDI 2024), whose 2 s are of the
+    scheduling delay, which a client cannot see alone."""
+    gaps = [gap for outcome in outcomes for gap in outcome.tbt_s]
+    waits = [math.inf if (ttft := outcome.ttft_s) is None else ttft for outcome in outcomes]
+    if waits and percentile(waits, 50) > delay_s:
+        return False
+    return not gaps or percentile(gaps, 99) <= tbt_s
 
 
 def goodput(
@@ -86,7 +155,15 @@ def percentile(values: Collection[float], q: float) -> float:
     """Return the nearest-rank percentile, q in [0, 100]: always one of the values.
 
     Raises ValueError: no values."""
+    return percentiles(values, (q,))[0]
+
+
+def percentiles(values: Collection[float], qs: Sequence[float]) -> list[float]:
+    """Return the nearest-rank percentile for each q; the values are sorted once.
+
+    Raises ValueError: no values."""
     if not values:
         raise ValueError("no values")
-    rank = -(-len(values) * q // 100)  # ceil
-    return sorted(values)[max(0, int(rank) - 1)]
+    ordered = sorted(values)
+    ranks = [int(-(-len(ordered) * q // 100)) for q in qs]  # ceil
+    return [ordered[max(0, rank - 1)] for rank in ranks]

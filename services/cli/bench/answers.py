@@ -1,0 +1,99 @@
+"""Reads the chunks of one OpenAI-style answer into its record: when tokens came, and how many.
+
+Where the server counts in every chunk (``continuous_usage_stats``), counts are exact. Else a chunk
+with text is one token, until the usage at the end says how many there were. Tokens of one chunk
+share its time. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from services.cli.bench.records import End, Record
+
+REFUSALS = (429, 503)
+_TEXT_FIELDS = ("content", "reasoning_content", "reasoning")
+
+
+class AnswerReader:
+    """Of one stream."""
+
+    __slots__ = ("_is_done", "_is_finished", "_record", "_total")
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._is_done = False
+        self._is_finished = False
+        self._total = 0
+
+    def take(self, payload: bytes, at: float) -> None:
+        """Take one event in. Raises ValueError: it is not JSON."""
+        if payload == b"[DONE]":
+            self._is_done = True
+            return
+        event: Any = orjson.loads(payload)
+        if not isinstance(event, dict):
+            raise ValueError("an event is not an object")
+        self._take(event, at)  # pyright: ignore[reportUnknownArgumentType]
+
+    def _take(self, event: dict[str, Any], at: float) -> None:
+        record = self._record
+        error = event.get("error")
+        if error is not None:
+            self._fail(error)
+            return
+        choices = event.get("choices")
+        choice: dict[str, Any] | None = choices[0] if choices else None
+        usage = event.get("usage")
+        if usage:
+            self._total = int(usage.get("completion_tokens") or 0)
+            record.num_prompt = int(usage.get("prompt_tokens") or 0)
+            details = usage.get("prompt_tokens_details")
+            if details:
+                record.num_cached = int(details.get("cached_tokens") or 0)
+        if choice is None:
+            return
+        is_last = bool(choice.get("finish_reason"))
+        if usage and (record.is_counted or not is_last):
+            record.is_counted = True  # a count in the last chunk alone says nothing of the others
+            if self._total > record.num_output:
+                record.add(at, self._total - record.num_output)
+        elif _has_text(choice):
+            record.add(at, 1)
+        self._is_finished = self._is_finished or is_last
+
+    def end(self) -> None:
+        """The stream is over: say how it ended."""
+        record = self._record
+        if record.end is not End.UNFINISHED:
+            return
+        if not (self._is_done or self._is_finished):
+            record.fail(*_broken(record, "the stream ended without an end of the answer"))
+        elif not record.times:
+            record.fail(End.FAILED, "an answer without a token")
+        else:
+            record.correct(self._total or record.num_output)
+            record.end = End.COMPLETE
+
+    def _fail(self, error: Any) -> None:
+        record = self._record
+        is_told = isinstance(error, dict)
+        words = str(error.get("message", error) if is_told else error)  # pyright: ignore[reportUnknownMemberType,reportUnknownArgumentType]
+        code: Any = error.get("code") if is_told else None  # pyright: ignore[reportUnknownMemberType,reportUnknownVariableType]
+        if not record.times and code in REFUSALS:
+            record.fail(End.REFUSED, words)
+        else:
+            record.fail(*_broken(record, words))
+
+
+def _broken(record: Record, words: str) -> tuple[End, str]:
+    return (End.CUT if record.times else End.FAILED), words
+
+
+def _has_text(choice: dict[str, Any]) -> bool:
+    delta = choice.get("delta")
+    if delta is None:
+        return bool(choice.get("text"))
+    return any(delta.get(name) for name in _TEXT_FIELDS)

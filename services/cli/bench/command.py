@@ -1,0 +1,110 @@
+"""``pdmesh bench``: load a server, measure what its clients feel, report it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import orjson
+from cyclopts import Group, Parameter
+from rich.console import Console
+
+from services.cli.bench.options import (
+    LoadFlags,
+    RequestFlags,
+    ServerFlags,
+    SloFlags,
+    UrlsFlag,
+    check_urls,
+)
+from services.cli.client import DEFAULT_URL
+from services.cli.flags import CannotRun
+from services.cli.interrupts import Interrupts
+from services.cli.sources import JsonFlag
+from shared.runtime.service import EXIT_FAILED, EXIT_OK
+
+_OUTPUT: Final = Group("Output", sort_key=5)
+_WIDTH: Final = 140
+"""Of a table that nobody's window holds."""
+
+
+def bench(
+    url: UrlsFlag = (DEFAULT_URL,),
+    *,
+    load: LoadFlags = LoadFlags(),  # noqa: B008
+    requests: RequestFlags = RequestFlags(),  # noqa: B008
+    slo: SloFlags = SloFlags(),  # noqa: B008
+    server: ServerFlags = ServerFlags(),  # noqa: B008
+    output: Annotated[
+        Path | None, Parameter(group=_OUTPUT, show_env_var=False, show_default=False)
+    ] = None,
+    as_json: JsonFlag = False,
+) -> int:
+    """Load a server as its users would, and measure what they would feel.
+
+    Requests leave at times planned beforehand, whatever comes back (an open loop), and latencies
+    count from those times. The client measures its own lateness: a run in which it fell behind is
+    void, says so, and makes the exit code 1. docs/benchmarking.md says what each figure means.
+
+    Parameters
+    ----------
+    output
+        Folder for report.html (with plots), report.json and requests.csv (one line a request).
+    """
+    urls = check_urls(url)
+    for flags in (load, requests, slo, server):
+        flags.check()
+    source = requests.source()
+    _require_folder(output)
+    # aiohttp and jinja2 are half a second that other commands need not wait for.
+    from services.cli.bench.measure import Measurement
+    from services.cli.bench.open_loop import new_event_loop
+    from services.cli.bench.report import build_report, write_report
+    from services.cli.bench.view import report_view
+
+    measurement = Measurement(urls, source, load, requests, slo, server)
+    progress = Console(stderr=True, highlight=False)
+
+    async def main() -> int:
+        await measurement.go(progress)
+        return EXIT_OK
+
+    interrupts = Interrupts()
+    interrupts.at_once = lambda: os._exit(128 + signal.SIGINT)
+    code = interrupts.run(main, new_loop=new_event_loop)
+    if not any(run.records for run in measurement.runs):
+        return code
+    report = build_report(measurement)
+    if as_json:
+        print(orjson.dumps(report, option=orjson.OPT_INDENT_2).decode())
+    else:
+        console = Console(highlight=False)
+        if not console.is_terminal and "COLUMNS" not in os.environ:
+            console.width = _WIDTH
+        console.print(report_view(report))
+    if output is not None:
+        write_report(report, measurement.runs, output)
+        print(f"written to {output}: report.html, report.json, requests.csv", file=sys.stderr)
+    if code:
+        return code
+    return EXIT_OK if _is_good(report) else EXIT_FAILED
+
+
+def _is_good(report: dict[str, Any]) -> bool:
+    """Whether every run counts and was answered; of a search, whether it came to its end."""
+    if report["goodput"] is not None:
+        return bool(report["goodput"]["is_conclusive"])
+    return all(run["ends"].get("complete") and not run["void"] for run in report["runs"])
+
+
+def _require_folder(output: Path | None) -> None:
+    """Make the folder now: a report must not be lost after minutes of measuring."""
+    if output is not None:
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise CannotRun(f"cannot write to --output {output} ({reason})") from None

@@ -1,0 +1,148 @@
+"""The loop that sends: every request at the time that was planned for it, whatever comes back.
+
+Nothing here waits for an answer before it sends the next request, so a slow server meets the load
+that it would meet in life. What the client itself is late is measured and never hidden: a request's
+latencies count from the time when it was due. With a limit of requests at once it is a closed loop,
+says so, and counts from sending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import resource
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import NoReturn
+
+from services.cli.bench.endpoints import Endpoint
+from services.cli.bench.prompts import DEFAULT_VOCAB, Prompts
+from services.cli.bench.records import End, Record, Run
+from services.cli.bench.workload import Workload
+from shared.errors import InvalidRequest
+
+ANSWER_WITHIN_S = 600.0
+LOOK_EVERY_S = 0.01
+"""At the client's own event loop."""
+
+COARSE_S = 0.001
+"""Timers of event loops are late by up to about a millisecond; the rest is waited for awake."""
+
+MOST_PREPARED_TOKENS = 200_000_000
+"""Of all prompts of a run, which are built before it begins: about 1 GB."""
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """Return the fastest loop there is here: uvloop's, or asyncio's own."""
+    if importlib.util.find_spec("uvloop") is None:
+        return asyncio.new_event_loop()
+    import uvloop
+
+    return uvloop.new_event_loop()
+
+
+def allow_many_connections() -> None:
+    """Raise our limit of open files as far as the system lets us."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+async def run_open_loop(
+    endpoints: Sequence[Endpoint],
+    workload: Workload,
+    *,
+    run: Run | None = None,
+    limit: int | None = None,
+    answer_within_s: float = ANSWER_WITHIN_S,
+    prompt_seed: int = 0,
+    vocab: int = DEFAULT_VOCAB,
+) -> Run:
+    """Send a workload, spread round-robin over the endpoints, and wait for every answer.
+
+    run: filled in as it goes, so that who is cancelled keeps what there is; its last requests are
+    UNFINISHED then. limit: most requests at once; it makes the loop a closed one.
+    Raises InvalidRequest: more prompts than memory should hold.
+    """
+    run = run or Run(workload, rate=workload.rate)
+    run.limit, run.prompt_seed = limit, prompt_seed
+    requests = _prepare(endpoints, workload, prompt_seed, vocab)
+    places = asyncio.Semaphore(limit) if limit else None
+    allow_many_connections()
+
+    async def ask(record: Record, endpoint: Endpoint, request: bytes) -> None:
+        async with places or contextlib.nullcontext():
+            record.sent_at = time.perf_counter()
+            try:
+                async with asyncio.timeout(answer_within_s):
+                    await endpoint.answer(request, record)
+            except TimeoutError:
+                record.fail(End.TIMEOUT, f"no end within {answer_within_s:g} s")
+        record.ended_at = time.perf_counter()
+        run.num_ended += 1
+
+    async with _measured(run), asyncio.TaskGroup() as tasks:
+        for index, planned in enumerate(workload.asks):
+            due_at = run.started_at + planned.due_s
+            await _until(due_at)
+            endpoint = endpoints[index % len(endpoints)]
+            record = Record(planned, index, due_at, endpoint.description.url)
+            run.records.append(record)
+            tasks.create_task(ask(record, endpoint, requests[index]))
+    return run
+
+
+def _prepare(
+    endpoints: Sequence[Endpoint], workload: Workload, seed: int, vocab: int
+) -> list[bytes]:
+    """Build all requests now: later it would delay answers that are being read."""
+    num_tokens = sum(ask.num_input for ask in workload.asks)
+    if num_tokens > MOST_PREPARED_TOKENS:
+        raise InvalidRequest(
+            f"{workload.name}: {num_tokens:,} prompt tokens in one run are more than "
+            f"{MOST_PREPARED_TOKENS:,}: send fewer (--requests, --duration) or shorter ones "
+            "(--scale-lengths)"
+        )
+    requests: list[bytes] = []
+    by_ratio: dict[float, Prompts] = {}  # replicas with one tokenizer share the drawn blocks
+    for index in range(len(workload.asks)):
+        endpoint = endpoints[index % len(endpoints)]
+        ratio = endpoint.description.tokens_per_word
+        prompts = by_ratio.setdefault(ratio, Prompts(workload, seed, vocab, ratio))
+        requests.append(endpoint.prepare(prompts, index))
+    return requests
+
+
+@contextlib.asynccontextmanager
+async def _measured(run: Run) -> AsyncGenerator[None]:
+    """Take the client's own time and lag for the length of the block."""
+    async with asyncio.TaskGroup() as tasks:
+        watch = tasks.create_task(_watch_loop(run))
+        cpu_s = time.process_time()
+        run.started_at = time.perf_counter()
+        try:
+            yield
+        except asyncio.CancelledError:
+            run.is_interrupted = True
+            raise
+        finally:
+            run.ended_at = time.perf_counter()
+            run.cpu_s = time.process_time() - cpu_s
+            watch.cancel()
+
+
+async def _watch_loop(run: Run) -> NoReturn:
+    """Note how late a timer comes, a hundred times a second: ten times as often as a service does
+    (``shared/telemetry/loop_lag.py``), for runs are short."""
+    while True:
+        due_at = time.perf_counter() + LOOK_EVERY_S
+        await asyncio.sleep(LOOK_EVERY_S)
+        run.loop_lags.append(max(0.0, time.perf_counter() - due_at))
+
+
+async def _until(at: float) -> None:
+    """Return at a time of the stopwatch, within microseconds if the loop is free."""
+    while (left_s := at - time.perf_counter()) > 0:  # noqa: ASYNC110  a time is no event
+        await asyncio.sleep(left_s - COARSE_S if left_s > 2 * COARSE_S else 0)

@@ -1,0 +1,316 @@
+"""The flags of ``pdmesh bench`` in groups, what they must keep, and the source that they name."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from cyclopts import Group, Parameter, Token
+
+from services.cli.bench.endpoints import GRPC_SCHEME, Api
+from services.cli.bench.prompts import DEFAULT_VOCAB, SMALLEST_ID
+from services.cli.bench.shapes import SHAPES, Fixed
+from services.cli.bench.traces import TraceFormat, read_trace
+from services.cli.bench.workload import Arrivals, Load, Source
+from services.cli.client import DEFAULT_URL, require_url
+from services.cli.flags import require
+from shared.errors import InvalidRequest
+from shared.quantity import read_quantity, write_quantity
+from shared.telemetry.definitions import Slo, TpotRule
+
+DEFAULT_DURATION_S: Final = 30.0
+SEARCH_REQUESTS: Final = 50
+"""Fewest requests of a run of a search: attainment of fewer is mostly luck."""
+
+
+def _seconds(_: Any, tokens: Sequence[Token]) -> float:
+    """'500ms', '30 s', '2 min'; a bare number is seconds."""
+    text = tokens[0].value
+    if text.replace(".", "", 1).isdigit():
+        text += " s"
+    try:
+        return float(read_quantity(text, "s"))
+    except ValueError as error:
+        raise InvalidRequest(f"{tokens[0].keyword or 'a time'} {error}") from None
+
+
+def _numbers(_: Any, tokens: Sequence[Token]) -> tuple[float, ...]:
+    """'1,2,4'."""
+    words = ",".join(token.value for token in tokens).replace(",", " ").split()
+    try:
+        return tuple(float(word) for word in words)
+    except ValueError:
+        raise InvalidRequest(
+            f"{tokens[0].keyword or '--rates'} must be numbers like 1,2,4"
+        ) from None
+
+
+def _flag(group: Group, **more: Any) -> Parameter:
+    return Parameter(group=group, show_env_var=False, **more)
+
+
+_time = Parameter(converter=_seconds, n_tokens=1, accepts_keys=False)
+_seen_time = Parameter(show_default=lambda value: write_quantity(value, "s"))
+_LOAD: Final = Group("Load", sort_key=1)
+_WORK: Final = Group("Requests", sort_key=2)
+_SLO: Final = Group("SLO", sort_key=3)
+_SERVER: Final = Group("Server", sort_key=4)
+_load = _flag(_LOAD)
+_work = _flag(_WORK)
+_slo = _flag(_SLO)
+_server = _flag(_SERVER)
+_quiet = Parameter(show_default=False)
+
+UrlsFlag = Annotated[
+    tuple[str, ...],
+    Parameter(
+        group=_SERVER,
+        negative="",
+        show_default=lambda urls: " ".join(urls),
+        help="The server: http:// or https:// for OpenAI's API, grpc://host:port for pdmesh's "
+        "gRPC. Given several times, requests are spread round-robin.",
+    ),
+]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class LoadFlags:
+    """How much is sent, when, and for how long."""
+
+    rate: Annotated[float | None, _load, _quiet] = None
+    """Requests per second, 'inf' = all at once; default 1, or a trace's own. With a trace it
+    stretches the trace's times."""
+
+    rates: Annotated[
+        tuple[float, ...], _load, _quiet, Parameter(converter=_numbers, n_tokens=1, negative="")
+    ] = ()
+    """A sweep: one run for each rate, 1,2,4."""
+
+    goodput: Annotated[bool, _load, _quiet, Parameter(negative="")] = False
+    """Find the highest rate that attains the SLO: doubling from --rate, then bisecting."""
+
+    duration: Annotated[float | None, _load, _quiet, _time] = None
+    """Arrivals of a run; default 30 s, or all of a trace at its own speed. Answers are waited
+    for."""
+
+    requests: Annotated[int | None, _load, _quiet] = None
+    """Most requests of a run."""
+
+    warmup: Annotated[int, _load] = 4
+    """Requests before the first run, at once, which do not count."""
+
+    burstiness: Annotated[float, _load] = 1.0
+    """Shape of gamma-distributed gaps: 1 = Poisson, smaller = burstier, inf = even."""
+
+    arrivals: Annotated[Arrivals, _load] = "auto"
+    """Of a trace: its own, or Poisson with its lengths."""
+
+    concurrency_limit: Annotated[int | None, _load, _quiet] = None
+    """Most requests at once: a closed loop, which hides a slow server; the report says so."""
+
+    seed: Annotated[int, _load] = 0
+    """Of lengths and arrivals; the same seed sends the same plan."""
+
+    def check(self) -> None:
+        """Raise InvalidRequest, naming the flag."""
+        given = [self.rate is not None, bool(self.rates), self.goodput]
+        require(
+            not (self.rates and sum(given) > 1),
+            "give --rates alone, without --rate or --goodput",
+            param="rates",
+        )
+        for rate in (*self.rates, *([] if self.rate is None else [self.rate])):
+            require(rate > 0, "a rate must be above 0 requests/s", param="rate")
+            endless = math.isinf(rate) and self.requests is None
+            require(not endless, "a rate of inf needs --requests", param="rate")
+        require(
+            self.rate is None or not self.goodput or not math.isinf(self.rate),
+            "--goodput begins at a finite --rate",
+            param="rate",
+        )
+        require(
+            self.duration is None or self.duration > 0,
+            "--duration must be above 0",
+            param="duration",
+        )
+        require(self.requests is None or self.requests > 0, "--requests must be 1 or more",
+                param="requests")  # fmt: skip
+        require(self.warmup >= 0, "--warmup must be 0 or more", param="warmup")
+        require(self.burstiness > 0, "--burstiness must be above 0", param="burstiness")
+        limit = self.concurrency_limit
+        require(
+            limit is None or limit > 0,
+            "--concurrency-limit must be 1 or more",
+            param="concurrency_limit",
+        )
+
+    def planned(self, source: Source, speed: float) -> list[Load]:
+        """Return the load of each run; for a search of the first."""
+        plays_trace = source.has_times and self.arrivals != "poisson"
+        rates: tuple[float | None, ...] = self.rates
+        if not rates:
+            own = None if plays_trace and not self.goodput else 1.0
+            rates = (self.rate if self.rate is not None else own,)
+        return [self.load(rate, speed) for rate in rates]
+
+    def load(self, rate: float | None, speed: float = 1.0) -> Load:
+        """Return the load of a run at a rate; a search runs long enough to judge."""
+        duration_s = self.duration
+        if duration_s is None:
+            is_bounded = self.requests is not None or rate is None
+            duration_s = math.inf if is_bounded else DEFAULT_DURATION_S
+        if self.goodput and rate is not None:
+            duration_s = max(duration_s, SEARCH_REQUESTS / rate)
+        return Load(
+            rate=rate,
+            speed=speed,
+            duration_s=duration_s,
+            num_requests=self.requests,
+            burstiness=self.burstiness,
+            arrivals=self.arrivals,
+            seed=self.seed,
+        )
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class RequestFlags:
+    """What is sent."""
+
+    synthetic: Annotated[Literal["chat", "code", "mooncake", "fixed"], _work] = "chat"
+    """Built-in lengths: chat and code as in Azure's traces of 2023, mooncake with the long shared
+    prefixes of Mooncake's conversations, fixed with all alike."""
+
+    input_len: Annotated[int, _work] = 256
+    """Prompt tokens of 'fixed'."""
+
+    output_len: Annotated[int, _work] = 64
+    """Answer tokens of 'fixed'."""
+
+    trace: Annotated[Path | None, _work, _quiet] = None
+    """A trace file instead: Mooncake's JSONL or Azure's CSV."""
+
+    trace_format: Annotated[TraceFormat, _work] = "auto"
+    """What the file is, if its first character does not say."""
+
+    speed: Annotated[float, _work] = 1.0
+    """Play a trace so many times as fast; --rate sets the speed, too."""
+
+    scale_lengths: Annotated[float, _work] = 1.0
+    """Factor of all lengths, for small models and machines; shared prefixes shrink with them."""
+
+    max_input: Annotated[int | None, _work, _quiet] = None
+    """Cut longer prompts; counted in the report."""
+
+    max_output: Annotated[int | None, _work, _quiet] = None
+    """Ask for shorter answers; counted in the report."""
+
+    ignore_eos: Annotated[bool, _work] = True
+    """Answers of exactly the planned length, where the server can; with --no-ignore-eos they end
+    where the model ends them."""
+
+    prompt_seed: Annotated[int | None, _work, _quiet] = None
+    """Of the prompts' tokens; default: new in every run, so that no prefix cache knows them."""
+
+    vocab: Annotated[int, _work] = DEFAULT_VOCAB
+    """Token ids of prompts are below it."""
+
+    def check(self) -> None:
+        """Raise InvalidRequest, naming the flag."""
+        for name in ("input_len", "output_len", "max_input", "max_output"):
+            value: int | None = getattr(self, name)
+            flag = f"--{name.replace('_', '-')}"
+            require(value is None or value > 0, f"{flag} must be 1 or more", param=name)
+        require(self.speed > 0, "--speed must be above 0", param="speed")
+        require(0 < self.scale_lengths <= 1000, "--scale-lengths must be above 0",
+                param="scale_lengths")  # fmt: skip
+        require(self.vocab > SMALLEST_ID, f"--vocab must be above {SMALLEST_ID}", param="vocab")
+
+    def source(self) -> Source:
+        """Return what the flags name. Raises TraceError."""
+        if self.trace is not None:
+            return read_trace(self.trace, self.trace_format)
+        if self.synthetic == "fixed":
+            return Fixed(self.input_len, self.output_len)
+        return SHAPES[self.synthetic]
+
+    @property
+    def is_cut_to_context(self) -> bool:
+        """Whether what does not fit into the model is made shorter: drawn lengths are, a file's
+        requests are left out."""
+        return self.trace is None
+
+    def seed_of_run(self, index: int) -> int:
+        """Return the seed of a run's prompts."""
+        if self.prompt_seed is None:
+            return secrets.randbits(32)
+        return self.prompt_seed + index
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class SloFlags:
+    """What counts as good."""
+
+    slo_ttft: Annotated[float, _slo, _time, _seen_time] = 0.5
+    """Limit of the time to the first token: 500ms, 2s."""
+
+    slo_tpot: Annotated[float, _slo, _time, _seen_time] = 0.05
+    """Limit of the time per further token."""
+
+    attainment: Annotated[float, _slo] = 0.9
+    """Share of requests that must keep both, for --goodput."""
+
+    tpot_rule: Annotated[Literal["mean", "per-token", "longest-tenth"], _slo] = "mean"
+    """What stands for a token's time: DistServe's mean gap, splitwise-sim's, or Mooncake's mean of
+    the longest tenth of gaps."""
+
+    tolerance: Annotated[float, _slo] = 0.1
+    """How exact --goodput is, as a share of the rate."""
+
+    def check(self) -> None:
+        """Raise InvalidRequest, naming the flag."""
+        require(self.slo_ttft > 0, "--slo-ttft must be above 0", param="slo_ttft")
+        require(self.slo_tpot > 0, "--slo-tpot must be above 0", param="slo_tpot")
+        require(0 < self.attainment <= 1, "--attainment must be in 0..1", param="attainment")
+        require(0.001 <= self.tolerance < 1, "--tolerance must be 0.001..1", param="tolerance")
+
+    @property
+    def slo(self) -> Slo:
+        """The limits."""
+        return Slo(self.slo_ttft, self.slo_tpot, TpotRule(self.tpot_rule))
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ServerFlags:
+    """What is sent to."""
+
+    model: Annotated[str, _server, _quiet] = ""
+    """Name to ask for; default: the first that the server names."""
+
+    api_key: Annotated[str, Parameter(group=_SERVER, show_default=False)] = ""
+    """API key; better in PDMESH_API_KEY, where other users cannot see it."""
+
+    api: Annotated[Api, _server] = "auto"
+    """Which of OpenAI's; auto takes completions where they are served."""
+
+    timeout: Annotated[float, _server, _time, _seen_time] = 600.0
+    """Longest wait for the end of an answer."""
+
+    def check(self) -> None:
+        """Raise InvalidRequest, naming the flag."""
+        require(self.timeout > 0, "--timeout must be above 0", param="timeout")
+
+
+def check_urls(urls: Sequence[str]) -> list[str]:
+    """Return the servers. Raises InvalidRequest."""
+    for url in urls:
+        if not url.startswith(GRPC_SCHEME):
+            require_url(url)
+    return list(urls) or [DEFAULT_URL]

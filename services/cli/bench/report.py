@@ -1,0 +1,150 @@
+"""A measurement as files: report.json (all figures), requests.csv (one line a request) and
+report.html, one page with its plots inside that asks no network for anything.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+import jinja2
+import orjson
+
+from services.cli.bench.measure import Measurement
+from services.cli.bench.plots import plots_of, run_plots_of
+from services.cli.bench.records import Record, Run
+from services.cli.bench.summary import summarize
+from services.cli.bench.view import COLUMNS, METRICS, notes_of, rate_text, time_text
+from shared.telemetry.definitions import Slo, TpotRule
+from shared.version import VERSION
+
+SCHEMA: Final = 1
+"""Of report.json; grows when a field changes its meaning."""
+
+CSV_COLUMNS: Final = (
+    "run", "rate", "index", "url", "end", "meets_slo", "due_s", "sent_s", "lag_s", "ttft_s",
+    "tpot_s", "itl_max_s", "e2e_s", "input_asked", "input", "cached", "output_asked", "output",
+    "messages", "error",
+)  # fmt: skip
+
+
+def build_report(measurement: Measurement) -> dict[str, Any]:
+    """Return everything that was measured; JSON's types only, an endless rate is null."""
+    slo, search = measurement.slo.slo, measurement.search
+    flags = [measurement.load, measurement.requests, measurement.slo]
+    return {
+        "pdmesh_bench": SCHEMA,
+        "version": VERSION,
+        "written_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "environment": _environment(),
+        "flags": {key: _plain(value) for group in flags for key, value in asdict(group).items()},
+        "endpoints": [asdict(found) for found in measurement.descriptions],
+        "slo": {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s, "tpot_rule": slo.tpot_rule.value},
+        "runs": [summarize(run, slo) for run in measurement.runs if run.records],
+        "goodput": None
+        if search is None
+        else {
+            "rate": search.best,
+            "target": search.target,
+            "lowest_miss": search.lowest_miss,
+            "is_conclusive": search.next_rate() is None,
+            "tried": [{"rate": rate, "attainment": share} for rate, share in search.tried],
+        },
+    }
+
+
+def write_report(report: Mapping[str, Any], runs: Sequence[Run], folder: Path) -> None:
+    """Write the three files into a folder that exists, over older ones."""
+    slo = slo_of(report)
+    runs = [run for run in runs if run.records]
+    text = orjson.dumps(report, option=orjson.OPT_INDENT_2)
+    (folder / "report.json").write_bytes(text + b"\n")
+    with (folder / "requests.csv").open("w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file)
+        table.writerow(CSV_COLUMNS)
+        for number, run in enumerate(runs):
+            table.writerows(_row(number, run, record, slo) for record in run.records)
+    (folder / "report.html").write_text(render(report, runs), encoding="utf-8")
+
+
+def slo_of(report: Mapping[str, Any]) -> Slo:
+    """Return the limits that a report was judged by."""
+    limits = report["slo"]
+    return Slo(limits["ttft_s"], limits["tpot_s"], TpotRule(limits["tpot_rule"]))
+
+
+def render(report: Mapping[str, Any], runs: Sequence[Run]) -> str:
+    """Return the page."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    filters = {"time": time_text, "rate": rate_text}
+    environment.filters.update(filters)  # pyright: ignore[reportUnknownMemberType]
+    return environment.get_template("report.html").render(
+        report=report,
+        notes=notes_of(report),
+        plots=plots_of(report),
+        run_plots=[run_plots_of(run, slo_of(report)) for run in runs],
+        metrics=METRICS,
+        columns=COLUMNS,
+    )
+
+
+def _row(number: int, run: Run, record: Record, slo: Slo) -> list[Any]:
+    outcome = record.outcome(is_closed_loop=run.limit is not None)
+    has_left = record.sent_at > 0
+    tokens = bool(outcome.token_times)
+    return [
+        number,
+        "" if run.rate is None else run.rate,
+        record.index,
+        record.url,
+        record.end.value,
+        int(outcome.meets(slo)),
+        _seconds(record.due_at - run.started_at),
+        _seconds(record.sent_at - run.started_at if has_left else None),
+        _seconds(record.lag_s if has_left else None),
+        _seconds(outcome.ttft_s),
+        _seconds(outcome.tpot_by(slo.tpot_rule) if tokens else None),
+        _seconds(max(outcome.itl_s, default=0.0) if tokens else None),
+        _seconds(outcome.e2e_s),
+        record.ask.num_input,
+        record.num_prompt,
+        record.num_cached,
+        record.ask.num_output,
+        record.num_output,
+        len(record.times),
+        record.error,
+    ]
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.6f}"
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
+
+
+def _environment() -> dict[str, Any]:
+    """The client's machine: where a server runs elsewhere, nothing of it."""
+    return {
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "aiohttp": version("aiohttp"),
+        "uvloop": version("uvloop") if find_spec("uvloop") else None,
+    }

@@ -1,0 +1,183 @@
+"""What a run says: percentiles, throughput, attainment, how late the client was, and whether the
+run counts at all. Pure; every definition is that of ``shared/telemetry/definitions.py``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import Any, Final
+
+from services.cli.bench.records import MISSED, End, Run
+from shared.telemetry.definitions import (
+    Outcome,
+    Slo,
+    TpotRule,
+    attainment,
+    each_attains,
+    percentile,
+    percentiles,
+)
+
+QUANTILES: Final = (50, 90, 95, 99, 100)
+NAMES: Final = ("p50", "p90", "p95", "p99", "max")
+
+LAG_FLOOR_S: Final = 0.010
+LAG_SHARE: Final = 0.05
+"""A client may be late by 10 ms, or by 5 % of the median TTFT if that is more: so much of every
+figure may be its own."""
+
+MOST_LATE_SHARE: Final = 0.01
+"""Of the requests, and of the time, in which it may be later: what a 99th percentile does not see.
+One late request is forgiven in runs of less than a hundred, too."""
+
+BUSIEST: Final = 0.9
+"""Share of one core beyond which the client's process counts as saturated."""
+
+
+def summarize(run: Run, slo: Slo) -> dict[str, Any]:
+    """Return everything that a report says of a run; JSON's types only.
+
+    Latencies are of complete requests; attainment is of all but those that an interruption left
+    unfinished.
+    """
+    is_closed = run.limit is not None
+    judged = [record for record in run.records if record.end is not End.UNFINISHED]
+    outcomes = [record.outcome(is_closed_loop=is_closed) for record in judged]
+    served = [outcome for outcome in outcomes if outcome.is_complete]
+    gaps = [gap for outcome in served for gap in outcome.itl_s]
+    tbts = [gap for outcome in served for gap in outcome.tbt_s]
+    span_s = _span_s(run)
+    num_attained = sum(outcome.meets(slo) for outcome in outcomes)
+    num_output = sum(record.num_output for record in run.records)
+    num_prompt = sum(record.num_prompt or record.ask.num_input for record in run.records)
+    ttft = [outcome.token_times[0] - outcome.arrived_at for outcome in served]
+    summary: dict[str, Any] = {
+        "rate": run.rate,
+        "num_submitted": len(run.records),
+        "submitted_per_s": _submitted_rate(run),
+        "ends": {end.value: count for end in End if (count := _count(run, end))},
+        "num_missed": sum(_count(run, end) for end in MISSED),
+        "errors": dict(Counter(r.error for r in run.records if r.error).most_common(5)),
+        "is_interrupted": run.is_interrupted,
+        "closed_loop_limit": run.limit,
+        "span_s": span_s,
+        "ttft_s": spread(ttft),
+        "tpot_s": spread([o.tpot_by(slo.tpot_rule) for o in served if len(o.token_times) > 1]),
+        "itl_s": spread(gaps),
+        "e2e_s": spread([o.token_times[-1] - o.arrived_at for o in served]),
+        "input_tokens": num_prompt,
+        "cached_tokens": sum(record.num_cached for record in run.records),
+        "output_tokens": num_output,
+        "input_tokens_per_s": num_prompt / span_s if span_s else 0.0,
+        "output_tokens_per_s": num_output / span_s if span_s else 0.0,
+        "requests_per_s": len(served) / span_s if span_s else 0.0,
+        "attainment": attainment(outcomes, slo) if outcomes else None,
+        "attained_per_s": num_attained / span_s if span_s else 0.0,
+        "num_short": sum(r.end is End.COMPLETE and r.num_output < r.ask.num_output for r in judged),
+        "variants": _variants(outcomes, served, slo, tbts),
+        "client": _client(run, ttft),
+        "workload": _workload(run),
+        "notes": run.notes,
+    }
+    summary["void"] = void_reasons(run, summary)
+    return summary
+
+
+def void_reasons(run: Run, summary: dict[str, Any]) -> list[str]:
+    """Return why a run says more of the client than of the server; nothing = it counts.
+
+    A limit of requests at once makes requests wait on purpose, so their lateness voids nothing.
+    """
+    client = summary["client"]
+    bound_s = client["bound_s"]
+    reasons: list[str] = []
+    num_late = client["num_late"]
+    if run.limit is None and num_late > max(1, MOST_LATE_SHARE * len(run.records)):
+        reasons.append(
+            f"{num_late} of {len(run.records)} requests left late, by more than {_ms(bound_s)}"
+        )
+    if client["late_share"] > MOST_LATE_SHARE:
+        reasons.append(
+            f"answers were read late: by more than {_ms(bound_s)} {client['late_share']:.1%} of "
+            "the time"
+        )
+    if client["cpu_share"] > BUSIEST:
+        reasons.append(f"the client used {client['cpu_share']:.0%} of a core")
+    num_own = _count(run, End.CLIENT)
+    if num_own:
+        reasons.append(f"{num_own} requests could not leave this machine")
+    return reasons
+
+
+def spread(values: Collection[float]) -> dict[str, float] | None:
+    """Return percentiles, mean and count; None for no values."""
+    if not values:
+        return None
+    found = dict(zip(NAMES, percentiles(values, QUANTILES), strict=True))
+    return {**found, "mean": sum(values) / len(values), "count": len(values)}
+
+
+def _client(run: Run, ttft: Sequence[float]) -> dict[str, Any]:
+    """How the client did. late_share: of the time, in which a message that came was read later than
+    the bound: what of each delay of the loop is beyond it, over the run."""
+    wall_s = run.ended_at - run.started_at
+    bound_s = max(LAG_FLOOR_S, LAG_SHARE * percentile(ttft, 50) if ttft else 0.0)
+    late_s = sum(lag_s - bound_s for lag_s in run.loop_lags if lag_s > bound_s)
+    return {
+        "bound_s": bound_s,
+        "num_late": sum(record.lag_s > bound_s for record in run.records if record.sent_at),
+        "late_share": late_s / wall_s if wall_s > 0 else 0.0,
+        "dispatch_lag_s": spread([record.lag_s for record in run.records if record.sent_at]),
+        "loop_lag_s": spread(run.loop_lags),
+        "cpu_s": run.cpu_s,
+        "wall_s": wall_s,
+        "cpu_share": run.cpu_s / wall_s if wall_s > 0 else 0.0,
+    }
+
+
+def _workload(run: Run) -> dict[str, Any]:
+    asks = [record.ask for record in run.records]
+    return {
+        "name": run.workload.name,
+        "arrivals": run.workload.arrivals,
+        "num_planned": len(run.workload.asks),
+        "num_cut": run.workload.num_cut,
+        "num_skipped": run.workload.num_skipped,
+        "input_tokens": spread([ask.num_input for ask in asks]),
+        "output_tokens": spread([ask.num_output for ask in asks]),
+        "prompt_seed": run.prompt_seed,
+    }
+
+
+def _variants(
+    outcomes: list[Outcome], served: list[Outcome], slo: Slo, tbts: list[float]
+) -> dict[str, Any]:
+    """The same run by the rules of other papers."""
+    return {
+        **{f"tpot_{rule.value}_s": spread([o.tpot_by(rule) for o in served]) for rule in TpotRule},
+        "tbt_p99_s": percentile(tbts, 99) if tbts else None,
+        "each_percentile_attains": each_attains(outcomes, slo),
+    }
+
+
+def _span_s(run: Run) -> float:
+    """From the first arrival to the last token."""
+    ends = [record.times[-1] for record in run.records if record.times]
+    return max(ends) - min(record.due_at for record in run.records) if ends else 0.0
+
+
+def _submitted_rate(run: Run) -> float:
+    """As it came to be: arrivals over the time in which they came."""
+    if len(run.records) < 2:
+        return 0.0
+    span_s = run.records[-1].due_at - run.started_at
+    return len(run.records) / span_s if span_s > 0 else 0.0
+
+
+def _count(run: Run, end: End) -> int:
+    return sum(record.end is end for record in run.records)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"

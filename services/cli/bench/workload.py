@@ -1,0 +1,192 @@
+"""What will be sent, when: planned as a whole before the first request, from a source and a seed.
+
+Pure and open-loop: no answer changes an arrival. Lengths are in tokens; prompts.py makes tokens or
+words of them.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Literal, Protocol
+
+BLOCK_TOKENS = 512
+"""Of Mooncake's traces: what one id of ``hash_ids`` stands for."""
+
+Arrivals = Literal["auto", "poisson", "trace"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One request. due_s: when to send it, after the start of the run.
+
+    block_ids: names of the prompt's leading blocks; equal ids are equal tokens, so that a prefix
+    cache sees the reuse of the trace. What they do not cover is the request's own.
+    """
+
+    num_input: int
+    num_output: int
+    due_s: float = 0.0
+    block_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """All requests of one run, in order of arrival. rate: as asked for, None = a trace's own.
+
+    num_cut: requests made shorter by the limits. num_skipped: left out, for they do not fit into
+    the model's context.
+    """
+
+    name: str
+    asks: tuple[Ask, ...]
+    rate: float | None = None
+    block_tokens: int = BLOCK_TOKENS
+    num_cut: int = 0
+    num_skipped: int = 0
+    arrivals: str = "poisson"
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and answer tokens of all requests."""
+        return sum(ask.num_input + ask.num_output for ask in self.asks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """How much, how long, how bursty.
+
+    rate: requests/s; None = the trace's own (speed: times as fast); infinity = all at once.
+    duration_s: no arrivals after it. burstiness: shape of gamma-distributed gaps (1 = Poisson,
+    smaller = burstier, infinity = a metronome). arrivals: 'trace' keeps the trace's pattern and
+    stretches it to the rate, 'poisson' draws gaps, 'auto' is 'trace' for a source that has times.
+    """
+
+    rate: float | None = 1.0
+    speed: float = 1.0
+    duration_s: float = math.inf
+    num_requests: int | None = None
+    burstiness: float = 1.0
+    arrivals: Arrivals = "auto"
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """What lengths are made to fit. scale: factor of all lengths and of block sizes.
+
+    max_input, max_output: longer ones are cut. max_total: context of the model; requests beyond it
+    are left out, or cut if ``is_cut_to_context``.
+    """
+
+    scale: float = 1.0
+    max_input: int | None = None
+    max_output: int | None = None
+    max_total: int | None = None
+    is_cut_to_context: bool = False
+
+
+class Source(Protocol):
+    """Where lengths come from."""
+
+    @property
+    def name(self) -> str:
+        """For the report."""
+        ...
+
+    @property
+    def has_times(self) -> bool:
+        """Whether ``due_s`` of its requests means something."""
+        ...
+
+    def asks(self, rng: random.Random) -> Iterable[Ask]:
+        """Its requests, perhaps without end."""
+        ...
+
+
+def plan(source: Source, load: Load, fit: Fit = Fit()) -> Workload:
+    """Return the requests of one run. The same arguments give the same requests.
+
+    Lengths and arrivals have generators of their own, so that one length stays what it is when the
+    rate changes.
+    """
+    keeps_times = source.has_times and load.arrivals != "poisson"
+    fitted = _Fitted(source.asks(random.Random(f"lengths {load.seed}")), fit)
+    if keeps_times:
+        factor = 1 / load.speed
+        if load.rate is not None:
+            factor = 0.0 if math.isinf(load.rate) else rate_of(source) / load.rate
+        timed = (replace(ask, due_s=ask.due_s * factor) for ask in fitted)
+    else:
+        times = _gaps(load, random.Random(f"arrivals {load.seed}"))
+        timed = (replace(ask, due_s=at) for at, ask in zip(times, fitted, strict=False))
+    asks: list[Ask] = []
+    for ask in islice(timed, load.num_requests):
+        if ask.due_s >= load.duration_s:
+            break
+        asks.append(ask)
+    return Workload(
+        name=source.name,
+        asks=tuple(asks),
+        rate=load.rate,
+        block_tokens=max(1, round(BLOCK_TOKENS * fit.scale)),
+        num_cut=fitted.num_cut,
+        num_skipped=fitted.num_skipped,
+        arrivals="trace" if keeps_times else _gap_name(load),
+    )
+
+
+def rate_of(source: Source) -> float:
+    """Return the mean rate of a source that has times, in requests/s."""
+    asks = list(source.asks(random.Random(0)))
+    return len(asks) / max((ask.due_s for ask in asks), default=1.0) if asks else 1.0
+
+
+class _Fitted:
+    """Asks made to fit, counting what was changed; what does not fit at all is passed over."""
+
+    def __init__(self, asks: Iterable[Ask], fit: Fit) -> None:
+        self._asks = asks
+        self._fit = fit
+        self.num_cut = 0
+        self.num_skipped = 0
+
+    def __iter__(self) -> Iterator[Ask]:
+        fit = self._fit
+        for ask in self._asks:
+            wanted_in = max(1, round(ask.num_input * fit.scale))
+            wanted_out = max(1, round(ask.num_output * fit.scale))
+            num_input = min(wanted_in, fit.max_input or wanted_in)
+            num_output = min(wanted_out, fit.max_output or wanted_out)
+            if fit.max_total is not None and num_input + num_output > fit.max_total:
+                if not fit.is_cut_to_context:
+                    self.num_skipped += 1
+                    continue
+                # The answer keeps at most half of the context, the prompt gets the rest.
+                num_output = max(1, min(num_output, fit.max_total // 2))
+                num_input = max(1, fit.max_total - num_output)
+            self.num_cut += (num_input, num_output) != (wanted_in, wanted_out)
+            yield replace(ask, num_input=num_input, num_output=num_output)
+
+
+def _gaps(load: Load, rng: random.Random) -> Iterator[float]:
+    rate = 1.0 if load.rate is None else load.rate
+    at = 0.0
+    while True:
+        if not math.isinf(rate):
+            if math.isinf(load.burstiness):
+                at += 1 / rate
+            else:
+                at += rng.gammavariate(load.burstiness, 1 / (rate * load.burstiness))
+        yield at
+
+
+def _gap_name(load: Load) -> str:
+    if load.rate is not None and math.isinf(load.rate):
+        return "all at once"
+    if load.burstiness == 1:
+        return "poisson"
+    return "even" if math.isinf(load.burstiness) else f"gamma, shape {load.burstiness:g}"

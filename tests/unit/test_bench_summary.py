@@ -1,0 +1,219 @@
+"""What a run says of itself: counts, percentiles, attainment, and when it is void."""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from rich.console import Console
+
+from services.cli.bench.command import _is_good
+from services.cli.bench.endpoints import Description
+from services.cli.bench.measure import Measurement
+from services.cli.bench.options import LoadFlags, RequestFlags, ServerFlags, SloFlags
+from services.cli.bench.records import End, Record, Run
+from services.cli.bench.report import CSV_COLUMNS, build_report, write_report
+from services.cli.bench.search import RateSearch
+from services.cli.bench.shapes import Fixed
+from services.cli.bench.summary import summarize
+from services.cli.bench.svg import Axis, Series, chart, ticks
+from services.cli.bench.view import notes_of, report_view, time_text
+from services.cli.bench.workload import Ask, Fit, Load, Workload
+from shared.telemetry.definitions import Slo
+
+SLO = Slo(ttft_s=0.5, tpot_s=0.05)
+
+
+def a_record(index: int, end: End = End.COMPLETE, *, ttft_s: float = 0.1, **more: Any) -> Record:
+    """A request due at ``index`` s; a complete one has four tokens, 20 ms apart."""
+    record = Record(Ask(num_input=10, num_output=4), index, float(index), "http://a", **more)
+    record.sent_at = record.sent_at or record.due_at + 0.001
+    if end in (End.COMPLETE, End.CUT):
+        for token in range(4 if end is End.COMPLETE else 2):
+            record.add(index + ttft_s + 0.02 * token, 1)
+    record.ended_at = index + 1.0
+    if end is End.COMPLETE or end is End.UNFINISHED:
+        record.end = end
+    else:
+        record.fail(end, f"it was {end.value}")
+    return record
+
+
+def late(count: int, *, by_s: float = 0.02, ttft_s: float = 0.1) -> list[Record]:
+    """Requests that left late."""
+    return [a_record(n, ttft_s=ttft_s, sent_at=n + by_s) for n in range(count)]
+
+
+def a_run(*records: Record, **more: Any) -> Run:
+    asks = tuple(record.ask for record in records)
+    run = Run(Workload(name="test", asks=asks), rate=1.0, records=list(records), **more)
+    run.ended_at = run.ended_at or float(len(records) + 1)
+    return run
+
+
+def test_everything_missed_counts_against_the_server() -> None:
+    """Refused, failed, cut, timed out, unreachable; what we interrupted is left out."""
+    ends = [End.COMPLETE, End.REFUSED, End.FAILED, End.CUT, End.TIMEOUT, End.UNREACHABLE]
+    run = a_run(*(a_record(n, end) for n, end in enumerate([*ends, End.UNFINISHED])))
+    summary = summarize(run, SLO)
+    assert summary["attainment"] == pytest.approx(1 / 6)
+    assert summary["num_missed"] == 5
+    assert summary["ends"] == {end.value: 1 for end in [*ends, End.UNFINISHED]}
+    assert summary["num_submitted"] == 7
+    assert summary["ttft_s"]["count"] == 1
+    assert summary["output_tokens"] == 4 + 2
+
+
+def test_latency_counts_from_when_a_request_was_due() -> None:
+    """Whatever the client was late is in TTFT; in a closed loop it counts from sending."""
+    record = a_record(0, ttft_s=0.3, sent_at=0.2)
+    assert summarize(a_run(record), SLO)["ttft_s"]["p50"] == pytest.approx(0.3)
+    closed = summarize(a_run(record, limit=1), SLO)
+    assert closed["ttft_s"]["p50"] == pytest.approx(0.1)
+    assert closed["closed_loop_limit"] == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, None),
+        ({"records": late(1)}, None),
+        ({"records": late(2)}, "2 of 2 requests left late, by more than 10 ms"),
+        ({"records": [*late(3), *late(197, ttft_s=0.1, by_s=0.009)]}, "3 of 200 requests"),
+        ({"records": [*late(2), *late(198, ttft_s=0.1, by_s=0.009)]}, None),
+        # 5 % of a median TTFT of 1 s is 50 ms.
+        ({"records": late(2, ttft_s=1.0)}, None),
+        ({"records": late(2), "limit": 3}, None),
+        ({"loop_lags": [0.0] * 50 + [0.2]}, "answers were read late: by more than 10 ms"),
+        ({"loop_lags": [0.0] * 50 + [0.02]}, None),  # 10 ms of 2 s
+        ({"cpu_s": 1.9}, "the client used 95% of a core"),
+        ({"records": [a_record(0), a_record(1, End.CLIENT)]}, "1 requests could not leave"),
+    ],
+)
+def test_a_run_in_which_the_client_fell_behind_is_void(
+    changes: dict[str, Any], words: str | None
+) -> None:
+    """By late requests, a late loop, a busy core or a full machine; each is said."""
+    records = changes.pop("records", [a_record(0)])
+    reasons = summarize(a_run(*records, ended_at=2.0, **changes), SLO)["void"]
+    assert len(reasons) == (words is not None)
+    assert not words or words in reasons[0]
+
+
+def a_measurement(*runs: Run) -> Measurement:
+    found = Measurement(
+        ["http://a"], Fixed(10, 4), LoadFlags(), RequestFlags(), SloFlags(), ServerFlags()
+    )
+    found.runs = list(runs)
+    return found
+
+
+def test_the_files_of_a_report(tmp_path: Path) -> None:
+    """JSON as built, a line of CSV for each request, one page that asks nobody for anything."""
+    lost = a_record(1, End.REFUSED)
+    lost.error = "<script>alert(1)</script>"
+    first, second = a_run(a_record(0), lost), a_run(a_record(0), a_record(1, ttft_s=0.9))
+    second.rate = 2.0
+    measurement = a_measurement(first, second)
+    measurement.descriptions = [Description(url="http://a", api="completions", model="<m>")]
+    measurement.search = RateSearch(tried=[(1.0, 0.95), (2.0, 0.5)])
+    report = build_report(measurement)
+    write_report(report, measurement.runs, tmp_path)
+    assert orjson.loads((tmp_path / "report.json").read_bytes()) == orjson.loads(
+        orjson.dumps(report)
+    )
+    rows = list(csv.DictReader((tmp_path / "requests.csv").read_text().splitlines()))
+    assert tuple(rows[0]) == CSV_COLUMNS
+    assert [(row["run"], row["end"], row["meets_slo"]) for row in rows] == [
+        ("0", "complete", "1"),
+        ("0", "refused", "0"),
+        ("1", "complete", "1"),
+        ("1", "complete", "0"),
+    ]
+    assert float(rows[0]["ttft_s"]) == pytest.approx(0.1)
+    assert float(rows[0]["tpot_s"]) == pytest.approx(0.02)
+    assert (rows[1]["ttft_s"], rows[1]["output"]) == ("", "0")
+    page = (tmp_path / "report.html").read_text()
+    assert not re.search(r"(src|href)=|url\(|@import|<script", page)
+    assert page.count("<svg") >= 10
+    assert page.count("<svg") == page.count("</svg>")
+    assert "NaN" not in page
+    assert "&lt;m&gt;" in page
+
+
+def test_a_report_of_nothing_but_failures_can_be_shown(tmp_path: Path) -> None:
+    """No latencies, no plots of them, no crash; an endless rate is null in JSON."""
+    run = a_run(a_record(0, End.UNREACHABLE))
+    run.rate = math.inf
+    measurement = a_measurement(run)
+    measurement.descriptions = [Description(url="http://a", api="chat", model="m")]
+    report = build_report(measurement)
+    write_report(report, measurement.runs, tmp_path)
+    report_view(report)
+    assert orjson.loads((tmp_path / "report.json").read_bytes())["runs"][0]["rate"] is None
+    assert "1 x it was unreachable" in notes_of(report)
+
+
+def test_charts_keep_what_they_are_given() -> None:
+    """Nothing to draw is nothing; a single point, zeros on a logarithmic axis and equal values are
+    drawn inside the frame."""
+    axis = Axis("", str)
+    assert chart("t", [Series("s", [])], axis, axis) == ""
+    log = Axis("", time_text, is_log=True)
+    for points in ([(0.0, 0.0)], [(1.0, 5.0), (2.0, 5.0)], [(0.0, 0.0), (1.0, 1e-6)]):
+        for up in (axis, log):
+            drawn = chart("<t>", [Series("s", points, has_marks=True)], axis, up)
+            numbers = re.findall(r'c[xy]="([^"]+)"', drawn)
+            assert len(numbers) == 2 * len(points)
+            assert all(0 <= float(number) <= 460 for number in numbers)
+            assert "<t>" not in drawn
+
+
+def test_ticks_are_round_and_few() -> None:
+    """In both kinds of scales."""
+    assert ticks(0, 10) == [0, 2, 4, 6, 8, 10]
+    assert ticks(0, 0.93) == [0, 0.2, 0.4, 0.6, 0.8]
+    assert ticks(0.003, 0.04, is_log=True) == pytest.approx([0.005, 0.01, 0.02])
+    assert ticks(1e-4, 10, is_log=True) == pytest.approx([1e-4, 1e-3, 1e-2, 0.1, 1, 10])
+
+
+class Scripted(Measurement):
+    """A measurement whose runs are void by a script; those that count attain up to 4/s."""
+
+    async def _run(self, endpoints: Any, fit: Any, load: Load, progress: Any) -> Run:
+        is_void = bool(self.voids) and self.voids.pop(0)
+        assert load.rate is not None
+        run = a_run(a_record(0, ttft_s=0.1 if load.rate <= 4 else 0.9))
+        run.rate, run.cpu_s = load.rate, 10.0 if is_void else 0.0
+        self.runs.append(run)
+        return run
+
+
+@pytest.mark.parametrize(
+    ("voids", "rates", "best", "is_conclusive"),
+    [
+        ([], [2, 4, 8, 6, 5, 4.5, 4.25], 4, True),
+        ([False, True, True], [2, 4, 4, 4, 8, 6, 5, 4.5, 4.25], 4, True),
+        ([False, True, True, True], [2, 4, 4, 4], 2, False),
+    ],
+)
+async def test_a_search_repeats_what_is_void_and_then_gives_up(
+    voids: list[bool], rates: list[float], best: float, is_conclusive: bool
+) -> None:
+    """A hiccup of the machine costs a run, not the answer; what cannot be sent is not judged."""
+    found = Scripted(
+        ["http://a"], Fixed(10, 4), LoadFlags(goodput=True), RequestFlags(), SloFlags(),
+        ServerFlags(),
+    )  # fmt: skip
+    found.voids = list(voids)
+    await found._find_goodput([], Fit(), 2.0, Console())
+    assert [run.rate for run in found.runs] == rates
+    found.descriptions = [Description(url="http://a", api="chat", model="m")]
+    report = build_report(found)
+    assert (report["goodput"]["rate"], report["goodput"]["is_conclusive"]) == (best, is_conclusive)
+    assert _is_good(report) == is_conclusive
