@@ -20,6 +20,9 @@ from shared.errors import InvalidRequest
 RoutingPolicyName = Literal["least_loaded", "round_robin", "random"]
 """What ``--policy`` takes; the policies are the gateway's (``core/routing.py``)."""
 
+STEP_TOKENS = 2048
+"""Most tokens of a step where nothing else is said."""
+
 DEMO_MODEL = "demo"
 """Name that ``--model`` takes for the bundled model."""
 
@@ -154,6 +157,10 @@ class WorkerConfig(ServiceConfig):
     threads: int = 0
     """CPU threads of the engine; 0 = as many as cores, shared among the local workers."""
 
+    kernels: str = "auto"
+    """CPU kernels: native (bfloat16 on AVX-512 BF16, compiled at first use), torch, or auto: native
+    where they run."""
+
     kv_gib: float = 0.0
     """Memory for KV in GiB; 0 = 1 GiB on CPU, 85 percent of what is free on a GPU."""
 
@@ -166,8 +173,9 @@ class WorkerConfig(ServiceConfig):
     max_model_len: int = 0
     """Longest prompt plus answer in tokens; 0 = what the model was made for."""
 
-    token_budget: int = 2048
-    """Most tokens a step computes; longer prompts are computed in chunks."""
+    token_budget: int = 0
+    """Most tokens a step computes; longer prompts are computed in chunks. 0 = 2048; on a colocated
+    worker as many as fit into --tbt-target-s, and at most 2048."""
 
     max_running: int = 256
     """Most sequences in a step."""
@@ -177,6 +185,11 @@ class WorkerConfig(ServiceConfig):
 
     fake_step_s: float = 0.0
     """Fake engine only: seconds that a step takes."""
+
+    @property
+    def max_step_tokens(self) -> int:
+        """Most tokens a step computes."""
+        return self.token_budget or STEP_TOKENS
 
     @property
     def gateways(self) -> tuple[Address, ...]:
@@ -200,6 +213,11 @@ class WorkerConfig(ServiceConfig):
             "dtype",
             "must be auto, float32, bfloat16 or float16",
         )
+        _require(
+            self.kernels in ("auto", "native", "torch"),
+            "kernels",
+            "must be auto, native or torch",
+        )
         _require(bool(self.gateways), "gateway", "must name a gateway as host:port")
         for name, low, high in (
             ("threads", 0, 1024),
@@ -207,7 +225,7 @@ class WorkerConfig(ServiceConfig):
             ("num_blocks", 0, 1 << 24),
             ("block_size", 1, 4096),
             ("max_model_len", 0, 1 << 28),
-            ("token_budget", 1, 1 << 24),
+            ("token_budget", 0, 1 << 24),
             ("max_running", 1, 1 << 16),
             ("fake_step_s", 0, 60),
         ):
@@ -257,9 +275,25 @@ class DecodeConfig(WorkerConfig):
     watermark_blocks: int = 0
     """Blocks that reservations leave free for running answers to grow into."""
 
+    colocated: bool = False
+    """Take whole requests as well: prompts are computed here, in chunks between the tokens of
+    running answers, and no KV is transferred."""
+
+    tbt_target_s: float = 0.05
+    """Colocated only: how long a step may take, and so the time between tokens; prompts get what
+    running answers leave of it. An explicit --token-budget is obeyed instead."""
+
+    @property
+    def is_bound_by_time(self) -> bool:
+        """Whether steps are cut by ``tbt_target_s`` and not by a number of tokens."""
+        return self.colocated and not self.token_budget
+
     def check(self) -> None:
         """See ServiceConfig."""
         super(DecodeConfig, self).check()
         _require(16 <= self.staging_mib <= 65536, "staging_mib", "must be 16..65536")
         _require(self.max_requests >= 1, "max_requests", "must be at least 1")
         _require(self.watermark_blocks >= 0, "watermark_blocks", "must be at least 0")
+        _require(
+            0 < self.tbt_target_s <= 60, "tbt_target_s", "must be above 0 and at most 60 seconds"
+        )

@@ -33,6 +33,7 @@ def load_engine(config: WorkerConfig) -> Engine:
         block_size=config.block_size,
         max_model_len=config.max_model_len or None,
         num_threads=config.threads or None,
+        kernels=config.kernels,
     )
 
 

@@ -7,12 +7,14 @@ owns which block is nobody's business here; see ``shared/kv``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from shared.engine import huge_pages
 from shared.errors import LocalProtocolError
 from shared.kv.layout import DTYPE_BYTES, KvLayout
 
@@ -57,9 +59,7 @@ class PagedKv:
         dtype = TORCH_DTYPES[layout.dtype]
 
         def pools() -> list[torch.Tensor]:
-            return [
-                torch.zeros(shape, dtype=dtype, device=device) for _ in range(layout.num_layers)
-            ]
+            return [_zeros(shape, dtype, device) for _ in range(layout.num_layers)]
 
         self.key_blocks = pools()
         self.value_blocks = pools()
@@ -144,6 +144,13 @@ class PagedKv:
             )
         shape = (num_layers, 2, num_tokens, layout.num_kv_heads, layout.head_dim)
         return octets[:num_bytes].view(self._raw_dtype).view(shape)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    octets = huge_pages.zeros(math.prod(shape) * dtype.itemsize)
+    return torch.from_numpy(octets).view(dtype).view(shape)
 
 
 def _as_bytes(buffer: Any, *, writable: bool) -> torch.Tensor:

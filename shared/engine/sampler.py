@@ -41,13 +41,32 @@ def is_greedy(params: SamplingParams) -> bool:
     return params.temperature < GREEDY_BELOW
 
 
+def _is_plain_greedy(spec: SampleSpec) -> bool:
+    """Whether the most likely token is the answer, and nothing is told of the others."""
+    params = spec.params
+    return (
+        is_greedy(params)
+        and params.logprobs is None
+        and not params.needs_history
+        and not params.logit_bias
+        and spec.index >= params.min_tokens
+    )
+
+
 def sample(
-    logits: torch.Tensor, specs: Sequence[SampleSpec], *, eos_token_ids: frozenset[int]
+    logits: torch.Tensor,
+    specs: Sequence[SampleSpec],
+    *,
+    eos_token_ids: frozenset[int],
+    best: torch.Tensor | None = None,
 ) -> list[Sampled]:
     """Choose one token per row.
 
-    logits: float32 ``[len(specs), vocab_size]``; overwritten.
+    logits: float32 ``[len(specs), vocab_size]``; overwritten. best: the first most likely token of
+    each row, if it is known; all that plain greedy rows need.
     """
+    if best is not None and all(_is_plain_greedy(spec) for spec in specs):
+        return [Sampled(token_id, None) for token_id in best.tolist()]
     reported = _RawLogprobs.of(logits, specs)
     _penalise(logits, specs)
     _bias(logits, specs)

@@ -12,18 +12,22 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import structlog
 import torch
 
-from shared.engine.attention.base import AttentionBackend
 from shared.engine.attention.sdpa import SdpaAttention
 from shared.engine.base import Buffer, Engine, OnLayer
-from shared.engine.batch import StepBatch, flatten_rows
-from shared.engine.models.decoder import Decoder, load_decoder
+from shared.engine.config import ModelConfig
+from shared.engine.forward import Forward, Passed
+from shared.engine.models.decoder import load_decoder
 from shared.engine.models.registry import read_model_config
+from shared.engine.native.forward import NativeForward
+from shared.engine.native.forward import unsupported as native_unsupported
 from shared.engine.paged_kv import TORCH_DTYPES, PagedKv
 from shared.engine.sampler import logprobs_of, sample
 from shared.engine.step_time import StepTimeModel
 from shared.engine.streams import CudaStreams, InlineStreams, Streams
+from shared.engine.torch_forward import TorchForward
 from shared.engine.weights import Checkpoint
 from shared.errors import EngineFailed, LocalProtocolError, ModelError
 from shared.kv.layout import KvLayout
@@ -31,6 +35,8 @@ from shared.model_folder import ModelFolder
 from shared.model_spec import ModelSpec
 from shared.request import TokenLogprobs
 from shared.step import RowResult, StepRow
+
+_log = structlog.get_logger(__name__)
 
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_CPU_KV_BYTES = 1 << 30
@@ -46,18 +52,16 @@ class TorchEngine(Engine):
 
     def __init__(
         self,
-        decoder: Decoder,
+        forward: Forward,
         spec: ModelSpec,
         kv: PagedKv,
         *,
-        attention: AttentionBackend,
         streams: Streams,
         device: torch.device,
     ) -> None:
-        self._decoder = decoder
+        self._forward = forward
         self._spec = spec
         self._kv = kv
-        self._attention = attention
         self._streams = streams
         self._device = device
         self._step_time = StepTimeModel()
@@ -74,6 +78,7 @@ class TorchEngine(Engine):
         block_size: int = DEFAULT_BLOCK_SIZE,
         max_model_len: int | None = None,
         num_threads: int | None = None,
+        kernels: str = "auto",
         name: str | None = None,
     ) -> TorchEngine:
         """Load a model folder and allocate its KV pool.
@@ -81,6 +86,7 @@ class TorchEngine(Engine):
         dtype: ``auto`` (what the folder says), ``float32``, ``bfloat16`` or ``float16``; weights,
         activations and KV all use it. num_blocks or kv_bytes: size of the pool; neither = 1 GiB on
         CPU, most of the free memory on CUDA. num_threads: torch's, for the whole process.
+        kernels: ``native`` (native/), ``torch``, or ``auto``: native where it runs.
         Raises ModelError: the folder is missing, unsupported or damaged, or an argument does not
         fit it. Raises EngineFailed: the device is missing or too small.
         """
@@ -110,13 +116,28 @@ class TorchEngine(Engine):
         )
         with _device_failures("loading the model"), torch.inference_mode():
             place = torch.device(device)
-            decoder = load_decoder(config, checkpoint, dtype=TORCH_DTYPES[served], device=place)
-            count = _choose_blocks(num_blocks, kv_bytes, layout.token_bytes * block_size, place)
-            kv = PagedKv(layout, count, block_size, place)
-            streams = (
-                CudaStreams(config.num_layers, place) if place.type == "cuda" else InlineStreams()
-            )
-        return cls(decoder, spec, kv, attention=SdpaAttention(), streams=streams, device=place)
+            is_native = _choose_kernels(kernels, config, TORCH_DTYPES[served], place)
+            streams = InlineStreams()
+            if is_native:
+                count = _choose_blocks(num_blocks, kv_bytes, layout.token_bytes * block_size, place)
+                kv = PagedKv(layout, count, block_size, place)
+                forward = NativeForward(config, checkpoint, kv, max_model_len=length)
+            else:
+                # Weights first: on a GPU the pool takes what they leave.
+                decoder = load_decoder(config, checkpoint, dtype=TORCH_DTYPES[served], device=place)
+                count = _choose_blocks(num_blocks, kv_bytes, layout.token_bytes * block_size, place)
+                kv = PagedKv(layout, count, block_size, place)
+                if place.type == "cuda":
+                    streams = CudaStreams(config.num_layers, place)
+                forward = TorchForward(
+                    decoder,
+                    kv,
+                    attention=SdpaAttention(),
+                    streams=streams,
+                    max_model_len=length,
+                    device=place,
+                )
+        return cls(forward, spec, kv, streams=streams, device=place)
 
     @property
     def spec(self) -> ModelSpec:
@@ -135,9 +156,9 @@ class TorchEngine(Engine):
         return self._kv.block_size
 
     @property
-    def decoder(self) -> Decoder:
+    def forward(self) -> Forward:
         """The loaded model, for tests and benchmarks."""
-        return self._decoder
+        return self._forward
 
     def step(self, rows: Sequence[StepRow], on_layer: OnLayer | None = None) -> list[RowResult]:
         """Run one pass over all rows; see ``base.Engine.step``.
@@ -148,17 +169,7 @@ class TorchEngine(Engine):
             return []
         began_at = time.perf_counter()
         with _device_failures("a step"), torch.inference_mode(), self._streams.computing():
-            batch = flatten_rows(
-                rows,
-                self._kv,
-                vocab_size=self._spec.vocab_size,
-                max_model_len=self._spec.max_model_len,
-                device=self._device,
-            )
-            hidden = self._decoder.forward(
-                batch, self._kv, self._attention, self._streams, on_layer
-            )
-            results = self._results(rows, batch, hidden)
+            results = self._results(rows, self._forward.run(rows, on_layer))
         self._step_time.observe(*_step_size(rows), time.perf_counter() - began_at)
         return results
 
@@ -224,29 +235,30 @@ class TorchEngine(Engine):
 
     def close(self) -> None:
         """Give the pool and the weights back; the engine is unusable afterwards."""
-        for name in ("_kv", "_decoder"):
+        for name in ("_kv", "_forward"):
             self.__dict__.pop(name, None)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _results(
-        self, rows: Sequence[StepRow], batch: StepBatch, hidden: torch.Tensor
-    ) -> list[RowResult]:
+    def _results(self, rows: Sequence[StepRow], passed: Passed) -> list[RowResult]:
+        hidden, spans = passed
         results = [RowResult(-1)] * len(rows)
-        sampling = [extent for extent in batch.extents if rows[extent.row_idx].sample is not None]
+        sampling = [idx for idx, row in enumerate(rows) if row.sample is not None]
         if sampling:
-            last = torch.tensor([extent.last - 1 for extent in sampling], device=self._device)
-            logits = self._decoder.logits(hidden.index_select(0, last))
-            specs = [spec for extent in sampling if (spec := rows[extent.row_idx].sample)]
-            sampled = sample(logits, specs, eos_token_ids=self._spec.eos_token_ids)
-            for extent, outcome in zip(sampling, sampled, strict=True):
-                results[extent.row_idx] = RowResult(outcome.token_id, outcome.logprobs)
-        for extent in batch.extents:
-            row = rows[extent.row_idx]
+            lasts = [spans[idx][1] - 1 for idx in sampling]
+            last_hidden = hidden
+            if lasts != list(range(len(hidden))):
+                last_hidden = hidden.index_select(0, torch.tensor(lasts, device=self._device))
+            logits, best = self._forward.logits(last_hidden)
+            specs = [spec for row in rows if (spec := row.sample)]
+            sampled = sample(logits, specs, eos_token_ids=self._spec.eos_token_ids, best=best)
+            for idx, outcome in zip(sampling, sampled, strict=True):
+                results[idx] = RowResult(outcome.token_id, outcome.logprobs)
+        for idx, row in enumerate(rows):
             if row.prompt_logprobs is not None and row.prompt_targets:
-                part = hidden[extent.first : extent.last]
+                part = hidden[slice(*spans[idx])]
                 entries = self._prompt_logprobs(part, row.prompt_targets, row.prompt_logprobs)
-                results[extent.row_idx] = results[extent.row_idx]._replace(prompt_logprobs=entries)
+                results[idx] = results[idx]._replace(prompt_logprobs=entries)
         return results
 
     def _prompt_logprobs(
@@ -259,7 +271,7 @@ class TorchEngine(Engine):
         entries: list[TokenLogprobs] = []
         for begin in range(0, len(targets), _LOGIT_ROWS):
             part = targets[begin : begin + _LOGIT_ROWS]
-            logits = self._decoder.logits(hidden[begin : begin + len(part)])
+            logits, _ = self._forward.logits(hidden[begin : begin + len(part)])
             entries += logprobs_of(logits, part, num_top)
         return tuple(entries)
 
@@ -288,6 +300,20 @@ def _choose_dtype(asked: str, of_config: str, checkpoint: Checkpoint) -> str:
         known = ", ".join(TORCH_DTYPES)
         raise ModelError(f"{checkpoint.folder.path}: dtype {dtype} is not supported ({known} are)")
     return dtype
+
+
+def _choose_kernels(
+    asked: str, config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether the native kernels compute. Raises ModelError: they were asked for and cannot."""
+    if asked == "torch":
+        return False
+    reason = native_unsupported(config, dtype, device)
+    if asked == "native" and reason:
+        raise ModelError(f"the native kernels cannot run here: {reason}")
+    if reason and device.type == "cpu":
+        _log.info("native kernels not used, torch computes", reason=reason)
+    return not reason
 
 
 def _choose_len(asked: int | None, default: int, longest: int) -> int:

@@ -17,6 +17,7 @@ from tests.support.checkpoints import (
     reference_logprobs,
 )
 from tests.support.engine_driver import Driver, greedy
+from tests.support.native import needs_native
 
 pytestmark = pytest.mark.torch
 
@@ -134,13 +135,19 @@ def test_sharded(folder_of: Callable[..., Path]) -> None:
     assert [Driver(engine).run_alone(prompts[0], greedy(NUM_NEW)).output] == want
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("shape", ["llama-gqa2", "qwen3-own-head-dim"])
-def test_half_precision(shape: str, dtype: str, folder_of: Callable[..., Path]) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "kernels"), [("bfloat16", "torch"), ("float16", "torch"), ("bfloat16", "native")]
+)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_half_precision(
+    shape: str, dtype: str, kernels: str, folder_of: Callable[..., Path]
+) -> None:
     """A folder in 16 bits runs in 16 bits, as close to float32 as transformers in 16 bits is."""
     folder = folder_of(shape, dtype=dtype)
-    engine = TorchEngine.load(folder, num_blocks=20)
-    assert {weight.dtype for weight in engine.decoder.weights} == {getattr(torch, dtype)}
+    if kernels == "native":
+        needs_native()
+    engine = TorchEngine.load(folder, num_blocks=20, kernels=kernels)
+    assert {weight.dtype for weight in engine.forward.weights} == {getattr(torch, dtype)}
     assert engine.layout.dtype == engine.spec.dtype == dtype
     (prompt,) = prompts_for(shape, (100,))
     sequence = Driver(engine).run_alone(prompt, greedy(1, prompt_logprobs=0), chunk=30)
@@ -163,7 +170,7 @@ def test_half_precision(shape: str, dtype: str, folder_of: Callable[..., Path]) 
 def test_asked_dtype_wins(folder_of: Callable[..., Path]) -> None:
     """A float32 folder can be served in bfloat16, and back."""
     narrow = TorchEngine.load(folder_of("llama-gqa2"), num_blocks=1, dtype="bfloat16")
-    assert {weight.dtype for weight in narrow.decoder.weights} == {torch.bfloat16}
+    assert {weight.dtype for weight in narrow.forward.weights} == {torch.bfloat16}
     folder = folder_of("llama-gqa2", dtype="bfloat16")
     wide = TorchEngine.load(folder, num_blocks=1, dtype="float32")
-    assert {weight.dtype for weight in wide.decoder.weights} == {torch.float32}
+    assert {weight.dtype for weight in wide.forward.weights} == {torch.float32}

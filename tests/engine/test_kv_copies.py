@@ -12,6 +12,7 @@ import torch
 from shared.engine.attention.sdpa import SdpaAttention
 from shared.engine.paged_kv import PagedKv
 from shared.engine.torch_engine import TorchEngine
+from shared.engine.torch_forward import TorchForward
 from shared.errors import LocalProtocolError
 from shared.kv.layout import KvLayout
 from shared.step import SampleSpec, StepRow
@@ -187,14 +188,15 @@ def test_layers_are_marked_before_they_are_reported(
     """On CUDA a copy waits for a layer's mark, so the mark must be set when on_layer is called."""
     loaded = engine_of("llama-gqa2", num_blocks=2)
     streams = MarkingStreams()
-    engine = TorchEngine(
-        loaded.decoder,
-        loaded.spec,
+    forward = TorchForward(
+        loaded.forward._decoder,
         loaded._kv,
         attention=SdpaAttention(),
         streams=streams,
+        max_model_len=loaded.spec.max_model_len,
         device=CPU,
     )
+    engine = TorchEngine(forward, loaded.spec, loaded._kv, streams=streams, device=CPU)
     sample = SampleSpec(greedy(1), 0, (), ())
     engine.step(
         [StepRow([1, 2], 0, [0], sample)], lambda layer: streams.log.append(("heard", layer))

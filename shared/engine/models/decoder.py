@@ -21,9 +21,14 @@ from shared.engine.paged_kv import PagedKv
 from shared.engine.streams import Streams
 from shared.engine.weights import Checkpoint
 
-_EMBEDDING = "model.embed_tokens"
-_NORM = "model.norm"
-_HEAD = "lm_head"
+
+class DecoderNames:
+    """How checkpoints call what is not in a layer; layers lie below ``LAYERS``."""
+
+    EMBEDDING = "model.embed_tokens"
+    LAYERS = "model.layers"
+    NORM = "model.norm"
+    HEAD = "lm_head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +154,11 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     hidden, mlp, dim = config.hidden_size, config.intermediate_size, config.head_dim
     q_rows, kv_rows = config.num_heads * dim, config.num_kv_heads * dim
     shapes: dict[str, tuple[int, ...]] = {
-        f"{_EMBEDDING}.weight": (config.vocab_size, hidden),
-        f"{_NORM}.weight": (hidden,),
+        f"{DecoderNames.EMBEDDING}.weight": (config.vocab_size, hidden),
+        f"{DecoderNames.NORM}.weight": (hidden,),
     }
     if not config.tie_word_embeddings:
-        shapes[f"{_HEAD}.weight"] = (config.vocab_size, hidden)
+        shapes[f"{DecoderNames.HEAD}.weight"] = (config.vocab_size, hidden)
     linears = (
         ("self_attn.q_proj", q_rows, hidden, config.qkv_bias),
         ("self_attn.k_proj", kv_rows, hidden, config.qkv_bias),
@@ -164,7 +169,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         ("mlp.down_proj", hidden, mlp, config.mlp_bias),
     )
     for idx in range(config.num_layers):
-        prefix = f"model.layers.{idx}"
+        prefix = f"{DecoderNames.LAYERS}.{idx}"
         shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
         shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
         if config.qk_norm:
@@ -207,7 +212,7 @@ def load_decoder(
 
     layers: list[Layer] = []
     for idx in range(config.num_layers):
-        prefix = f"model.layers.{idx}"
+        prefix = f"{DecoderNames.LAYERS}.{idx}"
         attn, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         layers.append(
             Layer(
@@ -221,8 +226,12 @@ def load_decoder(
                 down=linear(mlp, ("down_proj",), config.mlp_bias),
             )
         )
-    embedding = whole(f"{_EMBEDDING}.weight")
-    head = embedding if config.tie_word_embeddings else whole(f"{_HEAD}.weight")
+    embedding = whole(f"{DecoderNames.EMBEDDING}.weight")
+    head = embedding if config.tie_word_embeddings else whole(f"{DecoderNames.HEAD}.weight")
     return Decoder(
-        config, embedding=embedding, layers=layers, norm=whole(f"{_NORM}.weight"), head=head
+        config,
+        embedding=embedding,
+        layers=layers,
+        norm=whole(f"{DecoderNames.NORM}.weight"),
+        head=head,
     )

@@ -1,0 +1,49 @@
+"""The contract between the engine and one way to compute a forward pass.
+
+Two ways exist: ``torch_forward`` runs wherever torch does and is the reference; ``native`` is one
+fused C++ step for bfloat16 on CPUs that multiply it in hardware. An engine has one of them for its
+whole life.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from shared.engine.base import OnLayer
+from shared.step import StepRow
+
+
+class Passed(NamedTuple):
+    """What a pass leaves behind.
+
+    hidden: ``[num_tokens, hidden_size]`` before the final norm, valid until the next pass. spans:
+    per row, in the caller's order, where its tokens [first, last) lie in ``hidden``.
+    """
+
+    hidden: torch.Tensor
+    spans: Sequence[tuple[int, int]]
+
+
+class Forward(Protocol):
+    """A loaded model with its KV pool: rows in, hidden states and KV out."""
+
+    @property
+    def weights(self) -> Iterable[torch.Tensor]:
+        """All tensors, for tests and benchmarks that check what a worker really runs in."""
+        ...
+
+    def run(self, rows: Sequence[StepRow], on_layer: OnLayer | None) -> Passed:
+        """Compute all tokens of all rows and write their KV; report each layer once it is written.
+
+        Raises LocalProtocolError, before anything is written: a row is empty, too long, names
+        unknown tokens or blocks, or its block table is too short.
+        """
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return float32 logits ``[n, vocab_size]`` of hidden states ``[n, hidden_size]``, and the
+        most likely token of each row (int64 ``[n]``) where it fell out of the computation."""
+        ...

@@ -1,0 +1,31 @@
+"""Host memory in huge pages (Linux), zero until written.
+
+KV pools, packed weights and staging buffers are large and read all over; with pages of 4 KiB most
+jumps miss the TLB. numpy asks for huge pages where it fills memory itself but not for zeros, torch
+never does, so the mapping is made here. Where the kernel has none to give, small ones serve.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+
+import numpy as np
+
+_HUGE = 2 << 20
+
+
+def zeros(num_bytes: int) -> np.ndarray:
+    """Return ``[num_bytes]`` uint8 of zeros, aligned to a huge page if it is at least one long.
+
+    Memory is taken when it is first touched; it lives as long as the array or a view of it.
+    """
+    if num_bytes < _HUGE:
+        return np.zeros(num_bytes, dtype=np.uint8)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory, the default, gets no huge pages
+    mapping = mmap.mmap(-1, num_bytes + _HUGE, flags)
+    with contextlib.suppress(AttributeError, OSError):  # another system, or a kernel without them
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    array = np.frombuffer(mapping, dtype=np.uint8)
+    skipped = -array.ctypes.data % _HUGE
+    return array[skipped : skipped + num_bytes]

@@ -1,0 +1,278 @@
+"""The forward pass by the native kernels: weights packed at load, one call a step.
+
+Same function as ``torch_forward`` in bfloat16, and results are the same bits for any batch size,
+chunking and number of threads (kernels.cpp says why), which torch's are not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from array import array
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import torch
+
+from shared.engine import huge_pages
+from shared.engine.base import OnLayer
+from shared.engine.config import ModelConfig
+from shared.engine.forward import Passed
+from shared.engine.layers import RotaryEmbedding
+from shared.engine.models.decoder import DecoderNames, expected_shapes
+from shared.engine.native import library
+from shared.engine.native.build import Unavailable
+from shared.engine.paged_kv import PagedKv
+from shared.engine.weights import Checkpoint
+from shared.errors import LocalProtocolError
+from shared.step import StepRow
+
+_FIRST_ANGLES = 4096
+"""Positions whose rotary angles are computed at load; more when a sequence gets there."""
+
+
+def unsupported(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
+    """Why the kernels cannot run this model here; '' if they can. May compile them (seconds)."""
+    if device.type != "cpu":
+        return f"they are for CPUs, not for {device.type}"
+    if dtype != torch.bfloat16:
+        return f"they compute bfloat16, not {str(dtype).removeprefix('torch.')}"
+    try:
+        kernels = library.load()
+    except Unavailable as error:
+        return str(error)
+    if config.head_dim > kernels.max_head_dim or config.group_size > kernels.max_group:
+        return f"head_dim {config.head_dim} or {config.group_size} heads a group are too many"
+    sizes = (config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
+    if any(size % 2 for size in sizes):
+        return "a matrix has an odd number of columns"
+    return ""
+
+
+class NativeForward:
+    """A packed model with its pool. See ``forward.Forward``."""
+
+    def __init__(
+        self, config: ModelConfig, checkpoint: Checkpoint, kv: PagedKv, *, max_model_len: int
+    ) -> None:
+        """Pack the weights, straight from the mapped files.
+
+        Raises ModelError: the checkpoint does not fit the config.
+        """
+        self._library = library.load()
+        self._config = config
+        self._kv = kv
+        self._max_model_len = max_model_len
+        self._tensors: list[torch.Tensor] = []
+        self._model = self._pack(checkpoint)
+        self._angles = _Angles(config)
+        per_token = config.hidden_size + config.intermediate_size
+        per_token += (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        self._scratch = _Scratch(per_token)
+        self._x = _Scratch(config.hidden_size)
+
+    @property
+    def weights(self) -> Iterable[torch.Tensor]:
+        """See Forward; packed ones are flat."""
+        return iter(self._tensors)
+
+    def run(self, rows: Sequence[StepRow], on_layer: OnLayer | None) -> Passed:
+        """See Forward."""
+        token_ids, firsts, starts = array("i"), array("i", [0]), array("i")
+        tables, table_at = array("i"), array("i", [0])
+        block_size, longest = self._kv.block_size, 0
+        for row in rows:
+            length = len(row.token_ids)
+            stop = row.start + length
+            if length == 0 or row.start < 0 or stop > self._max_model_len:
+                raise LocalProtocolError(
+                    f"a row of {length} tokens from position {row.start} does not fit "
+                    f"max_model_len {self._max_model_len}"
+                )
+            try:
+                token_ids.extend(row.token_ids)
+            except OverflowError as error:
+                raise LocalProtocolError("a token id beyond 32 bits") from error
+            firsts.append(len(token_ids))
+            starts.append(row.start)
+            tables.extend(row.block_table[: -(-stop // block_size)])
+            table_at.append(len(tables))
+            longest = max(longest, stop)
+        num_tokens = len(token_ids)
+        cos, sin = self._angles.upto(longest)
+        x = self._x.rows(num_tokens)
+        batch = library.BatchStruct(
+            num_rows=len(rows),
+            num_tokens=num_tokens,
+            token_ids=_address(token_ids),
+            firsts=_address(firsts),
+            starts=_address(starts),
+            tables=_address(tables) if tables else None,
+            table_at=_address(table_at),
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            x=x.data_ptr(),
+            scratch=self._scratch.rows(num_tokens).data_ptr(),
+        )
+        if not self._library.check(self._model, batch):
+            raise LocalProtocolError(
+                f"a row names a token outside this model's vocabulary of {self._config.vocab_size}"
+                f", a block outside this pool of {self._kv.num_blocks} blocks, or fewer blocks than"
+                " its tokens need"
+            )
+        if on_layer is None:
+            self._library.forward(self._model, batch)
+        else:
+            self._library.embed(self._model, batch)
+            for layer in range(self._config.num_layers):
+                self._library.first_half(self._model, batch, layer)
+                on_layer(layer)
+                self._library.second_half(self._model, batch, layer)
+        return Passed(x, list(pairwise(firsts)))
+
+    def logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See Forward."""
+        hidden = hidden.contiguous()
+        count = hidden.shape[0]
+        logits = torch.empty(count, self._config.vocab_size)
+        best = torch.empty(count, dtype=torch.int64)
+        self._library.logits(self._model, hidden, torch.empty_like(hidden), logits, best)
+        return logits, best
+
+    # --- loading -------------------------------------------------------------------------------
+
+    def _pack(self, checkpoint: Checkpoint) -> library.ModelStruct:
+        config, names = self._config, DecoderNames
+        checkpoint.require(expected_shapes(config), tied=config.tie_word_embeddings)
+
+        def tensor(name: str) -> torch.Tensor:
+            stored = checkpoint.get(name)
+            return stored.to(torch.bfloat16).contiguous()
+
+        def kept(name: str) -> int:
+            self._tensors.append(tensor(name))
+            return self._tensors[-1].data_ptr()
+
+        def linear(
+            prefix: str, parts: Sequence[str], has_bias: bool, *, is_gated: bool = False
+        ) -> library.LinearStruct:
+            matrices = [tensor(f"{prefix}{part}.weight") for part in parts]
+            biases = [tensor(f"{prefix}{part}.bias") for part in parts] if has_bias else []
+            return self._linear(matrices, biases, is_gated=is_gated)
+
+        layers = (library.LayerStruct * config.num_layers)()
+        for idx, layer in enumerate(layers):
+            prefix = f"{names.LAYERS}.{idx}"
+            attn, mlp = f"{prefix}.self_attn.", f"{prefix}.mlp."
+            layer.input_norm = kept(f"{prefix}.input_layernorm.weight")
+            layer.mlp_norm = kept(f"{prefix}.post_attention_layernorm.weight")
+            if config.qk_norm:
+                layer.q_norm = kept(f"{attn}q_norm.weight")
+                layer.k_norm = kept(f"{attn}k_norm.weight")
+            layer.qkv = linear(attn, ("q_proj", "k_proj", "v_proj"), config.qkv_bias)
+            layer.out = linear(attn, ("o_proj",), config.o_bias)
+            layer.gate_up = linear(mlp, ("gate_proj", "up_proj"), config.mlp_bias, is_gated=True)
+            layer.down = linear(mlp, ("down_proj",), config.mlp_bias)
+            layer.keys = self._kv.keys[idx].data_ptr()
+            layer.values = self._kv.values[idx].data_ptr()
+            layer.window = config.windows[idx] or 0
+        self._layers = layers
+        embedding = kept(f"{names.EMBEDDING}.weight")
+        tied = config.tie_word_embeddings
+        return library.ModelStruct(
+            hidden=config.hidden_size,
+            mlp=config.intermediate_size,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            vocab=config.vocab_size,
+            num_layers=config.num_layers,
+            block_size=self._kv.block_size,
+            num_blocks=self._kv.num_blocks,
+            threads=torch.get_num_threads(),
+            eps=config.rms_norm_eps,
+            scale=1 / math.sqrt(config.head_dim),
+            embedding=embedding,
+            norm=kept(f"{names.NORM}.weight"),
+            head=linear("", (names.EMBEDDING if tied else names.HEAD,), False),
+            layers=layers,
+        )
+
+    def _linear(
+        self, matrices: Sequence[torch.Tensor], biases: Sequence[torch.Tensor], *, is_gated: bool
+    ) -> library.LinearStruct:
+        """Pack matrices that read the same input into one."""
+        panel = library.PANEL
+        k = matrices[0].shape[1]
+        rows = sum(matrix.shape[0] for matrix in matrices)
+        num_panels = -(-matrices[0].shape[0] // (panel // 2)) if is_gated else -(-rows // panel)
+        panels = _room(num_panels * panel * k)
+        bias = torch.zeros(num_panels * panel, dtype=torch.bfloat16) if biases else None
+        first = 0
+        for part, matrix in enumerate(matrices):
+            if is_gated:
+                half = panel // 2
+                self._library.pack(matrix, panels, 0, half, part * half)
+                if bias is not None:
+                    halves = bias.view(num_panels, 2, half)[:, part]
+                    flat = torch.zeros(num_panels * half, dtype=torch.bfloat16)
+                    flat[: len(biases[part])] = biases[part]
+                    halves.copy_(flat.view(num_panels, half))
+            else:
+                self._library.pack(matrix, panels, first, panel, 0)
+                if bias is not None:
+                    bias[first : first + len(biases[part])] = biases[part]
+            first += matrix.shape[0]
+        self._tensors.append(panels)
+        if bias is not None:
+            self._tensors.append(bias)
+        return library.LinearStruct(
+            panels=panels.data_ptr(),
+            bias=bias.data_ptr() if bias is not None else None,
+            n=num_panels * panel if is_gated else rows,
+            k=k,
+        )
+
+
+class _Angles:
+    """Rotary cos and sin of positions, bfloat16 ``[positions, head_dim]``, grown by doubling."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._rotary = RotaryEmbedding(config.rope, config.head_dim, torch.device("cpu"))
+        self._tables = self._compute(min(_FIRST_ANGLES, config.longest_len))
+
+    def upto(self, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return tables of at least so many positions."""
+        if num_positions > len(self._tables[0]):
+            self._tables = self._compute(1 << (num_positions - 1).bit_length())
+        return self._tables
+
+    def _compute(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = self._rotary.cos_sin(torch.arange(count), torch.bfloat16)
+        return cos[:, 0].contiguous(), sin[:, 0].contiguous()
+
+
+class _Scratch:
+    """Rows of bfloat16 that are the same memory in every step."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._memory = _room(64 * width)
+
+    def rows(self, count: int) -> torch.Tensor:
+        """Return ``[count, width]``, with anything in it."""
+        if count * self._width > len(self._memory):
+            self._memory = _room(count * self._width)
+        return self._memory[: count * self._width].view(count, self._width)
+
+
+def _room(count: int) -> torch.Tensor:
+    """Return ``[count]`` bfloat16 zeros."""
+    return torch.from_numpy(huge_pages.zeros(2 * count)).view(torch.bfloat16)
+
+
+def _address(values: array[int]) -> int:
+    return values.buffer_info()[0]
+
+
+assert array("i").itemsize == ctypes.sizeof(ctypes.c_int32)

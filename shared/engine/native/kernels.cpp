@@ -1,0 +1,734 @@
+// The decoder's arithmetic in bfloat16 on CPUs with AVX-512 BF16: one step of a model, fused.
+//
+// Same function as models/decoder.py with attention/sdpa.py, rounded where transformers rounds. Why it
+// is fast, and what it promises:
+//
+// * Weights lie in panels of 64 columns, pairs of k side by side, as VDPBF16PS wants them. A tile of up
+//   to 6 tokens x 64 columns stays in 24 registers; a panel is read once from memory and then from L2,
+//   so a decode step moves each weight once, and prefill runs at the multipliers' speed.
+// * Every output element is one chain of multiply-adds over k in ascending order, whatever the batch;
+//   attention walks key tiles of 64 at absolute positions, whatever the chunk. So results are the same
+//   bits for any batch size, chunking, number of threads and place in the batch.
+// * Norms, rotary embedding, SiLU and residuals happen on the way; no temporary leaves the caches.
+//
+// Bindings and docstrings: library.py. Layout of weights: `pd_pack`. Nothing here allocates, keeps
+// state, or knows Python.
+
+#include <immintrin.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+using bf16 = std::uint16_t;
+
+constexpr int kPanel = 64;    // columns of a weight panel = keys of an attention tile
+constexpr int kTile = 6;      // tokens of a register tile
+constexpr int kMaxRows = 96;  // query rows (tokens x heads of a group) that share one walk over keys
+constexpr int kMaxHeadDim = 256;
+constexpr int kCheckFailed = 1;
+
+// --- what Python hands over; mirrored in library.py --------------------------------------------------
+
+struct Linear {
+  const bf16* panels;  // [ceil(n / 64)][k / 2][64][2]
+  const bf16* bias;    // [n] or null
+  std::int64_t n, k;
+};
+
+struct Layer {
+  const bf16 *input_norm, *q_norm, *k_norm, *mlp_norm;  // q_norm, k_norm: null if the model has none
+  Linear qkv, out, gate_up, down;  // gate_up: panels of 32 gate columns, then the same 32 of up
+  bf16 *keys, *values;             // pools [slots][kv_heads][head_dim]
+  std::int64_t window;             // positions a token sees, itself included; 0 = all earlier ones
+};
+
+struct Model {
+  std::int64_t hidden, mlp, heads, kv_heads, head_dim, vocab, num_layers, block_size, num_blocks, threads;
+  double eps, scale;
+  const bf16 *embedding, *norm;
+  Linear head;
+  const Layer* layers;
+};
+
+struct Batch {
+  std::int64_t num_rows, num_tokens;
+  const std::int32_t* token_ids;  // [num_tokens]
+  const std::int32_t* firsts;     // [num_rows + 1]: first token of each row
+  const std::int32_t* starts;     // [num_rows]: position of that token in its sequence
+  const std::int32_t* tables;     // block tables of all rows, one after the other
+  const std::int32_t* table_at;   // [num_rows + 1]: where each row's begins
+  const bf16 *cos, *sin;          // [positions][head_dim]
+  bf16* x;                        // [num_tokens][hidden]: the residual stream
+  bf16* scratch;                  // [num_tokens][hidden + qkv + heads * head_dim + mlp]
+};
+
+// --- numbers -----------------------------------------------------------------------------------------
+
+inline float widen(bf16 v) {
+  std::uint32_t bits = std::uint32_t(v) << 16;
+  float out;
+  std::memcpy(&out, &bits, 4);
+  return out;
+}
+
+inline __m512 widen(__m256i v) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16));
+}
+
+inline __m256i narrow(__m512 v) { return (__m256i)_mm512_cvtneps_pbh(v); }
+
+// Round to bfloat16 and back: where transformers keeps a tensor between two operations.
+inline __m512 rounded(__m512 v) { return widen(narrow(v)); }
+
+inline __m512 load16(const bf16* p) { return widen(_mm256_loadu_si256((const __m256i*)p)); }
+inline __m512 load16(const bf16* p, __mmask16 m) { return widen(_mm256_maskz_loadu_epi16(m, p)); }
+inline void store16(bf16* p, __m512 v) { _mm256_storeu_si256((__m256i*)p, narrow(v)); }
+inline void store16(bf16* p, __m512 v, __mmask16 m) { _mm256_mask_storeu_epi16(p, m, narrow(v)); }
+
+inline __mmask16 mask_of(std::int64_t count) {
+  return count >= 16 ? 0xffff : count <= 0 ? 0 : __mmask16((1u << count) - 1);
+}
+
+// Bring a line into L2. Not _mm_prefetch: GCC drops a loop that does nothing else.
+inline void fetch(const void* p) { asm volatile("prefetcht1 %0" ::"m"(*(const char*)p)); }
+
+// exp to about 1 unit in the last place; exactly 0 far below, infinite far above.
+inline __m512 exp16(__m512 x) {
+  x = _mm512_max_ps(_mm512_set1_ps(-200.f), _mm512_min_ps(_mm512_set1_ps(200.f), x));
+  __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
+  p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.f)));
+  return _mm512_scalef_ps(p, n);
+}
+
+// --- the register tile -------------------------------------------------------------------------------
+
+// acc[M][64 columns] += a[M][2 * pairs] . panel, pairs in ascending order.
+template <int M>
+inline __attribute__((always_inline)) void multiply(
+    __m512 (&acc)[M][4], const bf16* a, std::int64_t stride, const bf16* panel, std::int64_t pairs) {
+  for (std::int64_t k = 0; k < pairs; ++k) {
+    const bf16* w = panel + k * 2 * kPanel;
+    _mm_prefetch((const char*)w + 2048, _MM_HINT_T0);
+    _mm_prefetch((const char*)w + 2048 + 64, _MM_HINT_T0);
+    _mm_prefetch((const char*)w + 2048 + 128, _MM_HINT_T0);
+    _mm_prefetch((const char*)w + 2048 + 192, _MM_HINT_T0);
+    __m512bh w0 = (__m512bh)_mm512_loadu_si512(w), w1 = (__m512bh)_mm512_loadu_si512(w + 32);
+    __m512bh w2 = (__m512bh)_mm512_loadu_si512(w + 64), w3 = (__m512bh)_mm512_loadu_si512(w + 96);
+#pragma GCC unroll 6
+    for (int m = 0; m < M; ++m) {
+      std::int32_t pair;
+      std::memcpy(&pair, a + m * stride + 2 * k, 4);
+      __m512bh v = (__m512bh)_mm512_set1_epi32(pair);
+      acc[m][0] = _mm512_dpbf16_ps(acc[m][0], v, w0);
+      acc[m][1] = _mm512_dpbf16_ps(acc[m][1], v, w1);
+      acc[m][2] = _mm512_dpbf16_ps(acc[m][2], v, w2);
+      acc[m][3] = _mm512_dpbf16_ps(acc[m][3], v, w3);
+    }
+  }
+}
+
+template <int M, class Emit>
+inline void product_tile(
+    const bf16* a, std::int64_t stride, const bf16* panel, std::int64_t pairs, std::int64_t row, Emit& emit) {
+  __m512 acc[M][4];
+#pragma GCC unroll 6
+  for (int m = 0; m < M; ++m)
+    for (int j = 0; j < 4; ++j) acc[m][j] = _mm512_setzero_ps();
+  multiply<M>(acc, a, stride, panel, pairs);
+#pragma GCC unroll 6
+  for (int m = 0; m < M; ++m) emit(row + m, acc[m]);
+}
+
+// emit(row, __m512[4]) for rows [begin, end) of a . panel. Rows are cut into tiles of about equal size.
+template <class Emit>
+void product(const bf16* a, std::int64_t stride, const bf16* panel, std::int64_t pairs,
+             std::int64_t begin, std::int64_t end, Emit emit) {
+  std::int64_t left = (end - begin + kTile - 1) / kTile;
+  for (std::int64_t row = begin; row < end; --left) {
+    std::int64_t size = (end - row + left - 1) / left;
+    const bf16* rows = a + row * stride;
+    switch (size) {
+      case 1: product_tile<1>(rows, stride, panel, pairs, row, emit); break;
+      case 2: product_tile<2>(rows, stride, panel, pairs, row, emit); break;
+      case 3: product_tile<3>(rows, stride, panel, pairs, row, emit); break;
+      case 4: product_tile<4>(rows, stride, panel, pairs, row, emit); break;
+      case 5: product_tile<5>(rows, stride, panel, pairs, row, emit); break;
+      default: product_tile<6>(rows, stride, panel, pairs, row, emit); break;
+    }
+    row += size;
+  }
+}
+
+// --- a team of threads -------------------------------------------------------------------------------
+
+// Threads take pieces of a phase as they come free: one that lost its core delays one piece, not all.
+struct Phases {
+  static constexpr int kMax = 1024;
+  std::atomic<std::int64_t> next[kMax];
+  explicit Phases(int count) {
+    for (int i = 0; i < count; ++i) next[i].store(0, std::memory_order_relaxed);
+  }
+};
+
+struct Team {
+  Phases& phases;
+  int phase = 0;
+
+  // Run piece(i) for i in [0, count) and wait for all threads.
+  template <class Piece>
+  void run(std::int64_t count, Piece piece) {
+    std::atomic<std::int64_t>& next = phases.next[phase++];
+    for (std::int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) piece(i);
+#pragma omp barrier
+  }
+};
+
+constexpr std::int64_t kRowsPerPiece = 96;
+
+// out = a . weights; emit(row, panel, __m512[4]).
+template <class Emit>
+void linear(Team& team, const Linear& lin, const bf16* a, std::int64_t num_tokens, Emit emit) {
+  const std::int64_t panels = (lin.n + kPanel - 1) / kPanel;
+  const std::int64_t cuts = (num_tokens + kRowsPerPiece - 1) / kRowsPerPiece;
+  team.run(panels * cuts, [&](std::int64_t piece) {
+    const std::int64_t panel = piece / cuts, cut = piece % cuts;
+    const std::int64_t begin = num_tokens * cut / cuts, end = num_tokens * (cut + 1) / cuts;
+    product(a, lin.k, lin.panels + panel * lin.k * kPanel, lin.k / 2, begin, end,
+            [&](std::int64_t row, __m512(&acc)[4]) { emit(row, panel, acc); });
+  });
+}
+
+inline void add_bias(const Linear& lin, std::int64_t panel, __m512 (&acc)[4]) {
+  if (!lin.bias) return;
+  for (int j = 0; j < 4; ++j) {
+    std::int64_t column = panel * kPanel + 16 * j;
+    acc[j] = _mm512_add_ps(acc[j], load16(lin.bias + column, mask_of(lin.n - column)));
+  }
+}
+
+inline void store_panel(const Linear& lin, std::int64_t panel, const __m512 (&acc)[4], bf16* out) {
+  for (int j = 0; j < 4; ++j) {
+    std::int64_t column = panel * kPanel + 16 * j;
+    store16(out + column, acc[j], mask_of(lin.n - column));
+  }
+}
+
+// x[row] += a . weights, rounded twice as transformers does: the product, then the sum.
+void linear_residual(Team& team, const Linear& lin, const bf16* a, std::int64_t num_tokens, bf16* x) {
+  linear(team, lin, a, num_tokens, [&](std::int64_t row, std::int64_t panel, __m512(&acc)[4]) {
+    add_bias(lin, panel, acc);
+    bf16* to = x + row * lin.n;
+    for (int j = 0; j < 4; ++j) {
+      std::int64_t column = panel * kPanel + 16 * j;
+      __mmask16 m = mask_of(lin.n - column);
+      store16(to + column, _mm512_add_ps(load16(to + column, m), rounded(acc[j])), m);
+    }
+  });
+}
+
+// --- row-wise operations -----------------------------------------------------------------------------
+
+void rms_norm(const bf16* in, const bf16* weight, std::int64_t size, float eps, bf16* out) {
+  __m512 sum = _mm512_setzero_ps();
+  for (std::int64_t i = 0; i < size; i += 16) {
+    __m512 v = load16(in + i, mask_of(size - i));
+    sum = _mm512_fmadd_ps(v, v, sum);
+  }
+  const float mean = _mm512_reduce_add_ps(sum) / float(size);
+  const __m512 factor = _mm512_set1_ps(1.f / std::sqrt(mean + eps));
+  for (std::int64_t i = 0; i < size; i += 16) {
+    __mmask16 m = mask_of(size - i);
+    __m512 v = rounded(_mm512_mul_ps(load16(in + i, m), factor));
+    store16(out + i, _mm512_mul_ps(v, load16(weight + i, m)), m);
+  }
+}
+
+void norm_rows(Team& team, const Model& model, const bf16* in, const bf16* weight, std::int64_t num_tokens,
+               bf16* out) {
+  constexpr std::int64_t kStep = 8;
+  team.run((num_tokens + kStep - 1) / kStep, [&](std::int64_t piece) {
+    for (std::int64_t t = piece * kStep; t < std::min(num_tokens, (piece + 1) * kStep); ++t)
+      rms_norm(in + t * model.hidden, weight, model.hidden, float(model.eps), out + t * model.hidden);
+  });
+}
+
+// Rotary embedding in place; pairs are (i, i + half), each product and the sum are rounded.
+void rotate(bf16* head, const bf16* cos, const bf16* sin, std::int64_t dim) {
+  const std::int64_t half = dim / 2;
+  for (std::int64_t i = 0; i < half; i += 16) {
+    __mmask16 m = mask_of(half - i);
+    __m512 a = load16(head + i, m), b = load16(head + half + i, m);
+    __m512 low = _mm512_sub_ps(rounded(_mm512_mul_ps(a, load16(cos + i, m))),
+                               rounded(_mm512_mul_ps(b, load16(sin + i, m))));
+    __m512 high = _mm512_add_ps(rounded(_mm512_mul_ps(b, load16(cos + half + i, m))),
+                                rounded(_mm512_mul_ps(a, load16(sin + half + i, m))));
+    store16(head + i, low, m);
+    store16(head + half + i, high, m);
+  }
+}
+
+// --- attention ---------------------------------------------------------------------------------------
+
+// What one thread needs for one group of query rows.
+struct alignas(64) Workspace {
+  bf16 queries[kMaxRows * kMaxHeadDim];
+  bf16 keys[kMaxHeadDim * kPanel];    // [dim / 2][64 keys][2]
+  bf16 values[kMaxHeadDim * kPanel];  // [dim / 64][32 key pairs][64 columns][2]
+  float out[kMaxRows * kMaxHeadDim];
+  float top[kMaxRows], sum[kMaxRows];
+};
+
+// 16 x 16 transpose of 32-bit words: out[c * out_stride .. + 16] = column c of the rows in `r`.
+inline void transpose16(__m512i (&r)[16], std::int32_t* out, std::int64_t out_stride) {
+  __m512i t[16];
+  for (int i = 0; i < 8; ++i) {
+    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
+    t[4 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
+    t[8 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
+    t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
+  }
+  for (int i = 0; i < 4; ++i) {
+    _mm512_storeu_si512(out + i * out_stride, _mm512_shuffle_i32x4(t[i], t[4 + i], 0x88));
+    _mm512_storeu_si512(out + (4 + i) * out_stride, _mm512_shuffle_i32x4(t[8 + i], t[12 + i], 0x88));
+    _mm512_storeu_si512(out + (8 + i) * out_stride, _mm512_shuffle_i32x4(t[i], t[4 + i], 0xdd));
+    _mm512_storeu_si512(out + (12 + i) * out_stride, _mm512_shuffle_i32x4(t[8 + i], t[12 + i], 0xdd));
+  }
+}
+
+struct Sequence {
+  const Model& model;
+  const Layer& layer;
+  const std::int32_t* table;
+
+  std::int64_t offset(std::int64_t position) const {
+    const std::int64_t slot = std::int64_t(table[position / model.block_size]) * model.block_size +
+                              position % model.block_size;
+    return slot * model.kv_heads * model.head_dim;
+  }
+
+  // visit(i, offset of position first + i) for i in [0, count), with one division a block.
+  template <class Visit>
+  void each(std::int64_t first, std::int64_t count, Visit visit) const {
+    const std::int64_t stride = model.kv_heads * model.head_dim;
+    for (std::int64_t i = 0; i < count;) {
+      std::int64_t at = offset(first + i);
+      const std::int64_t left = model.block_size - (first + i) % model.block_size;
+      for (const std::int64_t end = std::min(count, i + left); i < end; ++i, at += stride) visit(i, at);
+    }
+  }
+
+  // Ask for these heads of a tile that will be laid out soon: their parts of two tokens are too short
+  // and too far apart for the hardware to guess.
+  void prefetch(std::int64_t first, std::int64_t count, std::int64_t head, std::int64_t heads) const {
+    each(first, count, [&](std::int64_t, std::int64_t at) {
+      for (std::int64_t d = head * model.head_dim; d < (head + heads) * model.head_dim; d += 32) {
+        fetch(layer.keys + at + d);
+        fetch(layer.values + at + d);
+      }
+    });
+  }
+};
+
+// Lay keys and values [first, first + count) out for `multiply`; the rest of the tile becomes zero.
+void lay_out_tile(const Sequence& seq, std::int64_t kv_head, std::int64_t first, std::int64_t count,
+                  Workspace& space) {
+  const std::int64_t dim = seq.model.head_dim;
+  const std::int64_t panels = (dim + kPanel - 1) / kPanel;
+  const bf16 *keys[kPanel], *values[kPanel];
+  seq.each(first, count, [&](std::int64_t i, std::int64_t at) {
+    keys[i] = seq.layer.keys + at + kv_head * dim;
+    values[i] = seq.layer.values + at + kv_head * dim;
+  });
+  for (std::int64_t group = 0; group < kPanel; group += 16) {
+    for (std::int64_t d = 0; d < dim; d += 32) {
+      __m512i rows[16];
+      __mmask32 m = dim - d >= 32 ? 0xffffffffu : (1u << (dim - d)) - 1;
+      for (int i = 0; i < 16; ++i)
+        rows[i] = group + i < count ? _mm512_maskz_loadu_epi16(m, keys[group + i] + d) : _mm512_setzero_si512();
+      transpose16(rows, (std::int32_t*)space.keys + (d / 2) * kPanel + group, kPanel);
+    }
+  }
+  // (a0 b0 a1 b1 ...) of two rows of 32 words: the first and the second 16 columns.
+  alignas(64) static constexpr struct Index {
+    std::uint16_t low[32], high[32];
+    constexpr Index() : low(), high() {
+      for (int i = 0; i < 16; ++i) {
+        low[2 * i] = i, low[2 * i + 1] = 32 + i;
+        high[2 * i] = 16 + i, high[2 * i + 1] = 48 + i;
+      }
+    }
+  } index;
+  const __m512i low = _mm512_load_si512(index.low), high = _mm512_load_si512(index.high);
+  for (std::int64_t pair = 0; pair < kPanel / 2; ++pair) {
+    for (std::int64_t d = 0; d < panels * kPanel; d += 32) {
+      __mmask32 m = dim - d >= 32 ? 0xffffffffu : dim <= d ? 0 : (1u << (dim - d)) - 1;
+      __m512i a = 2 * pair < count ? _mm512_maskz_loadu_epi16(m, values[2 * pair] + d) : _mm512_setzero_si512();
+      __m512i b =
+          2 * pair + 1 < count ? _mm512_maskz_loadu_epi16(m, values[2 * pair + 1] + d) : _mm512_setzero_si512();
+      bf16* to = space.values + ((d / kPanel) * (kPanel / 2) + pair) * 2 * kPanel + (d % kPanel) * 2;
+      _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, low, b));
+      _mm512_storeu_si512(to + 32, _mm512_permutex2var_epi16(a, high, b));
+    }
+  }
+}
+
+// M query rows against one tile: scores, running softmax (Milakov and Gimelshein 2018), weighted values.
+// visible[m]: keys [from, to) of the tile that row m sees.
+template <int M>
+void attend_tile(const Model& model, Workspace& space, std::int64_t row, const std::int32_t (*visible)[2]) {
+  const std::int64_t dim = model.head_dim, panels = (dim + kPanel - 1) / kPanel, padded = panels * kPanel;
+  alignas(64) bf16 weights[M][kPanel];
+  __m512 acc[M][4];
+#pragma GCC unroll 6
+  for (int m = 0; m < M; ++m)
+    for (int j = 0; j < 4; ++j) acc[m][j] = _mm512_setzero_ps();
+  multiply<M>(acc, space.queries + row * padded, padded, space.keys, dim / 2);
+  const __m512 scale = _mm512_set1_ps(float(model.scale)), never = _mm512_set1_ps(-INFINITY);
+#pragma GCC unroll 6
+  for (int m = 0; m < M; ++m) {
+    const std::int32_t from = visible[m][0], to = visible[m][1];
+    if (from >= to) {  // nothing of this tile is seen: leave the row as it is
+      std::memset(weights[m], 0, sizeof weights[m]);
+      continue;
+    }
+    __m512 top = never;
+    for (int j = 0; j < 4; ++j) {
+      __mmask16 m16 = mask_of(to - 16 * j) & ~mask_of(from - 16 * j);
+      acc[m][j] = _mm512_mask_mul_ps(never, m16, acc[m][j], scale);
+      top = _mm512_max_ps(top, acc[m][j]);
+    }
+    const float before = space.top[row + m], now = std::max(before, _mm512_reduce_max_ps(top));
+    const __m512 shift = _mm512_set1_ps(now);
+    __m512 sum = _mm512_setzero_ps();
+    for (int j = 0; j < 4; ++j) {
+      __m512 weight = exp16(_mm512_sub_ps(acc[m][j], shift));
+      sum = _mm512_add_ps(sum, weight);
+      store16(weights[m] + 16 * j, weight);
+    }
+    float total = _mm512_reduce_add_ps(sum);
+    if (now != before) {
+      const float factor = std::exp(before - now);
+      total += space.sum[row + m] * factor;
+      float* out = space.out + (row + m) * padded;
+      for (std::int64_t d = 0; d < padded; d += 16)
+        _mm512_storeu_ps(out + d, _mm512_mul_ps(_mm512_loadu_ps(out + d), _mm512_set1_ps(factor)));
+    } else {
+      total += space.sum[row + m];
+    }
+    space.top[row + m] = now;
+    space.sum[row + m] = total;
+  }
+  for (std::int64_t panel = 0; panel < panels; ++panel) {
+    float* out = space.out + row * padded + panel * kPanel;
+#pragma GCC unroll 6
+    for (int m = 0; m < M; ++m)
+      for (int j = 0; j < 4; ++j) acc[m][j] = _mm512_loadu_ps(out + m * padded + 16 * j);
+    multiply<M>(acc, weights[0], kPanel, space.values + panel * kPanel * kPanel, kPanel / 2);
+#pragma GCC unroll 6
+    for (int m = 0; m < M; ++m)
+      for (int j = 0; j < 4; ++j) _mm512_storeu_ps(out + m * padded + 16 * j, acc[m][j]);
+  }
+}
+
+// Key/value heads [head, head + heads) for tokens [begin, end) of one row of the batch.
+void attend(const Model& model, const Layer& layer, const Batch& batch, std::int64_t row, std::int64_t head,
+            std::int64_t heads, std::int64_t begin, std::int64_t end, const bf16* qkv, bf16* mixed) {
+  static thread_local Workspace space;
+  const std::int64_t dim = model.head_dim, padded = (dim + kPanel - 1) / kPanel * kPanel;
+  const std::int64_t group = model.heads / model.kv_heads;
+  const std::int64_t width = (model.heads + 2 * model.kv_heads) * dim;
+  // Query rows: key/value head by head, in it token by token, in it the heads of the group.
+  const std::int64_t of_head = (end - begin) * group, num_rows = of_head * heads;
+  const auto place = [&](std::int64_t r) { return (head + r / of_head) * group + r % group; };
+  for (std::int64_t r = 0; r < num_rows; ++r) {
+    const bf16* query = qkv + (begin + r % of_head / group) * width + place(r) * dim;
+    std::memcpy(space.queries + r * padded, query, dim * sizeof(bf16));
+    std::memset(space.queries + r * padded + dim, 0, (padded - dim) * sizeof(bf16));
+    space.top[r] = -INFINITY;
+    space.sum[r] = 0;
+  }
+  std::memset(space.out, 0, num_rows * padded * sizeof(float));
+  const Sequence seq{model, layer, batch.tables + batch.table_at[row]};
+  const std::int64_t position = batch.starts[row] + begin - batch.firsts[row];  // of token `begin`
+  const std::int64_t last = position + (end - begin) - 1;
+  const std::int64_t oldest = layer.window ? std::max<std::int64_t>(0, position - layer.window + 1) : 0;
+  for (std::int64_t first = oldest / kPanel * kPanel; first <= last; first += kPanel) {
+    const std::int64_t after = std::min<std::int64_t>(kPanel, last + 1 - first - kPanel);
+    for (std::int64_t h = 0; h < heads; ++h) {
+      if (after > 0) seq.prefetch(first + kPanel, after, head + h, 1);
+      lay_out_tile(seq, head + h, first, std::min<std::int64_t>(kPanel, last + 1 - first), space);
+      for (std::int64_t r = 0, left = (of_head + kTile - 1) / kTile; r < of_head; --left) {
+        const std::int64_t size = (of_head - r + left - 1) / left, at_row = h * of_head + r;
+        std::int32_t visible[kTile][2];
+        for (std::int64_t m = 0; m < size; ++m) {
+          const std::int64_t at = position + (r + m) / group;
+          visible[m][0] = layer.window ? std::max<std::int64_t>(0, at - layer.window + 1 - first) : 0;
+          visible[m][1] = std::min<std::int64_t>(kPanel, at + 1 - first);
+        }
+        switch (size) {
+          case 1: attend_tile<1>(model, space, at_row, visible); break;
+          case 2: attend_tile<2>(model, space, at_row, visible); break;
+          case 3: attend_tile<3>(model, space, at_row, visible); break;
+          case 4: attend_tile<4>(model, space, at_row, visible); break;
+          case 5: attend_tile<5>(model, space, at_row, visible); break;
+          default: attend_tile<6>(model, space, at_row, visible); break;
+        }
+        r += size;
+      }
+    }
+  }
+  for (std::int64_t r = 0; r < num_rows; ++r) {
+    bf16* to = mixed + (begin + r % of_head / group) * model.heads * dim + place(r) * dim;
+    const __m512 inverse = _mm512_set1_ps(1.f / space.sum[r]);
+    for (std::int64_t d = 0; d < dim; d += 16)
+      store16(to + d, _mm512_mul_ps(_mm512_loadu_ps(space.out + r * padded + d), inverse), mask_of(dim - d));
+  }
+}
+
+// --- a layer -----------------------------------------------------------------------------------------
+
+struct Buffers {
+  bf16 *normed, *qkv, *mixed, *act;
+  Buffers(const Model& model, const Batch& batch) {
+    normed = batch.scratch;
+    qkv = normed + batch.num_tokens * model.hidden;
+    mixed = qkv + batch.num_tokens * (model.heads + 2 * model.kv_heads) * model.head_dim;
+    act = mixed + batch.num_tokens * model.heads * model.head_dim;
+  }
+};
+
+constexpr int kFirstPhases = 3, kSecondPhases = 5;
+
+// Norm, q, k, v, rotary embedding, and the KV of this step's tokens into the pool.
+void first_half(Team& team, const Model& model, const Layer& layer, const Batch& batch, const Buffers& to) {
+  norm_rows(team, model, batch.x, layer.input_norm, batch.num_tokens, to.normed);
+  const std::int64_t dim = model.head_dim, kv_width = model.kv_heads * dim;
+  const std::int64_t width = model.heads * dim + 2 * kv_width;
+  linear(team, layer.qkv, to.normed, batch.num_tokens, [&](std::int64_t row, std::int64_t panel, __m512(&acc)[4]) {
+    add_bias(layer.qkv, panel, acc);
+    store_panel(layer.qkv, panel, acc, to.qkv + row * width);
+  });
+  team.run(batch.num_rows, [&](std::int64_t row) {
+    for (std::int64_t t = batch.firsts[row]; t < batch.firsts[row + 1]; ++t) {
+      const std::int64_t position = batch.starts[row] + t - batch.firsts[row];
+      const bf16 *cos = batch.cos + position * dim, *sin = batch.sin + position * dim;
+      bf16* heads = to.qkv + t * width;
+      for (std::int64_t h = 0; h < model.heads + model.kv_heads; ++h) {
+        const bf16* norm = h < model.heads ? layer.q_norm : layer.k_norm;
+        if (norm) rms_norm(heads + h * dim, norm, dim, float(model.eps), heads + h * dim);
+        rotate(heads + h * dim, cos, sin, dim);
+      }
+      const std::int64_t at =
+          Sequence{model, layer, batch.tables + batch.table_at[row]}.offset(position);
+      std::memcpy(layer.keys + at, heads + model.heads * dim, kv_width * sizeof(bf16));
+      std::memcpy(layer.values + at, heads + model.heads * dim + kv_width, kv_width * sizeof(bf16));
+    }
+  });
+}
+
+// Attention, output projection, norm and the gated feed-forward.
+void second_half(Team& team, const Model& model, const Layer& layer, const Batch& batch, const Buffers& to) {
+  const std::int64_t group = model.heads / model.kv_heads;
+  // A piece is a span of a row's tokens and some of its key/value heads: for prompts many tokens share
+  // a walk over one head's keys; for single tokens heads share it, since they lie side by side.
+  const bool all_single = batch.num_rows == batch.num_tokens;
+  const std::int64_t span = all_single ? 1 : std::max<std::int64_t>(1, kMaxRows / group);
+  std::int64_t heads = 1;
+  if (all_single) {
+    heads = std::min(model.kv_heads, kMaxRows / group);
+    while (heads % 2 == 0 && batch.num_rows * model.kv_heads / heads < 4 * model.threads) heads /= 2;
+    while (model.kv_heads % heads) --heads;
+  }
+  const std::int64_t parts = model.kv_heads / heads;
+  std::int64_t spans = 0;
+  for (std::int64_t row = 0; row < batch.num_rows; ++row)
+    spans += (batch.firsts[row + 1] - batch.firsts[row] + span - 1) / span;
+  team.run(spans * parts, [&](std::int64_t piece) {
+    // Later tokens see more keys: they go first, so that the last pieces are small.
+    std::int64_t at = spans - 1 - piece / parts, row = 0, begin = 0;
+    if (all_single) {
+      row = begin = at;
+    } else {
+      for (std::int64_t count;; ++row, at -= count) {
+        count = (batch.firsts[row + 1] - batch.firsts[row] + span - 1) / span;
+        if (at < count) break;
+      }
+      begin = batch.firsts[row] + at * span;
+    }
+    const std::int64_t end = std::min<std::int64_t>(begin + span, batch.firsts[row + 1]);
+    attend(model, layer, batch, row, piece % parts * heads, heads, begin, end, to.qkv, to.mixed);
+  });
+  linear_residual(team, layer.out, to.mixed, batch.num_tokens, batch.x);
+  norm_rows(team, model, batch.x, layer.mlp_norm, batch.num_tokens, to.normed);
+  linear(team, layer.gate_up, to.normed, batch.num_tokens,
+         [&](std::int64_t row, std::int64_t panel, __m512(&acc)[4]) {
+           add_bias(layer.gate_up, panel, acc);
+           for (int j = 0; j < 2; ++j) {
+             const std::int64_t column = panel * (kPanel / 2) + 16 * j;
+             __m512 gate = rounded(acc[j]), up = rounded(acc[2 + j]);
+             __m512 less = exp16(_mm512_sub_ps(_mm512_setzero_ps(), gate));
+             __m512 silu = rounded(_mm512_div_ps(gate, _mm512_add_ps(_mm512_set1_ps(1.f), less)));
+             store16(to.act + row * model.mlp + column, _mm512_mul_ps(silu, up), mask_of(model.mlp - column));
+           }
+         });
+  linear_residual(team, layer.down, to.act, batch.num_tokens, batch.x);
+}
+
+template <class Work>
+void in_team(const Model& model, int num_phases, Work work) {
+  static thread_local Phases* phases = new Phases(Phases::kMax);
+  for (int i = 0; i < num_phases; ++i) phases->next[i].store(0, std::memory_order_relaxed);
+  Phases& shared = *phases;
+#pragma omp parallel num_threads(int(model.threads))
+  {
+    Team team{shared};
+    work(team);
+  }
+}
+
+void embed(const Model& model, const Batch& batch) {
+  for (std::int64_t t = 0; t < batch.num_tokens; ++t)
+    std::memcpy(batch.x + t * model.hidden, model.embedding + batch.token_ids[t] * model.hidden,
+                model.hidden * sizeof(bf16));
+}
+
+}  // namespace
+
+// --- the entries -------------------------------------------------------------------------------------
+
+EXPORT std::int64_t pd_max_head_dim() { return kMaxHeadDim; }
+EXPORT std::int64_t pd_max_group() { return kMaxRows; }
+
+// Whether all token ids, blocks and lengths of the batch exist; 0 = yes.
+EXPORT int pd_check(const Model* model, const Batch* batch) {
+  for (std::int64_t t = 0; t < batch->num_tokens; ++t)
+    if (batch->token_ids[t] < 0 || batch->token_ids[t] >= model->vocab) return kCheckFailed;
+  for (std::int64_t row = 0; row < batch->num_rows; ++row) {
+    const std::int64_t stop = batch->starts[row] + batch->firsts[row + 1] - batch->firsts[row];
+    const std::int64_t blocks = (stop + model->block_size - 1) / model->block_size;
+    if (batch->starts[row] < 0 || blocks > batch->table_at[row + 1] - batch->table_at[row]) return kCheckFailed;
+    for (std::int64_t i = 0; i < blocks; ++i) {
+      const std::int32_t block = batch->tables[batch->table_at[row] + i];
+      if (block < 0 || block >= model->num_blocks) return kCheckFailed;
+    }
+  }
+  return 0;
+}
+
+EXPORT void pd_embed(const Model* model, const Batch* batch) { embed(*model, *batch); }
+
+EXPORT void pd_first_half(const Model* model, const Batch* batch, std::int64_t layer) {
+  in_team(*model, kFirstPhases, [&](Team& team) {
+    first_half(team, *model, model->layers[layer], *batch, Buffers(*model, *batch));
+  });
+}
+
+EXPORT void pd_second_half(const Model* model, const Batch* batch, std::int64_t layer) {
+  in_team(*model, kSecondPhases, [&](Team& team) {
+    second_half(team, *model, model->layers[layer], *batch, Buffers(*model, *batch));
+  });
+}
+
+// All layers in one go, where nobody waits for a layer's KV.
+EXPORT void pd_forward(const Model* model, const Batch* batch) {
+  embed(*model, *batch);
+  constexpr int kPerLayer = kFirstPhases + kSecondPhases;
+  constexpr std::int64_t kAtOnce = Phases::kMax / kPerLayer;
+  for (std::int64_t first = 0; first < model->num_layers; first += kAtOnce) {
+    const std::int64_t last = std::min(first + kAtOnce, model->num_layers);
+    in_team(*model, int(last - first) * kPerLayer, [&](Team& team) {
+      const Buffers to(*model, *batch);
+      for (std::int64_t i = first; i < last; ++i) {
+        first_half(team, *model, model->layers[i], *batch, to);
+        second_half(team, *model, model->layers[i], *batch, to);
+      }
+    });
+  }
+}
+
+// Logits float32 [count][vocab] of hidden states bf16 [count][hidden], rounded to bf16 as transformers
+// does; best: the first most likely token of each. normed: scratch of the size of `hidden`.
+EXPORT void pd_logits(const Model* model, const bf16* hidden, std::int64_t count, bf16* normed, float* logits,
+                      std::int64_t* best) {
+  in_team(*model, 3, [&](Team& team) {
+    norm_rows(team, *model, hidden, model->norm, count, normed);
+    const Linear& head = model->head;
+    linear(team, head, normed, count, [&](std::int64_t row, std::int64_t panel, __m512(&acc)[4]) {
+      add_bias(head, panel, acc);
+      for (int j = 0; j < 4; ++j) {
+        const std::int64_t column = panel * kPanel + 16 * j;
+        _mm512_mask_storeu_ps(logits + row * head.n + column, mask_of(head.n - column), rounded(acc[j]));
+      }
+    });
+    team.run(count, [&](std::int64_t row) {
+      const float* of_row = logits + row * head.n;
+      __m512 top = _mm512_set1_ps(-INFINITY);
+      for (std::int64_t i = 0; i < head.n; i += 16) {
+        __mmask16 m = mask_of(head.n - i);
+        top = _mm512_mask_max_ps(top, m, top, _mm512_maskz_loadu_ps(m, of_row + i));
+      }
+      const __m512 highest = _mm512_set1_ps(_mm512_reduce_max_ps(top));
+      best[row] = 0;
+      for (std::int64_t i = 0; i < head.n; i += 16) {
+        __mmask16 m = mask_of(head.n - i);
+        __mmask16 hit = _mm512_mask_cmpeq_ps_mask(m, _mm512_maskz_loadu_ps(m, of_row + i), highest);
+        if (hit) {
+          best[row] = i + __builtin_ctz(hit);
+          break;
+        }
+      }
+    });
+  });
+}
+
+// Put rows of a matrix [rows][k] into panels. Row r becomes column `offset + c % width` of panel
+// `c / width`, where c = first + r: width 64 for a plain matrix, 32 for gate (offset 0) and up (32).
+EXPORT void pd_pack(const bf16* matrix, std::int64_t rows, std::int64_t k, bf16* panels, std::int64_t first,
+                    std::int64_t width, std::int64_t offset, std::int64_t threads) {
+#pragma omp parallel for schedule(dynamic) num_threads(int(threads))
+  for (std::int64_t group = 0; group < (rows + 15) / 16; ++group) {
+    const std::int64_t begin = group * 16, count = std::min<std::int64_t>(16, rows - begin);
+    const std::int64_t column = first + begin;
+    const bool is_whole = count == 16 && column % 16 == 0;
+    std::int64_t done = 0;
+    if (is_whole) {
+      bf16* to = panels + (column / width) * k * kPanel + (offset + column % width) * 2;
+      for (; done + 32 <= k; done += 32) {
+        __m512i block[16];
+        for (int i = 0; i < 16; ++i) block[i] = _mm512_loadu_si512(matrix + (begin + i) * k + done);
+        transpose16(block, (std::int32_t*)(to + done * kPanel), kPanel);
+      }
+    }
+    for (std::int64_t i = 0; i < count; ++i) {
+      const std::int64_t c = column + i;
+      bf16* to = panels + (c / width) * k * kPanel + (offset + c % width) * 2;
+      for (std::int64_t d = done; d < k; ++d) to[(d / 2) * 2 * kPanel + d % 2] = matrix[(begin + i) * k + d];
+    }
+  }
+}

@@ -1,0 +1,144 @@
+"""Calling the kernels: their structs and entries in ctypes, nothing else.
+
+Every call releases the GIL for its whole duration, so the event loop beside the compute thread runs
+while a step computes. Pointers are plain addresses: whoever passes one keeps its tensor alive.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, byref, c_double, c_int64, c_void_p
+from functools import cache
+
+import torch
+
+from shared.engine.native import build
+
+PANEL = 64
+"""Columns of a weight panel (``kPanel``)."""
+
+
+class LinearStruct(Structure):
+    """One matrix ``[n, k]`` in panels."""
+
+    _fields_ = (("panels", c_void_p), ("bias", c_void_p), ("n", c_int64), ("k", c_int64))
+
+
+class LayerStruct(Structure):
+    """One layer's weights and KV pools."""
+
+    _fields_ = (
+        ("input_norm", c_void_p), ("q_norm", c_void_p), ("k_norm", c_void_p),
+        ("mlp_norm", c_void_p),
+        ("qkv", LinearStruct), ("out", LinearStruct), ("gate_up", LinearStruct),
+        ("down", LinearStruct),
+        ("keys", c_void_p), ("values", c_void_p), ("window", c_int64),
+    )  # fmt: skip
+
+
+class ModelStruct(Structure):
+    """One model. scale: of attention scores."""
+
+    _fields_ = (
+        ("hidden", c_int64), ("mlp", c_int64), ("heads", c_int64), ("kv_heads", c_int64),
+        ("head_dim", c_int64), ("vocab", c_int64), ("num_layers", c_int64),
+        ("block_size", c_int64), ("num_blocks", c_int64), ("threads", c_int64),
+        ("eps", c_double), ("scale", c_double),
+        ("embedding", c_void_p), ("norm", c_void_p), ("head", LinearStruct),
+        ("layers", POINTER(LayerStruct)),
+    )  # fmt: skip
+
+
+class BatchStruct(Structure):
+    """One step's rows; see ``Batch`` in kernels.cpp for the shapes."""
+
+    _fields_ = (
+        ("num_rows", c_int64), ("num_tokens", c_int64),
+        ("token_ids", c_void_p), ("firsts", c_void_p), ("starts", c_void_p),
+        ("tables", c_void_p), ("table_at", c_void_p),
+        ("cos", c_void_p), ("sin", c_void_p), ("x", c_void_p), ("scratch", c_void_p),
+    )  # fmt: skip
+
+
+class Library:
+    """The kernels, loaded."""
+
+    def __init__(self, path: str) -> None:
+        # After torch, whose OpenMP runtime is then shared: one team of threads, not two.
+        handle = ctypes.CDLL(path)
+        self.max_head_dim = int(handle.pd_max_head_dim())
+        self.max_group = int(handle.pd_max_group())
+        self._check = handle.pd_check
+        self._forward = handle.pd_forward
+        self._embed = handle.pd_embed
+        self._first_half = handle.pd_first_half
+        self._second_half = handle.pd_second_half
+        self._logits = handle.pd_logits
+        self._pack = handle.pd_pack
+        for entry in (self._forward, self._embed, self._first_half, self._second_half):
+            entry.restype = None
+        self._logits.restype = self._pack.restype = None
+
+    def check(self, model: ModelStruct, batch: BatchStruct) -> bool:
+        """Whether every token id, block and length of the batch exists."""
+        return self._check(byref(model), byref(batch)) == 0
+
+    def forward(self, model: ModelStruct, batch: BatchStruct) -> None:
+        """All layers."""
+        self._forward(byref(model), byref(batch))
+
+    def embed(self, model: ModelStruct, batch: BatchStruct) -> None:
+        """Fill ``x`` with embeddings; then both halves of each layer, in order."""
+        self._embed(byref(model), byref(batch))
+
+    def first_half(self, model: ModelStruct, batch: BatchStruct, layer: int) -> None:
+        """Up to and with the layer's KV."""
+        self._first_half(byref(model), byref(batch), c_int64(layer))
+
+    def second_half(self, model: ModelStruct, batch: BatchStruct, layer: int) -> None:
+        """Attention and feed-forward."""
+        self._second_half(byref(model), byref(batch), c_int64(layer))
+
+    def logits(
+        self,
+        model: ModelStruct,
+        hidden: torch.Tensor,
+        normed: torch.Tensor,
+        logits: torch.Tensor,
+        best: torch.Tensor,
+    ) -> None:
+        """Final norm, head, and the most likely token. normed: scratch, shaped like ``hidden``."""
+        self._logits(
+            byref(model),
+            c_void_p(hidden.data_ptr()),
+            c_int64(hidden.shape[0]),
+            c_void_p(normed.data_ptr()),
+            c_void_p(logits.data_ptr()),
+            c_void_p(best.data_ptr()),
+        )
+
+    def pack(
+        self, matrix: torch.Tensor, panels: torch.Tensor, first: int, width: int, offset: int
+    ) -> None:
+        """Put the rows of a bfloat16 matrix into panels; see ``pd_pack``."""
+        rows, k = matrix.shape
+        self._pack(
+            c_void_p(matrix.data_ptr()),
+            c_int64(rows),
+            c_int64(k),
+            c_void_p(panels.data_ptr()),
+            c_int64(first),
+            c_int64(width),
+            c_int64(offset),
+            c_int64(torch.get_num_threads()),
+        )
+
+
+@cache
+def load() -> Library:
+    """Return the kernels of this process. Raises build.Unavailable."""
+    path = build.library()
+    try:
+        return Library(str(path))
+    except OSError as error:
+        raise build.Unavailable(f"{path.name} cannot be loaded: {error}") from error

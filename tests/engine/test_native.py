@@ -1,0 +1,205 @@
+"""The native kernels: the same function as torch's, the same bits for every way of batching."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared.engine.native import build
+from shared.engine.torch_engine import TorchEngine
+from shared.errors import LocalProtocolError, ModelError
+from shared.step import SampleSpec, StepRow
+from tests.support.checkpoints import SHAPES
+from tests.support.engine_driver import greedy
+from tests.support.native import needs_native
+
+pytestmark = pytest.mark.torch
+
+EngineOf = Callable[..., TorchEngine]
+LENGTH = 150
+
+
+@pytest.fixture
+def native_of(folder_of: Callable[..., Path]) -> Iterator[Callable[..., TorchEngine]]:
+    """Load a shape in bfloat16 on the native kernels."""
+    needs_native()
+    engines: list[TorchEngine] = []
+
+    def engine(shape: str, **options: object) -> TorchEngine:
+        options = {"num_blocks": 40, "kernels": "native", **options}
+        engines.append(TorchEngine.load(folder_of(shape, dtype="bfloat16"), **options))
+        return engines[-1]
+
+    threads = torch.get_num_threads()
+    yield engine
+    torch.set_num_threads(threads)
+    for one in engines:
+        one.close()
+
+
+def prompt_of(shape: str, length: int = LENGTH, seed: int = 0) -> list[int]:
+    """Return random token ids."""
+    rng = random.Random(f"{shape} {seed}")
+    return [rng.randrange(SHAPES[shape].vocab) for _ in range(length)]
+
+
+def hidden_of(engine: TorchEngine, tokens: list[int], cuts: list[int], table: list[int]):
+    """Return hidden states of a prompt computed in chunks that end at ``cuts``."""
+    parts = []
+    with torch.inference_mode():
+        for start, stop in zip([0, *cuts], [*cuts, len(tokens)], strict=True):
+            passed = engine.forward.run([StepRow(tokens[start:stop], start, table)], None)
+            parts.append(passed.hidden.clone())
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_same_bits_however_a_prompt_is_cut(shape: str, native_of: EngineOf) -> None:
+    """Whole, in chunks, token by token, in another place of the pool, with other block sizes."""
+    tokens = prompt_of(shape)
+    whole = hidden_of(native_of(shape), tokens, [], list(range(10)))
+    engine = native_of(shape, block_size=5)
+    for cuts in ([1, 64, 65], [100, 149], list(range(1, LENGTH))):
+        table = random.Random(len(cuts)).sample(range(40), 30)
+        assert torch.equal(hidden_of(engine, tokens, cuts, table), whole)
+
+
+@pytest.mark.parametrize("shape", ["llama-gqa2", "qwen3-bias-mixed-windows", "mistral-window"])
+def test_same_bits_in_any_company(shape: str, native_of: EngineOf) -> None:
+    """A sequence gets the same hidden states alone and in a batch of prompts and single tokens."""
+    engine = native_of(shape, num_blocks=200)
+    prompts = [prompt_of(shape, length, length) for length in (40, 7, 130, 66, 1, 91, 13)]
+    tables = [list(range(10 * idx, 10 * idx + 10)) for idx in range(len(prompts))]
+    alone = [
+        hidden_of(engine, tokens, [], table) for tokens, table in zip(prompts, tables, strict=True)
+    ]
+    moved = [[block + 100 for block in table] for table in tables]
+    with torch.inference_mode():
+        # All but the last token in one batch, then every last token in one.
+        rows = [
+            StepRow(tokens[:-1], 0, table)
+            for tokens, table in zip(prompts, moved, strict=True)
+            if len(tokens) > 1
+        ]
+        engine.forward.run(rows, None)
+        rows = [
+            StepRow(tokens[-1:], len(tokens) - 1, table)
+            for tokens, table in zip(prompts, moved, strict=True)
+        ]
+        last = engine.forward.run(rows, None).hidden
+        assert torch.equal(last, torch.stack([states[-1] for states in alone]))
+        mixed = [*rows[:3], StepRow(prompts[5], 0, list(range(190, 200))), *rows[3:]]
+        passed = engine.forward.run(mixed, None)
+        first, stop = passed.spans[3]
+        assert torch.equal(passed.hidden[first:stop], alone[5])
+
+
+def test_same_bits_with_any_number_of_threads(native_of: EngineOf) -> None:
+    """Threads share the work; they do not change it."""
+    tokens = prompt_of("llama-gqa2")
+    one, three = (native_of("llama-gqa2", num_threads=count) for count in (1, 3))
+    table = list(range(10))
+    assert torch.equal(hidden_of(one, tokens, [], table), hidden_of(three, tokens, [], table))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_layers_are_reported_in_order_and_change_nothing(shape: str, native_of: EngineOf) -> None:
+    """A layer's KV is in the pool when it is reported, and the result is that of one call."""
+    engine = native_of(shape)
+    tokens, seen = prompt_of(shape, 70), []
+
+    def on_layer(layer: int) -> None:
+        seen.append((layer, bool(engine._kv.keys[layer][:70].any())))
+
+    with torch.inference_mode():
+        plain = engine.forward.run([StepRow(tokens, 0, list(range(5)))], None).hidden.clone()
+        for pool in [*engine._kv.keys, *engine._kv.values]:
+            pool.zero_()
+        told = engine.forward.run([StepRow(tokens, 0, list(range(5)))], on_layer).hidden
+        assert torch.equal(plain, told)
+    assert seen == [(layer, True) for layer in range(engine.layout.num_layers)]
+
+
+def test_the_most_likely_token_is_the_first_of_equals(native_of: EngineOf) -> None:
+    """What the kernels find on the way is what argmax finds."""
+    engine = native_of("llama-gqa2")
+    with torch.inference_mode():
+        hidden = torch.randn(70, 64).to(torch.bfloat16)
+        logits, best = engine.forward.logits(hidden)
+        assert logits.dtype == torch.float32
+        # bfloat16 logits tie now and then.
+        assert torch.equal(best, (logits == logits.amax(-1, keepdim=True)).int().argmax(-1))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        StepRow([], 0, [0]),
+        StepRow([1], -1, [0]),
+        StepRow([199], 0, [0]),
+        StepRow([-1], 0, [0]),
+        StepRow([1 << 40], 0, [0]),
+        StepRow([1] * 17, 0, [0]),
+        StepRow([1], 0, [40]),
+        StepRow([1], 0, [-1]),
+        StepRow([1], 2048, list(range(40))),
+    ],
+)
+def test_bad_rows_are_refused_before_anything_runs(row: StepRow, native_of: EngineOf) -> None:
+    """Unknown tokens and blocks, and rows that do not fit, never reach the kernels."""
+    engine = native_of("llama-gqa2")
+    with pytest.raises(LocalProtocolError):
+        engine.step([StepRow([1], 0, [1]), row])
+    assert not any(pool.any() for pool in engine._kv.keys)
+
+
+def test_kernels_are_chosen(
+    folder_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """auto falls back to torch and says why; native insists; torch never compiles."""
+    folder = folder_of("llama-gqa2", dtype="bfloat16")
+    monkeypatch.setattr(build, "unsupported", lambda: "this CPU lacks everything")
+    build_load = __import__("shared.engine.native.library", fromlist=["load"]).load
+    build_load.cache_clear()
+    try:
+        engine = TorchEngine.load(folder, num_blocks=2)
+        assert type(engine.forward).__name__ == "TorchForward"
+        sample = SampleSpec(greedy(1), 0, (), ())
+        assert engine.step([StepRow([1], 0, [0], sample)])[0].token_id >= 0
+        with pytest.raises(ModelError, match="native kernels cannot run here: this CPU lacks"):
+            TorchEngine.load(folder, num_blocks=2, kernels="native")
+    finally:
+        build_load.cache_clear()
+    with pytest.raises(ModelError, match="they compute bfloat16, not float32"):
+        TorchEngine.load(folder_of("llama-gqa2"), num_blocks=2, kernels="native")
+
+
+def test_a_build_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first use compiles into the user's cache; the next finds it, without a compiler."""
+    needs_native()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "HERE", tmp_path / "package")
+    made = build.library()
+    assert made.parent == tmp_path / "pdmesh" / "native"
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert build.library() == made
+
+
+def test_why_there_is_no_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a compiler, with a broken one, and without a place to write, the reason is told."""
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(build.Unavailable, match="no C\\+\\+ compiler"):
+        build.compile_into(tmp_path)
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\necho 'no such option' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    with pytest.raises(build.Unavailable, match="no such option"):
+        build.compile_into(tmp_path)
+    with pytest.raises(build.Unavailable, match="cannot be written"):
+        build.compile_into(Path("/proc/nowhere"))
+    assert not list(tmp_path.glob("*.so"))
