@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.engine.native import build
+from shared.engine.native import build, library
 from shared.engine.torch_engine import TorchEngine
 from shared.errors import LocalProtocolError, ModelError
 from shared.step import SampleSpec, StepRow
@@ -124,6 +124,20 @@ def test_layers_are_reported_in_order_and_change_nothing(shape: str, native_of: 
     assert seen == [(layer, True) for layer in range(engine.layout.num_layers)]
 
 
+@pytest.mark.parametrize("count", [1, 2, 5, 6, 7, 13, 64, 97, 200])
+@pytest.mark.parametrize(("rows", "k"), [(64, 64), (200, 96), (33, 130), (1, 2)])
+def test_a_product_is_that_of_torch(count: int, rows: int, k: int) -> None:
+    """Every way to cut rows into tiles, and matrices that fill no panel."""
+    needs_native()
+    generator = torch.Generator().manual_seed(count * rows + k)
+    matrix = torch.randn(rows, k, generator=generator).to(torch.bfloat16)
+    x = torch.randn(count, k, generator=generator).to(torch.bfloat16)
+    want = x.double() @ matrix.double().T
+    got = library.load().product(matrix)(x).double()
+    # One rounding to bfloat16 of a float32 sum.
+    assert torch.allclose(got, want, rtol=2**-8, atol=1e-4 * k**0.5)
+
+
 def test_the_most_likely_token_is_the_first_of_equals(native_of: EngineOf) -> None:
     """What the kernels find on the way is what argmax finds."""
     engine = native_of("llama-gqa2")
@@ -163,8 +177,7 @@ def test_kernels_are_chosen(
     """auto falls back to torch and says why; native insists; torch never compiles."""
     folder = folder_of("llama-gqa2", dtype="bfloat16")
     monkeypatch.setattr(build, "unsupported", lambda: "this CPU lacks everything")
-    build_load = __import__("shared.engine.native.library", fromlist=["load"]).load
-    build_load.cache_clear()
+    library.load.cache_clear()
     try:
         engine = TorchEngine.load(folder, num_blocks=2)
         assert type(engine.forward).__name__ == "TorchForward"
@@ -173,7 +186,7 @@ def test_kernels_are_chosen(
         with pytest.raises(ModelError, match="native kernels cannot run here: this CPU lacks"):
             TorchEngine.load(folder, num_blocks=2, kernels="native")
     finally:
-        build_load.cache_clear()
+        library.load.cache_clear()
     with pytest.raises(ModelError, match="they compute bfloat16, not float32"):
         TorchEngine.load(folder_of("llama-gqa2"), num_blocks=2, kernels="native")
 

