@@ -62,9 +62,19 @@ RUN pip install "${TORCH}"
 COPY --from=project /src ./
 RUN pip install ".[${EXTRA},otel]" && pip check && pip uninstall --yes pdmesh pip
 
+# The CPU kernels, where a compiler can be had; without them torch computes the same, slower.
+FROM build AS native
+ARG BUILD_PACKAGES=g++
+COPY shared/engine/native /native
+RUN python3 /native/build.py \
+    || { [ -n "${BUILD_PACKAGES}" ] && apt-get update -q \
+         && apt-get install -q -y --no-install-recommends ${BUILD_PACKAGES} && python3 /native/build.py; } \
+    || echo "no native kernels in this image"
+
 FROM runtime AS prefill
 COPY --from=worker-dependencies /opt/pdmesh /opt/pdmesh
 COPY --from=application /app /app
+COPY --from=native /native /app/shared/engine/native
 ENV PDMESH_METRICS_PORT=9090
 USER 10001:10001
 RUN python3 -c "import services.prefill.app, shared.runtime.worker_process, services.cli"

@@ -79,7 +79,7 @@ def convert(folder: Path, target: Path) -> None:
 
 
 def _permuted(matrix, kind: str):
-    """llama.cpp rotates neighbours where transformers rotates halves: reorder the rows of a head."""
+    """llama.cpp rotates neighbours where transformers rotates halves: reorder a head's rows."""
     heads = SIZES["num_attention_heads" if kind == "attn_q" else "num_key_value_heads"]
     rows, columns = matrix.shape
     halves = matrix.reshape(heads, 2, rows // heads // 2, columns)

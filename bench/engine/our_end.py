@@ -1,4 +1,4 @@
-"""Our engine, asked by ``run.py`` in lines of JSON: the real scheduler, engine, sampler and threads.
+"""Our engine, asked by ``run.py`` in lines of JSON: real scheduler, engine, sampler and threads.
 
 Decode steps are those of the decode service's own loop: plan, a step on the compute thread, commit,
 on uvloop. Everything that is not a call of a kernel is counted as overhead.
@@ -13,6 +13,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -123,7 +124,7 @@ class End:
         self.running.commit(plan, await self.compute.step(plan.rows))
         steps = sink.steps[: sink.wanted]
         assert all(tokens == self.rows for _, _, tokens in steps)
-        pairs = list(zip(steps, steps[1:], strict=False))
+        pairs = list(pairwise(steps))
         seconds = [after[0] - before[0] for before, after in pairs]
         kernels = [after[1] - before[1] for before, after in pairs]
         return {

@@ -7,8 +7,8 @@ while a step computes. Pointers are plain addresses: whoever passes one keeps it
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, byref, c_double, c_int64, c_void_p
 from collections.abc import Callable
+from ctypes import POINTER, Structure, byref, c_double, c_int64, c_void_p
 from functools import cache
 
 import torch
