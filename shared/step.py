@@ -26,8 +26,7 @@ class SampleSpec:
     output: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
-class StepRow:
+class StepRow(NamedTuple):
     """One sequence's share of a step: a prompt chunk, or one token of a running sequence.
 
         tokens of the sequence   0 ......... start ............ start + len(token_ids)

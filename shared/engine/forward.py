@@ -45,5 +45,7 @@ class Forward(Protocol):
 
     def logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return float32 logits ``[n, vocab_size]`` of hidden states ``[n, hidden_size]``, and the
-        most likely token of each row (int64 ``[n]``) where it fell out of the computation."""
+        most likely token of each row (int64 ``[n]``) where it fell out of the computation.
+
+        Both may be written over, and are valid until the next call."""
         ...

@@ -19,16 +19,22 @@ class StepTimeModel:
     """
 
     def __init__(self) -> None:
-        self._normal = np.zeros((3, 3))
-        self._right = np.zeros(3)
+        # Upper triangle of the normal matrix and the right side, plain numbers: a step notes itself
+        # between two kernels, and numpy would take longer for nine of them.
+        self._normal = [0.0] * 6
+        self._right = [0.0] * 3
         self._coefficients: np.ndarray | None = None
         self._num_steps = 0
 
     def observe(self, num_tokens: int, num_context: int, seconds: float) -> None:
         """Take note of a finished step."""
-        features = _features(num_tokens, num_context)
-        self._normal = self._normal * _KEEP + np.outer(features, features)
-        self._right = self._right * _KEEP + features * seconds
+        one, tokens, context = _features(num_tokens, num_context)
+        products = (one, tokens, context, tokens * tokens, tokens * context, context * context)
+        self._normal = [old * _KEEP + new for old, new in zip(self._normal, products, strict=True)]
+        features = (one, tokens, context)
+        self._right = [
+            old * _KEEP + new * seconds for old, new in zip(self._right, features, strict=True)
+        ]
         self._num_steps += 1
         self._coefficients = None
 
@@ -39,12 +45,14 @@ class StepTimeModel:
         coefficients = self._coefficients
         if coefficients is None:
             # A little ridge: all steps so far may have had the same shape.
-            ridge = np.eye(3) * 1e-6 * max(1.0, float(self._normal.trace()))
-            coefficients = np.linalg.solve(self._normal + ridge, self._right)
+            a, b, c, d, e, f = self._normal
+            normal = np.array([[a, b, c], [b, d, e], [c, e, f]])
+            ridge = np.eye(3) * 1e-6 * max(1.0, a + d + f)
+            coefficients = np.linalg.solve(normal + ridge, np.array(self._right))
             self._coefficients = coefficients
-        return max(0.0, float(_features(num_tokens, num_context) @ coefficients))
+        return max(0.0, float(np.dot(_features(num_tokens, num_context), coefficients)))
 
 
-def _features(num_tokens: int, num_context: int) -> np.ndarray:
+def _features(num_tokens: int, num_context: int) -> tuple[float, float, float]:
     # Scaled to the same order of magnitude, so that the ridge weighs them alike.
-    return np.array([1.0, num_tokens / 64, num_context / 4096])
+    return 1.0, num_tokens / 64, num_context / 4096

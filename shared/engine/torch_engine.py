@@ -253,7 +253,7 @@ class TorchEngine(Engine):
             specs = [spec for row in rows if (spec := row.sample)]
             sampled = sample(logits, specs, eos_token_ids=self._spec.eos_token_ids, best=best)
             for idx, outcome in zip(sampling, sampled, strict=True):
-                results[idx] = RowResult(outcome.token_id, outcome.logprobs)
+                results[idx] = RowResult(*outcome)
         for idx, row in enumerate(rows):
             if row.prompt_logprobs is not None and row.prompt_targets:
                 part = hidden[slice(*spans[idx])]

@@ -69,7 +69,9 @@ class NativeForward:
         per_token = config.hidden_size + config.intermediate_size
         per_token += (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         self._scratch = _Scratch(per_token)
-        self._x = _Scratch(config.hidden_size)
+        self._x, self._normed = _Scratch(config.hidden_size), _Scratch(config.hidden_size)
+        self._logits = torch.empty(0, config.vocab_size)
+        self._best = torch.empty(0, dtype=torch.int64)
 
     @property
     def weights(self) -> Iterable[torch.Tensor]:
@@ -134,9 +136,11 @@ class NativeForward:
         """See Forward."""
         hidden = hidden.contiguous()
         count = hidden.shape[0]
-        logits = torch.empty(count, self._config.vocab_size)
-        best = torch.empty(count, dtype=torch.int64)
-        self._library.logits(self._model, hidden, torch.empty_like(hidden), logits, best)
+        if count > len(self._best):
+            self._logits = torch.empty(count, self._config.vocab_size)
+            self._best = torch.empty(count, dtype=torch.int64)
+        logits, best = self._logits[:count], self._best[:count]
+        self._library.logits(self._model, hidden, self._normed.rows(count), logits, best)
         return logits, best
 
     # --- loading -------------------------------------------------------------------------------

@@ -118,16 +118,19 @@ inline __m512 exp16(__m512 x) {
 
 // --- the register tile -------------------------------------------------------------------------------
 
-// acc[M][64 columns] += a[M][2 * pairs] . panel, pairs in ascending order.
-template <int M>
+// acc[M][64 columns] += a[M][2 * pairs] . panel, pairs in ascending order. once: nobody else will read
+// the panel soon, so it shall not push out of the caches what they hold: the KV, and the interpreter
+// that runs between two steps.
+template <int M, bool once = false>
 inline __attribute__((always_inline)) void multiply(
     __m512 (&acc)[M][4], const bf16* a, std::int64_t stride, const bf16* panel, std::int64_t pairs) {
   for (std::int64_t k = 0; k < pairs; ++k) {
     const bf16* w = panel + k * 2 * kPanel;
-    _mm_prefetch((const char*)w + 2048, _MM_HINT_T0);
-    _mm_prefetch((const char*)w + 2048 + 64, _MM_HINT_T0);
-    _mm_prefetch((const char*)w + 2048 + 128, _MM_HINT_T0);
-    _mm_prefetch((const char*)w + 2048 + 192, _MM_HINT_T0);
+    constexpr auto hint = once ? _MM_HINT_NTA : _MM_HINT_T0;
+    _mm_prefetch((const char*)w + 2048, hint);
+    _mm_prefetch((const char*)w + 2048 + 64, hint);
+    _mm_prefetch((const char*)w + 2048 + 128, hint);
+    _mm_prefetch((const char*)w + 2048 + 192, hint);
     __m512bh w0 = (__m512bh)_mm512_loadu_si512(w), w1 = (__m512bh)_mm512_loadu_si512(w + 32);
     __m512bh w2 = (__m512bh)_mm512_loadu_si512(w + 64), w3 = (__m512bh)_mm512_loadu_si512(w + 96);
 #pragma GCC unroll 6
@@ -143,20 +146,20 @@ inline __attribute__((always_inline)) void multiply(
   }
 }
 
-template <int M, class Emit>
+template <int M, bool once, class Emit>
 inline void product_tile(
     const bf16* a, std::int64_t stride, const bf16* panel, std::int64_t pairs, std::int64_t row, Emit& emit) {
   __m512 acc[M][4];
 #pragma GCC unroll 6
   for (int m = 0; m < M; ++m)
     for (int j = 0; j < 4; ++j) acc[m][j] = _mm512_setzero_ps();
-  multiply<M>(acc, a, stride, panel, pairs);
+  multiply<M, once>(acc, a, stride, panel, pairs);
 #pragma GCC unroll 6
   for (int m = 0; m < M; ++m) emit(row + m, acc[m]);
 }
 
 // emit(row, __m512[4]) for rows [begin, end) of a . panel. Rows are cut into tiles of about equal size.
-template <class Emit>
+template <bool once, class Emit>
 void product(const bf16* a, std::int64_t stride, const bf16* panel, std::int64_t pairs,
              std::int64_t begin, std::int64_t end, Emit emit) {
   std::int64_t left = (end - begin + kTile - 1) / kTile;
@@ -164,12 +167,12 @@ void product(const bf16* a, std::int64_t stride, const bf16* panel, std::int64_t
     std::int64_t size = (end - row + left - 1) / left;
     const bf16* rows = a + row * stride;
     switch (size) {
-      case 1: product_tile<1>(rows, stride, panel, pairs, row, emit); break;
-      case 2: product_tile<2>(rows, stride, panel, pairs, row, emit); break;
-      case 3: product_tile<3>(rows, stride, panel, pairs, row, emit); break;
-      case 4: product_tile<4>(rows, stride, panel, pairs, row, emit); break;
-      case 5: product_tile<5>(rows, stride, panel, pairs, row, emit); break;
-      default: product_tile<6>(rows, stride, panel, pairs, row, emit); break;
+      case 1: product_tile<1, once>(rows, stride, panel, pairs, row, emit); break;
+      case 2: product_tile<2, once>(rows, stride, panel, pairs, row, emit); break;
+      case 3: product_tile<3, once>(rows, stride, panel, pairs, row, emit); break;
+      case 4: product_tile<4, once>(rows, stride, panel, pairs, row, emit); break;
+      case 5: product_tile<5, once>(rows, stride, panel, pairs, row, emit); break;
+      default: product_tile<6, once>(rows, stride, panel, pairs, row, emit); break;
     }
     row += size;
   }
@@ -209,8 +212,12 @@ void linear(Team& team, const Linear& lin, const bf16* a, std::int64_t num_token
   team.run(panels * cuts, [&](std::int64_t piece) {
     const std::int64_t panel = piece / cuts, cut = piece % cuts;
     const std::int64_t begin = num_tokens * cut / cuts, end = num_tokens * (cut + 1) / cuts;
-    product(a, lin.k, lin.panels + panel * lin.k * kPanel, lin.k / 2, begin, end,
-            [&](std::int64_t row, __m512(&acc)[4]) { emit(row, panel, acc); });
+    const bf16* weights = lin.panels + panel * lin.k * kPanel;
+    const auto emit_row = [&](std::int64_t row, __m512(&acc)[4]) { emit(row, panel, acc); };
+    if (num_tokens <= kTile)
+      product<true>(a, lin.k, weights, lin.k / 2, begin, end, emit_row);
+    else
+      product<false>(a, lin.k, weights, lin.k / 2, begin, end, emit_row);
   });
 }
 
