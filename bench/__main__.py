@@ -20,6 +20,39 @@ from bench.record import PROJECT, Goal, cpu_name, environment, table
 QUESTIONS = tuple(sorted(path.parent.name for path in (PROJECT / "bench").glob("*/run.py")))
 
 
+README = PROJECT / "bench" / "README.md"
+_BEGIN, _END = "<!-- goals: begin -->\n", "<!-- goals: end -->"
+
+
+def fill() -> None:
+    """Write the goals of each question's newest results into bench/README.md."""
+    lines = ["| | # | question | goal | measured | run |", "|---|---|---|---|---|---|"]
+    entries: list[tuple[Goal, str]] = []
+    for name in QUESTIONS:
+        files = (PROJECT / "bench" / name / "results").glob("*.json")
+        contents = [json.loads(path.read_text()) for path in files]
+        recorded = [one for one in contents if "at" in one["environment"] and "goals" in one]
+        if recorded:
+            newest = max(recorded, key=lambda one: one["environment"]["at"])
+            about = newest["environment"]
+            run = f"{about['at'][:10]} {about['commit']} {about['machine']}"
+            for goal in newest["goals"]:
+                goal.pop("is_met")
+                entries.append((Goal(**goal), run))
+    for goal, run in sorted(entries, key=lambda entry: entry[0].row):
+        measured = f"{goal.value:.3g}"
+        if goal.lowest is not None:
+            measured += f" [{goal.lowest:.3g} .. {goal.highest:.3g}]"
+        mark = "✓" if goal.is_met else "✗"
+        bound = f"{goal.relation} {goal.bound:g}"
+        what = f"{goal.question}: {goal.what}"
+        lines.append(f"| {mark} | {goal.row} | {what} | {bound} | {measured} | {run} |")
+    before, rest = README.read_text().split(_BEGIN)
+    after = rest.split(_END)[1]
+    README.write_text(before + _BEGIN + "\n".join(lines) + "\n" + _END + after)
+    print(f"written to {README.relative_to(PROJECT)}")
+
+
 def main() -> None:
     """Run, collect, print; the exit code says whether every question could be asked."""
     parser = argparse.ArgumentParser(
@@ -29,7 +62,11 @@ def main() -> None:
     )
     parser.add_argument("questions", nargs="*", metavar="QUESTION", help=", ".join(QUESTIONS))
     parser.add_argument("--full", action="store_true", help="not --quick: hours, writes results/")
+    parser.add_argument("--fill", action="store_true", help="measure nothing, only fill the table")
     asked = parser.parse_args()
+    if asked.fill:
+        fill()
+        return
     chosen = asked.questions or QUESTIONS
     if unknown := sorted(set(chosen) - set(QUESTIONS)):
         parser.error(f"no question {', '.join(unknown)}; there are {', '.join(QUESTIONS)}")
@@ -55,6 +92,8 @@ def main() -> None:
     print(table(Goal(**entry) for entry in entries))
     for name in failed:
         print(f"✗     {name} could not be measured; see above")
+    if asked.full:
+        fill()
     sys.exit(bool(failed))
 
 

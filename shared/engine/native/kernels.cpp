@@ -298,7 +298,8 @@ struct alignas(64) Workspace {
   bf16 keys[kMaxHeadDim * kPanel];    // [dim / 2][64 keys][2]
   bf16 values[kMaxHeadDim * kPanel];  // [dim / 64][32 key pairs][64 columns][2]
   float out[kMaxRows * kMaxHeadDim];
-  float top[kMaxRows], sum[kMaxRows];
+  float top[kMaxRows];
+  alignas(64) float sum[kMaxRows][16];  // by lane: added up once, at the end
 };
 
 // 16 x 16 transpose of 32-bit words: out[c * out_stride .. + 16] = column c of the rows in `r`.
@@ -435,24 +436,21 @@ void attend_tile(const Model& model, Workspace& space, std::int64_t row, const s
     }
     const float before = space.top[row + m], now = std::max(before, _mm512_reduce_max_ps(top));
     const __m512 shift = _mm512_set1_ps(now);
-    __m512 sum = _mm512_setzero_ps();
+    __m512 sum = _mm512_load_ps(space.sum[row + m]);
+    if (now != before) {
+      const float factor = std::exp(before - now);
+      sum = _mm512_mul_ps(sum, _mm512_set1_ps(factor));
+      float* out = space.out + (row + m) * padded;
+      for (std::int64_t d = 0; d < padded; d += 16)
+        _mm512_storeu_ps(out + d, _mm512_mul_ps(_mm512_loadu_ps(out + d), _mm512_set1_ps(factor)));
+      space.top[row + m] = now;
+    }
     for (int j = 0; j < 4; ++j) {
       __m512 weight = exp16(_mm512_sub_ps(acc[m][j], shift));
       sum = _mm512_add_ps(sum, weight);
       store16(weights[m] + 16 * j, weight);
     }
-    float total = _mm512_reduce_add_ps(sum);
-    if (now != before) {
-      const float factor = std::exp(before - now);
-      total += space.sum[row + m] * factor;
-      float* out = space.out + (row + m) * padded;
-      for (std::int64_t d = 0; d < padded; d += 16)
-        _mm512_storeu_ps(out + d, _mm512_mul_ps(_mm512_loadu_ps(out + d), _mm512_set1_ps(factor)));
-    } else {
-      total += space.sum[row + m];
-    }
-    space.top[row + m] = now;
-    space.sum[row + m] = total;
+    _mm512_store_ps(space.sum[row + m], sum);
   }
   for (std::int64_t panel = 0; panel < panels; ++panel) {
     float* out = space.out + row * padded + panel * kPanel;
@@ -481,7 +479,7 @@ void attend(const Model& model, const Layer& layer, const Batch& batch, std::int
     std::memcpy(space.queries + r * padded, query, dim * sizeof(bf16));
     std::memset(space.queries + r * padded + dim, 0, (padded - dim) * sizeof(bf16));
     space.top[r] = -INFINITY;
-    space.sum[r] = 0;
+    _mm512_store_ps(space.sum[r], _mm512_setzero_ps());
   }
   std::memset(space.out, 0, num_rows * padded * sizeof(float));
   const Sequence seq{model, layer, batch.tables + batch.table_at[row]};
@@ -519,7 +517,7 @@ void attend(const Model& model, const Layer& layer, const Batch& batch, std::int
   }
   for (std::int64_t r = 0; r < num_rows; ++r) {
     bf16* to = mixed + (begin + r % of_head / group) * model.heads * dim + place(r) * dim;
-    const __m512 inverse = _mm512_set1_ps(1.f / space.sum[r]);
+    const __m512 inverse = _mm512_set1_ps(1.f / _mm512_reduce_add_ps(_mm512_load_ps(space.sum[r])));
     for (std::int64_t d = 0; d < dim; d += 16)
       store16(to + d, _mm512_mul_ps(_mm512_loadu_ps(space.out + r * padded + d), inverse), mask_of(dim - d));
   }
@@ -548,8 +546,12 @@ void first_half(Team& team, const Model& model, const Layer& layer, const Batch&
     add_bias(layer.qkv, panel, acc);
     store_panel(layer.qkv, panel, acc, to.qkv + row * width);
   });
-  team.run(batch.num_rows, [&](std::int64_t row) {
-    for (std::int64_t t = batch.firsts[row]; t < batch.firsts[row + 1]; ++t) {
+  constexpr std::int64_t kStep = 8;
+  team.run((batch.num_tokens + kStep - 1) / kStep, [&](std::int64_t piece) {
+    const std::int64_t begin = piece * kStep, end = std::min(batch.num_tokens, begin + kStep);
+    std::int64_t row = std::upper_bound(batch.firsts, batch.firsts + batch.num_rows, begin) - batch.firsts - 1;
+    for (std::int64_t t = begin; t < end; ++t) {
+      if (t == batch.firsts[row + 1]) ++row;
       const std::int64_t position = batch.starts[row] + t - batch.firsts[row];
       const bf16 *cos = batch.cos + position * dim, *sin = batch.sin + position * dim;
       bf16* heads = to.qkv + t * width;
