@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import itertools
-import json
 import math
 import os
 import random
@@ -29,13 +27,24 @@ from typing import Any
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.transfer.run import environment_record, spread
+from bench.record import Record, spread
 from services.local import local_mesh, plan_services, wait_for_pair
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
 
 HERE = Path(__file__).parent
-GOAL_MS = 5.0  # p99
+GOAL_MS = 2.0
+"""p99, while there are cores left: with pauses."""
+
 PROCESSES = {"gateway": "gateway", "prefill": "prefill-0", "decode": "decode-0"}
+CLIENT_NICENESS = 10
+"""Of this process, which in life is on another machine: the mesh's threads go first."""
+
+QUIET_CORES = 0.1
+"""A repetition in which others used more says nothing about our loops, and is tried again."""
+
+MOST_TRIES = 3
+"""Times the repetitions asked for."""
+
 WARM_UP_S = 3.0
 MAX_TOKENS = 64
 NOUNS = ("door", "box", "key", "house", "garden", "ship", "tower", "river", "bridge", "lamp")
@@ -141,6 +150,13 @@ class Probe:
         )
 
 
+def cores_of_others(span: Span) -> float:
+    """Cores that neither the mesh nor this client used, on average."""
+    first, last = span
+    all_s, own_s = last.all_cpu_s - first.all_cpu_s, last.own_cpu_s - first.own_cpu_s
+    return (all_s - own_s) / (last.at - first.at)
+
+
 def core_wait_s(pid: int) -> float:
     """Seconds that a process's main thread stood in a core's queue (the kernel's run delay)."""
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
@@ -237,6 +253,7 @@ async def measure(
                 ) as session,
             ):
                 await wait_for_pair(mesh.http_url, 60.0)
+                os.nice(CLIENT_NICENESS)
                 urls = {
                     "gateway": mesh.http_url,
                     "prefill": f"http://127.0.0.1:{prefill_port}",
@@ -269,25 +286,29 @@ async def served_model(session: aiohttp.ClientSession, base_url: str) -> str:
 async def measure_load(
     probe: Probe, load: Load, idle: Span, num_streams: int, seconds: float, repetitions: int
 ) -> dict[str, Any]:
-    """Warm up, then repeat under the same load."""
-    loaded: list[Span] = []
+    """Warm up, then repeat under the same load until enough repetitions were quiet; of too many
+    tries the quietest count."""
+    spans: list[Span] = []
     async with asyncio.TaskGroup() as tasks:
         clients = [tasks.create_task(load.run()) for _ in range(num_streams)]
         await asyncio.sleep(WARM_UP_S)
         answers, chunks = load.num_answers, load.num_chunks
-        for _ in range(repetitions):
+        while len(spans) < MOST_TRIES * repetitions:
             before = await probe.read()
             await asyncio.sleep(seconds)
-            loaded.append((before, await probe.read()))
-        first, last = loaded[0][0], loaded[-1][1]
+            spans.append((before, await probe.read()))
+            if sum(cores_of_others(span) <= QUIET_CORES for span in spans) >= repetitions:
+                break
+        first, last = spans[0][0], spans[-1][1]
         took_s = last.at - first.at
-        own_s = last.own_cpu_s - first.own_cpu_s
+        loaded = sorted(spans, key=cores_of_others)[:repetitions]
         whole = {
             "pause_s": load.pause_s,
             "answers_per_s": (load.num_answers - answers) / took_s,
             "chunks_per_s": (load.num_chunks - chunks) / took_s,
-            "cores_of_ours": own_s / took_s,
-            "cores_of_others": (last.all_cpu_s - first.all_cpu_s - own_s) / took_s,
+            "cores_of_ours": (last.own_cpu_s - first.own_cpu_s) / took_s,
+            "cores_of_others": max(cores_of_others(span) for span in loaded),
+            "tries": len(spans),
         }
         for client in clients:
             client.cancel()
@@ -305,8 +326,8 @@ def figures(role: str, idle: Span, loaded: list[Span]) -> dict[str, Any]:
     all_samples = lag_in(loaded[0])
     for span in loaded[1:]:
         all_samples = all_samples.plus(lag_in(span))
-    first, last = loaded[0][0], loaded[-1][1]
-    waited_s = last.core_wait_s[role] - first.core_wait_s[role]
+    took_s = sum(last.at - first.at for first, last in loaded)
+    waited_s = sum(last.core_wait_s[role] - first.core_wait_s[role] for first, last in loaded)
     return {
         "samples": all_samples.num_samples,
         "p50_ms": all_samples.quantile_ms(0.5),
@@ -314,7 +335,7 @@ def figures(role: str, idle: Span, loaded: list[Span]) -> dict[str, Any]:
         "max_ms_at_most": all_samples.max_ms,
         "share_within_goal": share_within(all_samples, GOAL_MS),
         "p99_ms_of_repetitions": spread([lag_in(span).quantile_ms(0.99) for span in loaded]),
-        "share_without_core": waited_s / (last.at - first.at),
+        "share_without_core": waited_s / took_s,
         "idle_p50_ms": lag_in(idle).quantile_ms(0.5),
         "idle_p99_ms": lag_in(idle).quantile_ms(0.99),
         "idle_samples": lag_in(idle).num_samples,
@@ -347,7 +368,8 @@ def show(result: dict[str, Any], num_streams: int) -> None:
         f"{num_streams} streams, pauses of {result['pause_s']:g} s: "
         f"{result['answers_per_s']:.1f} answers/s, {result['chunks_per_s']:.0f} chunks/s\n"
         f"of {os.cpu_count()} cores {result['cores_of_ours']:.1f} ours, "
-        f"{result['cores_of_others']:.1f} others'; loop lag in ms, goal p99 < {GOAL_MS:g}",
+        f"{result['cores_of_others']:.1f} others' at most ({result['tries']} tries); "
+        f"loop lag in ms, goal p99 < {GOAL_MS:g}",
         flush=True,
     )
     for role, row in result["roles"].items():
@@ -375,20 +397,16 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5)
     chosen = parser.parse_args()
     repetitions = 1 if chosen.quick else chosen.repetitions
-    record = environment_record()
-    rows = run(measure(chosen.streams, chosen.pauses, chosen.seconds, repetitions))
-    if not chosen.quick:
-        record |= {
-            "streams": chosen.streams,
-            "seconds": chosen.seconds,
-            "max_tokens": MAX_TOKENS,
-            "load_after": os.getloadavg(),
-        }
-        name = f"{datetime.date.today()}-{record['commit']}-cpu{record['cores']}.json"
-        path = HERE / "results" / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps({"environment": record, "rows": rows}, indent=1) + "\n")
-        print(f"written to {path.relative_to(Path.cwd())}")
+    settings = {"streams": chosen.streams, "seconds": chosen.seconds, "max_tokens": MAX_TOKENS}
+    record = Record(HERE, is_quick=chosen.quick, environment=settings)
+    record.rows += run(measure(chosen.streams, chosen.pauses, chosen.seconds, repetitions))
+    for row in record.rows:
+        if row["pause_s"]:
+            for role, figures_of in row["roles"].items():
+                p99 = figures_of["p99_ms_of_repetitions"]
+                what = f"{role}, torch computing, cores left: p99 in ms"
+                record.goal(8, what, p99, "<=", GOAL_MS)
+    record.finish()
 
 
 def run(work: Any) -> Any:

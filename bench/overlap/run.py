@@ -1,6 +1,6 @@
 """What a layer-wise push hides: time between the last layer's compute and decode's last ack.
 
-    python -m bench.overlap.run [--quick] [--lanes sysv tcp] [--tokens 1024] [--layer-ms 10]
+    python -m bench.overlap.run [--quick] [--lanes sysv tcp] [--layer-mib 1 4 16] [--layer-ms 10]
 
 Two processes, production's pusher and receiver over real UCX and gRPC, 32 layers of modelled
 compute on the compute thread. Modes take turns: compute alone, layer-wise, serialized, and what the
@@ -16,7 +16,6 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # compute is one thread here
 import argparse
 import asyncio
 import contextlib
-import datetime
 import itertools
 import json
 import logging
@@ -24,14 +23,16 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import structlog
 
 from bench.overlap.engine import ModelledEngine
-from bench.transfer.run import LANES, environment_record, spread
+from bench.record import Record, ratios, spread
+from bench.transfer.pairs import ucx_root, without_ucx
+from bench.transfer.run import LANES, congestion_control
 from services.decode.receiver import KvReceiver, LeaseTerms, ReceiveStats
 from services.prefill.pairs import PairTable
 from services.prefill.pusher import Pusher
@@ -46,8 +47,10 @@ from shared.transfer.plan import TransferMode
 from shared.transport.settings import UcxSettings
 from shared.transport.ucxx import open_ucx
 
-HERE = Path(__file__).parent
 NUM_LAYERS = 32
+LAYER_MIB = (1, 4, 16)
+TOKENS_PER_MIB = 256  # 8 KV heads of 128 in bf16: 4 KiB a token and layer
+ROW = 5
 PREFILL, DECODE = Incarnation(1), Incarnation(2)
 MODES = ("compute", "layerwise", "serialized", "auto")
 
@@ -173,10 +176,10 @@ class Prefill:
         }
 
 
-async def measure(lane: str, num_tokens: int, layer_s: float, repetitions: int) -> dict[str, Any]:
-    """Measure all modes on one lane, taking turns; check every push's bytes."""
+async def measure(num_tokens: int, layer_s: float, repetitions: int) -> dict[str, Any]:
+    """Measure all modes, taking turns; check every push's bytes."""
     decode = subprocess.Popen(
-        [sys.executable, "-m", "bench.overlap.run", "--decode", "--tokens", str(num_tokens)],
+        [sys.executable, "-m", "bench.overlap.run", "--decode", str(num_tokens)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert decode.stdin is not None
@@ -226,88 +229,106 @@ async def measure(lane: str, num_tokens: int, layer_s: float, repetitions: int) 
 
 
 def summary(results: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Medians and spreads of every mode, in milliseconds."""
+    """Medians and spreads of every mode, in milliseconds; ratios within a repetition."""
 
-    def of(mode: str, key: str) -> dict[str, Any]:
-        return spread([one[key] * 1e3 for one in results[mode]])
+    def of(mode: str, key: str) -> list[float]:
+        return [one[key] * 1e3 for one in results[mode]]
 
-    row: dict[str, Any] = {"lane": results["layerwise"][0]["lane"]}
-    row["compute"] = {"compute_ms": of("compute", "compute_s")}
+    row: dict[str, Any] = {
+        "lane": results["layerwise"][0]["lane"],
+        "compute": {"compute_ms": spread(of("compute", "compute_s"))},
+    }
+    layer_ms = [compute_ms / NUM_LAYERS for compute_ms in of("compute", "compute_s")]
     for mode in MODES[1:]:
+        exposed_ms = of(mode, "exposed_s")
         row[mode] = {
-            "exposed_ms": of(mode, "exposed_s"),
-            "total_ms": of(mode, "total_s"),
-            "compute_ms": of(mode, "compute_s"),
+            "exposed_ms": spread(exposed_ms),
+            "total_ms": spread(of(mode, "total_s")),
+            "compute_ms": spread(of(mode, "compute_s")),
             "frames": results[mode][0]["frames"],
             "modes": sorted({one["mode"] for one in results[mode]}),
+            "exposed_over_serialized": ratios(exposed_ms, of("serialized", "exposed_s")),
+            "exposed_over_layer": ratios(exposed_ms, layer_ms),
         }
-    row["hidden_share"] = 1 - (
-        row["layerwise"]["exposed_ms"]["median"] / row["serialized"]["exposed_ms"]["median"]
-    )
     return row
 
 
-def show(row: dict[str, Any], num_bytes: int) -> None:
-    """Print one lane."""
+def show(row: dict[str, Any]) -> None:
+    """Print one lane and size."""
     alone = row["compute"]["compute_ms"]["median"]
-    print(f"{row['lane']}: {num_bytes >> 20} MiB of KV, compute alone {alone:.1f} ms")
+    print(
+        f"{row['lane']}: {NUM_LAYERS} layers of {row['layer_mib']} MiB, compute alone "
+        f"{alone:.1f} ms, {alone / NUM_LAYERS:.1f} ms a layer"
+    )
     for mode in MODES[1:]:
         exposed, total = row[mode]["exposed_ms"], row[mode]["total_ms"]
         slower = row[mode]["compute_ms"]["median"] / alone - 1
         print(
             f"  {mode:10}  exposed {exposed['median']:7.2f} ms "
             f"[{exposed['min']:.2f} .. {exposed['max']:.2f}]   total {total['median']:7.1f} ms   "
-            f"compute {slower:+.1%}   ({', '.join(row[mode]['modes'])})"
+            f"compute {slower:+.1%}   ({', '.join(row[mode]['modes'])})",
+            flush=True,
         )
-    print(f"  layer-wise hides {row['hidden_share']:.1%} of what serialized exposes")
 
 
 def main() -> None:
     """Measure, print, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--quick", action="store_true", help="3 repetitions, not recorded")
+    parser.add_argument("--quick", action="store_true", help="2 repetitions, not recorded")
     parser.add_argument("--lanes", nargs="+", choices=list(LANES), default=list(LANES))
-    parser.add_argument("--tokens", type=int, default=1024, help="a multiple of 16")
-    parser.add_argument("--layer-ms", type=float, default=10.0)
-    parser.add_argument("--repetitions", type=int, default=9)
-    parser.add_argument("--decode", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--prefill", choices=list(LANES), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--layer-mib", nargs="+", type=int, default=LAYER_MIB, help="KV of a layer, MiB"
+    )
+    parser.add_argument("--layer-ms", type=float, default=10.0, help="compute of a layer")
+    parser.add_argument("--repetitions", type=int, default=0)
+    parser.add_argument("--decode", type=int, metavar="TOKENS", help=argparse.SUPPRESS)
+    parser.add_argument("--prefill", type=int, metavar="TOKENS", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     structlog.configure(  # standard output belongs to the results
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
     )
-    repetitions = 3 if chosen.quick else chosen.repetitions
+    repetitions = chosen.repetitions or (2 if chosen.quick else 7)
     if chosen.decode:
-        run(serve_decode(chosen.tokens))
+        run(serve_decode(chosen.decode))
     elif chosen.prefill:
-        work = measure(chosen.prefill, chosen.tokens, chosen.layer_ms / 1e3, repetitions)
-        print(json.dumps(run(work)))
+        print(json.dumps(run(measure(chosen.prefill, chosen.layer_ms / 1e3, repetitions))))
     else:
-        compare(chosen.lanes, repetitions, is_recorded=not chosen.quick, num_tokens=chosen.tokens)
-
-
-def compare(lanes: Sequence[str], repetitions: int, *, is_recorded: bool, num_tokens: int) -> None:
-    """Measure each lane in a process of its own: UCX reads its environment once."""
-    record = environment_record()
-    rows: list[dict[str, Any]] = []
-    for lane in lanes:
-        environment = {name: v for name, v in os.environ.items() if not name.startswith("UCX_")}
-        UcxSettings(tls=LANES[lane]).apply_to(environment)
-        command = [sys.executable, "-m", "bench.overlap.run", "--prefill", lane, *sys.argv[1:]]
-        done = subprocess.run(
-            command, env=environment, stdout=subprocess.PIPE, text=True, check=True
+        record = Record(
+            Path(__file__).parent,
+            chosen.quick,
+            {
+                "ucx": (ucx_root() / "VERSION.txt").read_text().strip(),
+                "tcp_congestion_control": congestion_control(),
+                "layers": NUM_LAYERS,
+                "layer_ms": chosen.layer_ms,
+            },
         )
-        rows.append(json.loads(done.stdout))
-        layout = ModelledEngine(num_layers=NUM_LAYERS, num_tokens=16, seed=None).layout
-        show(rows[-1], num_tokens * layout.token_bytes)
-    if is_recorded:
-        record |= {"tokens": num_tokens, "layers": NUM_LAYERS, "load_after": os.getloadavg()}
-        name = f"{datetime.date.today()}-{record['commit']}-cpu{record['cores']}.json"
-        path = HERE / "results" / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps({"environment": record, "rows": rows}, indent=1) + "\n")
-        print(f"written to {path.relative_to(Path.cwd())}")
+        for lane in chosen.lanes:
+            for layer_mib in chosen.layer_mib:
+                row = measure_apart(lane, layer_mib)
+                record.rows.append(row)
+                show(row)
+                note_goals(record, row)
+        record.finish()
+
+
+def measure_apart(lane: str, layer_mib: int) -> dict[str, Any]:
+    """Measure in a process of its own: UCX reads its environment once."""
+    environment = without_ucx()
+    UcxSettings(tls=LANES[lane]).apply_to(environment)
+    tokens = str(layer_mib * TOKENS_PER_MIB)
+    command = [sys.executable, "-m", "bench.overlap.run", "--prefill", tokens, *sys.argv[1:]]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return {"layer_mib": layer_mib, **json.loads(done.stdout)}
+
+
+def note_goals(record: Record, row: dict[str, Any]) -> None:
+    """What the production setting, auto, leaves exposed."""
+    name = f"{row['lane']}, 32 x {row['layer_mib']} MiB: exposed"
+    record.goal(ROW, f"{name} / one layer's time", row["auto"]["exposed_over_layer"], "<=", 1.0)
+    share = row["auto"]["exposed_over_serialized"]
+    record.goal(ROW, f"{name} / serialized", share, "<=", 0.05)
 
 
 def run(work: Any) -> Any:

@@ -1,374 +1,259 @@
-"""How much of UCX's own speed reaches our Transport: GB/s between two processes.
+"""How much of UCX's own speed reaches our Transport, and how fast are the peers beside it?
 
     python -m bench.transfer.run [--quick] [--lanes sysv tcp] [--sizes ...] [--repetitions N]
 
-Every repetition measures ``ucx_perftest -t tag_bw`` and our Transport one after the other, on the
-same lane, with the same UCX settings and with failure detection in both, so that what disturbs the
-machine disturbs both. Results go to ``results/<date>-<commit>-cpu<cores>.json``. What the numbers
-mean: README.md beside this file.
+GB/s between two processes: ``ucx_perftest -t tag_bw`` on the same lane with the same settings, our
+Transport, NIXL and Mooncake's engine, one after the other in every repetition, so that what
+disturbs the machine disturbs all. What the numbers mean: README.md beside this file.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
-import datetime
-import json
 import os
-import platform
-import socket
-import statistics
-import subprocess
 import sys
-import time
-from collections import deque
-from importlib.metadata import version
-from importlib.util import find_spec
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from shared.transport.base import Outcome
+from bench import peers
+from bench.record import Record, ratios, spread
+from bench.transfer.pairs import (
+    Cores,
+    Pair,
+    measure_perftest,
+    our_pair,
+    ucx_root,
+    without_ucx,
+)
 from shared.transport.settings import UcxSettings
 
-HERE = Path(__file__).parent
 LANES = {"sysv": "sysv,self", "tcp": "tcp,self"}
 SIZES = (256 << 10, 1 << 20, 8 << 20, 64 << 20)
-WINDOW = 32  # messages in flight, as in perftest's tag_bw
-TIMEOUT_S = 120.0
-GB = 1e9
+ROW = 4
 
-Cores = tuple[int, int]
-"""Core of the sender and of the receiver, -1 = wherever the kernel likes."""
+OURS, ANCHOR = "pdmesh", "ucx_perftest"
 
 
-# --- our side: one process an end, ordered about by JSON lines ------------------------------------
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """A peer on one lane. variables: its best known settings; extra: of its end program."""
 
+    name: str
+    peer: str
+    lane: str
+    variables: tuple[tuple[str, str], ...] = ()
+    extra: tuple[str, ...] = ()
 
-async def serve_end() -> None:
-    """Obey the parent: open, connect, then send or receive batches."""
-    from shared.transport.ucxx import open_ucx
-
-    transport = await open_ucx()
-    say(transport.address.hex())
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader()
-    pipe, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    address = json.loads(await reader.readline())
-    endpoint = await transport.connect(bytes.fromhex(address), lambda: None)
-    say("")
-    buffers: dict[int, np.ndarray] = {}
-    ack = np.zeros(1, np.uint8)
-    while line := await reader.readline():
-        job = json.loads(line)
-        num_bytes, count, tag = job["num_bytes"], job["count"], job["tag"]
-        buffer = buffers.get(num_bytes)
-        if buffer is None:
-            buffer = buffers[num_bytes] = np.ones(num_bytes, np.uint8)
-        if job["end"] == "receive":
-            buffer[:] = 0
-        in_flight: deque[Any] = deque()
-        if job["end"] == "receive":
-            posted = 0
-            for _ in range(min(WINDOW, count)):
-                in_flight.append(transport.receive(endpoint, buffer, num_bytes, tag + posted))
-                posted += 1
-            say("posted")
-            while in_flight:
-                await done(in_flight.popleft())
-                if posted < count:
-                    in_flight.append(transport.receive(endpoint, buffer, num_bytes, tag + posted))
-                    posted += 1
-            await done(endpoint.send(ack, 1, tag + count))
-            if not buffer.all():
-                sys.exit("the bytes did not arrive")
-        else:
-            answer = transport.receive(endpoint, ack, 1, tag + count)
-            began_at = time.perf_counter()
-            cpu_began = time.process_time()
-            for index in range(count):
-                if len(in_flight) == WINDOW:
-                    await done(in_flight.popleft())
-                in_flight.append(endpoint.send(buffer, num_bytes, tag + index))
-            while in_flight:
-                await done(in_flight.popleft())
-            await done(answer)
-            took_s = time.perf_counter() - began_at
-            cpu_s = time.process_time() - cpu_began
-            say({"seconds": took_s, "cpu_seconds": cpu_s, "lane": endpoint.lane})
-    pipe.close()
-    await transport.close()
-
-
-async def done(operation: Any) -> None:
-    """Wait for an operation; anything but success ends the measurement."""
-    if await operation.settled() is not Outcome.DONE:
-        sys.exit(f"{operation}")
-
-
-def say(answer: Any) -> None:
-    """Answer the parent."""
-    print(json.dumps(answer), flush=True)
-
-
-class End:
-    """The parent's handle on one of our two processes."""
-
-    def __init__(self, environment: dict[str, str], core: int) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.transfer.run", "--end", "--core", str(core)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True,
-        )  # fmt: skip
-
-    def tell(self, order: Any) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-
-    def answer(self) -> Any:
-        assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())
-
-    def close(self) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.communicate(timeout=10)
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
-
-
-class OurPair:
-    """Our Transport between two processes."""
-
-    def __init__(self, environment: dict[str, str], cores: Cores) -> None:
-        self.source, self.target = End(environment, cores[0]), End(environment, cores[1])
-        addresses = self.source.answer(), self.target.answer()
-        self.source.tell(addresses[1])
-        self.target.tell(addresses[0])
-        self.source.answer()
-        self.target.answer()
-        self._next_tag = 1
-
-    def measure(self, num_bytes: int, count: int) -> dict[str, Any]:
-        """Push ``count`` messages; time from the first post to the receiver's word."""
-        job = {"num_bytes": num_bytes, "count": count, "tag": self._next_tag}
-        self._next_tag += count + 1
-        self.target.tell({**job, "end": "receive"})
-        self.target.answer()
-        self.source.tell({**job, "end": "send"})
-        answer = self.source.answer()
-        return {
-            "gb_per_s": num_bytes * count / answer["seconds"] / GB,
-            "sender_cores": answer["cpu_seconds"] / answer["seconds"],
-            "lane": answer["lane"],
-        }
-
-    def close(self) -> None:
-        self.source.close()
-        self.target.close()
-
-
-# --- the anchor -----------------------------------------------------------------------------------
-
-
-def measure_perftest(
-    environment: dict[str, str], cores: Cores, num_bytes: int, count: int
-) -> float:
-    """GB/s of ``ucx_perftest -t tag_bw`` with error handling on (-e), both ends busy-polling."""
-    root = ucx_root()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [
-        str(root / "bin" / "ucx_perftest"), "-t", "tag_bw", "-e", "-f", "-v", "-p", str(port),
-        "-s", str(num_bytes), "-n", str(count), "-w", str(max(2, count // 10)), "-O", str(WINDOW),
-    ]  # fmt: skip
-    environment = environment | {"LD_LIBRARY_PATH": str(root / "lib")}
-    pins = [["-c", str(core)] if core >= 0 else [] for core in cores]
-    server = subprocess.Popen(
-        [*command, *pins[1]], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    try:
-        wait_listening(port)
-        client = subprocess.run(
-            [*command, *pins[0], "127.0.0.1"],
-            env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=True,
-        )  # fmt: skip
-        server.wait(TIMEOUT_S)
-    finally:
-        server.kill()
-        server.wait()
-    # CSV: iterations, latency (percentile, average, overall), MB/s (average, overall), messages/s
-    fields = client.stdout.strip().splitlines()[-1].split(",")
-    return float(fields[5]) * (1 << 20) / GB
-
-
-def wait_listening(port: int) -> None:
-    """Wait until somebody listens, without connecting: perftest serves one client only."""
-    wanted = f":{port:04X} 00000000:0000 0A"
-    until = time.monotonic() + 10
-    while wanted not in Path("/proc/net/tcp").read_text():
-        if time.monotonic() > until:
-            raise TimeoutError("ucx_perftest does not listen")
-        time.sleep(0.01)
-
-
-def ucx_root() -> Path:
-    """Where the libucx wheel lies."""
-    spec = find_spec("libucx")
-    if spec is None or spec.origin is None:
-        sys.exit("libucx is not installed: pip install '.[worker]'")
-    return Path(spec.origin).parent
-
-
-# --- the comparison -------------------------------------------------------------------------------
-
-
-def compare(
-    lane: str, cores: Cores, sizes: list[int], repetitions: int, batch_bytes: int
-) -> list[dict[str, Any]]:
-    """Measure one lane; one row a size. Each repetition has fresh processes on both sides."""
-    environment = {name: v for name, v in os.environ.items() if not name.startswith("UCX_")}
-    UcxSettings(tls=LANES[lane]).apply_to(environment)
-    ours: dict[int, list[dict[str, Any]]] = {num_bytes: [] for num_bytes in sizes}
-    theirs: dict[int, list[float]] = {num_bytes: [] for num_bytes in sizes}
-    for _ in range(repetitions):
-        pair = OurPair(environment, cores)
-        try:
-            for num_bytes in sizes:
-                count = messages_of(num_bytes, batch_bytes)
-                theirs[num_bytes].append(measure_perftest(environment, cores, num_bytes, count))
-                pair.measure(num_bytes, max(2, count // 10))  # warm-up, as perftest has
-                ours[num_bytes].append(pair.measure(num_bytes, count))
-        finally:
-            pair.close()
-    rows = [
-        {
-            "lane": ours[num_bytes][0]["lane"],
-            "num_bytes": num_bytes,
-            "messages": messages_of(num_bytes, batch_bytes),
-            "ours_gb_per_s": spread([one["gb_per_s"] for one in ours[num_bytes]]),
-            "perftest_gb_per_s": spread(theirs[num_bytes]),
-            "share": spread(
-                [
-                    one["gb_per_s"] / anchor
-                    for one, anchor in zip(ours[num_bytes], theirs[num_bytes], strict=True)
-                ]
-            ),
-            "sender_cores": statistics.median(one["sender_cores"] for one in ours[num_bytes]),
-        }
-        for num_bytes in sizes
-    ]
-    for row in rows:
-        print(
-            f"{row['lane']:8} {row['num_bytes'] >> 10:6} KiB  ours {show(row['ours_gb_per_s'])}"
-            f"   perftest {show(row['perftest_gb_per_s'])}   share {show(row['share'])}",
-            flush=True,
+    def open(self, cores: Cores) -> Pair:
+        """Start two of it."""
+        python = str(peers.PEERS[self.peer].python)
+        environment = without_ucx() | dict(self.variables)
+        command = [python, "-m", f"bench.transfer.{self.peer}_end"]
+        return Pair(
+            command, environment, cores, *self.extra, is_checked_after=self.peer == "mooncake"
         )
-    return rows
 
 
-def messages_of(num_bytes: int, batch_bytes: int) -> int:
-    """How many messages make one measurement."""
-    return max(4, batch_bytes // num_bytes)
+# NIXL's mode is that of its UCX backend. "peer" notices a dead process, "none" does not.
+RIVALS = (
+    Rival("NIXL", "nixl", "tcp", (("UCX_TLS", "tcp"),), ("peer",)),
+    Rival("NIXL", "nixl", "sysv", (("UCX_MM_ERROR_HANDLING", "y"),), ("peer",)),
+    Rival("NIXL, no failure detection", "nixl", "sysv", (), ("none",)),
+    Rival("Mooncake", "mooncake", "tcp", (("MC_TCP_ENABLE_CONNECTION_POOL", "1"),)),
+)
 
 
-def spread(values: list[float]) -> dict[str, Any]:
-    """Median, extremes and all values."""
-    return {
-        "median": statistics.median(values),
-        "min": min(values),
-        "max": max(values),
-        "values": [round(value, 4) for value in values],
-    }
+class Lane:
+    """One lane: everybody on it, and what they reached."""
+
+    def __init__(self, name: str, cores: Cores, sizes: Sequence[int], batch_bytes: int) -> None:
+        self.name = name
+        self._cores = cores
+        self.sizes = sizes
+        self._batch_bytes = batch_bytes
+        self.environment = without_ucx()
+        UcxSettings(tls=LANES[name]).apply_to(self.environment)
+        self.speeds: dict[tuple[str, int], list[float]] = {}
+        self.waits: dict[tuple[str, int], list[float]] = {}
+        self.device = ""
+        self._openers: dict[str, Callable[[], Pair]] = {
+            OURS: lambda: our_pair(self.environment, cores)
+        }
+        for rival in RIVALS:
+            if rival.lane == name and peers.installed(rival.peer) is not None:
+                self._openers[rival.name] = lambda rival=rival: rival.open(cores)
+
+    @property
+    def names(self) -> list[str]:
+        """Ours first, then the peers."""
+        return list(self._openers)
+
+    def repeat(self) -> None:
+        """One repetition: fresh processes, every size, everybody in turn."""
+        with contextlib.ExitStack() as stack:
+            pairs: dict[str, Pair] = {}
+            for name, opener in self._openers.items():
+                pairs[name] = opener()
+                stack.callback(pairs[name].close)
+            for num_bytes in self.sizes:
+                count = self.messages_of(num_bytes)
+                anchor = measure_perftest(self.environment, self._cores, num_bytes, count)
+                for name, pair in pairs.items():
+                    pair.stream(num_bytes, max(2, count // 10))  # warm-up, as perftest has
+                    result = pair.stream(num_bytes, count)
+                    self.speeds.setdefault((name, num_bytes), []).append(result["gb_per_s"])
+                    waits = pair.one_by_one(num_bytes, min(50, max(5, count // 10)))
+                    self.waits.setdefault((name, num_bytes), []).extend(waits)
+                    if name == OURS:
+                        self.device = result["lane"]
+                again = measure_perftest(self.environment, self._cores, num_bytes, count)
+                self.speeds.setdefault((ANCHOR, num_bytes), []).append((anchor + again) / 2)
+
+    def messages_of(self, num_bytes: int) -> int:
+        """How many messages make one measurement."""
+        return max(8, self._batch_bytes // num_bytes)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row a size and party."""
+        rows: list[dict[str, Any]] = []
+        for num_bytes in self.sizes:
+            ours = self.speeds[OURS, num_bytes]
+            for name in (OURS, ANCHOR, *self.names[1:]):
+                theirs = self.speeds[name, num_bytes]
+                waits = sorted(self.waits.get((name, num_bytes), []))
+                rows.append(
+                    {
+                        "lane": self.name,
+                        "device": self.device,
+                        "num_bytes": num_bytes,
+                        "messages": self.messages_of(num_bytes),
+                        "name": name,
+                        "gb_per_s": spread(theirs),
+                        "ours_over_this": ratios(ours, theirs),
+                        "one_by_one_p50_us": percentile(waits, 0.5) * 1e6,
+                        "one_by_one_p99_us": percentile(waits, 0.99) * 1e6,
+                    }
+                )
+        return rows
 
 
-def show(figures: dict[str, Any]) -> str:
-    """One line of it."""
-    return f"{figures['median']:6.2f} [{figures['min']:5.2f} .. {figures['max']:5.2f}]"
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """Nearest rank; 0 of nothing."""
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
-def environment_record() -> dict[str, Any]:
-    """What a reader needs to place the numbers."""
-    cpu_names = [
-        line.split(":", 1)[1].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    return {
-        "commit": commit(),
-        "cpu": cpu_names[0] if cpu_names else platform.machine(),
-        "cores": os.cpu_count(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "ucx": ucx_version(),
-        "ucxx": installed_ucxx(),
-        "load_before": os.getloadavg(),
-        "settings": {field: getattr(UcxSettings(), field) for field in UcxSettings.__slots__},
-    }
+def note_goals(record: Record, rows: Sequence[dict[str, Any]]) -> None:
+    """Against perftest every size is a goal; against a peer its best size is."""
+    for row in rows:
+        if row["name"] == ANCHOR:
+            what = f"{row['lane']} {show_bytes(row['num_bytes'])}: share of ucx_perftest"
+            record.goal(ROW, what, row["ours_over_this"], ">=", 0.95)
+    for lane, name in dict.fromkeys((row["lane"], row["name"]) for row in rows):
+        if name in (OURS, ANCHOR):
+            continue
+        mine = [row for row in rows if (row["lane"], row["name"]) == (lane, name)]
+        worst = min(mine, key=lambda row: row["ours_over_this"]["median"])
+        size = show_bytes(worst["num_bytes"])
+        what = f"{lane}: times {name}, at its best size ({size})"
+        record.goal(ROW, what, worst["ours_over_this"], ">", 1.0)
 
 
-def commit() -> str:
-    """Short name of the tree, with + if it was changed."""
-    run = ["git", "-C", str(HERE), "describe", "--always", "--dirty=+"]
-    found = subprocess.run(run, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "none"
+def show_bytes(num_bytes: int) -> str:
+    """256 KiB, 8 MiB."""
+    return f"{num_bytes >> 20} MiB" if num_bytes >= 1 << 20 else f"{num_bytes >> 10} KiB"
 
 
-def ucx_version() -> str:
-    """Version of the wheel."""
-    return (ucx_root() / "VERSION.txt").read_text().strip()
+def show(row: dict[str, Any]) -> str:
+    """One line of a row."""
+    speed, ratio = row["gb_per_s"], row["ours_over_this"]
+    line = (
+        f"{row['lane']:5} {show_bytes(row['num_bytes']):8} {row['name']:28}"
+        f"{speed['median']:6.2f} GB/s [{speed['min']:5.2f} .. {speed['max']:5.2f}]"
+    )
+    if row["name"] != OURS:
+        line += f"  ours/this {ratio['median']:5.2f} [{ratio['min']:.2f} .. {ratio['max']:.2f}]"
+    if row["one_by_one_p50_us"]:
+        p50, p99 = row["one_by_one_p50_us"], row["one_by_one_p99_us"]
+        line += f"  one by one {p50:7.0f} / {p99:.0f} us"
+    return line
 
 
-def installed_ucxx() -> str:
-    """Name and version of the UCXX wheel at hand."""
-    for name in ("ucxx-cu13", "ucxx-cu12"):
-        with contextlib.suppress(Exception):
-            return f"{name} {version(name)}"
-    return "unknown"
+def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """GB/s over size, one panel a lane; nothing without matplotlib."""
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError:
+        print("(no plot: matplotlib is not installed)", file=sys.stderr)
+        return
+    lanes = list(dict.fromkeys(row["lane"] for row in rows))
+    figure, panels = plt.subplots(1, len(lanes), figsize=(5.5 * len(lanes), 4), squeeze=False)
+    for panel, lane in zip(panels[0], lanes, strict=True):
+        for name in dict.fromkeys(row["name"] for row in rows if row["lane"] == lane):
+            mine = [row for row in rows if (row["lane"], row["name"]) == (lane, name)]
+            panel.errorbar(
+                [row["num_bytes"] / (1 << 20) for row in mine],
+                [row["gb_per_s"]["median"] for row in mine],
+                yerr=[
+                    [row["gb_per_s"]["median"] - row["gb_per_s"]["min"] for row in mine],
+                    [row["gb_per_s"]["max"] - row["gb_per_s"]["median"] for row in mine],
+                ],
+                label=name, capsize=3, marker="o", linewidth=2.5 if name == OURS else 1.2,
+            )  # fmt: skip
+        panel.set(title=f"{lane} (CPU)", xlabel="MiB per message", ylabel="GB/s", xscale="log")
+        panel.set_ylim(bottom=0)
+        panel.legend(fontsize=8)
+    figure.tight_layout()
+    for suffix in (".svg", ".png"):
+        figure.savefig(path.with_suffix(suffix), dpi=120)
 
 
 def main() -> None:
     """Measure, print, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--quick", action="store_true", help="3 short repetitions, not recorded")
+    parser.add_argument("--quick", action="store_true", help="few short repetitions, not recorded")
     parser.add_argument("--lanes", nargs="+", choices=list(LANES), default=list(LANES))
     parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES), help="bytes")
-    parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--batch-mib", type=int, default=2048, help="MiB moved per measurement")
+    parser.add_argument("--repetitions", type=int, default=0)
+    parser.add_argument("--batch-mib", type=int, default=0, help="MiB moved per measurement")
     parser.add_argument(
         "--pin", nargs=2, type=int, default=(0, 1), metavar="CORE", help="-1 -1: do not pin"
     )
-    parser.add_argument("--core", type=int, default=-1, help=argparse.SUPPRESS)
-    parser.add_argument("--end", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
-    if chosen.end:
-        if chosen.core >= 0:
-            os.sched_setaffinity(0, {chosen.core})
-        asyncio.run(serve_end())
-        return
-    repetitions, batch_mib = chosen.repetitions, chosen.batch_mib
-    if chosen.quick:
-        repetitions, batch_mib = 3, 512
-    record = environment_record() | {
-        "pinned_to": chosen.pin,
-        "scheduler": {0: "other", 1: "fifo", 2: "rr"}.get(os.sched_getscheduler(0)),
-    }
-    rows = [
-        row
-        for lane in chosen.lanes
-        for row in compare(lane, tuple(chosen.pin), chosen.sizes, repetitions, batch_mib << 20)
-    ]
-    record["load_after"] = os.getloadavg()
-    if not chosen.quick:
-        name = f"{datetime.date.today()}-{record['commit']}-cpu{record['cores']}.json"
-        path = HERE / "results" / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps({"environment": record, "rows": rows}, indent=1) + "\n")
-        print(f"written to {path.relative_to(Path.cwd())}")
+    repetitions = chosen.repetitions or (2 if chosen.quick else 9)
+    batch_mib = chosen.batch_mib or (128 if chosen.quick else 512)
+    record = Record(
+        Path(__file__).parent,
+        chosen.quick,
+        {
+            "ucx": (ucx_root() / "VERSION.txt").read_text().strip(),
+            "settings": {name: getattr(UcxSettings(), name) for name in UcxSettings.__slots__},
+            "pinned_to": chosen.pin,
+            "tcp_congestion_control": congestion_control(),
+        },
+    )
+    for name in chosen.lanes:
+        lane = Lane(name, tuple(chosen.pin), chosen.sizes, batch_mib << 20)
+        for _ in range(repetitions):
+            lane.repeat()
+        for row in lane.rows():
+            record.rows.append(row)
+            print(show(row), flush=True)
+    note_goals(record, record.rows)
+    path = record.finish()
+    if path is not None:
+        plot(record.rows, path)
+
+
+def congestion_control() -> str:
+    """Of this machine's tcp: bbr paces its own packets, cubic does not."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    return ""
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("UCX_LOG_LEVEL", "error")
     main()

@@ -1,0 +1,334 @@
+"""The gateway's own cost: CPU per token and request, added latency, start and memory.
+
+    python -m bench.gateway.run                   # 5 repetitions, writes results/
+    python -m bench.gateway.run --quick           # one repetition, under a minute
+    python -m bench.gateway.run --streams 10000   # only this: so many streams at once, none lost
+
+Beside vllm-router, sglang-router and smg, where they are installed. What the numbers mean:
+README.md beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import sys
+import tempfile
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.gateway.subjects import (
+    ROUTERS,
+    STEP_MS,
+    Cores,
+    Subject,
+    compile_programs,
+    http_backends,
+    our_gateway,
+    router,
+    write_words,
+)
+from bench.record import Record, ratios, spread
+from shared.log import configure_logs
+
+HERE = Path(__file__).parent
+OURS = "pdmesh"
+DIRECT = "direct"
+LIMIT_US = 8.0
+ADDED_MS = 0.25
+MANY = 10_000
+NOT_WORSE = 1.1
+"""No peer may be better by more than this factor in any row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One load. figures: which of a run's figures are told, lower = better in all."""
+
+    name: str
+    kind: str
+    connections: int
+    max_tokens: int
+    is_paced: bool
+    window_s: float
+    figures: tuple[str, ...]
+
+
+_TOKEN = ("cpu_us_per_token",)
+LOADS = (
+    Load("64 streams, flat out", "stream", 64, 128, False, 1.5, _TOKEN),
+    Load("1,024 streams, flat out", "stream", 1024, 128, False, 2.5, _TOKEN),
+    Load(f"64 streams, a step every {STEP_MS} ms", "stream", 64, 128, True, 3.0, _TOKEN),
+    Load(f"1,024 streams, a step every {STEP_MS} ms", "stream", 1024, 128, True, 3.0, _TOKEN),
+    Load("unary, 64 connections", "unary", 64, 2, False, 1.5, ("cpu_us_per_request",)),
+    Load("unary, 1 connection", "unary", 1, 2, False, 1.5, ("added_p50_ms", "added_p99_ms")),
+    Load(
+        "128-token stream, 1 connection", "stream", 1, 128, False, 1.5,
+        ("first_p50_ms", "whole_p50_ms"),
+    ),
+)  # fmt: skip
+
+
+class Client:
+    """The load client, a program of its own."""
+
+    def __init__(self, program: Path, words: Path, cores: Cores) -> None:
+        self._program = program
+        self._words = words
+        self._cores = cores
+
+    async def run(
+        self,
+        subject: Subject,
+        load: Load,
+        *,
+        warm_s: float,
+        window_s: float,
+        open_per_s: float = 0.0,
+    ) -> dict[str, Any]:
+        """Put the load on the subject and return the client's figures."""
+        subject.set_pace(is_paced=load.is_paced)
+        child = await asyncio.create_subprocess_exec(
+            self._program,
+            *(str(subject.port), self._words, load.kind, str(load.connections)),
+            *(str(load.max_tokens), str(warm_s), str(window_s), str(open_per_s)),
+            *map(str, subject.pids),
+            stdout=asyncio.subprocess.PIPE,
+            preexec_fn=lambda: os.sched_setaffinity(0, self._cores.others),
+        )
+        output, _ = await child.communicate()
+        if child.returncode:
+            sys.exit(f"{subject.name}, {load.name}: wrong or lost answers: {output.decode()}")
+        return derived(json.loads(output))
+
+
+def derived(figures: dict[str, Any]) -> dict[str, Any]:
+    """Add what is told from the client's counts."""
+    if figures["tokens"]:
+        figures["cpu_us_per_token"] = figures["cpu_s"] / figures["tokens"] * 1e6
+        figures["tokens_per_s"] = figures["tokens"] / figures["seconds"]
+        figures["tokens_per_event"] = figures["tokens"] / max(1, figures["events"])
+    if figures["answers"]:
+        figures["cpu_us_per_request"] = figures["cpu_s"] / figures["answers"] * 1e6
+        figures["answers_per_s"] = figures["answers"] / figures["seconds"]
+    return figures
+
+
+# --- beside the routers ---------------------------------------------------------------------------
+
+
+async def compare(record: Record, repetitions: int, share: float, names: list[str]) -> None:
+    """Measure every load on every subject, in turns; share: of the windows' length."""
+    async with tools() as (programs, words, log):
+        cores = Cores.of_this_machine()
+        client = Client(programs["client"], words, cores)
+        async with contextlib.AsyncExitStack() as stack:
+            backends = await stack.enter_async_context(http_backends(programs, words, cores, log))
+            ours = await stack.enter_async_context(our_gateway(programs, words, cores, log))
+            subjects = [ours]
+            for name in names:
+                found = await stack.enter_async_context(router(name, backends, cores, log))
+                subjects += [found] if found is not None else []
+            port, pid = next(iter(backends.items()))
+            direct = Subject(DIRECT, port, (pid,), (pid,))
+            runs = await repeat(client, [direct, *subjects], repetitions, share)
+    for load in LOADS:
+        row = row_of(load, [subject.name for subject in subjects], runs)
+        record.rows.append(row)
+        show(row)
+        judge(record, load, row)
+
+
+Runs = dict[tuple[str, str], list[dict[str, Any]]]
+"""(load, subject) -> the client's figures of each repetition."""
+
+
+async def repeat(client: Client, subjects: list[Subject], repetitions: int, share: float) -> Runs:
+    """Every load on every subject, as often; the order of subjects turns."""
+    runs: Runs = {(load.name, subject.name): [] for load in LOADS for subject in subjects}
+    for repetition in range(repetitions):
+        for load in LOADS:
+            turn = repetition % len(subjects)
+            for subject in subjects[turn:] + subjects[:turn]:
+                if subject.name == DIRECT and load.connections > 1:
+                    continue
+                window_s = load.window_s * share
+                # Paced streams of one batch must not all begin in the window's first step.
+                warm_s = 1.0 if load.is_paced else 0.4
+                figures = await client.run(subject, load, warm_s=warm_s * share, window_s=window_s)
+                runs[load.name, subject.name].append(figures)
+            add_latencies(runs, load, subjects)
+    return runs
+
+
+def add_latencies(runs: Runs, load: Load, subjects: list[Subject]) -> None:
+    """Take the back end's own latency away from what went through a subject, in one repetition."""
+    if "added_p50_ms" not in load.figures:
+        return
+    direct = runs[load.name, DIRECT][-1]
+    for subject in subjects:
+        figures = runs[load.name, subject.name][-1]
+        for name in ("p50", "p99"):
+            figures[f"added_{name}_ms"] = figures[f"whole_{name}_ms"] - direct[f"whole_{name}_ms"]
+
+
+def row_of(load: Load, names: list[str], runs: Runs) -> dict[str, Any]:
+    """One load: figures of every subject, and ours over each peer's."""
+    row: dict[str, Any] = {"load": load.name, "subjects": {}, "ours_over_theirs": {}}
+    for name in [DIRECT, *names]:
+        if measured := runs[load.name, name]:
+            row["subjects"][name] = {
+                figure: spread([run[figure] for run in measured])
+                for figure in sorted(set(measured[0]) - {"failed"})
+            }
+    for figure in load.figures:
+        mine = [run[figure] for run in runs[load.name, OURS]]
+        row["ours_over_theirs"][figure] = {
+            name: ratios(mine, [run[figure] for run in runs[load.name, name]])
+            for name in names
+            if name != OURS
+        }
+    return row
+
+
+def show(row: dict[str, Any]) -> None:
+    """Print one load."""
+    print(row["load"])
+    for name, figures in row["subjects"].items():
+        told = [
+            f"{figure} {figures[figure]['median']:.3g} "
+            f"[{figures[figure]['min']:.3g} .. {figures[figure]['max']:.3g}]"
+            for figure in (
+                *next(load.figures for load in LOADS if load.name == row["load"]),
+                *("tokens_per_s", "tokens_per_event", "answers_per_s"),
+            )
+            if figure in figures
+        ]
+        print(f"  {name:14} {'  '.join(told)}", flush=True)
+
+
+def judge(record: Record, load: Load, row: dict[str, Any]) -> None:
+    """Note the goals of one load."""
+    ours = row["subjects"][OURS]
+    if "cpu_us_per_token" in load.figures:
+        what = f"CPU us/token, {load.name}"
+        record.goal(7, what, ours["cpu_us_per_token"], "<=", LIMIT_US)
+    if "added_p50_ms" in load.figures:
+        record.goal(7, "unary, added p50 ms", ours["added_p50_ms"], "<=", ADDED_MS)
+    for figure, peers in row["ours_over_theirs"].items():
+        if peers:
+            best = max(peers.values(), key=lambda ratio: ratio["median"])
+            what = f"{figure}, {load.name}: ours/best peer"
+            record.goal(7, what, best, "<=", NOT_WORSE)
+
+
+# --- start and memory -----------------------------------------------------------------------------
+
+
+async def start_up(record: Record, repetitions: int) -> None:
+    """From exec to a gateway that takes requests, and what it holds then."""
+    async with tools() as (programs, words, log):
+        cores = Cores.of_this_machine()
+        seconds: list[float] = []
+        mib: list[float] = []
+        for _ in range(repetitions + 1):  # the first reads the files from disk
+            async with our_gateway(programs, words, cores, log) as ours:
+                seconds.append(ours.ready_s)
+                mib.append(ours.memory_mib())
+    row = {"ready_s": spread(seconds[1:]), "memory_mib": spread(mib[1:])}
+    record.rows.append({"load": "start", **row})
+    record.goal(10, "gateway: exec to a usable pair, s", row["ready_s"], "<", 1.0)
+    record.goal(10, "gateway: resident memory with a pair, MiB", row["memory_mib"], "<", 80.0)
+
+
+# --- many streams ---------------------------------------------------------------------------------
+
+
+async def many_streams(record: Record, count: int) -> None:
+    """Open ``count`` streams that all live at once, and check every byte of all of them."""
+    needed = count + 256
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < needed:
+        sys.exit(f"{count} streams need a hard limit of open files of {needed}: ulimit -Hn")
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (needed, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    )
+    load = Load(f"{count} streams", "stream", count, 64, True, 0.0, ())
+    async with tools() as (programs, words, log):
+        cores = Cores.of_this_machine()
+        client = Client(programs["client"], words, cores)
+        async with our_gateway(programs, words, cores, log, step_ms=1000) as ours:
+            idle_mib = ours.memory_mib()
+            most_mib = idle_mib
+            async with asyncio.TaskGroup() as tasks:
+                running = tasks.create_task(
+                    client.run(ours, load, warm_s=0.0, window_s=0.0, open_per_s=count / 15)
+                )
+                while not running.done():
+                    await asyncio.wait([running], timeout=0.5)
+                    most_mib = max(most_mib, ours.memory_mib())
+            figures = running.result()
+    kib = (most_mib - idle_mib) * 1024 / count
+    figures |= {"idle_mib": idle_mib, "most_mib": most_mib, "kib_per_stream": kib}
+    record.rows.append({"load": load.name, **figures})
+    print(
+        f"{figures['all_answers']} of {count} answers whole, {figures['most_open']} open at once, "
+        f"{figures['whole_p50_ms'] / 1e3:.0f} s each; {idle_mib:.0f} MiB before, at most "
+        f"{most_mib:.0f}, {kib:.1f} KiB a stream; "
+        f"CPU {figures['cpu_us_per_token']:.1f} us/token"
+    )
+    record.goal(7, f"whole answers of {count} open streams", figures["all_answers"], ">=", count)
+    record.goal(7, f"streams open at once, of {count}", figures["most_open"], ">=", count)
+
+
+# --- all of it ------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def tools() -> AsyncGenerator[tuple[dict[str, Path], Path, Path]]:
+    """Compiled programs, list of words and a log, for the length of the block; the log is shown if
+    it ends badly."""
+    with tempfile.TemporaryDirectory(prefix="bench-gateway-") as folder:
+        place = Path(folder)
+        log = place / "log"
+        log.touch()
+        words = place / "words"
+        write_words(words)
+        try:
+            yield compile_programs(place), words, log
+        except BaseException:
+            sys.stderr.write(log.read_text()[-4000:])
+            raise
+
+
+def main() -> None:
+    """Measure, print, and write the results."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--quick", action="store_true", help="one repetition, not recorded")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument(
+        "--streams", type=int, default=0, metavar="N", help="only this many at once"
+    )
+    parser.add_argument("--peers", nargs="*", default=list(ROUTERS), choices=list(ROUTERS))
+    chosen = parser.parse_args()
+    configure_logs(service="bench", level="error")
+    record = Record(HERE, chosen.quick)
+    repetitions = 1 if chosen.quick else chosen.repetitions
+    if chosen.streams:
+        asyncio.run(many_streams(record, chosen.streams))
+        record.finish(write=False)
+        return
+    asyncio.run(start_up(record, repetitions))
+    asyncio.run(compare(record, repetitions, 0.5 if chosen.quick else 0.8, chosen.peers))
+    if not chosen.quick:
+        asyncio.run(many_streams(record, MANY))
+    record.finish()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,328 @@
+"""What is measured: our gateway and the routers, each with its mock back end, pinned to cores.
+
+The C programs beside this file are compiled at first use into a folder of their own. Nothing here
+measures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from bench.peers import installed
+from bench.record import PROJECT
+from shared.address import Address
+from shared.ids import Incarnation
+from shared.kv.layout import KvLayout
+from shared.model_folder import ModelFolder, resolve_model
+from shared.model_spec import ModelSpec
+from shared.rpc.join import Announcement, Registration, WorkerRole
+from shared.rpc.tcp import TcpNetwork
+from shared.telemetry.worker import WorkerLoad
+
+HERE = Path(__file__).parent
+STEP_MS = 50
+MODEL = "m"
+_INCARNATIONS = {WorkerRole.PREFILL: Incarnation(11), WorkerRole.DECODE: Incarnation(12)}
+_START_WITHIN_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """Who may run where: the process under test on one core, back ends and client on another."""
+
+    tested: frozenset[int]
+    others: frozenset[int]
+
+    @classmethod
+    def of_this_machine(cls) -> Cores:
+        """The first two of those we may use; the same one twice where there is one."""
+        mine = sorted(os.sched_getaffinity(0))
+        return cls(frozenset(mine[:1]), frozenset(mine[1:2] or mine[:1]))
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """One thing to measure. pids: its processes, whose CPU counts. backends: of its mocks."""
+
+    name: str
+    port: int
+    pids: tuple[int, ...]
+    backends: tuple[int, ...]
+    ready_s: float = 0.0
+
+    def set_pace(self, *, is_paced: bool) -> None:
+        """Have the mocks send one token a step, or as fast as they are read."""
+        for pid in self.backends:
+            os.kill(pid, signal.SIGUSR1 if is_paced else signal.SIGUSR2)
+
+    def memory_mib(self) -> float:
+        """Resident memory of its processes."""
+        pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in self.pids)
+        return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+
+
+def compile_programs(folder: Path) -> dict[str, Path]:
+    """Compile the mocks and the client; exits with a sentence if there is no compiler."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        sys.exit("this benchmark needs a C compiler for its mocks and its client: install cc")
+    programs: dict[str, Path] = {}
+    for name in ("backend", "mesh", "client"):
+        programs[name] = folder / name
+        source = str(HERE / f"{name}.c")
+        run = [compiler, "-O2", "-Wall", "-Wextra", "-o", str(programs[name]), source]
+        subprocess.run(run, check=True)
+    return programs
+
+
+def write_words(path: Path) -> None:
+    """Write the tokens that answers are made of: words of the bundled tokenizer that are one token
+    each, whatever stands before them, and need no escape in JSON."""
+    from tokenizers import Tokenizer
+
+    folder = ModelFolder(resolve_model("demo"))
+    tokenizer: Any = Tokenizer.from_file(str(folder.tokenizer_path))
+    with path.open("w") as file:
+        for token_id in range(folder.vocab_size):
+            text = tokenizer.decode([token_id])
+            is_word = text.startswith(" ") and text[1:].isascii() and text[1:].isalpha()
+            if is_word:
+                file.write(f"{token_id}\t{text}\n")
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that were free a moment ago."""
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def process(
+    command: Sequence[str | Path],
+    cores: frozenset[int],
+    log: Path,
+    environ: dict[str, str] | None = None,
+) -> AsyncGenerator[asyncio.subprocess.Process]:
+    """Run a program on these cores for the length of the block; it may open as many files as the
+    hard limit allows."""
+    with log.open("ab") as output:
+        child = await asyncio.create_subprocess_exec(
+            *map(str, command),
+            env={**os.environ, **(environ or {})},
+            stdout=output,
+            stderr=output,
+            cwd=PROJECT,
+            preexec_fn=lambda: os.sched_setaffinity(0, cores),
+        )
+    try:
+        yield child
+    finally:
+        if child.returncode is None:
+            child.terminate()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(5.0):
+                    await child.wait()
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+
+
+async def wait_until(
+    port: int, path: str, child: asyncio.subprocess.Process, poll_s: float = 0.05
+) -> None:
+    """Wait until this answers 200. Raises RuntimeError: the process ended, or the limit came."""
+    give_up_at = time.monotonic() + _START_WITHIN_S
+    async with aiohttp.ClientSession() as session:
+        while time.monotonic() < give_up_at and child.returncode is None:
+            with contextlib.suppress(aiohttp.ClientError):
+                async with session.get(f"http://127.0.0.1:{port}{path}") as response:
+                    if response.status == 200:
+                        return
+            await asyncio.sleep(poll_s)
+    raise RuntimeError(f"{path} on port {port} did not answer in time")
+
+
+# --- our gateway ----------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def our_gateway(
+    programs: dict[str, Path],
+    words: Path,
+    cores: Cores,
+    log: Path,
+    *,
+    step_ms: int = STEP_MS,
+    name: str = "pdmesh",
+) -> AsyncGenerator[Subject]:
+    """Start a gateway with a mock pair of workers. ``ready_s``: from exec until ``/ready`` says
+    that a pair is usable, the pair's joining included."""
+    http_port, grpc_port, prefill_port, decode_port = free_ports(4)
+    ports = {WorkerRole.PREFILL: prefill_port, WorkerRole.DECODE: decode_port}
+    mesh = [
+        programs["mesh"],
+        *map(str, ports.values()),
+        *map(str, _INCARNATIONS.values()),
+        words,
+        str(step_ms),
+    ]
+    environ = {
+        "PDMESH_HTTP_PORT": str(http_port),
+        "PDMESH_GRPC_PORT": str(grpc_port),
+        "PDMESH_MODEL_NAME": MODEL,
+        "PDMESH_MAX_RUNNING": "16384",
+        "PDMESH_LOG_LEVEL": "warning",
+        "PDMESH_REQUEST_TIMEOUT_S": "0",
+    }
+    async with process(mesh, cores.others, log) as mock:
+        began_at = time.monotonic()
+        command = [sys.executable, "-P", "-m", "services.gateway"]
+        environ["PYTHONPATH"] = str(PROJECT)
+        async with (
+            process(command, cores.tested, log, environ) as gateway,
+            joined(Address("127.0.0.1", grpc_port), ports),
+        ):
+            await wait_until(http_port, "/ready", gateway, poll_s=0.01)
+            ready_s = time.monotonic() - began_at
+            yield Subject(name, http_port, (gateway.pid,), (mock.pid,), ready_s)
+
+
+@contextlib.asynccontextmanager
+async def joined(gateway: Address, ports: dict[WorkerRole, int]) -> AsyncGenerator[None]:
+    """Join the mock workers with production's registration for the length of the block."""
+    folder = ModelFolder(resolve_model("demo"))
+    spec = ModelSpec(
+        name=MODEL,
+        fingerprint=bytes(range(32)),
+        vocab_size=folder.vocab_size,
+        max_model_len=4096,
+        eos_token_ids=frozenset(),
+        dtype="float32",
+    )
+    # Only prefill names decode: a decode worker that names itself would prefill, too.
+    loads = {
+        WorkerRole.PREFILL: WorkerLoad(paired=(_INCARNATIONS[WorkerRole.DECODE],)),
+        WorkerRole.DECODE: WorkerLoad(free_blocks=1 << 20),
+    }
+
+    def registration(role: WorkerRole) -> Registration:
+        announcement = Announcement(
+            role=role,
+            incarnation=_INCARNATIONS[role],
+            version="mock",
+            spec=spec,
+            layout=KvLayout(dtype="float32", num_layers=2, num_kv_heads=1, head_dim=8),
+            address=Address("127.0.0.1", ports[role]),
+            num_blocks=1 << 20,
+            block_size=16,
+        )
+        return Registration(
+            network=TcpNetwork(),
+            gateways=[gateway],
+            announcement=announcement,
+            load=lambda: loads[role],
+        )
+
+    async with asyncio.TaskGroup() as tasks:
+        runs = [tasks.create_task(registration(role).run()) for role in WorkerRole]
+        yield
+        for run in runs:
+            run.cancel()
+
+
+# --- the routers ----------------------------------------------------------------------------------
+
+
+def _vllm(program: Path) -> list[str]:
+    return [str(program), "--disable-retries", "--worker-startup-check-interval", "1"]
+
+
+def _launch(program: Path) -> list[str]:
+    return [str(program), "launch", "--worker-startup-check-interval", "1"]
+
+
+ROUTERS: dict[str, tuple[str, str, Callable[[Path], list[str]]]] = {
+    "vllm-router": ("routers", "vllm-router", _vllm),
+    "sglang-router": ("routers", "sglang-router", _launch),
+    "smg": ("smg", "smg", _launch),
+}
+"""Name -> environment in ``bench/peers.py``, program in it, beginning of its command line."""
+
+
+@contextlib.asynccontextmanager
+async def router(
+    name: str, backends: dict[int, int], cores: Cores, log: Path
+) -> AsyncGenerator[Subject | None]:
+    """Start a router before these back ends (port -> pid), round robin; None if it is not
+    installed."""
+    environment, program, command = ROUTERS[name]
+    peer = installed(environment)
+    if peer is None:
+        yield None
+        return
+    port, metrics_port = free_ports(2)
+    urls = [f"http://127.0.0.1:{backend}" for backend in backends]
+    arguments = [
+        *command(peer.program(program)),
+        *("--worker-urls", *urls, "--policy", "round_robin"),
+        *("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics_port)),
+        *("--log-level", "error"),
+    ]
+    began_at = time.monotonic()
+    async with process(arguments, cores.tested, log) as child:
+        await wait_until(port, "/health", child)
+        await _wait_for_answers(port, child)
+        ready_s = time.monotonic() - began_at
+        yield Subject(name, port, (child.pid,), tuple(backends.values()), ready_s)
+
+
+async def _wait_for_answers(port: int, child: asyncio.subprocess.Process) -> None:
+    """Routers are healthy before they have met their workers."""
+    body = {"model": MODEL, "prompt": "x", "max_tokens": 1}
+    give_up_at = time.monotonic() + _START_WITHIN_S
+    async with aiohttp.ClientSession() as session:
+        while time.monotonic() < give_up_at and child.returncode is None:
+            url = f"http://127.0.0.1:{port}/v1/completions"
+            async with session.post(url, json=body) as response:
+                if response.status == 200:
+                    return
+            await asyncio.sleep(0.2)
+    raise RuntimeError(f"no answer on port {port}")
+
+
+@contextlib.asynccontextmanager
+async def http_backends(
+    programs: dict[str, Path], words: Path, cores: Cores, log: Path, count: int = 2
+) -> AsyncGenerator[dict[int, int]]:
+    """Start mock back ends; yields port -> pid."""
+    async with contextlib.AsyncExitStack() as stack:
+        backends: dict[int, int] = {}
+        for port in free_ports(count):
+            command = [programs["backend"], str(port), words, str(STEP_MS)]
+            child = await stack.enter_async_context(process(command, cores.others, log))
+            await wait_until(port, "/health", child)
+            backends[port] = child.pid
+        yield backends

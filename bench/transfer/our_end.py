@@ -1,0 +1,109 @@
+"""One end of our Transport between two processes, ordered about by the JSON lines of
+``pairs.py``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from bench.transfer.pairs import WINDOW
+from shared.transport.base import Outcome
+from shared.transport.ucxx import UcxEndpoint, UcxTransport, open_ucx
+
+
+async def serve() -> None:
+    """Obey the parent: open, connect, then send or receive batches."""
+    transport = await open_ucx()
+    say(transport.address.hex())
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader()
+    pipe, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    address = json.loads(await reader.readline())
+    endpoint = await transport.connect(bytes.fromhex(address), lambda: None)
+    say("")
+    buffers: dict[int, np.ndarray] = {}
+    while line := await reader.readline():
+        job = json.loads(line)
+        num_bytes = job["num_bytes"]
+        if num_bytes not in buffers:
+            buffers[num_bytes] = np.ones(num_bytes, np.uint8)
+        work = receive if job["end"] == "receive" else send
+        await work(transport, endpoint, buffers[num_bytes], job)
+    pipe.close()
+    await transport.close()
+
+
+async def receive(
+    transport: UcxTransport, endpoint: UcxEndpoint, buffer: np.ndarray, job: dict[str, Any]
+) -> None:
+    """Receive a batch and answer its end with one byte; in a latency job, each message."""
+    num_bytes, count, tag = job["num_bytes"], job["count"], job["tag"]
+    window, each = (1, 1) if job["is_latency"] else (WINDOW, count)
+    ack = np.zeros(1, np.uint8)
+    buffer[:] = 0
+    in_flight: deque[Any] = deque()
+    for idx in range(min(window, count)):
+        in_flight.append(transport.receive(endpoint, buffer, num_bytes, tag + idx))
+    say("posted")
+    for idx in range(count):
+        await done(in_flight.popleft())
+        if idx + window < count:
+            in_flight.append(transport.receive(endpoint, buffer, num_bytes, tag + idx + window))
+        if (idx + 1) % each == 0:
+            await done(endpoint.send(ack, 1, tag + count + idx))
+    if not buffer.all():
+        sys.exit("the bytes did not arrive")
+
+
+async def send(
+    transport: UcxTransport, endpoint: UcxEndpoint, buffer: np.ndarray, job: dict[str, Any]
+) -> None:
+    """Send a batch; say how long it took until the other end had answered."""
+    num_bytes, count, tag = job["num_bytes"], job["count"], job["tag"]
+    ack = np.zeros(1, np.uint8)
+    times: list[float] = []
+    began_at, cpu_began = time.perf_counter(), time.process_time()
+    if job["is_latency"]:
+        for idx in range(count):
+            sent_at = time.perf_counter()
+            answer = transport.receive(endpoint, ack, 1, tag + count + idx)
+            endpoint.send(buffer, num_bytes, tag + idx)
+            await done(answer)
+            times.append(time.perf_counter() - sent_at)
+    else:
+        answer = transport.receive(endpoint, ack, 1, tag + 2 * count - 1)
+        in_flight: deque[Any] = deque()
+        for idx in range(count):
+            if len(in_flight) == WINDOW:
+                await done(in_flight.popleft())
+            in_flight.append(endpoint.send(buffer, num_bytes, tag + idx))
+        while in_flight:
+            await done(in_flight.popleft())
+        await done(answer)
+    took_s = time.perf_counter() - began_at
+    cores = (time.process_time() - cpu_began) / took_s
+    say({"seconds": took_s, "each": times, "cores": cores, "lane": endpoint.lane})
+
+
+async def done(operation: Any) -> None:
+    """Wait for an operation; anything but success ends the measurement."""
+    if await operation.settled() is not Outcome.DONE:
+        sys.exit(f"{operation}")
+
+
+def say(answer: Any) -> None:
+    """Answer the parent."""
+    print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    if (core := int(sys.argv[2])) >= 0:
+        os.sched_setaffinity(0, {core})
+    asyncio.run(serve())

@@ -1,0 +1,191 @@
+"""Two processes that move bytes for a measurement: ours, a peer's, or ucx_perftest's.
+
+An end is a program (``our_end.py``, ``nixl_end.py``, ``mooncake_end.py``): it prints its address,
+reads the other's, and then obeys one JSON line after the other. This module starts and orders
+them; what is compared with what is ``run.py``'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from bench.record import PROJECT
+
+WINDOW = 32
+"""Messages in flight, as in perftest's tag_bw."""
+
+TIMEOUT_S = 120.0
+GB = 1e9
+
+Cores = tuple[int, int]
+"""Core of the sender and of the receiver, -1 = wherever the kernel likes."""
+
+
+class End:
+    """The parent's handle on one process."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=environment, text=True, cwd=PROJECT,
+        )  # fmt: skip
+
+    def tell(self, order: Any) -> None:
+        """Order something."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+
+    def answer(self) -> Any:
+        """Wait for the answer. Raises RuntimeError with its last words if the end is gone."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            assert self._process.stderr is not None
+            words = self._process.stderr.read().strip().splitlines()
+            raise RuntimeError(f"{self._process.args} ended: {' | '.join(words[-3:])}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        """End it."""
+        with contextlib.suppress(subprocess.TimeoutExpired, OSError):
+            self._process.communicate(timeout=5)
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+
+class Pair:
+    """A sender and a receiver of one kind."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        cores: Cores,
+        *extra: str,
+        is_checked_after: bool = False,
+    ) -> None:
+        """command: of an end; its arguments are a name, a core and ``extra``. is_checked_after:
+        the receiver does not look at its bytes by itself."""
+        self._is_checked_after = is_checked_after
+        self.source, self.target = (
+            End([*command, name, str(core), *extra], environment)
+            for name, core in zip(("source", "target"), cores, strict=True)
+        )
+        self._next_tag = 1
+        try:
+            addresses = self.source.answer(), self.target.answer()
+            self.source.tell(addresses[1])
+            self.target.tell(addresses[0])
+            self.source.answer()
+            self.target.answer()
+        except BaseException:
+            self.close()
+            raise
+
+    def stream(self, num_bytes: int, count: int) -> dict[str, Any]:
+        """Push ``count`` messages, a window at once; time until the receiver has them all."""
+        answer = self._run(num_bytes, count, is_latency=False)
+        return {
+            "gb_per_s": num_bytes * count / answer["seconds"] / GB,
+            "sender_cores": answer.get("cores"),
+            "lane": answer["lane"],
+        }
+
+    def one_by_one(self, num_bytes: int, count: int) -> list[float]:
+        """Push ``count`` messages, each when the last was answered; seconds of each."""
+        return self._run(num_bytes, count, is_latency=True)["each"]
+
+    def _run(self, num_bytes: int, count: int, *, is_latency: bool) -> dict[str, Any]:
+        job = {
+            "num_bytes": num_bytes,
+            "count": count,
+            "tag": self._next_tag,
+            "is_latency": is_latency,
+        }
+        self._next_tag += 2 * count
+        self.target.tell({**job, "end": "receive"})
+        self.target.answer()
+        self.source.tell({**job, "end": "send"})
+        answer = self.source.answer()
+        if self._is_checked_after:
+            self.target.tell({**job, "end": "check"})
+            if not self.target.answer():
+                raise RuntimeError("the bytes did not arrive")
+        return answer
+
+    def close(self) -> None:
+        """End both."""
+        self.source.close()
+        self.target.close()
+
+
+def our_pair(environment: Mapping[str, str], cores: Cores) -> Pair:
+    """Our Transport."""
+    return Pair([sys.executable, "-m", "bench.transfer.our_end"], environment, cores)
+
+
+def measure_perftest(
+    environment: Mapping[str, str], cores: Cores, num_bytes: int, count: int
+) -> float:
+    """GB/s of ``ucx_perftest -t tag_bw`` with error handling on (-e), both ends busy-polling."""
+    root = ucx_root()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        str(root / "bin" / "ucx_perftest"), "-t", "tag_bw", "-e", "-f", "-v", "-p", str(port),
+        "-s", str(num_bytes), "-n", str(count), "-w", str(max(2, count // 10)), "-O", str(WINDOW),
+    ]  # fmt: skip
+    environment = {**environment, "LD_LIBRARY_PATH": str(root / "lib")}
+    pins = [["-c", str(core)] if core >= 0 else [] for core in cores]
+    server = subprocess.Popen(
+        [*command, *pins[1]], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        _wait_listening(port)
+        client = subprocess.run(
+            [*command, *pins[0], "127.0.0.1"],
+            env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=True,
+        )  # fmt: skip
+        server.wait(TIMEOUT_S)
+    finally:
+        server.kill()
+        server.wait()
+    # CSV: iterations, latency (percentile, average, overall), MB/s (average, overall), messages/s
+    fields = client.stdout.strip().splitlines()[-1].split(",")
+    return float(fields[5]) * (1 << 20) / GB
+
+
+def _wait_listening(port: int) -> None:
+    """Wait until somebody listens, without connecting: perftest serves one client only."""
+    wanted = f":{port:04X} 00000000:0000 0A"
+    until = time.monotonic() + 10
+    while wanted not in Path("/proc/net/tcp").read_text():
+        if time.monotonic() > until:
+            raise TimeoutError("ucx_perftest does not listen")
+        time.sleep(0.01)
+
+
+def ucx_root() -> Path:
+    """Where the libucx wheel lies."""
+    spec = find_spec("libucx")
+    if spec is None or spec.origin is None:
+        sys.exit("libucx is not installed: pip install '.[worker]'")
+    return Path(spec.origin).parent
+
+
+def without_ucx(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """An environment in which nobody has chosen anything for UCX."""
+    return {name: value for name, value in environment.items() if not name.startswith("UCX_")}
