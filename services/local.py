@@ -19,6 +19,7 @@ import os
 import signal
 import socket
 import sys
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -113,16 +114,16 @@ def plan_services(
 ) -> list[Service]:
     """Return the processes of a mesh, the gateway first. The workers' ``gateway`` is filled in when
     its port is known."""
-    workers = [("prefill", config) for config in prefill] + [
-        ("decode", config) for config in decode
+    workers = [("prefill", "services.prefill", config) for config in prefill] + [
+        ("colocated" if config.colocated else "decode", "services.decode", config)
+        for config in decode
     ]
-    counts = {"prefill": 0, "decode": 0}
+    counts: Counter[str] = Counter()
     services = [Service(name="gateway", module=Service.GATEWAY, env=environment_of(gateway))]
-    for role, config in workers:
-        name = f"{role}-{counts[role]}"
-        counts[role] += 1
-        env = environment_of(config)
-        services.append(Service(name=name, module=f"services.{role}", env=env))
+    for kind, module, config in workers:
+        name = f"{kind}-{counts[kind]}"
+        counts[kind] += 1
+        services.append(Service(name=name, module=module, env=environment_of(config)))
     return services
 
 
@@ -193,8 +194,11 @@ class LocalMesh:
                 facts = self.gateway.facts
                 self.gateway.env["PDMESH_HTTP_PORT"] = str(facts["http_port"])
                 self.gateway.env["PDMESH_GRPC_PORT"] = str(facts["grpc_port"])
+                # Several gateway processes are joined each at a port of its own.
+                ports = facts.get("grpc_ports", [facts["grpc_port"]])
+                targets = ",".join(str(Address(self._host, port)) for port in ports)
                 for worker in self.workers:
-                    worker.env["PDMESH_GATEWAY"] = self.grpc_target
+                    worker.env["PDMESH_GATEWAY"] = targets
                     self._keep(worker, tasks)
                 for worker in self.workers:
                     await worker.ready.wait()

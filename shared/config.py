@@ -78,6 +78,17 @@ class GatewayConfig(ServiceConfig):
     grpc_port: int = 8001
     """Port of the gRPC API, which workers join as well; 0 = any free one."""
 
+    gateway_processes: int = 1
+    """Gateway processes that share the HTTP port. Workers join each: at --grpc-port, that plus 1,
+    and so on."""
+
+    share_http_port: bool = False
+    """Let other gateway processes of this host listen on the HTTP port, too."""
+
+    process_port: int = 0
+    """Second HTTP port, of this process alone: where its own /metrics and /cluster are if several
+    share the first; of several the first one's, the others' follow; 0 = none."""
+
     model_name: str = ""
     """Name that clients use; default: the folder's name."""
 
@@ -108,8 +119,12 @@ class GatewayConfig(ServiceConfig):
     def check(self) -> None:
         """See ServiceConfig."""
         super(GatewayConfig, self).check()
-        for name in ("http_port", "grpc_port"):
+        _require(1 <= self.gateway_processes <= 64, "gateway_processes", "must be 1..64")
+        for name in ("http_port", "grpc_port", "process_port"):
             _require(0 <= getattr(self, name) < 65536, name, "must be a port, 0..65535")
+        for name in ("grpc_port", "process_port"):
+            last = getattr(self, name) + self.gateway_processes - 1
+            _require(last < 65536, name, "leaves too few ports above it for all processes")
         _require(
             self.policy in get_args(RoutingPolicyName),
             "policy",

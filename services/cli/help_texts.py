@@ -56,6 +56,7 @@ pdmesh up --config mesh.toml              settings without a flag here, too
 GATEWAY: Final = _examples("""
 pdmesh gateway --model /models/llama --host 0.0.0.0
 pdmesh gateway --config mesh.toml --api-keys keys.txt
+pdmesh gateway --gateway-processes 2      workers: --gateway HOST:8001,HOST:8002
 """)
 
 PREFILL: Final = _examples("""

@@ -24,8 +24,11 @@ def gateway(*, config: GatewayConfig = GatewayConfig(), file: ConfigFlag = None)
     It needs the model's folder for the tokenizer, not for the weights. SIGTERM and Ctrl-C drain.
     """
     config.check()
-    require_free_port(config.host, config.http_port, "--http-port")
-    require_free_port(config.host, config.grpc_port, "--grpc-port")
+    if not config.share_http_port:
+        require_free_port(config.host, config.http_port, "--http-port")
+    for first, flag in ((config.grpc_port, "--grpc-port"), (config.process_port, "--process-port")):
+        for port in range(first, first + config.gateway_processes if first else 0):
+            require_free_port(config.host, port, flag)
     require_key_file(config.api_keys)
     _configure_logs("gateway", config)
     from services.gateway.process import run_gateway

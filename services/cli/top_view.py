@@ -120,9 +120,10 @@ def _workers(view: Mapping[str, Any]) -> RenderableType:
         count = Text(f" {taken:,} of {blocks['total']:,}", "dim")
         if blocks["quarantined"]:
             count.append(f", {blocks['quarantined']} in quarantine", "red")
+        is_colocated = worker["incarnation"] in worker["paired"]
         pairs = str(len(worker["paired"])) if worker["role"] == "prefill" else ""
         table.add_row(
-            worker["role"],
+            "colocated" if is_colocated else worker["role"],
             worker["address"],
             Text(worker["state"], STATE_STYLES.get(worker["state"], "red")),
             str(worker["running"]),

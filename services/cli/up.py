@@ -63,6 +63,13 @@ class UpConfig:
     decode: Annotated[int, _MESH] = 1
     """Decode workers."""
 
+    colocated: Annotated[int, _MESH] = 0
+    """Workers that compute prompts and answers alike, in place of all prefill and decode workers;
+    to compare with, or where prompts are short."""
+
+    tbt_target_s: Annotated[float | None, _MESH] = None
+    """Colocated: how long a step may take, and so the time between tokens."""
+
     policy: Annotated[RoutingPolicyName | None, _MESH] = None
     """How a request's pair of workers is chosen."""
 
@@ -71,6 +78,9 @@ class UpConfig:
 
     grpc_port: Annotated[int | None, _CLIENTS, Parameter(show_default="--port plus 1")] = None
     """Port of the gRPC API."""
+
+    gateway_processes: Annotated[int | None, _CLIENTS] = None
+    """Gateway processes that share the port."""
 
     host: Annotated[str | None, _CLIENTS] = None
     """Where clients may come from: 0.0.0.0 = anywhere. There is no encryption."""
@@ -125,7 +135,7 @@ class UpConfig:
     """Seconds to finish what is in hand after the first Ctrl-C."""
 
 
-_OWN_FIELDS: Final = ("prefill", "decode", "port", "log", "grpc_port", "host")
+_OWN_FIELDS: Final = ("prefill", "decode", "colocated", "port", "log", "grpc_port", "host")
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,20 +230,32 @@ def plan_mesh(config: UpConfig, environment: Mapping[str, str]) -> MeshPlan:
             f"--{name} must be 1..{MAX_WORKERS}",
             param=name,
         )
+    require(
+        0 <= config.colocated <= MAX_WORKERS,
+        f"--colocated must be 0..{MAX_WORKERS}",
+        param="colocated",
+    )
     gateway = _gateway(config, environment)
     here = "127.0.0.1"
     places: dict[str, Any] = {"host": here, "advertise": here, "port": 0, "metrics_port": 0}
     prefill = _with(PrefillConfig, config, environment, gateway=here, **places)
-    decode = _with(DecodeConfig, config, environment, gateway=here, **places)
+    is_colocated = config.colocated > 0
+    decode = _with(
+        DecodeConfig, config, environment, gateway=here, colocated=is_colocated, **places
+    )
     for engine in {prefill.engine, decode.engine}:
         require_worker_modules(engine)
     require_free_port(gateway.host, gateway.http_port, "--port")
-    require_free_port(gateway.host, gateway.grpc_port, "--grpc-port")
+    first = gateway.grpc_port
+    for port in range(first, first + gateway.gateway_processes if first else 0):
+        require_free_port(gateway.host, port, "--grpc-port")
     require_key_file(gateway.api_keys)
     folder = resolve_model(gateway.model)  # a hub name is downloaded here, once
     if not gateway.model_name and "/" in gateway.model and not Path(gateway.model).is_dir():
         gateway = dataclasses.replace(gateway, model_name=gateway.model)
-    workers = [prefill] * config.prefill + [decode] * config.decode
+    workers: list[PrefillConfig | DecodeConfig] = [decode] * config.colocated
+    if not is_colocated:
+        workers = [*[prefill] * config.prefill, *[decode] * config.decode]
     has_choice = any(w.engine == "torch" and w.device in ("auto", "cuda") for w in workers)
     gpus = find_gpus(environment) if has_choice else []
     parts = shares(

@@ -4,7 +4,8 @@
         └────── Registry.Join ── WorkerLife      ├── Stepper ── Scheduler ── BlockPool
                           prefill workers ── KvReceiver
 
-Nothing here decides.
+A colocated one is the same worker, which is its own prefill worker as well: it tells gateways that
+it is paired with itself, and bounds its steps by time. Nothing here decides.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from services.decode.core.leases import Leases
 from services.decode.intake import Intake
 from services.decode.receiver import KvReceiver
 from services.decode.reservation import Reservations
+from services.decode.step_times import StepTimes
 from services.decode.stepper import Stepper
 from shared.address import Address
 from shared.config import DecodeConfig
@@ -26,6 +28,7 @@ from shared.ids import Incarnation, new_incarnation
 from shared.rpc.join import WorkerRole
 from shared.runtime.platform import Platform
 from shared.runtime.worker import WorkerLife, WorkerParts, devices, pool_and_scheduler
+from shared.schedule.budget import StepBudget, TimeBudget
 from shared.telemetry.tracing import tracing
 from shared.telemetry.worker import DecodeMetrics, WorkerHoldings, WorkerLoad
 from shared.transfer.plan import DEFAULT_MAX_FRAME_BYTES
@@ -41,8 +44,9 @@ class DecodeWorker:
         self._engine = engine
         self.incarnation: Incarnation = new_incarnation(platform.random_bytes)
         self._life = WorkerLife(WorkerRole.DECODE, config, platform, engine, self.incarnation)
+        self.step_times = StepTimes() if config.is_bound_by_time else None
         self.pool, self.scheduler = pool_and_scheduler(
-            config, engine, watermark_blocks=config.watermark_blocks
+            config, engine, watermark_blocks=config.watermark_blocks, budget=self._budget()
         )
         self.leases = Leases(self.pool, LeasePolicy(max_leases=config.max_requests))
         self.metrics = DecodeMetrics(self.load)
@@ -54,10 +58,20 @@ class DecodeWorker:
             on_change=self._life.changed,
         )
         self.intake = Intake(
-            self.reservations, self.incarnation, VERSION, on_silent=self._life.doubt
+            self.reservations,
+            self.incarnation,
+            VERSION,
+            is_colocated=config.colocated,
+            on_silent=self._life.doubt,
         )
         self.receiver: KvReceiver | None = None
         self._stepper: Stepper | None = None
+
+    def _budget(self) -> StepBudget | None:
+        times, config = self.step_times, self._config
+        if times is None:
+            return None
+        return TimeBudget(times.predict, config.tbt_target_s, config.max_step_tokens)
 
     def load(self) -> WorkerLoad:
         """What this worker is busy with now."""
@@ -71,6 +85,7 @@ class DecodeWorker:
             quarantined_blocks=leased.num_quarantined_blocks,
             step_s=self._stepper.step_s if self._stepper is not None else 0.0,
             is_draining=self.reservations.is_draining,
+            paired=(self.incarnation,) if self._config.colocated else (),
         )
 
     async def run(self, ready: Callable[[Address], None], stop: asyncio.Event) -> bool:
@@ -85,7 +100,16 @@ class DecodeWorker:
                 scheduler=self.scheduler,
                 metrics=self.metrics,
                 sink=self.reservations,
+                on_step=None if self.step_times is None else self.step_times.learn,
             )
+            if self.step_times is not None:
+                await self.step_times.profile(
+                    engine,
+                    compute,
+                    platform.stopwatch,
+                    target_s=config.tbt_target_s,
+                    max_tokens=config.max_step_tokens,
+                )
             receiver = self.receiver = KvReceiver(
                 incarnation=self.incarnation,
                 version=VERSION,

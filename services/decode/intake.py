@@ -16,12 +16,14 @@ import structlog
 
 from services.decode.core.lease import LeaseKey
 from services.decode.receiver import ReceiveStats
-from services.decode.reservation import DecodeRequest, Reservations, ReserveRequest
+from services.decode.request import DecodeRequest, ReserveRequest
+from services.decode.reservation import Reservations
 from shared import wire
 from shared.errors import MeshError, RemoteProtocolError
 from shared.ids import Incarnation, StreamId
 from shared.liveness import LivenessRule
 from shared.rpc import codec
+from shared.rpc.first_token import first_token_to_wire, require_sendable
 from shared.rpc.gateway_session import (
     EVENT_BYTES,
     MAX_OUTBOX_BYTES,
@@ -30,7 +32,7 @@ from shared.rpc.gateway_session import (
 )
 from shared.rpc.message_codec import MAX_MESSAGE_BYTES
 from shared.rpc.methods import DECODE_SESSION
-from shared.schedule.plan import NewToken
+from shared.schedule.plan import NewToken, PromptTimes
 from shared.transfer.effects import MAX_RESERVE_WAIT_S
 
 _log = structlog.get_logger(__name__)
@@ -41,7 +43,8 @@ _STEP_BYTES = MAX_MESSAGE_BYTES // 2
 
 
 class Intake:
-    """The sessions of all gateways. on_silent: a gateway stopped talking; its incarnation."""
+    """The sessions of all gateways. is_colocated: orders that name this very worker as their
+    prefill worker are taken. on_silent: a gateway stopped talking; its incarnation."""
 
     def __init__(
         self,
@@ -49,11 +52,14 @@ class Intake:
         incarnation: Incarnation,
         version: str,
         *,
+        is_colocated: bool = False,
         on_silent: Callable[[Incarnation], None] = lambda _: None,
         liveness: LivenessRule | None = None,
         max_outbox_bytes: int = MAX_OUTBOX_BYTES,
     ) -> None:
         self._reservations = reservations
+        self._incarnation = incarnation
+        self._is_colocated = is_colocated
         self._on_silent = on_silent
         self._lines: dict[GatewaySession, _Line] = {}
         self.sessions = GatewaySessions(
@@ -108,12 +114,22 @@ class Intake:
                 deadline_at=None if order.deadline_s is None else now + order.deadline_s,
                 trace_context=order.trace_context,
             )
-            record = self._reservations.reserve(request, line, stream_id)
+            record = self._start(request, line, stream_id)
         except MeshError as error:
             line.failed(stream_id, error)
             return
         if record is not None:
             line.requests[stream_id] = record
+
+    def _start(
+        self, request: ReserveRequest, line: _Line, stream_id: StreamId
+    ) -> DecodeRequest | None:
+        if request.prefill != self._incarnation:
+            return self._reservations.reserve(request, line, stream_id)
+        if not self._is_colocated:
+            raise RemoteProtocolError("this decode worker computes no prompts", code="colocated")
+        require_sendable(request.item)
+        return self._reservations.compute(request, line, stream_id)
 
 
 def _messages(rows: Sequence[codec.StepToken]) -> Iterator[Sequence[codec.StepToken]]:
@@ -160,6 +176,11 @@ class _Line:
                 )
             )
         )
+
+    def first_token(self, stream_id: StreamId, token: NewToken, times: PromptTimes) -> None:
+        """See ``AnswerLine``."""
+        message, num_bytes = first_token_to_wire(stream_id, token, times)
+        self._session.send(wire.DecodeEvent(first=message), num_bytes)
 
     def step_tokens(self, tokens: Sequence[tuple[StreamId, NewToken]]) -> None:
         """See ``AnswerLine``."""

@@ -1,5 +1,5 @@
 """The life of a request on a decode worker: reserved -> granted -> receiving -> running -> ended.
-No wire format here.
+No wire format here. On a colocated worker also: waiting -> its prompt's chunks -> running -> ended.
 
 Three parties meet: the gateway (through ``AnswerLine``), the prefill worker (through the
 receiver's ``LeaseBook``) and the scheduler. Who may have blocks, and until when, is decided by
@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import structlog
 
@@ -28,6 +26,7 @@ from services.decode.core.lease import (
 )
 from services.decode.core.leases import Leases
 from services.decode.receiver import KvReceiver, LeaseTerms, NoTermsYet, ReceiveStats
+from services.decode.request import AnswerLine, DecodeRequest, OwnPrompt, ReserveRequest
 from services.decode.stepper import Stepper
 from shared.errors import (
     DeadlinePassed,
@@ -39,9 +38,9 @@ from shared.errors import (
 from shared.failpoints import failpoint
 from shared.ids import Incarnation, StreamId
 from shared.model_spec import ModelSpec
-from shared.request import FinishReason, WorkItem
+from shared.request import FinishReason
 from shared.schedule.admission import Duty, require_admissible
-from shared.schedule.plan import Failure, NewToken
+from shared.schedule.plan import Failure, NewToken, PromptTimes
 from shared.schedule.sequence import Sequence as TokenSequence
 from shared.telemetry.moments import Moment, note
 from shared.telemetry.tracing import CANCELLED, NO_TRACER, Phases, Tracer
@@ -49,62 +48,6 @@ from shared.telemetry.worker import DecodeMetrics
 from shared.transfer.messages import TransferKey
 
 _log = structlog.get_logger(__name__)
-
-
-class AnswerLine(Protocol):
-    """One gateway, as its requests speak to it; every call returns at once."""
-
-    def granted(self, stream_id: StreamId, *, cached_tokens: int, wait_s: float) -> None:
-        """Room is promised."""
-        ...
-
-    def joined(self, stream_id: StreamId, stats: ReceiveStats, lane: str) -> None:
-        """All KV is placed: tokens follow from the next step on. lane: what carried it."""
-        ...
-
-    def step_tokens(self, tokens: Sequence[tuple[StreamId, NewToken]]) -> None:
-        """One step's tokens of this gateway; a finish reason is a request's last word."""
-        ...
-
-    def failed(self, stream_id: StreamId, error: MeshError) -> None:
-        """The request has failed; its last word."""
-        ...
-
-    def ended(self, stream_id: StreamId) -> None:
-        """The request holds nothing and will say nothing any more."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReserveRequest:
-    """One attempt to decode. prefill: who may push. wait_s: how long it may wait for blocks.
-    deadline_at: loop time. trace_context: see ``tracing.Span.context``.
-    """
-
-    key: LeaseKey
-    item: WorkItem
-    prefill: Incarnation
-    wait_s: float
-    deadline_at: float | None
-    trace_context: str = ""
-
-
-@dataclass(slots=True, eq=False)
-class DecodeRequest:
-    """A request and what it holds: a lease, later a sequence. Identity is the object.
-
-    is_told: the gateway has had, or wants, no further word. error: type of what ended it.
-    """
-
-    line: AnswerLine
-    stream_id: StreamId
-    key: LeaseKey
-    lease: Lease
-    phases: Phases
-    error: str = ""
-    sequence: TokenSequence | None = None
-    deadline: asyncio.TimerHandle | None = None
-    is_told: bool = False
 
 
 class Reservations:
@@ -155,27 +98,54 @@ class Reservations:
 
         Returns None if it has ended already. Raises MeshError: refused at once, ``line`` has heard
         nothing."""
-        now = asyncio.get_running_loop().time()
-        duty = Duty("decode", len(self._requests), self._max_requests, self.is_draining)
-        require_admissible(request.item, self._spec, duty, deadline_at=request.deadline_at, now=now)
-        if request.key in self._requests:  # it may run already, and then has no lease any more
-            raise RemoteProtocolError("this attempt has a reservation already", code="reserved")
+        now = _now()
+        self._require_admissible(request, now)
         lease, effects = self._leases.reserve(
             request.key, request.item, request.prefill, now=now, wait_s=request.wait_s
         )
         phases = Phases(self._tracer.within(request.trace_context), "decode.reserve", now)
-        record = DecodeRequest(line, stream_id, request.key, lease, phases)
+        record = DecodeRequest(line, stream_id, request.key, phases, lease=lease)
+        self._take(record, request)
+        self._perform(effects)
+        if lease.state is LeaseState.WAITING:
+            self._arm(lease.give_up_at)
+            self._receiver.lease_changed(TransferKey(*lease.key))
+        return record if self._requests.get(request.key) is record else None
+
+    def compute(
+        self, request: ReserveRequest, line: AnswerLine, stream_id: StreamId
+    ) -> DecodeRequest:
+        """Take a request as a whole: its prompt is computed here, in the steps of all others, and
+        nothing is transferred. It waits for its turn as on a prefill worker: until its deadline.
+
+        Raises MeshError: refused at once, ``line`` has heard nothing; NoCapacity: larger than the
+        pool.
+        """
+        now = _now()
+        self._require_admissible(request, now)
+        sequence = TokenSequence(request.item)
+        self._stepper.add_prompt(sequence)
+        phases = Phases(self._tracer.within(request.trace_context), "prefill.queue", now)
+        record = DecodeRequest(line, stream_id, request.key, phases, prompt=OwnPrompt(now))
+        record.sequence = sequence
+        self._by_sequence[sequence] = record
+        self._take(record, request)
+        self._on_change()
+        return record
+
+    def _require_admissible(self, request: ReserveRequest, now: float) -> None:
+        duty = Duty("decode", len(self._requests), self._max_requests, self.is_draining)
+        require_admissible(request.item, self._spec, duty, deadline_at=request.deadline_at, now=now)
+        if request.key in self._requests:  # it may run already, and then has no lease any more
+            raise RemoteProtocolError("this attempt has a reservation already", code="reserved")
+
+    def _take(self, record: DecodeRequest, request: ReserveRequest) -> None:
         self._requests[request.key] = record
         self._idle.clear()
         if request.deadline_at is not None:
             record.deadline = asyncio.get_running_loop().call_at(
                 request.deadline_at, self._deadline_passed, record
             )
-        self._perform(effects)
-        if lease.state is LeaseState.WAITING:
-            self._arm(lease.give_up_at)
-            self._receiver.lease_changed(TransferKey(*lease.key))
-        return record if self._requests.get(request.key) is record else None
 
     def cancel(self, request: DecodeRequest) -> None:
         """The gateway wants no more. Allowed at any time, also twice; it hears nothing but
@@ -207,8 +177,9 @@ class Reservations:
             self._end(request)
             self._grant_waiting()
             return
-        self._perform(self._leases.cancel(request.lease, error, now=_now()))
-        if request.lease.state is LeaseState.RELEASED:
+        lease = _lease_of(request)
+        self._perform(self._leases.cancel(lease, error, now=_now()))
+        if lease.state is LeaseState.RELEASED:
             self._end(request)
 
     def _end(self, request: DecodeRequest) -> None:
@@ -233,6 +204,7 @@ class Reservations:
         note(Moment.DECODE_CLOSED, request.key.request_id, reason=outcome)
         if not self._requests:
             self._idle.set()
+        self._stepper.wake()  # what it held may be what others lack
         self._on_change()
 
     # --- leases ----------------------------------------------------------------------------------
@@ -295,7 +267,9 @@ class Reservations:
         request = self._requests.get(LeaseKey(*key))
         if request is None:
             return NoTermsYet.NOT_RESERVED
-        lease = request.lease
+        if request.lease is None:
+            raise LeaseLost("this attempt is computed here as a whole", code="colocated")
+        lease = _lease_of(request)
         if not self._leases.open(lease, prefill):
             return NoTermsYet.NO_ROOM
         return LeaseTerms(
@@ -311,7 +285,8 @@ class Reservations:
     def placed(self, key: TransferKey, first_token: int, stats: ReceiveStats) -> None:
         """See ``LeaseBook``."""
         request = self._requests[LeaseKey(*key)]
-        if request.lease.state is not LeaseState.OPEN:
+        lease = _lease_of(request)
+        if lease.state is not LeaseState.OPEN:
             # Cancelled in the same instant: nothing writes the blocks any more, and nobody wants
             # them.
             self.release(key)
@@ -323,9 +298,10 @@ class Reservations:
             self.release(key)
             return
         failpoint("decode.before_join")
-        request.sequence = self._leases.join(request.lease, first_token)
+        request.sequence = self._leases.join(lease, first_token)
         self._by_sequence[request.sequence] = request
-        lane = self._receiver.lane_from(request.lease.prefill)
+        self._stepper.add(request.sequence)  # first: what follows must not hold the step up
+        lane = self._receiver.lane_from(lease.prefill)
         if stats.num_bytes:
             self._metrics.transfer_bytes.labels(lane).inc(stats.num_bytes)
             self._metrics.transfer_seconds.labels(lane).observe(stats.receive_s)
@@ -336,7 +312,6 @@ class Reservations:
         )
         request.line.joined(request.stream_id, stats, lane)
         note(Moment.JOINED, key.request_id, num_frames=stats.num_frames)
-        self._stepper.add(request.sequence)
         self._on_change()
 
     def failed(self, key: TransferKey, error: MeshError) -> None:
@@ -344,25 +319,38 @@ class Reservations:
         request = self._requests[LeaseKey(*key)]
         self._tell_failed(request, error)
         # The receiver aborts by itself: the effect that would ask it to is dropped.
-        self._leases.cancel(request.lease, error, now=_now())
+        self._leases.cancel(_lease_of(request), error, now=_now())
 
     def quarantined(self, key: TransferKey) -> None:
         """See ``LeaseBook``."""
-        self._leases.begin_quarantine(self._requests[LeaseKey(*key)].lease)
+        self._leases.begin_quarantine(_lease_of(self._requests[LeaseKey(*key)]))
 
     def release(self, key: TransferKey) -> None:
         """See ``LeaseBook``."""
         request = self._requests[LeaseKey(*key)]
-        lease = request.lease
+        lease = _lease_of(request)
         if lease.state is LeaseState.QUARANTINED:
             effects = self._leases.end_quarantine(lease, now=_now())
         else:
             effects = self._leases.release(lease, now=_now())
         self._end(request)
         self._perform(effects)
-        self._stepper.wake()
 
     # --- TokenSink: the stepper's side -----------------------------------------------------------
+
+    def admitted(self, sequences: Sequence[TokenSequence]) -> None:
+        """See ``TokenSink``."""
+        now = _now()
+        for sequence in sequences:
+            request = self._by_sequence[sequence]
+            prompt = request.prompt
+            if prompt is None or prompt.started_at is not None:
+                continue  # preempted before, and back
+            prompt.started_at = now
+            request.phases.turn("prefill.compute", now)
+            self._metrics.queue_seconds.observe(now - prompt.arrived_at)
+            self._metrics.prompt_tokens.inc(sequence.num_tokens)
+            self._metrics.cached_tokens.inc(sequence.num_cached_tokens)
 
     def step_done(self, tokens: Sequence[NewToken]) -> None:
         """See ``TokenSink``."""
@@ -370,8 +358,11 @@ class Reservations:
         finished: list[DecodeRequest] = []
         for token in tokens:
             request = self._by_sequence[token.sequence]
-            _, rows = by_line.setdefault(id(request.line), (request.line, []))
-            rows.append((request.stream_id, token))
+            if request.prompt is not None:
+                self._tell_first(request, request.prompt, token)
+            else:
+                _, rows = by_line.setdefault(id(request.line), (request.line, []))
+                rows.append((request.stream_id, token))
             note(Moment.STEPPED, request.key.request_id, index=token.index)
             if token.finish_reason is not FinishReason.NONE:
                 finished.append(request)
@@ -381,6 +372,22 @@ class Reservations:
             request.is_told = True
             self._end(request)
         self._grant_waiting()
+
+    def _tell_first(self, request: DecodeRequest, prompt: OwnPrompt, token: NewToken) -> None:
+        now = _now()
+        started_at = prompt.arrived_at if prompt.started_at is None else prompt.started_at
+        times = PromptTimes(
+            queue_s=started_at - prompt.arrived_at,
+            compute_s=now - started_at,
+            cached_tokens=token.sequence.num_cached_tokens,
+        )
+        tokens, cached = token.sequence.num_prompt_tokens, times.cached_tokens
+        request.phases.turn(
+            "decode.steps", now, {"pdmesh.prompt_tokens": tokens, "pdmesh.cached_tokens": cached}
+        )
+        request.prompt = None
+        request.line.first_token(request.stream_id, token, times)
+        self._on_change()
 
     def sequences_failed(self, failures: Sequence[Failure]) -> None:
         """See ``TokenSink``."""
@@ -419,6 +426,12 @@ class Reservations:
         """Stop the clock."""
         if self._timer is not None:
             self._timer.cancel()
+
+
+def _lease_of(request: DecodeRequest) -> Lease:
+    """Return the lease of a request that prefill computes; no other has dealings with leases."""
+    assert request.lease is not None
+    return request.lease
 
 
 def _now() -> float:

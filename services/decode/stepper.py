@@ -1,14 +1,15 @@
 """The decode loop: plan -> run -> commit, continuous batching over every sequence that has joined.
 
 Iteration-level scheduling (Orca, OSDI'22) is the scheduler core's; this shell runs its plans and
-hands each step's tokens on in one call. It is woken by events and never polls. It knows no gateway
-and no transfer: where tokens go is its ``TokenSink``, how sequences come is ``reservation.py``.
+hands each step's tokens on in one call. On a colocated worker the same steps carry prompt chunks.
+It is woken by events and never polls. It knows no gateway and no transfer: where tokens go is its
+``TokenSink``, how sequences come is ``reservation.py``.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn, Protocol
 
 from shared.engine.worker import ComputeRunner
@@ -22,6 +23,10 @@ from shared.telemetry.worker import DecodeMetrics, MovingMean
 
 class TokenSink(Protocol):
     """Who owns the sequences; every call is on the loop and returns at once."""
+
+    def admitted(self, sequences: Sequence[TokenSequence]) -> None:
+        """These got blocks, for the first time or again: their prompts are computed from now on."""
+        ...
 
     def step_done(self, tokens: Sequence[NewToken]) -> None:
         """A step's new tokens, in row order. Blocks may have come free."""
@@ -37,7 +42,10 @@ class TokenSink(Protocol):
 
 
 class Stepper:
-    """The loop. ``add`` and ``abort`` are synchronous and allowed at any time."""
+    """The loop. ``add*`` and ``abort`` are synchronous and allowed at any time.
+
+    on_step: told of every step and its seconds.
+    """
 
     def __init__(
         self,
@@ -46,17 +54,27 @@ class Stepper:
         scheduler: Scheduler,
         metrics: DecodeMetrics,
         sink: TokenSink,
+        on_step: Callable[[StepPlan, float], None] | None = None,
     ) -> None:
         self._compute = compute
         self._scheduler = scheduler
         self._metrics = metrics
         self._sink = sink
+        self._on_step = on_step
         self._wake = asyncio.Event()
         self._step_s = MovingMean()
 
     def add(self, sequence: TokenSequence) -> None:
         """Take a sequence whose KV is placed: it runs from the next step on."""
         self._scheduler.add_ready(sequence)
+        self._wake.set()
+
+    def add_prompt(self, sequence: TokenSequence) -> None:
+        """Take a sequence whose prompt is computed here, between the steps of those that run.
+
+        Raises NoCapacity: it does not fit into the whole pool.
+        """
+        self._scheduler.add(sequence)
         self._wake.set()
 
     def abort(self, sequence: TokenSequence) -> None:
@@ -81,6 +99,8 @@ class Stepper:
         while True:
             plan = self._scheduler.plan()
             self._metrics.preemptions.inc(len(plan.preempted))
+            if plan.admitted:
+                self._sink.admitted(plan.admitted)
             if plan.failed:
                 self._sink.sequences_failed(plan.failed)
             if plan.is_empty:
@@ -101,6 +121,8 @@ class Stepper:
         outcome = self._scheduler.commit(plan, results)
         failpoint("decode.mid_decode")
         self._sink.step_done(outcome.tokens)
+        if self._on_step is not None:
+            self._on_step(plan, step_s)
         self._step_s.add(step_s)
         self._metrics.step_seconds.observe(step_s)
         self._metrics.step_rows.inc(len(plan.rows))

@@ -105,7 +105,13 @@ class Gateway:
                 )
             )
             http = await stack.enter_async_context(
-                serve_http(front, Address(config.host, config.http_port), drain_s=TAIL_S)
+                serve_http(
+                    front,
+                    Address(config.host, config.http_port),
+                    own_port=config.process_port,
+                    drain_s=TAIL_S,
+                    reuse_port=config.share_http_port,
+                )
             )
             ready(http, server.address)
 

@@ -7,7 +7,7 @@ Neither side knows the other's words: no HTTP, no protobuf and no tokenizer here
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -62,6 +62,16 @@ class Generation(Protocol):
     """
 
     def __aiter__(self) -> AsyncIterator[TokenBatch]: ...
+
+    def offer_to(self, take: Callable[[Sequence[int]], bool]) -> None:
+        """Offer tokens in the middle of the answer to ``take`` as they arrive, rather than wake
+        who iterates.
+
+        ``take`` must return at once. True = they are done with; False = they, and all that follow
+        until they have left, come out of the iterator. The answer's first and last tokens, and
+        those with logprobs, always do. What it raises comes out of the iterator.
+        """
+        ...
 
     @property
     def cached_tokens(self) -> int:

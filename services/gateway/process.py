@@ -6,6 +6,7 @@ import asyncio
 
 from services.gateway.app import serve_gateway
 from services.gateway.core.peer_table import OwnModel
+from services.gateway.processes import run_gateways
 from services.gateway.text.text_model import TextModel
 from shared.config import GatewayConfig
 from shared.model_folder import ModelFolder, resolve_model
@@ -20,10 +21,14 @@ def _load(model: str) -> tuple[ModelFolder, TextModel]:
 
 
 def run_gateway(config: GatewayConfig) -> int:
-    """Run one gateway as this process until a signal, and return the exit code (``service.py``).
+    """Run one gateway as this process, or the parent of several, until a signal, and return the
+    exit code (``service.py``).
 
     Logs must be configured. Whatever keeps it from starting or ends it is one line on stderr.
     """
+
+    if config.gateway_processes > 1:
+        return run_gateways(config)
 
     async def main(process: Process) -> bool:
         def ready(http: Address, grpc: Address) -> None:

@@ -12,25 +12,21 @@ from collections.abc import Callable
 from typing import Any
 
 from services.prefill.pusher import PushStats
-from services.prefill.stepper import PrefillJob, PrefillRequest, PrefillTimes, Stepper
+from services.prefill.stepper import PrefillJob, PrefillRequest, Stepper
 from shared import wire
-from shared.errors import MeshError, RemoteProtocolError, TooLarge
+from shared.errors import MeshError, RemoteProtocolError
 from shared.ids import Incarnation, StreamId
 from shared.liveness import LivenessRule
-from shared.request import WorkItem
 from shared.rpc import codec
+from shared.rpc.first_token import first_token_to_wire, require_sendable
 from shared.rpc.gateway_session import (
     EVENT_BYTES,
     MAX_OUTBOX_BYTES,
     GatewaySession,
     GatewaySessions,
 )
-from shared.rpc.message_codec import MAX_MESSAGE_BYTES
 from shared.rpc.methods import PREFILL_SESSION
-from shared.schedule.plan import NewToken
-
-_TOKEN_BYTES = 256
-"""Most that a PrefillToken takes beside its columns."""
+from shared.schedule.plan import NewToken, PromptTimes
 
 
 class Intake:
@@ -93,7 +89,7 @@ class Intake:
         line = _Line(session, stream_id, lines)
         try:
             order = codec.start_prefill_from_wire(command)
-            _require_sendable(order.item)
+            require_sendable(order.item)
             request = PrefillRequest(
                 request_id=order.request_id,
                 attempt=order.attempt,
@@ -107,26 +103,6 @@ class Intake:
             line.failed(error)
             return
         lines[stream_id] = line
-
-
-def _require_sendable(item: WorkItem) -> None:
-    """Refuse, before anything is computed, a prompt whose first token would not fit one message.
-
-    Sending it would end the session, and every other job of the gateway with it.
-    """
-    k = item.sampling.prompt_logprobs
-    if k is None:
-        return
-    own = codec.logprobs_bytes(1, item.sampling.logprobs or 0)
-    num_bytes = codec.logprobs_bytes(len(item.token_ids), k) + own + _TOKEN_BYTES
-    if num_bytes > MAX_MESSAGE_BYTES:
-        raise TooLarge(
-            f"logprobs of {len(item.token_ids)} prompt tokens with {k} alternatives each take "
-            f"{num_bytes} bytes, over the limit of {MAX_MESSAGE_BYTES}: ask for fewer alternatives "
-            "or send a shorter prompt",
-            param="prompt_logprobs",
-            code="prompt_logprobs_too_large",
-        )
 
 
 class _Line:
@@ -145,22 +121,9 @@ class _Line:
         if self.job is not None:
             stepper.cancel(self.job)
 
-    def token(self, token: NewToken, times: PrefillTimes) -> None:
+    def token(self, token: NewToken, times: PromptTimes) -> None:
         """See ``JobSink``."""
-        message = codec.prefill_token_to_wire(
-            stream_id=self._stream_id,
-            position=token.index,
-            token_id=token.token_id,
-            finish_reason=token.finish_reason,
-            logprobs=token.logprobs,
-            prompt_logprobs=token.prompt_logprobs or None,
-        )
-        message.queue_s = times.queue_s
-        message.compute_s = times.compute_s
-        message.cached_tokens = times.cached_tokens
-        num_bytes = EVENT_BYTES + 2 * len(message.top_ids)
-        if (rows := message.prompt_logprobs) is not None:
-            num_bytes += 2 * (len(rows.logprobs) + len(rows.top_ids))
+        message, num_bytes = first_token_to_wire(self._stream_id, token, times)
         self._session.send(wire.PrefillEvent(token=message), num_bytes)
 
     def done(self, stats: PushStats) -> None:

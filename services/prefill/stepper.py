@@ -35,7 +35,7 @@ from shared.ids import Incarnation, RequestId
 from shared.kv.pool import BlockPool
 from shared.request import FinishReason, WorkItem
 from shared.schedule.admission import Duty, require_admissible
-from shared.schedule.plan import NewToken, StepPlan
+from shared.schedule.plan import NewToken, PromptTimes, StepPlan
 from shared.schedule.scheduler import Scheduler
 from shared.schedule.sequence import Sequence
 from shared.telemetry.moments import Moment, note
@@ -58,21 +58,10 @@ class PrefillRequest:
     trace_context: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillTimes:
-    """queue_s: arrival until the first step that computes this prompt. compute_s: from there to the
-    token.
-    """
-
-    queue_s: float
-    compute_s: float
-    cached_tokens: int
-
-
 class JobSink(Protocol):
     """Where one job's events go; every call returns at once."""
 
-    def token(self, token: NewToken, times: PrefillTimes) -> None:
+    def token(self, token: NewToken, times: PromptTimes) -> None:
         """The first token; at most once, before ``done``."""
         ...
 
@@ -226,6 +215,8 @@ class Stepper:
         results = await self._compute.step(plan.rows, layers_ready)
         step_s = loop.time() - began_at
         outcome = self._scheduler.commit(plan, results)
+        for token in outcome.tokens:  # before all else: a client waits for each
+            self._tell(token)
         for push in pushes:
             push.span_computed()
         for token in outcome.tokens:
@@ -267,18 +258,21 @@ class Stepper:
             pushes.append(push)
         return pushes
 
-    def _sampled(self, token: NewToken) -> None:
+    def _tell(self, token: NewToken) -> None:
         job = self._jobs[token.sequence]
         now = asyncio.get_running_loop().time()
-        times = PrefillTimes(
+        times = PromptTimes(
             queue_s=job.started_at - job.arrived_at,
             compute_s=now - job.started_at,
             cached_tokens=token.sequence.num_cached_tokens,
         )
+        note(Moment.SAMPLED, job.request_id, seconds=times.compute_s)
         job.sink.token(token, times)
         tokens, cached = token.sequence.num_prompt_tokens, times.cached_tokens
         job.phases.end({"pdmesh.prompt_tokens": tokens, "pdmesh.cached_tokens": cached})
-        note(Moment.SAMPLED, job.request_id, seconds=times.compute_s)
+
+    def _sampled(self, token: NewToken) -> None:
+        job = self._jobs[token.sequence]
         if job.push is None or token.finish_reason is not FinishReason.NONE:
             self._handle(job, JobEvent.SAMPLED_LAST)
             return

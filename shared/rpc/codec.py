@@ -75,6 +75,19 @@ class StepToken(NamedTuple):
     logprobs: TokenLogprobs | None = None
 
 
+class StepColumns(NamedTuple):
+    """A checked ``StepTokens``, not yet cut into rows: row i is value i of each column.
+
+    finish_reasons: values of ``FinishReason``. logprobs: None = nobody asked for any.
+    """
+
+    stream_ids: Sequence[int]
+    positions: Sequence[int]
+    token_ids: Sequence[int]
+    finish_reasons: Sequence[int]
+    logprobs: Sequence[TokenLogprobs | None] | None
+
+
 class FirstToken(NamedTuple):
     """The token of a ``PrefillToken``."""
 
@@ -388,22 +401,28 @@ def step_tokens_to_wire(tokens: Sequence[StepToken]) -> wire.StepTokens:
     return message
 
 
-def step_tokens_from_wire(step: wire.StepTokens) -> list[StepToken]:
+def step_columns_from_wire(step: wire.StepTokens) -> StepColumns:
     """Unpack and check one step's tokens; a row without logprobs has None."""
     stream_ids = unpack_u32(step.stream_ids, name="stream_ids")
     count = len(stream_ids)
     positions = unpack_u32(step.indices, count=count, name="indices")
     token_ids = unpack_u32(step.token_ids, count=count, name="token_ids")
     reasons = unpack_u8(step.finish_reasons, count=count, name="finish_reasons")
-    logprobs: list[TokenLogprobs | None] = [None] * count
+    _finish(max(reasons, default=0), "finish_reasons")
+    logprobs: list[TokenLogprobs | None] | None = None
     if step.logprobs:
         rows = _unflatten(count, step.logprobs, step.top_counts, step.top_ids, step.top_logprobs)
         logprobs = [None if math.isnan(row.logprob) else row for row in rows]
+    return StepColumns(stream_ids, positions, token_ids, reasons, logprobs)
+
+
+def step_tokens_from_wire(step: wire.StepTokens) -> list[StepToken]:
+    """Unpack and check one step's tokens, as rows."""
+    ids, positions, token_ids, reasons, logprobs = step_columns_from_wire(step)
+    rows = zip(ids, positions, token_ids, reasons, logprobs or [None] * len(ids), strict=True)
     return [
-        StepToken(
-            StreamId(stream_ids[i]), positions[i], token_ids[i], _finish(reasons[i]), logprobs[i]
-        )
-        for i in range(count)
+        StepToken(StreamId(stream_id), position, token_id, FinishReason(reason), logprob)
+        for stream_id, position, token_id, reason, logprob in rows
     ]
 
 

@@ -3,8 +3,8 @@
 betterproto2 accepts what no protobuf parser should (wrong wire types, cut fields, field number 0,
 overflowing integers) and is slow at it: 900 kB of unknown fields would hold the event loop for
 seconds. So every message first passes protobuf's own C parser, which refuses damage, drops unknown
-fields and writes the message out canonically; betterproto2 then reads only that. This module knows
-no transport.
+fields and has the values that betterproto2's messages are then made of (``message_bridge.py``).
+This module knows no transport.
 """
 
 from __future__ import annotations
@@ -102,8 +102,14 @@ def _gate(name: str) -> tuple[Any, Callable[[Any], int]]:
     return message_factory.GetMessageClass(descriptor), _count_elements(descriptor)
 
 
-def canonical(name: str, data: bytes) -> bytes:
-    """Return the message ``pdmesh.v1.<name>`` written out canonically, without unknown fields.
+def message_class(name: str) -> Any:
+    """Return protobuf's class of the message ``pdmesh.v1.<name>``."""
+    return _gate(name)[0]
+
+
+def checked(name: str, data: bytes) -> Any:
+    """Return the message ``pdmesh.v1.<name>`` as protobuf's parser reads it, without unknown
+    fields.
 
     Raises RemoteProtocolError: these bytes are no such message. TooLarge: over MAX_ELEMENTS
     entries.
@@ -118,4 +124,4 @@ def canonical(name: str, data: bytes) -> bytes:
     if count_elements(message) > MAX_ELEMENTS:
         raise TooLarge(f"a {name} may hold at most {MAX_ELEMENTS} repeated entries")
     message.DiscardUnknownFields()
-    return message.SerializeToString()
+    return message

@@ -15,7 +15,8 @@ from google.protobuf.message import DecodeError
 from grpclib.encoding.base import CodecBase
 
 from shared.errors import RemoteProtocolError, TooLarge
-from shared.rpc.descriptors import canonical
+from shared.rpc.descriptors import checked
+from shared.rpc.message_bridge import bridged, encoded
 
 MAX_MESSAGE_BYTES = 4 << 20
 """Both ways; what gRPC implementations accept by default."""
@@ -41,7 +42,7 @@ class MessageCodec(CodecBase):
                 f"this call sends {message_type.__name__}, not {type(message).__name__}"
             )
         is_ours = isinstance(message, betterproto2.Message)
-        data = bytes(message) if is_ours else cast("bytes", message.SerializeToString())
+        data = encoded(message) if is_ours else cast("bytes", message.SerializeToString())
         if len(data) > MAX_MESSAGE_BYTES:
             raise TooLarge(
                 f"a message of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}"
@@ -53,7 +54,7 @@ class MessageCodec(CodecBase):
         try:
             if not issubclass(message_type, betterproto2.Message):
                 return message_type.FromString(data)
-            return message_type.parse(canonical(name, data))
+            return bridged(message_type, checked(name, data))
         except (RemoteProtocolError, TooLarge):
             raise
         except (DecodeError, Exception) as error:

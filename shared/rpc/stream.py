@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from grpclib.const import Status
 from grpclib.exceptions import ProtocolError, StreamTerminatedError
@@ -47,6 +47,7 @@ class ClientStream(Generic[Request, Reply]):
         self._is_ended = False
         self._is_over = False
         self._error: MeshError | None = None
+        self._headers: dict[str, str] | None = None
         self._trailers: dict[str, str] = {}
 
     async def send(self, message: Request, *, end: bool = False) -> None:
@@ -54,8 +55,11 @@ class ClientStream(Generic[Request, Reply]):
 
         Raises MeshError: the call is over (its error), or the message is too large (TooLarge).
         """
-        with self._mapped():
+        self._require_running()
+        try:
             await self._raw.send_message(message, end=end)
+        except Exception as error:
+            self._fail(error)
         self._is_ended = self._is_ended or end
         self._num_sends += 1
         if self._num_sends % _SENDS_BEFORE_YIELD == 0:
@@ -65,8 +69,11 @@ class ClientStream(Generic[Request, Reply]):
         """End our side; the server may go on sending. Idempotent."""
         if not self._is_ended:
             self._is_ended = True
-            with self._mapped():
+            self._require_running()
+            try:
                 await self._raw.end()
+            except Exception as error:
+                self._fail(error)
 
     async def receive(self) -> Reply | None:
         """Return the next message, or None when the server ended the call with status OK.
@@ -75,23 +82,27 @@ class ClientStream(Generic[Request, Reply]):
         """
         if self._is_over:
             return None
-        with self._mapped():
+        self._require_running()
+        try:
             stream: Any = self._raw._stream
             interrupt: _Interrupt = self._raw._wrapper
-            if stream.headers is None:
-                with interrupt:
-                    await stream.recv_headers()
+            if self._headers is None:
+                if stream.headers is None:
+                    with interrupt:
+                        await stream.recv_headers()
+                self._headers = _fields(stream.headers)
             message = None
-            headers: dict[str, str] = _fields(stream.headers)
-            if "grpc-status" not in headers:  # else it failed before any message
+            if "grpc-status" not in self._headers:  # else it failed before any message
                 message = await self._read(stream, interrupt)
             if message is None:
-                self._finish(_fields(stream.trailers) or headers)
+                self._finish(_fields(stream.trailers) or self._headers)
                 self._is_over = True
+        except Exception as error:
+            self._fail(error)
         return message
 
     async def _read(self, stream: Any, interrupt: _Interrupt) -> Reply | None:
-        _require_grpc(dict(stream.headers))
+        _require_grpc(self._headers or {})
         if not stream.buffer._eof:
             try:
                 with interrupt:
@@ -132,15 +143,16 @@ class ClientStream(Generic[Request, Reply]):
             _reset(self._raw)
             self._raw._wrapper.cancel(StreamTerminatedError("cancelled"))
 
-    @contextlib.contextmanager
-    def _mapped(self) -> Generator[None]:
-        """Raise the call's error for whatever grpclib, h2 and the socket raise; always the same
-        one once it is known."""
+    def _require_running(self) -> None:
         if self._error is not None:
             raise self._error
+
+    def _fail(self, failure: Exception) -> NoReturn:
+        """Raise the call's error for whatever grpclib, h2 and the socket raise; always the same
+        one once it is known."""
         try:
             with _mapped():
-                yield
+                raise failure
         except MeshError as error:
             if self._error is None and error.type != "too_large":
                 stream = self._raw._stream

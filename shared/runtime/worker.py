@@ -24,6 +24,7 @@ from shared.rpc.network import RpcServer
 from shared.rpc.service import Servicer
 from shared.runtime.loops import serve_until_stopped
 from shared.runtime.platform import Platform
+from shared.schedule.budget import StepBudget
 from shared.schedule.scheduler import SchedulePolicy, Scheduler
 from shared.telemetry.listener import serve_metrics
 from shared.telemetry.loop_lag import watch_loop_lag
@@ -181,9 +182,16 @@ async def devices(
 
 
 def pool_and_scheduler(
-    config: WorkerConfig, engine: Engine, *, watermark_blocks: int = 0
+    config: WorkerConfig,
+    engine: Engine,
+    *,
+    watermark_blocks: int = 0,
+    budget: StepBudget | None = None,
 ) -> tuple[BlockPool, Scheduler]:
-    """Return the books of an engine's KV blocks, and the scheduler on top."""
+    """Return the books of an engine's KV blocks, and the scheduler on top.
+
+    budget: what bounds a step in place of the configured number of tokens.
+    """
     pool = BlockPool(
         engine.num_blocks,
         engine.block_size,
@@ -195,6 +203,7 @@ def pool_and_scheduler(
         max_model_len=engine.spec.max_model_len,
         eos_token_ids=engine.spec.eos_token_ids,
         max_running=config.max_running,
-        token_budget=config.token_budget,
+        token_budget=config.max_step_tokens,
+        budget=budget,
     )
     return pool, Scheduler(pool, policy)

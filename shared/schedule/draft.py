@@ -5,15 +5,16 @@ Decides nothing about who runs; knows what a row of a sequence looks like.
 
 from __future__ import annotations
 
+from shared.schedule.budget import StepBudget, attended
 from shared.schedule.plan import Failure, Span, StepPlan
 from shared.schedule.sequence import Sequence
 from shared.step import SampleSpec, StepRow
 
 
 class Draft:
-    """A plan under construction, within one step's token budget."""
+    """A plan under construction, within one step's budget."""
 
-    def __init__(self, token_budget: int) -> None:
+    def __init__(self, budget: StepBudget) -> None:
         self.rows: list[StepRow] = []
         self.sequences: list[Sequence] = []
         self.spans: list[Span] = []
@@ -22,15 +23,15 @@ class Draft:
         self.failed: list[Failure] = []
         self.num_decode_rows = 0
         self.num_prefill_tokens = 0
-        self._token_budget = token_budget
+        self._num_attended = 0
+        self._budget = budget
 
-    @property
-    def room(self) -> int:
-        """Prompt tokens that still fit; 1 for the first prompt whatever the number of decode
-        rows."""
-        room = self._token_budget - self.num_decode_rows - self.num_prefill_tokens
+    def room(self, start: int) -> int:
+        """Return how many tokens of a prompt, from position ``start`` on, still fit."""
+        num_tokens = self.num_decode_rows + self.num_prefill_tokens
+        room = self._budget.room(num_tokens, self._num_attended, start)
         # However many sequences decode, the first prompt must not starve.
-        return max(room, 0 if self.num_prefill_tokens else 1)
+        return max(room, 0 if self.num_prefill_tokens else self._budget.least)
 
     def add(self, sequence: Sequence, stop: int) -> None:
         """Add the row that computes the sequence's tokens up to ``stop``, or to its end if that
@@ -39,10 +40,27 @@ class Draft:
         self.rows.append(_row(sequence, start, stop))
         self.sequences.append(sequence)
         self.spans.append(Span(start, stop))
+        self._num_attended += attended(start, stop)
         if sequence.is_decoding:
             self.num_decode_rows += 1
         else:
             self.num_prefill_tokens += stop - start
+
+    def add_next(self, sequence: Sequence) -> None:
+        """Add the row of a decoding sequence, its last token: ``add`` without what prompts need,
+        for these are nearly all the rows there are."""
+        sampling, tokens = sequence.item.sampling, sequence.tokens
+        start = len(tokens) - 1
+        if sampling.needs_history:
+            self.add(sequence, start + 1)
+            return
+        index = start + 1 - sequence.item.num_prompt_tokens
+        sample = SampleSpec(sampling, index, (), ())
+        self.rows.append(StepRow(tokens[start:], start, sequence.block_table, sample))
+        self.sequences.append(sequence)
+        self.spans.append(Span(start, start + 1))
+        self._num_attended += attended(start, start + 1)
+        self.num_decode_rows += 1
 
     def finished(self) -> StepPlan:
         """Return the plan."""

@@ -70,6 +70,15 @@ class NewToken:
     prompt_logprobs: tuple[TokenLogprobs, ...]
 
 
+class PromptTimes(NamedTuple):
+    """How a prompt was computed, in seconds. queue_s: arrival until the first step that computes
+    it. compute_s: from there to the first token."""
+
+    queue_s: float
+    compute_s: float
+    cached_tokens: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
     """What a committed step gave, in row order; sequences aborted meanwhile do not appear."""

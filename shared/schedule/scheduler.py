@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from shared.errors import InvariantViolated, LocalProtocolError, NoBlocks, NoCapacity
 from shared.kv.pool import BlockPool, BlockTable
 from shared.request import FinishReason, TokenLogprobs, finish_reason_of
+from shared.schedule.budget import StepBudget, TokenBudget
 from shared.schedule.draft import Draft, wants_prompt_logprobs
 from shared.schedule.plan import Failure, NewToken, SchedulerStatistics, StepOutcome, StepPlan
 from shared.schedule.sequence import Sequence, SequenceState
@@ -37,14 +38,15 @@ class SchedulePolicy:
     """Limits of a step, and when an answer ends.
 
     max_running: most sequences in a step. token_budget: most tokens a step computes; decode rows
-    are never dropped for it, and a prompt always advances by one token at least. max_preemptions:
-    see the module's text.
+    are never dropped for it, and a prompt always advances by one token at least. budget: decides
+    in place of ``token_budget``. max_preemptions: see the module's text.
     """
 
     max_model_len: int
     eos_token_ids: frozenset[int] = frozenset()
     max_running: int = 256
     token_budget: int = 2048
+    budget: StepBudget | None = None
     max_preemptions: int = 2
 
 
@@ -57,6 +59,7 @@ class Scheduler:
             raise LocalProtocolError("max_running and token_budget must be at least 1")
         self._pool = pool
         self._policy = policy
+        self._budget: StepBudget = policy.budget or TokenBudget(policy.token_budget)
         # All three are in order of arrival.
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
@@ -178,7 +181,7 @@ class Scheduler:
         """
         if self._plan is not None:
             raise LocalProtocolError("the last plan is not committed")
-        draft = Draft(self._policy.token_budget)
+        draft = Draft(self._budget)
         self._stalled = []
         self._plan_decodes(draft)
         self._plan_chunks(draft)
@@ -202,7 +205,7 @@ class Scheduler:
             if self._pool.num_blocks_for(sequence.num_tokens) > self._pool.num_blocks:
                 self._fail_for_room(sequence, draft)
             elif self._make_room(sequence, draft):
-                draft.add(sequence, sequence.num_tokens)
+                draft.add_next(sequence)
             else:
                 self._stalled.append(sequence)
 
@@ -244,20 +247,26 @@ class Scheduler:
     def _plan_chunks(self, draft: Draft) -> None:
         """Continue prompts (and recomputes) under way, oldest first."""
         for sequence in self._running[: self._policy.max_running]:
-            if not sequence.is_decoding and draft.room > 0:
-                draft.add(sequence, sequence.num_computed_tokens + draft.room)
+            if not sequence.is_decoding:
+                self._add_chunk(sequence, draft)
 
     def _plan_admissions(self, draft: Draft) -> None:
         """Let waiting sequences in, oldest first, none overtaking, each with all its blocks or
         none."""
-        while self._waiting and len(self._running) < self._policy.max_running and draft.room > 0:
+        while self._waiting and len(self._running) < self._policy.max_running:
             sequence = self._waiting[0]
-            if not self._may_run(sequence) or not self._admit(sequence):
+            # What it will find in the cache, and so where it begins, shows only when it is let in.
+            if draft.room(0) <= 0 or not self._may_run(sequence) or not self._admit(sequence):
                 return
             del self._waiting[0]
             insort(self._running, sequence, key=_arrival)
             draft.admitted.append(sequence)
-            draft.add(sequence, sequence.num_computed_tokens + draft.room)
+            self._add_chunk(sequence, draft)
+
+    def _add_chunk(self, sequence: Sequence, draft: Draft) -> None:
+        room = draft.room(sequence.num_computed_tokens)
+        if room > 0:
+            draft.add(sequence, sequence.num_computed_tokens + room)
 
     def _may_run(self, sequence: Sequence) -> bool:
         """Whether it has not been preempted too often, or is the oldest, whom nobody preempts."""

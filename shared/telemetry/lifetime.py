@@ -88,7 +88,8 @@ class Receipt:
         The rounded phases still add up to the rounded ``ttft_s``: hand-over takes the remainder.
         """
         record: dict[str, Any] = {}
-        for name, value in dataclasses.asdict(self).items():
+        for name in _FIELDS:
+            value = getattr(self, name)
             if value is None:
                 continue
             record[name] = round(value, 6) if isinstance(value, float) else value
@@ -101,6 +102,9 @@ class Receipt:
     def as_json(self) -> str:
         """Return ``as_dict`` as printable ASCII JSON, fit for a gRPC trailer."""
         return json.dumps(self.as_dict(), separators=(",", ":"))
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(Receipt))
 
 
 def receipt_of(marks: Marks, *, output_tokens: int = 0, **facts: Any) -> Receipt:

@@ -41,7 +41,6 @@ _FIELD_USER_DATA = 1 << 2
 _FIELD_DATATYPE = 1 << 3
 _FIELD_FLAGS = 1 << 4
 _FIELD_RECV_INFO = 1 << 7
-_FLAG_MULTI_SEND = 1 << 19
 _CLOSE_FORCE = 1
 _CONTIG_BYTES = 1 << 3  # ucp_dt_make_contig(1)
 _EP_ATTR_TRANSPORTS = 1 << 3
@@ -126,7 +125,7 @@ class TagApi:
         self._info = _TagInfo()
         common = _FIELD_CALLBACK | _FIELD_USER_DATA | _FIELD_DATATYPE
         self._send_param = _Param(
-            op_attr_mask=common | _FLAG_MULTI_SEND,
+            op_attr_mask=common,  # no hint "one of many": with it UCX copies where tcp need not
             callback=ctypes.cast(self._on_sent, c_void_p).value,
             datatype=_CONTIG_BYTES,
         )

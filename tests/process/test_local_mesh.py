@@ -71,6 +71,22 @@ async def test_generate_streams_a_right_answer_and_its_receipt() -> None:
         assert await up.ended() == 0
 
 
+async def test_up_with_colocated_workers_has_no_others() -> None:
+    """With real weights the answer is the same, and nothing was transferred for it."""
+    async with pdmesh("up", "--colocated", "2", *SMALL) as up:
+        url = await up.url()
+        answer = await chat(url, temperature=0, include_receipt=True)
+        assert "4821" in answer["choices"][0]["message"]["content"]
+        assert (answer["receipt"]["mode"], answer["receipt"]["transfer_bytes"]) == ("colocated", 0)
+        assert len(up.children) == 3
+        async with pdmesh("top", "--once", "--url", url) as top:
+            assert await top.ended() == 0
+        assert "colocated" in top.out
+        assert "prefill " not in top.out.partition("KV transfers")[0]
+        up.process.terminate()
+        assert await up.ended() == 0
+
+
 async def test_nothing_outlives_a_killed_up() -> None:
     """kill -9 runs no code of ours: the children notice the cord."""
     async with pdmesh("up", *FAKE) as up:

@@ -68,11 +68,13 @@ class LifecycleMachine(RuleBasedStateMachine):
         return data.draw(st.sampled_from([self.attempts[-1]] * 3 + self.attempts))
 
     @precondition(lambda self: self.must_dispatch and not self.ends)
-    @rule()
-    def dispatch(self) -> None:
+    @rule(is_whole=st.booleans())
+    def dispatch(self, is_whole: bool) -> None:
         self.bases.append(self.life.num_output_tokens)
         self.open_legs = {Leg.PREFILL} | ({Leg.DECODE} if self.life.needs_decode else set())
-        self.attempts.append(self.life.dispatched())
+        if is_whole:
+            self.open_legs = {Leg.WHOLE}
+        self.attempts.append(self.life.dispatched(is_whole=is_whole))
         self.must_dispatch = False
         self.is_granted = False
 
@@ -87,22 +89,27 @@ class LifecycleMachine(RuleBasedStateMachine):
     @precondition(lambda self: bool(self.attempts))
     @rule(data=st.data(), leg=LEGS, count=st.integers(1, 3))
     def tokens(self, data: st.DataObject, leg: Leg, count: int) -> None:
-        """A leg reports tokens that it may have: prefill its one, decode those after it."""
+        """A leg reports tokens that it may have: prefill its one, decode those after it, a
+        colocated worker all of them in order."""
         attempt = self.draw_attempt(data)
         base = self.bases[self.attempts.index(attempt)]
         if leg is Leg.PREFILL:
             positions = [base]
+        elif leg is Leg.WHOLE:
+            first = self.life.num_output_tokens if attempt == self.attempts[-1] else base
+            positions = [p for p in range(first, first + count) if p < MAX_TOKENS]
         else:
             first = data.draw(st.integers(base + 1, max(base + 1, MAX_TOKENS - 1)))
             positions = [p for p in range(first, first + count) if p < MAX_TOKENS]
         if not positions:
             return
-        if leg is Leg.DECODE and attempt == self.attempts[-1] and leg in self.open_legs:
+        if leg is not Leg.PREFILL and attempt == self.attempts[-1] and leg in self.open_legs:
             self.is_granted = True
         effects = self.life.tokens_arrived(attempt, leg, tuple(_token(p) for p in positions))
         has_ended = any(isinstance(effect, End) for effect in effects)
-        if has_ended and CancelLeg(Leg.DECODE) not in effects:
-            self.open_legs.discard(Leg.DECODE)  # its own last token: there is nothing to cancel
+        for own in (Leg.DECODE, Leg.WHOLE):
+            if has_ended and CancelLeg(own) not in effects:
+                self.open_legs.discard(own)  # its own last token: there is nothing to cancel
         self.take(effects)
 
     @precondition(lambda self: bool(self.attempts))

@@ -95,12 +95,13 @@ class GatedCompute(ThreadCompute):
 
 @dataclass
 class RealMesh:
-    """Made by ``real_mesh``. prefill_gate: while it is clear, prefill begins no step."""
+    """Made by ``real_mesh``. prefill: None = decode is colocated. prefill_gate: while it is clear,
+    prefill begins no step."""
 
     network: Network
     address: Address
     gateway: Gateway
-    prefill: PrefillWorker
+    prefill: Any
     decode: DecodeWorker
     prefill_gate: asyncio.Event
 
@@ -158,7 +159,7 @@ class RealMesh:
 
     def assert_nothing_left(self) -> None:
         """Every block of both workers is available, and the gateway holds no request."""
-        for worker in (self.prefill, self.decode):
+        for worker in filter(None, (self.prefill, self.decode)):
             pool = worker.pool
             assert pool.num_available == pool.num_blocks, repr(pool)
             worker.scheduler.check_integrity()
@@ -190,7 +191,7 @@ async def _running(run: Run) -> AsyncGenerator[tuple[Any, ...]]:
 
 @contextlib.asynccontextmanager
 async def real_mesh(
-    prefill_engine: Engine,
+    prefill_engine: Engine | None,
     decode_engine: Engine,
     text: TextModel,
     *,
@@ -200,6 +201,7 @@ async def real_mesh(
 ) -> AsyncGenerator[RealMesh]:
     """Run a mesh for the length of the block; entering waits until the pair takes work.
 
+    prefill_engine: None = there is no prefill worker, and decode is colocated.
     Engines and text stay the caller's to close. At the end all services drain, and nothing may be
     left of any request.
     """
@@ -216,15 +218,23 @@ async def real_mesh(
     )
     async with _running(front.run) as (_, address):
         common: dict[str, Any] = {"gateway": str(address), "staging_mib": 16}
+        of_role: dict[str, Any] = {"colocated": prefill_engine is None, **(decode or {})}
         mesh = RealMesh(
             network,
             address,
             front,
-            PrefillWorker(PrefillConfig(**common, **(prefill or {})), of_prefill, prefill_engine),
-            DecodeWorker(DecodeConfig(**common, **(decode or {})), of_decode, decode_engine),
+            None
+            if prefill_engine is None
+            else PrefillWorker(
+                PrefillConfig(**common, **(prefill or {})), of_prefill, prefill_engine
+            ),
+            DecodeWorker(DecodeConfig(**common, **of_role), of_decode, decode_engine),
             gate,
         )
-        async with _running(mesh.prefill.run), _running(mesh.decode.run):
+        async with contextlib.AsyncExitStack() as stack:
+            if mesh.prefill is not None:
+                await stack.enter_async_context(_running(mesh.prefill.run))
+            await stack.enter_async_context(_running(mesh.decode.run))
             assert front.members is not None
             members = front.members
             await mesh.until(lambda: members.num_pairs)

@@ -148,9 +148,14 @@ class WholeMesh:
                 await asyncio.sleep(0.01)
 
     async def ready(self) -> None:
-        """Wait until every living gateway may use every living pair."""
+        """Wait until every living gateway may use every living pair; a colocated worker is one
+        with itself, too."""
         prefills = sum(running in self.prefills for running in self.workers)
         num_pairs = prefills * (len(self.workers) - prefills)
+        num_pairs += sum(
+            running in self.decodes and bool(running.worker.load().paired)
+            for running in self.workers
+        )
         await self.until(
             lambda: all(
                 running.members is not None and running.members.num_pairs == num_pairs

@@ -233,3 +233,24 @@ def test_a_duplicated_token_is_dropped() -> None:
     life.tokens_arrived(attempt, Leg.PREFILL, (token(0),))
     assert life.tokens_arrived(attempt, Leg.DECODE, (token(0),)) == []
     assert life.num_dropped == 1
+
+
+def test_a_colocated_worker_is_one_leg_with_nothing_to_wait_for() -> None:
+    """Its tokens leave at once, and its last one leaves nothing to cancel."""
+    life = a_request(max_tokens=2)
+    attempt = life.dispatched(is_whole=True)
+    assert life.tokens_arrived(attempt, Leg.WHOLE, (token(0),)) == [Emit((token(0),))]
+    last = token(1, finish=FinishReason.LENGTH)
+    assert life.tokens_arrived(attempt, Leg.WHOLE, (last,)) == [Emit((last,)), End(None)]
+
+
+def test_a_colocated_worker_that_fails_is_the_only_one_to_avoid() -> None:
+    """Whatever it says, nobody else was there; a pair may take over."""
+    life = a_request()
+    attempt = life.dispatched(is_whole=True)
+    life.tokens_arrived(attempt, Leg.WHOLE, (token(0),))
+    error = TransferFailed("no")
+    assert life.leg_failed(attempt, Leg.WHOLE, error, lost=False) == [Reroute(error, (Leg.WHOLE,))]
+    again = life.dispatched()
+    life.granted(again)
+    assert life.tokens_arrived(again, Leg.PREFILL, (token(1),)) == [Emit((token(1),))]

@@ -123,6 +123,45 @@ def test_only_pairs_whose_canary_crossed_are_used() -> None:
     assert "has reached a decode worker" in table.why_not_ready()
 
 
+def a_colocated_worker(incarnation: int, **status: int) -> Worker:
+    worker = a_worker(Role.DECODE, incarnation)
+    worker.status = WorkerStatus(paired=frozenset({worker.incarnation}), **status)
+    return worker
+
+
+def test_a_colocated_worker_is_a_pair_with_itself() -> None:
+    """Alone it makes the mesh ready; whoever has the shortest queue of prompts is chosen; a
+    prefill worker that reaches it is a pair with it, too."""
+    table = PeerTable()
+    assert table.why_not_ready() == "no prefill worker has joined"
+    busy, idle = a_colocated_worker(1, pending_tokens=10), a_colocated_worker(2)
+    table.join(busy)
+    table.join(idle)
+    assert table.usable_pairs() == [(busy, busy), (idle, idle)]
+    assert table.why_not_ready() == ""
+    request = RouteRequest(num_tokens=10, max_new_tokens=1)
+    decision = route(POLICIES["least_loaded"](), request, table.usable_pairs(), 0.0)
+    assert decision is not None
+    assert decision.is_colocated
+    assert decision.decode == idle.incarnation
+
+    prefill = a_worker(Role.PREFILL, 3)
+    prefill.status = WorkerStatus(paired=frozenset({busy.incarnation}))
+    table.join(prefill)
+    assert table.usable_pairs() == [(busy, busy), (idle, idle), (prefill, busy)]
+    idle.has_session = busy.has_session = False
+    assert "no decode worker is usable" in table.why_not_ready()
+
+
+def test_a_colocated_worker_that_is_not_usable_is_said_to_be_so() -> None:
+    """And not that a prefill worker is missing, which none needs."""
+    table = PeerTable()
+    worker = a_colocated_worker(1)
+    worker.has_session = False
+    table.join(worker)
+    assert "is usable" in table.why_not_ready()
+
+
 def test_a_request_larger_than_a_decode_pool_finds_no_pair() -> None:
     """64 blocks of 16 hold 1,023 prompt tokens and the next."""
     pairs = a_mesh().usable_pairs()

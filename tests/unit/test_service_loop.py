@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 
 import pytest
@@ -27,3 +28,22 @@ def test_the_loops_clock_measures_within_one_iteration() -> None:
 
     assert run_service("test", main) == EXIT_OK
     assert elapsed[0] >= 0.0003
+
+
+def test_what_is_loaded_when_a_service_is_ready_is_not_collected_again() -> None:
+    """A full collection over all modules would hold the loop up."""
+    loaded = ["stays"]
+    seen: list[bool] = []
+
+    async def main(process: Process) -> bool:
+        seen.append(any(one is loaded for one in gc.get_objects()))
+        process.ready()
+        seen.append(any(one is loaded for one in gc.get_objects()))
+        process.stop.set()
+        return True
+
+    try:
+        assert run_service("test", main) == EXIT_OK
+    finally:
+        gc.unfreeze()
+    assert seen == [True, False]

@@ -1,9 +1,9 @@
 """The life of one request at the gateway: attempts, legs, fencing, and exactly one end.
 
 An attempt has two legs, dispatched together: *prefill* (KV and the next token) and *decode* (the
-rest). Events say what the legs reported; effects say what the shell must do. Tokens leave in index
-order, once each, whichever leg and whichever attempt brought them; what an older attempt still says
-is dropped by its attempt number.
+rest); or one, *whole*, on a colocated worker. Events say what the legs reported; effects say what
+the shell must do. Tokens leave in index order, once each, whichever leg and whichever attempt
+brought them; what an older attempt still says is dropped by its attempt number.
 
 The first token of an attempt is held until decode has room for the rest: an answer that has begun
 can no longer be refused. Room is asked for while prefill computes, so this rarely costs time.
@@ -35,10 +35,11 @@ class State(Enum):
 
 
 class Leg(Enum):
-    """One of the two workers of an attempt."""
+    """A worker's part of an attempt."""
 
     PREFILL = "prefill"
     DECODE = "decode"
+    WHOLE = "whole"
 
 
 class ArrivedToken(NamedTuple):
@@ -150,11 +151,15 @@ class Lifecycle:
 
     # --- events -------------------------------------------------------------------------------
 
-    def dispatched(self) -> int:
-        """The shell sent both legs of a new attempt; return its number (0, 1, ...)."""
+    def dispatched(self, *, is_whole: bool = False) -> int:
+        """The shell sent both legs of a new attempt, or its only one; return its number (0, 1,
+        ...)."""
         if self.state is not State.WAITING:
             raise LocalProtocolError(f"dispatched a request that is {self.state.value}")
-        legs = [Leg.PREFILL, Leg.DECODE] if self.needs_decode else [Leg.PREFILL]
+        if is_whole:
+            legs = [Leg.WHOLE]
+        else:
+            legs = [Leg.PREFILL, Leg.DECODE] if self.needs_decode else [Leg.PREFILL]
         self._attempt = _Attempt(self._num_attempts, legs, len(self._output))
         self._num_attempts += 1
         self.state = State.RUNNING
@@ -170,14 +175,33 @@ class Lifecycle:
             return []
         if leg is Leg.PREFILL:
             current.has_first_token = True
+        else:
+            current.is_granted = True
         for token in tokens:
             if token.position >= len(self._output) and token.position not in self._early:
                 self._early[token.position] = token
             else:
                 self.num_dropped += 1
-        if leg is Leg.DECODE:
-            current.is_granted = True
         return self._release(current)
+
+    def take_next(self, attempt: int, leg: Leg, position: int, token_id: int) -> bool:
+        """Take a token that neither ends the answer nor comes out of turn: nearly all do not.
+
+        True = it is the client's, as after ``Emit`` alone. False = nothing has changed; report it
+        by ``tokens_arrived``.
+        """
+        current = self._attempt
+        if (
+            current is None
+            or current.number != attempt
+            or leg not in current.open_legs
+            or self._early
+            or not current.is_granted
+            or not 0 < position == len(self._output)
+        ):
+            return False
+        self._output.append(token_id)
+        return True
 
     def granted(self, attempt: int) -> list[Effect]:
         """Decode has room."""
@@ -204,8 +228,11 @@ class Lifecycle:
                 break
         effects: list[Effect] = [Emit(tuple(ready))]
         if self.finish_reason is not FinishReason.NONE:
-            if ready[-1].position > current.first_position:
-                current.open_legs.remove(Leg.DECODE)  # its own finish: nothing to cancel
+            # Its own finish: nothing to cancel.
+            if Leg.WHOLE in current.open_legs:
+                current.open_legs.remove(Leg.WHOLE)
+            elif ready[-1].position > current.first_position:
+                current.open_legs.remove(Leg.DECODE)
             effects += self._end(State.FINISHED, None)
         return effects
 
@@ -244,7 +271,8 @@ class Lifecycle:
         self._early.clear()
         self.state = State.WAITING
         has_blamed_other = isinstance(error, PeerError) and not isinstance(error, NoBlocks)
-        avoid = (Leg.PREFILL, Leg.DECODE) if has_blamed_other and not lost else (leg,)
+        is_either = has_blamed_other and not lost and leg is not Leg.WHOLE
+        avoid = (Leg.PREFILL, Leg.DECODE) if is_either else (leg,)
         return [*effects, Reroute(error, avoid)]
 
     def fail(self, error: MeshError) -> list[Effect]:

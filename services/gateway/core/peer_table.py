@@ -80,6 +80,11 @@ class Worker:
     """Blocks that this gateway's requests need here."""
 
     @property
+    def is_colocated(self) -> bool:
+        """Whether this decode worker is its own prefill worker, too: it is paired with itself."""
+        return self.incarnation in self.status.paired
+
+    @property
     def is_usable(self) -> bool:
         """Whether new work may be sent here."""
         return self.has_session and not self.is_suspect and not self.status.is_draining
@@ -157,11 +162,12 @@ class PeerTable:
         return min((w.model.max_model_len for w in self._workers.values()), default=0)
 
     def usable_pairs(self) -> list[tuple[Worker, Worker]]:
-        """Return every (prefill, decode) pair that may take new work, in joining order."""
+        """Return every (prefill, decode) pair that may take new work, in joining order; a
+        colocated worker is both of one."""
         decodes = [worker for worker in self.all(Role.DECODE) if worker.is_usable]
         return [
             (prefill, decode)
-            for prefill in self.all(Role.PREFILL)
+            for prefill in self._workers.values()
             if prefill.is_usable
             for decode in decodes
             if decode.incarnation in prefill.status.paired
@@ -173,6 +179,8 @@ class PeerTable:
             return ""
         for role in (Role.PREFILL, Role.DECODE):
             workers = self.all(role)
+            if role is Role.PREFILL:
+                workers += [worker for worker in self.all(Role.DECODE) if worker.is_colocated]
             if not workers:
                 return f"no {role.value} worker has joined"
             if not any(worker.is_usable for worker in workers):

@@ -1,5 +1,7 @@
 """Routing: choose the pair (prefill, decode) for a request in one decision.
 
+A colocated worker is a pair with itself and competes as any other pair does.
+
 A policy is a pure function of the workers' views, the request's size and one random number; its
 answer is a record that can be logged and replayed. JSQ as in Splitwise (arXiv 2311.18677, section
 4.1: pending tokens for prompts) with the decode side by reserved memory, as in its public
@@ -51,6 +53,11 @@ class RouteDecision:
     prefill: Incarnation
     decode: Incarnation
     candidates: tuple[Candidate, ...]
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether one worker does it all."""
+        return self.prefill == self.decode
 
     def as_dict(self) -> dict[str, Any]:
         """Return the record as it is logged: of many candidates the best few, and how many there

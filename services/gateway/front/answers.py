@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from services.gateway.mesh import Generation, GenerationRequest, Mesh, TokenBatch
 from services.gateway.text.detokenizer import AnswerText
@@ -93,6 +93,18 @@ class Choice:
         )
 
 
+class TextSink(Protocol):
+    """Where text of a running answer may go at once, past the task that waits for it."""
+
+    def has_room(self) -> bool:
+        """Whether ``write`` may be called now: the answer has begun and nothing has to wait."""
+        ...
+
+    def write(self, text: str) -> None:
+        """Take text, at once."""
+        ...
+
+
 class Answers:
     """The running answers of one request; made by ``open_answers``."""
 
@@ -105,6 +117,10 @@ class Answers:
         Raises MeshError: the request failed; nothing follows.
         """
         raise NotImplementedError
+
+    def write_to(self, sink: TextSink) -> None:
+        """Give text to the sink whenever it has room, where that is all a delta would say: in the
+        middle of one single answer without stop strings. All else still comes from ``next``."""
 
     @property
     def usage(self) -> Usage:
@@ -134,12 +150,28 @@ class _OneAnswer(Answers):
     def __init__(self, choice: Choice, generation: Generation) -> None:
         super().__init__((choice,))
         self._choice = choice
+        self._generation = generation
         self._batches = aiter(generation)
 
     async def next(self) -> list[Delta]:
         if self._choice.is_done:
             return []
         return [self._choice.take(await _next_batch(self._batches))]
+
+    def write_to(self, sink: TextSink) -> None:
+        answer = self._choice.text
+        if not answer.is_plain or self._choice.is_echo_only:
+            return
+
+        def take(token_ids: Sequence[int]) -> bool:
+            if not sink.has_room():
+                return False
+            text = answer.feed_plain(token_ids)
+            if text:
+                sink.write(text)
+            return True
+
+        self._generation.offer_to(take)
 
 
 class _ManyAnswers(Answers):

@@ -64,6 +64,7 @@ def serve_http(
     front: FrontDoor,
     address: Address,
     *,
+    own_port: int = 0,
     drain_s: float = 30.0,
     stall_s: float = STALL_S,
     reuse_port: bool = False,
@@ -73,7 +74,7 @@ def serve_http(
     stall_s: how long a client may leave a full stream unread before it is cut off.
     """
     app = build_app(front, HttpDoor(front, stall_s=stall_s).routes())
-    return listen(app, address, drain_s=drain_s, reuse_port=reuse_port)
+    return listen(app, address, own_port=own_port, drain_s=drain_s, reuse_port=reuse_port)
 
 
 class HttpDoor:
@@ -295,6 +296,8 @@ class HttpDoor:
         try:
             async with open_answers(self._front.mesh, choices) as answers:
                 call.answers = answers
+                if answer_format.has_plain_chunks:
+                    answers.write_to(_Chunks(events, answer_format, call))
                 while deltas := await answers.next():
                     call.note()
                     usage = answers.usage if answer_format.continuous_usage else None
@@ -315,6 +318,23 @@ class HttpDoor:
             call.outcome = error.code if events.is_cut else error.type
             await events.end(b"data: %s\n\n" % orjson.dumps(openai_error_body(error)))
         return events.response
+
+
+class _Chunks:
+    """Text that becomes a chunk and leaves at once (the ``TextSink`` of a stream)."""
+
+    def __init__(self, events: EventStream, answer_format: AnswerFormat, call: Call) -> None:
+        self._events = events
+        self._format = answer_format
+        self._request_id = call.caller.request_id
+
+    def has_room(self) -> bool:
+        return self._events.has_room
+
+    def write(self, text: str) -> None:
+        chunk = self._format.text_chunk(text)
+        self._events.write_nowait(chunk)
+        note(Moment.WRITTEN, self._request_id, num_bytes=len(chunk))
 
 
 def _head(caller: Caller, model: ServedModel, prefix: str) -> AnswerHead:

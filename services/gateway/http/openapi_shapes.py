@@ -272,7 +272,8 @@ class ClusterBlocks(msgspec.Struct):
 
 
 class ClusterWorker(msgspec.Struct):
-    """One worker, as it reported itself last. paired: the workers it exchanges KV with."""
+    """One worker, as it reported itself last. paired: the workers it exchanges KV with; a
+    colocated worker names itself."""
 
     incarnation: str
     role: Literal["prefill", "decode"]

@@ -246,13 +246,16 @@ async def listen(
     app: web.Application,
     address: Address,
     *,
+    own_port: int = 0,
     drain_s: float = 30.0,
     reuse_port: bool = False,
 ) -> AsyncGenerator[Address]:
     """Serve until the block ends, then wait at most ``drain_s`` for running requests and cancel the
     rest.
 
-    Yields the address, with the real port if 0 was asked for. A client that disconnects cancels its
+    Yields the address, with the real port if 0 was asked for. reuse_port: other processes may
+    listen there, too; the kernel deals connections out. own_port: a second port, which stays this
+    process's own, 0 = none. A client that disconnects cancels its
     handler at once. Raises OSError: the port is in use.
     """
     loop = asyncio.get_running_loop()
@@ -285,9 +288,15 @@ async def listen(
         server = await loop.create_server(
             connection, address.host, address.port, reuse_port=reuse_port or None, backlog=1024
         )
+        servers = [server]
         try:
+            if own_port:
+                servers.append(
+                    await loop.create_server(connection, address.host, own_port, backlog=1024)
+                )
             yield Address(address.host, server.sockets[0].getsockname()[1])
         finally:
-            server.close()
+            for server in servers:
+                server.close()
     finally:
         await runner.cleanup()

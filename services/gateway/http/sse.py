@@ -14,7 +14,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from services.gateway.limits import STALL_S
 from shared.errors import DeadlinePassed
@@ -40,6 +40,9 @@ class EventStream:
         self._request = request
         self._response = web.StreamResponse(headers={**headers, **_HEADERS})
         self._stall_s = stall_s
+        self._transport: asyncio.Transport | None = None
+        self._is_chunked = request.version >= HttpVersion11
+        self._is_writing = False
         self.has_begun = False
         self.is_cut = False
 
@@ -47,6 +50,33 @@ class EventStream:
     def response(self) -> web.StreamResponse:
         """What the handler returns."""
         return self._response
+
+    # --- the fast path of a step ----------------------------------------------------------------
+
+    @property
+    def has_room(self) -> bool:
+        """Whether ``write_nowait`` may be called: the stream has begun, nobody waits to write, and
+        the client reads."""
+        transport = self._transport
+        return (
+            transport is not None
+            and not self._is_writing
+            and not transport.is_closing()
+            and transport.get_write_buffer_size() < BUFFER_BYTES
+        )
+
+    def write_nowait(self, data: bytes) -> None:
+        """Send complete events if there is room; they leave at the end of the loop's turn.
+
+        Goes past aiohttp's writer straight to the transport, with the same framing: that is most
+        of what a token costs there (bench/gateway/README.md).
+        """
+        assert self._transport is not None
+        if self._is_chunked:
+            data = b"%x\r\n%b\r\n" % (len(data), data)
+        self._transport.write(data)
+
+    # --- all else -------------------------------------------------------------------------------
 
     async def write(self, data: bytes) -> None:
         """Send complete events.
@@ -58,20 +88,14 @@ class EventStream:
         transport = self._request.transport
         if transport is None:
             raise ConnectionResetError("the client has gone")
-        if not self.has_begun:
-            self.has_begun = True
-            transport.set_write_buffer_limits(high=BUFFER_BYTES)
-            # Else the kernel alone would take megabytes before a slow client shows.
-            connection: Any = transport.get_extra_info("socket")
-            if connection is not None:
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-            # Only buffers the headers: they leave with the first events.
-            await self._response.prepare(self._request)
-        if transport.get_write_buffer_size() + len(data) < BUFFER_BYTES:
-            # Cannot wait, so needs no timer: this is nearly every write.
-            await self._response.write(data)
-            return
+        self._is_writing = True
         try:
+            if not self.has_begun:
+                await self._begin(transport)
+            if transport.get_write_buffer_size() + len(data) < BUFFER_BYTES:
+                # Cannot wait, so needs no timer: this is nearly every write.
+                await self._response.write(data)
+                return
             async with asyncio.timeout(self._stall_s):
                 await self._response.write(data)
         except TimeoutError:
@@ -79,12 +103,28 @@ class EventStream:
             raise DeadlinePassed(
                 f"the client read nothing for {self._stall_s:g} s", code="client_too_slow"
             ) from None
+        finally:
+            self._is_writing = False
+
+    async def _begin(self, transport: asyncio.Transport) -> None:
+        self.has_begun = True
+        transport.set_write_buffer_limits(high=BUFFER_BYTES)
+        # Else the kernel alone would take megabytes before a slow client shows.
+        connection: Any = transport.get_extra_info("socket")
+        if connection is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+        if self._is_chunked:
+            self._response.enable_chunked_encoding()
+        # Only buffers the headers: they leave with the first events.
+        await self._response.prepare(self._request)
+        self._transport = transport
 
     async def end(self, data: bytes) -> None:
         """Send the last events and end the response; does nothing on a connection that was cut."""
         if self.is_cut:
             return
         await self.write(data)
+        self._transport = None
         try:
             async with asyncio.timeout(self._stall_s):
                 await self._response.write_eof()
@@ -93,5 +133,6 @@ class EventStream:
 
     def _cut(self) -> None:
         self.is_cut = True
+        self._transport = None
         if self._request.transport is not None:
             self._request.transport.abort()

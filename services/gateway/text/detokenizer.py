@@ -84,6 +84,11 @@ class StopMatcher:
         self._most_held = max((len(text) for text in stop), default=1) - 1
         self._held = ""
 
+    @property
+    def has_stop(self) -> bool:
+        """Whether there is anything to find."""
+        return bool(self._stop)
+
     def feed(self, piece: str) -> tuple[str, str | None]:
         """Return (text that is safe to give out, the stop string found or None); feed nothing after
         a match."""
@@ -152,6 +157,20 @@ class AnswerText:
         self._min_tokens = min_tokens
         self._include_stop = include_stop
         self.num_tokens = 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no text can end the answer: there are no stop strings."""
+        return not self._matcher.has_stop
+
+    def feed_plain(self, token_ids: Sequence[int]) -> str:
+        """Take tokens from the middle of a plain answer and return their text: what ``feed`` would
+        do."""
+        self.num_tokens += len(token_ids)
+        step = self._detokenizer.step
+        if len(token_ids) == 1:
+            return step(token_ids[0])
+        return "".join([step(token_id) for token_id in token_ids])
 
     def feed(self, token_ids: Sequence[int], finish_reason: FinishReason) -> TextStep:
         """Take a batch; the answer is over once a finish reason comes back."""

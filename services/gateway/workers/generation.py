@@ -16,6 +16,7 @@ from services.gateway.core.admission import Admission, AdmissionStatistics, Admi
 from services.gateway.core.window import Window
 from services.gateway.mesh import GenerationRequest, ServedModel
 from services.gateway.workers.cluster import WindowWatcher, cluster_body
+from services.gateway.workers.delivery import Delivery
 from services.gateway.workers.membership import Membership
 from services.gateway.workers.session import RequestShell, closing
 from services.gateway.workers.timeline import AnswerWatcher, Timeline
@@ -42,6 +43,7 @@ class GatewayMesh:
         self._started_at = asyncio.get_running_loop().time()
         self._window = Window(self._started_at)
         self._watchers = (*watchers, WindowWatcher(self._window))
+        self._delivery = Delivery(self._watchers)
         self._is_draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -107,6 +109,7 @@ class GatewayMesh:
                 request,
                 self._members,
                 timeline,
+                self._delivery,
                 max_attempts=self._config.max_attempts,
                 pair_wait_s=self._config.max_wait_s,
                 failover_wait_s=self._config.failover_wait_s,

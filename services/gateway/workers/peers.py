@@ -44,6 +44,11 @@ class LegEvents(Protocol):
         """Tokens arrived."""
         ...
 
+    def next_token(self, position: int, token_id: int) -> bool:
+        """A token of a step arrived that does not end the answer and has no logprobs; False = not
+        taken, tell it by ``tokens``."""
+        ...
+
     def prefilled(self, event: wire.PrefillToken) -> None:
         """Prefill's own times and cache hits, with its token (``tokens`` follows)."""
         ...
@@ -149,7 +154,10 @@ class WorkerSession:
     def reserve(
         self, leg: LegEvents, order: AttemptOrder, prefill: Incarnation, *, wait_s: float
     ) -> StreamId:
-        """Ask for room; events come to ``leg`` until its end, a failure or ``cancel``."""
+        """Ask for room; events come to ``leg`` until its end, a failure or ``cancel``.
+
+        prefill: who may push; this very worker (if it is colocated): it computes the prompt, too.
+        """
         stream_id = self._attach(leg)
         self._post(
             wire.DecodeCommand(
@@ -278,10 +286,7 @@ class WorkerSession:
 
     def _on_prefill_event(self, event: wire.PrefillEvent) -> None:
         if event.token is not None:
-            leg = self._legs.get(StreamId(event.token.stream_id))
-            if leg is not None:
-                leg.prefilled(event.token)
-                leg.tokens((_prefill_token(event.token),))
+            self._on_first_token(event.token)
         elif event.done is not None:
             leg = self._legs.pop(StreamId(event.done.stream_id), None)
             if leg is not None:
@@ -292,6 +297,8 @@ class WorkerSession:
     def _on_decode_event(self, event: wire.DecodeEvent) -> None:
         if event.tokens is not None:
             self._on_step_tokens(event.tokens)
+        elif event.first is not None:
+            self._on_first_token(event.first)
         elif event.joined is not None:
             leg = self._legs.get(StreamId(event.joined.stream_id))
             if leg is not None:
@@ -303,6 +310,17 @@ class WorkerSession:
         elif event.failed is not None:
             self._on_failed(event.failed.stream_id, event.failed.error)
 
+    def _on_first_token(self, event: wire.PrefillToken) -> None:
+        stream_id = StreamId(event.stream_id)
+        leg = self._legs.get(stream_id)
+        if leg is None:
+            return
+        token = _prefill_token(event)
+        if leg.leg is Leg.WHOLE and token.finish_reason is not FinishReason.NONE:
+            self._legs.pop(stream_id)  # of a prefill leg PrefillDone is the last word
+        leg.prefilled(event)
+        leg.tokens((token,))
+
     def _on_failed(self, stream_id: int, error: wire.Error | None) -> None:
         leg = self._legs.pop(StreamId(stream_id), None)
         if leg is not None:
@@ -312,14 +330,19 @@ class WorkerSession:
             leg.failed(reason, lost=False)
 
     def _on_step_tokens(self, step: wire.StepTokens) -> None:
-        rows = codec.step_tokens_from_wire(step)
-        for row in rows:
-            leg = self._legs.get(row.stream_id)
-            if leg is not None:
-                finish = row.finish_reason
-                if finish is not FinishReason.NONE:
-                    self._legs.pop(row.stream_id, None)
-                leg.tokens((ArrivedToken(row.position, row.token_id, finish, row.logprobs),))
+        columns = codec.step_columns_from_wire(step)
+        ids, positions, token_ids, reasons, logprobs = columns
+        rows = zip(ids, positions, token_ids, reasons, logprobs or [None] * len(ids), strict=True)
+        legs: dict[Any, LegEvents] = self._legs
+        for stream_id, position, token_id, reason, row_logprobs in rows:
+            leg = legs.get(stream_id)
+            if leg is None:
+                continue
+            if reason or row_logprobs is not None or not leg.next_token(position, token_id):
+                if reason:
+                    del legs[stream_id]
+                finish = FinishReason(reason)
+                leg.tokens((ArrivedToken(position, token_id, finish, row_logprobs),))
 
 
 def _prefill_token(event: wire.PrefillToken) -> ArrivedToken:

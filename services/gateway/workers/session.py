@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any
 
 import structlog
@@ -28,13 +28,14 @@ from services.gateway.core.lifecycle import (
 from services.gateway.core.peer_table import Worker
 from services.gateway.core.routing import RouteDecision
 from services.gateway.mesh import GenerationRequest, TokenBatch
+from services.gateway.workers.delivery import Delivery
 from services.gateway.workers.membership import Membership
 from services.gateway.workers.peers import AttemptOrder, WorkerSession
 from services.gateway.workers.timeline import Timeline
 from shared import wire
 from shared.errors import DeadlinePassed, MeshError, NoBlocks, WorkerLost
 from shared.ids import Incarnation, StreamId
-from shared.request import FinishReason
+from shared.request import FinishReason, TokenLogprobs
 from shared.rpc.columns import pack_u32
 from shared.telemetry.moments import Moment, note
 
@@ -56,28 +57,33 @@ class _LegShell:
         self._attempt = attempt
         self.session = session
         self.stream_id = StreamId(0)
-        self._load = 0
+        self._own_tokens = 0
+        self._own_blocks = 0
 
     @property
     def worker(self) -> Worker:
         return self.session.worker
 
-    def take_load(self, amount: int) -> None:
-        """Count this leg on its worker, in tokens (prefill) or blocks (decode), until
-        ``drop_load``."""
-        self._load = amount
-        if self.leg is Leg.PREFILL:
-            self.worker.own_tokens += amount
-        else:
-            self.worker.own_blocks += amount
+    def take_load(self, num_tokens: int) -> None:
+        """Count this leg on its worker: prompt tokens until ``drop_tokens``, where a prompt is
+        computed, and blocks until ``drop_load``, where an answer grows."""
+        if self.leg is not Leg.DECODE:
+            self._own_tokens = num_tokens
+            self.worker.own_tokens += num_tokens
+        if self.leg is not Leg.PREFILL:
+            self._own_blocks = self.worker.blocks_for(num_tokens + 1)
+            self.worker.own_blocks += self._own_blocks
+
+    def drop_tokens(self) -> None:
+        """The prompt is computed; idempotent."""
+        self.worker.own_tokens -= self._own_tokens
+        self._own_tokens = 0
 
     def drop_load(self) -> None:
-        """Give the load back; idempotent."""
-        if self.leg is Leg.PREFILL:
-            self.worker.own_tokens -= self._load
-        else:
-            self.worker.own_blocks -= self._load
-        self._load = 0
+        """Give all load back; idempotent."""
+        self.drop_tokens()
+        self.worker.own_blocks -= self._own_blocks
+        self._own_blocks = 0
 
     def cancel(self) -> None:
         """Stop the worker's part."""
@@ -85,9 +91,15 @@ class _LegShell:
         self.drop_load()
 
     def tokens(self, tokens: tuple[ArrivedToken, ...]) -> None:
-        if self.leg is Leg.PREFILL:
-            self.drop_load()
+        self.drop_tokens()
         self._request.apply(self._request.lifecycle.tokens_arrived(self._attempt, self.leg, tokens))
+
+    def next_token(self, position: int, token_id: int) -> bool:
+        request = self._request
+        if not request.lifecycle.take_next(self._attempt, self.leg, position, token_id):
+            return False
+        request.took(token_id)
+        return True
 
     def prefilled(self, event: wire.PrefillToken) -> None:
         self._request.timeline.prefilled(
@@ -122,6 +134,34 @@ class _LegShell:
         )
 
 
+class _Pending:
+    """Tokens of one answer that have arrived and not been handed on."""
+
+    __slots__ = ("finish_reason", "is_plain", "logprobs", "prompt_logprobs", "token_ids")
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+        self.finish_reason = FinishReason.NONE
+        self.is_plain = True
+        """Whether all came by ``RequestShell.took``: nothing but ids in the middle of an answer."""
+
+    def add(self, tokens: tuple[ArrivedToken, ...]) -> None:
+        """Add what the core emitted."""
+        self.is_plain = False
+        for token in tokens:
+            self.token_ids.append(token.token_id)
+            if token.logprobs is not None:
+                self.logprobs.append(token.logprobs)
+        self.finish_reason = tokens[-1].finish_reason
+        if tokens[0].prompt_logprobs is not None:
+            self.prompt_logprobs = tokens[0].prompt_logprobs
+
+    def __bool__(self) -> bool:
+        return bool(self.token_ids)
+
+
 class RequestShell:
     """One running answer (the ``Generation`` of ``mesh.py``)."""
 
@@ -130,6 +170,7 @@ class RequestShell:
         request: GenerationRequest,
         membership: Membership,
         timeline: Timeline,
+        delivery: Delivery,
         *,
         max_attempts: int,
         pair_wait_s: float,
@@ -141,13 +182,17 @@ class RequestShell:
         self._membership = membership
         self._pair_wait_s = pair_wait_s
         self._failover_wait_s = failover_wait_s
-        self._pending: list[ArrivedToken] = []
+        self._delivery = delivery
+        self._pending = _Pending()
+        self._take: Callable[[Sequence[int]], bool] | None = None
+        self._failure: Exception | None = None
+        self._is_due = False
         self._wake = asyncio.Event()
         self._end: End | None = None
         self._reroute: Reroute | None = None
         self._legs: dict[Leg, _LegShell] = {}
         self._avoid: set[Incarnation] = set()
-        self._num_emitted = 0
+        self._num_handed_on = 0
         self._blocks_by = 0.0
         """Loop time until which decode workers may let the request wait for blocks."""
 
@@ -159,6 +204,8 @@ class RequestShell:
     async def __anext__(self) -> TokenBatch:
         """Return what has arrived since the last call, as one batch."""
         while not self._pending:
+            if self._failure is not None:
+                raise self._failure
             if self._end is not None:
                 if self._end.error is not None:
                     raise self._end.error
@@ -172,21 +219,49 @@ class RequestShell:
             except TimeoutError:
                 self.fail(DeadlinePassed("the request's deadline passed"))
             self._wake.clear()
-        tokens, self._pending = self._pending, []
-        return self._batch(tokens)
-
-    def _batch(self, tokens: list[ArrivedToken]) -> TokenBatch:
+        pending, self._pending = self._pending, _Pending()
+        first_index = self._num_handed_on
+        self._num_handed_on += len(pending.token_ids)
         has_logprobs = self._request.sampling.logprobs is not None
-        first_index, self._num_emitted = self._num_emitted, self._num_emitted + len(tokens)
         return TokenBatch(
             first_index=first_index,
-            token_ids=tuple(token.token_id for token in tokens),
-            logprobs=tuple(t.logprobs for t in tokens if t.logprobs is not None)
-            if has_logprobs
-            else None,
-            finish_reason=tokens[-1].finish_reason,
-            prompt_logprobs=tokens[0].prompt_logprobs,
+            token_ids=tuple(pending.token_ids),
+            logprobs=tuple(pending.logprobs) if has_logprobs else None,
+            finish_reason=pending.finish_reason,
+            prompt_logprobs=pending.prompt_logprobs,
         )
+
+    def offer_to(self, take: Callable[[Sequence[int]], bool]) -> None:
+        self._take = take
+
+    # --- the fast path of a step (delivery.py) --------------------------------------------------
+
+    def took(self, token_id: int) -> None:
+        """The core took a token in the middle of the answer: deliver it at the turn's end."""
+        delivery = self._delivery
+        delivery.count(self.timeline.stepped(delivery.now()))
+        self._pending.token_ids.append(token_id)
+        if not self._is_due:
+            self._is_due = True
+            delivery.add(self)
+
+    def deliver(self) -> None:
+        self._is_due = False
+        pending = self._pending
+        if not pending:
+            return
+        num_tokens = len(pending.token_ids)
+        self._note(Moment.EMITTED, index=self._num_handed_on, num_tokens=num_tokens)
+        if self._take is not None and pending.is_plain:
+            try:
+                if self._take(pending.token_ids):
+                    self._num_handed_on += num_tokens
+                    pending.token_ids.clear()
+                    return
+            except Exception as failure:
+                self._failure = failure
+                pending.token_ids.clear()
+        self._wake.set()
 
     @property
     def cached_tokens(self) -> int:
@@ -269,7 +344,7 @@ class RequestShell:
         lifecycle = self.lifecycle
         needs_decode = lifecycle.needs_decode
         token_ids, sampling = lifecycle.token_ids, lifecycle.sampling
-        attempt = lifecycle.dispatched()
+        attempt = lifecycle.dispatched(is_whole=decision.is_colocated)
         trace_context = self.timeline.dispatched(decision, has_decode=needs_decode)
         now = asyncio.get_running_loop().time()
         _log.info(
@@ -289,21 +364,29 @@ class RequestShell:
             cache_salt=self._request.cache_salt,
             trace_context=trace_context,
         )
+        if decision.is_colocated:
+            self._legs = {}
+            self._reserve(Leg.WHOLE, order, decision)
+            return
         prefill = _LegShell(self, attempt, Leg.PREFILL, self._membership.session(decision.prefill))
         self._legs = {Leg.PREFILL: prefill}
         prefill.take_load(len(token_ids))
         prefill.stream_id = prefill.session.start_prefill(
             prefill, order, decision.decode if needs_decode else Incarnation(0)
         )
-        if not needs_decode:
-            return
-        decode = _LegShell(self, attempt, Leg.DECODE, self._membership.session(decision.decode))
-        self._legs[Leg.DECODE] = decode
-        decode.take_load(decode.worker.blocks_for(len(token_ids) + 1))
-        decode.stream_id = decode.session.reserve(
-            decode, order, decision.prefill, wait_s=max(LEAST_WAIT_S, self._blocks_by - now)
+        if needs_decode:
+            self._reserve(Leg.DECODE, order, decision)
+
+    def _reserve(self, leg: Leg, order: AttemptOrder, decision: RouteDecision) -> None:
+        """Send the decode worker's leg; it is the whole attempt if the worker is colocated."""
+        now = asyncio.get_running_loop().time()
+        session = self._membership.session(decision.decode)
+        shell = self._legs[leg] = _LegShell(self, order.attempt, leg, session)
+        shell.take_load(len(self.lifecycle.token_ids))
+        shell.stream_id = session.reserve(
+            shell, order, decision.prefill, wait_s=max(LEAST_WAIT_S, self._blocks_by - now)
         )
-        self._note(Moment.DISPATCHED, attempt=attempt)
+        self._note(Moment.DISPATCHED, attempt=order.attempt)
 
     def _remaining_s(self) -> float:
         if self._request.deadline_at is None:
@@ -319,7 +402,7 @@ class RequestShell:
                 case Emit(tokens):
                     self._note(Moment.EMITTED, index=tokens[0].position, num_tokens=len(tokens))
                     self.timeline.emitted(len(tokens))
-                    self._pending.extend(tokens)
+                    self._pending.add(tokens)
                 case CancelLeg(leg):
                     self._legs[leg].cancel()
                 case Reroute():

@@ -33,7 +33,8 @@ class AnswerWatcher(Protocol):
         ...
 
     def later_tokens(self, now: float, num_tokens: int, gap_s: float) -> None:
-        """So many tokens came together, at least one, ``gap_s`` after those before them."""
+        """So many tokens after an answer's first came together, at least one. gap_s: their gaps to
+        the tokens before them, added up; each token has an equal share."""
         ...
 
     def transferred(self, now: float, receipt: Receipt) -> None:
@@ -67,6 +68,7 @@ class Timeline:
         self._prefilled_at = arrived_at
         self._is_transfer_told = True
         self._is_abandoned = False
+        self._last_token_at: float | None = None
         self._marks: dict[str, float] = {"arrived_at": arrived_at}
         self._facts: dict[str, Any] = {"prompt_tokens": prompt_tokens}
         self._errors: list[str] = []
@@ -95,6 +97,8 @@ class Timeline:
         facts["decode"] = f"{decision.decode:016x}" if has_decode else ""
         for name in _TRANSFER_FACTS:
             facts.pop(name, None)
+        if decision.is_colocated:
+            facts["mode"] = "colocated"
         self._is_transfer_told = True
         if not self._span.is_recording:
             return ""
@@ -164,8 +168,7 @@ class Timeline:
         """Tokens, at least one, were handed to the client's side."""
         marks = self._marks
         now = _now()
-        last_at = marks.get("last_token_at")
-        marks["last_token_at"] = now
+        last_at, self._last_token_at = self._last_token_at, now
         self._output_tokens += num_tokens
         if last_at is None:
             last_at = marks["first_token_at"] = now
@@ -177,6 +180,15 @@ class Timeline:
             marks.setdefault("second_token_at", now)
             for watcher in self._watchers:
                 watcher.later_tokens(now, num_tokens, now - last_at)
+
+    def stepped(self, now: float) -> float:
+        """One more token, not the first, was handed on; return when the one before was. Who calls
+        it tells the watchers: of many answers at once (``delivery.py``)."""
+        last_at, self._last_token_at = self._last_token_at, now
+        assert last_at is not None
+        self._output_tokens += 1
+        self._marks.setdefault("second_token_at", now)
+        return last_at
 
     def abandoned(self) -> None:
         """The client left before the end."""
@@ -199,8 +211,11 @@ class Timeline:
 
     def receipt(self) -> Receipt:
         """Return the receipt as of now; complete after ``ended``."""
+        marks = self._marks
+        if self._last_token_at is not None:
+            marks["last_token_at"] = self._last_token_at
         return receipt_of(
-            Marks(**self._marks),
+            Marks(**marks),
             output_tokens=self._output_tokens,
             attempts=self._attempts,
             cached_tokens=self.cached_tokens,

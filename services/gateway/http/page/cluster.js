@@ -156,7 +156,7 @@ function makeWorker(worker) {
     make(
       "div",
       { class: "worker-head" },
-      make("span", { class: "role" }, worker.role),
+      named("span", "role", { class: "role" }),
       make("code", { title: `incarnation ${worker.incarnation}` }, shortId(worker.incarnation)),
       make("span", { class: "address" }, worker.address),
       named("span", "state", { class: "state" }),
@@ -174,6 +174,7 @@ function makeWorker(worker) {
 
 function fillWorker(element, worker) {
   const { total, reserved, quarantined } = worker.blocks;
+  say(part(element, "role"), worker.paired.includes(worker.incarnation) ? "colocated" : worker.role);
   const state = part(element, "state");
   state.dataset.state = worker.state;
   say(

@@ -313,6 +313,13 @@ class DecodeEvent(betterproto2.Message):
         6, betterproto2.TYPE_MESSAGE, optional=True, group="event"
     )
 
+    first: "PrefillToken | None" = betterproto2.field(
+        7, betterproto2.TYPE_MESSAGE, optional=True, group="event"
+    )
+    """
+    token 1 of a request that is computed here from its prompt on (colocated)
+    """
+
 
 default_message_pool.register_message("pdmesh.v1", "DecodeEvent", DecodeEvent)
 
@@ -1051,7 +1058,7 @@ class Reserve(betterproto2.Message):
 
     prefill_incarnation: "int" = betterproto2.field(9, betterproto2.TYPE_FIXED64)
     """
-    only this worker may push
+    only this worker may push; the decode worker itself: compute the prompt, too
     """
 
     cache_salt: "bytes" = betterproto2.field(10, betterproto2.TYPE_BYTES)
@@ -1466,7 +1473,7 @@ class WorkerStatus(betterproto2.Message):
 
     paired: "bytes" = betterproto2.field(9, betterproto2.TYPE_BYTES)
     """
-    prefill: u64 column, incarnations of decode workers whose canary crossed
+    u64 column of incarnations: decode workers whose canary crossed; a colocated decode worker: itself
     """
 
 

@@ -1,0 +1,181 @@
+"""Several gateway processes on one HTTP port: a small parent that starts, replaces and stops them.
+
+    pdmesh gateway --gateway-processes 3
+        clients ── port 8000, dealt out by the kernel ── process 0: workers join at 8001
+                                                         process 1: workers join at 8002
+                                                         process 2: workers join at 8003
+
+Each process is a whole gateway with an incarnation of its own, so workers must join every one:
+``--gateway host:8001,host:8002,host:8003``. A process that dies is replaced, with a log line; the
+others go on meanwhile. Before all are ready the first failure ends everything. Every process hangs
+on a cord (``shared/runtime/parent.py``): none outlives the parent, however that dies. The parent
+serves nothing and loads nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+import structlog
+
+from shared.config import GatewayConfig
+from shared.environment import environment_of
+from shared.errors import MeshError
+from shared.runtime.groups import plain_errors
+from shared.runtime.parent import PARENT_FD
+from shared.runtime.service import GRACE_S, Process, run_service
+
+RESTART_AFTER_S = 0.5
+"""Before a process that died is replaced: one that dies at once must not fill the log."""
+
+_log = structlog.get_logger(__name__)
+
+
+class ProcessFailed(MeshError):
+    """A gateway process could not start; the message is its own last word."""
+
+    type = "start_failed"
+
+
+def run_gateways(config: GatewayConfig) -> int:
+    """Run ``config.gateway_processes`` gateways below this process until a signal, and return the
+    exit code (``service.py``): that of the process which ended worst."""
+    codes: list[int] = []
+
+    async def main(process: Process) -> bool:
+        children = [_Child(number, config) for number in range(config.gateway_processes)]
+        with plain_errors():
+            async with asyncio.TaskGroup() as tasks:
+                await _start(children, tasks)
+                process.ready(
+                    http_port=children[0].facts["http_port"],
+                    grpc_port=children[0].facts["grpc_port"],
+                    grpc_ports=[child.facts["grpc_port"] for child in children],
+                )
+                await process.stop.wait()
+                for child in children:
+                    child.stop()
+        codes.extend(child.exit_code for child in children)
+        return True
+
+    code = run_service("gateway", main, drain_s=config.drain_s + GRACE_S)
+    return code or max(codes, default=0)
+
+
+async def _start(children: Sequence[_Child], tasks: asyncio.TaskGroup) -> None:
+    """Start the first, for the port that all share, then the others; wait until all are ready."""
+    first, *others = children
+    tasks.create_task(first.keep_running())
+    await first.ready.wait()
+    for child in others:
+        child.http_port = first.facts["http_port"]
+        tasks.create_task(child.keep_running())
+    for child in others:
+        await child.ready.wait()
+
+
+class _Child:
+    """One gateway process, and the one after it if it dies."""
+
+    def __init__(self, number: int, config: GatewayConfig) -> None:
+        self.http_port = config.http_port
+        self.facts: dict[str, Any] = {}
+        self.ready = asyncio.Event()
+        self.exit_code = 0
+        self._number = number
+        self._config = config
+        self._is_stopping = False
+        self._process: asyncio.subprocess.Process | None = None
+        self._error = ""
+
+    def stop(self) -> None:
+        """Have it drain and end, and not be replaced."""
+        self._is_stopping = True
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
+
+    async def keep_running(self) -> None:
+        """Run it until ``stop``. Raises ProcessFailed: it ended before it was ready once."""
+        while not self._is_stopping:
+            await self._run_once()
+            if self._is_stopping:
+                return
+            reason = self._error or f"it ended with exit code {self.exit_code}"
+            if not self.ready.is_set():
+                raise ProcessFailed(f"gateway process {self._number}: {reason}")
+            _log.error("a gateway process died", number=self._number, reason=reason)
+            await asyncio.sleep(RESTART_AFTER_S)
+
+    def _environment(self, cord: socket.socket) -> dict[str, str]:
+        config, facts = self._config, self.facts
+        # One that is replaced must be found where it was.
+        grpc_port = facts.get("grpc_port", config.grpc_port and config.grpc_port + self._number)
+        own = dataclasses.replace(
+            config,
+            gateway_processes=1,
+            share_http_port=True,
+            http_port=self.http_port,
+            grpc_port=grpc_port,
+            process_port=config.process_port and config.process_port + self._number,
+        )
+        cord_fd = {PARENT_FD: str(cord.fileno())}
+        return {**os.environ, **_code(), **environment_of(own), **cord_fd}
+
+    async def _run_once(self) -> None:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        try:
+            with theirs:
+                process = self._process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-P", "-m", "services.gateway"),
+                    env=self._environment(theirs),
+                    pass_fds=(theirs.fileno(),),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    start_new_session=True,  # Ctrl-C reaches the parent alone
+                )
+            try:
+                if self._is_stopping:
+                    process.terminate()
+                await self._listen(ours)
+                self.exit_code = await process.wait()
+            finally:
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
+        finally:
+            ours.close()
+
+    async def _listen(self, cord: socket.socket) -> None:
+        """Hear what it says until it ends."""
+        loop = asyncio.get_running_loop()
+        received = b""
+        while chunk := await loop.sock_recv(cord, 4096):
+            *lines, received = (received + chunk).split(b"\n")
+            for line in lines:
+                told: dict[str, Any] = orjson.loads(line)
+                if "error" in told:
+                    self._error = str(told["error"])
+                else:
+                    self.facts = told
+                    self.http_port = told["http_port"]
+                    self.ready.set()
+
+
+def _code() -> dict[str, str]:
+    """Return the variables that make a child run our code, also where it is not installed."""
+    root = str(Path(__file__).resolve().parents[2])
+    if root not in sys.path or root.endswith("-packages"):
+        return {}
+    others = os.environ.get("PYTHONPATH", "")
+    return {"PYTHONPATH": f"{root}{os.pathsep}{others}" if others else root}

@@ -1,0 +1,78 @@
+"""How much prompt a step may compute beside the tokens that running sequences get. Pure.
+
+Stall-free batching (Sarathi-Serve, OSDI'24, Algorithm 3) gives prompts what is left of a token
+budget. The budget is a number, or follows from how long a step may take: Sarathi profiles batches
+once and takes the largest one within the target for the time between tokens; ``TimeBudget`` asks
+the same model for each step anew, because attention makes a chunk dearer the deeper it lies in its
+prompt, and contexts of running sequences cost time as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+PredictStep = Callable[[int, int], float]
+"""(tokens computed, positions attended to by all of them together) -> seconds; grows with both."""
+
+LEAST_CHUNK = 16
+"""Tokens that the first prompt of a step gets however late the step is: a step costs as much with
+one token more as with these."""
+
+TILE = 16
+"""Larger chunks are cut to a multiple: matrix kernels cost the whole tile."""
+
+
+def attended(start: int, stop: int) -> int:
+    """Return how many positions tokens [start, stop) of one sequence attend to, all together."""
+    return (stop - start) * (start + stop + 1) // 2
+
+
+class StepBudget(Protocol):
+    """Asked for one chunk after the other while a step is planned."""
+
+    @property
+    def least(self) -> int:
+        """Tokens for the first prompt of a step if there is no room: it must not starve."""
+        ...
+
+    def room(self, num_tokens: int, num_attended: int, start: int) -> int:
+        """Return how many tokens of a prompt, from position ``start`` on, fit beside ``num_tokens``
+        which attend to ``num_attended`` positions; not above 0 if none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBudget:
+    """At most so many tokens a step."""
+
+    max_tokens: int
+    least: int = 1
+
+    def room(self, num_tokens: int, num_attended: int, start: int) -> int:
+        """See ``StepBudget``."""
+        return self.max_tokens - num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TimeBudget:
+    """As many tokens as keep the predicted time of the step within ``target_s``, and at most
+    ``max_tokens``."""
+
+    predict: PredictStep
+    target_s: float
+    max_tokens: int
+    least: int = LEAST_CHUNK
+
+    def room(self, num_tokens: int, num_attended: int, start: int) -> int:
+        """See ``StepBudget``."""
+        fits, too_many = 0, self.max_tokens - num_tokens + 1
+        while too_many - fits > 1:
+            middle = (fits + too_many) // 2
+            all_attended = num_attended + attended(start, start + middle)
+            if self.predict(num_tokens + middle, all_attended) <= self.target_s:
+                fits = middle
+            else:
+                too_many = middle
+        return fits - fits % TILE if fits > TILE else fits

@@ -1,0 +1,81 @@
+"""How much prompt fits beside running answers, by number and by time."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared.schedule.budget import LEAST_CHUNK, TILE, TimeBudget, TokenBudget, attended
+from tests.support.cores import Worker, a_sequence
+
+BASE_S, TOKEN_S, ATTENDED_S = 0.010, 0.001, 1e-5
+
+
+def predicted(num_tokens: int, num_attended: int) -> float:
+    """A worker whose steps are easy to add up."""
+    return BASE_S + TOKEN_S * num_tokens + ATTENDED_S * num_attended
+
+
+def a_budget(target_s: float, max_tokens: int = 2048) -> TimeBudget:
+    return TimeBudget(predicted, target_s, max_tokens)
+
+
+def test_attended_positions_are_counted_token_by_token() -> None:
+    """Every token attends to all before it and to itself."""
+    assert attended(3, 6) == 4 + 5 + 6
+    assert attended(5, 5) == 0
+
+
+@pytest.mark.parametrize("start", [0, 100, 1000])
+@pytest.mark.parametrize("num_decodes", [0, 1, 40])
+def test_a_chunk_is_the_largest_whose_step_is_in_time(num_decodes: int, start: int) -> None:
+    """One tile more would be late; deeper in a prompt, and beside more answers, it is smaller."""
+    budget, context = a_budget(0.150), num_decodes * 50
+    room = budget.room(num_decodes, context, start)
+
+    def step_s(chunk: int) -> float:
+        return predicted(num_decodes + chunk, context + attended(start, start + chunk))
+
+    assert step_s(room) <= 0.150 < step_s(room + TILE)
+    assert room < TILE or room % TILE == 0
+
+
+def test_no_room_is_zero_and_a_quick_worker_stops_at_the_bound() -> None:
+    """Time decides below the bound on tokens, and the bound above."""
+    assert a_budget(0.005).room(0, 0, 0) == 0
+    assert a_budget(60.0, max_tokens=100).room(4, 100, 0) == 96
+    assert a_budget(60.0, max_tokens=100).room(100, 100, 0) == 0
+    assert TokenBudget(100).room(104, 100, 0) == -4
+
+
+def test_a_long_prompt_runs_beside_answers_within_the_target() -> None:
+    """Every step gives every running answer its token, and none is predicted to be late."""
+    worker = Worker(num_blocks=256, budget=a_budget(0.070))
+    answers = [a_sequence(4, max_tokens=30, ignore_eos=True) for _ in range(4)]
+    for sequence in answers:
+        worker.scheduler.add(sequence)
+    while not all(sequence.is_decoding for sequence in answers):
+        worker.step()
+    worker.scheduler.add(long := a_sequence(200, max_tokens=2))
+    num_steps = 0
+    while long.num_output_tokens == 0:
+        plan = worker.scheduler.plan()
+        num_attended = sum(attended(*span) for span in plan.spans)
+        assert predicted(plan.num_decode_rows + plan.num_prefill_tokens, num_attended) <= 0.070
+        assert plan.num_decode_rows == len(answers)
+        worker.scheduler.commit(plan, worker.engine.step(plan.rows))
+        num_steps += 1
+    assert num_steps > 4
+
+
+def test_a_prompt_advances_however_late_the_steps_are() -> None:
+    """The target cannot be kept: running answers do not wait, and the first prompt gets a tile."""
+    worker = Worker(budget=a_budget(0.001))
+    first, second = a_sequence(40, max_tokens=2), a_sequence(40, max_tokens=2)
+    worker.scheduler.add(first)
+    worker.scheduler.add(second)
+    plan = worker.scheduler.plan()
+    assert [len(row.token_ids) for row in plan.rows] == [LEAST_CHUNK]
+    worker.scheduler.commit(plan, worker.engine.step(plan.rows))
+    worker.run()
+    assert first.is_finished
+    assert second.is_finished
