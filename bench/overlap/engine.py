@@ -10,6 +10,7 @@ import numpy as np
 import xxhash
 
 from shared.engine.base import OnLayer
+from shared.engine.paged_kv import slots_of
 from shared.kv.layout import KvLayout
 from shared.model_spec import ModelSpec
 from shared.step import RowResult, StepRow
@@ -41,7 +42,7 @@ class ModelledEngine:
             dtype="bfloat16",
         )
         self._token_bytes = self.layout.token_layer_bytes // 2
-        shape = (num_layers, 2, self.num_blocks, BLOCK_TOKENS * self._token_bytes)
+        shape = (num_layers, 2, self.num_blocks * BLOCK_TOKENS, self._token_bytes)
         if seed is None:
             self._pool = np.zeros(shape, np.uint8)
         else:
@@ -93,29 +94,26 @@ class ModelledEngine:
     def gather(
         self, table: Sequence[int], start: int, stop: int, first: int, last: int, out: Any
     ) -> None:
-        blocks, skip = self._blocks(table, start, stop)
-        view = np.frombuffer(out, np.uint8).reshape(last - first, 2, -1)
-        for layer in range(first, last):
+        slots = slots_of(table, start, stop, BLOCK_TOKENS)
+        view = np.frombuffer(out, np.uint8)[: (last - first) * 2 * slots.size * self._token_bytes]
+        for target, layer in zip(
+            view.reshape(last - first, 2, slots.size, -1), range(first, last), strict=True
+        ):
             for half in range(2):
-                taken = self._pool[layer, half].take(blocks, axis=0).reshape(-1)
-                view[layer - first, half] = taken[skip : skip + view.shape[2]]
+                self._pool[layer, half].take(slots, axis=0, out=target[half], mode="clip")
 
     def scatter(
         self, table: Sequence[int], start: int, stop: int, first: int, last: int, data: Any
     ) -> None:
-        blocks, skip = self._blocks(table, start, stop)
-        if skip or (stop - start) % BLOCK_TOKENS:
-            raise NotImplementedError("the benchmark moves whole blocks")
-        shape = (last - first, 2, len(blocks), self._pool.shape[3])
-        self._pool[first:last, :, blocks] = np.frombuffer(data, np.uint8).reshape(shape)
+        slots = slots_of(table, start, stop, BLOCK_TOKENS)
+        shape = (last - first, 2, slots.size, self._token_bytes)
+        view = np.frombuffer(data, np.uint8)[: np.prod(shape)].reshape(shape)
+        for source, layer in zip(view, range(first, last), strict=True):
+            for half in range(2):
+                self._pool[layer, half][slots] = source[half]
 
     def close(self) -> None:
         """Nothing to free."""
-
-    def _blocks(self, table: Sequence[int], start: int, stop: int) -> tuple[np.ndarray, int]:
-        first = start // BLOCK_TOKENS
-        blocks = np.asarray(table[first : -(-stop // BLOCK_TOKENS)])
-        return blocks, (start - first * BLOCK_TOKENS) * self._token_bytes
 
     def _timed_layer(self) -> float:
         began_at = time.perf_counter()

@@ -27,7 +27,7 @@ def gateway(*, config: GatewayConfig = GatewayConfig(), file: ConfigFlag = None)
     if not config.share_http_port:
         require_free_port(config.host, config.http_port, "--http-port")
     for first, flag in ((config.grpc_port, "--grpc-port"), (config.process_port, "--process-port")):
-        for port in range(first, first + config.gateway_processes if first else 0):
+        for port in range(first, first + (config.gateway_processes if first else 1)):
             require_free_port(config.host, port, flag)
     require_key_file(config.api_keys)
     _configure_logs("gateway", config)

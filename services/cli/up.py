@@ -247,7 +247,7 @@ def plan_mesh(config: UpConfig, environment: Mapping[str, str]) -> MeshPlan:
         require_worker_modules(engine)
     require_free_port(gateway.host, gateway.http_port, "--port")
     first = gateway.grpc_port
-    for port in range(first, first + gateway.gateway_processes if first else 0):
+    for port in range(first, first + (gateway.gateway_processes if first else 1)):
         require_free_port(gateway.host, port, "--grpc-port")
     require_key_file(gateway.api_keys)
     folder = resolve_model(gateway.model)  # a hub name is downloaded here, once
