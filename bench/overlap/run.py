@@ -273,7 +273,7 @@ def show(row: dict[str, Any]) -> None:
 
 def main() -> None:
     """Measure, print, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--quick", action="store_true", help="2 repetitions, not recorded")
     parser.add_argument("--lanes", nargs="+", choices=list(LANES), default=list(LANES))
     parser.add_argument(

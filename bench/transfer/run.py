@@ -212,7 +212,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     """Measure, print, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--quick", action="store_true", help="few short repetitions, not recorded")
     parser.add_argument("--lanes", nargs="+", choices=list(LANES), default=list(LANES))
     parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES), help="bytes")
