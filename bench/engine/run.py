@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -243,6 +244,7 @@ def main() -> None:
         asked.batches, asked.contexts, asked.prefills = (1, 4, 64), (128,), (1024,)
         asked.repetitions, asked.steps = 3, 8
     record = Record(HERE, asked.quick)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model.make(folder)
@@ -265,7 +267,8 @@ def main() -> None:
         finally:
             for end in ends:
                 end.close()
-    record.finish(write=True if asked.record else None)
+            # Also when it was stopped: what was measured until then counts.
+            record.finish(write=True if asked.record else None)
 
 
 if __name__ == "__main__":
