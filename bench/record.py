@@ -6,6 +6,7 @@ prints the goals and writes ``results/<date>-<commit>-<machine>.json``. Nothing 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import datetime
 import json
@@ -14,11 +15,15 @@ import platform
 import re
 import statistics
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+import uvloop
+
+T = TypeVar("T")
 
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -64,6 +69,12 @@ class Goal:
                 return self.value > self.bound
             case "<":
                 return self.value < self.bound
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Run on the loop that production uses."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work)
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
@@ -130,7 +141,7 @@ class Record:
         path.parent.mkdir(exist_ok=True)
         entries = [{**asdict(goal), "is_met": goal.is_met} for goal in self.goals]
         content = {"environment": self.environment, "goals": entries, "rows": self.rows}
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        path.write_text(as_text(content))
         print(f"written to {path.relative_to(PROJECT)}")
         return path
 
@@ -138,6 +149,18 @@ class Record:
     def stem(self) -> str:
         """Name of this run's files: date, commit, machine."""
         return f"{datetime.date.today()}-{self.environment['commit']}-{machine_name()}"
+
+
+def as_text(content: dict[str, Any]) -> str:
+    """JSON with a line for each row: small, and a change of one shows as one."""
+    parts: list[str] = []
+    for name, value in content.items():
+        if isinstance(value, list):
+            inner = ",\n".join(json.dumps(row) for row in value)
+            parts.append(f"{json.dumps(name)}: [\n{inner}\n]")
+        else:
+            parts.append(f"{json.dumps(name)}: {json.dumps(value, indent=1)}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def table(goals: Iterable[Goal]) -> str:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.loop_lag.run import QUIET_CORES, cpu_s, machine_cpu_s
-from bench.record import Record, spread
+from bench.record import Record, run, spread
 from services.local import LocalMesh, local_mesh, plan_services, wait_for_pair
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
 from shared.model_folder import ModelFolder, resolve_model
@@ -331,16 +331,6 @@ def main() -> None:
     else:
         report(record, record.rows)
         record.finish()
-
-
-def run(work: Any) -> Any:
-    """Run on the loop that production uses, where it is installed."""
-    try:
-        from uvloop import new_event_loop
-    except ImportError:
-        new_event_loop = None
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        return runner.run(work)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from typing import Any
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.record import Record, spread
+from bench.record import Record, run, spread
 from services.local import local_mesh, plan_services, wait_for_pair
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
 
@@ -407,16 +407,6 @@ def main() -> None:
                 what = f"{role}, torch computing, cores left: p99 in ms"
                 record.goal(8, what, p99, "<=", GOAL_MS)
     record.finish()
-
-
-def run(work: Any) -> Any:
-    """Run on the loop that production uses, where it is installed."""
-    try:
-        from uvloop import new_event_loop
-    except ImportError:
-        new_event_loop = None
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        return runner.run(work)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from typing import Any
 import structlog
 
 from bench.overlap.engine import ModelledEngine
-from bench.record import Record, ratios, spread
+from bench.record import Record, ratios, run, spread
 from bench.transfer.pairs import ucx_root, without_ucx
 from bench.transfer.run import LANES, congestion_control
 from services.decode.receiver import KvReceiver, LeaseTerms, ReceiveStats
@@ -329,16 +329,6 @@ def note_goals(record: Record, row: dict[str, Any]) -> None:
     record.goal(ROW, f"{name} / one layer's time", row["auto"]["exposed_over_layer"], "<=", 1.0)
     share = row["auto"]["exposed_over_serialized"]
     record.goal(ROW, f"{name} / serialized", share, "<=", 0.05)
-
-
-def run(work: Any) -> Any:
-    """Run on the loop that production uses, where it is installed."""
-    try:
-        from uvloop import new_event_loop
-    except ImportError:
-        new_event_loop = None
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        return runner.run(work)
 
 
 if __name__ == "__main__":

@@ -5,20 +5,17 @@ transfer, and no running answer that waits for somebody's prompt.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import random
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from services.decode.step_times import StepTimes
-from services.gateway.limits import seed_of_choice
 from shared.engine.fake import FakeEngine, FakeTiming
 from shared.engine.worker import VirtualCompute
 from shared.errors import DeadlinePassed, InvalidRequest, Overloaded, WorkerLost
-from shared.request import SamplingParams
 from shared.schedule.budget import attended
+from tests.support.storm import sampled, storm
 from tests.support.whole_mesh import Answer, WholeMesh, whole_mesh
 from tests.support.worker_mesh import MODEL, a_prompt, expected, virtual_time
 
@@ -163,7 +160,7 @@ async def test_a_killed_worker_costs_a_pause_when_there_is_another(
             await mesh.kill(victim)
         answer = asked.result()
         assert answer.error is None
-        assert answer.token_ids == _sampled(prompt, 12, temperature, 3)
+        assert answer.token_ids == sampled(prompt, 12, temperature, 3)
         assert answer.receipt["attempts"] == 2
 
 
@@ -286,66 +283,10 @@ async def test_an_ordinary_decode_worker_computes_no_prompts() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_storm_of_faults_replays_and_every_answer_is_exact_or_a_typed_error(seed: int) -> None:
     """Kills, partitions, hang-ups and joins at random times: the same seed, the same history."""
-    assert _storm(seed) == _storm(seed)
-
-
-def _storm(seed: int) -> str:
-    history = hashlib.sha256()
-
-    @virtual_time
-    async def run() -> None:
-        chance = random.Random(seed)
-        async with whole_mesh(
-            **COLOCATED, num_decode=3, num_blocks=48, timing=SLOW, seed=seed
-        ) as mesh:
-
-            async def client(number: int) -> None:
-                await asyncio.sleep(chance.uniform(0, 6))
-                prompt = a_prompt(chance.randrange(1, 200), seed=number % 7)
-                num_tokens = chance.randrange(1, 24)
-                leave_after = chance.choice([None, None, None, 1, 5])
-                temperature = chance.choice([0.0, 0.9])
-                answer = await mesh.ask(
-                    prompt,
-                    num_tokens,
-                    leave_after=leave_after,
-                    temperature=temperature,
-                    seed=number,
-                )
-                right = _sampled(prompt, num_tokens, temperature, number)
-                assert answer.token_ids == right[: len(answer.token_ids)]
-                if answer.error is None and leave_after is None:
-                    assert answer.token_ids == right
-                if answer.error is not None:
-                    assert isinstance(answer.error, WorkerLost | Overloaded), answer.error
-                history.update(f"{number} {answer}".encode())
-
-            async def chaos() -> None:
-                for _ in range(4):
-                    await asyncio.sleep(chance.uniform(0.3, 1.5))
-                    victim = chance.choice(mesh.workers)
-                    if chance.random() < 0.3:
-                        mesh.network.fabric.partition(victim.host, "gateway-0")
-                        await asyncio.sleep(chance.uniform(0.5, 4))
-                        mesh.network.fabric.heal()
-                    else:
-                        await mesh.kill(victim)
-                        await mesh.start_worker("decode")
-
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(chaos())
-                for number in range(40):
-                    tasks.create_task(client(number))
-
-    run()
-    return history.hexdigest()
-
-
-def _sampled(prompt: list[int], num_tokens: int, temperature: float, seed: int) -> list[int]:
-    params = SamplingParams(
-        max_tokens=num_tokens, temperature=temperature, seed=seed_of_choice(seed, 0)
+    first, again = (
+        storm(seed, ["decode"], **COLOCATED, num_decode=3, num_blocks=48, timing=SLOW)
+        for _ in range(2)
     )
-    return expected(prompt, num_tokens, params)
 
 
 async def _ask_all(mesh: WholeMesh, prompts: list[list[int]], num_tokens: int) -> list[Answer]:

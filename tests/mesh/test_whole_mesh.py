@@ -6,14 +6,11 @@ Each test is one deterministic run. The storms replay from their seed: ``-k 'sto
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import random
 from typing import Any
 
 import pytest
 import structlog
 
-from services.gateway.limits import seed_of_choice
 from shared.engine.fake import FakeModel, FakeTiming
 from shared.errors import (
     DeadlinePassed,
@@ -24,8 +21,8 @@ from shared.errors import (
     WorkerLost,
 )
 from shared.liveness import DEAD_AFTER_S
-from shared.request import SamplingParams
 from shared.transport.loopback import LoopbackSettings
+from tests.support.storm import storm
 from tests.support.whole_mesh import Answer, WholeMesh, whole_mesh
 from tests.support.worker_mesh import a_prompt, expected, virtual_time
 
@@ -428,69 +425,9 @@ async def test_a_drained_decode_worker_loses_nothing() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_a_storm_of_faults_replays_and_every_answer_is_exact_or_a_typed_error(seed: int) -> None:
     """Kills, partitions, hang-ups and joins at random times: the same seed, the same history."""
-    assert _storm(seed) == _storm(seed)
-
-
-def _storm(seed: int) -> str:
-    """Run one storm and return a digest of everything that clients saw, and when."""
-    history = hashlib.sha256()
-
-    @virtual_time
-    async def run() -> None:
-        chance = random.Random(seed)
-        async with whole_mesh(
-            num_prefill=2, num_decode=2, num_blocks=48, timing=SLOW, seed=seed
-        ) as mesh:
-
-            async def client(number: int) -> None:
-                await asyncio.sleep(chance.uniform(0, 6))
-                prompt = a_prompt(chance.randrange(1, 200), seed=number % 7)
-                num_tokens = chance.randrange(1, 24)
-                leave_after = chance.choice([None, None, None, 1, 5])
-                temperature = chance.choice([0.0, 0.9])
-                answer = await mesh.ask(
-                    prompt,
-                    num_tokens,
-                    leave_after=leave_after,
-                    temperature=temperature,
-                    seed=number,
-                )
-                right = _sampled(prompt, num_tokens, temperature, number)
-                assert answer.token_ids == right[: len(answer.token_ids)]
-                if answer.error is None and leave_after is None:
-                    assert answer.token_ids == right
-                if answer.error is not None:
-                    assert isinstance(answer.error, WorkerLost | Overloaded), answer.error
-                history.update(f"{number} {answer}".encode())
-
-            async def chaos() -> None:
-                for _ in range(4):
-                    await asyncio.sleep(chance.uniform(0.3, 1.5))
-                    role = chance.choice(["prefill", "decode"])
-                    victims = [w for w in mesh.workers if w.host.startswith(role)]
-                    if chance.random() < 0.3:
-                        mesh.network.fabric.partition(victims[0].host, "gateway-0")
-                        await asyncio.sleep(chance.uniform(0.5, 4))
-                        mesh.network.fabric.heal()
-                    elif len(victims) > 1:
-                        await mesh.kill(chance.choice(victims))
-                        await mesh.start_worker(role)
-
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(chaos())
-                for number in range(40):
-                    tasks.create_task(client(number))
-
-    run()
-    return history.hexdigest()
-
-
-def _sampled(prompt: list[int], num_tokens: int, temperature: float, seed: int) -> list[int]:
-    """Return the answer of an undisturbed engine to a request with a seed."""
-    params = SamplingParams(
-        max_tokens=num_tokens, temperature=temperature, seed=seed_of_choice(seed, 0)
-    )
-    return expected(prompt, num_tokens, params)
+    options = {"num_prefill": 2, "num_decode": 2, "num_blocks": 48, "timing": SLOW}
+    roles = ["prefill", "decode"]
+    assert storm(seed, roles, **options) == storm(seed, roles, **options)
 
 
 def _busy(mesh: WholeMesh, role: str) -> Any:
