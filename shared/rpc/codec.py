@@ -416,16 +416,6 @@ def step_columns_from_wire(step: wire.StepTokens) -> StepColumns:
     return StepColumns(stream_ids, positions, token_ids, reasons, logprobs)
 
 
-def step_tokens_from_wire(step: wire.StepTokens) -> list[StepToken]:
-    """Unpack and check one step's tokens, as rows."""
-    ids, positions, token_ids, reasons, logprobs = step_columns_from_wire(step)
-    rows = zip(ids, positions, token_ids, reasons, logprobs or [None] * len(ids), strict=True)
-    return [
-        StepToken(StreamId(stream_id), position, token_id, FinishReason(reason), logprob)
-        for stream_id, position, token_id, reason, logprob in rows
-    ]
-
-
 def prefill_token_to_wire(
     *,
     stream_id: StreamId,

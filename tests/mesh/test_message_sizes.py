@@ -18,6 +18,7 @@ from shared.rpc import codec
 from shared.rpc.message_codec import MAX_MESSAGE_BYTES
 from shared.schedule.plan import NewToken
 from shared.schedule.sequence import Sequence as TokenSequence
+from tests.support.step_rows import step_tokens_from_wire
 from tests.support.worker_mesh import a_prompt, expected, virtual_time, worker_mesh
 
 MANY = SamplingParams(max_tokens=3, prompt_logprobs=1000)
@@ -124,7 +125,7 @@ def test_a_step_with_more_logprobs_than_a_message_holds_is_cut() -> None:
         assert len(bytes(event)) < MAX_MESSAGE_BYTES
         assert len(bytes(event)) == pytest.approx(num_bytes, rel=0.01)
         assert event.tokens is not None
-        seen += [row.stream_id for row in codec.step_tokens_from_wire(event.tokens)]
+        seen += [row.stream_id for row in step_tokens_from_wire(event.tokens)]
     assert seen == list(range(1200))
 
 
@@ -134,4 +135,4 @@ def test_any_other_step_is_one_message(logprobs: TokenLogprobs | None) -> None:
     outbox = _say(_rows(4096, logprobs))
     (event,) = outbox.events
     assert event.tokens is not None
-    assert len(codec.step_tokens_from_wire(event.tokens)) == 4096
+    assert len(step_tokens_from_wire(event.tokens)) == 4096

@@ -8,6 +8,7 @@ from shared.engine.fake import FakeTiming, fake_prompt_logprobs
 from shared.request import FinishReason, SamplingParams
 from shared.rpc import codec
 from shared.transport.loopback import LoopbackSettings
+from tests.support.step_rows import step_tokens_from_wire
 from tests.support.worker_mesh import MODEL, a_prompt, expected, virtual_time, worker_mesh
 
 
@@ -200,7 +201,7 @@ async def test_logprobs_come_with_their_tokens_from_both_workers() -> None:
         reference = fake_prompt_logprobs(prompt, 1, model=MODEL)
         assert first.prompt_logprobs[1].logprob == pytest.approx(reference[0].logprob, rel=1e-6)
         steps = [event.tokens for event in request.events if getattr(event, "tokens", None)]
-        rows = [row for step in steps for row in codec.step_tokens_from_wire(step)]
+        rows = [row for step in steps for row in step_tokens_from_wire(step)]
         assert [len(row.logprobs.top) for row in rows if row.logprobs is not None] == [2, 2, 2]
 
 

@@ -27,6 +27,7 @@ from shared.request import FinishReason, SamplingParams, TokenLogprobs
 from shared.rpc import codec, columns, transfer_codec
 from shared.rpc.message_codec import MessageCodec
 from shared.rpc.methods import ALL_METHODS
+from tests.support.step_rows import step_tokens_from_wire
 
 U32 = st.integers(0, 2**32 - 1)
 F32 = st.floats(width=32)
@@ -42,7 +43,7 @@ READERS: dict[str, Callable[[Any], object]] = {
     "KvLayout": codec.layout_from_wire,
     "ModelInfo": codec.model_from_wire,
     "Hello": codec.require_hello,
-    "StepTokens": codec.step_tokens_from_wire,
+    "StepTokens": step_tokens_from_wire,
     "PrefillToken": codec.prefill_token_from_wire,
     "Error": codec.error_from_wire,
     "PushCommand": transfer_codec.command_from_wire,
@@ -117,7 +118,7 @@ def test_model_survives_the_wire() -> None:
 )
 def test_step_tokens_survive_the_wire(tokens: list[codec.StepToken]) -> None:
     """One step's tokens come back equal and in order."""
-    assert codec.step_tokens_from_wire(over_the_wire(codec.step_tokens_to_wire(tokens))) == tokens
+    assert step_tokens_from_wire(over_the_wire(codec.step_tokens_to_wire(tokens))) == tokens
 
 
 @given(st.sampled_from(sorted(ERROR_TYPES)), st.text(), st.text(), st.floats(0, 1e5))

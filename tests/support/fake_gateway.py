@@ -23,6 +23,7 @@ from shared.rpc.methods import DECODE_SESSION, PREFILL_SESSION, REGISTRY_JOIN
 from shared.rpc.network import Address, Network
 from shared.rpc.service import Servicer, bind
 from shared.rpc.stream import ClientStream, open_stream
+from tests.support.step_rows import step_tokens_from_wire
 
 
 @dataclass
@@ -78,7 +79,7 @@ class FakeRequest:
         self.gateway.sessions[self.decode].send(wire.DecodeCommand(cancel=cancel))
 
     def add_tokens(self, step: wire.StepTokens) -> None:
-        for row in codec.step_tokens_from_wire(step):
+        for row in step_tokens_from_wire(step):
             if row.stream_id == self.stream_id:
                 self._add(row.position, row.token_id, row.finish_reason)
 
