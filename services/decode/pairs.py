@@ -7,7 +7,7 @@ What flows over a pair is the receiver's business (``LinkSink``). The counterpar
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import structlog
@@ -36,8 +36,9 @@ from shared.rpc.transfer_codec import (
     command_from_wire,
     hello_to_wire,
     reply_to_wire,
+    windows_to_wire,
 )
-from shared.transfer.messages import LinkId, PushMessage, PushReply
+from shared.transfer.messages import LinkId, PushMessage, PushReply, WindowOffer
 from shared.transfer.plan import FrameRule
 from shared.transfer.receivers import TagRanges
 from shared.transport.base import Endpoint, Outcome, Transport
@@ -64,11 +65,18 @@ class Link:
         self.endpoint = endpoint
         self.control: HeartbeatStream[wire.PushEvent, wire.PushCommand] | None = None
         self.lost: MeshError | None = None
+        self.windows: list[WindowOffer] = []
+        """What prefill has mapped and writes; empty: its frames come as whole messages."""
 
     def send(self, reply: PushReply) -> None:
         """Queue a control message; never waits. On a link that is lost it goes nowhere."""
         if self.control is not None:
             self.control.send(reply_to_wire(reply))
+
+    def offer(self, windows: Sequence[WindowOffer]) -> None:
+        """Have prefill map these, too, before any credit that names them."""
+        if self.windows and windows and self.control is not None:
+            self.control.send(windows_to_wire(windows))
 
     def close(self, reason: str) -> None:
         """Declare the link lost; ``LinkSink.link_lost`` follows."""
@@ -83,6 +91,11 @@ class Link:
 
 class LinkSink(Protocol):
     """Who uses the links: the receiver. All calls come on the loop and return at once."""
+
+    @property
+    def windows(self) -> list[WindowOffer]:
+        """Staging that prefill may write, as it is now."""
+        ...
 
     def link_up(self, link: Link, rule: FrameRule) -> None: ...
 
@@ -200,6 +213,7 @@ class PairServer:
             link = Link(LinkId(self._next_link), terms.peer, endpoint)
             await stream.send(wire.PushEvent(hello=hello_to_wire(wire.Role.DECODE, self._identity)))
             await self._try_canaries(stream, endpoint, terms.rule)
+            link.windows = await self._offer_windows(stream)
         except BaseException:
             self._close_later(endpoint)
             raise
@@ -242,6 +256,15 @@ class PairServer:
             tag = result.tag
         if not result.ok:
             raise TransferFailed("a canary arrived damaged", code="canary")
+
+    async def _offer_windows(self, stream: _Stream) -> list[WindowOffer]:
+        """Return the windows that prefill has mapped: all or none."""
+        offers = self._sink.windows
+        await stream.send(windows_to_wire(offers))
+        command = await stream.receive()
+        if command is None or command.windows_mapped is None:
+            raise RemoteProtocolError("prefill did not say whether it has mapped the windows")
+        return offers if command.windows_mapped.mapped else []
 
     async def _check_lane(self, stream: _Stream, endpoint: Endpoint) -> None:
         if not self._must_share_memory:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import structlog
 
 from services.decode.pairs import Link, PairServer
+from services.decode.slots import ReceiveSlots
 from shared.engine import staging
 from shared.engine.base import Engine
 from shared.engine.worker import ComputeRunner
@@ -46,8 +47,8 @@ from shared.transfer.effects import (
     SendReply,
     VerifyAndPlace,
 )
-from shared.transfer.frames import check_digest, check_header
-from shared.transfer.messages import LinkId, PushMessage, TransferKey
+from shared.transfer.frames import HEADER_BYTES, check_digest, check_header
+from shared.transfer.messages import LinkId, PushMessage, TransferKey, WindowOffer
 from shared.transfer.plan import DEFAULT_MAX_FRAME_BYTES, FrameRule
 from shared.transfer.receivers import Receivers, ReceiverStatistics, TagRanges
 from shared.transport.base import Operation, Outcome, Transport
@@ -162,7 +163,7 @@ class KvReceiver:
         self._compute = compute
         self._transport = transport
         self._leases = leases
-        self._slots = staging.StagingSlots(engine, num_slots, max_frame_bytes)
+        self._slots = ReceiveSlots(engine, transport, num_slots, max_frame_bytes, random_bytes)
         tags = TagRanges(random_bytes)
         self._core = Receivers(
             num_slots=num_slots,
@@ -210,6 +211,7 @@ class KvReceiver:
     async def run(self) -> None:
         """Work until cancelled; then every pair ends, its transfers fail and its endpoint
         closes."""
+        await self._slots.open_windows()
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             tasks.create_task(self._pairs.run())
@@ -246,9 +248,15 @@ class KvReceiver:
 
     # --- events of the pairs (LinkSink) ---------------------------------------------------------
 
+    @property
+    def windows(self) -> list[WindowOffer]:
+        """The staging slots, if prefill workers may write them by themselves."""
+        return self._slots.offers
+
     def link_up(self, link: Link, rule: FrameRule) -> None:
         """A prefill worker has paired up."""
         self._links[link.id] = link
+        link.offer([offer for offer in self.windows if offer not in link.windows])
         self._core.link_up(link.id, link.prefill, rule)
 
     def link_message(self, link: Link, message: PushMessage) -> None:
@@ -316,8 +324,10 @@ class KvReceiver:
 
     def _post(self, order: PostReceive) -> None:
         link = self._links[order.link]
+        peer_writes = bool(link.windows)
+        num_bytes = HEADER_BYTES if peer_writes else order.frame.num_bytes
         operation = self._transport.receive(
-            link.endpoint, self._slots[order.slot], order.frame.num_bytes, order.tag
+            link.endpoint, self._slots[order.slot], num_bytes, order.tag, peer_writes=peer_writes
         )
         self._receives[order.key, order.frame.idx] = operation
         note(Moment.FRAME_POSTED, order.key.request_id, frame_idx=order.frame.idx)
@@ -331,7 +341,9 @@ class KvReceiver:
             why = operation.error or outcome.value
             error = TransferFailed(f"a frame did not arrive: {why}", code="receive")
         if outcome is Outcome.ABANDONED:
-            self._slots.replace(order.slot)
+            offer = await self._slots.replace(order.slot)
+            for link in self._links.values():
+                link.offer([] if offer is None else [offer])
         self._effects.perform(
             self._core.receive_settled(order.key, order.frame.idx, error, self._now())
         )

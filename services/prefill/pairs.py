@@ -15,6 +15,7 @@ from typing import Protocol
 
 import structlog
 
+from services.prefill.windows import PeerWindows
 from shared import wire
 from shared.address import Address
 from shared.engine import staging
@@ -42,6 +43,7 @@ from shared.rpc.transfer_codec import (
     command_to_wire,
     hello_to_wire,
     reply_from_wire,
+    windows_from_wire,
 )
 from shared.transfer.messages import LinkId, PushMessage, PushReply
 from shared.transfer.plan import DEFAULT_GROUP_BYTES, DEFAULT_MAX_FRAME_BYTES, FrameRule
@@ -74,6 +76,7 @@ class Link:
     """A ready pair stream, as the pusher uses it. One life: a reconnected peer has another link.
 
     rule: how the handshake agreed to cut frames. bytes_per_s: measured; the pusher refines it.
+    windows: decode's staging, where we can write it.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class Link:
         endpoint: Endpoint,
         rule: FrameRule,
         bytes_per_s: float,
+        windows: PeerWindows,
         control: HeartbeatStream[wire.PushCommand, wire.PushEvent],
     ) -> None:
         self.id = link_id
@@ -90,6 +94,7 @@ class Link:
         self.endpoint = endpoint
         self.rule = rule
         self.bytes_per_s = bytes_per_s
+        self.windows = windows
         self._control = control
 
     def send(self, message: PushMessage) -> None:
@@ -250,6 +255,7 @@ class PairTable:
                 bytes_per_s = await self._try_canaries(stream, endpoint, terms.rule)
                 if self._must_share_memory:
                     require_shared_memory(endpoint.lane)
+                windows = await self._map_windows(stream, endpoint)
                 patience.reschedule(None)
                 control = HeartbeatStream(
                     stream.send,
@@ -262,7 +268,13 @@ class PairTable:
                     return lost_early
                 self._next_link += 1
                 link = Link(
-                    LinkId(self._next_link), peer, endpoint, terms.rule, bytes_per_s, control
+                    LinkId(self._next_link),
+                    peer,
+                    endpoint,
+                    terms.rule,
+                    bytes_per_s,
+                    windows,
+                    control,
                 )
                 return await self._serve(link, control)
             finally:
@@ -273,6 +285,9 @@ class PairTable:
         self, link: Link, control: HeartbeatStream[wire.PushCommand, wire.PushEvent]
     ) -> MeshError:
         def on_event(event: wire.PushEvent) -> None:
+            if event.windows is not None:
+                link.windows.replace(windows_from_wire(event.windows))
+                return
             reply = reply_from_wire(event)
             if reply is not None:
                 self._sink.link_message(link, reply)
@@ -286,6 +301,7 @@ class PairTable:
             "pair ready",
             decode=str(link.peer.address),
             lane=link.endpoint.lane,
+            mode="windows" if link.windows else "messages",
             gbytes_per_s=round(link.bytes_per_s / 1e9, 2),
         )
         try:
@@ -303,6 +319,13 @@ class PairTable:
         if terms.peer != peer.incarnation:
             raise WorkerLost("another decode worker lives at this address now")
         return terms
+
+    async def _map_windows(self, stream: _Stream, endpoint: Endpoint) -> PeerWindows:
+        offers = windows_from_wire((await _next_event(stream)).windows)
+        windows = PeerWindows(endpoint)
+        is_mapped = await windows.map_all(offers)
+        await stream.send(wire.PushCommand(windows_mapped=wire.WindowsMapped(mapped=is_mapped)))
+        return windows
 
     async def _try_canaries(self, stream: _Stream, endpoint: Endpoint, rule: FrameRule) -> float:
         """Send test frames for as long as decode names tags for them; return the best speed.

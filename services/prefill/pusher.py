@@ -15,6 +15,7 @@ decode workers come from ``pairs.py``.
 from __future__ import annotations
 
 import asyncio
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ from shared.transfer.effects import (
     SenderTiming,
     SendMessage,
 )
-from shared.transfer.frames import Header, pack_header
+from shared.transfer.frames import HEADER_BYTES, Header, pack_header
 from shared.transfer.messages import LinkId, PushReply, TransferKey
 from shared.transfer.plan import (
     DEFAULT_GROUP_BYTES,
@@ -368,21 +369,27 @@ class Pusher:
         )
 
     async def _gather_and_send(self, order: GatherAndSend, handle: PushHandle) -> MeshError | None:
-        frame, buffer = order.frame, self._slots[order.slot]
+        frame, slot = order.frame, self._slots[order.slot]
+        if (link := self._links.get(order.link)) is None:
+            return WorkerLost("the pair was lost before the frame was gathered")
+        # Where decode's staging is mapped, KV goes there at once, and the message is the header.
+        window = await link.windows.at(order.peer_slot) if link.windows else None
+        target = slot if window is None else window
         block_table = handle.block_table()
 
-        def gather() -> None:
-            payload = staging.payload(buffer, frame.payload_bytes)
+        def gather() -> float:
+            began_at = time.perf_counter()
+            payload = staging.payload(target, frame.payload_bytes)
             self._engine.gather(
                 block_table, frame.start, frame.stop, frame.first_layer, frame.last_layer, payload
             )
             digest = staging.digest(payload) if self._has_digest else None
             header = Header(order.transfer_id, order.epoch, frame.idx, frame.payload_bytes, digest)
-            staging.write(buffer, pack_header(header))
+            staging.write(slot, pack_header(header))
+            return time.perf_counter() - began_at
 
-        await self._compute.copy(gather)
-        link = self._links.get(order.link)
-        if link is None:
+        gather_s = await self._compute.copy(gather)
+        if order.link not in self._links:
             return WorkerLost("the pair was lost before the frame was sent")
         posted_at = self._now()
         handle.frame_posted(frame, posted_at)
@@ -396,13 +403,15 @@ class Pusher:
             last_layer=frame.last_layer,
             num_bytes=frame.num_bytes,
         )
-        operation = link.endpoint.send(buffer, frame.num_bytes, order.tag)
+        num_bytes = frame.num_bytes if window is None else HEADER_BYTES
+        operation = link.endpoint.send(slot, num_bytes, order.tag)
         outcome = await operation.settled()
         if outcome is Outcome.ABANDONED:
             self._slots.replace(order.slot)
         if outcome is not Outcome.DONE:
             return TransferFailed(f"a frame was not sent: {operation.error}", code="send")
-        _refine_speed(link, frame.num_bytes, self._now() - posted_at)
+        took_s = self._now() - posted_at if window is None else gather_s
+        _refine_speed(link, frame.num_bytes, took_s)
         return None
 
     def _now(self) -> float:

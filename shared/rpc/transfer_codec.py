@@ -6,6 +6,7 @@ RemoteProtocolError. What the messages mean is ``shared/transfer``'s business.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from shared import wire
@@ -26,10 +27,12 @@ from shared.transfer.messages import (
     Refused,
     Span,
     TransferKey,
+    WindowOffer,
 )
 from shared.transfer.plan import MAX_FRAMES, FrameRule
 
 MAX_ADDRESS_BYTES = 1 << 16
+MAX_WINDOWS = 4096
 MAX_U32 = (1 << 32) - 1
 MAX_U64 = (1 << 64) - 1
 
@@ -181,7 +184,9 @@ def reply_to_wire(reply: PushReply) -> wire.PushEvent:
             )
         case Credit():
             return wire.PushEvent(
-                credit=wire.TransferCredit(transfer_id=reply.transfer_id, frames=reply.frames)
+                credit=wire.TransferCredit(
+                    transfer_id=reply.transfer_id, frames=reply.frames, slots=list(reply.slots)
+                )
             )
         case Ack():
             return wire.PushEvent(
@@ -215,15 +220,45 @@ def reply_from_wire(event: wire.PushEvent) -> PushReply | None:
         return Refused(
             _key(refused.request_id, refused.attempt), codec.error_from_wire(refused.error)
         )
-    if event.credit is not None:
+    if (credit := event.credit) is not None:
         return Credit(
-            _transfer_id(event.credit.transfer_id), _number(event.credit.frames, "frames")
+            _transfer_id(credit.transfer_id),
+            _number(credit.frames, "frames"),
+            tuple(_number(slot, "slots") for slot in credit.slots),
         )
     if (ack := event.ack) is not None:
         return Ack(_transfer_id(ack.transfer_id), _number(ack.frames, "frames"), bool(ack.done))
     if event.abort is not None:
         return _abort_from_wire(event.abort)
     raise RemoteProtocolError("an unknown or misplaced event on a pair stream")
+
+
+# --- windows ------------------------------------------------------------------------------------
+
+
+def windows_to_wire(offers: Sequence[WindowOffer]) -> wire.PushEvent:
+    """Decode's slots, for prefill to map."""
+    windows = [wire.StagingWindow(slot=slot, key=key, proof=proof) for slot, key, proof in offers]
+    return wire.PushEvent(windows=wire.StagingWindows(windows=windows))
+
+
+def windows_from_wire(windows: wire.StagingWindows | None) -> list[WindowOffer]:
+    """Raises RemoteProtocolError: none came, or what came is malformed."""
+    if windows is None:
+        raise RemoteProtocolError("decode said nothing about its staging windows")
+    if len(windows.windows) > MAX_WINDOWS:
+        raise RemoteProtocolError(f"more than {MAX_WINDOWS} windows", param="windows")
+    return [_window(window) for window in windows.windows]
+
+
+def _window(window: wire.StagingWindow) -> WindowOffer:
+    key: Any = window.key
+    proof: Any = window.proof
+    if not isinstance(key, bytes) or not 0 < len(key) <= MAX_ADDRESS_BYTES:
+        raise RemoteProtocolError("a window without a usable key", param="key")
+    if not isinstance(proof, bytes) or len(proof) != ID_BYTES:
+        raise RemoteProtocolError("a window's proof has 16 bytes", param="proof")
+    return WindowOffer(_number(window.slot, "slot"), key, proof)
 
 
 # --- inside -------------------------------------------------------------------------------------

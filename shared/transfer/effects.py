@@ -40,7 +40,8 @@ class SendMessage(NamedTuple):
 class GatherAndSend(NamedTuple):
     """Gather the frame into the slot, write its header, send it on the tag.
 
-    Answer: ``send_settled``, also when gathering failed.
+    peer_slot: decode's slot for it; where prefill has that mapped, it is gathered into that, and
+    the header alone is sent. Answer: ``send_settled``, also when gathering failed.
     """
 
     key: TransferKey
@@ -50,6 +51,7 @@ class GatherAndSend(NamedTuple):
     tag: int
     frame: Frame
     slot: int
+    peer_slot: int
 
 
 class EndTransfer(NamedTuple):

@@ -65,6 +65,18 @@ class Abort(NamedTuple):
 # --- decode -> prefill --------------------------------------------------------------------------
 
 
+class WindowOffer(NamedTuple):
+    """Decode's staging slot, to be mapped and written by prefill. Shells alone use it.
+
+    key: of the transport. proof: 16 random bytes that stand at its end, so that who has mapped it
+    knows that it is the right memory.
+    """
+
+    slot: int
+    key: bytes
+    proof: bytes
+
+
 class Grant(NamedTuple):
     """Room is reserved. Frame i travels on tag ``tag_base + i``; tokens [0, skip_tokens) are not
     sent."""
@@ -84,10 +96,15 @@ class Refused(NamedTuple):
 
 
 class Credit(NamedTuple):
-    """Receives are posted for frames [0, frames): prefill sends no other."""
+    """Receives are posted for frames [0, frames): prefill sends no other.
+
+    slots: decode's staging slots of the frames that the last credit did not have, in order. They
+    matter where prefill writes into decode's slots by itself.
+    """
 
     transfer_id: TransferId
     frames: int
+    slots: tuple[int, ...]
 
 
 class Ack(NamedTuple):

@@ -18,7 +18,6 @@ Pure: no randomness and no clock of its own.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from shared.errors import (
@@ -49,45 +48,13 @@ from shared.transfer.effects import (
     VerifyAndPlace,
 )
 from shared.transfer.messages import LinkId, PushMessage, PushReply, TransferKey
-from shared.transfer.pair_memory import CellPool, SlotBytes
+from shared.transfer.pair_memory import CellPool, Job, Receive, Send, SlotBytes
 from shared.transfer.plan import FrameRule, PushMode
 from shared.transfer.receivers import Receivers, TagRanges
 from shared.transfer.senders import Senders
 
 Choice: TypeAlias = tuple[str, *tuple[object, ...]]
 """A thing that may happen next: its name, then what it happens to."""
-
-
-@dataclass
-class _Job:
-    """One request's step loop and lease, naive and independent of the cores."""
-
-    num_tokens: int
-    hit: int = 0
-    skip: int = 0
-    prefill_table: list[int] | None = None
-    decode_table: list[int] | None = None
-    num_planned: int = 0
-    span_start: int = 0
-    num_layers_done: int = 0
-    is_committed: bool = False
-    is_reserved: bool = False
-    prefill_end: list[MeshError | None] = field(default_factory=list[MeshError | None])
-    decode_end: list[str] = field(default_factory=list[str])
-
-
-@dataclass
-class _Send:
-    order: GatherAndSend
-    is_gathered: bool = False
-    has_left: bool = False  # the receiver's end has taken it, or it fell into the sink
-
-
-@dataclass
-class _Receive:
-    order: PostReceive
-    is_cancelled: bool = False
-    has_landed: bool = False
 
 
 class TransferPair:
@@ -108,8 +75,11 @@ class TransferPair:
         window: int = 2,
         chunk: int = 4,
         fencing: bool = True,
+        has_windows: bool = False,
     ) -> None:
+        """has_windows: prefill gathers into decode's slots by itself, and only its word travels."""
         self._layout = layout
+        self._has_windows = has_windows
         self._rule = FrameRule(
             layout=layout, group_bytes=group_bytes, max_frame_bytes=max_frame_bytes
         )
@@ -125,15 +95,17 @@ class TransferPair:
         )
         self.prefill_pool = CellPool(prefill_blocks, block_size, layout.num_layers)
         self.decode_pool = CellPool(decode_blocks, block_size, layout.num_layers)
-        self.jobs: dict[TransferKey, _Job] = {}
+        self.jobs: dict[TransferKey, Job] = {}
         self.num_handed_over = 0
         self.num_refused_frames = 0
         self._send_slots: list[SlotBytes | None] = [None] * send_slots
-        self._receive_slots: list[SlotBytes | None] = [None] * receive_slots
-        self._sends: dict[int, _Send] = {}
-        self._receives: dict[int, _Receive] = {}
+        self._memory_of = list(range(receive_slots))  # decode's slots -> memory
+        self._receive_memory: dict[int, SlotBytes | None] = {}
+        self._sends: dict[int, Send] = {}
+        self._receives: dict[int, Receive] = {}
         self._placements: dict[int, tuple[VerifyAndPlace, list[int], MeshError | None, bool]] = {}
         self._num_placements = 0
+        self._num_memories = receive_slots
         self._commands: deque[tuple[LinkId, PushMessage]] = deque()
         self._replies: deque[tuple[LinkId, PushReply]] = deque()
         self._is_prefill_up = False
@@ -171,7 +143,7 @@ class TransferPair:
             if table is not None:
                 self.prefill_pool.give_back(table)
             return False
-        job = self.jobs.setdefault(key, _Job(num_tokens))
+        job = self.jobs.setdefault(key, Job(num_tokens))
         job.prefill_table, job.hit = table, hit
         for token in range(num_tokens):
             for layer in range(self._layout.num_layers):
@@ -185,7 +157,7 @@ class TransferPair:
         table = self.decode_pool.take(num_tokens)
         if table is None:
             return False
-        job = self.jobs.setdefault(key, _Job(num_tokens))
+        job = self.jobs.setdefault(key, Job(num_tokens))
         job.decode_table, job.skip, job.is_reserved = table, skip, True
         for token in range(num_tokens):
             for layer in range(self._layout.num_layers):
@@ -276,7 +248,9 @@ class TransferPair:
                 self._gather(self._sends[tag])
             case ("land", int(tag)):
                 send, receive = self._sends[tag], self._receives[tag]
-                self._receive_slots[receive.order.slot] = self._send_slots[send.order.slot]
+                if not self._has_windows:
+                    memory = self._memory_of[receive.order.slot]
+                    self._receive_memory[memory] = self._send_slots[send.order.slot]
                 send.has_left = receive.has_landed = True
             case ("sink", int(tag)):
                 self._sends[tag].has_left = True
@@ -285,7 +259,12 @@ class TransferPair:
                 error = None if how == "send_settled" else TransferFailed("endpoint closed")
                 self._do_all(self.senders.send_settled(order.key, order.frame.idx, error, self.now))
             case ("receive_settled" | "receive_cancelled" as how, int(tag)):
-                order = self._receives.pop(tag).order
+                is_cancelled = (receive := self._receives.pop(tag)).is_cancelled
+                order = receive.order
+                if self._has_windows and how == "receive_cancelled" and not is_cancelled:
+                    # No word came: prefill may write yet, so the slot gets new memory.
+                    self._num_memories += 1
+                    self._memory_of[order.slot] = self._num_memories
                 error = None if how == "receive_settled" else TransferFailed("cancelled")
                 self._do_all(
                     self.receivers.receive_settled(order.key, order.frame.idx, error, self.now)
@@ -311,10 +290,11 @@ class TransferPair:
     def corrupt_slot(self) -> bool:
         """Flip a cell in a landed frame that is not verified yet; False: there is none."""
         for receive in self._receives.values():
-            held = self._receive_slots[receive.order.slot]
+            memory = self._memory_of[receive.order.slot]
+            held = self._receive_memory.get(memory)
             if receive.has_landed and held is not None and held.cells:
                 cells = (None, *held.cells[1:])
-                self._receive_slots[receive.order.slot] = held._replace(cells=cells)
+                self._receive_memory[memory] = held._replace(cells=cells)
                 return True
         return False
 
@@ -348,10 +328,10 @@ class TransferPair:
 
     # --- inside ---------------------------------------------------------------------------------
 
-    def _can_compute(self, key: TransferKey, job: _Job) -> bool:
+    def _can_compute(self, key: TransferKey, job: Job) -> bool:
         return job.prefill_table is not None and not job.is_committed and not job.prefill_end
 
-    def _compute(self, key: TransferKey, job: _Job) -> None:
+    def _compute(self, key: TransferKey, job: Job) -> None:
         """One piece of the step loop: plan a span, write a layer, or commit."""
         assert job.prefill_table is not None
         if job.num_planned == 0 and job.hit:
@@ -390,7 +370,7 @@ class TransferPair:
             job.is_reserved = False  # terms are given once
             self._do_all(self.receivers.attached(key, job.num_tokens, job.skip, self.now))
 
-    def _end_unattached(self, job: _Job) -> None:
+    def _end_unattached(self, job: Job) -> None:
         """Nothing was attached: the lease side frees the blocks alone."""
         assert job.decode_table is not None
         job.decode_end.append("never attached")
@@ -398,7 +378,7 @@ class TransferPair:
         self.decode_pool.give_back(job.decode_table)
         job.decode_table = None
 
-    def _gather(self, send: _Send) -> None:
+    def _gather(self, send: Send) -> None:
         order = send.order
         job = self.jobs[order.key]
         if job.prefill_table is None:
@@ -409,13 +389,15 @@ class TransferPair:
             for layer in range(frame.first_layer, frame.last_layer)
             for token in range(frame.start, frame.stop)
         )
-        self._send_slots[order.slot] = SlotBytes(
-            order.transfer_id, order.epoch, frame.idx, cells, hash(cells)
-        )
+        held = SlotBytes(order.transfer_id, order.epoch, frame.idx, cells, hash(cells))
+        if self._has_windows:
+            self._receive_memory[send.memory] = held
+        else:
+            self._send_slots[order.slot] = held
         send.is_gathered = True
 
     def _verify(self, order: VerifyAndPlace) -> MeshError | None:
-        held = self._receive_slots[order.slot]
+        held = self._receive_memory.get(self._memory_of[order.slot])
         wanted = (order.transfer_id, order.epoch, order.frame.idx)
         if held is None or held[:3] != wanted:
             # The header check would refuse it; that it is needed is the violation.
@@ -426,7 +408,7 @@ class TransferPair:
         return None
 
     def _place(self, order: VerifyAndPlace, table: list[int], error: MeshError | None) -> None:
-        held, frame = self._receive_slots[order.slot], order.frame
+        held, frame = self._receive_memory.get(self._memory_of[order.slot]), order.frame
         if error is None and held is not None:
             places = [
                 (token, layer)
@@ -456,7 +438,7 @@ class TransferPair:
                 for job in [job for job in self.jobs.values() if job.is_reserved]:
                     self._end_unattached(job)
             case GatherAndSend(tag=tag):
-                self._sends[tag] = _Send(effect)
+                self._sends[tag] = Send(effect, self._memory_of[effect.peer_slot])
             case EndTransfer(key=key, error=error):
                 job = self.jobs[key]
                 job.prefill_end.append(error)
@@ -464,7 +446,7 @@ class TransferPair:
                 self.prefill_pool.give_back(job.prefill_table)
                 job.prefill_table = None
             case PostReceive(tag=tag):
-                self._receives[tag] = _Receive(effect)
+                self._receives[tag] = Receive(effect)
             case CancelReceive(key=key, frame_idx=frame_idx):
                 for receive in self._receives.values():
                     order = receive.order

@@ -1,13 +1,16 @@
-"""The memory of ``pair.py``: pools and slots whose every cell says whose KV it holds.
+"""The memory of ``pair.py``: pools and slots whose every cell says whose KV it holds, and what is
+under way.
 
 A write that comes too late lands here as in real memory, and shows.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from shared.errors import InvariantViolated
+from shared.errors import InvariantViolated, MeshError
+from shared.transfer.effects import GatherAndSend, PostReceive
 from shared.transfer.messages import TransferKey
 
 Cell: TypeAlias = tuple[TransferKey, int, int]
@@ -22,6 +25,43 @@ class SlotBytes(NamedTuple):
     frame_idx: int
     cells: tuple[Cell | None, ...]
     digest: int
+
+
+@dataclass
+class Job:
+    """One request's step loop and lease, naive and independent of the cores."""
+
+    num_tokens: int
+    hit: int = 0
+    skip: int = 0
+    prefill_table: list[int] | None = None
+    decode_table: list[int] | None = None
+    num_planned: int = 0
+    span_start: int = 0
+    num_layers_done: int = 0
+    is_committed: bool = False
+    is_reserved: bool = False
+    prefill_end: list[MeshError | None] = field(default_factory=list[MeshError | None])
+    decode_end: list[str] = field(default_factory=list[str])
+
+
+@dataclass
+class Send:
+    """A frame of prefill's."""
+
+    order: GatherAndSend
+    memory: int  # of decode's slot, as prefill has it mapped
+    is_gathered: bool = False
+    has_left: bool = False  # the receiver's end has taken it, or it fell into the sink
+
+
+@dataclass
+class Receive:
+    """A receive of decode's."""
+
+    order: PostReceive
+    is_cancelled: bool = False
+    has_landed: bool = False
 
 
 class CellPool:

@@ -71,6 +71,7 @@ class Receiver:
         "_progress_at",
         "_rule",
         "_timing",
+        "_uncredited",
         "_window",
         "grant",
         "key",
@@ -105,6 +106,7 @@ class Receiver:
         self._last_span: Span | None = None
         self._next_start = 0
         self._next_post = 0
+        self._uncredited: list[int] = []  # slots of the newest receives, prefill does not know yet
         self._posted: dict[int, int] = {}  # frame index -> slot that the transport may write
         self._placing: dict[int, int] = {}  # frame index -> slot that a copy reads
         self._placed: set[int] = set()  # beyond the prefix
@@ -254,12 +256,14 @@ class Receiver:
         frame = self._frames[self._next_post]
         self._next_post += 1
         self._posted[frame.idx] = slot
+        self._uncredited.append(slot)
         tag = self.grant.tag_base + frame.idx
         self._effects.append(PostReceive(self.key, self.link, frame, slot, tag))
 
     def say_credit(self) -> None:
-        """Tell prefill how many receives are posted."""
-        self._say(Credit(self.grant.transfer_id, self._next_post))
+        """Tell prefill how many receives are posted, and where the new ones point."""
+        self._say(Credit(self.grant.transfer_id, self._next_post, tuple(self._uncredited)))
+        self._uncredited.clear()
 
     def receive_settled(self, frame_idx: int, error: MeshError | None, now: float) -> None:
         """The transport will not touch the slot again. error: the frame is not in it."""

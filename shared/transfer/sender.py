@@ -63,7 +63,6 @@ class Sender:
     __slots__ = (
         "_acked",
         "_commit_token",
-        "_credit",
         "_effects",
         "_error",
         "_frames",
@@ -74,6 +73,7 @@ class Sender:
         "_machine",
         "_next_frame",
         "_num_tokens",
+        "_peer_slots",
         "_progress_at",
         "_rule",
         "_span_of_frame",
@@ -103,7 +103,7 @@ class Sender:
         self._frames: list[Frame] = []
         self._span_of_frame: list[_SpanState] = []
         self._grant: Grant | None = None
-        self._credit = 0
+        self._peer_slots: list[int] = []  # decode's, one a credited frame
         self._next_frame = 0
         self._acked = 0
         self._in_flight: dict[int, int] = {}  # frame index -> slot
@@ -173,6 +173,11 @@ class Sender:
                 return self._progress_at + self._timing.settle_s
             case _:
                 return None
+
+    @property
+    def _credit(self) -> int:
+        """Decode has receives for so many frames."""
+        return len(self._peer_slots)
 
     @property
     def _is_starved(self) -> bool:
@@ -299,7 +304,9 @@ class Sender:
         if credit.frames > len(self._frames):
             raise RemoteProtocolError("the peer gave credit for frames that do not exist")
         if credit.frames > self._credit:
-            self._credit = credit.frames
+            if len(credit.slots) != credit.frames - self._credit:
+                raise RemoteProtocolError("the peer gave credit without a slot a frame")
+            self._peer_slots += credit.slots
             self._made_progress(now)
 
     def acked(self, ack: Ack, now: float) -> None:
@@ -356,6 +363,7 @@ class Sender:
                 grant.tag_base + frame.idx,
                 frame,
                 slot,
+                self._peer_slots[frame.idx],
             )
         )
 

@@ -16,16 +16,32 @@ assert for both:
   settles.
 - A lost peer fails every operation of its endpoint, within ``detect_s``, if the process died; a
   stopped process looks alive: only heartbeats above can tell.
+
+Between processes that share memory there is a shorter way: a *window* is memory that the peer maps
+and writes by itself, and what is sent is only its word that it has (``Window``). One copy of the
+bytes is left of four; the semantics above hold for the word.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 Buffer = Any
 """``__cuda_array_interface__`` or buffer protocol; contiguous; writable for receives."""
+
+
+class Window(NamedTuple):
+    """Memory of this process that a peer on the same host may map and write.
+
+    memory: a Buffer; given back when nothing refers to it any more. A peer keeps its own mapping
+    for as long as it likes: what it writes after that lands nowhere. key: opaque; a peer's
+    ``map_window`` takes it. Travels over gRPC.
+    """
+
+    memory: Buffer
+    key: bytes
 
 
 class Outcome(Enum):
@@ -72,6 +88,14 @@ class Endpoint(Protocol):
 
     def send(self, buffer: Buffer, num_bytes: int, tag: int) -> Operation: ...
 
+    async def map_window(self, key: bytes) -> Buffer | None:
+        """Map the peer's window for writing; None: this endpoint's peer shares no memory with us.
+
+        Given back when nothing refers to the buffer any more, at the latest with the transport.
+        Raises TransferFailed: the key is malformed, or the endpoint is closed.
+        """
+        ...
+
     async def close(self) -> None:
         """Abort what is in flight and wait until the peer's data can no longer arrive through this
         endpoint."""
@@ -99,8 +123,25 @@ class Transport(Protocol):
         """
         ...
 
-    def receive(self, endpoint: Endpoint, buffer: Buffer, num_bytes: int, tag: int) -> Operation:
-        """Post a receive for the message with exactly this tag from this endpoint's peer."""
+    def receive(
+        self,
+        endpoint: Endpoint,
+        buffer: Buffer,
+        num_bytes: int,
+        tag: int,
+        *,
+        peer_writes: bool = False,
+    ) -> Operation:
+        """Post a receive for the message with exactly this tag from this endpoint's peer.
+
+        peer_writes: the buffer is a window, and the message the peer's word that it has written
+        it. If the word does not come, the operation ends as ABANDONED, because the peer may still
+        write; only who cancels it says by that that the peer never will.
+        """
+        ...
+
+    async def new_window(self, num_bytes: int) -> Window | None:
+        """Allocate memory that peers on this host may write; None: this transport has none."""
         ...
 
     async def close(self) -> None:

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 
 from shared.errors import LocalProtocolError, TransferFailed
 from shared.transport.address import seal, unseal
-from shared.transport.base import Buffer, Outcome
+from shared.transport.base import Buffer, Outcome, Window
 from shared.transport.operation import PendingOperation, require_tag, require_usable
 
 _MAGIC = b"LOOP"
+_WINDOW_MAGIC = b"LOOW"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,7 @@ class LoopbackSettings:
     detect_s: from a peer's death to ``on_lost``.
     max_unexpected: messages without a receive, per transport; one more fails at its sender.
     max_in_flight: operations at once, per transport; one more is refused with LocalProtocolError.
+    has_windows: whether its processes share memory (``Transport.new_window``).
     settles_on_close: False = a rendezvous that is under way when its endpoint closes is ABANDONED:
     the fabric goes on reading and writing.
     """
@@ -47,6 +49,7 @@ class LoopbackSettings:
     detect_s: float = 0.1
     max_unexpected: int = 4096
     max_in_flight: int = 65536
+    has_windows: bool = False
     settles_on_close: bool = True
 
 
@@ -57,6 +60,7 @@ class LoopbackFabric:
         self.settings = settings or LoopbackSettings()
         self._transports: dict[bytes, LoopbackTransport] = {}
         self._num_made = 0
+        self._windows: list[bytearray] = []  # as long as the fabric: a late write needs a place
         self._link_free_at: dict[tuple[bytes, bytes], float] = {}
         self._frozen: set[bytes] = set()
         self._parked: list[tuple[bytes, bytes, Callable[[], None]]] = []
@@ -94,6 +98,19 @@ class LoopbackFabric:
     def find(self, address: bytes) -> LoopbackTransport | None:
         """The live transport behind an address."""
         return self._transports.get(address)
+
+    def new_window(self, num_bytes: int) -> Window | None:
+        """Memory that every process of the fabric may write, if they share any."""
+        if not self.settings.has_windows:
+            return None
+        self._windows.append(bytearray(num_bytes))
+        number = len(self._windows) - 1
+        return Window(self._windows[-1], seal(_WINDOW_MAGIC, number.to_bytes(8, "little")))
+
+    def find_window(self, payload: bytes) -> Buffer | None:
+        """The memory behind a key, if this fabric made it."""
+        number = int.from_bytes(payload, "little")
+        return self._windows[number] if number < len(self._windows) else None
 
     def forget(self, address: bytes) -> None:
         """The transport was closed in good order; to its peers that is a death as any other."""
@@ -133,9 +150,16 @@ class LoopbackOperation(PendingOperation):
     )  # fmt: skip
 
     def __init__(
-        self, endpoint: LoopbackEndpoint, is_receive: bool, buffer: Buffer, num_bytes: int, tag: int
+        self,
+        endpoint: LoopbackEndpoint,
+        is_receive: bool,
+        buffer: Buffer,
+        num_bytes: int,
+        tag: int,
+        *,
+        peer_writes: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(peer_writes=peer_writes)
         try:
             view = memoryview(buffer)
         except (TypeError, BufferError) as error:
@@ -157,6 +181,7 @@ class LoopbackOperation(PendingOperation):
         self.is_abandoned = False
 
     def cancel(self) -> None:
+        self.is_cancelled = True
         if self.is_active and self.is_receive and not self.is_matched:
             self.endpoint.transport.withdraw(self)
 
@@ -209,6 +234,12 @@ class LoopbackEndpoint:
         operation = LoopbackOperation(self, False, buffer, num_bytes, tag)
         self.transport.start_send(operation, self)
         return operation
+
+    async def map_window(self, key: bytes) -> Buffer | None:
+        payload = unseal(_WINDOW_MAGIC, key)
+        if not self.is_alive:
+            raise TransferFailed("the endpoint is closed")
+        return self.transport.find_window(payload)
 
     async def close(self) -> None:
         self.is_alive = False
@@ -280,9 +311,17 @@ class LoopbackTransport:
         return endpoint
 
     def receive(
-        self, endpoint: LoopbackEndpoint, buffer: Buffer, num_bytes: int, tag: int
+        self,
+        endpoint: LoopbackEndpoint,
+        buffer: Buffer,
+        num_bytes: int,
+        tag: int,
+        *,
+        peer_writes: bool = False,
     ) -> LoopbackOperation:
-        operation = LoopbackOperation(endpoint, True, buffer, num_bytes, tag)
+        operation = LoopbackOperation(
+            endpoint, True, buffer, num_bytes, tag, peer_writes=peer_writes
+        )
         if not self._admit(operation, endpoint):
             return operation
         if messages := self._unexpected.get(tag):
@@ -294,6 +333,9 @@ class LoopbackTransport:
         else:
             self._posted.setdefault(tag, []).append(operation)
         return operation
+
+    async def new_window(self, num_bytes: int) -> Window | None:
+        return self._fabric.new_window(num_bytes)
 
     async def close(self) -> None:
         self._is_open = False
@@ -308,6 +350,10 @@ class LoopbackTransport:
     def settles_on_close(self) -> bool:
         """See ``LoopbackSettings``."""
         return self._fabric.settings.settles_on_close
+
+    def find_window(self, payload: bytes) -> Buffer | None:
+        """See ``LoopbackFabric.find_window``."""
+        return self._fabric.find_window(payload)
 
     def start_send(self, send: LoopbackOperation, endpoint: LoopbackEndpoint) -> None:
         """Put a message on the wire."""

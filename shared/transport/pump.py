@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import ctypes
 import logging
 import os
 import select
@@ -20,10 +21,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from shared.errors import LocalProtocolError, TransferFailed
-from shared.transport.base import Outcome
+from shared.transport.base import Buffer, Outcome, Window
 from shared.transport.nap import Nap
 from shared.transport.settings import UcxSettings
 from shared.transport.ucp import CANCELED, OK, TagApi
+from shared.transport.windows import WindowApi
 
 if TYPE_CHECKING:
     from shared.transport.ucxx import UcxEndpoint, UcxOperation
@@ -69,6 +71,7 @@ class Pump:
         self._worker: Any = None
         self._context: Any = None
         self._tags: Any = None
+        self._windows: Any = None
         self._next_token = 1
         self._in_flight: dict[int, UcxOperation] = {}  # the pin table
         self._sinks: dict[int, tuple[UcxEndpoint, int]] = {}
@@ -127,6 +130,8 @@ class Pump:
                 argument.settle(Outcome.FAILED, "the transport is closed")
             elif act == self.connect:
                 _fail_future(argument[2], TransferFailed("the transport is closed"))
+            elif act in (self.new_window, self.map_window):
+                _fail_future(argument[1], TransferFailed("the transport is closed"))
             elif act == self.close_endpoint and argument[1] is not None:
                 _set_future(argument[1], None)
             elif act == self.stop and argument is not None:
@@ -161,6 +166,9 @@ class Pump:
         self._worker = self._lib.UCXWorker(self._context)
         self._worker.init_blocking_progress_mode()
         self._tags = TagApi(self._worker.handle, self._on_complete)
+        self._windows = WindowApi(
+            self._context.handle, lambda release, handle: self.order(release, handle)
+        )
         self._report(_set_future, self._started, self._worker.address.tobytes())
         self._flush_reports()
 
@@ -249,6 +257,23 @@ class Pump:
         self._endpoints[endpoint] = None
         self._name_lane(endpoint)
         self._report(_set_future, made)
+
+    def new_window(self, argument: tuple[int, asyncio.Future[Window | None]]) -> None:
+        num_bytes, made = argument
+        self._report(_set_future, made, self._windows.allocate(num_bytes))
+
+    def map_window(
+        self, argument: tuple[tuple[UcxEndpoint, bytes], asyncio.Future[Buffer | None]]
+    ) -> None:
+        (endpoint, key), mapped = argument
+        try:
+            if not endpoint.is_open:
+                raise TransferFailed("the endpoint is closed")
+            memory = self._windows.map(endpoint.handle, key)
+        except TransferFailed as error:
+            self._report(_fail_future, mapped, error)
+        else:
+            self._report(_set_future, mapped, memory)
 
     def post(self, operation: UcxOperation) -> None:
         endpoint = operation.peer
@@ -393,6 +418,10 @@ class Pump:
                 self._report(_set_future, endpoint.waiting_close)
         if self._tags is not None:
             self._tags.swallow_unexpected()
+        if self._windows is not None and self._windows.num_live:
+            # Somebody still holds such memory: not even the interpreter's end may take UCX down.
+            for owner in (self._context, self._worker):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))
         self._tags = self._worker = self._context = None
         if self._stopped is not None:
             self._report(_set_future, self._stopped)

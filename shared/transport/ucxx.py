@@ -22,7 +22,7 @@ from typing import Any
 
 from shared.errors import LocalProtocolError, TransferFailed
 from shared.transport.address import seal, unseal
-from shared.transport.base import Buffer, Outcome
+from shared.transport.base import Buffer, Outcome, Window
 from shared.transport.operation import PendingOperation, require_tag, require_usable
 from shared.transport.pump import Pump
 from shared.transport.settings import UcxSettings
@@ -35,8 +35,8 @@ class UcxOperation(PendingOperation):
     resized."""
 
     __slots__ = (
-        "_pump", "buffer", "is_cancelled", "is_receive", "num_bytes", "peer", "pointer", "request",
-        "tag", )  # fmt: skip
+        "_pump", "buffer", "is_receive", "num_bytes", "peer", "pointer", "request", "tag",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -46,8 +46,10 @@ class UcxOperation(PendingOperation):
         buffer: Buffer,
         num_bytes: int,
         tag: int,
+        *,
+        peer_writes: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(peer_writes=peer_writes)
         try:
             array = _Array(buffer)
         except (TypeError, BufferError) as error:
@@ -68,7 +70,6 @@ class UcxOperation(PendingOperation):
         self.num_bytes = num_bytes
         self.tag = tag
         self.request = 0  # the pump's
-        self.is_cancelled = False
 
     def cancel(self) -> None:
         if self.outcome is None and not self.is_cancelled:
@@ -115,6 +116,11 @@ class UcxEndpoint:
         operation = UcxOperation(self._pump, self, False, buffer, num_bytes, tag)
         self._pump.submit(operation)
         return operation
+
+    async def map_window(self, key: bytes) -> Buffer | None:
+        mapped: asyncio.Future[Buffer | None] = self._pump.loop.create_future()
+        self._pump.order(self._pump.map_window, ((self, key), mapped))
+        return await mapped
 
     async def close(self) -> None:
         """Abort what is in flight; all operations are settled on return. The peer may take it for
@@ -165,13 +171,26 @@ class UcxTransport:
         return endpoint
 
     def receive(
-        self, endpoint: UcxEndpoint, buffer: Buffer, num_bytes: int, tag: int
+        self,
+        endpoint: UcxEndpoint,
+        buffer: Buffer,
+        num_bytes: int,
+        tag: int,
+        *,
+        peer_writes: bool = False,
     ) -> UcxOperation:
         """Post a receive; it fails unless exactly ``num_bytes`` arrive. UCX matches by tag alone,
         whoever sent."""
-        operation = UcxOperation(self._pump, endpoint, True, buffer, num_bytes, tag)
+        operation = UcxOperation(
+            self._pump, endpoint, True, buffer, num_bytes, tag, peer_writes=peer_writes
+        )
         self._pump.submit(operation)
         return operation
+
+    async def new_window(self, num_bytes: int) -> Window | None:
+        made: asyncio.Future[Window | None] = self._pump.loop.create_future()
+        self._pump.order(self._pump.new_window, (num_bytes, made))
+        return await made
 
     async def close(self) -> None:
         if self._closed is None:

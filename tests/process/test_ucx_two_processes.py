@@ -63,11 +63,11 @@ async def test_the_default_lane_on_one_host_is_shared_memory() -> None:
         await leave(left, right)
 
 
-def _can_unshare() -> bool:
-    return subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode == 0
+def _can_unshare(what: str) -> bool:
+    return subprocess.run(["unshare", what, "true"], capture_output=True).returncode == 0
 
 
-@pytest.mark.skipif(not _can_unshare(), reason="needs the right to make a network namespace")
+@pytest.mark.skipif(not _can_unshare("--net"), reason="needs the right to make a network namespace")
 async def test_messages_do_not_wait_for_wakeups_that_a_network_namespace_swallows() -> None:
     """Two containers with one IPC and two network namespaces: without own looks each message
     waits for UCX's keepalive, about a second; a hundred in 30 s have not."""
@@ -172,6 +172,44 @@ async def test_closing_amid_a_rendezvous_leaves_the_buffer_alone(lane: str) -> N
         await right.ask("connect", address=await left.ask("address"))
         await push(left, right, 2, RENDEZVOUS)
         assert await right.ask("is_reused_intact", tag=1)
+        await leave(left, right)
+
+
+async def test_a_window_is_written_by_the_peer_itself() -> None:
+    """On one host: its word is eight bytes, and all the others are there with it."""
+    async with a_pair() as (left, right):
+        key = await right.ask("offer_window", tag=1, num_bytes=BIG)
+        assert await left.ask("write_window", tag=1, key=key)
+        assert await right.ask("settle", tag=1) == ["done", "", True, False]
+        await leave(left, right)
+
+
+async def test_a_killed_writer_leaves_a_window_abandoned() -> None:
+    """Dead or only stopped: who lost the peer cannot tell, and must not use that memory again."""
+    async with a_pair() as (left, right):
+        await push(left, right, 1, RENDEZVOUS)
+        assert await right.ask("offer_window", tag=2, num_bytes=RENDEZVOUS)
+        left.signal(signal.SIGKILL)
+        await left.ended()
+        assert await right.ask("wait_lost") == 1
+        assert (await right.ask("settle", tag=2))[0] == "abandoned"
+        await leave(right)
+
+
+@pytest.mark.parametrize("how", ["tcp", "ipc namespace"])
+async def test_a_window_that_cannot_be_reached_is_not_mapped(how: str) -> None:
+    """Over tcp alone, or out of another IPC namespace: the peer says so and writes nothing."""
+    environment = {"UCX_TLS": LANES["tcp"]} if how == "tcp" else {"PEER_PREFIX": "unshare --ipc"}
+    if how != "tcp" and not _can_unshare("--ipc"):
+        pytest.skip("this user may not make an IPC namespace")
+    async with a_peer(**environment) as left, a_peer() as right:
+        left_address, right_address = await left.ask("open"), await right.ask("open")
+        await left.ask("connect", address=right_address)
+        await right.ask("connect", address=left_address)
+        key = await right.ask("offer_window", tag=1, num_bytes=RENDEZVOUS)
+        if key is not None:
+            assert not await left.ask("write_window", tag=1, key=key)
+        await push(left, right, 2, RENDEZVOUS)
         await leave(left, right)
 
 

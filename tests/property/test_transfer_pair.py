@@ -28,7 +28,9 @@ DECODE_BLOCKS = 5
 LAYOUT = KvLayout(dtype="uint8", num_layers=2, num_kv_heads=1, head_dim=4)
 
 
-def a_pair(seed: int, *, fencing: bool = True, receive_slots: int = 2) -> TransferPair:
+def a_pair(
+    seed: int, *, fencing: bool = True, receive_slots: int = 2, has_windows: bool = False
+) -> TransferPair:
     """A pair with far too little of everything."""
     return TransferPair(
         random_bytes=random.Random(seed).randbytes,
@@ -41,6 +43,7 @@ def a_pair(seed: int, *, fencing: bool = True, receive_slots: int = 2) -> Transf
         send_slots=2,
         receive_slots=receive_slots,
         fencing=fencing,
+        has_windows=has_windows,
     )
 
 
@@ -81,10 +84,11 @@ class SlowWire(RuleBasedStateMachine):
     """Requests come, are cancelled and finish, while data and copies take their time."""
 
     fencing = True
+    has_windows = False
 
     @initialize()
     def start(self) -> None:
-        self.pair = a_pair(0, fencing=self.fencing)
+        self.pair = a_pair(0, fencing=self.fencing, has_windows=self.has_windows)
         self.num_begun = 0
         self.held: set[Choice] = set()
 
@@ -121,7 +125,7 @@ class SlowWire(RuleBasedStateMachine):
     @rule(which=st.integers(0, 1000))
     def hold(self, which: int) -> None:
         """Data or a copy that is under way will not come through for a long while."""
-        slow = [choice for choice in self.pair.choices() if choice[0] in ("land", "place")]
+        slow = [c for c in self.pair.choices() if c[0] in ("gather", "land", "place")]
         if slow:
             self.held.add(slow[which % len(slow)])
 
@@ -234,6 +238,15 @@ class HostileWire(SlowWire):
 TestHostileWire = HostileWire.TestCase
 
 
+class HostileWindows(HostileWire):
+    """The same where prefill writes decode's slots by itself."""
+
+    has_windows = True
+
+
+TestHostileWindows = HostileWindows.TestCase
+
+
 class Adversary:
     """A seeded driver for long runs.
 
@@ -241,10 +254,13 @@ class Adversary:
     as anything else can happen.
     """
 
-    def __init__(self, seed: int, *, fencing: bool) -> None:
+    def __init__(self, seed: int, *, fencing: bool, has_windows: bool) -> None:
         self.rng = random.Random(seed)
-        self.pair = a_pair(seed, fencing=fencing, receive_slots=2 + seed % 2)
+        self.pair = a_pair(
+            seed, fencing=fencing, receive_slots=2 + seed % 2, has_windows=has_windows
+        )
         self.seed = seed
+        self.slow = ("place", "gather" if has_windows else "land")
         self.num_begun = 0
 
     def run(self, num_steps: int) -> None:
@@ -277,30 +293,28 @@ class Adversary:
 
     def _is_slow(self, choice: Choice) -> bool:
         what, which = choice[0], choice[-1]
-        return (
-            what in ("place", "land")
-            and isinstance(which, int)
-            and (which * 7919 + self.seed) % 4 == 0
-        )
+        return what in self.slow and isinstance(which, int) and (which * 7919 + self.seed) % 4 == 0
 
 
-def test_long_runs_with_the_fence_mix_nothing():
+@pytest.mark.parametrize("has_windows", [False, True])
+def test_long_runs_with_the_fence_mix_nothing(has_windows: bool):
     """40 seeded runs of 400 events: no foreign KV, and everything comes home."""
     num_handed_over = 0
     for seed in range(40):
-        adversary = Adversary(seed, fencing=True)
+        adversary = Adversary(seed, fencing=True, has_windows=has_windows)
         adversary.run(400)
         num_handed_over += adversary.pair.num_handed_over
         wind_down(adversary.pair)
     assert num_handed_over > 40
 
 
-def test_the_same_runs_without_the_fence_are_caught():
+@pytest.mark.parametrize("has_windows", [False, True])
+def test_the_same_runs_without_the_fence_are_caught(has_windows: bool):
     """Releasing slots and blocks at once is seen as foreign KV by the very same runs."""
     caught = 0
     for seed in range(40):
         with contextlib.suppress(InvariantViolated):
-            Adversary(seed, fencing=False).run(400)
+            Adversary(seed, fencing=False, has_windows=has_windows).run(400)
             continue
         caught += 1
     assert caught >= 2

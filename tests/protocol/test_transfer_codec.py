@@ -21,6 +21,8 @@ from shared.rpc.transfer_codec import (
     hello_to_wire,
     reply_from_wire,
     reply_to_wire,
+    windows_from_wire,
+    windows_to_wire,
 )
 from shared.transfer.messages import (
     Abort,
@@ -32,6 +34,7 @@ from shared.transfer.messages import (
     Refused,
     Span,
     TransferKey,
+    WindowOffer,
 )
 
 u32 = st.integers(0, 2**32 - 1)
@@ -45,7 +48,7 @@ commands = st.one_of(
 )
 replies = st.one_of(
     st.builds(Grant, keys, ids, st.integers(0, 2**64 - 1), st.integers(0, 2**63), u32),
-    st.builds(Credit, ids, u32),
+    st.builds(Credit, ids, u32, st.lists(u32, max_size=5).map(tuple)),
     st.builds(Ack, ids, u32, st.booleans()),
     st.builds(Abort, ids, st.none(), u32),
 )
@@ -129,6 +132,30 @@ def test_malformed_events_are_the_peers_fault(event: Any):
     """A tag range that runs out of 64 bits is one of them."""
     with pytest.raises(RemoteProtocolError):
         reply_from_wire(event)
+
+
+@given(st.lists(st.builds(WindowOffer, u32, st.binary(min_size=1, max_size=99), ids), max_size=5))
+def test_windows_cross_unchanged(offers: list[WindowOffer]):
+    """Through real bytes; none at all is an answer, too."""
+    raw = bytes(windows_to_wire(offers))
+    assert windows_from_wire(wire.PushEvent.parse(raw).windows) == offers
+
+
+@pytest.mark.parametrize(
+    "windows",
+    [
+        None,
+        wire.StagingWindows(windows=[wire.StagingWindow(key=b"", proof=b"p" * 16)]),
+        wire.StagingWindows(windows=[wire.StagingWindow(key=b"k" * 70_000, proof=b"p" * 16)]),
+        wire.StagingWindows(windows=[wire.StagingWindow(key=b"k", proof=b"p" * 15)]),
+        wire.StagingWindows(windows=[wire.StagingWindow(slot=BAD, key=b"k", proof=b"p" * 16)]),
+        wire.StagingWindows(windows=[wire.StagingWindow(key=b"k", proof=b"p" * 16)] * 5000),
+    ],
+)
+def test_malformed_windows_are_the_peers_fault(windows: Any):
+    """Missing, without a key, with a proof that proves nothing, or far too many."""
+    with pytest.raises(RemoteProtocolError):
+        windows_from_wire(windows)
 
 
 def an_identity(**changes: Any) -> PairIdentity:

@@ -134,7 +134,9 @@ def test_a_whole_transfer():
     *posts, credit = end.say(Span(grant.transfer_id, 0, 4))
     assert [(p.frame.idx, p.tag) for p in posts] == [(i, grant.tag_base + i) for i in range(3)]
     assert len({post.slot for post in posts}) == 3
-    assert credit == SendReply(LINK, Credit(grant.transfer_id, 3))
+    assert credit == SendReply(
+        LINK, Credit(grant.transfer_id, 3, tuple(post.slot for post in posts))
+    )
     end.now += 1
     (order,) = end.arrive(1)
     assert order == VerifyAndPlace(KEY, grant.transfer_id, 1, posts[1].frame, posts[1].slot)
@@ -252,12 +254,12 @@ def test_slots_go_round_within_a_window():
     second = end.id
     posts = end.say(Span(second, 0, 4))
     assert [(p.key, p.frame.idx) for p in posts[:-1]] == [(OTHER, 0)]
-    assert posts[-1].message == Credit(second, 1)
+    assert posts[-1].message == Credit(second, 1, (posts[0].slot,))
     end.arrive(0)
     ack, post, credit = end.place(0)
     assert ack.message == Ack(first, 1, done=False)
     assert (post.key, post.frame.idx) == (OTHER, 1)  # it has waited longest
-    assert credit.message == Credit(second, 2)
+    assert credit.message == Credit(second, 2, (post.slot,))
     assert end.free_slots == 0
 
 

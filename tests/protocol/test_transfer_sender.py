@@ -95,8 +95,13 @@ class End:
         self.granted()
         self.span(0, 4)
         self.computed()
-        self.say(Credit(ID, sent))
+        self.say(credit(sent))
         return self
+
+
+def credit(frames: int, *, since: int = 0, of: TransferId = ID) -> Credit:
+    """Credit up to ``frames``, after one up to ``since``; slot 100 + i for frame i."""
+    return Credit(of, frames, tuple(range(100 + since, 100 + frames)))
 
 
 def said(effects: list[Any]) -> list[Any]:
@@ -118,14 +123,15 @@ def test_a_whole_transfer():
     assert end.span(0, 4) == []
     assert said(end.say(Grant(KEY, ID, 5, 1000, 0))) == [Span(ID, 0, 4)]
     assert end.core.layers_ready(KEY, 1, end.now) == []
-    (order,) = end.say(Credit(ID, 2))
+    (order,) = end.say(credit(2))
     assert (order.frame.idx, order.tag, order.epoch, order.transfer_id) == (0, 1000, 5, ID)
+    assert order.peer_slot == 100
     assert frames(end.core.layers_ready(KEY, 2, end.now)) == [1]
     assert end.core.layers_ready(KEY, 3, end.now) == []  # no credit
     assert said(end.commit()) == [Commit(ID, 7, 3)]
     assert end.settle(0) == []
     assert end.say(Ack(ID, 1, done=False)) == []
-    assert frames(end.say(Credit(ID, 3))) == [2]
+    assert frames(end.say(credit(3, since=2))) == [2]
     assert end.settle(1) == []
     assert end.say(Ack(ID, 2, done=False)) == []
     assert end.say(Ack(ID, 3, done=True)) == [EndTransfer(KEY, None, was_needed=True)]
@@ -142,7 +148,7 @@ def test_the_commit_may_come_before_the_grant():
     end.span(0, 4)
     end.commit()
     assert said(end.say(Grant(KEY, ID, 5, 1000, 0))) == [Span(ID, 0, 4), Commit(ID, 7, 3)]
-    assert frames(end.say(Credit(ID, 3))) == [0, 1, 2]
+    assert frames(end.say(credit(3))) == [0, 1, 2]
 
 
 def test_tokens_that_decode_has_are_not_sent():
@@ -158,7 +164,7 @@ def test_a_cached_span_is_ready_at_once_and_the_next_one_is_not():
     end = End().granted()
     end.span(0, 2, is_cached=True)
     end.span(2, 4)
-    assert frames(end.say(Credit(ID, 6))) == [0, 1, 2]
+    assert frames(end.say(credit(6))) == [0, 1, 2]
     assert frames(end.core.layers_ready(KEY, 1, end.now)) == [3]
 
 
@@ -166,7 +172,7 @@ def test_serialized_frames_wait_for_the_end_of_the_step():
     """Layers are ignored; the step's end releases all frames."""
     end = End().granted()
     end.span(0, 4, mode=PushMode.SERIALIZED)
-    end.say(Credit(ID, 3))
+    end.say(credit(3))
     assert end.core.layers_ready(KEY, 3, end.now) == []
     assert frames(end.computed()) == [0, 1, 2]
 
@@ -180,7 +186,7 @@ def test_staging_slots_go_round():
     end.say(Grant(other, other_id, 6, 2000, 0))
     for key in (KEY, other):
         end.core.span_planned(key, 0, 4, PushMode.LAYERWISE, end.now, is_cached=True)
-    order = end.say(Credit(ID, 3)) + end.say(Credit(other_id, 3))
+    order = end.say(credit(3)) + end.say(credit(3, of=other_id))
     turns = []
     while order:
         turns.append(order[0].key)
@@ -214,7 +220,7 @@ def test_giving_up_amid_a_push_waits_for_what_was_sent():
     """Decode is told how much it will still get; blocks are free when the last send settles."""
     end = End().pushing(sent=2)
     assert said(end.give_up()) == [Abort(ID, None, 2)]
-    assert end.say(Credit(ID, 3)) == []
+    assert end.say(credit(3)) == []
     assert end.say(Ack(ID, 1, done=False)) == []
     assert end.settle(0) == []
     assert end.settle(1, TransferFailed("x")) == [EndTransfer(KEY, None, was_needed=False)]
@@ -273,7 +279,8 @@ def test_a_failed_send_fails_the_transfer():
     [
         Ack(ID, 3, done=False),  # of frames that were not sent
         Ack(ID, 2, done=True),  # before the commit
-        Credit(ID, 4),  # for frames that do not exist
+        credit(4),  # for frames that do not exist
+        Credit(ID, 3, (1, 2)),  # says not where all of them go
         Grant(KEY, TransferId(b"x" * 16), 6, 2000, 0),  # another grant
     ],
 )
@@ -305,7 +312,7 @@ def test_more_skipped_than_there_is_breaks_the_rules():
 
 
 @pytest.mark.parametrize(
-    "message", [Credit(ID, 1), Ack(ID, 1, done=True), Abort(ID, None), Refused(KEY, GONE)]
+    "message", [credit(1), Ack(ID, 1, done=True), Abort(ID, None), Refused(KEY, GONE)]
 )
 def test_late_messages_are_dropped_and_counted(message: Any):
     """A transfer that is over cannot be named any more."""
@@ -325,8 +332,8 @@ def test_repeated_messages_change_nothing():
     """Grant, credit and ack may come twice."""
     end = End().pushing(sent=2)
     assert end.say(Grant(KEY, ID, 5, 1000, 0)) == []
-    assert end.say(Credit(ID, 2)) == []
-    assert end.say(Credit(ID, 1)) == []
+    assert end.say(credit(2)) == []
+    assert end.say(credit(1)) == []
     assert end.say(Ack(ID, 1, done=False)) == []
     assert end.say(Ack(ID, 1, done=False)) == []
 
@@ -359,7 +366,7 @@ def test_a_slow_step_is_no_stall():
     """While prefill computes nobody owes anything."""
     end = End().granted()
     end.span(0, 4)
-    end.say(Credit(ID, 3))
+    end.say(credit(3))
     assert end.later(1000.0) == []
 
 

@@ -31,10 +31,16 @@ LONG = next(n for n in range(1000) if num_tokens_of(n, 16) == 16)
 """A request with the longest prompt."""
 
 
+@pytest.fixture(params=[False, True], ids=["messages", "windows"])
+def wire(request: pytest.FixtureRequest) -> LoopbackFabric:
+    """Frames as whole messages, or written into decode's staging by prefill itself."""
+    return LoopbackFabric(LoopbackSettings(has_windows=request.param))
+
+
 @in_virtual_time
-async def test_kv_arrives_bit_for_bit():
+async def test_kv_arrives_bit_for_bit(wire: LoopbackFabric):
     """A prompt pushed layer by layer is in decode's blocks, and both ends count the same bytes."""
-    async with running_ends(LoopbackFabric().open) as ends:
+    async with running_ends(wire.open) as ends:
         stats = await ends.prefill.push(LONG)
         await ends.settled()
         assert ends.decode.num_placed == 1
@@ -47,9 +53,9 @@ async def test_kv_arrives_bit_for_bit():
 
 
 @in_virtual_time
-async def test_many_at_once_share_few_slots():
+async def test_many_at_once_share_few_slots(wire: LoopbackFabric):
     """40 transfers through four slots on each side; none is starved, none is mixed."""
-    async with running_ends(LoopbackFabric().open, prefill_blocks=24, decode_blocks=24) as ends:
+    async with running_ends(wire.open, prefill_blocks=24, decode_blocks=24) as ends:
         async with asyncio.TaskGroup() as tasks:
             for request in range(40):
                 tasks.create_task(ends.prefill.push(request))
@@ -59,9 +65,9 @@ async def test_many_at_once_share_few_slots():
 
 
 @in_virtual_time
-async def test_what_decode_has_is_not_sent():
+async def test_what_decode_has_is_not_sent(wire: LoopbackFabric):
     """Tokens below skip stay home; a prompt that decode has whole takes no frame at all."""
-    async with running_ends(LoopbackFabric().open) as ends:
+    async with running_ends(wire.open) as ends:
         ends.decode.skip = lambda request: 8
         some = await ends.prefill.push(LONG)
         ends.decode.skip = lambda request: num_tokens_of(request, 16)
@@ -75,9 +81,9 @@ async def test_what_decode_has_is_not_sent():
 
 
 @in_virtual_time
-async def test_prefill_may_be_first():
+async def test_prefill_may_be_first(wire: LoopbackFabric):
     """An open waits for its reservation, which comes later."""
-    async with running_ends(LoopbackFabric().open) as ends:
+    async with running_ends(wire.open) as ends:
         ends.decode.is_reserving = False
         table = await ends.prefill.take(LONG)
         handle = ends.prefill.begin(LONG, table)
@@ -93,9 +99,9 @@ async def test_prefill_may_be_first():
 
 
 @in_virtual_time
-async def test_a_refusal_reaches_the_caller():
+async def test_a_refusal_reaches_the_caller(wire: LoopbackFabric):
     """Decode's reason is what ``wait`` raises; attaching twice is such a reason."""
-    async with running_ends(LoopbackFabric().open) as ends:
+    async with running_ends(wire.open) as ends:
         await ends.prefill.push(LONG)
         with pytest.raises(TransferFailed, match="attached before"):
             await ends.prefill.push(LONG)
@@ -104,9 +110,9 @@ async def test_a_refusal_reaches_the_caller():
 
 
 @in_virtual_time
-async def test_an_answer_that_needs_no_decode_ends_clean():
+async def test_an_answer_that_needs_no_decode_ends_clean(wire: LoopbackFabric):
     """abort(None): stats without bytes, and decode's lease goes without an error."""
-    async with running_ends(LoopbackFabric().open) as ends:
+    async with running_ends(wire.open) as ends:
         table = await ends.prefill.take(LONG)
         handle = ends.prefill.begin(LONG, table)
         handle.span(0, 6)
@@ -123,9 +129,9 @@ async def test_an_answer_that_needs_no_decode_ends_clean():
 @pytest.mark.parametrize("stop_after", range(0, 16, 3))
 @pytest.mark.parametrize("yields", [0, 1, 5])
 @in_virtual_time
-async def test_prefill_may_give_up_at_any_point(stop_after: int, yields: int):
+async def test_prefill_may_give_up_at_any_point(wire: LoopbackFabric, stop_after: int, yields: int):
     """Aborted after any piece of work, with anything in flight: everything comes home."""
-    async with running_ends(LoopbackFabric().open, seed=stop_after) as ends:
+    async with running_ends(wire.open, seed=stop_after) as ends:
         table = await ends.prefill.take(LONG)
         handle = ends.prefill.begin(LONG, table)
         for num_done, _ in enumerate(ends.prefill.steps(LONG, table, handle)):
@@ -147,9 +153,9 @@ async def test_prefill_may_give_up_at_any_point(stop_after: int, yields: int):
 
 @pytest.mark.parametrize("turns", range(0, 40, 4))
 @in_virtual_time
-async def test_decode_may_give_up_at_any_point(turns: int):
+async def test_decode_may_give_up_at_any_point(wire: LoopbackFabric, turns: int):
     """Cancelled any number of loop turns after the grant: prefill hears it, all comes home."""
-    async with running_ends(LoopbackFabric().open, seed=turns) as ends:
+    async with running_ends(wire.open, seed=turns) as ends:
 
         async def cancel_later() -> None:
             await ends.decode.until(lambda: key_of(LONG) in ends.decode.leases)
@@ -173,9 +179,9 @@ async def test_decode_may_give_up_at_any_point(turns: int):
 
 
 @in_virtual_time
-async def test_a_lost_pair_fails_its_transfers_and_comes_back():
+async def test_a_lost_pair_fails_its_transfers_and_comes_back(wire: LoopbackFabric):
     """The connection breaks amid a push: WorkerLost, all home, a new link, and it works again."""
-    async with running_ends(LoopbackFabric().open) as ends:
+    async with running_ends(wire.open) as ends:
         table = await ends.prefill.take(LONG)
         handle = ends.prefill.begin(LONG, table)
         steps = ends.prefill.steps(LONG, table, handle)
@@ -212,9 +218,9 @@ async def test_a_dead_transport_ends_the_pair():
 
 
 @in_virtual_time
-async def test_an_unlisted_peer_is_let_go():
+async def test_an_unlisted_peer_is_let_go(wire: LoopbackFabric):
     """The gateway's list is the truth: what is not on it is closed, its transfers end."""
-    async with running_ends(LoopbackFabric().open) as ends:
+    async with running_ends(wire.open) as ends:
         table = await ends.prefill.take(LONG)
         handle = ends.prefill.begin(LONG, table)
         ends.pairs.set_peers([])
@@ -227,9 +233,9 @@ async def test_an_unlisted_peer_is_let_go():
 
 
 @in_virtual_time
-async def test_another_incarnation_is_another_peer():
+async def test_another_incarnation_is_another_peer(wire: LoopbackFabric):
     """A restarted decode worker on the same address is not the one that was listed."""
-    async with running_ends(LoopbackFabric().open) as ends:
+    async with running_ends(wire.open) as ends:
         ends.pairs.set_peers([DecodePeer(Incarnation(77), ADDRESS)])
         dials = ends.network.num_dials
         while ends.network.num_dials < dials + 2:
@@ -238,9 +244,9 @@ async def test_another_incarnation_is_another_peer():
 
 
 @in_virtual_time
-async def test_a_peer_that_cannot_be_reached_is_dialled_again():
+async def test_a_peer_that_cannot_be_reached_is_dialled_again(wire: LoopbackFabric):
     """Connecting hangs: each try ends after seconds, and the pair comes up when the way is free."""
-    async with running_ends(LoopbackFabric().open) as ends:
+    async with running_ends(wire.open) as ends:
         fabric, began_at = ends.network.fabric, asyncio.get_running_loop().time()
         fabric.partition("prefill", "decode")
         while ends.network.num_dials < 4:
@@ -254,9 +260,9 @@ async def test_a_peer_that_cannot_be_reached_is_dialled_again():
 
 
 @in_virtual_time
-async def test_another_model_is_refused_before_any_traffic():
+async def test_another_model_is_refused_before_any_traffic(wire: LoopbackFabric):
     """The handshake compares fingerprints; nothing is paired, and both sides say why."""
-    async with running_ends(LoopbackFabric().open, decode_fingerprint=b"x" * 32) as ends:
+    async with running_ends(wire.open, decode_fingerprint=b"x" * 32) as ends:
         while ends.network.num_dials < 2:
             await asyncio.sleep(1)
         assert ends.pairs.paired == ()
@@ -271,6 +277,7 @@ class FlippingTransport:
         self._which, self._at, self._num_sent = which, at, 0
         self.address = transport.address
         self.receive, self.close = transport.receive, transport.close
+        self.new_window = transport.new_window
 
     async def connect(self, address: bytes, on_lost: Any) -> Any:
         endpoint = await self._transport.connect(address, on_lost)
@@ -320,10 +327,10 @@ async def test_a_damaged_canary_is_no_pair():
 
 
 @in_virtual_time
-async def test_shutting_down_ends_every_transfer():
+async def test_shutting_down_ends_every_transfer(wire: LoopbackFabric):
     """Whoever waits for a push hears ShuttingDown; nobody hangs."""
     handle = None
-    async with running_ends(LoopbackFabric().open) as ends:
+    async with running_ends(wire.open) as ends:
         table = await ends.prefill.take(LONG)
         handle = ends.prefill.begin(LONG, table)
     with pytest.raises((ShuttingDown, WorkerLost)):
@@ -331,9 +338,9 @@ async def test_shutting_down_ends_every_transfer():
 
 
 @in_virtual_time
-async def test_a_step_that_hides_nothing_is_pushed_at_its_end():
+async def test_a_step_that_hides_nothing_is_pushed_at_its_end(wire: LoopbackFabric):
     """Many small messages under a very short step: serialized, and the stats say so."""
-    async with running_ends(LoopbackFabric().open) as ends:
+    async with running_ends(wire.open) as ends:
         (link,) = ends.pairs._links.values()
         link.bytes_per_s = 1e12
         table = await ends.prefill.take(LONG)
@@ -377,22 +384,26 @@ SLOW_WIRE = LoopbackSettings(latency_s=0.0005, bytes_per_s=2e6, eager_bytes=0, n
 """Frames of a few hundred bytes take a fraction of a millisecond, in eight parts."""
 
 
+@pytest.mark.parametrize("has_windows", [False, True])
 @in_virtual_time
-async def test_late_writes_meet_the_fence():
+async def test_late_writes_meet_the_fence(has_windows: bool):
     """A wire that goes on writing after a cancel, as UCX does: no foreign KV, nothing lost."""
     options: dict[str, Any] = {"prefill_blocks": 32, "decode_blocks": 16, "num_slots": 3}
-    async with running_ends(LoopbackFabric(SLOW_WIRE).open, **options) as ends:
+    fabric = LoopbackFabric(replace(SLOW_WIRE, has_windows=has_windows))
+    async with running_ends(fabric.open, **options) as ends:
         await storm(ends, count=150, seed=3)
         assert ends.decode.num_quarantined > 5
         assert {error.code for error in ends.decode.failures} <= {""}
         ends.check_all_home()
 
 
+@pytest.mark.parametrize("has_windows", [False, True])
 @in_virtual_time
-async def test_late_writes_without_the_fence_are_seen():
+async def test_late_writes_without_the_fence_are_seen(has_windows: bool):
     """The same storm with the fence off makes somebody read foreign KV."""
     options: dict[str, Any] = {"prefill_blocks": 32, "decode_blocks": 16, "num_slots": 3}
-    async with running_ends(LoopbackFabric(SLOW_WIRE).open, fencing=False, **options) as ends:
+    fabric = LoopbackFabric(replace(SLOW_WIRE, has_windows=has_windows))
+    async with running_ends(fabric.open, fencing=False, **options) as ends:
         await storm(ends, count=150, seed=3)
         assert ends.decode.num_foreign > 0
 
@@ -404,13 +415,14 @@ class WatchfulTransport:
         self._transport = transport
         self._used: list[tuple[Any, Any]] = []
         self.address, self.close = transport.address, transport.close
+        self.new_window = transport.new_window
 
     @property
     def num_abandoned(self) -> int:
         return sum(operation.outcome is Outcome.ABANDONED for operation, _ in self._used)
 
-    def receive(self, endpoint: Any, buffer: Any, num_bytes: int, tag: int) -> Any:
-        return self._note(self._transport.receive(endpoint, buffer, num_bytes, tag), buffer)
+    def receive(self, endpoint: Any, buffer: Any, num_bytes: int, tag: int, **more: Any) -> Any:
+        return self._note(self._transport.receive(endpoint, buffer, num_bytes, tag, **more), buffer)
 
     async def connect(self, address: bytes, on_lost: Any) -> Any:
         endpoint = await self._transport.connect(address, on_lost)

@@ -48,7 +48,7 @@ class Pair:
 async def factory(request: pytest.FixtureRequest) -> TransportFactory:
     """Make transports of one kind that can reach each other."""
     if request.param == "loopback":
-        settings = LoopbackSettings(num_slices=4, max_in_flight=MAX_IN_FLIGHT)
+        settings = LoopbackSettings(num_slices=4, max_in_flight=MAX_IN_FLIGHT, has_windows=True)
         return LoopbackFabric(settings).open
     from shared.transport.ucxx import open_ucx
 
@@ -72,6 +72,75 @@ async def settled(*operations: Any) -> list[Outcome]:
     """Wait for all of them."""
     async with asyncio.timeout(SETTLES_S):
         return [await operation.settled() for operation in operations]
+
+
+# --- windows --------------------------------------------------------------------------------------
+
+
+async def a_window(pair: Pair, num_bytes: int = RENDEZVOUS) -> tuple[np.ndarray, np.ndarray]:
+    """A window of the right, as each side sees it: (right's own, left's mapping)."""
+    window = await pair.right.new_window(num_bytes)
+    assert window is not None
+    mapped = await pair.to_right.map_window(window.key)
+    assert mapped is not None
+    return np.frombuffer(window.memory, np.uint8), np.frombuffer(mapped, np.uint8)
+
+
+async def test_what_is_written_into_a_window_is_there_with_the_word(pair: Pair) -> None:
+    """The peer's word is a message as any other; the bytes are there when it has come."""
+    own, mapped = await a_window(pair)
+    assert len(mapped) == len(own) == RENDEZVOUS
+    word = pair.right.receive(pair.to_left, own, 64, 7, peer_writes=True)
+    mapped[64:] = pattern(7, RENDEZVOUS)[64:]
+    assert await settled(pair.send(64, 7), word) == [Outcome.DONE, Outcome.DONE]
+    assert (own[64:] == pattern(7, RENDEZVOUS)[64:]).all()
+    assert (own[:64] == pattern(7, 64)).all()
+
+
+async def test_without_the_word_a_window_is_abandoned(pair: Pair) -> None:
+    """The endpoint's end does not stop the peer from writing; its owner's cancel means that the
+    peer never will."""
+    own, mapped = await a_window(pair)
+    lost, cancelled, plain = (
+        pair.right.receive(pair.to_left, own, 64, tag, peer_writes=tag < 3) for tag in (1, 2, 3)
+    )
+    cancelled.cancel()
+    assert await settled(cancelled) == [Outcome.CANCELLED]
+    await pair.to_left.close()
+    assert await settled(lost) == [Outcome.ABANDONED]
+    assert await settled(plain) != [Outcome.ABANDONED]
+    mapped[:] = 1  # the peer lives on: nothing may crash
+
+
+async def test_a_window_outlives_its_owners_interest(pair: Pair) -> None:
+    """The owner gave its memory up and has another; the peer still writes the old one."""
+    own, mapped = await a_window(pair)
+    del own
+    other, other_mapped = await a_window(pair)
+    other[:] = 3
+    mapped[:] = 9
+    assert (other == 3).all()
+    other_mapped[:5] = 4
+    assert list(other[:6]) == [4, 4, 4, 4, 4, 3]
+
+
+async def test_damaged_keys_of_windows_are_refused(pair: Pair) -> None:
+    """They never reach a library that would believe them."""
+    window = await pair.right.new_window(100)
+    assert window is not None
+    damaged = window.key[:-1] + bytes([window.key[-1] ^ 1])
+    for bad in (b"", b"short", window.key[:-1], damaged, pair.right.address):
+        with pytest.raises(TransferFailed):
+            await pair.to_right.map_window(bad)
+
+
+async def test_a_closed_endpoint_maps_nothing(pair: Pair) -> None:
+    """It is said, and not waited for."""
+    window = await pair.right.new_window(100)
+    assert window is not None
+    await pair.to_right.close()
+    with pytest.raises(TransferFailed, match="closed"):
+        await pair.to_right.map_window(window.key)
 
 
 # --- matching -------------------------------------------------------------------------------------

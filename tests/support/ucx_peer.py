@@ -142,6 +142,28 @@ class _Session:
         self.operations[tag] = operation, buffer
         return True
 
+    async def offer_window(self, tag: int, num_bytes: int) -> str | None:
+        """Return the key of a new window; ``tag`` is whose word it waits for."""
+        window = await self.transport.new_window(num_bytes)
+        if window is None:
+            return None
+        buffer = np.frombuffer(window.memory, np.uint8)
+        buffer[:] = 0
+        operation = self.transport.receive(self.endpoint, buffer, 8, tag, peer_writes=True)
+        self.operations[tag] = operation, buffer
+        return window.key.hex()
+
+    async def write_window(self, tag: int, key: str) -> bool:
+        """Map it, write ``pattern(tag)``, say so; False: it cannot be mapped."""
+        memory = await self.endpoint.map_window(bytes.fromhex(key))
+        if memory is None:
+            return False
+        window = np.frombuffer(memory, np.uint8)
+        data = pattern(tag, len(window))
+        window[:] = data
+        self.operations[tag] = self.endpoint.send(data, 8, tag), data
+        return True
+
     async def settle(self, tag: int) -> list[Any]:
         """Return [outcome, error, whether the buffer holds the pattern, whether it holds zeros]."""
         operation, buffer = self.operations[tag]

@@ -45,6 +45,8 @@ __all__ = (
     "Reserve",
     "Role",
     "SamplingParams",
+    "StagingWindow",
+    "StagingWindows",
     "StartPrefill",
     "StepTokens",
     "TokenizeRequest",
@@ -55,6 +57,7 @@ __all__ = (
     "TransferGrant",
     "TransferRefused",
     "Usage",
+    "WindowsMapped",
     "WorkerAnnounce",
     "WorkerReport",
     "WorkerStatus",
@@ -971,6 +974,10 @@ class PushCommand(betterproto2.Message):
         7, betterproto2.TYPE_MESSAGE, optional=True, group="command"
     )
 
+    windows_mapped: "WindowsMapped | None" = betterproto2.field(
+        8, betterproto2.TYPE_MESSAGE, optional=True, group="command"
+    )
+
 
 default_message_pool.register_message("pdmesh.v1", "PushCommand", PushCommand)
 
@@ -1018,6 +1025,10 @@ class PushEvent(betterproto2.Message):
 
     refused_pair: "Error | None" = betterproto2.field(
         9, betterproto2.TYPE_MESSAGE, optional=True, group="event"
+    )
+
+    windows: "StagingWindows | None" = betterproto2.field(
+        10, betterproto2.TYPE_MESSAGE, optional=True, group="event"
     )
 
 
@@ -1157,6 +1168,37 @@ class SamplingParams(betterproto2.Message):
 
 
 default_message_pool.register_message("pdmesh.v1", "SamplingParams", SamplingParams)
+
+
+@dataclass(eq=False, repr=False)
+class StagingWindow(betterproto2.Message):
+    slot: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
+
+    key: "bytes" = betterproto2.field(2, betterproto2.TYPE_BYTES)
+    """
+    opaque, of the transport
+    """
+
+    proof: "bytes" = betterproto2.field(3, betterproto2.TYPE_BYTES)
+    """
+    16 random bytes that stand at its end: who maps it compares them
+    """
+
+
+default_message_pool.register_message("pdmesh.v1", "StagingWindow", StagingWindow)
+
+
+@dataclass(eq=False, repr=False)
+class StagingWindows(betterproto2.Message):
+    """
+    Staging slots that prefill may write by itself if it can map them. Once after the canaries (empty = none), then
+    whenever a slot got new memory: before any credit that names it.
+    """
+
+    windows: "list[StagingWindow]" = betterproto2.field(1, betterproto2.TYPE_MESSAGE, repeated=True)
+
+
+default_message_pool.register_message("pdmesh.v1", "StagingWindows", StagingWindows)
 
 
 @dataclass(eq=False, repr=False)
@@ -1330,6 +1372,11 @@ class TransferCredit(betterproto2.Message):
 
     frames: "int" = betterproto2.field(2, betterproto2.TYPE_UINT32)
 
+    slots: "list[int]" = betterproto2.field(3, betterproto2.TYPE_UINT32, repeated=True)
+    """
+    of those frames that the last credit did not have, in order
+    """
+
 
 default_message_pool.register_message("pdmesh.v1", "TransferCredit", TransferCredit)
 
@@ -1389,6 +1436,19 @@ class Usage(betterproto2.Message):
 
 
 default_message_pool.register_message("pdmesh.v1", "Usage", Usage)
+
+
+@dataclass(eq=False, repr=False)
+class WindowsMapped(betterproto2.Message):
+    """
+    The answer to the first StagingWindows. mapped = frames are written into them, and the messages on their tags
+    are headers alone; otherwise, or when there are none, a message is the whole frame.
+    """
+
+    mapped: "bool" = betterproto2.field(1, betterproto2.TYPE_BOOL)
+
+
+default_message_pool.register_message("pdmesh.v1", "WindowsMapped", WindowsMapped)
 
 
 @dataclass(eq=False, repr=False)
