@@ -46,15 +46,16 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    needs_history: bool = field(init=False, repr=False, compare=False)
+    """Whether earlier tokens change the logits; asked for every row of every step."""
 
-    @property
-    def needs_history(self) -> bool:
-        """Whether earlier tokens change the logits."""
-        return (
+    def __post_init__(self) -> None:
+        needs_history = (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
         )
+        object.__setattr__(self, "needs_history", needs_history)
 
 
 class TokenLogprobs(NamedTuple):

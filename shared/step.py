@@ -6,14 +6,12 @@ Plain records, known to neither side's inside.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from shared.request import SamplingParams, TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class SampleSpec:
+class SampleSpec(NamedTuple):
     """Sample one token after a row's last position.
 
     index: position of the token in the answer; the counter of its random number.

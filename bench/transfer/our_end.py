@@ -1,5 +1,9 @@
 """One end of our Transport between two processes, ordered about by the JSON lines of
-``pairs.py``."""
+``pairs.py``.
+
+With windows the sender copies its buffer into the receiver's, and what it sends is its word: 64
+bytes, as a frame's header has (the mesh gathers KV into the window and copies nothing).
+"""
 
 from __future__ import annotations
 
@@ -14,11 +18,12 @@ from typing import Any
 import numpy as np
 
 from bench.transfer.pairs import WINDOW
+from shared.transfer.frames import HEADER_BYTES
 from shared.transport.base import Outcome
 from shared.transport.ucxx import UcxEndpoint, UcxTransport, open_ucx
 
 
-async def serve() -> None:
+async def serve(*, has_windows: bool) -> None:
     """Obey the parent: open, connect, then send or receive batches."""
     transport = await open_ucx()
     say(transport.address.hex())
@@ -29,29 +34,53 @@ async def serve() -> None:
     endpoint = await transport.connect(bytes.fromhex(address), lambda: None)
     say("")
     buffers: dict[int, np.ndarray] = {}
+    keys: dict[int, str] = {}
+    windows: dict[str, np.ndarray | None] = {"": None}
     while line := await reader.readline():
         job = json.loads(line)
         num_bytes = job["num_bytes"]
         if num_bytes not in buffers:
-            buffers[num_bytes] = np.ones(num_bytes, np.uint8)
-        work = receive if job["end"] == "receive" else send
-        await work(transport, endpoint, buffers[num_bytes], job)
+            buffers[num_bytes], keys[num_bytes] = np.ones(num_bytes, np.uint8), ""
+            if has_windows and job["end"] == "receive":
+                buffers[num_bytes], keys[num_bytes] = await open_window(transport, num_bytes)
+        if job["end"] == "receive":
+            await receive(transport, endpoint, buffers[num_bytes], keys[num_bytes], job)
+            continue
+        if (key := job["posted"]) not in windows:
+            memory = await endpoint.map_window(bytes.fromhex(key))
+            windows[key] = None if memory is None else np.frombuffer(memory, np.uint8)
+        await send(transport, endpoint, buffers[num_bytes], windows[key], job)
+    buffers.clear()
+    windows.clear()
     pipe.close()
     await transport.close()
 
 
+async def open_window(transport: UcxTransport, num_bytes: int) -> tuple[np.ndarray, str]:
+    """Memory that the sender may write, and its key."""
+    window = await transport.new_window(num_bytes)
+    if window is None:
+        sys.exit("no window")
+    return np.frombuffer(window.memory, np.uint8), window.key.hex()
+
+
 async def receive(
-    transport: UcxTransport, endpoint: UcxEndpoint, buffer: np.ndarray, job: dict[str, Any]
+    transport: UcxTransport,
+    endpoint: UcxEndpoint,
+    buffer: np.ndarray,
+    key: str,
+    job: dict[str, Any],
 ) -> None:
     """Receive a batch and answer its end with one byte; in a latency job, each message."""
-    num_bytes, count, tag = job["num_bytes"], job["count"], job["tag"]
+    count, tag = job["count"], job["tag"]
+    num_bytes = HEADER_BYTES if key else job["num_bytes"]
     window, each = (1, 1) if job["is_latency"] else (WINDOW, count)
     ack = np.zeros(1, np.uint8)
     buffer[:] = 0
     in_flight: deque[Any] = deque()
     for idx in range(min(window, count)):
         in_flight.append(transport.receive(endpoint, buffer, num_bytes, tag + idx))
-    say("posted")
+    say(key)
     for idx in range(count):
         await done(in_flight.popleft())
         if idx + window < count:
@@ -63,10 +92,21 @@ async def receive(
 
 
 async def send(
-    transport: UcxTransport, endpoint: UcxEndpoint, buffer: np.ndarray, job: dict[str, Any]
+    transport: UcxTransport,
+    endpoint: UcxEndpoint,
+    buffer: np.ndarray,
+    window: np.ndarray | None,
+    job: dict[str, Any],
 ) -> None:
     """Send a batch; say how long it took until the other end had answered."""
-    num_bytes, count, tag = job["num_bytes"], job["count"], job["tag"]
+    count, tag = job["count"], job["tag"]
+
+    def push(idx: int) -> Any:
+        if window is None:
+            return endpoint.send(buffer, len(buffer), tag + idx)
+        np.copyto(window, buffer)
+        return endpoint.send(buffer, HEADER_BYTES, tag + idx)
+
     ack = np.zeros(1, np.uint8)
     times: list[float] = []
     began_at, cpu_began = time.perf_counter(), time.process_time()
@@ -74,7 +114,7 @@ async def send(
         for idx in range(count):
             sent_at = time.perf_counter()
             answer = transport.receive(endpoint, ack, 1, tag + count + idx)
-            endpoint.send(buffer, num_bytes, tag + idx)
+            push(idx)
             await done(answer)
             times.append(time.perf_counter() - sent_at)
     else:
@@ -83,7 +123,7 @@ async def send(
         for idx in range(count):
             if len(in_flight) == WINDOW:
                 await done(in_flight.popleft())
-            in_flight.append(endpoint.send(buffer, num_bytes, tag + idx))
+            in_flight.append(push(idx))
         while in_flight:
             await done(in_flight.popleft())
         await done(answer)
@@ -106,4 +146,4 @@ def say(answer: Any) -> None:
 if __name__ == "__main__":
     if (core := int(sys.argv[2])) >= 0:
         os.sched_setaffinity(0, {core})
-    asyncio.run(serve())
+    asyncio.run(serve(has_windows=sys.argv[3] == "windows"))

@@ -116,8 +116,8 @@ class Pair:
         }
         self._next_tag += 2 * count
         self.target.tell({**job, "end": "receive"})
-        self.target.answer()
-        self.source.tell({**job, "end": "send"})
+        posted = self.target.answer()
+        self.source.tell({**job, "end": "send", "posted": posted})
         answer = self.source.answer()
         if self._is_checked_after:
             self.target.tell({**job, "end": "check"})
@@ -131,9 +131,10 @@ class Pair:
         self.target.close()
 
 
-def our_pair(environment: Mapping[str, str], cores: Cores) -> Pair:
-    """Our Transport."""
-    return Pair([sys.executable, "-m", "bench.transfer.our_end"], environment, cores)
+def our_pair(environment: Mapping[str, str], cores: Cores, *, has_windows: bool) -> Pair:
+    """Our Transport; with windows where processes share memory, or by messages alone."""
+    how = "windows" if has_windows else "messages"
+    return Pair([sys.executable, "-m", "bench.transfer.our_end"], environment, cores, how)
 
 
 def measure_perftest(

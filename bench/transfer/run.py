@@ -34,7 +34,7 @@ LANES = {"sysv": "sysv,self", "tcp": "tcp,self"}
 SIZES = (256 << 10, 1 << 20, 8 << 20, 64 << 20)
 ROW = 4
 
-OURS, ANCHOR = "pdmesh", "ucx_perftest"
+OURS, BY_MESSAGES, ANCHOR = "pdmesh", "pdmesh, by messages", "ucx_perftest"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +80,12 @@ class Lane:
         self.waits: dict[tuple[str, int], list[float]] = {}
         self.device = ""
         self._openers: dict[str, Callable[[], Pair]] = {
-            OURS: lambda: our_pair(self.environment, cores)
+            OURS: lambda: our_pair(self.environment, cores, has_windows=name == "sysv")
         }
+        if name == "sysv":
+            self._openers[BY_MESSAGES] = lambda: our_pair(
+                self.environment, cores, has_windows=False
+            )
         for rival in RIVALS:
             if rival.lane == name and peers.installed(rival.peer) is not None:
                 self._openers[rival.name] = lambda rival=rival: rival.open(cores)
@@ -152,7 +156,7 @@ def note_goals(record: Record, rows: Sequence[dict[str, Any]]) -> None:
             what = f"{row['lane']} {show_bytes(row['num_bytes'])}: share of ucx_perftest"
             record.goal(ROW, what, row["ours_over_this"], ">=", 0.95)
     for lane, name in dict.fromkeys((row["lane"], row["name"]) for row in rows):
-        if name in (OURS, ANCHOR):
+        if name in (OURS, BY_MESSAGES, ANCHOR):
             continue
         mine = [row for row in rows if (row["lane"], row["name"]) == (lane, name)]
         worst = min(mine, key=lambda row: row["ours_over_this"]["median"])

@@ -300,7 +300,13 @@ class Reservations:
         failpoint("decode.before_join")
         request.sequence = self._leases.join(lease, first_token)
         self._by_sequence[request.sequence] = request
-        self._stepper.add(request.sequence)  # first: what follows must not hold the step up
+        self._stepper.add(request.sequence)
+        # What follows must not hold the step up: the stepper has its turn of the loop before it.
+        asyncio.get_running_loop().call_soon(self._tell_joined, request, lease, stats)
+
+    def _tell_joined(self, request: DecodeRequest, lease: Lease, stats: ReceiveStats) -> None:
+        if self._requests.get(request.key) is not request:
+            return  # cancelled in the same instant: its last word is said
         lane = self._receiver.lane_from(lease.prefill)
         if stats.num_bytes:
             self._metrics.transfer_bytes.labels(lane).inc(stats.num_bytes)
@@ -311,7 +317,7 @@ class Reservations:
             {"pdmesh.bytes": stats.num_bytes, "pdmesh.receive_s": stats.receive_s},
         )
         request.line.joined(request.stream_id, stats, lane)
-        note(Moment.JOINED, key.request_id, num_frames=stats.num_frames)
+        note(Moment.JOINED, request.key.request_id, num_frames=stats.num_frames)
         self._on_change()
 
     def failed(self, key: TransferKey, error: MeshError) -> None:

@@ -199,10 +199,13 @@ class Scheduler:
     def _plan_decodes(self, draft: Draft) -> None:
         """Give every decoding sequence its next token, oldest first, taking room from the newest if
         need be."""
+        block_size = self._pool.block_size
         for sequence in self._running[: self._policy.max_running]:
             if sequence.state is not SequenceState.RUNNING or not sequence.is_decoding:
                 continue
-            if self._pool.num_blocks_for(sequence.num_tokens) > self._pool.num_blocks:
+            if len(sequence.tokens) <= len(sequence.block_table) * block_size:
+                draft.add_next(sequence)  # nearly always: its last block has room yet
+            elif self._pool.num_blocks_for(sequence.num_tokens) > self._pool.num_blocks:
                 self._fail_for_room(sequence, draft)
             elif self._make_room(sequence, draft):
                 draft.add_next(sequence)
@@ -314,14 +317,17 @@ class Scheduler:
         self._plan = None
         self._num_steps += 1
         tokens: list[NewToken] = []
+        block_size = self._pool.block_size
         for sequence, row, span, result in zip(
             plan.sequences, plan.rows, plan.spans, results, strict=True
         ):
-            assert sequence.table is not None
+            table = sequence.table
+            assert table is not None
             assert sequence.chain is not None
             sequence.in_step = False
             sequence.num_computed_tokens = span.stop
-            self._pool.publish(sequence.table, sequence.chain, sequence.tokens, span.stop)
+            if span.stop >= (table.num_published + 1) * block_size:
+                self._pool.publish(table, sequence.chain, sequence.tokens, span.stop)
             if sequence.is_aborted:
                 self._retire(sequence)
                 continue
@@ -344,8 +350,10 @@ class Scheduler:
         )
         if sequence.is_prefill_only or sequence.finish_reason is not FinishReason.NONE:
             self._retire(sequence)
-        prompt_logprobs = tuple(sequence.prompt_logprobs)
-        sequence.prompt_logprobs.clear()
+        prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        if sequence.prompt_logprobs:
+            prompt_logprobs = tuple(sequence.prompt_logprobs)
+            sequence.prompt_logprobs.clear()
         return NewToken(
             sequence,
             result.token_id,

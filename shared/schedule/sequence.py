@@ -96,7 +96,8 @@ class Sequence:
     def is_decoding(self) -> bool:
         """Whether one token per step is what it needs: KV exists for all but the last of its own
         outputs."""
-        return self.num_uncomputed_tokens == 1 and len(self.tokens) > len(self.item.token_ids)
+        num_tokens = len(self.tokens)
+        return num_tokens - self.num_computed_tokens == 1 and num_tokens > len(self.item.token_ids)
 
     @property
     def is_finished(self) -> bool:

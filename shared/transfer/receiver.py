@@ -199,12 +199,9 @@ class Receiver:
                 f"{len(self._frames)} frames and {self._num_tokens} tokens"
             )
         self._commit = commit
-        if not self._frames:
-            self._say(Ack(self.grant.transfer_id, 0, done=True))
+        if self._placed_prefix == len(self._frames):
             self._finish(now)
-        elif self._placed_prefix == len(self._frames):
             self._acknowledge()
-            self._finish(now)
 
     def peer_aborted(self, abort: Abort, now: float) -> None:
         """Prefill gave up, or answers our own abort: frames beyond ``abort.frames`` never come."""
@@ -314,8 +311,8 @@ class Receiver:
         while self._placed_prefix in self._placed:
             self._placed.remove(self._placed_prefix)
             self._placed_prefix += 1
+        self._finish(now)  # first: a client waits for the next token, nobody for the receipt
         self._acknowledge()
-        self._finish(now)
 
     def tick(self, now: float) -> None:
         """Look at the clock."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from shared.engine.fake import FakeTiming, fake_prompt_logprobs
@@ -25,6 +27,47 @@ async def test_one_request_crosses_both_workers_and_its_tokens_are_exact() -> No
         assert request.done is not None
         assert request.joined.bytes_received == request.done.bytes_sent > 0
         assert request.done.lane == "loopback"
+
+
+@virtual_time
+async def test_the_first_step_does_not_wait_for_the_report_of_the_join(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The batch steps before the gateway hears that the sequence is in it, and long before it hears
+    of the step's token."""
+    heard: list[str] = []
+    async with worker_mesh() as mesh:
+        worker = mesh.decodes[0].worker
+        reservations, stepper = worker.reservations, worker._stepper
+        for owner, name in ((stepper, "_step"), (reservations, "_tell_joined")):
+            told = getattr(owner, name)
+            monkeypatch.setattr(owner, name, lambda *a, n=name, t=told: heard.append(n) or t(*a))
+        request = mesh.start(a_prompt(50), 3)
+        assert await request.finished() == expected(a_prompt(50), 3)
+        assert heard[:2] == ["_step", "_tell_joined"]
+        assert request.joined is not None
+
+
+@virtual_time
+async def test_a_request_cancelled_as_it_joins_reports_no_join(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its last word is said: nothing may follow on that stream."""
+    async with worker_mesh() as mesh:
+        reservations = mesh.decodes[0].worker.reservations
+        placed = reservations.placed
+
+        def place_and_cancel(key: Any, *rest: Any) -> None:
+            placed(key, *rest)
+            reservations.cancel(reservations._requests[key])
+
+        monkeypatch.setattr(reservations, "placed", place_and_cancel)
+        request = mesh.start(a_prompt(50), 8)
+        await request.until(lambda r: r.done)
+        assert not reservations._requests
+        assert request.joined is None
+        monkeypatch.undo()
+        assert await mesh.start(a_prompt(20), 5).finished() == expected(a_prompt(20), 5)
 
 
 @pytest.mark.parametrize(("prefill_size", "decode_size"), [(16, 16), (16, 64), (32, 8), (1, 7)])

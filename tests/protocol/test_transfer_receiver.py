@@ -143,7 +143,7 @@ def test_a_whole_transfer():
     assert end.place(1) == []  # frame 0 is not placed
     assert end.say(Commit(grant.transfer_id, 7, 3)) == []
     assert end.come(0) == [SendReply(LINK, Ack(grant.transfer_id, 2, done=False))]
-    done, hand_over = end.come(2)
+    hand_over, done = end.come(2)
     assert done == SendReply(LINK, Ack(grant.transfer_id, 3, done=True))
     num_bytes = sum(post.frame.num_bytes for post in posts)
     assert hand_over == HandOver(KEY, 7, num_bytes, 3, 1.0)
@@ -156,14 +156,14 @@ def test_the_commit_may_be_last():
     end = End().receiving()
     for frame_idx in range(3):
         end.come(frame_idx)
-    assert kinds(end.say(Commit(end.id, 7, 3))) == ["Ack", "HandOver"]
+    assert kinds(end.say(Commit(end.id, 7, 3))) == ["HandOver", "Ack"]
 
 
 def test_a_prompt_that_is_all_cached_needs_no_frame():
     """Skip everything: the commit alone hands over."""
     end = End().granted(skip=4)
     assert end.say(Span(end.id, 0, 4)) == []
-    assert kinds(end.say(Commit(end.id, 7, 0))) == ["Ack", "HandOver"]
+    assert kinds(end.say(Commit(end.id, 7, 0))) == ["HandOver", "Ack"]
 
 
 def test_an_open_waits_for_its_reservation_and_not_for_ever():
