@@ -212,13 +212,16 @@ class KvReceiver:
         """Work until cancelled; then every pair ends, its transfers fail and its endpoint
         closes."""
         await self._slots.open_windows()
-        async with asyncio.TaskGroup() as tasks:
-            self._tasks = tasks
-            tasks.create_task(self._pairs.run())
-            try:
-                await self._effects.keep_time()
-            finally:
-                self._tasks = None  # from here nothing new starts; the pairs close what there is
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                tasks.create_task(self._pairs.run())
+                try:
+                    await self._effects.keep_time()
+                finally:
+                    self._tasks = None  # nothing new starts; the pairs close what there is
+        finally:
+            self._slots.close()
 
     def lease_changed(self, key: TransferKey) -> None:
         """The lease side has made or granted this reservation: if prefill's open waits, ``attach``

@@ -78,6 +78,12 @@ class ReceiveSlots:
     async def _new_window(self) -> Window | None:
         return await self._transport.new_window(self._num_bytes + ID_BYTES)
 
+    def close(self) -> None:
+        """Let go of all memory, so that the transport can end; nothing is received any more."""
+        self._offers.clear()
+        for slot in range(self._num_slots):
+            self._buffers.put(slot, b"")
+
     def _take(self, slot: int, window: Window) -> WindowOffer:
         buffer = np.frombuffer(window.memory, np.uint8)
         offer = WindowOffer(slot, window.key, self._random_bytes(ID_BYTES))
