@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ import torch
 
 from bench.engine import model
 from bench.peers import PEERS, installed
+from bench.plots import Panel, Spread, save
 from bench.record import PROJECT, Record, ratios, spread
 
 HERE = Path(__file__).parent
@@ -219,6 +220,21 @@ def report(record: Record, row: dict[str, Any]) -> None:
     print(f"{what:24} {'   '.join(parts)}", flush=True)
 
 
+def panels_of(rows: Sequence[dict[str, Any]]) -> list[Panel]:
+    """Decode tokens/s over batch, one panel a context."""
+    decodes = [row for row in rows if row.get("what") == "decode"]
+    panels: list[Panel] = []
+    for context in dict.fromkeys(row["context"] for row in decodes):
+        lines: dict[str, list[tuple[float, Spread]]] = {}
+        for row in decodes:
+            for name in (OURS, *PEERS):
+                if row["context"] == context and name in row:
+                    point = (row["batch"], row[name]["tokens_per_s"])
+                    lines.setdefault(name, []).append(point)
+        panels.append(Panel(f"decode at {context} (CPU)", "batch", "tokens/s", lines))
+    return panels
+
+
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
@@ -268,7 +284,8 @@ def main() -> None:
             for end in ends:
                 end.close()
             # Also when it was stopped: what was measured until then counts.
-            record.finish(write=True if asked.record else None)
+            if (path := record.finish(write=True if asked.record else None)) is not None:
+                save(panels_of(record.rows), path)
 
 
 if __name__ == "__main__":

@@ -23,13 +23,14 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import structlog
 
 from bench.overlap.engine import ModelledEngine
+from bench.plots import Panel, save
 from bench.record import Record, ratios, run, spread
 from bench.transfer.pairs import ucx_root, without_ucx
 from bench.transfer.run import LANES, congestion_control
@@ -310,7 +311,18 @@ def main() -> None:
                 record.rows.append(row)
                 show(row)
                 note_goals(record, row)
-        record.finish()
+        if (path := record.finish()) is not None:
+            save([panel_of(record.rows, lane) for lane in chosen.lanes], path)
+
+
+def panel_of(rows: Sequence[dict[str, Any]], lane: str) -> Panel:
+    """Exposed time over the size of a layer."""
+    mine = [row for row in rows if row["lane"].startswith(lane)]
+    lines = {
+        mode: [(row["layer_mib"], row[mode]["exposed_ms"]) for row in mine]
+        for mode in ("auto", "layerwise", "serialized")
+    }
+    return Panel(f"{lane} (CPU)", "MiB of KV a layer", "exposed ms after the last layer", lines)
 
 
 def measure_apart(lane: str, layer_mib: int) -> dict[str, Any]:

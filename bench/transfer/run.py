@@ -12,13 +12,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench import peers
+from bench.plots import Panel, Spread, save
 from bench.record import Record, ratios, spread
 from bench.transfer.pairs import (
     Cores,
@@ -185,33 +185,17 @@ def show(row: dict[str, Any]) -> str:
     return line
 
 
-def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """GB/s over size, one panel a lane; nothing without matplotlib."""
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError:
-        print("(no plot: matplotlib is not installed)", file=sys.stderr)
-        return
-    lanes = list(dict.fromkeys(row["lane"] for row in rows))
-    figure, panels = plt.subplots(1, len(lanes), figsize=(5.5 * len(lanes), 4), squeeze=False)
-    for panel, lane in zip(panels[0], lanes, strict=True):
-        for name in dict.fromkeys(row["name"] for row in rows if row["lane"] == lane):
-            mine = [row for row in rows if (row["lane"], row["name"]) == (lane, name)]
-            panel.errorbar(
-                [row["num_bytes"] / (1 << 20) for row in mine],
-                [row["gb_per_s"]["median"] for row in mine],
-                yerr=[
-                    [row["gb_per_s"]["median"] - row["gb_per_s"]["min"] for row in mine],
-                    [row["gb_per_s"]["max"] - row["gb_per_s"]["median"] for row in mine],
-                ],
-                label=name, capsize=3, marker="o", linewidth=2.5 if name == OURS else 1.2,
-            )  # fmt: skip
-        panel.set(title=f"{lane} (CPU)", xlabel="MiB per message", ylabel="GB/s", xscale="log")
-        panel.set_ylim(bottom=0)
-        panel.legend(fontsize=8)
-    figure.tight_layout()
-    for suffix in (".svg", ".png"):
-        figure.savefig(path.with_suffix(suffix), dpi=120)
+def panels_of(rows: Sequence[dict[str, Any]]) -> list[Panel]:
+    """GB/s over size, one panel a lane."""
+    panels: list[Panel] = []
+    for lane in dict.fromkeys(row["lane"] for row in rows):
+        lines: dict[str, list[tuple[float, Spread]]] = {}
+        for row in rows:
+            if row["lane"] == lane:
+                point = (row["num_bytes"] / (1 << 20), row["gb_per_s"])
+                lines.setdefault(row["name"], []).append(point)
+        panels.append(Panel(f"{lane} (CPU)", "MiB per message", "GB/s", lines))
+    return panels
 
 
 def main() -> None:
@@ -248,7 +232,7 @@ def main() -> None:
     note_goals(record, record.rows)
     path = record.finish()
     if path is not None:
-        plot(record.rows, path)
+        save(panels_of(record.rows), path)
 
 
 def congestion_control() -> str:

@@ -93,8 +93,8 @@ class LinkSink(Protocol):
     """Who uses the links: the receiver. All calls come on the loop and return at once."""
 
     @property
-    def windows(self) -> list[WindowOffer]:
-        """Staging that prefill may write, as it is now."""
+    def windows(self) -> tuple[list[WindowOffer], object]:
+        """Staging that prefill may write, as it is now; and what keeps it so while it is held."""
         ...
 
     def link_up(self, link: Link, rule: FrameRule) -> None: ...
@@ -214,6 +214,8 @@ class PairServer:
             await stream.send(wire.PushEvent(hello=hello_to_wire(wire.Role.DECODE, self._identity)))
             await self._try_canaries(stream, endpoint, terms.rule)
             link.windows = await self._offer_windows(stream)
+            if self._tasks is None:
+                raise ShuttingDown("the decode worker is not running")
         except BaseException:
             self._close_later(endpoint)
             raise
@@ -259,7 +261,7 @@ class PairServer:
 
     async def _offer_windows(self, stream: _Stream) -> list[WindowOffer]:
         """Return the windows that prefill has mapped: all or none."""
-        offers = self._sink.windows
+        offers, _held = self._sink.windows  # a slot may be replaced meanwhile: link_up tells
         await stream.send(windows_to_wire(offers))
         command = await stream.receive()
         if command is None or command.windows_mapped is None:

@@ -152,7 +152,7 @@ class KvReceiver:
         must_share_memory: bool = False,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """Allocate ``num_slots`` staging buffers of ``max_frame_bytes`` on the engine's device.
+        """``run`` allocates ``num_slots`` staging slots of ``max_frame_bytes`` (slots.py).
 
         group_bytes: the largest groups that may be agreed on; the default leaves them to prefill.
         window: most slots of one transfer. fencing: False releases blocks and slots of an aborted
@@ -163,7 +163,9 @@ class KvReceiver:
         self._compute = compute
         self._transport = transport
         self._leases = leases
-        self._slots = ReceiveSlots(engine, transport, num_slots, max_frame_bytes, random_bytes)
+        self._slots = ReceiveSlots(
+            engine, compute, transport, num_slots, max_frame_bytes, random_bytes
+        )
         tags = TagRanges(random_bytes)
         self._core = Receivers(
             num_slots=num_slots,
@@ -176,6 +178,7 @@ class KvReceiver:
         self._links: dict[LinkId, Link] = {}
         self._block_tables: dict[TransferKey, Sequence[int]] = {}
         self._receives: dict[tuple[TransferKey, int], Operation] = {}
+        self._withdrawn: set[Operation] = set()  # prefill will never send these frames
         self._effects: EffectLoop[ReceiverEffect] = EffectLoop(self._core, self._do)
         self._tasks: asyncio.TaskGroup | None = None
         self._pairs = PairServer(
@@ -211,8 +214,8 @@ class KvReceiver:
     async def run(self) -> None:
         """Work until cancelled; then every pair ends, its transfers fail and its endpoint
         closes."""
-        await self._slots.open_windows()
         try:
+            await self._slots.open()
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
                 tasks.create_task(self._pairs.run())
@@ -252,14 +255,14 @@ class KvReceiver:
     # --- events of the pairs (LinkSink) ---------------------------------------------------------
 
     @property
-    def windows(self) -> list[WindowOffer]:
-        """The staging slots, if prefill workers may write them by themselves."""
-        return self._slots.offers
+    def windows(self) -> tuple[list[WindowOffer], object]:
+        """See ``LinkSink``."""
+        return self._slots.offers, self._slots.memory
 
     def link_up(self, link: Link, rule: FrameRule) -> None:
         """A prefill worker has paired up."""
         self._links[link.id] = link
-        link.offer([offer for offer in self.windows if offer not in link.windows])
+        link.offer([offer for offer in self._slots.offers if offer not in link.windows])
         self._core.link_up(link.id, link.prefill, rule)
 
     def link_message(self, link: Link, message: PushMessage) -> None:
@@ -282,6 +285,7 @@ class KvReceiver:
                 self._post(effect)
             case CancelReceive(key=key, frame_idx=frame_idx):
                 if (operation := self._receives.get((key, frame_idx))) is not None:
+                    self._withdrawn.add(operation)
                     operation.cancel()
             case VerifyAndPlace(key=key):
                 self._spawn(self._place(effect, self._block_tables[key]))
@@ -330,21 +334,28 @@ class KvReceiver:
         peer_writes = bool(link.windows)
         num_bytes = HEADER_BYTES if peer_writes else order.frame.num_bytes
         operation = self._transport.receive(
-            link.endpoint, self._slots[order.slot], num_bytes, order.tag, peer_writes=peer_writes
+            link.endpoint, self._slots[order.slot], num_bytes, order.tag
         )
         self._receives[order.key, order.frame.idx] = operation
         note(Moment.FRAME_POSTED, order.key.request_id, frame_idx=order.frame.idx)
-        self._spawn(self._wait_receive(order, operation))
+        self._spawn(self._wait_receive(order, operation, peer_writes=peer_writes))
 
-    async def _wait_receive(self, order: PostReceive, operation: Operation) -> None:
+    async def _wait_receive(
+        self, order: PostReceive, operation: Operation, *, peer_writes: bool
+    ) -> None:
         outcome = await operation.settled()
         del self._receives[order.key, order.frame.idx]
+        is_withdrawn = operation in self._withdrawn
+        self._withdrawn.discard(operation)
         error = None
         if outcome is not Outcome.DONE:
             why = operation.error or outcome.value
             error = TransferFailed(f"a frame did not arrive: {why}", code="receive")
-        if outcome is Outcome.ABANDONED:
-            offer = await self._slots.replace(order.slot)
+        # Lost before its word came, a writer may have stopped amid the frame, and may go on.
+        is_open_to_writes = peer_writes and outcome is not Outcome.DONE and not is_withdrawn
+        if is_open_to_writes or outcome is Outcome.ABANDONED:
+            is_abandoned = outcome is Outcome.ABANDONED
+            offer = await self._slots.replace(order.slot, is_abandoned=is_abandoned)
             for link in self._links.values():
                 link.offer([] if offer is None else [offer])
         self._effects.perform(

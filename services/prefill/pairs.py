@@ -255,7 +255,7 @@ class PairTable:
                 bytes_per_s = await self._try_canaries(stream, endpoint, terms.rule)
                 if self._must_share_memory:
                     require_shared_memory(endpoint.lane)
-                windows = await self._map_windows(stream, endpoint)
+                windows = await self._map_windows(stream, endpoint, terms.rule)
                 patience.reschedule(None)
                 control = HeartbeatStream(
                     stream.send,
@@ -320,9 +320,11 @@ class PairTable:
             raise WorkerLost("another decode worker lives at this address now")
         return terms
 
-    async def _map_windows(self, stream: _Stream, endpoint: Endpoint) -> PeerWindows:
+    async def _map_windows(
+        self, stream: _Stream, endpoint: Endpoint, rule: FrameRule
+    ) -> PeerWindows:
         offers = windows_from_wire((await _next_event(stream)).windows)
-        windows = PeerWindows(endpoint)
+        windows = PeerWindows(endpoint, rule.max_frame_bytes)
         is_mapped = await windows.map_all(offers)
         await stream.send(wire.PushCommand(windows_mapped=wire.WindowsMapped(mapped=is_mapped)))
         return windows

@@ -373,7 +373,11 @@ class Pusher:
         if (link := self._links.get(order.link)) is None:
             return WorkerLost("the pair was lost before the frame was gathered")
         # Where decode's staging is mapped, KV goes there at once, and the message is the header.
-        window = await link.windows.at(order.peer_slot) if link.windows else None
+        try:
+            window = await link.windows.at(order.peer_slot) if link.windows else None
+        except TransferFailed as error:
+            link.close(error.message)  # decode waits for this frame: only the pair's end ends that
+            return error
         target = slot if window is None else window
         block_table = handle.block_table()
 

@@ -26,8 +26,10 @@ class PeerWindows:
     A mapping lives until nothing refers to it: a gather under way keeps its own.
     """
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: Endpoint, least_bytes: int) -> None:
+        """least_bytes: of a frame with its header; a smaller window is none."""
         self._endpoint = endpoint
+        self._least_bytes = least_bytes
         self._windows: dict[int, Buffer] = {}
         self._offers: dict[int, WindowOffer] = {}  # newer than what is mapped
 
@@ -72,7 +74,8 @@ class PeerWindows:
         if memory is None:
             return None
         window = np.frombuffer(memory, np.uint8)
-        if window[-len(offer.proof) :].tobytes() != offer.proof:
+        is_large = len(window) >= self._least_bytes + len(offer.proof)
+        if not is_large or window[-len(offer.proof) :].tobytes() != offer.proof:
             _log.warning("what a window's key leads to is not decode's staging", slot=offer.slot)
             return None
         return window

@@ -30,10 +30,6 @@ class StagingSlots:
     def __getitem__(self, slot: int) -> Buffer:
         return self._buffers[slot]
 
-    def put(self, slot: int, buffer: Buffer) -> None:
-        """Use this memory for the slot; who calls it knows that nothing touches the old one."""
-        self._buffers[slot] = buffer
-
     def replace(self, slot: int) -> None:
         """Put a new buffer into the slot: the transport has abandoned an operation on the old one,
         and may read or write that for ever.

@@ -19,7 +19,8 @@ assert for both:
 
 Between processes that share memory there is a shorter way: a *window* is memory that the peer maps
 and writes by itself, and what is sent is only its word that it has (``Window``). One copy of the
-bytes is left of four; the semantics above hold for the word.
+bytes is left of three; the semantics above hold for the word. No operation covers what the peer
+writes: it stops when the peer says so, and for nothing else.
 """
 
 from __future__ import annotations
@@ -123,21 +124,8 @@ class Transport(Protocol):
         """
         ...
 
-    def receive(
-        self,
-        endpoint: Endpoint,
-        buffer: Buffer,
-        num_bytes: int,
-        tag: int,
-        *,
-        peer_writes: bool = False,
-    ) -> Operation:
-        """Post a receive for the message with exactly this tag from this endpoint's peer.
-
-        peer_writes: the buffer is a window, and the message the peer's word that it has written
-        it. If the word does not come, the operation ends as ABANDONED, because the peer may still
-        write; only who cancels it says by that that the peer never will.
-        """
+    def receive(self, endpoint: Endpoint, buffer: Buffer, num_bytes: int, tag: int) -> Operation:
+        """Post a receive for the message with exactly this tag from this endpoint's peer."""
         ...
 
     async def new_window(self, num_bytes: int) -> Window | None:

@@ -150,16 +150,9 @@ class LoopbackOperation(PendingOperation):
     )  # fmt: skip
 
     def __init__(
-        self,
-        endpoint: LoopbackEndpoint,
-        is_receive: bool,
-        buffer: Buffer,
-        num_bytes: int,
-        tag: int,
-        *,
-        peer_writes: bool = False,
+        self, endpoint: LoopbackEndpoint, is_receive: bool, buffer: Buffer, num_bytes: int, tag: int
     ) -> None:
-        super().__init__(peer_writes=peer_writes)
+        super().__init__()
         try:
             view = memoryview(buffer)
         except (TypeError, BufferError) as error:
@@ -181,7 +174,6 @@ class LoopbackOperation(PendingOperation):
         self.is_abandoned = False
 
     def cancel(self) -> None:
-        self.is_cancelled = True
         if self.is_active and self.is_receive and not self.is_matched:
             self.endpoint.transport.withdraw(self)
 
@@ -311,17 +303,9 @@ class LoopbackTransport:
         return endpoint
 
     def receive(
-        self,
-        endpoint: LoopbackEndpoint,
-        buffer: Buffer,
-        num_bytes: int,
-        tag: int,
-        *,
-        peer_writes: bool = False,
+        self, endpoint: LoopbackEndpoint, buffer: Buffer, num_bytes: int, tag: int
     ) -> LoopbackOperation:
-        operation = LoopbackOperation(
-            endpoint, True, buffer, num_bytes, tag, peer_writes=peer_writes
-        )
+        operation = LoopbackOperation(endpoint, True, buffer, num_bytes, tag)
         if not self._admit(operation, endpoint):
             return operation
         if messages := self._unexpected.get(tag):

@@ -18,14 +18,12 @@ class PendingOperation:
     """The loop's side of a send or receive. Made, settled and awaited on one loop; never on another
     thread."""
 
-    __slots__ = ("_outcome", "_waiters", "error", "is_cancelled", "peer_writes")
+    __slots__ = ("_outcome", "_waiters", "error")
 
-    def __init__(self, *, peer_writes: bool = False) -> None:
+    def __init__(self) -> None:
         self._outcome: Outcome | None = None
         self._waiters: list[asyncio.Future[Outcome]] | None = None
         self.error = ""
-        self.is_cancelled = False  # by its owner, not by the end of its endpoint
-        self.peer_writes = peer_writes
 
     @property
     def outcome(self) -> Outcome | None:
@@ -51,8 +49,6 @@ class PendingOperation:
         once."""
         if self._outcome is not None:
             return
-        if self.peer_writes and outcome is not Outcome.DONE and not self.is_cancelled:
-            outcome = Outcome.ABANDONED  # its word did not come: the peer may still write
         self._outcome = outcome
         self.error = error
         if self._waiters is not None:

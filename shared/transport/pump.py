@@ -100,6 +100,14 @@ class Pump:
         elif self._is_asleep:
             os.eventfd_write(self._wakeup_fd, 1)
 
+    def release(self, act: Callable[[Any], None], argument: Any) -> None:
+        """As ``order``, from any thread, for what nobody waits for."""
+        if not self._is_finished:
+            self._orders.append((act, argument))
+            if self._is_asleep:
+                with contextlib.suppress(OSError):  # the pump has ended meanwhile
+                    os.eventfd_write(self._wakeup_fd, 1)
+
     def submit(self, operation: UcxOperation) -> None:
         if self.num_submitted >= self._settings.max_in_flight:
             raise LocalProtocolError("too many transfer operations in flight")
@@ -166,9 +174,7 @@ class Pump:
         self._worker = self._lib.UCXWorker(self._context)
         self._worker.init_blocking_progress_mode()
         self._tags = TagApi(self._worker.handle, self._on_complete)
-        self._windows = WindowApi(
-            self._context.handle, lambda release, handle: self.order(release, handle)
-        )
+        self._windows = WindowApi(self._context.handle, self.release)
         self._report(_set_future, self._started, self._worker.address.tobytes())
         self._flush_reports()
 
@@ -260,7 +266,10 @@ class Pump:
 
     def new_window(self, argument: tuple[int, asyncio.Future[Window | None]]) -> None:
         num_bytes, made = argument
-        self._report(_set_future, made, self._windows.allocate(num_bytes))
+        try:
+            self._report(_set_future, made, self._windows.allocate(num_bytes))
+        except Exception as error:
+            self._report(_fail_future, made, TransferFailed(f"no window: {error}"))
 
     def map_window(
         self, argument: tuple[tuple[UcxEndpoint, bytes], asyncio.Future[Buffer | None]]
@@ -269,11 +278,11 @@ class Pump:
         try:
             if not endpoint.is_open:
                 raise TransferFailed("the endpoint is closed")
-            memory = self._windows.map(endpoint.handle, key)
+            self._report(_set_future, mapped, self._windows.map(endpoint.handle, key))
         except TransferFailed as error:
             self._report(_fail_future, mapped, error)
-        else:
-            self._report(_set_future, mapped, memory)
+        except Exception as error:  # a strange key is the peer's trouble, not this thread's end
+            self._report(_fail_future, mapped, TransferFailed(f"cannot map a window: {error}"))
 
     def post(self, operation: UcxOperation) -> None:
         endpoint = operation.peer

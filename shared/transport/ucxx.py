@@ -35,8 +35,8 @@ class UcxOperation(PendingOperation):
     resized."""
 
     __slots__ = (
-        "_pump", "buffer", "is_receive", "num_bytes", "peer", "pointer", "request", "tag",
-    )  # fmt: skip
+        "_pump", "buffer", "is_cancelled", "is_receive", "num_bytes", "peer", "pointer", "request",
+        "tag", )  # fmt: skip
 
     def __init__(
         self,
@@ -46,10 +46,8 @@ class UcxOperation(PendingOperation):
         buffer: Buffer,
         num_bytes: int,
         tag: int,
-        *,
-        peer_writes: bool = False,
     ) -> None:
-        super().__init__(peer_writes=peer_writes)
+        super().__init__()
         try:
             array = _Array(buffer)
         except (TypeError, BufferError) as error:
@@ -70,6 +68,7 @@ class UcxOperation(PendingOperation):
         self.num_bytes = num_bytes
         self.tag = tag
         self.request = 0  # the pump's
+        self.is_cancelled = False
 
     def cancel(self) -> None:
         if self.outcome is None and not self.is_cancelled:
@@ -171,19 +170,11 @@ class UcxTransport:
         return endpoint
 
     def receive(
-        self,
-        endpoint: UcxEndpoint,
-        buffer: Buffer,
-        num_bytes: int,
-        tag: int,
-        *,
-        peer_writes: bool = False,
+        self, endpoint: UcxEndpoint, buffer: Buffer, num_bytes: int, tag: int
     ) -> UcxOperation:
         """Post a receive; it fails unless exactly ``num_bytes`` arrive. UCX matches by tag alone,
         whoever sent."""
-        operation = UcxOperation(
-            self._pump, endpoint, True, buffer, num_bytes, tag, peer_writes=peer_writes
-        )
+        operation = UcxOperation(self._pump, endpoint, True, buffer, num_bytes, tag)
         self._pump.submit(operation)
         return operation
 

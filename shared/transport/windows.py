@@ -5,7 +5,11 @@ endpoint reaches such segments gets a pointer of its own into it (``ucp_rkey_ptr
 is in the path of the bytes after that. Calls of ``WindowApi`` belong to the pump's thread, which
 alone touches UCX; the memory itself may be used and dropped on any.
 
-Structures and constants: ``ucp/api/ucp.h`` of UCX 1.18 to 1.21.
+UCX knows no size of what a key leads to, and falls back to other memory without a word; so the
+kernel is asked: a window is a whole System V segment or part of one, on both sides, or it is none.
+That is the fence's ground, too: new memory is another segment, never the old one's addresses.
+
+Structures and constants: ``ucp/api/ucp.h`` of UCX 1.21.
 """
 
 from __future__ import annotations
@@ -81,11 +85,15 @@ class WindowApi:
             return None
         key = ctypes.string_at(packed.value or 0, size.value)
         self._lib.ucp_rkey_buffer_release(packed)
+        if not _is_segment(attr.address, num_bytes):
+            self._lib.ucp_mem_unmap(self._context, handle)
+            return None
         memory = self._memory_at(attr.address, num_bytes, self._free, handle.value)
         return Window(memory, seal(_MAGIC, _PLACE.pack(attr.address, num_bytes) + key))
 
     def map(self, endpoint_handle: int, key: bytes) -> Buffer | None:
-        """Return the peer's memory; None: this endpoint reaches no memory of it.
+        """Return the peer's memory; None: this endpoint reaches none of it, or less than the key
+        says.
 
         Raises TransferFailed: not the key of a window, or damaged.
         """
@@ -98,10 +106,11 @@ class WindowApi:
         if self._lib.ucp_ep_rkey_unpack(endpoint_handle, ucx_key, byref(handle)):
             return None
         status = self._lib.ucp_rkey_ptr(handle, address, byref(pointer))
-        if status or not pointer.value or not handle.value:
+        place = 0 if status else pointer.value or 0
+        if not handle.value or not _is_segment(place, num_bytes):
             self._lib.ucp_rkey_destroy(handle)
             return None
-        return self._memory_at(pointer.value, num_bytes, self._unmap, handle.value)
+        return self._memory_at(place, num_bytes, self._unmap, handle.value)
 
     def _memory_at(
         self, pointer: int, num_bytes: int, release: Callable[[int], None], handle: int
@@ -120,6 +129,20 @@ class WindowApi:
     def _unmap(self, handle: int) -> None:
         self.num_live -= 1
         self._lib.ucp_rkey_destroy(handle)
+
+
+def _is_segment(pointer: int, num_bytes: int) -> bool:
+    """Whether these bytes lie within one System V segment that this process may write."""
+    if num_bytes < 1:
+        return False
+    with open("/proc/self/maps") as lines:
+        for line in lines:
+            if "/SYSV" in line:
+                addresses, access, _ = line.split(" ", 2)
+                first, last = (int(edge, 16) for edge in addresses.split("-"))
+                if first <= pointer < last:
+                    return pointer + num_bytes <= last and access == "rw-s"
+    return False
 
 
 def _load() -> Any:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import struct
 import subprocess
 from collections.abc import AsyncIterator
 
 import pytest
 
+from shared.transport.address import seal, unseal
 from tests.support.ucx_peer import Peer, a_pair, a_peer
 
 pytestmark = [pytest.mark.ucx, pytest.mark.process]
@@ -184,16 +186,33 @@ async def test_a_window_is_written_by_the_peer_itself() -> None:
         await leave(left, right)
 
 
-async def test_a_killed_writer_leaves_a_window_abandoned() -> None:
-    """Dead or only stopped: who lost the peer cannot tell, and must not use that memory again."""
+async def test_a_window_whose_owner_died_can_still_be_written() -> None:
+    """The mapping is the writer's own: nothing crashes, and the next window is another one."""
     async with a_pair() as (left, right):
-        await push(left, right, 1, RENDEZVOUS)
-        assert await right.ask("offer_window", tag=2, num_bytes=RENDEZVOUS)
-        left.signal(signal.SIGKILL)
-        await left.ended()
-        assert await right.ask("wait_lost") == 1
-        assert (await right.ask("settle", tag=2))[0] == "abandoned"
-        await leave(right)
+        key = await right.ask("offer_window", tag=1, num_bytes=RENDEZVOUS)
+        assert await left.ask("write_window", tag=1, key=key)
+        assert (await right.ask("settle", tag=1))[0] == "done"
+        right.signal(signal.SIGKILL)
+        await right.ended()
+        assert await left.ask("wait_lost") == 1
+        assert await left.ask("rewrite_windows")
+        await leave(left)
+
+
+async def test_a_key_that_promises_too_much_is_not_mapped() -> None:
+    """Its owner's word for address and length is not taken: the kernel knows the segment."""
+    async with a_pair() as (left, right):
+        key = bytes.fromhex(await right.ask("offer_window", tag=1, num_bytes=RENDEZVOUS))
+        payload = unseal(b"UCXW", key)
+        address, num_bytes = struct.unpack_from("<QQ", payload)
+        for shift, grown in ((0, 1 << 20), (-4096, 4096), (0, 1 << 62), (1 << 40, 0), (0, 1 << 63)):
+            place = struct.pack("<QQ", address + shift, num_bytes + grown)
+            forged = seal(b"UCXW", place + payload[16:]).hex()
+            assert not await left.ask("write_window", tag=2, key=forged)
+        await push(left, right, 3, RENDEZVOUS)
+        assert await left.ask("write_window", tag=1, key=key.hex())
+        assert (await right.ask("settle", tag=1))[0] == "done"
+        await leave(left, right)
 
 
 @pytest.mark.parametrize("how", ["tcp", "ipc namespace"])
@@ -207,8 +226,8 @@ async def test_a_window_that_cannot_be_reached_is_not_mapped(how: str) -> None:
         await left.ask("connect", address=right_address)
         await right.ask("connect", address=left_address)
         key = await right.ask("offer_window", tag=1, num_bytes=RENDEZVOUS)
-        if key is not None:
-            assert not await left.ask("write_window", tag=1, key=key)
+        assert key is not None
+        assert not await left.ask("write_window", tag=1, key=key)
         await push(left, right, 2, RENDEZVOUS)
         await leave(left, right)
 

@@ -356,6 +356,49 @@ async def test_a_step_that_hides_nothing_is_pushed_at_its_end(wire: LoopbackFabr
         ends.check_all_home()
 
 
+@pytest.mark.parametrize(("bytes_per_s", "mode"), [(1e6, "layerwise"), (1e12, "serialized")])
+@in_virtual_time
+async def test_the_speed_of_the_link_decides_how_a_step_is_pushed(
+    wire: LoopbackFabric, bytes_per_s: float, mode: str
+):
+    """The same step hides a transfer over a slow link, and is not held up by one over a fast."""
+    async with running_ends(wire.open) as ends:
+        (link,) = ends.pairs._links.values()
+        link.bytes_per_s = bytes_per_s
+        table = await ends.prefill.take(LONG)
+        handle = ends.prefill.begin(LONG, table)
+        handle.span(0, 16, compute_s=0.002)
+        for layer in range(4):
+            ends.prefill.engine.stamp(table, 0, 16, layer, LONG)
+            handle.layers_ready(layer + 1)
+        handle.commit(LONG % 1000)
+        assert (await handle.wait()).mode == mode
+        ends.prefill.give_back(table)
+        await ends.settled()
+        ends.check_all_home()
+
+
+@in_virtual_time
+async def test_pushes_refine_the_speed_of_the_link():
+    """Large frames measure it; small ones, whose time is latency, do not."""
+    fabric = LoopbackFabric(LoopbackSettings(bytes_per_s=2e8))
+    sizes: dict[str, Any] = {"most_tokens": 9000, "prefill_blocks": 2300, "decode_blocks": 4600}
+    short = next(n for n in range(1000) if num_tokens_of(n, 9000) < 100)
+    long = [n for n in range(1000) if num_tokens_of(n, 9000) > 6000][:8]
+    async with running_ends(
+        fabric.open, max_frame_bytes=4 << 20, group_bytes=2 << 20, **sizes
+    ) as ends:
+        ends.prefill.chunk = 9000
+        (link,) = ends.pairs._links.values()
+        link.bytes_per_s = 1e9
+        await ends.prefill.push(short)
+        assert link.bytes_per_s == 1e9
+        for request in long:
+            await ends.prefill.push(request)
+        await ends.settled()
+        assert link.bytes_per_s < 5e8
+
+
 async def storm(ends: Ends, *, count: int, seed: int) -> None:
     """Transfers cancelled by either side at random moments, with blocks for a few of them."""
     rng = random.Random(seed)

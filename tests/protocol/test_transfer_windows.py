@@ -131,7 +131,7 @@ async def test_another_pair_hears_of_new_memory_before_it_is_credited():
         (decode_link,) = ends.receiver._links.values()
         old = windows_of(ends)
         for slot in old:  # as if another prefill worker had been lost amid frames into all of them
-            offer = await ends.receiver._slots.replace(slot)
+            offer = await ends.receiver._slots.replace(slot, is_abandoned=False)
             assert offer is not None
             decode_link.offer([offer])
         for request in range(6):

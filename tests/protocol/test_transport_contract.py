@@ -90,26 +90,11 @@ async def test_what_is_written_into_a_window_is_there_with_the_word(pair: Pair) 
     """The peer's word is a message as any other; the bytes are there when it has come."""
     own, mapped = await a_window(pair)
     assert len(mapped) == len(own) == RENDEZVOUS
-    word = pair.right.receive(pair.to_left, own, 64, 7, peer_writes=True)
+    word = pair.right.receive(pair.to_left, own, 64, 7)
     mapped[64:] = pattern(7, RENDEZVOUS)[64:]
     assert await settled(pair.send(64, 7), word) == [Outcome.DONE, Outcome.DONE]
     assert (own[64:] == pattern(7, RENDEZVOUS)[64:]).all()
     assert (own[:64] == pattern(7, 64)).all()
-
-
-async def test_without_the_word_a_window_is_abandoned(pair: Pair) -> None:
-    """The endpoint's end does not stop the peer from writing; its owner's cancel means that the
-    peer never will."""
-    own, mapped = await a_window(pair)
-    lost, cancelled, plain = (
-        pair.right.receive(pair.to_left, own, 64, tag, peer_writes=tag < 3) for tag in (1, 2, 3)
-    )
-    cancelled.cancel()
-    assert await settled(cancelled) == [Outcome.CANCELLED]
-    await pair.to_left.close()
-    assert await settled(lost) == [Outcome.ABANDONED]
-    assert await settled(plain) != [Outcome.ABANDONED]
-    mapped[:] = 1  # the peer lives on: nothing may crash
 
 
 async def test_a_window_outlives_its_owners_interest(pair: Pair) -> None:

@@ -102,6 +102,7 @@ class _Session:
 
     def __init__(self) -> None:
         self.operations: dict[int, tuple[Any, np.ndarray]] = {}
+        self.windows: list[np.ndarray] = []
         self.num_lost = 0
         self.lost = asyncio.Event()
 
@@ -149,7 +150,7 @@ class _Session:
             return None
         buffer = np.frombuffer(window.memory, np.uint8)
         buffer[:] = 0
-        operation = self.transport.receive(self.endpoint, buffer, 8, tag, peer_writes=True)
+        operation = self.transport.receive(self.endpoint, buffer, 8, tag)
         self.operations[tag] = operation, buffer
         return window.key.hex()
 
@@ -159,9 +160,16 @@ class _Session:
         if memory is None:
             return False
         window = np.frombuffer(memory, np.uint8)
+        self.windows.append(window)
         data = pattern(tag, len(window))
         window[:] = data
         self.operations[tag] = self.endpoint.send(data, 8, tag), data
+        return True
+
+    async def rewrite_windows(self) -> bool:
+        """Write all that was mapped once more."""
+        for window in self.windows:
+            window[:] = 7
         return True
 
     async def settle(self, tag: int) -> list[Any]:
