@@ -6,12 +6,14 @@ Plain records, known to neither side's inside.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from shared.request import SamplingParams, TokenLogprobs
 
 
-class SampleSpec(NamedTuple):
+@dataclass(slots=True)  # not frozen: every row of every step makes one, and frozen costs double
+class SampleSpec:
     """Sample one token after a row's last position.
 
     index: position of the token in the answer; the counter of its random number.

@@ -192,8 +192,7 @@ class PairServer:
     async def _pair(self, stream: _Stream) -> tuple[Link, FrameRule]:
         """Shake hands and try canaries. Raises MeshError: the pair is refused, and why."""
         command = await stream.receive()
-        if self._tasks is None:
-            raise ShuttingDown("the decode worker is not running")
+        self._require_running()
         try:
             terms = agree(
                 self._identity, None if command is None else command.hello, wire.Role.PREFILL
@@ -214,12 +213,15 @@ class PairServer:
             await stream.send(wire.PushEvent(hello=hello_to_wire(wire.Role.DECODE, self._identity)))
             await self._try_canaries(stream, endpoint, terms.rule)
             link.windows = await self._offer_windows(stream)
-            if self._tasks is None:
-                raise ShuttingDown("the decode worker is not running")
+            self._require_running()  # still
         except BaseException:
             self._close_later(endpoint)
             raise
         return link, terms.rule
+
+    def _require_running(self) -> None:
+        if self._tasks is None:
+            raise ShuttingDown("the decode worker is not running")
 
     async def _try_canaries(
         self,

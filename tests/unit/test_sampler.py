@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -217,7 +218,7 @@ def test_min_tokens() -> None:
     eos = frozenset({0})
     spec = a_spec(1, min_tokens=2, stop_token_ids=(1, 50))
     assert best(logits, spec, eos) == 2
-    assert best(logits, spec._replace(index=2), eos) == 0
+    assert best(logits, replace(spec, index=2), eos) == 0
     ignoring = a_spec(1, min_tokens=2, stop_token_ids=(1,), ignore_eos=True)
     assert best(logits, ignoring, eos) == 0
 
