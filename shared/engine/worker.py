@@ -16,10 +16,10 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
 from shared.engine.base import Engine
+from shared.engine.work_thread import WorkThread
 from shared.errors import EngineFailed, MeshError
 from shared.step import RowResult, StepRow
 
@@ -75,10 +75,8 @@ class ThreadCompute:
         """
         self._engine = engine
         self._num_layers = engine.layout.num_layers
-        self._steps = ThreadPoolExecutor(
-            1, thread_name_prefix=f"{name}-compute", initializer=_yield_to_loops
-        )
-        self._copies = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-copy")
+        self._steps = WorkThread(f"{name}-compute", _yield_to_loops)
+        self._copies = WorkThread(f"{name}-copy")
 
     async def step(
         self, rows: Sequence[StepRow], on_layers_done: OnLayersDone | None = None
@@ -91,7 +89,7 @@ class ThreadCompute:
             return self._engine.step(rows, None if reports is None else reports.written)
 
         try:
-            results = await loop.run_in_executor(self._steps, run)
+            results = await self._steps.run(run)
         except MeshError:
             raise
         except Exception as error:
@@ -102,13 +100,13 @@ class ThreadCompute:
 
     async def copy(self, work: Callable[[], T]) -> T:
         """See ComputeRunner."""
-        return await asyncio.get_running_loop().run_in_executor(self._copies, work)
+        return await self._copies.run(work)
 
     async def close(self) -> None:
         """See ComputeRunner."""
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(None, self._steps.shutdown)
-        await loop.run_in_executor(None, self._copies.shutdown)
+        await loop.run_in_executor(None, self._steps.close)
+        await loop.run_in_executor(None, self._copies.close)
 
 
 def _yield_to_loops() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 
 import pytest
 
 from shared.engine.base import OnLayer
 from shared.engine.fake import FakeEngine
+from shared.engine.work_thread import WorkThread
 from shared.engine.worker import ThreadCompute
 from shared.errors import EngineFailed, NoCapacity
 from shared.step import RowResult, StepRow
@@ -66,7 +68,7 @@ async def test_layers_that_the_loop_was_too_busy_for_come_in_one_call() -> None:
         step = tasks.create_task(compute.step([ROW], seen.append))
         await asyncio.sleep(0)  # the step is on its thread now
         barrier = threading.Event()
-        compute._steps.submit(barrier.set)  # runs after the step
+        compute._steps.run(barrier.set)  # runs after the step
         assert barrier.wait(30)  # holds the loop as a slow callback would
         await step
     await compute.close()
@@ -119,3 +121,40 @@ async def test_close_waits_for_a_step_whose_waiter_was_cancelled() -> None:
         await asyncio.sleep(0)
         assert not closing.done()
         engine.go_on.release(engine.layout.num_layers)
+
+
+async def test_work_runs_in_order_and_although_its_wait_was_cancelled() -> None:
+    """Who owns its buffers counts on that; an error is its own waiter's, and the thread goes on."""
+    thread = WorkThread("t")
+    done: list[int] = []
+    gate = threading.Event()
+    first = thread.run(gate.wait)
+    cancelled = thread.run(lambda: done.append(1))
+    failing = thread.run(lambda: next(iter(())))
+    last = thread.run(lambda: done.append(2))
+    cancelled.cancel()
+    gate.set()
+    assert await first
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await failing
+    await last
+    assert done == [1, 2]
+    await asyncio.to_thread(thread.close)
+    with pytest.raises(RuntimeError, match="closed"):
+        thread.run(gate.wait)
+
+
+async def test_finished_work_holds_nothing() -> None:
+    """Memory that a gather wrote is given back when its owner lets go, not with the next gather."""
+
+    class Memory:
+        pass
+
+    thread = WorkThread("t")
+    memory = Memory()
+    gone = threading.Event()
+    weakref.finalize(memory, gone.set)
+    await thread.run(lambda held=memory: held is not None)
+    del memory
+    assert await asyncio.to_thread(gone.wait, 30)
+    await asyncio.to_thread(thread.close)
