@@ -356,18 +356,18 @@ async def test_a_step_that_hides_nothing_is_pushed_at_its_end(wire: LoopbackFabr
         ends.check_all_home()
 
 
-@pytest.mark.parametrize(("bytes_per_s", "mode"), [(1e6, "layerwise"), (1e12, "serialized")])
+@pytest.mark.parametrize(("bytes_per_s", "mode"), [(0.0, "layerwise"), (1e12, "serialized")])
 @in_virtual_time
 async def test_the_speed_of_the_link_decides_how_a_step_is_pushed(
     wire: LoopbackFabric, bytes_per_s: float, mode: str
 ):
-    """The same step hides a transfer over a slow link, and is not held up by one over a fast."""
+    """A short step over a link whose speed is known goes at once; unknown, layer by layer."""
     async with running_ends(wire.open) as ends:
         (link,) = ends.pairs._links.values()
         link.bytes_per_s = bytes_per_s
         table = await ends.prefill.take(LONG)
         handle = ends.prefill.begin(LONG, table)
-        handle.span(0, 16, compute_s=0.002)
+        handle.span(0, 16, compute_s=0.0002)
         for layer in range(4):
             ends.prefill.engine.stamp(table, 0, 16, layer, LONG)
             handle.layers_ready(layer + 1)
@@ -396,7 +396,7 @@ async def test_pushes_refine_the_speed_of_the_link():
         for request in long:
             await ends.prefill.push(request)
         await ends.settled()
-        assert link.bytes_per_s < 5e8
+        assert 2e8 < link.bytes_per_s < 7e8
 
 
 async def storm(ends: Ends, *, count: int, seed: int) -> None:
@@ -495,18 +495,7 @@ async def test_memory_that_the_transport_abandoned_is_never_used_again():
         return transports[-1]
 
     async with running_ends(open_transport) as ends:
-        table = await ends.prefill.take(LONG)
-        handle = ends.prefill.begin(LONG, table)
-        ends.prefill.compute_all(LONG, table, handle)
-        while handle.num_frames < 2:
-            await asyncio.sleep(0.001)
-        (link,) = ends.pairs._links.values()
-        link.close("the test wants it")
-        with pytest.raises(TransferFailed):
-            await handle.wait()
-        ends.prefill.give_back(table)
-        await ends.settled()
-        await ends.paired.wait()
+        await ends.cut_amid_frames(LONG)
         assert all(transport.num_abandoned for transport in transports)
         for request in range(8):
             await ends.prefill.push(request)

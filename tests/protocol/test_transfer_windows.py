@@ -23,22 +23,6 @@ def windows_of(ends: Ends) -> dict[int, np.ndarray]:
     return dict(link.windows._windows)
 
 
-async def cut_amid_frames(ends: Ends) -> None:
-    """Close the pair while words of frames are under way, and wait until it is made anew."""
-    table = await ends.prefill.take(LONG)
-    handle = ends.prefill.begin(LONG, table)
-    ends.prefill.compute_all(LONG, table, handle)
-    while handle.num_frames < 2:
-        await asyncio.sleep(0.001)
-    (link,) = ends.pairs._links.values()
-    link.close("the test wants it")
-    with pytest.raises(TransferFailed):
-        await handle.wait()
-    ends.prefill.give_back(table)
-    await ends.settled()
-    await ends.paired.wait()
-
-
 class CountingTransport:
     """Counts the bytes of messages, and may change what a window's key leads to."""
 
@@ -107,7 +91,7 @@ async def test_windows_of_a_lost_writer_are_given_up_for_new_ones():
     """It may go on writing, as a stopped process does when it wakes: that meets nobody."""
     async with running_ends(LoopbackFabric(SLOW_WORD).open) as ends:
         old = windows_of(ends)
-        await cut_amid_frames(ends)
+        await ends.cut_amid_frames(LONG)
         new = windows_of(ends)
         replaced = [slot for slot in old if not np.shares_memory(old[slot], new[slot])]
         assert replaced

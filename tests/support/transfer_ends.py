@@ -360,6 +360,22 @@ class Ends:
         ):
             await asyncio.sleep(0.001)
 
+    async def cut_amid_frames(self, request: int) -> None:
+        """Close the pair while frames of this request travel; wait until it is made anew."""
+        table = await self.prefill.take(request)
+        handle = self.prefill.begin(request, table)
+        self.prefill.compute_all(request, table, handle)
+        while handle.num_frames < 2:
+            await asyncio.sleep(0.001)
+        (link,) = self.pairs._links.values()
+        link.close("the test wants it")
+        with contextlib.suppress(TransferFailed):
+            await handle.wait()
+            raise AssertionError("the transfer outlived its pair")
+        self.prefill.give_back(table)
+        await self.settled()
+        await self.paired.wait()
+
     def check_all_home(self) -> None:
         """Every block and slot is home; nothing foreign was ever read."""
         assert self.decode.num_foreign == 0
