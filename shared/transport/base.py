@@ -92,7 +92,7 @@ class Endpoint(Protocol):
     async def map_window(self, key: bytes) -> Buffer | None:
         """Map the peer's window for writing; None: this endpoint's peer shares no memory with us.
 
-        Given back when nothing refers to the buffer any more, at the latest with the transport.
+        Given back when nothing refers to the buffer any more.
         Raises TransferFailed: the key is malformed, or the endpoint is closed.
         """
         ...
