@@ -278,7 +278,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="2 repetitions, not recorded")
     parser.add_argument("--lanes", nargs="+", choices=list(LANES), default=list(LANES))
     parser.add_argument(
-        "--layer-mib", nargs="+", type=int, default=LAYER_MIB, help="KV of a layer, MiB"
+        "--layer-mib", nargs="+", type=int, help="KV of a layer, MiB (1 4 16; quick: 1 16)"
     )
     parser.add_argument("--layer-ms", type=float, default=10.0, help="compute of a layer")
     parser.add_argument("--repetitions", type=int, default=0)
@@ -290,6 +290,7 @@ def main() -> None:
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
     )
     repetitions = chosen.repetitions or (2 if chosen.quick else 7)
+    sizes = chosen.layer_mib or ((1, 16) if chosen.quick else LAYER_MIB)
     if chosen.decode:
         run(serve_decode(chosen.decode))
     elif chosen.prefill:
@@ -306,7 +307,7 @@ def main() -> None:
             },
         )
         for lane in chosen.lanes:
-            for layer_mib in chosen.layer_mib:
+            for layer_mib in sizes:
                 row = measure_apart(lane, layer_mib)
                 record.rows.append(row)
                 show(row)
