@@ -24,7 +24,7 @@ from shared.engine.models.registry import read_model_config
 from shared.engine.native.forward import NativeForward
 from shared.engine.native.forward import unsupported as native_unsupported
 from shared.engine.paged_kv import TORCH_DTYPES, PagedKv
-from shared.engine.sampler import is_plain_greedy, logprobs_of, sample
+from shared.engine.sampler import logprobs_of, sample
 from shared.engine.step_time import StepTimeModel
 from shared.engine.streams import CudaStreams, InlineStreams, Streams
 from shared.engine.torch_forward import TorchForward
@@ -169,14 +169,7 @@ class TorchEngine(Engine):
             return []
         began_at = time.perf_counter()
         with _device_failures("a step"), torch.inference_mode(), self._streams.computing():
-            # Asked before the step, which empties the caches that still hold the rows.
-            is_plain = all(
-                row.sample is not None
-                and row.prompt_logprobs is None
-                and is_plain_greedy(row.sample)
-                for row in rows
-            )
-            results = self._results(rows, self._forward.run(rows, on_layer), is_plain=is_plain)
+            results = self._results(rows, self._forward.run(rows, on_layer))
         self._step_time.observe(*_step_size(rows), time.perf_counter() - began_at)
         return results
 
@@ -247,19 +240,16 @@ class TorchEngine(Engine):
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _results(
-        self, rows: Sequence[StepRow], passed: Passed, *, is_plain: bool
-    ) -> list[RowResult]:
-        """is_plain: every row takes its most likely token, and nothing else is asked."""
+    def _results(self, rows: Sequence[StepRow], passed: Passed) -> list[RowResult]:
         hidden, spans = passed
-        if is_plain:
-            logits, best = self._logits(hidden, [stop - 1 for _, stop in spans])
-            best = logits.argmax(dim=-1) if best is None else best
-            return [RowResult(token_id) for token_id in best.tolist()]
         results = [RowResult(-1)] * len(rows)
         sampling = [idx for idx, row in enumerate(rows) if row.sample is not None]
         if sampling:
-            logits, best = self._logits(hidden, [spans[idx][1] - 1 for idx in sampling])
+            lasts = [spans[idx][1] - 1 for idx in sampling]
+            last_hidden = hidden
+            if lasts != list(range(len(hidden))):
+                last_hidden = hidden.index_select(0, torch.tensor(lasts, device=self._device))
+            logits, best = self._forward.logits(last_hidden)
             specs = [spec for row in rows if (spec := row.sample)]
             sampled = sample(logits, specs, eos_token_ids=self._spec.eos_token_ids, best=best)
             for idx, outcome in zip(sampling, sampled, strict=True):
@@ -270,14 +260,6 @@ class TorchEngine(Engine):
                 entries = self._prompt_logprobs(part, row.prompt_targets, row.prompt_logprobs)
                 results[idx] = results[idx]._replace(prompt_logprobs=entries)
         return results
-
-    def _logits(
-        self, hidden: torch.Tensor, places: list[int]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits of these places of the step, in this order, and the first most likely tokens."""
-        if places != list(range(len(hidden))):
-            hidden = hidden.index_select(0, torch.tensor(places, device=self._device))
-        return self._forward.logits(hidden)
 
     def _prompt_logprobs(
         self, hidden: torch.Tensor, targets: Sequence[int], num_top: int

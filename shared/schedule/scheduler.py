@@ -317,37 +317,26 @@ class Scheduler:
         self._plan = None
         self._num_steps += 1
         tokens: list[NewToken] = []
-        if plan.num_decode_rows == len(results):
-            # Nearly every step. Rows and spans say what the sequence says: they are not looked at,
-            # because a step has emptied the caches and every object costs a walk to memory.
-            for sequence, result in zip(plan.sequences, results, strict=True):
-                if self._advance(sequence, sequence.num_tokens):
-                    tokens.append(self._append(sequence, sequence.num_output_tokens, result))
-        else:
-            for sequence, row, span, result in zip(
-                plan.sequences, plan.rows, plan.spans, results, strict=True
-            ):
-                if not self._advance(sequence, span.stop):
-                    continue
-                if row.prompt_logprobs is not None:
-                    self._collect_prompt_logprobs(sequence, row, result)
-                if row.sample is not None:
-                    tokens.append(self._append(sequence, row.sample.index, result))
+        block_size = self._pool.block_size
+        for sequence, row, span, result in zip(
+            plan.sequences, plan.rows, plan.spans, results, strict=True
+        ):
+            table = sequence.table
+            assert table is not None
+            assert sequence.chain is not None
+            sequence.in_step = False
+            sequence.num_computed_tokens = span.stop
+            if span.stop >= (table.num_published + 1) * block_size:
+                self._pool.publish(table, sequence.chain, sequence.tokens, span.stop)
+            if sequence.is_aborted:
+                self._retire(sequence)
+                continue
+            if row.prompt_logprobs is not None:
+                self._collect_prompt_logprobs(sequence, row, result)
+            if row.sample is not None:
+                tokens.append(self._append(sequence, row.sample.index, result))
         self._update_claim()
         return StepOutcome(tokens=tuple(tokens))
-
-    def _advance(self, sequence: Sequence, stop: int) -> bool:
-        """Its KV up to ``stop`` is written; False: it was aborted meanwhile and is gone."""
-        table = sequence.table
-        assert table is not None
-        assert sequence.chain is not None
-        sequence.in_step = False
-        sequence.num_computed_tokens = stop
-        if stop >= (table.num_published + 1) * self._pool.block_size:
-            self._pool.publish(table, sequence.chain, sequence.tokens, stop)
-        if sequence.is_aborted:
-            self._retire(sequence)
-        return not sequence.is_aborted
 
     def _append(self, sequence: Sequence, index: int, result: RowResult) -> NewToken:
         sequence.tokens.append(result.token_id)

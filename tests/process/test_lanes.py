@@ -78,3 +78,6 @@ async def test_a_pair_on_shared_memory_serves_workers_that_must_share_it() -> No
             answer = await mesh.ask(gateway, a_prompt(40), 8)
             answer.require_whole(8)
             assert answer.receipt["lane"] == "sysv"
+            prefill = workers[ROLES.index("prefill")]
+            # Silently falling back to whole messages would cost a factor, and no answer.
+            assert any('"mode":"windows"' in line for line in prefill.log)
