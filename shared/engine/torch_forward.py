@@ -41,7 +41,9 @@ class TorchForward:
         """See Forward."""
         return self._decoder.weights
 
-    def run(self, rows: Sequence[StepRow], on_layer: OnLayer | None) -> Passed:
+    def run(
+        self, rows: Sequence[StepRow], samples: Sequence[int], on_layer: OnLayer | None
+    ) -> Passed:
         """See Forward."""
         batch = flatten_rows(
             rows,
@@ -51,11 +53,15 @@ class TorchForward:
             device=self._device,
         )
         hidden = self._decoder.forward(batch, self._kv, self._attention, self._streams, on_layer)
-        spans = [(0, 0)] * len(rows)
+        lasts = [0] * len(rows)
         for extent in batch.extents:
-            spans[extent.row_idx] = (extent.first, extent.last)
-        return Passed(hidden, spans)
+            lasts[extent.row_idx] = extent.last - 1
+        wanted = hidden[:0]
+        if samples:
+            at = torch.tensor([lasts[idx] for idx in samples], device=self._device)
+            wanted = hidden.index_select(0, at)
+        return Passed(hidden, lasts, self._decoder.logits(wanted), None)
 
-    def logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See Forward."""
-        return self._decoder.logits(hidden), None
+        return self._decoder.logits(hidden)
