@@ -15,16 +15,15 @@ import numpy as np
 import torch
 
 from shared.engine import huge_pages
+from shared.engine.kv_copies import copies_of
 from shared.errors import LocalProtocolError
-from shared.kv.layout import DTYPE_BYTES, KvLayout
+from shared.kv.layout import KvLayout
 
 TORCH_DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-
-_RAW_DTYPES = {4: torch.int32, 2: torch.int16}
 
 
 def slots_of(block_table: Sequence[int], start: int, stop: int, block_size: int) -> np.ndarray:
@@ -66,13 +65,7 @@ class PagedKv:
         # [slots, num_kv_heads, head_dim] views of the same memory.
         self.keys = [pool.flatten(0, 1) for pool in self.key_blocks]
         self.values = [pool.flatten(0, 1) for pool in self.value_blocks]
-        # Copies move bits, not numbers: as integers no NaN can be rewritten on the way.
-        raw = _RAW_DTYPES[DTYPE_BYTES[layout.dtype]]
-        self._raw_dtype = raw
-        self._raw_layers = [
-            (key.view(raw), value.view(raw))
-            for key, value in zip(self.keys, self.values, strict=True)
-        ]
+        self._copies = copies_of(list(zip(self.keys, self.values, strict=True)))
 
     def write(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
@@ -96,14 +89,8 @@ class PagedKv:
         out: Any,
     ) -> None:
         """Copy [start, stop) x [first_layer, last_layer) into the first bytes of ``out``."""
-        slots = self._slots(block_table, start, stop)
-        frame = self._frame(out, stop - start, first_layer, last_layer, writable=True)
-        for target, pools in zip(frame, self._raw_layers[first_layer:last_layer], strict=True):
-            for part, pool in zip(target, pools, strict=True):
-                if part.device == pool.device:
-                    torch.index_select(pool, 0, slots, out=part)
-                else:
-                    part.copy_(pool.index_select(0, slots))
+        slots = self._slots(block_table, start, stop, first_layer, last_layer)
+        self._copies.gather(slots, first_layer, last_layer, out)
 
     def scatter(
         self,
@@ -115,35 +102,24 @@ class PagedKv:
         data: Any,
     ) -> None:
         """Copy a frame from the first bytes of ``data`` to [start, stop) x [first, last layer)."""
-        slots = self._slots(block_table, start, stop)
-        frame = self._frame(data, stop - start, first_layer, last_layer, writable=False)
-        for source, pools in zip(frame, self._raw_layers[first_layer:last_layer], strict=True):
-            for part, pool in zip(source, pools, strict=True):
-                pool.index_copy_(0, slots, part.to(pool.device))
+        slots = self._slots(block_table, start, stop, first_layer, last_layer)
+        self._copies.scatter(slots, first_layer, last_layer, data)
 
-    def _slots(self, block_table: Sequence[int], start: int, stop: int) -> torch.Tensor:
+    def _slots(
+        self,
+        block_table: Sequence[int],
+        start: int,
+        stop: int,
+        first_layer: int,
+        last_layer: int,
+    ) -> np.ndarray:
         if not 0 <= start < stop:
             raise LocalProtocolError(f"[{start}, {stop}) is no range of positions")
+        if not 0 <= first_layer < last_layer <= self.layout.num_layers:
+            raise LocalProtocolError(f"[{first_layer}, {last_layer}) is no range of layers")
         slots = slots_of(block_table, start, stop, self.block_size)
         self.check_blocks(slots // self.block_size)
-        return torch.from_numpy(slots).to(self.keys[0].device)
-
-    def _frame(
-        self, buffer: Any, num_tokens: int, first_layer: int, last_layer: int, *, writable: bool
-    ) -> torch.Tensor:
-        """View a buffer as ``[layers, 2, tokens, num_kv_heads, head_dim]`` (kv/layout.py)."""
-        layout = self.layout
-        if not 0 <= first_layer < last_layer <= layout.num_layers:
-            raise LocalProtocolError(f"[{first_layer}, {last_layer}) is no range of layers")
-        num_layers = last_layer - first_layer
-        num_bytes = num_layers * num_tokens * layout.token_layer_bytes
-        octets = _as_bytes(buffer, writable=writable)
-        if octets.numel() < num_bytes:
-            raise LocalProtocolError(
-                f"a frame of {num_bytes} bytes does not fit a buffer of {octets.numel()} bytes"
-            )
-        shape = (num_layers, 2, num_tokens, layout.num_kv_heads, layout.head_dim)
-        return octets[:num_bytes].view(self._raw_dtype).view(shape)
+        return slots
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -151,17 +127,3 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         return torch.zeros(shape, dtype=dtype, device=device)
     octets = huge_pages.zeros(math.prod(shape) * dtype.itemsize)
     return torch.from_numpy(octets).view(dtype).view(shape)
-
-
-def _as_bytes(buffer: Any, *, writable: bool) -> torch.Tensor:
-    """View a buffer (CUDA array or buffer protocol) as a flat uint8 tensor without copying."""
-    if isinstance(buffer, torch.Tensor):
-        return buffer.view(torch.uint8).flatten()
-    if hasattr(buffer, "__cuda_array_interface__"):
-        return torch.as_tensor(buffer, device="cuda").view(torch.uint8).flatten()
-    array = np.frombuffer(buffer, dtype=np.uint8)
-    if not array.flags.writeable:
-        if writable:
-            raise LocalProtocolError("gather needs a writable buffer")
-        array = array.copy()  # torch knows no read-only tensors; only tests pass such buffers
-    return torch.from_numpy(array)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shared.engine.attention.sdpa import SdpaAttention
+from shared.engine.kv_copies import DeviceCopies, HostCopies, KvCopies
 from shared.engine.paged_kv import PagedKv
 from shared.engine.torch_engine import TorchEngine
 from shared.engine.torch_forward import TorchForward
@@ -24,17 +25,23 @@ pytestmark = pytest.mark.torch
 CPU = torch.device("cpu")
 
 
-def a_pool(dtype: str, num_blocks: int, block_size: int) -> PagedKv:
+def a_pool(
+    dtype: str, num_blocks: int, block_size: int, copies: type[KvCopies] = HostCopies
+) -> PagedKv:
     layout = KvLayout(dtype=dtype, num_layers=3, num_kv_heads=2, head_dim=6)
-    return PagedKv(layout, num_blocks, block_size, CPU)
+    kv = PagedKv(layout, num_blocks, block_size, CPU)
+    assert isinstance(kv._copies, HostCopies)
+    kv._copies = copies(list(zip(kv.keys, kv.values, strict=True)))
+    return kv
 
 
+@pytest.mark.parametrize("copies", [HostCopies, DeviceCopies])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(("first_size", "second_size"), [(16, 16), (16, 1), (3, 7)])
-def test_round_trip(dtype: str, first_size: int, second_size: int) -> None:
+def test_round_trip(dtype: str, first_size: int, second_size: int, copies: type[KvCopies]) -> None:
     """Random bits, NaNs among them, cross between pools of different block sizes unchanged."""
     rng = np.random.default_rng(1)
-    one, two = a_pool(dtype, 40, first_size), a_pool(dtype, 80, second_size)
+    one, two = a_pool(dtype, 40, first_size, copies), a_pool(dtype, 80, second_size)
     start, stop, num_tokens = 5, 33, 40
     table_one = [int(x) for x in rng.permutation(40)[: -(-num_tokens // first_size)]]
     table_two = [int(x) for x in rng.permutation(80)[: -(-num_tokens // second_size)]]
@@ -49,9 +56,10 @@ def test_round_trip(dtype: str, first_size: int, second_size: int) -> None:
     assert again.tobytes() == frame.tobytes()
 
 
-def test_wire_layout() -> None:
+@pytest.mark.parametrize("copies", [HostCopies, DeviceCopies])
+def test_wire_layout(copies: type[KvCopies]) -> None:
     """A frame is [layers, key and value, tokens, heads, dim]; other slots stay as they were."""
-    kv = a_pool("float32", 4, 4)
+    kv = a_pool("float32", 4, 4, copies)
     for layer in range(3):
         for part, pool in enumerate((kv.keys[layer], kv.values[layer])):
             for slot in range(16):
@@ -70,9 +78,10 @@ def test_wire_layout() -> None:
         assert changed in ([], [0, 1, 11])
 
 
-def test_bad_ranges_are_refused() -> None:
+@pytest.mark.parametrize("copies", [HostCopies, DeviceCopies])
+def test_bad_ranges_are_refused(copies: type[KvCopies]) -> None:
     """A table that is too short, a foreign block, an empty range or a small buffer is our bug."""
-    kv = a_pool("float32", 4, 4)
+    kv = a_pool("float32", 4, 4, copies)
     out = np.zeros(3 * 96, dtype=np.uint8)
     kv.gather([0], 0, 3, 0, 1, out)
     for table, start, stop, first, last in (
