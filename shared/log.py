@@ -49,11 +49,17 @@ ALLOWED_FIELDS = frozenset({
 
 
 _is_debugging = False
+_is_informing = True
 
 
 def is_debugging() -> bool:
     """Whether debug lines are logged: ask before collecting what only they need."""
     return _is_debugging
+
+
+def is_informing() -> bool:
+    """Whether info lines are logged: ask before collecting what only they need."""
+    return _is_informing
 
 
 def _allow_only(_logger: Any, _name: str, event: Event) -> Event:
@@ -112,10 +118,11 @@ def configure_logs(
     service: stands in every line. level: debug, info, warning or error. form: json, pretty, or
     auto = pretty on a terminal. stream: stderr by default.
     """
-    global _is_debugging
+    global _is_debugging, _is_informing
     out = stream if stream is not None else sys.stderr
     number = logging.getLevelNamesMapping()[level.upper()]
     _is_debugging = number <= logging.DEBUG
+    _is_informing = number <= logging.INFO
     is_pretty = form == "pretty" or (form == "auto" and out.isatty())
     renderer: Any = (
         structlog.dev.ConsoleRenderer(colors=out.isatty(), pad_event_to=36)

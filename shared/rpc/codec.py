@@ -36,6 +36,7 @@ MAX_TOKENS = (MAX_MESSAGE_BYTES - (64 << 10)) // 4
 """Longest token list in a message, which has room for all else that an order says."""
 MAX_SALT_BYTES = 64
 _MAX_U32 = (1 << 32) - 1
+_LAST_REASON = int(max(FinishReason))  # they are numbered without gaps
 _NAN = math.nan
 _TRACE_CONTEXT = re.compile("00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
@@ -408,7 +409,8 @@ def step_columns_from_wire(step: wire.StepTokens) -> StepColumns:
     positions = unpack_u32(step.indices, count=count, name="indices")
     token_ids = unpack_u32(step.token_ids, count=count, name="token_ids")
     reasons = unpack_u8(step.finish_reasons, count=count, name="finish_reasons")
-    _finish(max(reasons, default=0), "finish_reasons")
+    if max(reasons, default=0) > _LAST_REASON:
+        raise RemoteProtocolError("unknown finish reason", param="finish_reasons")
     logprobs: list[TokenLogprobs | None] | None = None
     if step.logprobs:
         rows = _unflatten(count, step.logprobs, step.top_counts, step.top_ids, step.top_logprobs)

@@ -29,16 +29,24 @@ def _pack(typecode: str, values: Iterable[int] | Iterable[float]) -> bytes:
     return column.tobytes()
 
 
-def _unpack(typecode: str, item_bytes: int, data: bytes, count: int | None, name: str) -> Any:
-    size, rest = divmod(len(data), item_bytes)
-    if rest or (count is not None and size != count):
-        wanted = f"{count} values" if count is not None else f"whole values of {item_bytes} bytes"
-        raise RemoteProtocolError(f"column has {len(data)} bytes, not {wanted}", param=name)
-    column: array[Any] = array(typecode)
-    column.frombytes(data)
+def _unpack(typecode: str, data: bytes, count: int | None, name: str) -> Any:
+    try:
+        column: array[Any] = array(typecode, data)
+    except ValueError:
+        column = array(typecode)
+        raise _wrong_length(data, count, column.itemsize, name) from None
+    if count is not None and len(column) != count:
+        raise _wrong_length(data, count, column.itemsize, name)
     if _BIG_ENDIAN:
         column.byteswap()
     return column
+
+
+def _wrong_length(
+    data: bytes, count: int | None, item_bytes: int, name: str
+) -> RemoteProtocolError:
+    wanted = f"{count} values" if count is not None else f"whole values of {item_bytes} bytes"
+    return RemoteProtocolError(f"column has {len(data)} bytes, not {wanted}", param=name)
 
 
 def pack_u32(values: Iterable[int]) -> bytes:
@@ -48,7 +56,7 @@ def pack_u32(values: Iterable[int]) -> bytes:
 
 def unpack_u32(data: bytes, *, count: int | None = None, name: str = "") -> Sequence[int]:
     """Unpack to a read-only-by-convention ``array``; count: the number of values it must hold."""
-    return _unpack(_U32, 4, data, count, name)
+    return _unpack(_U32, data, count, name)
 
 
 def pack_u64(values: Iterable[int]) -> bytes:
@@ -58,7 +66,7 @@ def pack_u64(values: Iterable[int]) -> bytes:
 
 def unpack_u64(data: bytes, *, count: int | None = None, name: str = "") -> Sequence[int]:
     """Unpack u64 values; count: the number of values it must hold."""
-    return _unpack("Q", 8, data, count, name)
+    return _unpack("Q", data, count, name)
 
 
 def pack_f32(values: Iterable[float]) -> bytes:
@@ -70,7 +78,7 @@ def unpack_f32(
     data: bytes, *, count: int | None = None, name: str = "", is_finite: bool = False
 ) -> Sequence[float]:
     """Unpack f32 values; is_finite: refuse NaN and infinities."""
-    column: Sequence[float] = _unpack("f", 4, data, count, name)
+    column: Sequence[float] = _unpack("f", data, count, name)
     if is_finite and not all(map(math.isfinite, column)):
         raise RemoteProtocolError("column holds NaN or infinity", param=name)
     return column

@@ -12,6 +12,7 @@ import asyncio
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import structlog
@@ -20,6 +21,7 @@ from grpclib.config import Configuration
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 from grpclib.protocol import AbstractHandler, Connection, EventsProcessor, H2Protocol, Stream
+from grpclib.utils import Wrapper
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.errors import ErrorCodes
@@ -37,7 +39,10 @@ from h2.events import (
 from h2.exceptions import ProtocolError
 from h2.settings import SettingCodes, Settings
 
+from shared.rpc.data_frames import DataConnection, bytes_for_h2
+from shared.rpc.inbound_buffer import InboundBuffer
 from shared.rpc.message_codec import MAX_MESSAGE_BYTES
+from shared.rpc.turn_writer import TurnWriter
 
 _log = structlog.get_logger(__name__)
 
@@ -98,12 +103,41 @@ def h2_configuration(*, is_client: bool) -> H2Configuration:
 
 class GuardedStream(Stream):
     """Refuses to buffer more than one message may have, for whoever reads (health and reflection
-    use grpclib's own reader)."""
+    use grpclib's own reader). Plain DATA takes the short way (``data_frames.py``)."""
+
+    connection: GuardedConnection
+    buffer: InboundBuffer
+
+    def init_stream(self, stream_id: int, connection: Connection) -> None:
+        super().init_stream(stream_id, connection)
+        self.buffer = InboundBuffer(partial(connection.ack, stream_id))
+
+    async def send_data(self, data: bytes, end_stream: bool = False) -> None:
+        if end_stream or not self.send_data_nowait(data):
+            await super().send_data(data, end_stream)
+
+    def send_data_nowait(self, data: bytes) -> bool:
+        """Send bytes, at once; False = ``send_data`` must do it, and nothing was sent."""
+        if self.id is None or not self.connection.write_data(self.id, data):
+            return False
+        self.data_sent += len(data)
+        return True
 
     async def recv_data(self, size: int) -> bytes:
         if size > MAX_MESSAGE_BYTES:
             raise GRPCError(Status.RESOURCE_EXHAUSTED, "the message is too large")
         return await super().recv_data(size)
+
+
+class GuardedConnection(DataConnection):
+    """Makes our streams."""
+
+    def create_stream(
+        self, *, stream_id: int | None = None, wrapper: Wrapper | None = None
+    ) -> GuardedStream:
+        return GuardedStream(
+            self, self._connection, self._transport, stream_id=stream_id, wrapper=wrapper
+        )
 
 
 class _Budget:
@@ -161,17 +195,6 @@ class GuardedProcessor(EventsProcessor):
         elif type(event) in getattr(self, "processors", ()):
             super().process(event)
 
-    def process_request_received(self, event: RequestReceived) -> None:
-        connection = self.connection
-        stream = GuardedStream(
-            connection,
-            connection._connection,  # pyright: ignore[reportPrivateUsage]
-            connection._transport,  # pyright: ignore[reportPrivateUsage]
-            stream_id=event.stream_id,
-        )
-        headers: Any = event.headers
-        self.handler.accept(stream, headers, self.register(stream))
-
     def goodbye(self, code: ErrorCodes = ErrorCodes.NO_ERROR) -> None:
         """Close the connection and say so (GOAWAY); every stream on it ends."""
         if not self.connection.is_closing():
@@ -200,11 +223,14 @@ class GuardedProtocol(H2Protocol):
         self.closed = asyncio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
+        writer: Any = TurnWriter(cast("asyncio.Transport", transport))
+        self._transport = cast("asyncio.Transport", writer)
         link: socket.socket | None = transport.get_extra_info("socket")
         if link is not None and link.family in (socket.AF_INET, socket.AF_INET6):
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.connection = Connection(self._new_h2(), self._transport, config=self.config)
+        self.connection = self._link = GuardedConnection(
+            self._new_h2(), self._transport, config=self.config
+        )
         self.connection.flush()
         self.connection.initialize()
         self._guarded = GuardedProcessor(self.handler, self.connection, self._limits)
@@ -230,12 +256,17 @@ class GuardedProtocol(H2Protocol):
         return h2
 
     def data_received(self, data: bytes) -> None:
-        if self.connection.is_closing():
-            return
+        connection, streams, at = self._link, self._guarded.streams, 0
         try:
-            super().data_received(data)
-            if not self.connection.is_closing() and self._has_overlong_frame():
-                self.goodbye(ErrorCodes.FRAME_SIZE_ERROR)
+            while not connection.is_closing():
+                at = connection.feed_data(streams, data, at)
+                if at == len(data):
+                    break
+                end = bytes_for_h2(connection.h2, data, at)
+                super().data_received(data[at:end])
+                at = end
+                if not connection.is_closing() and self._has_overlong_frame():
+                    self.goodbye(ErrorCodes.FRAME_SIZE_ERROR)
         except Exception as error:  # bytes of a stranger must end nothing but their connection
             if not self.connection.is_closing():
                 _log.info("closing a connection that broke HTTP/2", error=type(error).__name__)

@@ -59,7 +59,7 @@ def _as_generated(file: descriptor_pb2.FileDescriptorProto) -> descriptor_pb2.Fi
 
 
 def _count_elements(descriptor: Descriptor) -> Callable[[Any], int]:
-    """Return a function that counts repeated entries of a message, written for its type once."""
+    """Return a function that counts repeated entries of a message, made for its type once."""
     repeated: list[str] = []
     nested: list[tuple[str, bool, Callable[[Any], int]]] = []
     for field in descriptor.fields:
@@ -97,31 +97,32 @@ def _has_repeated(descriptor: Descriptor) -> bool:
 
 
 @cache
-def _gate(name: str) -> tuple[Any, Callable[[Any], int]]:
-    descriptor = descriptors().FindMessageTypeByName(f"pdmesh.v1.{name}")
-    return message_factory.GetMessageClass(descriptor), _count_elements(descriptor)
-
-
 def message_class(name: str) -> Any:
     """Return protobuf's class of the message ``pdmesh.v1.<name>``."""
-    return _gate(name)[0]
+    return message_factory.GetMessageClass(descriptors().FindMessageTypeByName(f"pdmesh.v1.{name}"))
 
 
-def checked(name: str, data: bytes) -> Any:
-    """Return the message ``pdmesh.v1.<name>`` as protobuf's parser reads it, without unknown
-    fields.
+@cache
+def gate(name: str) -> Callable[[bytes], Any]:
+    """Return a function from bytes to the message ``pdmesh.v1.<name>`` as protobuf's parser reads
+    it; unknown fields are still in it, but among no fields it lists.
 
-    Raises RemoteProtocolError: these bytes are no such message. TooLarge: over MAX_ELEMENTS
+    It raises RemoteProtocolError: these bytes are no such message. TooLarge: over MAX_ELEMENTS
     entries.
     """
-    message_class, count_elements = _gate(name)
-    try:
-        message = message_class.FromString(data)
-    except (DecodeError, ValueError) as error:
-        raise RemoteProtocolError(
-            f"the bytes are not a {name}: {error}", code="malformed_message"
-        ) from error
-    if count_elements(message) > MAX_ELEMENTS:
-        raise TooLarge(f"a {name} may hold at most {MAX_ELEMENTS} repeated entries")
-    message.DiscardUnknownFields()
-    return message
+    parse = message_class(name).FromString
+    descriptor: Descriptor = message_class(name).DESCRIPTOR
+    count_elements = _count_elements(descriptor) if _has_repeated(descriptor) else None
+
+    def checked(data: bytes) -> Any:
+        try:
+            message = parse(data)
+        except (DecodeError, ValueError) as error:
+            raise RemoteProtocolError(
+                f"the bytes are not a {name}: {error}", code="malformed_message"
+            ) from error
+        if count_elements is not None and count_elements(message) > MAX_ELEMENTS:
+            raise TooLarge(f"a {name} may hold at most {MAX_ELEMENTS} repeated entries")
+        return message
+
+    return checked

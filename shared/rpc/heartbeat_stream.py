@@ -25,7 +25,9 @@ MAX_OUTBOX = 10_000
 class HeartbeatStream(Generic[Out, In]):
     """A raw stream after its handshake.
 
-    send, receive: those of the call. peer: what to call it in errors, e.g. "decode worker".
+    send, receive: those of the call. send_nowait: the same at once, if nothing has to wait (True =
+    sent); a message that may take it wakes no task. receive_nowait: the next message if it is
+    there. peer: what to call it in errors, e.g. "decode worker".
     on_suspect: called with True when the peer has been silent so long that nothing new should be
     given to it, and with False when it is heard again.
     """
@@ -37,11 +39,16 @@ class HeartbeatStream(Generic[Out, In]):
         *,
         heartbeat: Out,
         peer: str,
+        send_nowait: Callable[[Out], bool] | None = None,
+        receive_nowait: Callable[[], In | None] = lambda: None,
         rule: LivenessRule | None = None,
         on_suspect: Callable[[bool], None] | None = None,
     ) -> None:
         self._send = send
         self._receive = receive
+        self._receive_nowait = receive_nowait
+        self._send_nowait = send_nowait
+        self._is_sending = False
         self._heartbeat = heartbeat
         self._peer = peer
         self._on_suspect = on_suspect
@@ -58,13 +65,22 @@ class HeartbeatStream(Generic[Out, In]):
         return self._liveness.silence_s(asyncio.get_running_loop().time())
 
     def send(self, message: Out) -> None:
-        """Queue a message, in order; after the end it is dropped."""
-        if self._end.done():
+        """Send a message, or queue it, in order; after the end it is dropped."""
+        if self._end.done() or self._is_sent(message):
             return
         self._outbox.append(message)
         self._has_mail.set()
         if len(self._outbox) > MAX_OUTBOX:
             self.close(WorkerLost(f"the {self._peer} left {MAX_OUTBOX} messages unread"))
+
+    def _is_sent(self, message: Out) -> bool:
+        if self._send_nowait is None or self._outbox or self._is_sending:
+            return False
+        try:
+            return self._send_nowait(message)
+        except MeshError as error:
+            self.close(error)
+            return True  # after the end it is dropped
 
     def close(self, error: MeshError) -> None:
         """End the stream; ``run`` raises the first error that was given. Returns at once."""
@@ -96,17 +112,26 @@ class HeartbeatStream(Generic[Out, In]):
                 async with asyncio.timeout(self._liveness.rule.interval_s):
                     await self._has_mail.wait()
             except TimeoutError:
-                await self._send(self._heartbeat)
+                await self._send_next(self._heartbeat)
             self._has_mail.clear()
             while self._outbox:
-                await self._send(self._outbox.popleft())
+                await self._send_next(self._outbox.popleft())
+
+    async def _send_next(self, message: Out) -> None:
+        self._is_sending = True
+        try:
+            await self._send(message)
+        finally:
+            self._is_sending = False
 
     async def _read(self, on_message: Callable[[In], None]) -> None:
         loop = asyncio.get_running_loop()
         while (message := await self._receive()) is not None:
             self._liveness.heard(loop.time())
             self._suspect(False)
-            on_message(message)
+            while message is not None:
+                on_message(message)
+                message = self._receive_nowait()
         raise WorkerLost(f"the {self._peer} ended the stream")
 
     async def _watch(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import betterproto2
 from google.protobuf.descriptor import FieldDescriptor
 
-from shared.rpc.descriptors import message_class
+from shared.rpc.descriptors import gate, message_class
 
 Convert = Callable[[Any], Any]
 
@@ -30,12 +30,23 @@ def encoded(message: betterproto2.Message) -> bytes:
         return bytes(message)
 
 
-def bridged(message_type: type[betterproto2.Message], parsed: Any) -> Any:
-    """Return a parsed message of protobuf's, without unknown fields, as one of ours."""
+@cache
+def decoder(message_type: type[betterproto2.Message]) -> Callable[[bytes], Any]:
+    """Return a function from bytes to one of our messages, without unknown fields.
+
+    It raises RemoteProtocolError, TooLarge: see ``descriptors.gate``.
+    """
+    checked = gate(message_type.__name__)
     try:
-        return _reader(message_type)(parsed)
+        read = _reader(message_type)
     except _Unbridged:
-        return message_type.parse(parsed.SerializeToString())
+        return lambda data: _parsed_by_itself(message_type, checked(data))
+    return lambda data: read(checked(data))
+
+
+def _parsed_by_itself(message_type: type[betterproto2.Message], parsed: Any) -> Any:
+    parsed.DiscardUnknownFields()
+    return message_type.parse(parsed.SerializeToString())
 
 
 class _Unbridged(Exception):

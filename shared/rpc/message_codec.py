@@ -8,6 +8,8 @@ ranges) is caught by ``codec.py``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeVar, cast
 
 import betterproto2
@@ -15,13 +17,11 @@ from google.protobuf.message import DecodeError
 from grpclib.encoding.base import CodecBase
 
 from shared.errors import RemoteProtocolError, TooLarge
-from shared.rpc.descriptors import checked
-from shared.rpc.message_bridge import bridged, encoded
+from shared.rpc.inbound_buffer import PREFIX_BYTES
+from shared.rpc.message_bridge import decoder, encoded
 
 MAX_MESSAGE_BYTES = 4 << 20
 """Both ways; what gRPC implementations accept by default."""
-
-PREFIX_BYTES = 5
 
 Message = TypeVar("Message")
 
@@ -50,17 +50,37 @@ class MessageCodec(CodecBase):
         return data
 
     def decode(self, data: bytes, message_type: Any) -> Any:
-        name = message_type.__name__
         try:
-            if not issubclass(message_type, betterproto2.Message):
-                return message_type.FromString(data)
-            return bridged(message_type, checked(name, data))
+            return _decoder(message_type)(data)
         except (RemoteProtocolError, TooLarge):
             raise
         except (DecodeError, Exception) as error:
             raise RemoteProtocolError(
-                f"the bytes are not a {name}: {type(error).__name__}", code="malformed_message"
+                f"the bytes are not a {message_type.__name__}: {type(error).__name__}",
+                code="malformed_message",
             ) from error
+
+
+@cache
+def _decoder(message_type: Any) -> Callable[[bytes], Any]:
+    is_ours = issubclass(message_type, betterproto2.Message)
+    return decoder(message_type) if is_ours else message_type.FromString
+
+
+def framed(data: bytes) -> bytes:
+    """Return an encoded message with its prefix."""
+    return len(data).to_bytes(PREFIX_BYTES, "big") + data  # the first byte: not compressed
+
+
+def read_message_nowait(
+    stream: Any, codec: MessageCodec, message_type: type[Message]
+) -> Message | None:
+    """Return the next message if it has arrived in one piece; None = ask ``read_message``.
+
+    Raises RemoteProtocolError: no such message.
+    """
+    data = stream.buffer.take_message(MAX_MESSAGE_BYTES)
+    return None if data is None else codec.decode(data, message_type)
 
 
 async def read_message(

@@ -33,7 +33,7 @@ from shared.errors import (
     ShuttingDown,
     WorkerLost,
 )
-from shared.rpc.message_codec import MessageCodec, read_message
+from shared.rpc.message_codec import MessageCodec, read_message, read_message_nowait
 from shared.rpc.methods import Method
 from shared.rpc.network import Address
 from shared.rpc.status import ERROR_TRAILER, error_to_json, grpc_status_of
@@ -101,6 +101,9 @@ class ServerStream(Generic[Request, Reply]):
         """
         h2_stream = self._raw._stream
         try:
+            message = read_message_nowait(h2_stream, _CODEC, self._method.request_type)
+            if message is not None:
+                return message
             async with asyncio.timeout(within_s):
                 return await read_message(h2_stream, _CODEC, self._method.request_type)
         except TimeoutError:

@@ -25,7 +25,7 @@ from h2.errors import ErrorCodes
 from h2.exceptions import H2Error
 
 from shared.errors import DeadlinePassed, MeshError, RemoteProtocolError, WorkerLost
-from shared.rpc.message_codec import MessageCodec, read_message
+from shared.rpc.message_codec import MessageCodec, framed, read_message, read_message_nowait
 from shared.rpc.methods import Method
 from shared.rpc.status import ERROR_TRAILER, error_from_grpc
 
@@ -65,6 +65,18 @@ class ClientStream(Generic[Request, Reply]):
         if self._num_sends % _SENDS_BEFORE_YIELD == 0:
             await asyncio.sleep(0)
 
+    def send_nowait(self, message: Request) -> bool:
+        """Send one message if nothing has to wait; False = nothing was sent, ``send`` must do it.
+
+        Nobody may be amid a ``send``. Raises MeshError: see ``send``.
+        """
+        self._require_running()
+        try:
+            data = framed(_CODEC.encode(message, self._method.request_type))
+            return self._raw._stream.send_data_nowait(data)
+        except Exception as error:
+            self._fail(error)
+
     async def end(self) -> None:
         """End our side; the server may go on sending. Idempotent."""
         if not self._is_ended:
@@ -75,14 +87,29 @@ class ClientStream(Generic[Request, Reply]):
             except Exception as error:
                 self._fail(error)
 
-    async def receive(self) -> Reply | None:
-        """Return the next message, or None when the server ended the call with status OK.
+    def receive_nowait(self) -> Reply | None:
+        """Return the next message if it has arrived in one piece, else None.
 
         Raises MeshError: the call failed.
         """
         if self._is_over:
             return None
         self._require_running()
+        if self._headers is None:  # what kind of answer follows is not known yet
+            return None
+        try:
+            return read_message_nowait(self._raw._stream, _CODEC, self._method.reply_type)
+        except Exception as error:
+            self._fail(error)
+
+    async def receive(self) -> Reply | None:
+        """Return the next message, or None when the server ended the call with status OK.
+
+        Raises MeshError: the call failed.
+        """
+        message = self.receive_nowait()
+        if message is not None or self._is_over:
+            return message
         try:
             stream: Any = self._raw._stream
             interrupt: _Interrupt = self._raw._wrapper
@@ -91,7 +118,6 @@ class ClientStream(Generic[Request, Reply]):
                     with interrupt:
                         await stream.recv_headers()
                 self._headers = _fields(stream.headers)
-            message = None
             if "grpc-status" not in self._headers:  # else it failed before any message
                 message = await self._read(stream, interrupt)
             if message is None:

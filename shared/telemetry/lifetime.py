@@ -10,17 +10,14 @@ hand-over (messages, loops, streams). Pure: no clock is read here.
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 TTFT_PHASES = ("queue_s", "route_s", "retry_s", "prefill_queue_s", "prefill_s", "handover_s")
 """In order of time; their sum is ``ttft_s``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Marks:
+class Marks(NamedTuple):
     """When things happened at the gateway, in loop time; None = not yet, or never.
 
     dispatched: the first attempt was sent; last_dispatched: the one that brought token 1.
@@ -39,8 +36,7 @@ class Marks:
     prefill_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Receipt:
+class Receipt(NamedTuple):
     """Where one request's time went, in seconds; the six phases of TTFT, then the rest.
 
     queue_s: waited for a place in the gateway. route_s: waited for a pair of workers and chose it.
@@ -88,8 +84,7 @@ class Receipt:
         The rounded phases still add up to the rounded ``ttft_s``: hand-over takes the remainder.
         """
         record: dict[str, Any] = {}
-        for name in _FIELDS:
-            value = getattr(self, name)
+        for name, value in zip(self._fields, self, strict=True):
             if value is None:
                 continue
             record[name] = round(value, 6) if isinstance(value, float) else value
@@ -102,9 +97,6 @@ class Receipt:
     def as_json(self) -> str:
         """Return ``as_dict`` as printable ASCII JSON, fit for a gRPC trailer."""
         return json.dumps(self.as_dict(), separators=(",", ":"))
-
-
-_FIELDS = tuple(field.name for field in dataclasses.fields(Receipt))
 
 
 def receipt_of(marks: Marks, *, output_tokens: int = 0, **facts: Any) -> Receipt:

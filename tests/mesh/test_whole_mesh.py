@@ -6,11 +6,14 @@ Each test is one deterministic run. The storms replay from their seed: ``-k 'sto
 from __future__ import annotations
 
 import asyncio
+import gc
 from typing import Any
 
 import pytest
 import structlog
 
+from services.gateway.core.lifecycle import Lifecycle
+from services.gateway.workers.session import RequestShell
 from shared.engine.fake import FakeModel, FakeTiming
 from shared.errors import (
     DeadlinePassed,
@@ -45,6 +48,22 @@ async def test_one_prompt_crosses_three_services() -> None:
         assert sum(receipt[name] for name in phases) == pytest.approx(receipt["ttft_s"], abs=2e-6)
         assert receipt["transfer_bytes"] > 0
         assert receipt["attempts"] == 1
+
+
+@virtual_time
+async def test_an_answer_leaves_nothing_to_the_garbage_collector() -> None:
+    """When it is over its shell is gone: nothing of it refers to itself in a circle."""
+    async with whole_mesh() as mesh:
+        await mesh.ask(a_prompt(20), 8)
+        gc.collect()
+        gc.disable()
+        try:
+            await mesh.ask(a_prompt(20), 8)
+            await asyncio.sleep(1.0)
+            left = [it for it in gc.get_objects() if isinstance(it, (RequestShell, Lifecycle))]
+        finally:
+            gc.enable()
+    assert left == []
 
 
 @virtual_time

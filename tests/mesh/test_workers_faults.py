@@ -448,6 +448,9 @@ async def test_a_failed_engine_fails_its_requests_and_ends_the_worker(role: str)
     """Every request gets the typed error before the process goes."""
     async with worker_mesh(timing=SLOW) as mesh:
         running = (mesh.prefills if role == "prefill" else mesh.decodes)[0]
+        hosts = mesh.network.host, running.host
+        if role == "prefill":  # what comes after the failure is refused, so both come at once
+            mesh.network.fabric.hold(*hosts)
         requests = [mesh.start(a_prompt(20, seed=i), 30) for i in range(2)]
         if role == "decode":
             for request in requests:
@@ -457,6 +460,8 @@ async def test_a_failed_engine_fails_its_requests_and_ends_the_worker(role: str)
             raise RuntimeError("device lost")
 
         running.engine.step = broken  # type: ignore[method-assign, assignment]
+        await asyncio.sleep(0.001)
+        mesh.network.fabric.release(*hosts)
         for request in requests:
             with pytest.raises(EngineFailed):
                 await request.finished()

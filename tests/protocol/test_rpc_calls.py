@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from shared.errors import (
     TooLarge,
     WorkerLost,
 )
+from shared.rpc.connection import ConnectionLimits
 from shared.rpc.memory import MemoryNetwork
 from shared.rpc.methods import DECODE_SESSION, GENERATE, LIST_MODELS, TOKENIZE, Method
 from shared.rpc.network import Network
@@ -321,6 +323,39 @@ async def test_burst_of_sends_lets_others_run(network: Network) -> None:
             is_done = True
     assert num_messages == 2000
     assert num_turns >= 2000 // 64
+
+
+@pytest.mark.parametrize("kind", [TcpNetwork, MemoryNetwork])
+async def test_small_windows_hold_nobody_for_ever(kind: Any) -> None:
+    """Far more than a window goes both ways, in calls that each leave a rest and in messages larger
+    than a window: what was read is always told at last."""
+    limits = ConnectionLimits(
+        stream_window_bytes=65_535, connection_window_bytes=70_000, keepalive_s=None
+    )
+    network = kind(limits=limits)
+    async with (
+        asyncio.timeout(20),
+        echo_server(network) as (_, server),
+        network.channel(server.address) as channel,
+    ):
+        for number in range(150):
+            text = str(number) * 333
+            reply = await call_unary(channel, TOKENIZE, wire.TokenizeRequest(text=text))
+            assert reply.token_ids == text.encode()
+        text = "y" * 200_000
+        async with call_server_stream(channel, GENERATE, ask(text)) as stream:
+            assert [reply.text async for reply in stream] == [text]
+        async with open_stream(channel, DECODE_SESSION) as stream:
+            for number in range(100):
+                command = reserve(number)
+                assert command.reserve is not None
+                command.reserve.token_ids = bytes(4 * 900)
+                if not stream.send_nowait(command):
+                    await stream.send(command)
+                event = await stream.receive()
+                assert event is not None
+                assert event.granted is not None
+                assert event.granted.stream_id == number
 
 
 async def test_slow_reader_holds_its_own_stream_only(network: Network) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from services.prefill.pusher import PushStats
-from shared.errors import MeshError, ShuttingDown, TransferFailed, WorkerLost
+from shared.errors import MeshError, ShuttingDown, TooLarge, TransferFailed, WorkerLost
 from shared.ids import Incarnation
 from shared.rpc.heartbeat_stream import MAX_OUTBOX, HeartbeatStream
 from shared.rpc.join import DecodePeer
@@ -592,3 +592,78 @@ async def test_messages_keep_their_order_and_the_end_is_told_once():
     stream.close(TransferFailed("later"))
     stream.send("nobody hears this")
     assert peer.sent in ([str(n) for n in range(5)], [])
+
+
+@in_virtual_time
+async def test_a_message_that_need_not_wait_leaves_at_once():
+    """No task is woken for it; where one has to wait, all that follow keep their order."""
+    peer = Peer()
+    can_send = True
+
+    def send_nowait(message: str) -> bool:
+        if can_send:
+            peer.sent.append(message)
+        return can_send
+
+    stream: HeartbeatStream[str, str] = HeartbeatStream(
+        peer.send, peer.inbox.get, heartbeat="beat", peer="peer", send_nowait=send_nowait
+    )
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(stream.run(lambda message: None))
+        stream.send("1")
+        assert peer.sent == ["1"]
+        peer.is_reading.clear()
+        can_send = False
+        stream.send("2")
+        stream.send("3")
+        await asyncio.sleep(0)  # the writer is amid sending the second
+        can_send = True
+        stream.send("4")
+        assert peer.sent == ["1"]
+        peer.is_reading.set()
+        await asyncio.sleep(0.01)
+        assert peer.sent == ["1", "2", "3", "4"]
+        stream.send("5")
+        assert peer.sent[-1] == "5"
+        running.cancel()
+
+
+@in_virtual_time
+async def test_a_message_that_must_not_be_sent_ends_the_stream():
+    """Its sender does not hear of it; whoever runs the stream does."""
+
+    def send_nowait(message: str) -> bool:
+        raise TooLarge(f"{message} is too large")
+
+    peer = Peer()
+    stream: HeartbeatStream[str, str] = HeartbeatStream(
+        peer.send, peer.inbox.get, heartbeat="beat", peer="peer", send_nowait=send_nowait
+    )
+    stream.send("1")
+    error = await stream.run(lambda message: None)
+    assert isinstance(error, TooLarge)
+    assert peer.sent == []
+
+
+@in_virtual_time
+async def test_all_that_has_arrived_is_told_in_one_go():
+    """What is there is not waited for, and its order is kept."""
+    peer = Peer()
+    there = ["2", "3"]
+    heard: list[str] = []
+
+    def on_message(message: str) -> None:
+        heard.append(message)
+        if message == "3":
+            stream.close(WorkerLost("enough"))
+
+    stream: HeartbeatStream[str, str] = HeartbeatStream(
+        peer.send,
+        peer.inbox.get,
+        heartbeat="beat",
+        peer="peer",
+        receive_nowait=lambda: there.pop(0) if there else None,
+    )
+    peer.inbox.put_nowait("1")
+    assert (await stream.run(on_message)).message == "enough"
+    assert heard == ["1", "2", "3"]

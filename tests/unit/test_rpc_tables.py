@@ -24,7 +24,7 @@ from shared.errors import (
     RemoteProtocolError,
     WorkerLost,
 )
-from shared.rpc.descriptors import checked, descriptors, schema
+from shared.rpc.descriptors import descriptors, gate, schema
 from shared.rpc.methods import ALL_METHODS
 from shared.rpc.status import (
     MAX_TRAILER_BYTES,
@@ -183,5 +183,5 @@ def test_every_message_passes_its_gate() -> None:
     ]
     assert len(messages) > 40
     for cls in messages:
-        assert checked(cls.__name__, bytes(cls())).ListFields() == []
+        assert gate(cls.__name__)(bytes(cls())).ListFields() == []
         assert descriptors().FindMessageTypeByName(f"pdmesh.v1.{cls.__name__}")

@@ -15,6 +15,7 @@ from services.gateway.front.answers import Answers
 from services.gateway.front.frontdoor import Caller, FrontDoor
 from services.gateway.front.span_attributes import answer_attributes, route_attributes
 from shared.errors import InvariantViolated, MeshError
+from shared.log import is_informing
 from shared.telemetry.moments import Moment, note
 
 log: Any = structlog.get_logger("gateway.calls")
@@ -71,12 +72,12 @@ def recorded(
     finally:
         metrics.running.dec()
         seconds = asyncio.get_running_loop().time() - call.caller.arrived_at
-        metrics.requests.labels(route, call.outcome).inc()
-        usage = None if call.answers is None else call.answers.usage
+        metrics.requests.add(1, route, call.outcome)
         span = call.caller.span
         if span.is_recording:
             _end_span(front, route, call)
-        if not is_probe:
+        if not is_probe and is_informing():
+            usage = None if call.answers is None else call.answers.usage
             log.info(
                 "request",
                 route=route,

@@ -5,7 +5,9 @@ What becomes of answers is in ``answer_metrics.py``.
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Gauge
+
+from shared.telemetry.tallies import Counts
 
 
 class ClientMetrics:
@@ -13,7 +15,7 @@ class ClientMetrics:
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry if registry is not None else CollectorRegistry()
-        self.requests = Counter(
+        self.requests = Counts(
             "pdmesh_gateway_requests",
             "Calls by route and how they ended (ok, cancelled, or the error type)",
             ["route", "outcome"],

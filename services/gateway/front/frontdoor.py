@@ -110,7 +110,8 @@ class FrontDoor:
 
     def admit(self, caller: Caller, *, authorization: str | None) -> Caller:
         """Return the caller with its key. Raises Unauthorized."""
-        return replace(caller, key=self.keys.check(authorization))
+        key = self.keys.check(authorization)
+        return caller if key is caller.key else replace(caller, key=key)
 
     def deadline_at(self, caller: Caller, timeout_s: float | None) -> float | None:
         """Return when a call must be over. timeout_s: the client's own, None = the gateway's
@@ -175,7 +176,9 @@ class FrontDoor:
                 # A client's seed gives every prompt the same answers as alone; a random one must
                 # not make equal prompts answer alike.
                 nth = len(choices) if form.sampling.seed is None else number
-                own = replace(sampling, seed=limits.seed_of_choice(sampling.seed, nth))
+                own = sampling
+                if nth:
+                    own = replace(sampling, seed=limits.seed_of_choice(sampling.seed, nth))
                 is_first = not choices
                 choices.append(
                     Choice(

@@ -105,11 +105,10 @@ async def _handle(
         if route.policy is not Policy.ANYBODY:
             call.caller = front.admit(call.caller, authorization=headers.get("Authorization"))
         timeout_s = checked_timeout(headers.get("X-Request-Timeout"), param="x-request-timeout")
-        call.caller = replace(
-            call.caller,
-            label=limits.label_or_none(headers.get("X-Request-Id", "")),
-            deadline_at=front.deadline_at(call.caller, timeout_s),
-        )
+        label = limits.label_or_none(headers.get("X-Request-Id", ""))
+        deadline_at = front.deadline_at(call.caller, timeout_s)
+        if label or deadline_at is not None:
+            call.caller = replace(call.caller, label=label, deadline_at=deadline_at)
         response = await route.handler(request, call)
     except web.HTTPRequestEntityTooLarge:
         error: MeshError = too_large()
@@ -137,6 +136,8 @@ async def read_body(request: web.Request, decoder: msgspec.json.Decoder[Body]) -
         raise limits.refusal("content-encoding", "send the body without compression")
     if (request.content_length or 0) > limits.MAX_BODY_BYTES:
         raise too_large()
+    if request.content.is_eof():  # it has arrived whole, as short ones do: no need of a timer
+        return parse_body(await request.read(), decoder)
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             data = await request.read()

@@ -1,22 +1,16 @@
 """The numbers of a gateway's answers, in Prometheus' terms: fed by every answer's timeline while it
 runs.
 
-What comes with every batch of tokens is counted in plain integers and becomes a metric when
-somebody scrapes; all else is observed once an answer. Names follow vLLM's and SGLang's where they
-have the same thing.
+All is counted in plain numbers, which become metrics when somebody scrapes (``tallies.py``). Names
+follow vLLM's and SGLang's where they have the same thing.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator
-from itertools import accumulate
-
-from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry
 
 from shared.telemetry.lifetime import TTFT_PHASES, Receipt
+from shared.telemetry.tallies import Counts, Tallies
 
 PHASE_BUCKETS = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5,
@@ -44,81 +38,88 @@ class AnswerMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         prefix = "pdmesh_gateway"
-        self._time_to_first_token = Histogram(
+        self._time_to_first_token = Tallies(
             f"{prefix}_time_to_first_token_seconds",
             "Arrival of the request to its first token leaving the gateway",
             buckets=TTFT_BUCKETS,
             registry=registry,
         )
-        phase_seconds = Histogram(
+        phase_seconds = Tallies(
             f"{prefix}_time_to_first_token_phase_seconds",
             "What the time to the first token was spent on; the phases add up to it",
-            ["phase"],
+            label="phase",
             buckets=PHASE_BUCKETS,
             registry=registry,
         )
         self._phases = [
             (name, phase_seconds.labels(name.removesuffix("_s"))) for name in TTFT_PHASES
         ]
-        self._first_step = Histogram(
+        self._first_step = Tallies(
             f"{prefix}_first_step_seconds",
             "First token to second token: the rest of the transfer, and decode's first step",
             buckets=PHASE_BUCKETS,
             registry=registry,
         )
-        self._time_per_output_token = Histogram(
+        self._time_per_output_token = Tallies(
             f"{prefix}_request_time_per_output_token_seconds",
             "Mean gap between an answer's tokens after the first",
             buckets=GAP_BUCKETS,
             registry=registry,
         )
-        self._latency = Histogram(
+        self._latency = Tallies(
             f"{prefix}_e2e_request_latency_seconds",
             "Arrival of the request to the end of its answer, whole answers only",
             buckets=ANSWER_BUCKETS,
             registry=registry,
         )
-        self._prompt_length = Histogram(
+        self._prompt_length = Tallies(
             f"{prefix}_request_prompt_tokens",
             "Length of the prompts of begun answers",
             buckets=TOKENS_BUCKETS,
             registry=registry,
         )
-        self._answer_length = Histogram(
+        self._answer_length = Tallies(
             f"{prefix}_request_generation_tokens",
             "Length of whole answers",
             buckets=TOKENS_BUCKETS,
             registry=registry,
         )
-        self._prompt_tokens = Counter(
+        self._prompt_tokens = Counts(
             f"{prefix}_prompt_tokens", "Prompt tokens of begun answers", registry=registry
         )
-        self._cached_tokens = Counter(
+        self._cached_tokens = Counts(
             f"{prefix}_cached_tokens",
             "Those of them whose KV prefill found in its prefix cache",
             registry=registry,
         )
-        self._attempts = Counter(
+        self._attempts = Counts(
             f"{prefix}_attempts", "Dispatches to a pair of workers", registry=registry
         )
-        self._reroutes = Counter(
+        self._reroutes = Counts(
             f"{prefix}_reroutes",
             "Attempts that failed and were followed by another, by what failed them",
             ["error"],
             registry=registry,
         )
-        self._transfer_bytes = Counter(
+        self._transfer_bytes = Counts(
             f"{prefix}_transfer_bytes", "KV moved for answers", ["lane"], registry=registry
         )
-        self._transfer_exposed = Histogram(
+        self._transfer_exposed = Tallies(
             f"{prefix}_transfer_exposed_seconds",
             "Token sampled until all KV was acknowledged: what no compute hid",
-            ["lane"],
+            label="lane",
             buckets=PHASE_BUCKETS,
             registry=registry,
         )
-        self._tokens = _Tokens(prefix)
-        registry.register(self._tokens)
+        self._tokens = Counts(
+            f"{prefix}_generation_tokens", "Tokens sent to clients", registry=registry
+        )
+        self._gaps = Tallies(
+            f"{prefix}_inter_token_latency_seconds",
+            "Gap between two consecutive tokens of an answer",
+            buckets=GAP_BUCKETS,
+            registry=registry,
+        )
 
     def first_token(self, now: float, receipt: Receipt) -> None:
         """See ``AnswerWatcher``."""
@@ -127,24 +128,26 @@ class AnswerMetrics:
         for name, histogram in self._phases:
             histogram.observe(getattr(receipt, name))
         self._prompt_length.observe(receipt.prompt_tokens)
-        self._prompt_tokens.inc(receipt.prompt_tokens)
-        self._cached_tokens.inc(receipt.cached_tokens)
-        self._tokens.count += 1
+        self._prompt_tokens.add(receipt.prompt_tokens)
+        self._cached_tokens.add(receipt.cached_tokens)
+        self._tokens.add(1)
 
     def later_tokens(self, now: float, num_tokens: int, gap_s: float) -> None:
         """See ``AnswerWatcher``."""
-        self._tokens.later(num_tokens, gap_s)
+        self._tokens.add(num_tokens)
+        # Tokens that came together share their gap equally.
+        self._gaps.observe(gap_s / num_tokens, num_tokens)
 
     def transferred(self, now: float, receipt: Receipt) -> None:
         """See ``AnswerWatcher``."""
-        self._transfer_bytes.labels(receipt.lane).inc(receipt.transfer_bytes)
+        self._transfer_bytes.add(receipt.transfer_bytes, receipt.lane)
         self._transfer_exposed.labels(receipt.lane).observe(receipt.transfer_exposed_s)
 
     def ended(self, now: float, receipt: Receipt, error: str) -> None:
         """See ``AnswerWatcher``."""
-        self._attempts.inc(receipt.attempts)
+        self._attempts.add(receipt.attempts)
         for reason in receipt.errors[: max(0, receipt.attempts - 1)]:
-            self._reroutes.labels(reason).inc()
+            self._reroutes.add(1, reason)
         if receipt.first_step_s is not None:
             self._first_step.observe(receipt.first_step_s)
         if receipt.tpot_s is not None:
@@ -152,31 +155,3 @@ class AnswerMetrics:
         if not error and receipt.e2e_s is not None:
             self._latency.observe(receipt.e2e_s)
             self._answer_length.observe(receipt.output_tokens)
-
-
-class _Tokens(Collector):
-    """Tokens and the gaps between them. Tokens that came together share their gap equally."""
-
-    def __init__(self, prefix: str) -> None:
-        self.count = 0
-        self._prefix = prefix
-        self._gaps = [0] * (len(GAP_BUCKETS) + 1)
-        self._gap_s = 0.0
-
-    def later(self, num_tokens: int, gap_s: float) -> None:
-        """Count tokens after the first."""
-        self.count += num_tokens
-        self._gaps[bisect_left(GAP_BUCKETS, gap_s / num_tokens)] += num_tokens
-        self._gap_s += gap_s
-
-    def collect(self) -> Iterator[Metric]:
-        yield CounterMetricFamily(
-            f"{self._prefix}_generation_tokens", "Tokens sent to clients", value=self.count
-        )
-        bounds = (*map(str, GAP_BUCKETS), "+Inf")
-        yield HistogramMetricFamily(
-            f"{self._prefix}_inter_token_latency_seconds",
-            "Gap between two consecutive tokens of an answer",
-            buckets=list(zip(bounds, accumulate(self._gaps), strict=True)),
-            sum_value=self._gap_s,
-        )

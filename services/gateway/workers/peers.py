@@ -21,7 +21,7 @@ from services.gateway.core.peer_table import Role, Worker
 from shared import wire
 from shared.errors import MeshError, WorkerLost
 from shared.ids import Incarnation, StreamId
-from shared.request import FinishReason, SamplingParams
+from shared.request import FinishReason
 from shared.rpc import codec
 from shared.rpc.heartbeat_stream import HeartbeatStream
 from shared.rpc.methods import DECODE_SESSION, PREFILL_SESSION
@@ -82,7 +82,7 @@ class AttemptOrder:
     attempt: int
     token_column: bytes
     num_prompt_tokens: int
-    sampling: SamplingParams
+    sampling: wire.SamplingParams
     deadline_s: float
     cache_salt: bytes
     trace_context: str
@@ -141,7 +141,7 @@ class WorkerSession:
                     attempt=order.attempt,
                     token_ids=order.token_column,
                     num_prompt_tokens=order.num_prompt_tokens,
-                    sampling=codec.sampling_to_wire(order.sampling),
+                    sampling=order.sampling,
                     deadline_s=order.deadline_s,
                     decode_incarnation=decode,
                     cache_salt=order.cache_salt,
@@ -167,7 +167,7 @@ class WorkerSession:
                     attempt=order.attempt,
                     token_ids=order.token_column,
                     num_prompt_tokens=order.num_prompt_tokens,
-                    sampling=codec.sampling_to_wire(order.sampling),
+                    sampling=order.sampling,
                     deadline_s=order.deadline_s,
                     wait_s=wait_s,
                     prefill_incarnation=prefill,
@@ -256,6 +256,8 @@ class WorkerSession:
             control = self._control = HeartbeatStream(
                 stream.send,
                 stream.receive,
+                send_nowait=stream.send_nowait,
+                receive_nowait=stream.receive_nowait,
                 heartbeat=command(heartbeat=wire.Heartbeat()),
                 peer=f"{self.worker.role.value} worker",
                 on_suspect=self._suspect,

@@ -35,7 +35,9 @@ from services.gateway.workers.timeline import Timeline
 from shared import wire
 from shared.errors import DeadlinePassed, MeshError, NoBlocks, WorkerLost
 from shared.ids import Incarnation, StreamId
+from shared.log import is_informing
 from shared.request import FinishReason, TokenLogprobs
+from shared.rpc import codec
 from shared.rpc.columns import pack_u32
 from shared.telemetry.moments import Moment, note
 
@@ -346,20 +348,20 @@ class RequestShell:
         token_ids, sampling = lifecycle.token_ids, lifecycle.sampling
         attempt = lifecycle.dispatched(is_whole=decision.is_colocated)
         trace_context = self.timeline.dispatched(decision, has_decode=needs_decode)
-        now = asyncio.get_running_loop().time()
-        _log.info(
-            Moment.ROUTED.value,
-            request_id=self._request.request_id.hex(),
-            at_s=now,
-            attempt=attempt,
-            decision=decision.as_dict(),
-        )
+        if is_informing():
+            _log.info(
+                Moment.ROUTED.value,
+                request_id=self._request.request_id.hex(),
+                at_s=asyncio.get_running_loop().time(),
+                attempt=attempt,
+                decision=decision.as_dict(),
+            )
         order = AttemptOrder(
             request_id=self._request.request_id,
             attempt=attempt,
             token_column=pack_u32(token_ids),
             num_prompt_tokens=lifecycle.num_prompt_tokens,
-            sampling=sampling,
+            sampling=codec.sampling_to_wire(sampling),
             deadline_s=self._remaining_s(),
             cache_salt=self._request.cache_salt,
             trace_context=trace_context,
@@ -427,8 +429,14 @@ class RequestShell:
         self.apply(self.lifecycle.fail(error))
 
     def close(self) -> None:
-        """The consumer has left: cancel whatever is still running."""
+        """The consumer has left: cancel whatever is still running.
+
+        Legs and sink know this request: it forgets them, or only the garbage collector would free
+        it.
+        """
         self.apply(self.lifecycle.cancel())
+        self._legs = {}
+        self._take = None
 
 
 @contextlib.asynccontextmanager
