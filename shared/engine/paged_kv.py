@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from shared.engine import huge_pages
+from shared.engine.upload import to_device
 from shared.errors import LocalProtocolError
 from shared.kv.layout import DTYPE_BYTES, KvLayout
 
@@ -27,7 +28,7 @@ TORCH_DTYPES = {
 _RAW_DTYPES = {4: torch.int32, 2: torch.int16}
 
 
-def slots_of(block_table: Sequence[int], start: int, stop: int, block_size: int) -> np.ndarray:
+def slots_of(block_table: Sequence[int] | np.ndarray, start: int, stop: int, block_size: int) -> np.ndarray:
     """Return the slots (``block * block_size + offset``) of positions [start, stop); int64."""
     first = start // block_size
     last = -(-stop // block_size)
@@ -45,17 +46,26 @@ def slots_of(block_table: Sequence[int], start: int, stop: int, block_size: int)
 class PagedKv:
     """Keys and values of every layer, addressed by slot.
 
+        blocks   0 ........ num_blocks - 1 | padding blocks
+                 rows may name these       | rows that only pad a batch write and read here
+
     Blocks hold zeros until written, and stale but finite KV of earlier owners afterwards; nothing
     may read a slot that its own sequence has not written.
     """
 
     def __init__(
-        self, layout: KvLayout, num_blocks: int, block_size: int, device: torch.device
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        *,
+        num_padding: int = 0,
     ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         self.block_size = block_size
-        shape = (num_blocks, block_size, layout.num_kv_heads, layout.head_dim)
+        shape = (num_blocks + num_padding, block_size, layout.num_kv_heads, layout.head_dim)
         dtype = TORCH_DTYPES[layout.dtype]
 
         def pools() -> list[torch.Tensor]:
@@ -126,7 +136,7 @@ class PagedKv:
             raise LocalProtocolError(f"[{start}, {stop}) is no range of positions")
         slots = slots_of(block_table, start, stop, self.block_size)
         self.check_blocks(slots // self.block_size)
-        return torch.from_numpy(slots).to(self.keys[0].device)
+        return to_device(slots, self.keys[0].device)
 
     def _frame(
         self, buffer: Any, num_tokens: int, first_layer: int, last_layer: int, *, writable: bool
