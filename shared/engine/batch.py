@@ -128,7 +128,13 @@ def flatten_rows(
     check_tokens(token_ids, vocab_size)
     on_device = to_device(packed, device).split(sizes)
     return StepBatch(
-        *on_device[:3], PagedRows(*on_device[3:]), tuple(extents), len(singles), kv.block_size
+        token_ids=on_device[0],
+        positions=on_device[1],
+        slots=on_device[2],
+        paged=PagedRows(*on_device[3:]),
+        extents=tuple(extents),
+        num_single=len(singles),
+        block_size=kv.block_size,
     )
 
 

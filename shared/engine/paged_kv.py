@@ -28,7 +28,9 @@ TORCH_DTYPES = {
 _RAW_DTYPES = {4: torch.int32, 2: torch.int16}
 
 
-def slots_of(block_table: Sequence[int] | np.ndarray, start: int, stop: int, block_size: int) -> np.ndarray:
+def slots_of(
+    block_table: Sequence[int] | np.ndarray, start: int, stop: int, block_size: int
+) -> np.ndarray:
     """Return the slots (``block * block_size + offset``) of positions [start, stop); int64."""
     first = start // block_size
     last = -(-stop // block_size)

@@ -9,6 +9,7 @@ import torch
 from shared.engine.attention.base import AttentionBackend
 from shared.engine.base import OnLayer
 from shared.engine.batch import flatten_rows
+from shared.engine.decode_buckets import DecodeBuckets
 from shared.engine.forward import Passed
 from shared.engine.models.decoder import Decoder
 from shared.engine.paged_kv import PagedKv
@@ -28,13 +29,26 @@ class TorchForward:
         streams: Streams,
         max_model_len: int,
         device: torch.device,
+        buckets: DecodeBuckets | None = None,
     ) -> None:
+        """buckets: run steps of single tokens that nobody follows by layers, where they fit."""
         self._decoder = decoder
         self._kv = kv
         self._attention = attention
         self._streams = streams
         self._max_model_len = max_model_len
         self._device = device
+        self._buckets = buckets
+
+    @property
+    def attention(self) -> AttentionBackend:
+        """The backend, for tests and benchmarks."""
+        return self._attention
+
+    @property
+    def buckets(self) -> DecodeBuckets | None:
+        """Recorded decode steps, for tests and benchmarks."""
+        return self._buckets
 
     @property
     def weights(self) -> Iterable[torch.Tensor]:
@@ -43,6 +57,10 @@ class TorchForward:
 
     def run(self, rows: Sequence[StepRow], on_layer: OnLayer | None) -> Passed:
         """See Forward."""
+        if self._buckets is not None and on_layer is None:
+            replayed = self._buckets.run(rows)
+            if replayed is not None:
+                return replayed
         batch = flatten_rows(
             rows,
             self._kv,

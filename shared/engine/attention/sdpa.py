@@ -66,6 +66,8 @@ class SdpaPlan:
 class SdpaAttention:
     """The backend that runs everywhere torch does."""
 
+    has_static_plans = False
+
     def plan(
         self, batch: StepBatch, windows: Iterable[int | None], dtype: torch.dtype
     ) -> dict[int | None, SdpaPlan]:
