@@ -34,6 +34,7 @@ from shared.engine.sampler import logprobs_of, sample
 from shared.engine.step_time import StepTimeModel
 from shared.engine.streams import CudaStreams, InlineStreams, Streams
 from shared.engine.torch_forward import TorchForward
+from shared.engine.upload import to_device
 from shared.engine.weights import Checkpoint
 from shared.errors import EngineFailed, LocalProtocolError, ModelError
 from shared.kv.layout import KvLayout
@@ -277,7 +278,8 @@ class TorchEngine(Engine):
             lasts = [spans[idx][1] - 1 for idx in sampling]
             last_hidden = hidden
             if lasts != list(range(len(hidden))):
-                last_hidden = hidden.index_select(0, torch.tensor(lasts, device=self._device))
+                places = to_device(np.array(lasts), self._device)
+                last_hidden = hidden.index_select(0, places)
             logits, best = self._forward.logits(last_hidden)
             specs = [spec for row in rows if (spec := row.sample)]
             sampled = sample(logits, specs, eos_token_ids=self._spec.eos_token_ids, best=best)

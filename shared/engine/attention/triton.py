@@ -89,12 +89,7 @@ class TritonAttention:
             TORCH_DTYPES[layout.dtype].itemsize,
             is_single=False,
         ).queries
-        if num_programs is None:
-            num_programs = _INTERPRETED_PROGRAMS
-            if device.type == "cuda":
-                cores = torch.cuda.get_device_properties(device).multi_processor_count
-                num_programs = PROGRAMS_PER_CORE * cores
-        self._num_programs = num_programs
+        self._num_programs = num_programs or _full_device(device)
 
     def plan(
         self, batch: StepBatch, windows: Iterable[int | None], dtype: torch.dtype
@@ -196,6 +191,12 @@ def _try(layout: KvLayout, num_heads: int, block_size: int, device: torch.device
             attention.attend(kv, 0, queries, keys, keys, plan)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+
+
+def _full_device(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _INTERPRETED_PROGRAMS
+    return PROGRAMS_PER_CORE * int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:

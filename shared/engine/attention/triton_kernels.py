@@ -151,8 +151,8 @@ def _power_of_two(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-# Numbers of a step lie one behind the other: their addresses are now divisible by 16, now not, which
-# must not compile kernels anew.
+# A step's numbers lie one behind the other: their addresses are divisible by 16 in one step and not
+# in the next, which must not compile kernels anew.
 _NUMBERS = ["slots", "stops", "firsts", "table_at", "tables", "tile_rows", "tile_offsets"]
 
 
