@@ -24,6 +24,7 @@ from shared.engine.base import Buffer, Engine, OnLayer
 from shared.engine.config import ModelConfig
 from shared.engine.decode_buckets import DecodeBuckets
 from shared.engine.forward import Forward, Passed
+from shared.engine.layers import LayerOps, TorchOps
 from shared.engine.models.decoder import load_decoder
 from shared.engine.models.registry import read_model_config
 from shared.engine.native.forward import NativeForward
@@ -96,9 +97,10 @@ class TorchEngine(Engine):
         dtype: ``auto`` (what the folder says), ``float32``, ``bfloat16`` or ``float16``; weights,
         activations and KV all use it. num_blocks or kv_bytes: size of the pool; neither = 1 GiB on
         CPU, most of the free memory on CUDA. num_threads: torch's, for the whole process.
-        kernels: ``native`` (native/), ``triton`` (attention/), ``torch``, or ``auto``: native or
-        triton where they run. max_graph_rows: record decode steps of up to so many rows and replay
-        them (decode_buckets.py), where the kernels allow it; 0 = none.
+        kernels: ``native`` (native/), ``triton`` (attention/triton.py, triton_layers.py),
+        ``torch``, or ``auto``: native or triton where they run. max_graph_rows: record decode steps
+        of up to so many rows and replay them (decode_buckets.py) where the kernels allow it; 0 =
+        none.
         Raises ModelError: the folder is missing, unsupported or damaged, or an argument does not
         fit it. Raises EngineFailed: the device is missing or too small.
         """
@@ -136,10 +138,16 @@ class TorchEngine(Engine):
                 forward = NativeForward(config, checkpoint, kv, max_model_len=length)
             else:
                 attention: AttentionBackend = SdpaAttention()
+                ops: LayerOps = TorchOps()
                 if chosen == "triton":
+                    from shared.engine.triton_layers import TritonOps
+
                     attention = TritonAttention(layout, config.num_heads, place)
+                    ops = TritonOps()
                 # Weights first: on a GPU the pool takes what they leave.
-                decoder = load_decoder(config, checkpoint, dtype=TORCH_DTYPES[served], device=place)
+                decoder = load_decoder(
+                    config, checkpoint, dtype=TORCH_DTYPES[served], device=place, ops=ops
+                )
                 num_padding = int(max_graph_rows > 0 and attention.has_static_plans)
                 block_bytes = layout.token_bytes * block_size
                 count = _choose_blocks(num_blocks, kv_bytes, block_bytes, place, num_padding)

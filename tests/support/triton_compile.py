@@ -12,6 +12,7 @@ from typing import Any
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
+from shared.engine import triton_layers
 from shared.engine.attention import triton_kernels as kernels
 
 POINTERS = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}
@@ -81,6 +82,15 @@ def main(capability: int) -> None:
     types = {**NUMBERS, "key_stride": "i32", "value_stride": "i32"}
     types |= dict.fromkeys(("keys", "values", "key_pool", "value_pool"), "*bf16")
     done["store"] = compiled(capability, kernels._store, types, WIDTH=1024, TILE=1024)
+    types = dict.fromkeys(("out", "x", "weight", "cos", "sin", "gate_up"), "*bf16")
+    types |= {"eps": "fp32", "stride": "i32"}
+    heads = {"HEADS": 33, "HALF": 40, "TILE_HEADS": 16, "FILLED": 64}
+    for kernel, sizes in (
+        (triton_layers._rms_norm, {"WIDTH": 5120, "FILLED": 8192}),
+        (triton_layers._rotate, heads),
+        (triton_layers._gate, {"WIDTH": 14_336, "TILE": 1024}),
+    ):
+        done[kernel.fn.__name__] = compiled(capability, kernel, types, **sizes)
     print(json.dumps(done))
 
 

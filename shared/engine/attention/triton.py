@@ -172,7 +172,9 @@ class TritonAttention:
 
 
 def _try(layout: KvLayout, num_heads: int, block_size: int, device: torch.device) -> None:
-    """Run every kind of launch once: store, split and whole single tokens, chunks."""
+    """Run every kind of launch once: store, split and whole single tokens, chunks; layers' ops."""
+    from shared.engine.triton_layers import TritonOps
+
     kv = PagedKv(replace(layout, num_layers=1), 2, block_size, device)
     vocab_size, length = 2, 2 * block_size
     rows = [StepRow((1,), 0, (0,)), StepRow((1,) * (length - 1), 1, (0, 1))]
@@ -189,6 +191,10 @@ def _try(layout: KvLayout, num_heads: int, block_size: int, device: torch.device
             plan = attention.plan(batch, [None], dtype)[None]
             attention.store(kv, 0, keys, keys, batch)
             attention.attend(kv, 0, queries, keys, keys, plan)
+        ops, row = TritonOps(), keys.flatten(1)
+        ops.rms_norm(row, row[0], 1e-6)
+        ops.rotate(keys, keys[:, :1].contiguous(), keys[:, :1].contiguous())
+        ops.gate(row)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
