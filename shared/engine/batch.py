@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -109,8 +110,9 @@ def flatten_rows(
     num_rows, num_tokens = len(rows), firsts[-1]
     # One host buffer, one transfer to the device.
     sizes = (num_tokens, num_tokens, num_tokens, num_rows, num_rows + 1, num_rows, len(tables))
-    packed = np.empty(sum(sizes), dtype=np.int64)
-    parts = np.split(packed, np.cumsum(sizes)[:-1])
+    ends = list(accumulate(sizes))
+    packed = np.empty(ends[-1], dtype=np.int64)
+    parts = [packed[end - size : end] for end, size in zip(ends, sizes, strict=True)]
     token_ids, positions, slots, stops, all_firsts, all_table_at, blocks = parts
     all_firsts[:], all_table_at[:], blocks[:] = firsts, table_at[:-1], tables
     kv.check_blocks(blocks)

@@ -156,16 +156,17 @@ class TorchEngine(Engine):
                     streams = CudaStreams(config.num_layers, place)
                 buckets = None
                 if num_padding:
-                    buckets = DecodeBuckets(
-                        decoder,
-                        kv,
-                        attention,
-                        max_rows=max_graph_rows,
-                        max_model_len=length,
-                        device=place,
-                    )
                     with streams.computing():
-                        buckets.record(CudaRecorder() if place.type == "cuda" else InlineRecorder())
+                        buckets = DecodeBuckets(
+                            decoder,
+                            kv,
+                            attention,
+                            max_rows=max_graph_rows,
+                            max_model_len=length,
+                            device=place,
+                        )
+                        recorder = CudaRecorder() if place.type == "cuda" else InlineRecorder()
+                        buckets.record(recorder)
                 forward = TorchForward(
                     decoder,
                     kv,

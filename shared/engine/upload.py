@@ -15,6 +15,6 @@ def to_device(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
     """Return a tensor of these numbers on the device: on CPU the array's own memory, elsewhere a
     copy that is queued on the current stream."""
     tensor = torch.from_numpy(numbers)
-    if device.type == "cpu":
-        return tensor
+    if device.type == "cpu" or not numbers.size:
+        return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
