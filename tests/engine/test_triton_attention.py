@@ -96,12 +96,12 @@ class Setting:
         self.kv = PagedKv(self.layout, num_blocks, case.block_size, DEVICE)
         for pool in (self.kv.keys[0], self.kv.values[0]):
             pool.copy_(self.noise(*pool.shape))
-        free = random.Random(seed).sample(range(num_blocks), num_blocks)
+        # Block 0 is nobody's: a load that lacks its mask would go there.
+        free = random.Random(seed).sample(range(1, num_blocks), num_blocks - 1)
         self.rows: list[StepRow] = []
         for (start, length), count in zip(case.rows, counts, strict=True):
             table = [free.pop() for _ in range(count)]
             self.rows.append(StepRow([1] * length, start, table))
-        self.unowned = free
         self.batch: StepBatch = flatten_rows(
             self.rows, self.kv, vocab_size=2, max_model_len=1 << 20, device=DEVICE
         )
