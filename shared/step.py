@@ -46,6 +46,11 @@ class StepRow(NamedTuple):
     prompt_logprobs: int | None = None
     prompt_targets: Sequence[int] = ()
 
+    @property
+    def stop(self) -> int:
+        """First position that this row does not compute."""
+        return self.start + len(self.token_ids)
+
 
 class RowResult(NamedTuple):
     """token_id: -1 if the row sampled nothing. logprobs: when the row's params asked for them.

@@ -102,6 +102,7 @@ async def serve_decode(num_tokens: int) -> None:
     reader = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     pipe, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    await receiver.open()
     serving = TcpNetwork().serve(Address("127.0.0.1", 0), [receiver.servicer])
     async with background(receiver.run), serving as server:
         print(server.address.port, flush=True)

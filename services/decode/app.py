@@ -144,7 +144,8 @@ class DecodeWorker:
                 drain=lambda: self.reservations.drain(config.drain_s),
                 why_not_ready=lambda: receiver.not_ready_reason,
             )
-            with contextlib.closing(self.reservations):
+            with contextlib.closing(self.reservations), contextlib.closing(receiver):
+                await receiver.open()
                 return await self._life.run(parts, ready, stop)
 
 

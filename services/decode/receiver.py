@@ -152,7 +152,7 @@ class KvReceiver:
         must_share_memory: bool = False,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """``run`` allocates ``num_slots`` staging slots of ``max_frame_bytes`` (slots.py).
+        """``open`` allocates ``num_slots`` staging slots of ``max_frame_bytes`` (slots.py).
 
         group_bytes: the largest groups that may be agreed on; the default leaves them to prefill.
         window: most slots of one transfer. fencing: False releases blocks and slots of an aborted
@@ -211,11 +211,19 @@ class KvReceiver:
         """What ``Network.serve`` takes."""
         return self._pairs.servicer
 
+    async def open(self) -> None:
+        """Make the staging slots. Before ``run``, and before anybody hears of this worker: a pair
+        that comes earlier is refused, and tried again only after a pause."""
+        await self._slots.open()
+
+    def close(self) -> None:
+        """Let go of the staging slots, so that the transport can end."""
+        self._slots.close()
+
     async def run(self) -> None:
-        """Work until cancelled; then every pair ends, its transfers fail and its endpoint
-        closes."""
+        """Work until cancelled; then every pair ends, its transfers fail, its endpoint closes, and
+        the slots go."""
         try:
-            await self._slots.open()
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
                 tasks.create_task(self._pairs.run())
@@ -224,7 +232,7 @@ class KvReceiver:
                 finally:
                     self._tasks = None  # nothing new starts; the pairs close what there is
         finally:
-            self._slots.close()
+            self.close()
 
     def lease_changed(self, key: TransferKey) -> None:
         """The lease side has made or granted this reservation: if prefill's open waits, ``attach``

@@ -53,7 +53,7 @@ class StepTimes:
         if not plan.num_prefill_tokens:
             return
         num_tokens = plan.num_decode_rows + plan.num_prefill_tokens
-        num_attended = sum(attended(*span) for span in plan.spans)
+        num_attended = sum(attended(row.start, row.stop) for row in plan.rows)
         predicted_s = max(self._quickest_s, self._model.predict(num_tokens, num_attended))
         if predicted_s > 0:
             self._slowness.add(min(_SLOWEST, seconds / predicted_s))

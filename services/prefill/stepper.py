@@ -246,15 +246,15 @@ class Stepper:
         compute_s = self._engine.step_seconds(plan.rows)
         admitted = set(map(id, plan.admitted))
         pushes: list[PushHandle] = []
-        for sequence, span in zip(plan.sequences, plan.spans, strict=True):
+        for sequence, row in zip(plan.sequences, plan.rows, strict=True):
             job = self._jobs[sequence]
-            note(Moment.PLANNED, job.request_id, start=span.start, stop=span.stop)
+            note(Moment.PLANNED, job.request_id, start=row.start, stop=row.stop)
             push = job.push
             if push is None:
                 continue
-            if id(sequence) in admitted and span.start > 0:
-                push.span(0, span.start, is_cached=True)
-            push.span(span.start, span.stop, compute_s=compute_s)
+            if id(sequence) in admitted and row.start > 0:
+                push.span(0, row.start, is_cached=True)
+            push.span(row.start, row.stop, compute_s=compute_s)
             pushes.append(push)
         return pushes
 

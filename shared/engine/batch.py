@@ -101,7 +101,7 @@ def flatten_rows(
     singles.sort(key=lambda idx: -rows[idx].start)  # stable: equal rows keep their order
     order = [*singles, *(idx for idx, row in enumerate(rows) if len(row.token_ids) != 1)]
     firsts, table_at = [0], [0]
-    tables = array("q")
+    tables = array("i")
     for idx in order:
         row = rows[idx]
         tables.extend(row.block_table[: num_blocks_needed(row, kv, max_model_len)])

@@ -25,7 +25,6 @@ import torch
 
 from shared.engine.attention.base import AttentionBackend
 from shared.engine.batch import PagedRows, StepBatch, check_tokens, num_blocks_needed
-from shared.engine.forward import Passed
 from shared.engine.models.decoder import Decoder
 from shared.engine.paged_kv import PagedKv
 from shared.engine.recording import Recorder, Recording
@@ -112,9 +111,9 @@ class DecodeBuckets:
         seconds = round(time.perf_counter() - began_at, 2)
         _log.info("recording done", sizes=len(self._sizes), seconds=seconds)
 
-    def run(self, rows: Sequence[StepRow]) -> Passed | None:
-        """Run the step as ``Forward.run`` without ``on_layer`` would, or return None: it is not one
-        of single tokens, or larger than any bucket.
+    def run(self, rows: Sequence[StepRow]) -> torch.Tensor | None:
+        """Run the step and return a hidden state a row, or None: it is not a step of single tokens,
+        or larger than any bucket.
 
         Raises LocalProtocolError: see ``Forward.run``.
         """
@@ -124,13 +123,12 @@ class DecodeBuckets:
         size = self._sizes[place]
         if not self._fill(rows, size):
             return None
-        hidden = self._recordings[size].replay()
-        return Passed(hidden[: len(rows)], [(idx, idx + 1) for idx in range(len(rows))])
+        return self._recordings[size].replay()[: len(rows)]
 
     def _fill(self, rows: Sequence[StepRow], size: int) -> bool:
         """Write the rows' numbers into the static buffers; False if their tables do not fit."""
         kv, count = self._kv, len(rows)
-        tables, table_at = array("q"), array("q")
+        tables, table_at = array("i"), array("i")
         for row in rows:
             table_at.append(1 + len(tables))
             tables.extend(row.block_table[: num_blocks_needed(row, kv, self._max_model_len)])

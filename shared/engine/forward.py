@@ -19,12 +19,17 @@ from shared.step import StepRow
 class Passed(NamedTuple):
     """What a pass leaves behind.
 
-    hidden: ``[num_tokens, hidden_size]`` before the final norm, valid until the next pass. spans:
-    per row, in the caller's order, where its tokens [first, last) lie in ``hidden``.
+    hidden: ``[num_tokens, hidden_size]`` before the final norm. lasts: per row, in the caller's
+    order, where its last token lies in ``hidden``, after its other ones. logits: float32
+    ``[num_samples, vocab_size]``, empty if no row samples; may be written over. best: the most
+    likely token of each of them, where it fell out of the computation. Tensors are valid until the
+    next pass.
     """
 
     hidden: torch.Tensor
-    spans: Sequence[tuple[int, int]]
+    lasts: Sequence[int]
+    logits: torch.Tensor
+    best: list[int] | None
 
 
 class Forward(Protocol):
@@ -35,17 +40,19 @@ class Forward(Protocol):
         """All tensors, for tests and benchmarks that check what a worker really runs in."""
         ...
 
-    def run(self, rows: Sequence[StepRow], on_layer: OnLayer | None) -> Passed:
+    def run(
+        self, rows: Sequence[StepRow], samples: Sequence[int], on_layer: OnLayer | None
+    ) -> Passed:
         """Compute all tokens of all rows and write their KV; report each layer once it is written.
+
+        samples: the rows, by index, of which logits are wanted: those of their last tokens.
 
         Raises LocalProtocolError, before anything is written: a row is empty, too long, names
         unknown tokens or blocks, or its block table is too short.
         """
         ...
 
-    def logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return float32 logits ``[n, vocab_size]`` of hidden states ``[n, hidden_size]``, and the
-        most likely token of each row (int64 ``[n]``) where it fell out of the computation.
-
-        Both may be written over, and are valid until the next call."""
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits ``[n, vocab_size]`` of hidden states ``[n, hidden_size]``, valid
+        until the next call of anything here."""
         ...

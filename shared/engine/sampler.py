@@ -43,7 +43,7 @@ def is_greedy(params: SamplingParams) -> bool:
     return params.temperature < GREEDY_BELOW
 
 
-def _is_plain_greedy(spec: SampleSpec) -> bool:
+def is_plain_greedy(spec: SampleSpec) -> bool:
     """Whether the most likely token is the answer, and nothing is told of the others."""
     params = spec.params
     return (
@@ -60,15 +60,11 @@ def sample(
     specs: Sequence[SampleSpec],
     *,
     eos_token_ids: frozenset[int],
-    best: torch.Tensor | None = None,
 ) -> list[Sampled]:
     """Choose one token per row.
 
-    logits: float32 ``[len(specs), vocab_size]``; overwritten. best: the first most likely token of
-    each row, if it is known; all that plain greedy rows need.
+    logits: float32 ``[len(specs), vocab_size]``; overwritten.
     """
-    if best is not None and all(_is_plain_greedy(spec) for spec in specs):
-        return [Sampled(token_id, None) for token_id in best.tolist()]
     reported = _RawLogprobs.of(logits, specs)
     _penalise(logits, specs)
     _bias(logits, specs)

@@ -10,12 +10,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import structlog
 import torch
 
+from shared.engine import sampler
 from shared.engine.attention.base import AttentionBackend
 from shared.engine.attention.sdpa import SdpaAttention
 from shared.engine.attention.triton import TritonAttention
@@ -31,18 +32,16 @@ from shared.engine.native.forward import NativeForward
 from shared.engine.native.forward import unsupported as native_unsupported
 from shared.engine.paged_kv import TORCH_DTYPES, PagedKv
 from shared.engine.recording import CudaRecorder, InlineRecorder
-from shared.engine.sampler import logprobs_of, sample
 from shared.engine.step_time import StepTimeModel
 from shared.engine.streams import CudaStreams, InlineStreams, Streams
 from shared.engine.torch_forward import TorchForward
-from shared.engine.upload import to_device
 from shared.engine.weights import Checkpoint
 from shared.errors import EngineFailed, LocalProtocolError, ModelError
 from shared.kv.layout import KvLayout
 from shared.model_folder import ModelFolder
 from shared.model_spec import ModelSpec
 from shared.request import TokenLogprobs
-from shared.step import RowResult, StepRow
+from shared.step import RowResult, SampleSpec, StepRow
 
 _log = structlog.get_logger(__name__)
 
@@ -55,6 +54,37 @@ CUDA_KV_SHARE = 0.85
 
 _LOGIT_ROWS = 64
 """Positions whose prompt logprobs are computed at once: bounds ``[rows, vocab_size]`` float32."""
+
+
+class _Wanted(NamedTuple):
+    """What a step's rows want besides KV.
+
+    Looked at before the kernels, for they drive the rows out of the caches (bench/engine).
+
+    samples: the rows that sample; specs: theirs. prompts: rows that want prompt logprobs, with
+    their places. step_size: tokens computed, and tokens of KV read.
+    """
+
+    num_rows: int
+    samples: list[int]
+    specs: list[SampleSpec]
+    is_plain_greedy: bool
+    prompts: list[tuple[int, StepRow]]
+    step_size: tuple[int, int]
+
+    @classmethod
+    def of(cls, rows: Sequence[StepRow]) -> _Wanted:
+        samples: list[int] = []
+        specs: list[SampleSpec] = []
+        prompts: list[tuple[int, StepRow]] = []
+        for idx, row in enumerate(rows):
+            if row.sample is not None:
+                samples.append(idx)
+                specs.append(row.sample)
+            if row.prompt_logprobs is not None and row.prompt_targets:
+                prompts.append((idx, row))
+        is_plain_greedy = all(map(sampler.is_plain_greedy, specs))
+        return cls(len(rows), samples, specs, is_plain_greedy, prompts, _step_size(rows))
 
 
 class TorchEngine(Engine):
@@ -207,9 +237,10 @@ class TorchEngine(Engine):
         if not rows:
             return []
         began_at = time.perf_counter()
+        wanted = _Wanted.of(rows)
         with _device_failures("a step"), torch.inference_mode(), self._streams.computing():
-            results = self._results(rows, self._forward.run(rows, on_layer))
-        self._step_time.observe(*_step_size(rows), time.perf_counter() - began_at)
+            results = self._results(wanted, self._forward.run(rows, wanted.samples, on_layer))
+        self._step_time.observe(*wanted.step_size, time.perf_counter() - began_at)
         return results
 
     def step_seconds(self, rows: Sequence[StepRow]) -> float:
@@ -279,26 +310,24 @@ class TorchEngine(Engine):
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _results(self, rows: Sequence[StepRow], passed: Passed) -> list[RowResult]:
-        hidden, spans = passed
-        results = [RowResult(-1)] * len(rows)
-        sampling = [idx for idx, row in enumerate(rows) if row.sample is not None]
-        if sampling:
-            lasts = [spans[idx][1] - 1 for idx in sampling]
-            last_hidden = hidden
-            if lasts != list(range(len(hidden))):
-                places = to_device(np.array(lasts), self._device)
-                last_hidden = hidden.index_select(0, places)
-            logits, best = self._forward.logits(last_hidden)
-            specs = [spec for row in rows if (spec := row.sample)]
-            sampled = sample(logits, specs, eos_token_ids=self._spec.eos_token_ids, best=best)
-            for idx, outcome in zip(sampling, sampled, strict=True):
-                results[idx] = RowResult(*outcome)
-        for idx, row in enumerate(rows):
-            if row.prompt_logprobs is not None and row.prompt_targets:
-                part = hidden[slice(*spans[idx])]
-                entries = self._prompt_logprobs(part, row.prompt_targets, row.prompt_logprobs)
-                results[idx] = results[idx]._replace(prompt_logprobs=entries)
+    def _results(self, wanted: _Wanted, passed: Passed) -> list[RowResult]:
+        if passed.best is not None and wanted.is_plain_greedy:
+            sampled = [RowResult(token_id) for token_id in passed.best]
+        else:
+            eos = self._spec.eos_token_ids
+            drawn = sampler.sample(passed.logits, wanted.specs, eos_token_ids=eos)
+            sampled = [RowResult(*one) for one in drawn]
+        results = sampled
+        if len(sampled) < wanted.num_rows:
+            results = [RowResult(-1)] * wanted.num_rows
+            for idx, result in zip(wanted.samples, sampled, strict=True):
+                results[idx] = result
+        for idx, row in wanted.prompts:
+            assert row.prompt_logprobs is not None
+            stop = passed.lasts[idx] + 1
+            part = passed.hidden[stop - len(row.token_ids) : stop]
+            entries = self._prompt_logprobs(part, row.prompt_targets, row.prompt_logprobs)
+            results[idx] = results[idx]._replace(prompt_logprobs=entries)
         return results
 
     def _prompt_logprobs(
@@ -311,8 +340,8 @@ class TorchEngine(Engine):
         entries: list[TokenLogprobs] = []
         for begin in range(0, len(targets), _LOGIT_ROWS):
             part = targets[begin : begin + _LOGIT_ROWS]
-            logits, _ = self._forward.logits(hidden[begin : begin + len(part)])
-            entries += logprobs_of(logits, part, num_top)
+            logits = self._forward.logits(hidden[begin : begin + len(part)])
+            entries += sampler.logprobs_of(logits, part, num_top)
         return tuple(entries)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 
 from shared.engine.attention.base import AttentionBackend
@@ -14,6 +15,7 @@ from shared.engine.forward import Passed
 from shared.engine.models.decoder import Decoder
 from shared.engine.paged_kv import PagedKv
 from shared.engine.streams import Streams
+from shared.engine.upload import to_device
 from shared.step import StepRow
 
 
@@ -55,12 +57,30 @@ class TorchForward:
         """See Forward."""
         return self._decoder.weights
 
-    def run(self, rows: Sequence[StepRow], on_layer: OnLayer | None) -> Passed:
+    def run(
+        self, rows: Sequence[StepRow], samples: Sequence[int], on_layer: OnLayer | None
+    ) -> Passed:
         """See Forward."""
+        hidden, lasts = self._hidden(rows, on_layer)
+        if not samples:
+            # No product and no kernel of nothing: not every launcher takes an empty grid.
+            nothing = hidden.new_empty((0, self._decoder.config.vocab_size), dtype=torch.float32)
+            return Passed(hidden, lasts, nothing, None)
+        wanted = hidden
+        places = [lasts[idx] for idx in samples]
+        if places != list(range(len(hidden))):
+            wanted = hidden.index_select(0, to_device(np.array(places), self._device))
+        logits = self._decoder.logits(wanted)
+        return Passed(hidden, lasts, logits, None)
+
+    def _hidden(
+        self, rows: Sequence[StepRow], on_layer: OnLayer | None
+    ) -> tuple[torch.Tensor, Sequence[int]]:
+        """Hidden states of all tokens, and where in them each row's last token lies."""
         if self._buckets is not None and on_layer is None:
             replayed = self._buckets.run(rows)
             if replayed is not None:
-                return replayed
+                return replayed, range(len(rows))
         batch = flatten_rows(
             rows,
             self._kv,
@@ -69,11 +89,11 @@ class TorchForward:
             device=self._device,
         )
         hidden = self._decoder.forward(batch, self._kv, self._attention, self._streams, on_layer)
-        spans = [(0, 0)] * len(rows)
+        lasts = [0] * len(rows)
         for extent in batch.extents:
-            spans[extent.row_idx] = (extent.first, extent.last)
-        return Passed(hidden, spans)
+            lasts[extent.row_idx] = extent.last - 1
+        return hidden, lasts
 
-    def logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See Forward."""
-        return self._decoder.logits(hidden), None
+        return self._decoder.logits(hidden)

@@ -7,6 +7,7 @@ an answer (None, False), never an error.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,11 +23,13 @@ class BlockTable:
     """The blocks one owner holds, in logical order. Made by ``BlockPool.acquire``; ends at
     ``release``.
 
-    blocks: physical block of each logical block; read it freely, change it never.
+    blocks: physical block of each logical block; read it freely, change it never. Plain 32-bit
+    numbers: a step copies the tables of all its rows, and would else read every number as an object
+    somewhere in memory.
     num_hit_tokens: leading tokens whose KV was found in the prefix cache: shared, read-only.
     """
 
-    blocks: list[int]
+    blocks: array[int]
     num_hit_tokens: int
     num_published: int
     is_released: bool = False
@@ -167,7 +170,8 @@ class BlockPool:
             if self._cache.is_idle(block):
                 self._cache.set_held(block)
             self._allocator.share(block)
-        blocks = hits + [self._take() for _ in range(num_new)]
+        blocks = array("i", hits)
+        blocks.extend(self._take() for _ in range(num_new))
         num_hit_tokens = len(hits) * self._block_size
         self._num_acquired_tokens += len(tokens)
         self._num_hit_tokens += num_hit_tokens

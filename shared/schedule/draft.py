@@ -6,7 +6,7 @@ Decides nothing about who runs; knows what a row of a sequence looks like.
 from __future__ import annotations
 
 from shared.schedule.budget import StepBudget, attended
-from shared.schedule.plan import Failure, Span, StepPlan
+from shared.schedule.plan import Failure, StepPlan
 from shared.schedule.sequence import Sequence
 from shared.step import SampleSpec, StepRow
 
@@ -17,7 +17,6 @@ class Draft:
     def __init__(self, budget: StepBudget) -> None:
         self.rows: list[StepRow] = []
         self.sequences: list[Sequence] = []
-        self.spans: list[Span] = []
         self.admitted: list[Sequence] = []
         self.preempted: list[Sequence] = []
         self.failed: list[Failure] = []
@@ -39,7 +38,6 @@ class Draft:
         start, stop = sequence.num_computed_tokens, min(stop, sequence.num_tokens)
         self.rows.append(_row(sequence, start, stop))
         self.sequences.append(sequence)
-        self.spans.append(Span(start, stop))
         self._num_attended += attended(start, stop)
         if sequence.is_decoding:
             self.num_decode_rows += 1
@@ -58,7 +56,6 @@ class Draft:
         sample = SampleSpec(sampling, index, (), ())
         self.rows.append(StepRow(tokens[start:], start, sequence.block_table, sample))
         self.sequences.append(sequence)
-        self.spans.append(Span(start, start + 1))
         self._num_attended += attended(start, start + 1)
         self.num_decode_rows += 1
 
@@ -67,7 +64,6 @@ class Draft:
         return StepPlan(
             rows=tuple(self.rows),
             sequences=tuple(self.sequences),
-            spans=tuple(self.spans),
             admitted=tuple(self.admitted),
             preempted=tuple(self.preempted),
             failed=tuple(self.failed),

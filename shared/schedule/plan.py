@@ -14,13 +14,6 @@ from shared.schedule.sequence import Sequence
 from shared.step import StepRow
 
 
-class Span(NamedTuple):
-    """Token positions [start, stop) of one sequence."""
-
-    start: int
-    stop: int
-
-
 class Failure(NamedTuple):
     """A sequence that can never run here. Its blocks are free already."""
 
@@ -30,8 +23,8 @@ class Failure(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One step. ``rows[i]`` computes ``spans[i]`` of ``sequences[i]``; decode rows first, then
-    prompt chunks.
+    """One step. ``rows[i]`` computes tokens of ``sequences[i]``; decode rows first, then prompt
+    chunks.
 
     The rows share the sequences' block tables and are valid until ``commit``.
     admitted: sequences that got blocks in this plan: KV of their tokens [0, num_computed_tokens) is
@@ -42,7 +35,6 @@ class StepPlan:
 
     rows: tuple[StepRow, ...]
     sequences: tuple[Sequence, ...]
-    spans: tuple[Span, ...]
     admitted: tuple[Sequence, ...]
     preempted: tuple[Sequence, ...]
     failed: tuple[Failure, ...]
@@ -55,7 +47,7 @@ class StepPlan:
         return not self.rows
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # one a row and step: frozen costs three times as much to make
 class NewToken:
     """A token sampled in a step. index: in the answer. finish_reason: NONE unless the answer ends
     here.

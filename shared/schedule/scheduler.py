@@ -318,16 +318,14 @@ class Scheduler:
         self._num_steps += 1
         tokens: list[NewToken] = []
         block_size = self._pool.block_size
-        for sequence, row, span, result in zip(
-            plan.sequences, plan.rows, plan.spans, results, strict=True
-        ):
-            table = sequence.table
+        for sequence, row, result in zip(plan.sequences, plan.rows, results, strict=True):
+            table, stop = sequence.table, row.stop
             assert table is not None
             assert sequence.chain is not None
             sequence.in_step = False
-            sequence.num_computed_tokens = span.stop
-            if span.stop >= (table.num_published + 1) * block_size:
-                self._pool.publish(table, sequence.chain, sequence.tokens, span.stop)
+            sequence.num_computed_tokens = stop
+            if stop >= (table.num_published + 1) * block_size:
+                self._pool.publish(table, sequence.chain, sequence.tokens, stop)
             if sequence.is_aborted:
                 self._retire(sequence)
                 continue

@@ -10,6 +10,7 @@ Counts are derived, so none can drift.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -105,6 +106,6 @@ class Sequence:
         return self.state is SequenceState.FINISHED or self.finish_reason is not FinishReason.NONE
 
     @property
-    def block_table(self) -> list[int]:
-        """Physical block of each logical block; [] while it holds none."""
-        return self.table.blocks if self.table is not None else []
+    def block_table(self) -> array[int]:
+        """Physical block of each logical block; empty while it holds none."""
+        return self.table.blocks if self.table is not None else array("i")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,10 +55,10 @@ def buckets_of(engine: TorchEngine) -> DecodeBuckets:
 
 
 def hidden_of(engine: TorchEngine, rows: Sequence[StepRow], on_layer: Any = None) -> torch.Tensor:
-    """Hidden states of single-token rows, in their order."""
+    """Hidden states of the rows' last tokens, in the rows' order."""
     with torch.inference_mode(), engine._streams.computing():
-        hidden, spans = engine.forward.run(rows, on_layer)
-        return torch.cat([hidden[slice(*span)].clone() for span in spans])
+        passed = engine.forward.run(rows, (), on_layer)
+        return passed.hidden[list(passed.lasts)].clone()
 
 
 def decode_rows(engine: TorchEngine, count: int, seed: int = 0) -> list[StepRow]:
@@ -72,7 +73,8 @@ def decode_rows(engine: TorchEngine, count: int, seed: int = 0) -> list[StepRow]
     rows: list[StepRow] = []
     for _ in range(count):
         start = rng.randrange(MAX_LEN - 4)
-        table = [free.pop() for _ in range(start // engine.block_size + 1)]
+        # As the scheduler hands them over.
+        table = array("i", [free.pop() for _ in range(start // engine.block_size + 1)])
         rows.append(StepRow([rng.randrange(SHAPES[SHAPE].vocab)], start, table))
     return rows
 

@@ -52,7 +52,7 @@ def hidden_of(engine: TorchEngine, tokens: list[int], cuts: list[int], table: li
     parts = []
     with torch.inference_mode():
         for start, stop in zip([0, *cuts], [*cuts, len(tokens)], strict=True):
-            passed = engine.forward.run([StepRow(tokens[start:stop], start, table)], None)
+            passed = engine.forward.run([StepRow(tokens[start:stop], start, table)], [], None)
             parts.append(passed.hidden.clone())
     return torch.cat(parts)
 
@@ -85,17 +85,17 @@ def test_same_bits_in_any_company(shape: str, native_of: EngineOf) -> None:
             for tokens, table in zip(prompts, moved, strict=True)
             if len(tokens) > 1
         ]
-        engine.forward.run(rows, None)
+        engine.forward.run(rows, [], None)
         rows = [
             StepRow(tokens[-1:], len(tokens) - 1, table)
             for tokens, table in zip(prompts, moved, strict=True)
         ]
-        last = engine.forward.run(rows, None).hidden
+        last = engine.forward.run(rows, [], None).hidden
         assert torch.equal(last, torch.stack([states[-1] for states in alone]))
         mixed = [*rows[:3], StepRow(prompts[5], 0, list(range(190, 200))), *rows[3:]]
-        passed = engine.forward.run(mixed, None)
-        first, stop = passed.spans[3]
-        assert torch.equal(passed.hidden[first:stop], alone[5])
+        passed = engine.forward.run(mixed, [], None)
+        stop = passed.lasts[3] + 1
+        assert torch.equal(passed.hidden[stop - len(prompts[5]) : stop], alone[5])
 
 
 def test_same_bits_with_any_number_of_threads(native_of: EngineOf) -> None:
@@ -116,10 +116,10 @@ def test_layers_are_reported_in_order_and_change_nothing(shape: str, native_of: 
         seen.append((layer, bool(engine._kv.keys[layer][:70].any())))
 
     with torch.inference_mode():
-        plain = engine.forward.run([StepRow(tokens, 0, list(range(5)))], None).hidden.clone()
+        plain = engine.forward.run([StepRow(tokens, 0, list(range(5)))], [], None).hidden.clone()
         for pool in [*engine._kv.keys, *engine._kv.values]:
             pool.zero_()
-        told = engine.forward.run([StepRow(tokens, 0, list(range(5)))], on_layer).hidden
+        told = engine.forward.run([StepRow(tokens, 0, list(range(5)))], [], on_layer).hidden
         assert torch.equal(plain, told)
     assert seen == [(layer, True) for layer in range(engine.layout.num_layers)]
 
@@ -140,13 +140,17 @@ def test_a_product_is_that_of_torch(count: int, rows: int, k: int) -> None:
 
 def test_the_most_likely_token_is_the_first_of_equals(native_of: EngineOf) -> None:
     """What the kernels find on the way is what argmax finds."""
-    engine = native_of("llama-gqa2")
+    engine = native_of("llama-gqa2", num_blocks=70)
     with torch.inference_mode():
-        hidden = torch.randn(70, 64).to(torch.bfloat16)
-        logits, best = engine.forward.logits(hidden)
+        rows = [StepRow([idx], 0, [idx]) for idx in range(70)]
+        passed = engine.forward.run(rows, range(70), None)
+        logits = passed.logits
         assert logits.dtype == torch.float32
         # bfloat16 logits tie now and then.
-        assert torch.equal(best, (logits == logits.amax(-1, keepdim=True)).int().argmax(-1))
+        firsts = (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)
+        assert passed.best == firsts.tolist()
+        picked = engine.forward.run(rows, [5, 2], None)
+        assert picked.best == [firsts[5], firsts[2]]
 
 
 @pytest.mark.parametrize(

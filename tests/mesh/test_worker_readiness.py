@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from typing import Any
 
 import pytest
@@ -10,8 +11,16 @@ from grpclib.health.v1.health_grpc import HealthStub
 from grpclib.health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from shared.address import Address
+from shared.rpc.memory import MemoryNetwork
 from shared.telemetry.loop_lag import INTERVAL_S
-from tests.support.worker_mesh import RunningWorker, WorkerMesh, virtual_time, worker_mesh
+from shared.transport.loopback import LoopbackFabric, LoopbackSettings
+from tests.support.worker_mesh import (
+    RunningWorker,
+    WorkerMesh,
+    launch_worker,
+    virtual_time,
+    worker_mesh,
+)
 
 SERVING = HealthCheckResponse.SERVING
 NOT_SERVING = HealthCheckResponse.NOT_SERVING
@@ -35,3 +44,26 @@ async def test_a_worker_whose_loop_stood_still_is_not_ready_until_it_turns_again
         assert await status(mesh, worker) == NOT_SERVING
         await asyncio.sleep(2 * INTERVAL_S)
         assert await status(mesh, worker) == SERVING
+
+
+@virtual_time
+async def test_a_decode_worker_is_heard_of_only_when_its_staging_slots_stand() -> None:
+    """A pair that came before them would be refused, and tried again only after a pause."""
+    fabric = LoopbackFabric(LoopbackSettings(has_windows=True))
+    async with asyncio.TaskGroup() as tasks:
+        decode = await launch_worker(
+            "decode",
+            "decode-0",
+            tasks,
+            network=MemoryNetwork(host="gateway"),
+            fabric=fabric,
+            randomness=random.Random(1),
+            num_blocks=64,
+            block_size=16,
+            timing=None,
+            settings={"gateway": "gateway:8001", "staging_mib": 16},
+        )
+        offers, _ = decode.worker.receiver.windows
+        assert offers
+        assert decode.task is not None
+        decode.task.cancel()

@@ -86,7 +86,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.pool.statistics() == before
             return None
         assert table is not None
-        assert table.blocks[: len(expected)] == expected
+        assert list(table.blocks[: len(expected)]) == expected
         assert table.num_hit_tokens == len(expected) * BLOCK_SIZE
         new = table.blocks[len(expected) :]
         assert len(new) == len(set(new)) == num_new
@@ -107,13 +107,13 @@ class PoolMachine(RuleBasedStateMachine):
         fits = self.pool.num_blocks_for(num_tokens) - len(before) <= NUM_BLOCKS - len(held)
         assert self.pool.grow(owner.table, num_tokens) == fits
         new = owner.table.blocks[len(before) :]
-        assert owner.table.blocks[: len(before)] == before
+        assert list(owner.table.blocks[: len(before)]) == before
         assert not set(new) & held
         if fits:
             owner.tokens += [token] * num
             self.forget(new)
         else:
-            assert new == []
+            assert not new
 
     @rule(owner=owners, num=st.integers(1, 12))
     def compute(self, owner: Owner | None, num: int) -> None:

@@ -68,6 +68,7 @@ class Decode:
         )
         self.end.connect(self.receiver)
         self.num_cancelled = 0
+        await self.receiver.open()
         self.running = asyncio.get_running_loop().create_task(self.receiver.run())
         self.serving = contextlib.AsyncExitStack()
         server = await self.serving.enter_async_context(

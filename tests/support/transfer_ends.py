@@ -424,6 +424,7 @@ async def running_ends(
         **receiver_options,
     )
     decode_end.receiver = receiver
+    await receiver.open()
     pusher = Pusher(
         engine=prefill_kv,
         compute=compute[0],

@@ -59,7 +59,7 @@ def test_a_long_prompt_runs_beside_answers_within_the_target() -> None:
     num_steps = 0
     while long.num_output_tokens == 0:
         plan = worker.scheduler.plan()
-        num_attended = sum(attended(*span) for span in plan.spans)
+        num_attended = sum(attended(row.start, row.stop) for row in plan.rows)
         assert predicted(plan.num_decode_rows + plan.num_prefill_tokens, num_attended) <= 0.070
         assert plan.num_decode_rows == len(answers)
         worker.scheduler.commit(plan, worker.engine.step(plan.rows))

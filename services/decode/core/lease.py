@@ -8,6 +8,7 @@ waiting --blocks--> granted --Open--> open --join--> joined (blocks belong to th
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -64,9 +65,9 @@ class Lease:
         return len(self.item.token_ids)
 
     @property
-    def block_table(self) -> list[int]:
-        """Physical blocks; [] while it holds none."""
-        return self.table.blocks if self.table is not None else []
+    def block_table(self) -> array[int]:
+        """Physical blocks; empty while it holds none."""
+        return self.table.blocks if self.table is not None else array("i")
 
     @property
     def wait_s(self) -> float:

@@ -10,7 +10,6 @@ import ctypes
 import math
 from array import array
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 
 import torch
 
@@ -71,15 +70,21 @@ class NativeForward:
         self._scratch = _Scratch(per_token)
         self._x, self._normed = _Scratch(config.hidden_size), _Scratch(config.hidden_size)
         self._logits = torch.empty(0, config.vocab_size)
-        self._best = torch.empty(0, dtype=torch.int64)
+        self._best = array("q")
 
     @property
     def weights(self) -> Iterable[torch.Tensor]:
         """See Forward; packed ones are flat."""
         return iter(self._tensors)
 
-    def run(self, rows: Sequence[StepRow], on_layer: OnLayer | None) -> Passed:
-        """See Forward."""
+    def run(
+        self, rows: Sequence[StepRow], samples: Sequence[int], on_layer: OnLayer | None
+    ) -> Passed:
+        """See Forward.
+
+        All that can be is done before the kernels: what they read and write drives rows and
+        torch's own code out of the caches (bench/engine).
+        """
         token_ids, firsts, starts = array("i"), array("i", [0]), array("i")
         tables, table_at = array("i"), array("i", [0])
         block_size, longest = self._kv.block_size, 0
@@ -114,7 +119,7 @@ class NativeForward:
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
             x=x.data_ptr(),
-            scratch=self._scratch.rows(num_tokens).data_ptr(),
+            scratch=self._scratch.address(num_tokens),
         )
         if not self._library.check(self._model, batch):
             raise LocalProtocolError(
@@ -122,6 +127,9 @@ class NativeForward:
                 f", a block outside this pool of {self._kv.num_blocks} blocks, or fewer blocks than"
                 " its tokens need"
             )
+        lasts = [first - 1 for first in firsts[1:]]
+        head = self._head(len(samples))
+        is_all = len(samples) == num_tokens  # every row is one token that wants its next
         if on_layer is None:
             self._library.forward(self._model, batch)
         else:
@@ -130,18 +138,31 @@ class NativeForward:
                 self._library.first_half(self._model, batch, layer)
                 on_layer(layer)
                 self._library.second_half(self._model, batch, layer)
-        return Passed(x, list(pairwise(firsts)))
+        if is_all:
+            self._library.logits(self._model, batch.x, head)
+        elif samples:
+            picked = x.index_select(0, torch.tensor([lasts[idx] for idx in samples]))
+            self._library.logits(self._model, picked.data_ptr(), head)
+        return Passed(x, lasts, self._logits[: len(samples)], self._best[: len(samples)].tolist())
 
-    def logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See Forward."""
         hidden = hidden.contiguous()
-        count = hidden.shape[0]
+        head = self._head(hidden.shape[0])
+        self._library.logits(self._model, hidden.data_ptr(), head)
+        return self._logits[: hidden.shape[0]]
+
+    def _head(self, count: int) -> library.HeadStruct:
+        """Return where the logits of so many tokens go."""
         if count > len(self._best):
             self._logits = torch.empty(count, self._config.vocab_size)
-            self._best = torch.empty(count, dtype=torch.int64)
-        logits, best = self._logits[:count], self._best[:count]
-        self._library.logits(self._model, hidden, self._normed.rows(count), logits, best)
-        return logits, best
+            self._best = array("q", bytes(8 * count))
+        return library.HeadStruct(
+            count=count,
+            normed=self._normed.address(count),
+            logits=self._logits.data_ptr(),
+            best=_address(self._best),
+        )
 
     # --- loading -------------------------------------------------------------------------------
 
@@ -261,13 +282,20 @@ class _Scratch:
 
     def __init__(self, width: int) -> None:
         self._width = width
-        self._memory = _room(64 * width)
+        self._count = 0
+        self.address(64)
 
     def rows(self, count: int) -> torch.Tensor:
         """Return ``[count, width]``, with anything in it."""
-        if count * self._width > len(self._memory):
-            self._memory = _room(count * self._width)
+        self.address(count)
         return self._memory[: count * self._width].view(count, self._width)
+
+    def address(self, count: int) -> int:
+        """Return where ``rows`` would lie."""
+        if count > self._count:
+            self._memory, self._count = _room(count * self._width), count
+            self._address = self._memory.data_ptr()
+        return self._address
 
 
 def _room(count: int) -> torch.Tensor:

@@ -70,6 +70,13 @@ struct Batch {
   bf16* scratch;                  // [num_tokens][hidden + qkv + heads * head_dim + mlp]
 };
 
+struct Head {
+  std::int64_t count;  // hidden states whose logits are wanted
+  bf16* normed;        // [count][hidden]: scratch
+  float* logits;       // [count][vocab]
+  std::int64_t* best;  // [count]: the first most likely token of each
+};
+
 // --- numbers -----------------------------------------------------------------------------------------
 
 inline float widen(bf16 v) {
@@ -688,34 +695,32 @@ EXPORT void pd_forward(const Model* model, const Batch* batch) {
   }
 }
 
-// Logits float32 [count][vocab] of hidden states bf16 [count][hidden], rounded to bf16 as transformers
-// does; best: the first most likely token of each. normed: scratch of the size of `hidden`.
-EXPORT void pd_logits(const Model* model, const bf16* hidden, std::int64_t count, bf16* normed, float* logits,
-                      std::int64_t* best) {
+// Logits of hidden states bf16 [count][hidden], rounded to bf16 as transformers does.
+EXPORT void pd_logits(const Model* model, const bf16* hidden, const Head* to) {
   in_team(*model, 3, [&](Team& team) {
-    norm_rows(team, *model, hidden, model->norm, count, normed);
+    norm_rows(team, *model, hidden, model->norm, to->count, to->normed);
     const Linear& head = model->head;
-    linear(team, head, normed, count, [&](std::int64_t row, std::int64_t panel, __m512(&acc)[4]) {
+    linear(team, head, to->normed, to->count, [&](std::int64_t row, std::int64_t panel, __m512(&acc)[4]) {
       add_bias(head, panel, acc);
       for (int j = 0; j < 4; ++j) {
         const std::int64_t column = panel * kPanel + 16 * j;
-        _mm512_mask_storeu_ps(logits + row * head.n + column, mask_of(head.n - column), rounded(acc[j]));
+        _mm512_mask_storeu_ps(to->logits + row * head.n + column, mask_of(head.n - column), rounded(acc[j]));
       }
     });
-    team.run(count, [&](std::int64_t row) {
-      const float* of_row = logits + row * head.n;
+    team.run(to->count, [&](std::int64_t row) {
+      const float* of_row = to->logits + row * head.n;
       __m512 top = _mm512_set1_ps(-INFINITY);
       for (std::int64_t i = 0; i < head.n; i += 16) {
         __mmask16 m = mask_of(head.n - i);
         top = _mm512_mask_max_ps(top, m, top, _mm512_maskz_loadu_ps(m, of_row + i));
       }
       const __m512 highest = _mm512_set1_ps(_mm512_reduce_max_ps(top));
-      best[row] = 0;
+      to->best[row] = 0;
       for (std::int64_t i = 0; i < head.n; i += 16) {
         __mmask16 m = mask_of(head.n - i);
         __mmask16 hit = _mm512_mask_cmpeq_ps_mask(m, _mm512_maskz_loadu_ps(m, of_row + i), highest);
         if (hit) {
-          best[row] = i + __builtin_ctz(hit);
+          to->best[row] = i + __builtin_ctz(hit);
           break;
         }
       }

@@ -61,6 +61,15 @@ class BatchStruct(Structure):
     )  # fmt: skip
 
 
+class HeadStruct(Structure):
+    """Where logits go: normed: scratch, bfloat16 ``[count, hidden]``; float32 logits
+    ``[count, vocab]``; best: int64 ``[count]``."""
+
+    _fields_ = (
+        ("count", c_int64), ("normed", c_void_p), ("logits", c_void_p), ("best", c_void_p),
+    )  # fmt: skip
+
+
 class Library:
     """The kernels, loaded."""
 
@@ -101,23 +110,9 @@ class Library:
         """Attention and feed-forward."""
         self._second_half(byref(model), byref(batch), c_int64(layer))
 
-    def logits(
-        self,
-        model: ModelStruct,
-        hidden: torch.Tensor,
-        normed: torch.Tensor,
-        logits: torch.Tensor,
-        best: torch.Tensor,
-    ) -> None:
-        """Final norm, head, and the most likely token. normed: scratch, shaped like ``hidden``."""
-        self._logits(
-            byref(model),
-            c_void_p(hidden.data_ptr()),
-            c_int64(hidden.shape[0]),
-            c_void_p(normed.data_ptr()),
-            c_void_p(logits.data_ptr()),
-            c_void_p(best.data_ptr()),
-        )
+    def logits(self, model: ModelStruct, hidden: int, head: HeadStruct) -> None:
+        """Final norm, head, and the most likely token, of bfloat16 ``[count, hidden]``."""
+        self._logits(byref(model), c_void_p(hidden), byref(head))
 
     def pack(
         self, matrix: torch.Tensor, panels: torch.Tensor, first: int, width: int, offset: int
