@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench.record import PROJECT, Goal, cpu_name, environment, table
+from bench.record import NOT_HERE, PROJECT, Goal, cpu_name, environment, table
 
 QUESTIONS = tuple(sorted(path.parent.name for path in (PROJECT / "bench").glob("*/run.py")))
 
@@ -71,6 +71,7 @@ def main() -> None:
     if unknown := sorted(set(chosen) - set(QUESTIONS)):
         parser.error(f"no question {', '.join(unknown)}; there are {', '.join(QUESTIONS)}")
     failed: list[str] = []
+    not_here: list[str] = []
     with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as goals_file:
         environ = {**os.environ, "PDMESH_BENCH_GOALS": goals_file.name}
         for number, name in enumerate(chosen, 1):
@@ -82,14 +83,21 @@ def main() -> None:
                 f"bench.{name}.run",
                 *([] if asked.full else ["--quick"]),
             ]
-            if subprocess.run(command, env=environ, cwd=PROJECT, check=False).returncode:
-                failed.append(name)
+            match subprocess.run(command, env=environ, cwd=PROJECT, check=False).returncode:
+                case 0:
+                    pass
+                case code if code == NOT_HERE:
+                    not_here.append(name)
+                case _:
+                    failed.append(name)
             print(f"({time.monotonic() - began_at:.0f} s)", flush=True)
         entries = [json.loads(line) for line in Path(goals_file.name).read_text().splitlines()]
     about = environment()
     place = f"{cpu_name()}, {about['cores']} cores ({about['machine']})"
     print(f"\n{about['at']}  {about['commit']}  {place}")
     print(table(Goal(**entry) for entry in entries))
+    for name in not_here:
+        print(f"–     {name} cannot be measured on this machine; see above")
     for name in failed:
         print(f"✗     {name} could not be measured; see above")
     if asked.full:

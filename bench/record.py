@@ -27,6 +27,9 @@ T = TypeVar("T")
 
 PROJECT = Path(__file__).resolve().parent.parent
 
+NOT_HERE = 2
+"""Exit code of a question that this machine cannot be asked."""
+
 _PACKAGES = (
     "torch",
     "numpy",

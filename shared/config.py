@@ -173,8 +173,8 @@ class WorkerConfig(ServiceConfig):
     """CPU threads of the engine; 0 = as many as cores, shared among the local workers."""
 
     kernels: str = "auto"
-    """CPU kernels: native (bfloat16 on AVX-512 BF16, compiled at first use), torch, or auto: native
-    where they run."""
+    """native (CPU: bfloat16 on AVX-512 BF16, compiled at first use), triton (CUDA), torch, or auto:
+    native or triton where they run."""
 
     kv_gib: float = 0.0
     """Memory for KV in GiB; 0 = 1 GiB on CPU, 85 percent of what is free on a GPU."""
@@ -229,9 +229,9 @@ class WorkerConfig(ServiceConfig):
             "must be auto, float32, bfloat16 or float16",
         )
         _require(
-            self.kernels in ("auto", "native", "torch"),
+            self.kernels in ("auto", "native", "triton", "torch"),
             "kernels",
-            "must be auto, native or torch",
+            "must be auto, native, triton or torch",
         )
         _require(bool(self.gateways), "gateway", "must name a gateway as host:port")
         for name, low, high in (
@@ -298,6 +298,13 @@ class DecodeConfig(WorkerConfig):
     """Colocated only: how long a step may take, and so the time between tokens; prompts get what
     running answers leave of it. An explicit --token-budget is obeyed instead."""
 
+    cuda_graphs: bool = True
+    """Record decode steps as CUDA graphs at start and replay them; on a GPU with triton kernels
+    only."""
+
+    max_graph_rows: int = 256
+    """Largest batch that is recorded; larger ones run kernel by kernel."""
+
     @property
     def is_bound_by_time(self) -> bool:
         """Whether steps are cut by ``tbt_target_s`` and not by a number of tokens."""
@@ -309,6 +316,7 @@ class DecodeConfig(WorkerConfig):
         _require(16 <= self.staging_mib <= 65536, "staging_mib", "must be 16..65536")
         _require(self.max_requests >= 1, "max_requests", "must be at least 1")
         _require(self.watermark_blocks >= 0, "watermark_blocks", "must be at least 0")
+        _require(1 <= self.max_graph_rows <= 4096, "max_graph_rows", "must be 1..4096")
         _require(
             0 < self.tbt_target_s <= 60, "tbt_target_s", "must be above 0 and at most 60 seconds"
         )

@@ -7,13 +7,16 @@ single-token rows come first, longest first, because attention groups them by le
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
 
 from shared.engine.paged_kv import PagedKv, slots_of
+from shared.engine.upload import to_device
 from shared.errors import LocalProtocolError
 from shared.step import StepRow
 
@@ -24,7 +27,7 @@ class RowExtent:
 
         batch      ... first ........... last ...        flat indices of the tokens computed now
         sequence   0 .... start ......... stop           positions; [0, start) is in the pool
-        slots      one per position in [0, stop)
+        blocks     one per block_size positions of [0, stop)
 
     row_idx: the row's place in the caller's list.
     """
@@ -33,12 +36,29 @@ class RowExtent:
     first: int
     last: int
     start: int
-    slots: np.ndarray
+    blocks: np.ndarray
 
     @property
     def stop(self) -> int:
         """Number of tokens of the sequence once this step is done."""
         return self.start + self.last - self.first
+
+
+@dataclass(frozen=True, slots=True)
+class PagedRows:
+    """Where the rows lie, for kernels that walk block tables themselves; int64, on the device.
+
+        tables    b b b b | b b | b b b ...       blocks of all rows, one row after the other
+        table_at  0         4     6               where each row's blocks begin
+
+    stops: ``[num_rows]``, tokens of the sequence once the step is done. firsts: ``[num_rows + 1]``,
+    flat index of each row's first token, and the number of tokens.
+    """
+
+    stops: torch.Tensor
+    firsts: torch.Tensor
+    table_at: torch.Tensor
+    tables: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +72,15 @@ class StepBatch:
     token_ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
+    paged: PagedRows
     extents: tuple[RowExtent, ...]
     num_single: int
+    block_size: int
 
     @property
     def num_tokens(self) -> int:
         """Tokens computed in this step."""
-        return self.extents[-1].last
+        return self.token_ids.shape[0]
 
 
 def flatten_rows(
@@ -77,30 +99,68 @@ def flatten_rows(
     """
     singles = [idx for idx, row in enumerate(rows) if len(row.token_ids) == 1]
     singles.sort(key=lambda idx: -rows[idx].start)  # stable: equal rows keep their order
-    chunks = [idx for idx, row in enumerate(rows) if len(row.token_ids) != 1]
-    extents: list[RowExtent] = []
-    num_tokens = 0
-    for idx in [*singles, *chunks]:
+    order = [*singles, *(idx for idx, row in enumerate(rows) if len(row.token_ids) != 1)]
+    firsts, table_at = [0], [0]
+    tables = array("i")
+    for idx in order:
         row = rows[idx]
-        length = len(row.token_ids)
-        stop = row.start + length
-        if length == 0 or row.start < 0 or stop > max_model_len:
-            raise LocalProtocolError(
-                f"a row of {length} tokens from position {row.start} does not fit "
-                f"max_model_len {max_model_len}"
-            )
-        slots = slots_of(row.block_table, 0, stop, kv.block_size)
-        extents.append(RowExtent(idx, num_tokens, num_tokens + length, row.start, slots))
-        num_tokens += length
+        tables.extend(row.block_table[: num_blocks_needed(row, kv, max_model_len)])
+        firsts.append(firsts[-1] + len(row.token_ids))
+        table_at.append(len(tables))
+    num_rows, num_tokens = len(rows), firsts[-1]
     # One host buffer, one transfer to the device.
-    packed = np.empty((3, num_tokens), dtype=np.int64)
-    for extent in extents:
+    sizes = (num_tokens, num_tokens, num_tokens, num_rows, num_rows + 1, num_rows, len(tables))
+    ends = list(accumulate(sizes))
+    packed = np.empty(ends[-1], dtype=np.int64)
+    parts = [packed[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+    token_ids, positions, slots, stops, all_firsts, all_table_at, blocks = parts
+    all_firsts[:], all_table_at[:], blocks[:] = firsts, table_at[:-1], tables
+    kv.check_blocks(blocks)
+    extents: list[RowExtent] = []
+    for place, idx in enumerate(order):
+        row = rows[idx]
+        own = blocks[table_at[place] : table_at[place + 1]]
+        extent = RowExtent(idx, firsts[place], firsts[place + 1], row.start, own)
         part = slice(extent.first, extent.last)
-        packed[0, part] = rows[extent.row_idx].token_ids
-        packed[1, part] = np.arange(extent.start, extent.stop)
-        packed[2, part] = extent.slots[extent.start :]
-        kv.check_blocks(extent.slots // kv.block_size)
-    if int(packed[0].min()) < 0 or int(packed[0].max()) >= vocab_size:
+        token_ids[part] = row.token_ids
+        positions[part] = np.arange(extent.start, extent.stop)
+        slots[part] = slots_of(own, extent.start, extent.stop, kv.block_size)
+        stops[place] = extent.stop
+        extents.append(extent)
+    check_tokens(token_ids, vocab_size)
+    on_device = to_device(packed, device).split(sizes)
+    return StepBatch(
+        token_ids=on_device[0],
+        positions=on_device[1],
+        slots=on_device[2],
+        paged=PagedRows(*on_device[3:]),
+        extents=tuple(extents),
+        num_single=len(singles),
+        block_size=kv.block_size,
+    )
+
+
+def num_blocks_needed(row: StepRow, kv: PagedKv, max_model_len: int) -> int:
+    """Return how many blocks of its table a row reads or writes.
+
+    Raises LocalProtocolError: the row is empty or too long, or its table is too short.
+    """
+    length = len(row.token_ids)
+    stop = row.start + length
+    if length == 0 or row.start < 0 or stop > max_model_len:
+        raise LocalProtocolError(
+            f"a row of {length} tokens from position {row.start} does not fit "
+            f"max_model_len {max_model_len}"
+        )
+    num_blocks = -(-stop // kv.block_size)
+    if len(row.block_table) < num_blocks:
+        raise LocalProtocolError(
+            f"a block table of {len(row.block_table)} blocks does not cover position {stop - 1}"
+        )
+    return num_blocks
+
+
+def check_tokens(token_ids: np.ndarray, vocab_size: int) -> None:
+    """Raise LocalProtocolError if one of these is no token of the model."""
+    if int(token_ids.min()) < 0 or int(token_ids.max()) >= vocab_size:
         raise LocalProtocolError(f"token id outside this model's vocabulary of {vocab_size}")
-    token_ids, positions, slots = torch.from_numpy(packed).to(device)
-    return StepBatch(token_ids, positions, slots, tuple(extents), len(singles))

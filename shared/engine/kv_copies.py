@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from shared.engine.upload import to_device
 from shared.errors import LocalProtocolError
 
 _RAW_DTYPES = {4: (torch.int32, np.int32), 2: (torch.int16, np.int16)}
@@ -89,7 +90,7 @@ class DeviceCopies:
 
     def gather(self, slots: np.ndarray, first_layer: int, last_layer: int, out: Any) -> None:
         """See KvCopies."""
-        at = torch.from_numpy(slots).to(self._device)
+        at = to_device(slots, self._device)
         frame = self._frame(_as_bytes(out), len(slots), last_layer - first_layer)
         for parts, pools in zip(frame, self._layers[first_layer:last_layer], strict=True):
             for part, pool in zip(parts, pools, strict=True):
@@ -100,7 +101,7 @@ class DeviceCopies:
 
     def scatter(self, slots: np.ndarray, first_layer: int, last_layer: int, data: Any) -> None:
         """See KvCopies."""
-        at = torch.from_numpy(slots).to(self._device)
+        at = to_device(slots, self._device)
         frame = self._frame(_as_bytes(data, is_source=True), len(slots), last_layer - first_layer)
         for parts, pools in zip(frame, self._layers[first_layer:last_layer], strict=True):
             for part, pool in zip(parts, pools, strict=True):

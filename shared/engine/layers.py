@@ -7,6 +7,7 @@ products do.
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import torch
 from torch.nn import functional as F
@@ -14,23 +15,47 @@ from torch.nn import functional as F
 from shared.engine.config import Rope
 
 
+class LayerOps(Protocol):
+    """What a decoder layer does between its matrix products, done in one way.
+
+    ``TorchOps`` runs everywhere; ``triton_layers.TritonOps`` is the same in fewer kernels.
+    """
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See ``rms_norm``; x: ``[num_tokens, width]`` or ``[num_tokens, heads, width]``."""
+        ...
+
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """See ``rotate``."""
+        ...
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """Return silu(gate) * up of ``[num_tokens, 2 * width]``, gate first."""
+        ...
+
+
+class TorchOps:
+    """See LayerOps."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See LayerOps."""
+        return rms_norm(x, weight, eps)
+
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """See LayerOps."""
+        return rotate(x, cos, sin)
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See LayerOps."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Normalise the last dimension (Zhang and Sennrich 2019), in float32 whatever the dtype."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
-
-
-def gated_mlp(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    gate_up_bias: torch.Tensor | None,
-    down: torch.Tensor,
-    down_bias: torch.Tensor | None,
-) -> torch.Tensor:
-    """SwiGLU (Shazeer 2020): down(silu(gate(x)) * up(x)); gate and up are one matrix."""
-    gate, up = F.linear(x, gate_up, gate_up_bias).chunk(2, dim=-1)
-    return F.linear(F.silu(gate) * up, down, down_bias)
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:

@@ -5,7 +5,7 @@ Imports torch only for the torch engine.
 
 from __future__ import annotations
 
-from shared.config import WorkerConfig
+from shared.config import DecodeConfig, WorkerConfig
 from shared.engine.base import Engine
 from shared.engine.fake import FakeEngine, FakeModel, FakeTiming
 from shared.model_folder import ModelFolder, resolve_model
@@ -34,7 +34,15 @@ def load_engine(config: WorkerConfig) -> Engine:
         max_model_len=config.max_model_len or None,
         num_threads=config.threads or None,
         kernels=config.kernels,
+        max_graph_rows=_max_graph_rows(config),
     )
+
+
+def _max_graph_rows(config: WorkerConfig) -> int:
+    """Largest decode batch to record; 0 = none: prefill's steps are never the same twice."""
+    if not isinstance(config, DecodeConfig) or not config.cuda_graphs:
+        return 0
+    return min(config.max_graph_rows, config.max_running)
 
 
 def _fake(config: WorkerConfig, folder: ModelFolder) -> FakeEngine:

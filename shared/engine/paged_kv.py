@@ -26,7 +26,9 @@ TORCH_DTYPES = {
 }
 
 
-def slots_of(block_table: Sequence[int], start: int, stop: int, block_size: int) -> np.ndarray:
+def slots_of(
+    block_table: Sequence[int] | np.ndarray, start: int, stop: int, block_size: int
+) -> np.ndarray:
     """Return the slots (``block * block_size + offset``) of positions [start, stop); int64."""
     first = start // block_size
     last = -(-stop // block_size)
@@ -44,17 +46,26 @@ def slots_of(block_table: Sequence[int], start: int, stop: int, block_size: int)
 class PagedKv:
     """Keys and values of every layer, addressed by slot.
 
+        blocks   0 ........ num_blocks - 1 | padding blocks
+                 rows may name these       | rows that only pad a batch write and read here
+
     Blocks hold zeros until written, and stale but finite KV of earlier owners afterwards; nothing
     may read a slot that its own sequence has not written.
     """
 
     def __init__(
-        self, layout: KvLayout, num_blocks: int, block_size: int, device: torch.device
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        *,
+        num_padding: int = 0,
     ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         self.block_size = block_size
-        shape = (num_blocks, block_size, layout.num_kv_heads, layout.head_dim)
+        shape = (num_blocks + num_padding, block_size, layout.num_kv_heads, layout.head_dim)
         dtype = TORCH_DTYPES[layout.dtype]
 
         def pools() -> list[torch.Tensor]:

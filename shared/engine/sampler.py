@@ -1,6 +1,7 @@
 """From logits to tokens: penalties, filters, one random number, and the logprobs asked for.
 
-All rows of a step are handled together; no state is kept. Order of operations as in vLLM:
+All rows of a step are handled together; no state is kept. On a GPU work is queued and the host
+waits once for the tokens, once more for logprobs. Order of operations as in vLLM:
 
     raw logits -> logprobs                           (reported ones, untouched by what follows)
     penalties -> logit bias -> min_tokens mask       (these can change a greedy choice)
@@ -15,13 +16,14 @@ number lies within that noise of a border. For the same reason filters keep or d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from shared.engine.philox import uniforms
+from shared.engine.upload import to_device
 from shared.request import GREEDY_BELOW, SamplingParams, TokenLogprobs
 from shared.step import SampleSpec
 
@@ -70,11 +72,11 @@ def sample(
     token_ids = logits.argmax(dim=-1)
     drawn = [row for row, spec in enumerate(specs) if not is_greedy(spec.params)]
     if drawn:
-        rows = torch.tensor(drawn, device=logits.device)
+        rows = _numbers(drawn, np.int64, logits.device)
         chosen = _draw(logits.index_select(0, rows), [specs[row] for row in drawn])
         token_ids.index_copy_(0, rows, chosen)
-    ids = token_ids.tolist()
-    return [Sampled(token_id, reported.entry(row, token_id)) for row, token_id in enumerate(ids)]
+    logprobs = reported.read(token_ids)
+    return [Sampled(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids.tolist())]
 
 
 def logprobs_of(
@@ -84,50 +86,53 @@ def logprobs_of(
 
     logits: float32 ``[len(token_ids), vocab_size]``; not changed.
     """
-    logprobs = logits.log_softmax(dim=-1)
-    chosen = torch.tensor(token_ids, device=logits.device)[:, None]
-    of_chosen = logprobs.gather(1, chosen)[:, 0].tolist()
-    top = _top(logprobs, num_top)
-    return [TokenLogprobs(value, top[row]) for row, value in enumerate(of_chosen)]
+    chosen = _numbers(token_ids, np.int64, logits.device)
+    return _read(logits.log_softmax(dim=-1), chosen, [num_top] * len(token_ids))
 
 
-def _top(logprobs: torch.Tensor, num_top: int) -> list[tuple[tuple[int, float], ...]]:
-    """The most likely (token id, logprob) of each row, ties by id."""
-    count = min(num_top, logprobs.shape[1])
-    if count == 0:
-        return [()] * logprobs.shape[0]
+def _read(
+    logprobs: torch.Tensor, chosen: torch.Tensor, num_top: Sequence[int]
+) -> list[TokenLogprobs]:
+    """What each row says of its chosen token, and of its most likely ones, ties by id."""
+    count = min(max(num_top, default=0), logprobs.shape[1])
     values, ids = logprobs.topk(count, dim=-1)
-    return [
-        tuple(sorted(zip(row_ids, row_values, strict=True), key=lambda item: (-item[1], item[0])))
-        for row_ids, row_values in zip(ids.tolist(), values.tolist(), strict=True)
-    ]
+    of_chosen = logprobs.gather(1, chosen[:, None])
+    # One transfer, and so one wait for the device: float64 holds ids and float32 alike.
+    table = torch.cat([part.double() for part in (of_chosen, values, ids)], dim=1).tolist()
+    entries: list[TokenLogprobs] = []
+    for (value, *rest), wanted in zip(table, num_top, strict=True):
+        pairs = zip(map(int, rest[count:]), rest[:count], strict=True)
+        top = sorted(pairs, key=lambda item: (-item[1], item[0]))
+        entries.append(TokenLogprobs(value, tuple(top[:wanted])))
+    return entries
 
 
 class _RawLogprobs:
     """Logprobs before penalties and filters, for the rows that asked."""
 
-    def __init__(self, entries: dict[int, Callable[[int], TokenLogprobs]]) -> None:
-        self._entries = entries
+    def __init__(self, rows: Sequence[int], num_top: Sequence[int], logits: torch.Tensor) -> None:
+        self._rows = rows
+        self._num_top = num_top
+        if rows:
+            self._places = _numbers(rows, np.int64, logits.device)
+            self._logprobs = logits.index_select(0, self._places).log_softmax(dim=-1)
 
     @classmethod
     def of(cls, logits: torch.Tensor, specs: Sequence[SampleSpec]) -> _RawLogprobs:
         asked = [row for row, spec in enumerate(specs) if spec.params.logprobs is not None]
-        if not asked:
-            return cls({})
-        logprobs = logits[asked].log_softmax(dim=-1)
-        counts = [specs[row].params.logprobs or 0 for row in asked]
-        tops = _top(logprobs, max(counts))
+        return cls(asked, [specs[row].params.logprobs or 0 for row in asked], logits)
 
-        def reader(place: int) -> Callable[[int], TokenLogprobs]:
-            return lambda token_id: TokenLogprobs(
-                float(logprobs[place, token_id]), tops[place][: counts[place]]
-            )
+    def read(self, token_ids: torch.Tensor) -> dict[int, TokenLogprobs]:
+        """Return the entries of rows that asked; token_ids: what was chosen, of all rows."""
+        if not self._rows:
+            return {}
+        chosen = token_ids.index_select(0, self._places)
+        entries = _read(self._logprobs, chosen, self._num_top)
+        return dict(zip(self._rows, entries, strict=True))
 
-        return cls({row: reader(place) for place, row in enumerate(asked)})
 
-    def entry(self, row: int, token_id: int) -> TokenLogprobs | None:
-        read = self._entries.get(row)
-        return None if read is None else read(token_id)
+def _numbers(values: Sequence[float], dtype: type, device: torch.device) -> torch.Tensor:
+    return to_device(np.asarray(values, dtype=dtype), device)
 
 
 def _penalise(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> None:
@@ -145,16 +150,15 @@ def _penalise(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> None:
         output = _known_ids(spec.output, vocab_size)
         if params.repetition_penalty != 1.0:
             seen = np.unique(np.concatenate((_known_ids(spec.prompt, vocab_size), output)))
-            ids = torch.from_numpy(seen).to(logits.device)
+            ids = to_device(seen, logits.device)
             old = scores[ids]
             penalty = params.repetition_penalty
             scores[ids] = torch.where(old > 0, old / penalty, old * penalty)
         if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
             seen, counts = np.unique(output, return_counts=True)
             drop = params.presence_penalty + params.frequency_penalty * counts
-            scores[torch.from_numpy(seen).to(logits.device)] -= torch.from_numpy(
-                drop.astype(np.float32)
-            ).to(logits.device)
+            drops = to_device(drop.astype(np.float32), logits.device)
+            scores[to_device(seen, logits.device)] -= drops
 
 
 def _known_ids(token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
@@ -173,15 +177,17 @@ def _bias(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> None:
                 ids.append(token_id)
                 values.append(value)
     if rows:
-        place = (torch.tensor(rows), torch.tensor(ids))
-        added = torch.tensor(values, dtype=logits.dtype, device=logits.device)
-        logits.index_put_(tuple(index.to(logits.device) for index in place), added, accumulate=True)
+        place = to_device(np.array((rows, ids)), logits.device)
+        added = _numbers(values, np.float32, logits.device)
+        logits.index_put_(tuple(place), added, accumulate=True)
 
 
 def _mask_early_ends(
     logits: torch.Tensor, specs: Sequence[SampleSpec], eos_token_ids: frozenset[int]
 ) -> None:
     """Forbid every token that would end a row before ``min_tokens`` tokens."""
+    rows: list[int] = []
+    ids: list[int] = []
     for row, spec in enumerate(specs):
         params = spec.params
         if spec.index >= params.min_tokens:
@@ -189,17 +195,19 @@ def _mask_early_ends(
         ends = set(params.stop_token_ids)
         if not params.ignore_eos:
             ends |= eos_token_ids
-        known = sorted(token_id for token_id in ends if 0 <= token_id < logits.shape[1])
-        if known:
-            logits[row, torch.tensor(known, device=logits.device)] = float("-inf")
+        known = [token_id for token_id in ends if 0 <= token_id < logits.shape[1]]
+        rows += [row] * len(known)
+        ids += known
+    if rows:
+        logits[tuple(to_device(np.array((rows, ids)), logits.device))] = float("-inf")
 
 
 def _draw(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
     """Draw one token per row; int64 ``[len(specs)]``."""
     device = logits.device
 
-    def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)[:, None]
+    def column(values: Sequence[float], dtype: type = np.float32) -> torch.Tensor:
+        return _numbers(values, dtype, device)[:, None]
 
     params = [spec.params for spec in specs]
     # Shifted first, so that a low temperature cannot overflow.
@@ -214,12 +222,12 @@ def _draw(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
         logits = _keep_top_k(logits, [one.top_k for one in params])
     probs = logits.double().softmax(dim=-1)
     if any(one.top_p < 1 for one in params):
-        probs = _keep_nucleus(probs, column([one.top_p for one in params], torch.float64))
+        probs = _keep_nucleus(probs, column([one.top_p for one in params], np.float64))
     cumulative = probs.cumsum(dim=-1)
     numbers = uniforms([one.seed for one in params], [spec.index for spec in specs])
     # Scaling by the total also renormalises. The first token whose cumulative mass exceeds the
     # target; a token of probability 0 never does so first.
-    targets = torch.from_numpy(numbers).to(device)[:, None] * cumulative[:, -1:]
+    targets = to_device(numbers, device)[:, None] * cumulative[:, -1:]
     places = torch.searchsorted(cumulative, targets, right=True)[:, 0]
     return places.clamp_(max=logits.shape[1] - 1)
 
@@ -229,9 +237,9 @@ def _keep_top_k(logits: torch.Tensor, top_ks: Sequence[int]) -> torch.Tensor:
     vocab_size = logits.shape[1]
     counts = [min(k, vocab_size) if k > 0 else 0 for k in top_ks]
     best = logits.topk(max(counts), dim=-1).values
-    place = torch.tensor([max(k - 1, 0) for k in counts], device=logits.device)[:, None]
+    place = _numbers([max(k - 1, 0) for k in counts], np.int64, logits.device)[:, None]
     border = best.gather(1, place)
-    is_off = torch.tensor([k == 0 for k in counts], device=logits.device)[:, None]
+    is_off = _numbers([k == 0 for k in counts], np.bool_, logits.device)[:, None]
     border = border.masked_fill(is_off, float("-inf"))
     return logits.masked_fill(logits < border, float("-inf"))
 

@@ -3,6 +3,10 @@
 On CUDA a step only queues work. ``layer_written`` marks a point in that queue, and a copy of that
 layer, made on a stream of its own by another thread, waits for the mark. On CPU torch returns when
 the work is done, so every call here is empty; the engine's code is the same for both.
+
+Steps without ``on_layer`` may leave no marks (replayed ones do not, see ``decode_buckets.py``).
+That is safe: nobody copies KV of a running step but who was told of its layers by ``on_layer``, and
+once ``computing`` is left everything the step queued is done, so a later copy needs no mark.
 """
 
 from __future__ import annotations

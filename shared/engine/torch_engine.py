@@ -10,22 +10,28 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import structlog
 import torch
 
 from shared.engine import sampler
+from shared.engine.attention.base import AttentionBackend
 from shared.engine.attention.sdpa import SdpaAttention
+from shared.engine.attention.triton import TritonAttention
+from shared.engine.attention.triton import unsupported as triton_unsupported
 from shared.engine.base import Buffer, Engine, OnLayer
 from shared.engine.config import ModelConfig
+from shared.engine.decode_buckets import DecodeBuckets
 from shared.engine.forward import Forward, Passed
+from shared.engine.layers import LayerOps, TorchOps
 from shared.engine.models.decoder import load_decoder
 from shared.engine.models.registry import read_model_config
 from shared.engine.native.forward import NativeForward
 from shared.engine.native.forward import unsupported as native_unsupported
 from shared.engine.paged_kv import TORCH_DTYPES, PagedKv
+from shared.engine.recording import CudaRecorder, InlineRecorder
 from shared.engine.step_time import StepTimeModel
 from shared.engine.streams import CudaStreams, InlineStreams, Streams
 from shared.engine.torch_forward import TorchForward
@@ -38,6 +44,8 @@ from shared.request import TokenLogprobs
 from shared.step import RowResult, SampleSpec, StepRow
 
 _log = structlog.get_logger(__name__)
+
+Kernels = Literal["native", "triton", "torch"]
 
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_CPU_KV_BYTES = 1 << 30
@@ -111,6 +119,7 @@ class TorchEngine(Engine):
         max_model_len: int | None = None,
         num_threads: int | None = None,
         kernels: str = "auto",
+        max_graph_rows: int = 0,
         name: str | None = None,
     ) -> TorchEngine:
         """Load a model folder and allocate its KV pool.
@@ -118,7 +127,10 @@ class TorchEngine(Engine):
         dtype: ``auto`` (what the folder says), ``float32``, ``bfloat16`` or ``float16``; weights,
         activations and KV all use it. num_blocks or kv_bytes: size of the pool; neither = 1 GiB on
         CPU, most of the free memory on CUDA. num_threads: torch's, for the whole process.
-        kernels: ``native`` (native/), ``torch``, or ``auto``: native where it runs.
+        kernels: ``native`` (native/), ``triton`` (attention/triton.py, triton_layers.py),
+        ``torch``, or ``auto``: native or triton where they run. max_graph_rows: record decode steps
+        of up to so many rows and replay them (decode_buckets.py) where the kernels allow it; 0 =
+        none.
         Raises ModelError: the folder is missing, unsupported or damaged, or an argument does not
         fit it. Raises EngineFailed: the device is missing or too small.
         """
@@ -148,26 +160,51 @@ class TorchEngine(Engine):
         )
         with _device_failures("loading the model"), torch.inference_mode():
             place = torch.device(device)
-            is_native = _choose_kernels(kernels, config, TORCH_DTYPES[served], place)
-            streams = InlineStreams()
-            if is_native:
+            chosen = _choose_kernels(kernels, config, layout, block_size, place)
+            streams: Streams = InlineStreams()
+            if chosen == "native":
                 count = _choose_blocks(num_blocks, kv_bytes, layout.token_bytes * block_size, place)
                 kv = PagedKv(layout, count, block_size, place)
                 forward = NativeForward(config, checkpoint, kv, max_model_len=length)
             else:
+                attention: AttentionBackend = SdpaAttention()
+                ops: LayerOps = TorchOps()
+                if chosen == "triton":
+                    from shared.engine.triton_layers import TritonOps
+
+                    attention = TritonAttention(layout, config.num_heads, place)
+                    ops = TritonOps()
                 # Weights first: on a GPU the pool takes what they leave.
-                decoder = load_decoder(config, checkpoint, dtype=TORCH_DTYPES[served], device=place)
-                count = _choose_blocks(num_blocks, kv_bytes, layout.token_bytes * block_size, place)
-                kv = PagedKv(layout, count, block_size, place)
+                decoder = load_decoder(
+                    config, checkpoint, dtype=TORCH_DTYPES[served], device=place, ops=ops
+                )
+                num_padding = int(max_graph_rows > 0 and attention.has_static_plans)
+                block_bytes = layout.token_bytes * block_size
+                count = _choose_blocks(num_blocks, kv_bytes, block_bytes, place, num_padding)
+                kv = PagedKv(layout, count, block_size, place, num_padding=num_padding)
                 if place.type == "cuda":
                     streams = CudaStreams(config.num_layers, place)
+                buckets = None
+                if num_padding:
+                    with streams.computing():
+                        buckets = DecodeBuckets(
+                            decoder,
+                            kv,
+                            attention,
+                            max_rows=max_graph_rows,
+                            max_model_len=length,
+                            device=place,
+                        )
+                        recorder = CudaRecorder() if place.type == "cuda" else InlineRecorder()
+                        buckets.record(recorder)
                 forward = TorchForward(
                     decoder,
                     kv,
-                    attention=SdpaAttention(),
+                    attention=attention,
                     streams=streams,
                     max_model_len=length,
                     device=place,
+                    buckets=buckets,
                 )
         return cls(forward, spec, kv, streams=streams, device=place)
 
@@ -335,17 +372,24 @@ def _choose_dtype(asked: str, of_config: str, checkpoint: Checkpoint) -> str:
 
 
 def _choose_kernels(
-    asked: str, config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> bool:
-    """Whether the native kernels compute. Raises ModelError: they were asked for and cannot."""
+    asked: str, config: ModelConfig, layout: KvLayout, block_size: int, device: torch.device
+) -> Kernels:
+    """Return what computes. Raises ModelError: it was asked for and cannot run here."""
     if asked == "torch":
-        return False
-    reason = native_unsupported(config, dtype, device)
-    if asked == "native" and reason:
-        raise ModelError(f"the native kernels cannot run here: {reason}")
-    if reason and device.type == "cpu":
-        _log.info("native kernels not used, torch computes", reason=reason)
-    return not reason
+        return "torch"
+    fused: Kernels = "triton" if device.type == "cuda" else "native"
+    if asked in ("native", "triton"):
+        fused = asked
+    if fused == "native":
+        reason = native_unsupported(config, TORCH_DTYPES[layout.dtype], device)
+    else:
+        reason = triton_unsupported(layout, config.num_heads, block_size=block_size, device=device)
+    if not reason:
+        return fused
+    if asked != "auto":
+        raise ModelError(f"the {fused} kernels cannot run here: {reason}")
+    _log.info(f"{fused} kernels not used, torch computes", reason=reason)
+    return "torch"
 
 
 def _choose_len(asked: int | None, default: int, longest: int) -> int:
@@ -357,12 +401,17 @@ def _choose_len(asked: int | None, default: int, longest: int) -> int:
 
 
 def _choose_blocks(
-    num_blocks: int | None, kv_bytes: int | None, block_bytes: int, device: torch.device
+    num_blocks: int | None,
+    kv_bytes: int | None,
+    block_bytes: int,
+    device: torch.device,
+    num_padding: int = 0,
 ) -> int:
+    """Return how many blocks rows may use; ``num_padding`` more are to fit into the memory."""
     if num_blocks is None:
         if kv_bytes is None and device.type == "cuda":
             kv_bytes = int(torch.cuda.mem_get_info(device)[0] * CUDA_KV_SHARE)
-        num_blocks = (kv_bytes or DEFAULT_CPU_KV_BYTES) // block_bytes
+        num_blocks = (kv_bytes or DEFAULT_CPU_KV_BYTES) // block_bytes - num_padding
     if num_blocks < 1:
         raise ModelError(f"the KV pool has no room for one block of {block_bytes} bytes")
     return num_blocks

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 
 from shared.engine.attention.base import AttentionBackend
 from shared.engine.base import OnLayer
 from shared.engine.batch import flatten_rows
+from shared.engine.decode_buckets import DecodeBuckets
 from shared.engine.forward import Passed
 from shared.engine.models.decoder import Decoder
 from shared.engine.paged_kv import PagedKv
 from shared.engine.streams import Streams
+from shared.engine.upload import to_device
 from shared.step import StepRow
 
 
@@ -28,13 +31,26 @@ class TorchForward:
         streams: Streams,
         max_model_len: int,
         device: torch.device,
+        buckets: DecodeBuckets | None = None,
     ) -> None:
+        """buckets: run steps of single tokens that nobody follows by layers, where they fit."""
         self._decoder = decoder
         self._kv = kv
         self._attention = attention
         self._streams = streams
         self._max_model_len = max_model_len
         self._device = device
+        self._buckets = buckets
+
+    @property
+    def attention(self) -> AttentionBackend:
+        """The backend, for tests and benchmarks."""
+        return self._attention
+
+    @property
+    def buckets(self) -> DecodeBuckets | None:
+        """Recorded decode steps, for tests and benchmarks."""
+        return self._buckets
 
     @property
     def weights(self) -> Iterable[torch.Tensor]:
@@ -45,6 +61,26 @@ class TorchForward:
         self, rows: Sequence[StepRow], samples: Sequence[int], on_layer: OnLayer | None
     ) -> Passed:
         """See Forward."""
+        hidden, lasts = self._hidden(rows, on_layer)
+        if not samples:
+            # No product and no kernel of nothing: not every launcher takes an empty grid.
+            nothing = hidden.new_empty((0, self._decoder.config.vocab_size), dtype=torch.float32)
+            return Passed(hidden, lasts, nothing, None)
+        wanted = hidden
+        places = [lasts[idx] for idx in samples]
+        if places != list(range(len(hidden))):
+            wanted = hidden.index_select(0, to_device(np.array(places), self._device))
+        logits = self._decoder.logits(wanted)
+        return Passed(hidden, lasts, logits, None)
+
+    def _hidden(
+        self, rows: Sequence[StepRow], on_layer: OnLayer | None
+    ) -> tuple[torch.Tensor, Sequence[int]]:
+        """Hidden states of all tokens, and where in them each row's last token lies."""
+        if self._buckets is not None and on_layer is None:
+            replayed = self._buckets.run(rows)
+            if replayed is not None:
+                return replayed, range(len(rows))
         batch = flatten_rows(
             rows,
             self._kv,
@@ -56,11 +92,7 @@ class TorchForward:
         lasts = [0] * len(rows)
         for extent in batch.extents:
             lasts[extent.row_idx] = extent.last - 1
-        wanted = hidden[:0]
-        if samples:
-            at = torch.tensor([lasts[idx] for idx in samples], device=self._device)
-            wanted = hidden.index_select(0, at)
-        return Passed(hidden, lasts, self._decoder.logits(wanted), None)
+        return hidden, lasts
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See Forward."""

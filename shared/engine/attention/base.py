@@ -16,7 +16,14 @@ from shared.engine.paged_kv import PagedKv
 
 
 class AttentionBackend(Protocol):
-    """Paged attention on one kind of device."""
+    """Paged attention on one kind of device.
+
+    has_static_plans: what it does for single-token rows depends on the batch's tensors and their
+    shapes alone, never on numbers that the host has seen; so a step recorded once can be replayed
+    after new numbers were written into the same tensors.
+    """
+
+    has_static_plans: bool
 
     def plan(
         self, batch: StepBatch, windows: Iterable[int | None], dtype: torch.dtype

@@ -17,7 +17,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from shared.engine.batch import RowExtent, StepBatch
-from shared.engine.paged_kv import PagedKv
+from shared.engine.paged_kv import PagedKv, slots_of
+from shared.engine.upload import to_device
 
 MAX_PADDING = 0.25
 """Largest share of a group's gathered slots that may be padding of its shortest row."""
@@ -65,6 +66,8 @@ class SdpaPlan:
 class SdpaAttention:
     """The backend that runs everywhere torch does."""
 
+    has_static_plans = False
+
     def plan(
         self, batch: StepBatch, windows: Iterable[int | None], dtype: torch.dtype
     ) -> dict[int | None, SdpaPlan]:
@@ -73,8 +76,11 @@ class SdpaAttention:
         device = batch.slots.device
         return {
             window: SdpaPlan(
-                tuple(_plan_singles(singles, window, dtype, device)),
-                tuple(_plan_chunk(extent, window, dtype, device) for extent in chunks),
+                tuple(_plan_singles(singles, batch.block_size, window, dtype, device)),
+                tuple(
+                    _plan_chunk(extent, batch.block_size, window, dtype, device)
+                    for extent in chunks
+                ),
             )
             for window in dict.fromkeys(windows)
         }
@@ -150,6 +156,7 @@ def _attend_chunk(
 
 def _plan_singles(
     extents: tuple[RowExtent, ...],
+    block_size: int,
     window: int | None,
     dtype: torch.dtype,
     device: torch.device,
@@ -166,28 +173,36 @@ def _plan_singles(
             and (end + 1 - begin) * longest <= MAX_GROUP_SLOTS
         ):
             end += 1
-        yield _single_group(extents[begin:end], lengths[begin:end], dtype, device)
+        yield _single_group(extents[begin:end], lengths[begin:end], block_size, dtype, device)
         begin = end
 
 
 def _single_group(
-    extents: tuple[RowExtent, ...], lengths: list[int], dtype: torch.dtype, device: torch.device
+    extents: tuple[RowExtent, ...],
+    lengths: list[int],
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> SingleGroup:
     longest = lengths[0]
     slots = np.empty((len(extents), longest), dtype=np.int64)
     for row, extent, length in zip(slots, extents, lengths, strict=True):
-        row[:length] = extent.slots[extent.stop - length :]
+        row[:length] = slots_of(extent.blocks, extent.stop - length, extent.stop, block_size)
         row[length:] = row[0]
     mask = None
     if lengths[-1] != longest:
         padded = np.arange(longest) >= np.asarray(lengths)[:, None]
-        mask = _additive(torch.from_numpy(padded), dtype, device)[:, None, None, :]
-    flat = torch.from_numpy(slots.reshape(-1)).to(device)
+        mask = _additive(to_device(padded, device), dtype)[:, None, None, :]
+    flat = to_device(slots.reshape(-1), device)
     return SingleGroup(extents[0].first, extents[-1].last, flat, mask)
 
 
 def _plan_chunk(
-    extent: RowExtent, window: int | None, dtype: torch.dtype, device: torch.device
+    extent: RowExtent,
+    block_size: int,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Chunk:
     if extent.start == 0 and (window is None or extent.stop <= window):
         return Chunk(extent.first, extent.last, None, None)
@@ -198,8 +213,10 @@ def _plan_chunk(
     hidden = keys > queries
     if window is not None:
         hidden |= keys <= queries - window
-    slots = None if extent.start == 0 else torch.from_numpy(extent.slots[begin:]).to(device)
-    return Chunk(extent.first, extent.last, slots, _additive(hidden, dtype, device))
+    slots = None
+    if extent.start > 0:
+        slots = to_device(slots_of(extent.blocks, begin, extent.stop, block_size), device)
+    return Chunk(extent.first, extent.last, slots, _additive(hidden, dtype))
 
 
 def _num_visible(num_tokens: int, window: int | None) -> int:
@@ -207,7 +224,7 @@ def _num_visible(num_tokens: int, window: int | None) -> int:
     return num_tokens if window is None else min(num_tokens, window)
 
 
-def _additive(hidden: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """0 where visible, -inf where hidden; in the queries' dtype, so that no kernel converts it."""
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
-    return mask.masked_fill_(hidden.to(device), float("-inf"))
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+    return mask.masked_fill_(hidden, float("-inf"))

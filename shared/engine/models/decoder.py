@@ -16,7 +16,7 @@ from shared.engine.attention.base import AttentionBackend
 from shared.engine.base import OnLayer
 from shared.engine.batch import StepBatch
 from shared.engine.config import ModelConfig
-from shared.engine.layers import RotaryEmbedding, gated_mlp, rms_norm, rotate
+from shared.engine.layers import LayerOps, RotaryEmbedding
 from shared.engine.paged_kv import PagedKv
 from shared.engine.streams import Streams
 from shared.engine.weights import Checkpoint
@@ -67,12 +67,14 @@ class Decoder:
         layers: Sequence[Layer],
         norm: torch.Tensor,
         head: torch.Tensor,
+        ops: LayerOps,
     ) -> None:
         self.config = config
         self._embedding = embedding
         self._layers = tuple(layers)
         self._norm = norm
         self._head = head
+        self._ops = ops
         self._rotary = RotaryEmbedding(config.rope, config.head_dim, embedding.device)
 
     @property
@@ -111,7 +113,7 @@ class Decoder:
         cos, sin = self._rotary.cos_sin(batch.positions, x.dtype)
         plans = attention.plan(batch, self.config.windows, x.dtype)
         for idx, layer in enumerate(self._layers):
-            normed = rms_norm(x, layer.input_norm, self.config.rms_norm_eps)
+            normed = self._ops.rms_norm(x, layer.input_norm, self.config.rms_norm_eps)
             queries, keys, values = self._project(layer, normed, cos, sin)
             attention.store(kv, idx, keys, values, batch)
             streams.layer_written(idx)
@@ -120,33 +122,28 @@ class Decoder:
             plan = plans[self.config.windows[idx]]
             mixed = attention.attend(kv, idx, queries, keys, values, plan)
             x = x + layer.out(mixed.flatten(1))
-            normed = rms_norm(x, layer.mlp_norm, self.config.rms_norm_eps)
-            x = x + gated_mlp(
-                normed,
-                layer.gate_up.weight,
-                layer.gate_up.bias,
-                layer.down.weight,
-                layer.down.bias,
-            )
+            normed = self._ops.rms_norm(x, layer.mlp_norm, self.config.rms_norm_eps)
+            # SwiGLU (Shazeer 2020); gate and up are one matrix.
+            x = x + layer.down(self._ops.gate(layer.gate_up(normed)))
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return float32 logits ``[n, vocab_size]`` of hidden states ``[n, hidden_size]``."""
-        normed = rms_norm(hidden, self._norm, self.config.rms_norm_eps)
+        normed = self._ops.rms_norm(hidden, self._norm, self.config.rms_norm_eps)
         return F.linear(normed, self._head).float()
 
     def _project(
         self, layer: Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        config = self.config
+        config, ops = self.config, self._ops
         heads = layer.qkv(x).view(x.shape[0], -1, config.head_dim)
         queries, keys, values = heads.split(
             (config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1
         )
         if layer.q_norm is not None and layer.k_norm is not None:
-            queries = rms_norm(queries, layer.q_norm, config.rms_norm_eps)
-            keys = rms_norm(keys, layer.k_norm, config.rms_norm_eps)
-        return rotate(queries, cos, sin), rotate(keys, cos, sin), values
+            queries = ops.rms_norm(queries, layer.q_norm, config.rms_norm_eps)
+            keys = ops.rms_norm(keys, layer.k_norm, config.rms_norm_eps)
+        return ops.rotate(queries, cos, sin), ops.rotate(keys, cos, sin), values
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -183,7 +180,12 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def load_decoder(
-    config: ModelConfig, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    ops: LayerOps,
 ) -> Decoder:
     """Load the weights tensor by tensor.
 
@@ -234,4 +236,5 @@ def load_decoder(
         layers=layers,
         norm=whole(f"{DecoderNames.NORM}.weight"),
         head=head,
+        ops=ops,
     )

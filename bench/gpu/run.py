@@ -1,0 +1,350 @@
+"""How near a GPU's limits the engine's steps come: memory bandwidth in decode, products in prefill.
+
+    python -m bench.gpu.run [--quick]
+
+Needs one CUDA device with room for the model (about 40 GB without --quick); without one it measures
+nothing and exits with 2. What the numbers mean: README.md beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.record import NOT_HERE, Record, ratios, spread
+
+HERE = Path(__file__).parent
+VOCAB = 128_256
+MAX_LEN = 8192
+SHAPE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+    "max_position_embeddings": MAX_LEN,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+QUICK_LAYERS = 4
+
+Step = Callable[[], None]
+"""Does the work once and waits until it is done."""
+
+
+class Limits(NamedTuple):
+    """What the device does in this very repetition."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+
+def make_folder(folder: Path, shape: dict[str, Any]) -> None:
+    """Write a model folder whose weights are a hole in the file: they are made on the device."""
+    from shared.engine.models.decoder import expected_shapes
+    from shared.engine.models.registry import read_model_config
+    from shared.model_folder import ModelFolder
+
+    (folder / "config.json").write_text(json.dumps(shape))
+    header: dict[str, Any] = {}
+    at = 0
+    for name, sizes in expected_shapes(read_model_config(ModelFolder(folder))).items():
+        end = at + 2 * _product(sizes)
+        header[name] = {"dtype": "BF16", "shape": list(sizes), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + at)
+
+
+def _product(sizes: Sequence[int]) -> int:
+    total = 1
+    for size in sizes:
+        total *= size
+    return total
+
+
+def seconds_of(step: Step, *, repetitions: int) -> float:
+    """Seconds of one step, after one that is not counted."""
+    step()
+    began_at = time.perf_counter()
+    for _ in range(repetitions):
+        step()
+    return (time.perf_counter() - began_at) / repetitions
+
+
+def limits(device: str, *, mib: int = 1024, size: int = 8192) -> Limits:
+    """Copy within the device's memory (read and write both count), and one square product."""
+    import torch
+
+    def waiting(work: Callable[[], object]) -> Step:
+        def step() -> None:
+            work()
+            if device != "cpu":
+                torch.cuda.synchronize()
+
+        return step
+
+    source = torch.ones(mib << 20, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copying = seconds_of(waiting(lambda: target.copy_(source)), repetitions=10)
+    matrix = torch.randn(size, size, device=device).to(torch.bfloat16)
+    multiplying = seconds_of(waiting(lambda: matrix @ matrix), repetitions=10)
+    return Limits(2 * (mib << 20) / copying, 2 * size**3 / multiplying)
+
+
+class OurEnd:
+    """The engine as a worker loads it, its weights filled with noise."""
+
+    name = "pdmesh"
+
+    def __init__(self, folder: Path, device: str, *, max_rows: int, **options: Any) -> None:
+        import torch
+
+        from shared.engine.torch_engine import TorchEngine
+
+        self.engine = TorchEngine.load(
+            folder, device=device, dtype="bfloat16", max_graph_rows=max_rows, **options
+        )
+        with torch.inference_mode():
+            for weight in self.engine.forward.weights:
+                weight.normal_(0, 0.02)
+        weights = list(self.engine.forward.weights)
+        # The embedding, the first of them, is looked up row by row.
+        self.read_bytes = sum(one.numel() * one.element_size() for one in weights[1:])
+
+    def decode(self, batch: int, context: int, *, is_replayed: bool = True) -> Step:
+        """One token for each of ``batch`` sequences of ``context`` tokens; sampled, greedily."""
+        from shared.request import SamplingParams
+        from shared.step import SampleSpec, StepRow
+
+        engine = self.engine
+        per_row = -(-context // engine.block_size)
+        if batch * per_row > engine.num_blocks:
+            raise MemoryError(f"{engine.num_blocks} blocks are too few")
+        spec = SampleSpec(SamplingParams(max_tokens=2), 0, (), ())
+        rows = [
+            StepRow((7,), context - 1, tuple(range(row * per_row, (row + 1) * per_row)), spec)
+            for row in range(batch)
+        ]
+        on_layer = None if is_replayed else lambda _: None
+        return lambda: void(engine.step(rows, on_layer))
+
+    def prefill(self, length: int) -> Step:
+        """All of a prompt in one step, and its first token."""
+        from shared.request import SamplingParams
+        from shared.step import SampleSpec, StepRow
+
+        table = tuple(range(-(-length // self.engine.block_size)))
+        spec = SampleSpec(SamplingParams(max_tokens=2), 0, (), ())
+        row = StepRow([idx % 1000 for idx in range(length)], 0, table, spec)
+        return lambda: void(self.engine.step([row]))
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+class TransformersEnd:
+    """transformers' own forward pass with SDPA; compiled: with a static cache, as CUDA graphs."""
+
+    def __init__(self, folder: Path, device: str, *, is_compiled: bool) -> None:
+        import torch
+        import transformers
+
+        self.name = "torch.compile" if is_compiled else "transformers"
+        config = transformers.AutoConfig.from_pretrained(folder)
+        config._attn_implementation = "sdpa"
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            with torch.device(device):
+                self._model = transformers.LlamaForCausalLM(config).eval()
+        finally:
+            torch.set_default_dtype(before)
+        assert self._model.dtype == torch.bfloat16
+        self._device = device
+        self._is_compiled = is_compiled
+        self._forward: Any = self._model.forward
+        if is_compiled:
+            self._forward = torch.compile(self._model.forward, mode="reduce-overhead")
+
+    def decode(self, batch: int, context: int, *, room: int) -> Step:
+        """The same; each step adds its token, ``room`` at most."""
+        import torch
+        import transformers
+
+        config = self._model.config
+        cache = transformers.DynamicCache(config=config)
+        if self._is_compiled:
+            cache = transformers.StaticCache(config=config, max_cache_len=context + room)
+        prompt = torch.zeros((batch, context - 1), dtype=torch.int64, device=self._device)
+        with torch.inference_mode():
+            for part in prompt.split(512, dim=1):  # activations of all at once would be large
+                self._model(part, past_key_values=cache, logits_to_keep=1)
+        token = torch.full((batch, 1), 7, device=self._device)
+
+        def step() -> None:
+            with torch.inference_mode():
+                out = self._forward(token, past_key_values=cache)
+                out.logits[:, -1].argmax(-1).tolist()
+
+        return step
+
+    def prefill(self, length: int) -> Step:
+        import torch
+
+        ids = torch.arange(length, device=self._device)[None] % 1000
+
+        def step() -> None:
+            with torch.inference_mode():
+                out = self._forward(ids, use_cache=False, logits_to_keep=1)
+                out.logits[:, -1].argmax(-1).tolist()
+
+        return step
+
+    def close(self) -> None:
+        del self._model, self._forward
+
+
+def void(_: object) -> None:
+    """A step's result is looked at by nobody here."""
+
+
+@contextmanager
+def ending(end: Any) -> Iterator[Any]:
+    """Give the device's memory back to the next one."""
+    import torch
+
+    try:
+        yield end
+    finally:
+        end.close()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def prefill_flops(shape: dict[str, Any], length: int) -> float:
+    """Multiplications and additions of a prompt: matrices of all layers, and causal attention."""
+    hidden, mlp = shape["hidden_size"], shape["intermediate_size"]
+    queries = shape["num_attention_heads"] * shape["head_dim"]
+    kv = shape["num_key_value_heads"] * shape["head_dim"]
+    matrices = 2 * hidden * queries + 2 * hidden * kv + 3 * hidden * mlp
+    attention = 2 * queries * (length + 1)  # q k and p v, half of the positions
+    return shape["num_hidden_layers"] * length * (2.0 * matrices + attention)
+
+
+def kv_bytes(shape: dict[str, Any], batch: int, context: int) -> int:
+    """KV that a decode step reads."""
+    per_token = 4 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
+    return batch * context * per_token
+
+
+def measure(asked: argparse.Namespace, record: Record, shape: dict[str, Any], folder: Path) -> None:
+    """Ours, each repetition beside the device's limits; then the peers, one after the other."""
+    prefill = f"prefill {asked.prompt}"
+    decodes = {f"decode batch {batch} at {asked.context}": batch for batch in asked.batches}
+    took: dict[tuple[str, str], list[float]] = {}
+    seen: list[Limits] = []
+
+    def note(who: str, what: str, seconds: float) -> None:
+        took.setdefault((who, what), []).append(seconds)
+        print(f"  {who:14} {what:26} {seconds * 1e3:9.3f} ms", flush=True)
+
+    with ending(OurEnd(folder, asked.device, max_rows=max(asked.batches), **asked.options)) as ours:
+        read_bytes = ours.read_bytes
+        for _ in range(asked.repetitions):
+            seen.append(limits(asked.device, **asked.limit_sizes))
+            for what, batch in decodes.items():
+                step = ours.decode(batch, asked.context)
+                note(ours.name, what, seconds_of(step, repetitions=asked.steps))
+                step = ours.decode(batch, asked.context, is_replayed=False)
+                note("kernel by kernel", what, seconds_of(step, repetitions=asked.steps))
+            note(ours.name, prefill, seconds_of(ours.prefill(asked.prompt), repetitions=3))
+    if importlib.util.find_spec("transformers") is None:
+        print("transformers is not installed: left out")
+    else:
+        for is_compiled in (False, True):
+            with ending(TransformersEnd(folder, asked.device, is_compiled=is_compiled)) as peer:
+                for what, batch in decodes.items():
+                    room = asked.repetitions * (asked.steps + 1)
+                    step = peer.decode(batch, asked.context, room=room)
+                    for _ in range(asked.repetitions):
+                        note(peer.name, what, seconds_of(step, repetitions=asked.steps))
+                step = peer.prefill(asked.prompt)
+                for _ in range(asked.repetitions):
+                    note(peer.name, prefill, seconds_of(step, repetitions=3))
+
+    record.rows.append({"what": "copy", "bytes_per_s": spread([one.bytes_per_s for one in seen])})
+    record.rows.append(
+        {"what": "product", "flops_per_s": spread([one.flops_per_s for one in seen])}
+    )
+    for (who, what), seconds in took.items():
+        row: dict[str, Any] = {"who": who, "what": what, "seconds": spread(seconds)}
+        if what in decodes:
+            moved = read_bytes + kv_bytes(shape, decodes[what], asked.context)
+            least = [moved / one.bytes_per_s for one in seen]
+            row["share_of_bandwidth"] = ratios(least, seconds)
+        else:
+            least = [prefill_flops(shape, asked.prompt) / one.flops_per_s for one in seen]
+            row["share_of_product_rate"] = ratios(least, seconds)
+        ours_took = took["pdmesh", what]
+        row["x_pdmesh"] = ratios(seconds, ours_took)
+        record.rows.append(row)
+        share = next(value for name, value in row.items() if name.startswith("share"))
+        span = f"{share['median']:.3f} [{share['min']:.3f} .. {share['max']:.3f}]"
+        times = row["x_pdmesh"]["median"]
+        print(f"{who:16} {what:26} share of the limit {span}, {times:.2f} x our time")
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument(
+        "--quick", action="store_true", help=f"{QUICK_LAYERS} layers, 3 repetitions"
+    )
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 128])
+    parser.add_argument("--context", type=int, default=1024, help="tokens a decoded sequence has")
+    parser.add_argument("--prompt", type=int, default=4096, help="tokens of the prompt")
+    parser.add_argument("--steps", type=int, default=30, help="decode steps a sample")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--record", action="store_true", help="write results of a quick run too")
+    asked = parser.parse_args()
+    import torch
+
+    if not torch.cuda.is_available():
+        print("bench/gpu needs a CUDA device, and torch sees none: nothing was measured")
+        sys.exit(NOT_HERE)
+    shape = dict(SHAPE)
+    if asked.quick:
+        asked.repetitions = 3
+        shape["num_hidden_layers"] = QUICK_LAYERS
+    asked.device, asked.limit_sizes = "cuda", {}
+    longest = max(asked.prompt, asked.context * max(asked.batches))
+    asked.options = {"num_blocks": -(-longest // 16) + max(asked.batches)}
+    record = Record(HERE, asked.quick, {"device": torch.cuda.get_device_name()})
+    with tempfile.TemporaryDirectory() as name:
+        make_folder(Path(name), shape)
+        measure(asked, record, shape, Path(name))
+    record.finish(write=True if asked.record else None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,289 @@
+"""Paged attention in Triton: the device code and its launch sizes. ``triton.py`` is its one user.
+
+FlashAttention's online softmax (Dao et al. 2022) over a block table (Kwon et al. 2023,
+PagedAttention): keys and values are read where they lie. One kernel serves single tokens and
+chunks:
+
+    a program   one tile of queries x one KV head x one split of the keys
+    a tile      tile_queries tokens of one row x the query heads that read this KV head, as the rows
+                of one matrix: what a KV head holds is read once for all of them
+    a split     every num_splits-th part of the keys a tile sees; with more than one, partial
+                results are summed up by a second kernel (Flash-Decoding, Dao et al. 2023)
+
+Sums are float32. Scores are in units of log2, because the hardware's exponential is 2^x. Loads are
+masked, so no program reads a slot that its own row has not written.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+
+from shared.engine.batch import PagedRows
+
+MAX_SPLITS = 32
+
+IS_INTERPRETED: bool = knobs.runtime.interpret
+"""Whether kernels run in Python, on any device's tensors: triton was imported so."""
+
+
+class Tiles(NamedTuple):
+    """Which queries each program takes: int64 ``[num_tiles]`` each.
+
+    rows: a tile's row. offsets: its first token, counted from the row's first.
+    """
+
+    rows: torch.Tensor
+    offsets: torch.Tensor
+
+
+class TileShape(NamedTuple):
+    """Sizes of one program's matrices. queries: tokens a tile. rows: tokens x heads, filled up to
+    what the matrix units take. keys: positions at once."""
+
+    queries: int
+    rows: int
+    keys: int
+
+
+def tile_shape(group_size: int, head_dim: int, item_bytes: int, *, is_single: bool) -> TileShape:
+    """Choose sizes that keep a program's tiles well inside 100 KB of shared memory."""
+    is_wide = item_bytes > 2 or head_dim > 128
+    if is_single:
+        return TileShape(1, _power_of_two(group_size), 32 if is_wide else 64)
+    rows = max(32 if is_wide else 64, _power_of_two(group_size))
+    return TileShape(rows // group_size, rows, 32 if is_wide else 64)
+
+
+def store(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    key_pool: torch.Tensor,
+    value_pool: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """Write ``[num_tokens, num_kv_heads, head_dim]`` to these slots of
+    ``[num_slots, num_kv_heads, head_dim]``; only tokens may lie apart."""
+    num_tokens, num_kv_heads, head_dim = keys.shape
+    width = num_kv_heads * head_dim
+    kernel: Any = _store
+    kernel[(num_tokens, -(-width // 1024))](
+        keys,
+        values,
+        key_pool,
+        value_pool,
+        slots,
+        keys.stride(0),
+        values.stride(0),
+        WIDTH=width,
+        TILE=min(1024, _power_of_two(width)),
+    )
+
+
+def attend(
+    out: torch.Tensor,
+    queries: torch.Tensor,
+    key_pool: torch.Tensor,
+    value_pool: torch.Tensor,
+    rows: PagedRows,
+    *,
+    tiles: Tiles | None,
+    num_tiles: int,
+    num_splits: int,
+    window: int | None,
+    block_size: int,
+) -> None:
+    """Write softmax(q k / sqrt(head_dim)) v of the tiles' tokens to ``out``.
+
+    queries, out: ``[num_tokens, num_heads, head_dim]``, contiguous. tiles: None = tile i is row i,
+    which has one token, at flat index i. Several splits are for single tokens only.
+    """
+    _, num_heads, head_dim = queries.shape
+    num_kv_heads = key_pool.shape[1]
+    group_size = num_heads // num_kv_heads
+    shape = tile_shape(group_size, head_dim, queries.element_size(), is_single=tiles is None)
+    sums = weights = out  # not touched unless there are splits
+    if num_splits > 1:
+        assert tiles is None
+        partial = (num_tiles, num_heads, num_splits)
+        sums = torch.empty((*partial, head_dim), dtype=torch.float32, device=out.device)
+        weights = torch.empty(partial, dtype=torch.float32, device=out.device)
+    sizes: dict[str, Any] = {"HEAD_DIM": head_dim, "DIMS": _power_of_two(head_dim)}
+    kernel: Any = _attend
+    kernel[(num_tiles, num_kv_heads, num_splits)](
+        out,
+        sums,
+        weights,
+        queries,
+        key_pool,
+        value_pool,
+        rows.stops,
+        rows.firsts,
+        rows.table_at,
+        rows.tables,
+        *(tiles or (rows.stops, rows.stops)),  # not touched for single tokens
+        head_dim**-0.5 * 1.4426950408889634,  # log2(e)
+        **sizes,
+        NUM_HEADS=num_heads,
+        GROUP=group_size,
+        BLOCK_SIZE=block_size,
+        WINDOW=window or 0,
+        TILE_QUERIES=shape.queries,
+        TILE_ROWS=shape.rows,
+        TILE_KEYS=shape.keys,
+        NUM_SPLITS=num_splits,
+        IS_SINGLE=tiles is None,
+        WIDENS=IS_INTERPRETED,
+        num_warps=4,
+        num_stages=2,
+    )
+    if num_splits > 1:
+        kernel = _sum_splits
+        kernel[(num_tiles, num_heads)](out, sums, weights, **sizes, NUM_SPLITS=num_splits)
+
+
+def _power_of_two(size: int) -> int:
+    """The next one, or 16: matrix units take no less."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+# A step's numbers lie one behind the other: their addresses are divisible by 16 in one step and not
+# in the next, which must not compile kernels anew.
+_NUMBERS = ["slots", "stops", "firsts", "table_at", "tables", "tile_rows", "tile_offsets"]
+
+
+@triton.jit(do_not_specialize_on_alignment=_NUMBERS)
+def _store(
+    keys, values, key_pool, value_pool, slots, key_stride, value_stride,
+    WIDTH: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = place < WIDTH
+    at = tl.load(slots + token) * WIDTH + place
+    key = tl.load(keys + token * key_stride + place, mask=mask)
+    value = tl.load(values + token * value_stride + place, mask=mask)
+    tl.store(key_pool + at, key, mask=mask)
+    tl.store(value_pool + at, value, mask=mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=_NUMBERS)
+def _attend(
+    out, sums, weights, queries, key_pool, value_pool,
+    stops, firsts, table_at, tables, tile_rows, tile_offsets, scale,
+    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, TILE_QUERIES: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    IS_SINGLE: tl.constexpr, WIDENS: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    NUM_KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
+    if IS_SINGLE:
+        row = tile
+        first = tile
+        length = 1
+        offset = 0
+    else:
+        row = tl.load(tile_rows + tile)
+        offset = tl.load(tile_offsets + tile)
+        first = tl.load(firsts + row)
+        length = tl.load(firsts + row + 1) - first
+    start = tl.load(stops + row) - length
+    table = tables + tl.load(table_at + row)
+
+    #   positions   0 ..... begin .......... start + offset ...... end
+    #   keys        unseen  seen by the tile's first query ...... its last query sees up to here
+    end = start + tl.minimum(offset + TILE_QUERIES, length)
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(start + offset - WINDOW + 1, 0)
+    begin = begin // TILE_KEYS * TILE_KEYS
+    if NUM_SPLITS > 1:
+        per_split = tl.cdiv(tl.cdiv(end - begin, TILE_KEYS), NUM_SPLITS) * TILE_KEYS
+        begin += split * per_split
+        end = tl.minimum(end, begin + per_split)
+
+    index = tl.arange(0, TILE_ROWS)
+    query = offset + index // GROUP
+    head = kv_head * GROUP + index % GROUP
+    is_query = (index // GROUP < TILE_QUERIES) & (query < length)
+    position = start + query
+    dim = tl.arange(0, DIMS)
+    is_dim = dim < HEAD_DIM
+    place = ((first + query) * NUM_HEADS + head) * HEAD_DIM
+    is_item = is_query[:, None] & is_dim[None, :]
+    q = tl.load(queries + place[:, None] + dim[None, :], mask=is_item, other=0.0)
+    if WIDENS:
+        # The interpreter takes bfloat16 for integers when it multiplies matrices. Products of two
+        # such numbers are exact in float32, so the result is that of the matrix units.
+        q = q.to(tl.float32)
+
+    top = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((TILE_ROWS,), tl.float32)
+    acc = tl.zeros((TILE_ROWS, DIMS), tl.float32)
+    for at in range(begin, end, TILE_KEYS):
+        key = at + tl.arange(0, TILE_KEYS)
+        is_key = key < end
+        block = tl.load(table + key // BLOCK_SIZE, mask=is_key, other=0)
+        slot = block * BLOCK_SIZE + key % BLOCK_SIZE
+        kv = (slot * NUM_KV_HEADS + kv_head) * HEAD_DIM
+        k = tl.load(
+            key_pool + kv[None, :] + dim[:, None], mask=is_key[None, :] & is_dim[:, None], other=0.0
+        )
+        if WIDENS:
+            k = k.to(tl.float32)
+        scores = tl.dot(q, k, input_precision="ieee") * scale
+        is_seen = is_key[None, :] & (key[None, :] <= position[:, None])
+        if WINDOW > 0:
+            is_seen &= key[None, :] > position[:, None] - WINDOW
+        scores = tl.where(is_seen, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        # A query that has seen nothing yet keeps -inf; 0 in its place avoids -inf - -inf.
+        level = tl.where(new_top == float("-inf"), 0.0, new_top)
+        part = tl.exp2(scores - level[:, None])
+        decay = tl.exp2(top - level)
+        total = total * decay + tl.sum(part, 1)
+        v = tl.load(
+            value_pool + kv[:, None] + dim[None, :],
+            mask=is_key[:, None] & is_dim[None, :],
+            other=0.0,
+        )
+        part = part.to(v.dtype)
+        if WIDENS:
+            part, v = part.to(tl.float32), v.to(tl.float32)
+        acc = acc * decay[:, None] + tl.dot(part, v, input_precision="ieee")
+        top = new_top
+
+    if NUM_SPLITS > 1:
+        partial = ((first + query) * NUM_HEADS + head) * NUM_SPLITS + split
+        weight = tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
+        tl.store(weights + partial, weight, mask=is_query)
+        result = acc / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(sums + partial[:, None] * HEAD_DIM + dim[None, :], result, mask=is_item)
+    else:
+        result = acc / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(out + place[:, None] + dim[None, :], result.to(out.dtype.element_ty), mask=is_item)
+
+
+@triton.jit
+def _sum_splits(
+    out, sums, weights,
+    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, NUM_SPLITS: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    dim = tl.arange(0, DIMS)
+    is_dim = dim < HEAD_DIM
+    partial = place * NUM_SPLITS + tl.arange(0, NUM_SPLITS)
+    weight = tl.load(weights + partial)
+    share = tl.exp2(weight - tl.max(weight, 0))  # split 0 always sees a key
+    part = tl.load(
+        sums + partial[:, None] * HEAD_DIM + dim[None, :], mask=is_dim[None, :], other=0.0
+    )
+    result = tl.sum(part * share[:, None], 0) / tl.sum(share, 0)
+    tl.store(out + place * HEAD_DIM + dim, result.to(out.dtype.element_ty), mask=is_dim)

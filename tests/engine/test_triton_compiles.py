@@ -1,0 +1,39 @@
+"""Triton's compiler takes our kernels for real devices, which needs none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.torch
+
+MAX_SHARED_BYTES = 99 << 10
+"""What every GPU since Ampere gives one program."""
+
+
+@pytest.mark.parametrize(
+    "capability",
+    [90, pytest.param(80, marks=pytest.mark.slow), pytest.param(120, marks=pytest.mark.slow)],
+)
+def test_kernels_compile_for(capability: int) -> None:
+    """To machine code, with tiles that fit into shared memory and 16-bit products on matrix
+    units."""
+    # A process of its own: here triton only interprets.
+    environ = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.support.triton_compile", str(capability)]
+    done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    compiled = json.loads(done.stdout)
+    assert len(compiled) == 14
+    for name, kernel in compiled.items():
+        assert kernel["shared_bytes"] <= MAX_SHARED_BYTES, name
+        if "attend" in name and "float32" not in name:
+            assert kernel["uses_matrix_units"], name

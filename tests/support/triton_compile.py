@@ -1,0 +1,98 @@
+"""Compiles our Triton kernels for a device that need not be there; prints what became of them.
+
+python -m tests.support.triton_compile 90
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from shared.engine import triton_layers
+from shared.engine.attention import triton_kernels as kernels
+
+POINTERS = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}
+NUMBERS = dict.fromkeys(kernels._NUMBERS, "*i64")
+SHAPES = {
+    # dtype, query heads a KV head, KV heads, head_dim, block_size, window
+    "8B": ("bfloat16", 4, 8, 128, 16, 0),
+    "odd": ("float16", 7, 2, 80, 5, 100),
+    "float32": ("float32", 2, 2, 64, 16, 24),
+}
+
+
+def compiled(capability: int, kernel: Any, types: dict[str, str], **constants: Any) -> dict:
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types[name] for name in names}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, values)
+    target = GPUTarget("cuda", capability, 32)
+    done = compile(source, target=target, options={"num_warps": 4, "num_stages": 2})
+    ptx = done.asm["ptx"]
+    return {
+        "shared_bytes": done.metadata.shared,
+        "uses_matrix_units": any(word in ptx for word in ("mma.sync", "wgmma", "tcgen05")),
+    }
+
+
+def attend(capability: int, shape: tuple, num_splits: int, *, is_single: bool) -> dict:
+    dtype, group, num_kv_heads, head_dim, block_size, window = shape
+    item_bytes = 4 if dtype == "float32" else 2
+    tile = kernels.tile_shape(group, head_dim, item_bytes, is_single=is_single)
+    own = POINTERS[dtype]
+    partial = own if num_splits == 1 else "*fp32"
+    types = {
+        **NUMBERS,
+        **dict.fromkeys(("out", "queries", "key_pool", "value_pool"), own),
+        **dict.fromkeys(("sums", "weights"), partial),
+        "scale": "fp32",
+    }
+    return compiled(
+        capability,
+        kernels._attend,
+        types,
+        HEAD_DIM=head_dim,
+        DIMS=kernels._power_of_two(head_dim),
+        NUM_HEADS=group * num_kv_heads,
+        GROUP=group,
+        BLOCK_SIZE=block_size,
+        WINDOW=window,
+        TILE_QUERIES=tile.queries,
+        TILE_ROWS=tile.rows,
+        TILE_KEYS=tile.keys,
+        NUM_SPLITS=num_splits,
+        IS_SINGLE=is_single,
+        WIDENS=False,
+    )
+
+
+def main(capability: int) -> None:
+    done: dict[str, Any] = {}
+    for name, shape in SHAPES.items():
+        done[f"attend {name} singles"] = attend(capability, shape, 1, is_single=True)
+        done[f"attend {name} split"] = attend(capability, shape, 8, is_single=True)
+        done[f"attend {name} chunks"] = attend(capability, shape, 1, is_single=False)
+    types = {"out": "*bf16", "sums": "*fp32", "weights": "*fp32"}
+    sizes = {"HEAD_DIM": 128, "DIMS": 128, "NUM_SPLITS": kernels.MAX_SPLITS}
+    done["sum_splits"] = compiled(capability, kernels._sum_splits, types, **sizes)
+    types = {**NUMBERS, "key_stride": "i32", "value_stride": "i32"}
+    types |= dict.fromkeys(("keys", "values", "key_pool", "value_pool"), "*bf16")
+    done["store"] = compiled(capability, kernels._store, types, WIDTH=1024, TILE=1024)
+    types = dict.fromkeys(("out", "x", "weight", "cos", "sin", "gate_up"), "*bf16")
+    types |= {"eps": "fp32", "stride": "i32"}
+    heads = {"HEADS": 33, "HALF": 40, "TILE_HEADS": 16, "FILLED": 64}
+    for kernel, sizes in (
+        (triton_layers._rms_norm, {"WIDTH": 5120, "FILLED": 8192}),
+        (triton_layers._rotate, heads),
+        (triton_layers._gate, {"WIDTH": 14_336, "TILE": 1024}),
+    ):
+        done[kernel.fn.__name__] = compiled(capability, kernel, types, **sizes)
+    print(json.dumps(done))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
