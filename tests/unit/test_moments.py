@@ -23,7 +23,7 @@ ID = bytes(range(16))
 def _logs_as_before() -> Iterator[None]:
     before = structlog.get_config()
     yield
-    configure_logs(service="test", level="warning", form="json", stream=io.StringIO())
+    configure_logs(service="test", level="info", form="json", stream=io.StringIO())
     structlog.configure(**before)
 
 
