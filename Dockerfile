@@ -72,6 +72,12 @@ RUN python3 /native/build.py \
     || echo "no native kernels in this image"
 
 FROM runtime AS prefill
+# What workers need at run time beside Python: on a GPU Triton wants a C compiler (compose.gpu.yaml).
+ARG RUN_PACKAGES=
+RUN [ -z "${RUN_PACKAGES}" ] \
+    || { apt-get update -q && apt-get install -q -y --no-install-recommends ${RUN_PACKAGES} \
+         && rm -rf /var/lib/apt/lists/*; } \
+    || echo "this image lacks ${RUN_PACKAGES}"
 COPY --from=worker-dependencies /opt/pdmesh /opt/pdmesh
 COPY --from=application /app /app
 COPY --from=native /native /app/shared/engine/native

@@ -30,6 +30,12 @@ def test_the_gpu_overlay_asks_for_gpus_and_keeps_the_locks(role: str) -> None:
     assert gpu["environment"]["PDMESH_DEVICE"] == "cuda:0"
     assert {"cuda_copy", "cuda_ipc", "sysv"} <= {*gpu["environment"]["UCX_TLS"].split(",")}
     assert gpu["image"] != plain["image"]
+    # Triton compiles at run time, and loads what it compiled from where programs may be.
+    assert "gcc" in gpu["build"]["args"]["RUN_PACKAGES"].split()
+    place = gpu["environment"]["TRITON_CACHE_DIR"].rpartition("/")[0]
+    (cache,) = (one for one in gpu["tmpfs"] if one.startswith(f"{place}:"))
+    assert cache.endswith(",exec")
+    assert {*plain["tmpfs"]} < {*gpu["tmpfs"]}
     for name in ("read_only", "cap_drop", "security_opt", "ulimits", "restart"):
         assert gpu[name] == plain[name], name
     assert [*gpu["networks"]] == [*plain["networks"]] == ["mesh"]
