@@ -14,6 +14,8 @@ Sums are float32. Scores are in units of log2, because the hardware's exponentia
 masked, so no program reads a slot that its own row has not written.
 """
 
+# What triton says of the types of its language changes with its version.
+# pyright: reportOperatorIssue=false
 from __future__ import annotations
 
 from typing import Any, NamedTuple
