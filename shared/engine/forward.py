@@ -45,7 +45,8 @@ class Forward(Protocol):
     ) -> Passed:
         """Compute all tokens of all rows and write their KV; report each layer once it is written.
 
-        samples: the rows, by index, of which logits are wanted: those of their last tokens.
+        samples: the rows, by ascending index, of which logits are wanted: those of their last
+        tokens.
 
         Raises LocalProtocolError, before anything is written: a row is empty, too long, names
         unknown tokens or blocks, or its block table is too short.

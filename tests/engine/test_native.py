@@ -149,8 +149,8 @@ def test_the_most_likely_token_is_the_first_of_equals(native_of: EngineOf) -> No
         # bfloat16 logits tie now and then.
         firsts = (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)
         assert passed.best == firsts.tolist()
-        picked = engine.forward.run(rows, [5, 2], None)
-        assert picked.best == [firsts[5], firsts[2]]
+        picked = engine.forward.run(rows, [2, 5], None)
+        assert picked.best == [firsts[2], firsts[5]]
 
 
 @pytest.mark.parametrize(
