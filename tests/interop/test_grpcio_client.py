@@ -125,7 +125,8 @@ async def test_deadline_reaches_the_handler(served: tuple[EchoService, TcpServer
 
     await ask_grpcio(server, work)
     await service.ended.wait()
-    assert service.remaining_s is not None and 0 <= service.remaining_s <= 1.01
+    assert service.remaining_s is not None
+    assert 0 <= service.remaining_s <= 1.01
 
 
 async def test_cancel_reaches_the_handler(served: tuple[EchoService, TcpServer]) -> None:
