@@ -36,11 +36,6 @@ $(VENV)/.dev: $(VENV)/.run
 	@$(PIP) install -q -e ".[$(WORKER),dev]"
 	@touch $@
 
-$(VENV)/.bench: $(VENV)/.dev
-	@echo "[bench] installing what plots need; peers: $(BIN)/python -m bench.peers"
-	@$(PIP) install -q -e ".[$(WORKER),dev,bench]"
-	@touch $@
-
 setup: $(VENV)/.dev ## make the environment with everything in it
 	@echo "ready: source $(VENV)/bin/activate, then pdmesh --help"
 
@@ -91,7 +86,7 @@ up: $(VENV)/.run ## start a mesh on this machine and keep it running
 screenshots: $(VENV)/.dev ## take the pictures of docs/images anew (needs Chromium)
 	@$(BIN)/python tools/screenshots.py
 
-bench: $(VENV)/.bench ## run the quick benchmarks and print one table of goals (ARGS="--full engine": one as recorded)
+bench: $(VENV)/.dev ## run the quick benchmarks and print one table of goals (ARGS="--full engine": one as recorded)
 	@$(BIN)/python -m bench $(ARGS)
 
 clean: ## remove the environment and caches

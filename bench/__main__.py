@@ -7,6 +7,7 @@ python -m bench --full transfer    # one question as its README's results were m
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
@@ -14,7 +15,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
+from bench.plots import save
 from bench.record import NOT_HERE, PROJECT, Goal, cpu_name, environment, table
 
 QUESTIONS = tuple(sorted(path.parent.name for path in (PROJECT / "bench").glob("*/run.py")))
@@ -24,19 +27,34 @@ README = PROJECT / "bench" / "README.md"
 _BEGIN, _END = "<!-- goals: begin -->\n", "<!-- goals: end -->"
 
 
+def newest_results(question: str) -> tuple[Path, dict[str, Any]] | None:
+    """Return a question's newest recorded run, its file and what is in it."""
+    found: dict[str, tuple[Path, dict[str, Any]]] = {}
+    for path in (PROJECT / "bench" / question / "results").glob("*.json"):
+        content = json.loads(path.read_text())
+        found[content["environment"]["at"]] = path, content
+    return found[max(found)] if found else None
+
+
+def draw(question: str) -> None:
+    """Draw the pictures of a question's newest results again."""
+    pictures_of = getattr(importlib.import_module(f"bench.{question}.run"), "pictures_of", None)
+    if pictures_of is not None and (newest := newest_results(question)) is not None:
+        path, content = newest
+        save(pictures_of(content["rows"]), path)
+        print(f"drawn beside {path.relative_to(PROJECT)}")
+
+
 def fill() -> None:
     """Write the goals of each question's newest results into bench/README.md."""
     lines = ["| | # | question | goal | measured | run |", "|---|---|---|---|---|---|"]
     entries: list[tuple[Goal, str]] = []
     for name in QUESTIONS:
-        files = (PROJECT / "bench" / name / "results").glob("*.json")
-        contents = [json.loads(path.read_text()) for path in files]
-        recorded = [one for one in contents if "at" in one["environment"] and "goals" in one]
-        if recorded:
-            newest = max(recorded, key=lambda one: one["environment"]["at"])
-            about = newest["environment"]
+        if (newest := newest_results(name)) is not None:
+            _, content = newest
+            about = content["environment"]
             run = f"{about['at'][:10]} {about['commit']} {about['machine']}"
-            for goal in newest["goals"]:
+            for goal in content["goals"]:
                 goal.pop("is_met")
                 entries.append((Goal(**goal), run))
     for goal, run in sorted(entries, key=lambda entry: entry[0].row):
@@ -63,13 +81,20 @@ def main() -> None:
     parser.add_argument("questions", nargs="*", metavar="QUESTION", help=", ".join(QUESTIONS))
     parser.add_argument("--full", action="store_true", help="not --quick: hours, writes results/")
     parser.add_argument("--fill", action="store_true", help="measure nothing, only fill the table")
+    parser.add_argument(
+        "--draw", action="store_true", help="measure nothing, draw what is recorded"
+    )
     asked = parser.parse_args()
-    if asked.fill:
-        fill()
-        return
     chosen = asked.questions or QUESTIONS
     if unknown := sorted(set(chosen) - set(QUESTIONS)):
         parser.error(f"no question {', '.join(unknown)}; there are {', '.join(QUESTIONS)}")
+    if asked.draw:
+        for name in chosen:
+            draw(name)
+    if asked.fill:
+        fill()
+    if asked.draw or asked.fill:
+        return
     failed: list[str] = []
     not_here: list[str] = []
     with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as goals_file:

@@ -1,6 +1,7 @@
 """Pictures of what was measured: medians with their lowest and highest, SVG and PNG side by side.
 
-Without matplotlib (extra ``bench``) there are none, and that is said.
+A question's ``run.py`` has ``pictures_of(rows)``; ``python -m bench --draw`` draws them again from
+what is recorded. Without matplotlib there are none, and that is said.
 """
 
 from __future__ import annotations
@@ -17,43 +18,94 @@ Spread = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One plot of a picture. lines: name -> points (x, spread of y); the first is drawn boldest."""
+    """One plot of a picture. lines: name -> points (x, spread of y); the first is drawn boldest.
+    is_log: of x. goal: a line across, where there is one."""
 
     title: str
     x: str
     y: str
     lines: Mapping[str, Sequence[tuple[float, Spread]]]
     is_log: bool = True
+    goal: float | None = None
 
-
-def save(panels: Sequence[Panel], path: Path) -> None:
-    """Draw the panels side by side; ``path`` gets the endings .svg and .png."""
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError:
-        print("(no plot: matplotlib is not installed)", file=sys.stderr)
-        return
-    size = (4.8 * len(panels), 4)
-    figure, places = plt.subplots(1, len(panels), figsize=size, squeeze=False)
-    for place, panel in zip(places[0], panels, strict=True):
-        for idx, (name, points) in enumerate(panel.lines.items()):
+    def draw(self, place: Any) -> None:
+        """Draw into matplotlib's axes."""
+        for idx, (name, points) in enumerate(self.lines.items()):
             place.errorbar(
                 [x for x, _ in points],
                 [y["median"] for _, y in points],
-                yerr=[
-                    [y["median"] - y["min"] for _, y in points],
-                    [y["max"] - y["median"] for _, y in points],
-                ],
+                yerr=_reach([y for _, y in points]),
                 label=name, capsize=3, marker="o", linewidth=1.2 if idx else 2.5,
             )  # fmt: skip
-        place.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
-        if panel.is_log:
-            ticks = sorted({x for points in panel.lines.values() for x, _ in points})
+        place.set(title=self.title, xlabel=self.x, ylabel=self.y)
+        if self.is_log:
+            ticks = sorted({x for points in self.lines.values() for x, _ in points})
             place.set_xscale("log")
             place.set_xticks(ticks, [f"{x:g}" for x in ticks], minor=False)
             place.minorticks_off()
-        place.set_ylim(bottom=0)
-        place.legend(fontsize=8)
-    figure.tight_layout()
-    for suffix in (".svg", ".png"):
-        figure.savefig(path.with_suffix(suffix), dpi=120)
+
+
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """One plot of a picture, for what has no order. bars: name -> group -> spread of y. goal: a
+    line across, where there is one."""
+
+    title: str
+    y: str
+    bars: Mapping[str, Mapping[str, Spread]]
+    goal: float | None = None
+
+    def draw(self, place: Any) -> None:
+        """Draw into matplotlib's axes."""
+        groups = list(dict.fromkeys(group for of in self.bars.values() for group in of))
+        width = 0.8 / len(self.bars)
+        for idx, (name, of) in enumerate(self.bars.items()):
+            middle = (idx - (len(self.bars) - 1) / 2) * width
+            place.bar(
+                [groups.index(group) + middle for group in of],
+                [y["median"] for y in of.values()],
+                width,
+                yerr=_reach(list(of.values())),
+                label=name, capsize=3,
+            )  # fmt: skip
+        place.set_xticks(range(len(groups)), groups)
+        place.set(title=self.title, ylabel=self.y)
+
+
+Pictures = Mapping[str, Sequence[Panel | Bars]]
+"""What distinguishes a picture's file (nothing, if there is one only) -> its plots."""
+
+
+def _reach(values: Sequence[Spread]) -> list[list[float]]:
+    """How far the lowest and the highest are from the median."""
+    return [
+        [y["median"] - y["min"] for y in values],
+        [y["max"] - y["median"] for y in values],
+    ]
+
+
+def save(pictures: Pictures, path: Path) -> None:
+    """Draw each picture's plots side by side; files are ``path`` less its ending, what
+    distinguishes the picture, and .svg and .png."""
+    try:
+        import matplotlib as mpl
+
+        mpl.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError:
+        print("(no pictures: matplotlib is not installed)", file=sys.stderr)
+        return
+    for name, panels in pictures.items():
+        size = (4.8 * len(panels), 4)
+        figure, places = plt.subplots(1, len(panels), figsize=size, squeeze=False)
+        for place, panel in zip(places[0], panels, strict=True):
+            panel.draw(place)
+            if panel.goal is not None:
+                label = f"goal: {panel.goal:g}"
+                place.axhline(panel.goal, color="black", linestyle=":", linewidth=1, label=label)
+            place.set_ylim(bottom=0)
+            place.legend(fontsize=8)
+        figure.tight_layout()
+        for suffix in ("svg", "png"):
+            figure.savefig(f"{path.with_suffix('')}{name}.{suffix}", dpi=120)
+        plt.close(figure)

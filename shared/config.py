@@ -52,6 +52,10 @@ class ServiceConfig:
     drain_s: float = 30.0
     """Seconds to finish what is in hand after SIGTERM."""
 
+    realtime: bool = False
+    """Real-time priority for the event loop and the threads that carry KV: they run when they wake,
+    not when a busy core has time for them. Linux; as root, or with an rtprio limit of 2."""
+
     def check(self) -> None:
         """Raise InvalidRequest, naming the flag, for the first value out of range."""
         _require(

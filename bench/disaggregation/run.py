@@ -26,9 +26,9 @@ from typing import Any
 
 import aiohttp
 
-from bench.disaggregation.plots import draw
 from bench.peers import PEERS, installed
-from bench.record import Record
+from bench.plots import Panel, Pictures, Spread, save
+from bench.record import Record, spread
 from services.cli.bench.endpoints import Endpoint, fit_of, open_endpoints
 from services.cli.bench.open_loop import new_event_loop, run_open_loop
 from services.cli.bench.search import RateSearch
@@ -93,10 +93,13 @@ def make_model(folder: Path) -> None:
 
 
 @contextlib.asynccontextmanager
-async def our_mesh(folder: Path, *, colocated: bool, tbt_s: float) -> AsyncGenerator[list[str]]:
+async def our_mesh(
+    folder: Path, *, colocated: bool, tbt_s: float, realtime: bool
+) -> AsyncGenerator[list[str]]:
     """One mesh with two workers of one thread each."""
-    common: dict[str, Any] = {"model": str(folder), "threads": 1, "device": "cpu", "kv_gib": 1.0}
-    gateway = GatewayConfig(model=str(folder), http_port=0, grpc_port=0, max_waiting=4096)
+    shared: dict[str, Any] = {"model": str(folder), "realtime": realtime}
+    common: dict[str, Any] = {**shared, "threads": 1, "device": "cpu", "kv_gib": 1.0}
+    gateway = GatewayConfig(**shared, http_port=0, grpc_port=0, max_waiting=4096)
     decode = DecodeConfig(
         **common, colocated=colocated, **({"tbt_target_s": tbt_s} if colocated else {})
     )
@@ -262,7 +265,7 @@ def report(load: str, system: str, found: dict[str, Any]) -> None:
 async def main(asked: argparse.Namespace) -> None:
     """Start the systems, ask them, write."""
     record = Record(HERE, asked.quick)
-    record.environment["scale"] = SCALE
+    record.environment |= {"scale": SCALE, "realtime": asked.realtime}
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         make_model(folder)
@@ -274,7 +277,12 @@ async def main(asked: argparse.Namespace) -> None:
                     continue
                 urls = await stack.enter_async_context(vllm_replicas(folder))
             else:
-                mesh = our_mesh(folder, colocated=name == COLOCATED, tbt_s=asked.tbt_ms / 1e3)
+                mesh = our_mesh(
+                    folder,
+                    colocated=name == COLOCATED,
+                    tbt_s=asked.tbt_ms / 1e3,
+                    realtime=asked.realtime,
+                )
                 urls = await stack.enter_async_context(mesh)
             endpoints = await stack.enter_async_context(open_endpoints(urls))
             systems.append(System(name, endpoints))
@@ -283,7 +291,26 @@ async def main(asked: argparse.Namespace) -> None:
             await measure(record, systems, name, asked)
     path = record.finish(write=True if asked.record else None)
     if path is not None:
-        draw(record.rows, path.with_suffix(""))
+        save(pictures_of(record.rows), path)
+
+
+def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
+    """Attainment and inter-token latency over the rate, a picture for each load and SLO."""
+    pictures: dict[str, list[Panel]] = {}
+    asked = sorted((row for row in rows if row.get("itl_s")), key=lambda row: row["rate"])
+    for load, slo in dict.fromkeys((row["load"], row["slo"]) for row in asked):
+        attained: dict[str, list[tuple[float, Spread]]] = {}
+        late: dict[str, list[tuple[float, Spread]]] = {}
+        for name in SYSTEMS:
+            of = [r for r in asked if (r["load"], r["slo"], r["system"]) == (load, slo, name)]
+            if of:
+                attained[name] = [(row["rate"], spread([row["attainment"]])) for row in of]
+                late[name] = [(row["rate"], spread([1e3 * row["itl_s"]["p99"]])) for row in of]
+        pictures[f"-{load}-{slo}"] = [
+            Panel(f"{load}, {slo} SLO (CPU)", "requests/s", "attained", attained, False, TARGET),
+            Panel("", "requests/s", "p99 of inter-token latency, ms", late, False),
+        ]
+    return pictures
 
 
 def parse() -> argparse.Namespace:
@@ -301,6 +328,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tolerance", type=float, default=0.15, help="of a goodput, as a share")
     parser.add_argument("--slos", nargs="+", choices=list(SLOS), default=list(SLOS))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--realtime",
+        action="store_true",
+        help="our meshes' loops and KV threads with real-time priority",
+    )
     parser.add_argument("--record", action="store_true", help="write results of a quick run too")
     asked = parser.parse_args()
     if asked.quick:

@@ -26,7 +26,7 @@ import torch
 
 from bench.engine import model
 from bench.peers import PEERS, installed
-from bench.plots import Panel, Spread, save
+from bench.plots import Panel, Pictures, Spread, save
 from bench.record import PROJECT, Record, ratios, spread
 
 HERE = Path(__file__).parent
@@ -220,7 +220,7 @@ def report(record: Record, row: dict[str, Any]) -> None:
     print(f"{what:24} {'   '.join(parts)}", flush=True)
 
 
-def panels_of(rows: Sequence[dict[str, Any]]) -> list[Panel]:
+def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
     """Decode tokens/s over batch, one panel a context."""
     decodes = [row for row in rows if row.get("what") == "decode"]
     panels: list[Panel] = []
@@ -232,7 +232,7 @@ def panels_of(rows: Sequence[dict[str, Any]]) -> list[Panel]:
                     point = (row["batch"], row[name]["tokens_per_s"])
                     lines.setdefault(name, []).append(point)
         panels.append(Panel(f"decode at {context} (CPU)", "batch", "tokens/s", lines))
-    return panels
+    return {"": panels}
 
 
 def main() -> None:
@@ -285,7 +285,7 @@ def main() -> None:
                 end.close()
             # Also when it was stopped: what was measured until then counts.
             if (path := record.finish(write=True if asked.record else None)) is not None:
-                save(panels_of(record.rows), path)
+                save(pictures_of(record.rows), path)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import os
 import resource
 import sys
 import tempfile
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from bench.gateway.subjects import (
     router,
     write_words,
 )
+from bench.plots import Bars, Pictures, save
 from bench.record import Record, ratios, spread
 from shared.log import configure_logs
 
@@ -228,6 +229,46 @@ def judge(record: Record, load: Load, row: dict[str, Any]) -> None:
             record.goal(7, what, best, "<=", NOT_WORSE)
 
 
+def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
+    """CPU of a token and of a request, and latencies, of every subject."""
+    compared = {row["load"]: row["subjects"] for row in rows if "subjects" in row}
+    names = [OURS, *ROUTERS]
+
+    def bars(*wanted: tuple[str, str, str]) -> dict[str, dict[str, Any]]:
+        return {
+            name: {
+                group: compared[load][name][figure]
+                for group, load, figure in wanted
+                if name in compared[load]
+            }
+            for name in names
+            if any(name in compared[load] for _, load, _ in wanted)
+        }
+
+    alone = "128-token stream, 1 connection"
+    per_token = bars(
+        *(
+            (f"{count},\n{name}", f"{count} streams, {pace}", *_TOKEN)
+            for name, pace in (("flat out", "flat out"), ("paced", f"a step every {STEP_MS} ms"))
+            for count in ("64", "1,024")
+        )
+    )
+    per_request = bars(("64 connections", "unary, 64 connections", "cpu_us_per_request"))
+    added = bars(
+        ("p50", "unary, 1 connection", "added_p50_ms"),
+        ("p99", "unary, 1 connection", "added_p99_ms"),
+    )
+    stream = bars(("TTFT, p50", alone, "first_p50_ms"), ("whole, p50", alone, "whole_p50_ms"))
+    return {
+        "": [
+            Bars("a token (CPU)", "us of a core", per_token, LIMIT_US),
+            Bars("a request (CPU)", "us of a core", per_request),
+            Bars("added to a unary answer (CPU)", "ms", added, ADDED_MS),
+            Bars("a stream of 128 tokens (CPU)", "ms", stream),
+        ]
+    }
+
+
 # --- start and memory -----------------------------------------------------------------------------
 
 
@@ -327,7 +368,8 @@ def main() -> None:
     asyncio.run(compare(record, repetitions, 0.5 if chosen.quick else 0.8, chosen.peers))
     if not chosen.quick:
         asyncio.run(many_streams(record, MANY))
-    record.finish()
+    if (path := record.finish()) is not None:
+        save(pictures_of(record.rows), path)
 
 
 if __name__ == "__main__":

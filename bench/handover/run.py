@@ -1,6 +1,7 @@
 """How long from prefill's token 1 to the client, and from there to token 2?
 
     python -m bench.handover.run [--quick] [--stages] [--engines demo fake] [--repetitions 5]
+                                 [--priorities ordinary realtime]
 
 Gateway, prefill and decode as real processes; this process is their only client and stamps bytes as
 they arrive, on the clock that all processes of one Linux machine share. What the numbers mean:
@@ -27,6 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.loop_lag.run import QUIET_CORES, cpu_s, machine_cpu_s
+from bench.plots import Bars, Pictures, save
+from bench.priorities import REALTIME, add_priorities
 from bench.record import Record, run, spread
 from services.local import LocalMesh, local_mesh, plan_services, wait_for_pair
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
@@ -166,13 +169,16 @@ class Client:
 
 
 @asynccontextmanager
-async def a_mesh(engine: str, log: Path, *, all_tell: bool) -> AsyncGenerator[LocalMesh]:
+async def a_mesh(
+    engine: str, log: Path, priority: str, *, all_tell: bool
+) -> AsyncGenerator[LocalMesh]:
     """Prefill logs its moments, for only it knows when it has token 1; the others if ``all_tell``,
     since that costs them time."""
     level = "debug" if all_tell else "warning"
-    worker = {"log_format": "json", "num_blocks": NUM_BLOCKS, **ENGINES[engine]}
+    common: dict[str, Any] = {"log_format": "json", "realtime": priority == REALTIME}
+    worker = {"num_blocks": NUM_BLOCKS, **common, **ENGINES[engine]}
     services = plan_services(
-        GatewayConfig(http_port=0, grpc_port=0, log_format="json", log_level=level),
+        GatewayConfig(http_port=0, grpc_port=0, log_level=level, **common),
         [PrefillConfig(log_level="debug", **worker)],
         [DecodeConfig(log_level=level, **worker)],
     )
@@ -240,12 +246,14 @@ async def ask_in_quiet(
     return answers, others
 
 
-async def measure(engine: str, seconds: float, repetitions: int, *, all_tell: bool) -> list[Any]:
+async def measure(
+    engine: str, priority: str, seconds: float, repetitions: int, *, all_tell: bool
+) -> list[Any]:
     """One mesh; the loads in turn, as often as asked."""
     rows: list[Any] = []
     with tempfile.NamedTemporaryFile(suffix=".log") as file:
         log = Path(file.name)
-        async with a_mesh(engine, log, all_tell=all_tell) as mesh:
+        async with a_mesh(engine, log, priority, all_tell=all_tell) as mesh:
             client = Client(mesh, seed=1)
             for _ in range(WARM_UP_ANSWERS):
                 await client.ask()
@@ -255,7 +263,7 @@ async def measure(engine: str, seconds: float, repetitions: int, *, all_tell: bo
                     answers, others = await ask_in_quiet(client, seconds, per_s, pids)
                     await asyncio.sleep(0.2)  # the last lines
                     told = moments(log)
-                    row = {"engine": engine, "load": load, "repetition": repetition}
+                    row = {"case": f"{engine}, {load}, {priority}", "repetition": repetition}
                     row |= {"cores_of_others": others, **handover(answers, told)}
                     if all_tell:
                         row["stages"] = stages(answers, told)
@@ -268,47 +276,61 @@ async def measure(engine: str, seconds: float, repetitions: int, *, all_tell: bo
 
 
 def report(record: Record, rows: list[Any]) -> None:
-    """One line a load, and the goals."""
-    for engine in dict.fromkeys(row["engine"] for row in rows):
-        for load in LOADS:
-            of = [r for r in rows if (r["engine"], r["load"]) == (engine, load)]
+    """One line a case, and the goals."""
+    for case, of in by_case(rows).items():
 
-            def over(name: str, quantile: str, of: list[Any] = of) -> dict[str, Any]:
-                return spread([row[name][f"{quantile}_ms"] for row in of])
+        def over(name: str, quantile: str, of: list[Any] = of) -> dict[str, Any]:
+            return spread([row[name][f"{quantile}_ms"] for row in of])
 
-            what = f"{engine}, {load}"
-            others = max(row["cores_of_others"] for row in of)
-            step_ms = statistics.median(row["step_ms"] for row in of)
-            num_answers = sum(row["answers"] for row in of)
-            print(f"{what}: a decode step {step_ms:.2f} ms, {num_answers} answers, ", end="")
-            print(f"others used {others:.1f} cores at most")
-            limit = GOAL_MS * P99_FACTOR
-            record.goal(
-                6, f"{what}: token 1 to the client, p50 ms", over("to_client", "p50"), "<=", GOAL_MS
-            )
-            record.goal(
-                6, f"{what}: token 1 to the client, p99 ms", over("to_client", "p99"), "<=", limit
-            )
-            record.goal(
-                6,
-                f"{what}: token 2 beyond a step, p50 ms",
-                over("second_beyond_step", "p50"),
-                "<=",
-                GOAL_MS,
-            )
-            second = spread([row["second"]["p99_ms"] / (row["step_ms"] + GOAL_MS) for row in of])
-            record.goal(6, f"{what}: token 2, p99 / (a step + 2 ms)", second, "<=", P99_FACTOR)
+        others = max(row["cores_of_others"] for row in of)
+        step_ms = statistics.median(row["step_ms"] for row in of)
+        num_answers = sum(row["answers"] for row in of)
+        print(f"{case}: a decode step {step_ms:.2f} ms, {num_answers} answers, ", end="")
+        print(f"others used {others:.1f} cores at most")
+        whole = spread([row["second"]["p99_ms"] / (row["step_ms"] + GOAL_MS) for row in of])
+        for what, measured, bound in (
+            ("token 1 to the client, p50 ms", over("to_client", "p50"), GOAL_MS),
+            ("token 1 to the client, p99 ms", over("to_client", "p99"), GOAL_MS * P99_FACTOR),
+            ("token 2 beyond a step, p50 ms", over("second_beyond_step", "p50"), GOAL_MS),
+            ("token 2, p99 / (a step + 2 ms)", whole, P99_FACTOR),
+        ):
+            record.goal(6, f"{case}: {what}", measured, "<=", bound)
+
+
+def by_case(rows: Sequence[Any]) -> dict[str, list[Any]]:
+    """Repetitions of each engine, load and priority, in the order in which they were asked."""
+    found: dict[str, list[Any]] = defaultdict(list)
+    for row in rows:
+        found[row["case"]].append(row)
+    return found
+
+
+def pictures_of(rows: Sequence[Any]) -> Pictures:
+    """Both waits, p50 and p99 of each case."""
+    panels: list[Bars] = []
+    for name, title in (
+        ("to_client", "token 1 to the client (CPU)"),
+        ("second_beyond_step", "token 2 beyond a step (CPU)"),
+    ):
+        bars = {
+            quantile: {
+                case.replace(", ", ",\n"): spread([row[name][f"{quantile}_ms"] for row in of])
+                for case, of in by_case(rows).items()
+            }
+            for quantile in ("p50", "p99")
+        }
+        panels.append(Bars(title, "ms", bars, GOAL_MS))
+    return {"": panels}
 
 
 def show_stages(rows: list[Any]) -> None:
     """Medians over the repetitions."""
-    for engine in dict.fromkeys(row["engine"] for row in rows):
-        for load in LOADS:
-            of = [r["stages"] for r in rows if (r["engine"], r["load"]) == (engine, load)]
-            print(f"{engine}, {load}: p50 and p99 in ms, every process telling its moments")
-            for text, _, _ in STAGES:
-                p50, p99 = (statistics.median(s[text][f"p{q}_ms"] for s in of) for q in (50, 99))
-                print(f"  {text:58} {p50:7.2f} {p99:7.2f}")
+    for case, of in by_case(rows).items():
+        print(f"{case}: p50 and p99 in ms, every process telling its moments")
+        for text, _, _ in STAGES:
+            told = [row["stages"][text] for row in of]
+            p50, p99 = (statistics.median(one[f"p{q}_ms"] for one in told) for q in (50, 99))
+            print(f"  {text:58} {p50:7.2f} {p99:7.2f}")
 
 
 def main() -> None:
@@ -319,18 +341,22 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--seconds", type=float, default=10.0, help="of one load")
     parser.add_argument("--repetitions", type=int, default=5)
+    add_priorities(parser)
     chosen = parser.parse_args()
     seconds, repetitions = chosen.seconds, chosen.repetitions
     if chosen.quick:
-        seconds, repetitions = min(seconds, 6.0), 1
+        seconds, repetitions = min(seconds, 4.0), 1
     record = Record(HERE, is_quick=chosen.quick or chosen.stages)
     for engine in chosen.engines:
-        record.rows += run(measure(engine, seconds, repetitions, all_tell=chosen.stages))
+        for priority in chosen.priorities:
+            work = measure(engine, priority, seconds, repetitions, all_tell=chosen.stages)
+            record.rows += run(work)
     if chosen.stages:
         show_stages(record.rows)
     else:
         report(record, record.rows)
-        record.finish()
+        if (path := record.finish()) is not None:
+            save(pictures_of(record.rows), path)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """How late are the event loops of a mesh under load?
 
     python -m bench.loop_lag.run [--quick] [--streams 12] [--pauses 1 0] [--repetitions 5]
+                                 [--priorities ordinary realtime]
 
 Gateway, prefill and decode as real processes with the bundled model; this process is their only
 client and streams over HTTP, with pauses and without. Every process samples its loop's lag ten
@@ -19,6 +20,7 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -27,6 +29,8 @@ from typing import Any
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench.plots import Bars, Pictures, save
+from bench.priorities import REALTIME, add_priorities
 from bench.record import Record, run, spread
 from services.local import local_mesh, plan_services, wait_for_pair
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
@@ -234,14 +238,15 @@ class Load:
 
 
 async def measure(
-    num_streams: int, pauses_s: list[float], seconds: float, repetitions: int
+    num_streams: int, pauses_s: list[float], seconds: float, repetitions: int, priority: str
 ) -> list[dict[str, Any]]:
     """Start the mesh, measure it idle, then under each load, and stop it; one row a load."""
+    common: dict[str, Any] = {"log_level": "warning", "realtime": priority == REALTIME}
     prefill_port, decode_port = free_ports(2)
     services = plan_services(
-        GatewayConfig(http_port=0, grpc_port=0, log_level="warning"),
-        [PrefillConfig(metrics_port=prefill_port, log_level="warning", threads=1)],
-        [DecodeConfig(metrics_port=decode_port, log_level="warning", threads=1)],
+        GatewayConfig(http_port=0, grpc_port=0, **common),
+        [PrefillConfig(metrics_port=prefill_port, threads=1, **common)],
+        [DecodeConfig(metrics_port=decode_port, threads=1, **common)],
     )
     with tempfile.NamedTemporaryFile(suffix=".log") as log:
         try:
@@ -268,7 +273,8 @@ async def measure(
                 rows: list[dict[str, Any]] = []
                 for pause_s in pauses_s:
                     load.pause_s = pause_s
-                    row = await measure_load(probe, load, idle, num_streams, seconds, repetitions)
+                    row = {"priority": priority, "pause_s": pause_s}
+                    row |= await measure_load(probe, load, idle, num_streams, seconds, repetitions)
                     show(row, num_streams)
                     rows.append(row)
                 return rows
@@ -303,7 +309,6 @@ async def measure_load(
         took_s = last.at - first.at
         loaded = sorted(spans, key=cores_of_others)[:repetitions]
         whole = {
-            "pause_s": load.pause_s,
             "answers_per_s": (load.num_answers - answers) / took_s,
             "chunks_per_s": (load.num_chunks - chunks) / took_s,
             "cores_of_ours": (last.own_cpu_s - first.own_cpu_s) / took_s,
@@ -365,7 +370,7 @@ def free_ports(count: int) -> list[int]:
 def show(result: dict[str, Any], num_streams: int) -> None:
     """Print the comparison with the goal."""
     print(
-        f"{num_streams} streams, pauses of {result['pause_s']:g} s: "
+        f"{result['priority']} priority, {num_streams} streams, pauses of {result['pause_s']:g} s: "
         f"{result['answers_per_s']:.1f} answers/s, {result['chunks_per_s']:.0f} chunks/s\n"
         f"of {os.cpu_count()} cores {result['cores_of_ours']:.1f} ours, "
         f"{result['cores_of_others']:.1f} others' at most ({result['tries']} tries); "
@@ -384,6 +389,24 @@ def show(result: dict[str, Any], num_streams: int) -> None:
         )
 
 
+def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
+    """p99 of each process, one panel a load."""
+    panels: list[Bars] = []
+    for row in rows:
+        bars = {
+            "p99, loaded": {
+                role: found["p99_ms_of_repetitions"] for role, found in row["roles"].items()
+            },
+            "p99, idle": {
+                role: spread([found["idle_p99_ms"]]) for role, found in row["roles"].items()
+            },
+        }
+        cores = f"{row['cores_of_ours']:.1f} cores (CPU)"
+        title = f"{row['priority']}, {row['answers_per_s']:.0f} answers/s, {cores}"
+        panels.append(Bars(title, "ms late", bars, GOAL_MS))
+    return {"": panels}
+
+
 def main() -> None:
     """Measure, print, and write the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
@@ -395,18 +418,22 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--seconds", type=float, default=12.0, help="of one repetition")
     parser.add_argument("--repetitions", type=int, default=5)
+    add_priorities(parser)
     chosen = parser.parse_args()
     repetitions = 1 if chosen.quick else chosen.repetitions
     settings = {"streams": chosen.streams, "seconds": chosen.seconds, "max_tokens": MAX_TOKENS}
     record = Record(HERE, is_quick=chosen.quick, environment=settings)
-    record.rows += run(measure(chosen.streams, chosen.pauses, chosen.seconds, repetitions))
+    for priority in chosen.priorities:
+        work = measure(chosen.streams, chosen.pauses, chosen.seconds, repetitions, priority)
+        record.rows += run(work)
     for row in record.rows:
         if row["pause_s"]:
             for role, figures_of in row["roles"].items():
                 p99 = figures_of["p99_ms_of_repetitions"]
-                what = f"{role}, torch computing, cores left: p99 in ms"
+                what = f"{row['priority']}, {role}, torch computing, cores left: p99 in ms"
                 record.goal(8, what, p99, "<=", GOAL_MS)
-    record.finish()
+    if (path := record.finish()) is not None:
+        save(pictures_of(record.rows), path)
 
 
 if __name__ == "__main__":

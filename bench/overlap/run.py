@@ -30,7 +30,7 @@ from typing import Any
 import structlog
 
 from bench.overlap.engine import ModelledEngine
-from bench.plots import Panel, save
+from bench.plots import Panel, Pictures, save
 from bench.record import Record, ratios, run, spread
 from bench.transfer.pairs import ucx_root, without_ucx
 from bench.transfer.run import LANES, congestion_control
@@ -314,17 +314,21 @@ def main() -> None:
                 show(row)
                 note_goals(record, row)
         if (path := record.finish()) is not None:
-            save([panel_of(record.rows, lane) for lane in chosen.lanes], path)
+            save(pictures_of(record.rows), path)
 
 
-def panel_of(rows: Sequence[dict[str, Any]], lane: str) -> Panel:
-    """Exposed time over the size of a layer."""
-    mine = [row for row in rows if row["lane"].startswith(lane)]
-    lines = {
-        mode: [(row["layer_mib"], row[mode]["exposed_ms"]) for row in mine]
-        for mode in ("auto", "layerwise", "serialized")
-    }
-    return Panel(f"{lane} (CPU)", "MiB of KV a layer", "exposed ms after the last layer", lines)
+def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
+    """Exposed time over the size of a layer, one panel a lane."""
+    panels: list[Panel] = []
+    for lane in dict.fromkeys(row["lane"] for row in rows):
+        of = [row for row in rows if row["lane"] == lane]
+        lines = {
+            mode: [(row["layer_mib"], row[mode]["exposed_ms"]) for row in of]
+            for mode in ("auto", "layerwise", "serialized")
+        }
+        x, y = "MiB of KV a layer", "exposed ms after the last layer"
+        panels.append(Panel(f"{lane} (CPU)", x, y, lines))
+    return {"": panels}
 
 
 def measure_apart(lane: str, layer_mib: int) -> dict[str, Any]:

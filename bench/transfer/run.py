@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import peers
-from bench.plots import Panel, Spread, save
+from bench.plots import Panel, Pictures, Spread, save
 from bench.record import Record, ratios, spread
 from bench.transfer.pairs import (
     Cores,
@@ -185,7 +185,7 @@ def show(row: dict[str, Any]) -> str:
     return line
 
 
-def panels_of(rows: Sequence[dict[str, Any]]) -> list[Panel]:
+def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
     """GB/s over size, one panel a lane."""
     panels: list[Panel] = []
     for lane in dict.fromkeys(row["lane"] for row in rows):
@@ -195,7 +195,7 @@ def panels_of(rows: Sequence[dict[str, Any]]) -> list[Panel]:
                 point = (row["num_bytes"] / (1 << 20), row["gb_per_s"])
                 lines.setdefault(row["name"], []).append(point)
         panels.append(Panel(f"{lane} (CPU)", "MiB per message", "GB/s", lines))
-    return panels
+    return {"": panels}
 
 
 def main() -> None:
@@ -232,7 +232,7 @@ def main() -> None:
     note_goals(record, record.rows)
     path = record.finish()
     if path is not None:
-        save(panels_of(record.rows), path)
+        save(pictures_of(record.rows), path)
 
 
 def congestion_control() -> str:

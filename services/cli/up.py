@@ -124,6 +124,10 @@ class UpConfig:
     transfer_mode: Annotated[Literal["auto", "layerwise", "serialized"] | None, _WORKERS] = None
     """layerwise: KV moves while later layers compute; serialized: after them."""
 
+    realtime: Annotated[bool | None, _MESH] = None
+    """Real-time priority for event loops and the threads that carry KV: shorter tails where cores
+    are busy. Linux; as root, or with an rtprio limit of 2."""
+
     log: Annotated[Path | None, _LOGS] = None
     """File for the services' logs; default: stderr, or on a terminal a temporary file, which is
     kept if something went wrong."""

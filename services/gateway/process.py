@@ -49,4 +49,4 @@ def run_gateway(config: GatewayConfig) -> int:
         finally:
             text.close()
 
-    return run_service("gateway", main, drain_s=config.drain_s)
+    return run_service("gateway", main, drain_s=config.drain_s, is_realtime=config.realtime)

@@ -68,15 +68,22 @@ ComputeFactory = Callable[[Engine], ComputeRunner]
 class ThreadCompute:
     """One compute thread and one copy thread."""
 
-    def __init__(self, engine: Engine, *, name: str = "pdmesh") -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        name: str = "pdmesh",
+        enter_copies: Callable[[], None] = lambda: None,
+    ) -> None:
         """Start no thread yet: each starts with its first work.
 
-        name: prefix of both threads' names, as py-spy and top show them.
+        name: prefix of both threads' names, as py-spy and top show them. enter_copies: called on
+        the copy thread before its first work.
         """
         self._engine = engine
         self._num_layers = engine.layout.num_layers
         self._steps = WorkThread(f"{name}-compute", _yield_to_loops)
-        self._copies = WorkThread(f"{name}-copy")
+        self._copies = WorkThread(f"{name}-copy", enter_copies)
 
     async def step(
         self, rows: Sequence[StepRow], on_layers_done: OnLayersDone | None = None

@@ -27,8 +27,10 @@ from shared.config import ServiceConfig
 from shared.environment import config_from_environment
 from shared.errors import InvalidRequest, MeshError
 from shared.log import configure_logs
+from shared.runtime import realtime
 from shared.runtime.groups import first_error
 from shared.runtime.parent import Parent
+from shared.runtime.realtime import RealTime
 
 _log = structlog.get_logger(__name__)
 
@@ -78,14 +80,18 @@ Main = Callable[[Process], Awaitable[bool]]
 """Returns False if the drain limit came before everything was done."""
 
 
-def run_service(name: str, main: Main, *, drain_s: float = 30.0) -> int:
+def run_service(name: str, main: Main, *, drain_s: float = 30.0, is_realtime: bool = False) -> int:
     """Run ``main`` on a fresh loop to its end and return the exit code.
+
+    is_realtime: the loop's thread, this one, takes real-time priority.
 
     0 = it ended after a drain, 1 = it failed, 2 = its configuration is wrong, 3 = the drain limit
     came first. A second signal does not return: the process ends with 128 + its number.
     """
     parent = Parent()
     try:
+        if is_realtime:
+            realtime.take(RealTime.LOOP)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(_supervise(name, main, parent, drain_s))
     except BaseExceptionGroup as group:

@@ -13,7 +13,9 @@ from shared.config import WorkerConfig
 from shared.engine.base import Engine
 from shared.engine.load import load_engine
 from shared.engine.worker import ThreadCompute
+from shared.runtime import realtime
 from shared.runtime.platform import Platform, real_platform
+from shared.runtime.realtime import RealTime
 from shared.runtime.service import Process, run_configured, run_service
 from shared.transport.base import TransportFactory
 from shared.transport.ucxx import open_ucx
@@ -48,15 +50,25 @@ def run_worker(name: str, serve: Serve[AnyConfig], config: AnyConfig) -> int:
     # than Python's 5 ms.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
+    def carry() -> None:
+        if config.realtime:
+            realtime.take(RealTime.CARRIER)
+
     async def main(process: Process) -> bool:
         # Loading holds the thread for seconds; signals are heard meanwhile.
         engine = await asyncio.to_thread(load_engine, config)
         try:
+
+            def enter_pump() -> None:
+                engine.enter_thread()
+                carry()
+
             # Its operations are narrower than the protocol says: it takes its own endpoints only.
             new_transport = cast(
-                "TransportFactory", functools.partial(open_ucx, prepare_thread=engine.enter_thread)
+                "TransportFactory", functools.partial(open_ucx, prepare_thread=enter_pump)
             )
-            platform = real_platform(new_transport=new_transport, compute=ThreadCompute)
+            compute = functools.partial(ThreadCompute, enter_copies=carry)
+            platform = real_platform(new_transport=new_transport, compute=compute)
 
             def ready(address: Address) -> None:
                 process.ready(grpc_port=address.port, num_blocks=engine.num_blocks)
@@ -65,7 +77,7 @@ def run_worker(name: str, serve: Serve[AnyConfig], config: AnyConfig) -> int:
         finally:
             engine.close()
 
-    return run_service(name, main, drain_s=config.drain_s)
+    return run_service(name, main, drain_s=config.drain_s, is_realtime=config.realtime)
 
 
 def run_worker_from_environment(name: str, serve: Serve[AnyConfig], kind: type[AnyConfig]) -> int:

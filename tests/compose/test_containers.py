@@ -150,6 +150,20 @@ def test_a_service_as_process_1_ends_on_sigterm() -> None:
         run("docker", "rm", "--force", id_)
 
 
+async def test_a_limit_is_all_that_realtime_priority_takes() -> None:
+    """What compose.realtime.yaml sets is enough for a user without capabilities."""
+    program = (
+        "import os; from shared.runtime.realtime import RealTime, take; take(RealTime.LOOP); "
+        "print(os.getuid(), os.sched_getparam(0).sched_priority)"
+    )
+    printed = await asyncio.to_thread(
+        run,
+        *("docker", "run", "--rm", "--cap-drop=ALL", "--security-opt=no-new-privileges:true"),
+        *("--ulimit=rtprio=2", "--entrypoint=python3", f"{PREFIX}-gateway", "-c", program),
+    )
+    assert printed.split() == [str(UID), "2"]
+
+
 async def test_a_refused_configuration_is_said_in_one_line() -> None:
     """A value out of range ends the container with code 2 and names the variable's flag."""
     done = await asyncio.to_thread(

@@ -52,3 +52,16 @@ def test_the_overlay_for_observing_fits() -> None:
     services = configuration("compose.observe.yaml")
     assert "mesh" in services["prometheus"]["networks"]
     assert services["prefill"]["environment"]
+
+
+@pytest.mark.parametrize("role", ["gateway", "prefill", "decode"])
+def test_the_overlay_for_realtime_adds_one_limit_and_one_setting(role: str) -> None:
+    """Nothing else that a container may is changed."""
+    plain, realtime = configuration()[role], configuration("compose.realtime.yaml")[role]
+    assert realtime["environment"].items() - plain["environment"].items() == {
+        ("PDMESH_REALTIME", "1")
+    }
+    assert realtime["ulimits"].items() - plain["ulimits"].items() == {("rtprio", 2)}
+    assert plain["ulimits"].items() <= realtime["ulimits"].items()
+    for name in ("cap_drop", "security_opt", "read_only", "image", "networks"):
+        assert realtime[name] == plain[name], name

@@ -146,6 +146,9 @@ def test_limits_are_judged_by_what_needs_them(tmp_path: Path) -> None:
     assert verdict(checks.check_memlock(65536, False)) == "absent"
     assert verdict(checks.check_memlock(65536, True)) == "wrong"
     assert verdict(checks.check_memlock(resource.RLIM_INFINITY, True)) == "right"
+    assert verdict(checks.check_realtime(True)) == "right"
+    assert verdict(checks.check_realtime(False)) == "absent"
+    assert "rtprio=2" in checks.check_realtime(False).text
     assert verdict(checks.check_open_files(20_000, 20_000)) == "right"
     assert verdict(checks.check_open_files(1024, 1 << 20)) == "wrong"
     assert "as root" not in checks.check_open_files(1024, 1 << 20).remedy

@@ -18,6 +18,7 @@ from typing import Any, Final
 from services.cli.doctor.finding import Finding, absent, right, wrong
 from services.cli.doctor.link import Link, is_shared_memory
 from services.cli.machine import num_cores
+from shared.runtime.realtime import RealTime
 from shared.version import VERSION
 
 MIB: Final = 1 << 20
@@ -269,6 +270,14 @@ def check_open_files(soft: int, hard: int) -> Finding:
         f"{soft:,}: a gateway takes no more connections than that",
         f"ulimit -n {WANTED_FILES}{how} (systemd: LimitNOFILE=, containers: --ulimit nofile=)",
     )
+
+
+def check_realtime(is_allowed: bool) -> Finding:
+    """is_allowed: whether this user may have what ``--realtime`` takes."""
+    if is_allowed:
+        return right("real-time", "--realtime may be used")
+    remedy = f"ulimit -r {max(RealTime):d}, LimitRTPRIO=, --ulimit rtprio={max(RealTime):d}"
+    return absent("real-time", f"not allowed; only --realtime needs it ({remedy})")
 
 
 def limits() -> tuple[int, int, int]:

@@ -25,6 +25,7 @@ from services.cli.sources import JsonFlag
 from services.local import our_code
 from shared.config import GatewayConfig
 from shared.errors import MeshError
+from shared.runtime.realtime import is_allowed
 from shared.runtime.service import EXIT_FAILED, EXIT_OK
 
 LIMIT_S: Final = 19.0
@@ -124,6 +125,7 @@ async def examine(gateway: str, api_key: str) -> Sections:
             checks.check_dev_shm(),
             checks.check_memlock(memlock, bool(devices)),
             checks.check_open_files(soft, hard),
+            checks.check_realtime(is_allowed()),
         ],
     }
     if gateway:
