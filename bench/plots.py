@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 Spread = Mapping[str, Any]
 """What ``record.spread`` returns."""
@@ -27,6 +27,7 @@ class Panel:
     lines: Mapping[str, Sequence[tuple[float, Spread]]]
     is_log: bool = True
     goal: float | None = None
+    inches: ClassVar[float] = 4.8
 
     def draw(self, place: Any) -> None:
         """Draw into matplotlib's axes."""
@@ -55,9 +56,19 @@ class Bars:
     bars: Mapping[str, Mapping[str, Spread]]
     goal: float | None = None
 
+    @property
+    def groups(self) -> list[str]:
+        """What stands side by side, from left to right."""
+        return list(dict.fromkeys(group for of in self.bars.values() for group in of))
+
+    @property
+    def inches(self) -> float:
+        """Of its width: room for every name."""
+        return max(4.0, 0.85 * len(self.groups))
+
     def draw(self, place: Any) -> None:
         """Draw into matplotlib's axes."""
-        groups = list(dict.fromkeys(group for of in self.bars.values() for group in of))
+        groups = self.groups
         width = 0.8 / len(self.bars)
         for idx, (name, of) in enumerate(self.bars.items()):
             middle = (idx - (len(self.bars) - 1) / 2) * width
@@ -96,8 +107,10 @@ def save(pictures: Pictures, path: Path) -> None:
         print("(no pictures: matplotlib is not installed)", file=sys.stderr)
         return
     for name, panels in pictures.items():
-        size = (4.8 * len(panels), 4)
-        figure, places = plt.subplots(1, len(panels), figsize=size, squeeze=False)
+        widths = [panel.inches for panel in panels]
+        figure, places = plt.subplots(
+            1, len(panels), figsize=(sum(widths), 4), width_ratios=widths, squeeze=False
+        )
         for place, panel in zip(places[0], panels, strict=True):
             panel.draw(place)
             if panel.goal is not None:

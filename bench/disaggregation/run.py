@@ -323,7 +323,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS)
     parser.add_argument("--seconds", type=float, default=20.0, help="length of a run")
     parser.add_argument("--first-rate", type=float, default=2.0, help="requests/s to begin with")
-    parser.add_argument("--unloaded", type=int, default=15, help="requests of the unloaded run")
+    parser.add_argument("--unloaded", type=int, default=25, help="requests of the unloaded run")
     parser.add_argument("--tbt-ms", type=float, default=15.0, help="colocated: target of a step")
     parser.add_argument("--tolerance", type=float, default=0.15, help="of a goodput, as a share")
     parser.add_argument("--slos", nargs="+", choices=list(SLOS), default=list(SLOS))

@@ -345,7 +345,7 @@ def main() -> None:
     chosen = parser.parse_args()
     seconds, repetitions = chosen.seconds, chosen.repetitions
     if chosen.quick:
-        seconds, repetitions = min(seconds, 4.0), 1
+        seconds, repetitions = min(seconds, 3.0), 1
     record = Record(HERE, is_quick=chosen.quick or chosen.stages)
     for engine in chosen.engines:
         for priority in chosen.priorities:

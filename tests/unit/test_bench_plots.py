@@ -2,29 +2,46 @@
 
 from __future__ import annotations
 
-import json
+import importlib
 from pathlib import Path
 
 import pytest
 
-from bench.plots import Panel, save
-from bench.record import PROJECT, spread
+from bench.__main__ import newest_results
+from bench.plots import Bars, Panel, save
+from bench.record import spread
 
+pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 
 
-def test_panels_are_drawn_in_both_formats_with_their_names(tmp_path: Path) -> None:
-    """Every line and title is in the picture; a range is drawn around each median."""
+def test_pictures_are_drawn_in_both_formats_with_their_names(tmp_path: Path) -> None:
+    """Lines and bars, each picture in files of its own, whose names tell them apart."""
     lines = {"ours": [(1, spread([1, 2, 3])), (4, spread([5]))], "theirs": [(1, spread([2, 2]))]}
-    save([Panel("a lane", "MiB", "GB/s", lines), Panel("b", "x", "y", lines)], tmp_path / "run")
+    bars = {"p50": {"a": spread([1]), "b": spread([2, 4])}, "p99": {"b": spread([9])}}
+    pictures = {
+        "": [Panel("a lane", "MiB", "GB/s", lines), Bars("b", "ms", bars, goal=2)],
+        "-more": [Panel("c", "x", "y", lines, is_log=False, goal=3)],
+    }
+    save(pictures, tmp_path / "run.json")
+    names = ["run-more.png", "run-more.svg", "run.png", "run.svg"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert (tmp_path / "run.png").stat().st_size > 1000
     assert "<svg" in (tmp_path / "run.svg").read_text()
 
 
-@pytest.mark.parametrize("question", ["engine", "transfer", "overlap"])
+@pytest.mark.parametrize(
+    "question",
+    ["disaggregation", "engine", "gateway", "handover", "loop_lag", "overlap", "transfer"],
+)
 def test_recorded_runs_have_their_pictures(question: str) -> None:
-    """Newest results can be drawn: a picture stands beside each file of them."""
-    for path in (PROJECT / "bench" / question / "results").glob("*.json"):
-        assert json.loads(path.read_text())["rows"]
-        assert path.with_suffix(".svg").exists()
-        assert path.with_suffix(".png").exists()
+    """Each question's newest results can be drawn, and have been."""
+    newest = newest_results(question)
+    assert newest is not None
+    path, content = newest
+    pictures = importlib.import_module(f"bench.{question}.run").pictures_of(content["rows"])
+    assert pictures
+    for name, panels in pictures.items():
+        assert panels
+        for ending in ("svg", "png"):
+            assert path.with_name(f"{path.stem}{name}.{ending}").exists()
