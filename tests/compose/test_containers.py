@@ -156,12 +156,14 @@ async def test_a_limit_is_all_that_realtime_priority_takes() -> None:
         "import os; from shared.runtime.realtime import RealTime, take; take(RealTime.LOOP); "
         "print(os.getuid(), os.sched_getparam(0).sched_priority)"
     )
-    printed = await asyncio.to_thread(
-        run,
-        *("docker", "run", "--rm", "--cap-drop=ALL", "--security-opt=no-new-privileges:true"),
-        *("--ulimit=rtprio=2", "--entrypoint=python3", f"{PREFIX}-gateway", "-c", program),
+    command = ["docker", "run", "--rm", "--cap-drop=ALL", "--security-opt=no-new-privileges:true"]
+    command += ["--ulimit=rtprio=2", "--entrypoint=python3", f"{PREFIX}-gateway", "-c", program]
+    done = await asyncio.to_thread(
+        subprocess.run, command, capture_output=True, text=True, check=False
     )
-    assert printed.split() == [str(UID), "2"]
+    if "error setting rlimit" in done.stderr:
+        pytest.skip("this engine has no CAP_SYS_RESOURCE itself, so it cannot raise a limit")
+    assert done.stdout.split() == [str(UID), "2"], done.stderr
 
 
 async def test_a_refused_configuration_is_said_in_one_line() -> None:
