@@ -1,4 +1,4 @@
-"""Ordinary or real-time priority of a mesh's loops: what rows 6, 8 and 9 are asked with."""
+"""Ordinary or real-time priority of a mesh's loops: what rows 6 and 8 are asked with."""
 
 from __future__ import annotations
 

@@ -73,6 +73,10 @@ class UpConfig:
     policy: Annotated[RoutingPolicyName | None, _MESH] = None
     """How a request's pair of workers is chosen."""
 
+    realtime: Annotated[bool | None, _MESH] = None
+    """Real-time priority for event loops and the threads that carry KV: shorter tails where cores
+    are busy. Linux; as root, or with an rtprio limit of 2."""
+
     port: Annotated[int | None, _CLIENTS, Parameter(show_default="8000")] = None
     """Port of the OpenAI-compatible API; 0 = any free one."""
 
@@ -123,10 +127,6 @@ class UpConfig:
 
     transfer_mode: Annotated[Literal["auto", "layerwise", "serialized"] | None, _WORKERS] = None
     """layerwise: KV moves while later layers compute; serialized: after them."""
-
-    realtime: Annotated[bool | None, _MESH] = None
-    """Real-time priority for event loops and the threads that carry KV: shorter tails where cores
-    are busy. Linux; as root, or with an rtprio limit of 2."""
 
     log: Annotated[Path | None, _LOGS] = None
     """File for the services' logs; default: stderr, or on a terminal a temporary file, which is
