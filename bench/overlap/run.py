@@ -43,6 +43,7 @@ from shared.errors import MeshError
 from shared.ids import Incarnation, RequestId
 from shared.rpc.join import DecodePeer
 from shared.rpc.tcp import TcpNetwork
+from shared.runtime.worker_process import SWITCH_INTERVAL_S
 from shared.transfer.messages import TransferKey
 from shared.transfer.plan import TransferMode
 from shared.transport.settings import UcxSettings
@@ -290,6 +291,7 @@ def main() -> None:
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
     )
+    sys.setswitchinterval(SWITCH_INTERVAL_S)  # as workers do
     repetitions = chosen.repetitions or (2 if chosen.quick else 7)
     sizes = chosen.layer_mib or ((1, 16) if chosen.quick else LAYER_MIB)
     if chosen.decode:

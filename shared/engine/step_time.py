@@ -20,21 +20,30 @@ class StepTimeModel:
 
     def __init__(self) -> None:
         # Upper triangle of the normal matrix and the right side, plain numbers: a step notes itself
-        # between two kernels, and numpy would take longer for nine of them.
-        self._normal = [0.0] * 6
-        self._right = [0.0] * 3
+        # between two kernels, and numpy or a loop would take longer for nine of them.
+        self._normal = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        self._right = (0.0, 0.0, 0.0)
         self._coefficients: np.ndarray | None = None
         self._num_steps = 0
 
     def observe(self, num_tokens: int, num_context: int, seconds: float) -> None:
         """Take note of a finished step."""
         one, tokens, context = _features(num_tokens, num_context)
-        products = (one, tokens, context, tokens * tokens, tokens * context, context * context)
-        self._normal = [old * _KEEP + new for old, new in zip(self._normal, products, strict=True)]
-        features = (one, tokens, context)
-        self._right = [
-            old * _KEEP + new * seconds for old, new in zip(self._right, features, strict=True)
-        ]
+        a, b, c, d, e, f = self._normal
+        self._normal = (
+            a * _KEEP + one,
+            b * _KEEP + tokens,
+            c * _KEEP + context,
+            d * _KEEP + tokens * tokens,
+            e * _KEEP + tokens * context,
+            f * _KEEP + context * context,
+        )
+        u, v, w = self._right
+        self._right = (
+            u * _KEEP + seconds,
+            v * _KEEP + tokens * seconds,
+            w * _KEEP + context * seconds,
+        )
         self._num_steps += 1
         self._coefficients = None
 

@@ -37,17 +37,20 @@ class Streams(Protocol):
         ...
 
 
+_NOTHING = nullcontext()
+
+
 class InlineStreams:
     """CPU: everything is done when the call returns."""
 
     def computing(self) -> AbstractContextManager[None]:
-        return nullcontext()
+        return _NOTHING
 
     def layer_written(self, layer: int) -> None:
         pass
 
     def copying(self, first_layer: int, last_layer: int) -> AbstractContextManager[None]:
-        return nullcontext()
+        return _NOTHING
 
 
 class CudaStreams:

@@ -7,8 +7,7 @@ Puts the parts together (folder, weights, decoder, pool, sampler) and keeps to t
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -158,7 +157,7 @@ class TorchEngine(Engine):
             eos_token_ids=eos,
             dtype=served,
         )
-        with _device_failures("loading the model"), torch.inference_mode():
+        with _DeviceFailures("loading the model"), torch.inference_mode():
             place = torch.device(device)
             chosen = _choose_kernels(kernels, config, layout, block_size, place)
             streams: Streams = InlineStreams()
@@ -238,7 +237,7 @@ class TorchEngine(Engine):
             return []
         began_at = time.perf_counter()
         wanted = _Wanted.of(rows)
-        with _device_failures("a step"), torch.inference_mode(), self._streams.computing():
+        with _DeviceFailures("a step"), self._streams.computing():
             results = self._results(wanted, self._forward.run(rows, wanted.samples, on_layer))
         self._step_time.observe(*wanted.step_size, time.perf_counter() - began_at)
         return results
@@ -260,7 +259,7 @@ class TorchEngine(Engine):
         pays for page faults.
         """
         if self._device.type == "cuda":
-            with _device_failures("allocating a staging buffer"):
+            with _DeviceFailures("allocating a staging buffer"):
                 slab = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
                 torch.cuda.synchronize(self._device)  # the zeros must not overtake a copy
                 return slab
@@ -279,7 +278,7 @@ class TorchEngine(Engine):
     ) -> None:
         """Copy KV out of the pool; ``out`` may be longer than the frame."""
         with (
-            _device_failures("a gather"),
+            _DeviceFailures("a gather"),
             torch.inference_mode(),
             self._streams.copying(first_layer, last_layer),
         ):
@@ -296,7 +295,7 @@ class TorchEngine(Engine):
     ) -> None:
         """Copy a frame into the pool; ``data`` may be longer than the frame."""
         with (
-            _device_failures("a scatter"),
+            _DeviceFailures("a scatter"),
             torch.inference_mode(),
             # No layer to wait for: nobody else writes or reads these blocks.
             self._streams.copying(0, 0),
@@ -315,7 +314,8 @@ class TorchEngine(Engine):
             sampled = [RowResult(token_id) for token_id in passed.best]
         else:
             eos = self._spec.eos_token_ids
-            drawn = sampler.sample(passed.logits, wanted.specs, eos_token_ids=eos)
+            with torch.inference_mode():
+                drawn = sampler.sample(passed.logits(), wanted.specs, eos_token_ids=eos)
             sampled = [RowResult(*one) for one in drawn]
         results = sampled
         if len(sampled) < wanted.num_rows:
@@ -325,7 +325,7 @@ class TorchEngine(Engine):
         for idx, row in wanted.prompts:
             assert row.prompt_logprobs is not None
             stop = passed.lasts[idx] + 1
-            part = passed.hidden[stop - len(row.token_ids) : stop]
+            part = passed.hidden()[stop - len(row.token_ids) : stop]
             entries = self._prompt_logprobs(part, row.prompt_targets, row.prompt_logprobs)
             results[idx] = results[idx]._replace(prompt_logprobs=entries)
         return results
@@ -338,23 +338,29 @@ class TorchEngine(Engine):
                 f"{len(targets)} prompt targets for a chunk of {hidden.shape[0]} tokens"
             )
         entries: list[TokenLogprobs] = []
-        for begin in range(0, len(targets), _LOGIT_ROWS):
-            part = targets[begin : begin + _LOGIT_ROWS]
-            logits = self._forward.logits(hidden[begin : begin + len(part)])
-            entries += sampler.logprobs_of(logits, part, num_top)
+        with torch.inference_mode():
+            for begin in range(0, len(targets), _LOGIT_ROWS):
+                part = targets[begin : begin + _LOGIT_ROWS]
+                logits = self._forward.logits(hidden[begin : begin + len(part)])
+                entries += sampler.logprobs_of(logits, part, num_top)
         return tuple(entries)
 
 
-@contextmanager
-def _device_failures(doing: str) -> Iterator[None]:
-    """Turn whatever torch raises into EngineFailed; our own typed errors pass."""
-    try:
-        yield
-    # RuntimeError is what torch raises for nearly everything, out of memory and lost devices
-    # included; the others come from missing builds and from the host's memory.
-    except (RuntimeError, MemoryError, AssertionError, NotImplementedError) as error:
-        text = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise EngineFailed(f"{doing} failed: {text}") from error
+class _DeviceFailures:
+    """Turns whatever torch raises into EngineFailed; our own typed errors pass."""
+
+    def __init__(self, doing: str) -> None:
+        self._doing = doing
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        # RuntimeError is what torch raises for nearly everything, out of memory and lost devices
+        # included; the others come from missing builds and from the host's memory.
+        if isinstance(error, (RuntimeError, MemoryError, AssertionError, NotImplementedError)):
+            text = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise EngineFailed(f"{self._doing} failed: {text}") from error
 
 
 def _step_size(rows: Sequence[StepRow]) -> tuple[int, int]:

@@ -57,6 +57,7 @@ class TorchForward:
         """See Forward."""
         return self._decoder.weights
 
+    @torch.inference_mode()
     def run(
         self, rows: Sequence[StepRow], samples: Sequence[int], on_layer: OnLayer | None
     ) -> Passed:
@@ -65,13 +66,13 @@ class TorchForward:
         if not samples:
             # No product and no kernel of nothing: not every launcher takes an empty grid.
             nothing = hidden.new_empty((0, self._decoder.config.vocab_size), dtype=torch.float32)
-            return Passed(hidden, lasts, nothing, None)
+            return Passed(lambda: hidden, lasts, lambda: nothing, None)
         wanted = hidden
         places = [lasts[idx] for idx in samples]
         if places != list(range(len(hidden))):
             wanted = hidden.index_select(0, to_device(np.array(places), self._device))
         logits = self._decoder.logits(wanted)
-        return Passed(hidden, lasts, logits, None)
+        return Passed(lambda: hidden, lasts, lambda: logits, None)
 
     def _hidden(
         self, rows: Sequence[StepRow], on_layer: OnLayer | None

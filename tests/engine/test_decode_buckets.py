@@ -58,7 +58,7 @@ def hidden_of(engine: TorchEngine, rows: Sequence[StepRow], on_layer: Any = None
     """Hidden states of the rows' last tokens, in the rows' order."""
     with torch.inference_mode(), engine._streams.computing():
         passed = engine.forward.run(rows, (), on_layer)
-        return passed.hidden[list(passed.lasts)].clone()
+        return passed.hidden()[list(passed.lasts)].clone()
 
 
 def decode_rows(engine: TorchEngine, count: int, seed: int = 0) -> list[StepRow]:

@@ -89,9 +89,10 @@ def test_a_sparkline_is_relative_to_its_largest() -> None:
 
 
 def test_one_frame_is_printed_where_there_is_no_terminal(
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With or without --once; --json gives the gateway's own words."""
+    """With or without --once, its lines whole; --json gives the gateway's own words."""
+    monkeypatch.delenv("COLUMNS", raising=False)  # whoever runs tests side by side may set it
     with StubGateway({"/cluster": a_view()}) as gateway:
         assert main(["top", "--url", gateway.url]) == 0
         assert "● ready" in capsys.readouterr().out

@@ -105,9 +105,8 @@ class NativeForward:
             tables.extend(row.block_table[: -(-stop // block_size)])
             table_at.append(len(tables))
             longest = max(longest, stop)
-        num_tokens = len(token_ids)
+        num_tokens, num_samples = len(token_ids), len(samples)
         cos, sin = self._angles.upto(longest)
-        x = self._x.rows(num_tokens)
         batch = library.BatchStruct(
             num_rows=len(rows),
             num_tokens=num_tokens,
@@ -116,9 +115,9 @@ class NativeForward:
             starts=_address(starts),
             tables=_address(tables) if tables else None,
             table_at=_address(table_at),
-            cos=cos.data_ptr(),
-            sin=sin.data_ptr(),
-            x=x.data_ptr(),
+            cos=cos,
+            sin=sin,
+            x=self._x.address(num_tokens),
             scratch=self._scratch.address(num_tokens),
         )
         if not self._library.check(self._model, batch):
@@ -128,8 +127,8 @@ class NativeForward:
                 " its tokens need"
             )
         lasts = [first - 1 for first in firsts[1:]]
-        head = self._head(len(samples))
-        is_all = len(samples) == num_tokens  # every row is one token that wants its next
+        head = self._head(num_samples)
+        is_all = num_samples == num_tokens  # every row is one token that wants its next
         if on_layer is None:
             self._library.forward(self._model, batch)
         else:
@@ -141,9 +140,15 @@ class NativeForward:
         if is_all:
             self._library.logits(self._model, batch.x, head)
         elif samples:
-            picked = x.index_select(0, torch.tensor([lasts[idx] for idx in samples]))
+            hidden = self._x.rows(num_tokens)
+            picked = hidden.index_select(0, torch.tensor([lasts[idx] for idx in samples]))
             self._library.logits(self._model, picked.data_ptr(), head)
-        return Passed(x, lasts, self._logits[: len(samples)], self._best[: len(samples)].tolist())
+        return Passed(
+            lambda: self._x.rows(num_tokens),
+            lasts,
+            lambda: self._logits[:num_samples],
+            self._best[:num_samples].tolist(),
+        )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See Forward."""
@@ -264,17 +269,19 @@ class _Angles:
 
     def __init__(self, config: ModelConfig) -> None:
         self._rotary = RotaryEmbedding(config.rope, config.head_dim, torch.device("cpu"))
-        self._tables = self._compute(min(_FIRST_ANGLES, config.longest_len))
+        self._compute(min(_FIRST_ANGLES, config.longest_len))
 
-    def upto(self, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tables of at least so many positions."""
-        if num_positions > len(self._tables[0]):
-            self._tables = self._compute(1 << (num_positions - 1).bit_length())
-        return self._tables
+    def upto(self, num_positions: int) -> tuple[int, int]:
+        """Return where tables of at least so many positions lie."""
+        if num_positions > self._count:
+            self._compute(1 << (num_positions - 1).bit_length())
+        return self._addresses
 
-    def _compute(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _compute(self, count: int) -> None:
         cos, sin = self._rotary.cos_sin(torch.arange(count), torch.bfloat16)
-        return cos[:, 0].contiguous(), sin[:, 0].contiguous()
+        self._tables = cos[:, 0].contiguous(), sin[:, 0].contiguous()
+        self._addresses = self._tables[0].data_ptr(), self._tables[1].data_ptr()
+        self._count = count
 
 
 class _Scratch:
