@@ -97,11 +97,12 @@ def _reach(values: Sequence[Spread]) -> list[list[float]]:
 
 def save(pictures: Pictures, path: Path) -> None:
     """Draw each picture's plots side by side; files are ``path`` less its ending, what
-    distinguishes the picture, and .svg and .png."""
+    distinguishes the picture, and .svg and .png; the same plots make the same bytes."""
     try:
         import matplotlib as mpl
 
         mpl.use("Agg")
+        mpl.rcParams["svg.hashsalt"] = "pdmesh"  # else its names are random
         import matplotlib.pyplot as plt
     except ImportError:
         print("(no pictures: matplotlib is not installed)", file=sys.stderr)
@@ -119,6 +120,7 @@ def save(pictures: Pictures, path: Path) -> None:
             place.set_ylim(bottom=0)
             place.legend(fontsize=8)
         figure.tight_layout()
-        for suffix in ("svg", "png"):
-            figure.savefig(f"{path.with_suffix('')}{name}.{suffix}", dpi=120)
+        stem = f"{path.with_suffix('')}{name}"
+        figure.savefig(f"{stem}.svg", metadata={"Date": None})
+        figure.savefig(f"{stem}.png", dpi=120)
         plt.close(figure)
