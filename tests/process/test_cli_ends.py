@@ -18,12 +18,14 @@ pytestmark = pytest.mark.process
 
 
 def start(command: str, **streams: int) -> subprocess.Popen[bytes]:
-    """Run a command without our variables, and with output buffered as it is for users."""
+    """Run a command without our variables, with output buffered as it is for users, and with
+    SIGINT at its default: whoever runs the tests in the background of a script ignores it."""
     others = {k: v for k, v in os.environ.items() if not k.startswith("PDMESH_")}
     environment = {k: v for k, v in others.items() if k != "PYTHONUNBUFFERED"}
     return subprocess.Popen(
         [sys.executable, "-m", "services.cli", *command.split()],
-        cwd=ROOT, env=environment, stderr=subprocess.PIPE, **streams,
+        cwd=ROOT, env=environment, stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **streams,
     )  # fmt: skip
 
 
