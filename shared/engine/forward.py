@@ -23,7 +23,7 @@ class Passed(NamedTuple):
     caller's order, where its last token lies in ``hidden``, after its other ones. logits: returns
     float32 ``[num_samples, vocab_size]``, empty if no row samples; may be written over. best: the
     most likely token of each of them, where it fell out of the computation. Tensors are valid until
-    the next pass; a step that wants none makes none, for each costs it some 10 us (bench/engine).
+    the next pass; a step that wants none makes none, for each costs it tens of us (bench/engine).
     """
 
     hidden: Callable[[], torch.Tensor]

@@ -156,7 +156,7 @@ def test_the_most_likely_token_is_the_first_of_equals(native_of: EngineOf) -> No
 
 
 def test_a_plain_step_asks_nothing_of_torch(native_of: EngineOf) -> None:
-    """A tensor that nobody reads costs a step 10 us, for torch's code is not in the caches then."""
+    """A tensor that nobody reads costs a step tens of us: torch is out of the caches by then."""
     engine = native_of("llama-gqa2")
 
     class Counting(TorchDispatchMode):
