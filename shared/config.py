@@ -309,6 +309,9 @@ class DecodeConfig(WorkerConfig):
     max_graph_rows: int = 256
     """Largest batch that is recorded; larger ones run kernel by kernel."""
 
+    look_ahead: bool = True
+    """Plan a step while the one before it runs, so that the device need not wait for it."""
+
     @property
     def is_bound_by_time(self) -> bool:
         """Whether steps are cut by ``tbt_target_s`` and not by a number of tokens."""

@@ -52,6 +52,11 @@ class StepRow(NamedTuple):
         return self.start + len(self.token_ids)
 
 
+ToCome = Sequence[tuple[list[int], int]]
+"""Rows that continue rows of the step before, whose tokens nobody knows yet: the list of one id
+that such a row computes, and the row of that step whose token goes into it."""
+
+
 class RowResult(NamedTuple):
     """token_id: -1 if the row sampled nothing. logprobs: when the row's params asked for them.
     prompt_logprobs: one entry per prompt target."""

@@ -115,15 +115,21 @@ class End:
         sink = Sink(self.clock)
         sink.wanted = job["steps"] + 1
         metrics = DecodeMetrics(WorkerLoad)
-        stepper = Stepper(compute=self.compute, scheduler=self.running, metrics=metrics, sink=sink)
+        stepper = Stepper(
+            compute=self.compute,
+            scheduler=self.running,
+            metrics=metrics,
+            sink=sink,
+            look_ahead=job.get("look_ahead", True),
+        )
         async with asyncio.TaskGroup() as group:
             task = group.create_task(stepper.run())
             await sink.stopped.wait()
             task.cancel()
-        # The loop has begun one more step: run it again, it writes the same, and take it.
-        plan = self.running._plan
-        assert plan is not None
-        self.running.commit(plan, await self.compute.step(plan.rows))
+        # The loop has begun one more step, or two: run them again, they write the same, and take
+        # them.
+        while (plan := self.running._plan) is not None:
+            self.running.commit(plan, await self.compute.step(plan.rows))
         steps = sink.steps[: sink.wanted]
         assert all(tokens == self.rows for _, _, tokens in steps)
         pairs = list(pairwise(steps))

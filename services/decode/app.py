@@ -101,6 +101,7 @@ class DecodeWorker:
                 metrics=self.metrics,
                 sink=self.reservations,
                 on_step=None if self.step_times is None else self.step_times.learn,
+                look_ahead=config.look_ahead,
             )
             if self.step_times is not None:
                 await self.step_times.profile(

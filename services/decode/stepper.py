@@ -4,15 +4,26 @@ Iteration-level scheduling (Orca, OSDI'22) is the scheduler core's; this shell r
 hands each step's tokens on in one call. On a colocated worker the same steps carry prompt chunks.
 It is woken by events and never polls. It knows no gateway and no transfer: where tokens go is its
 ``TokenSink``, how sequences come is ``reservation.py``.
+
+While one step runs the next is planned and given to the compute thread, which goes from one to the
+other by itself (bench/engine has what that is worth):
+
+    compute thread   |==== step n ====|==== step n+1 ====|==== step n+2
+    loop                tokens of n-1    tokens of n        tokens of n+1
+                        plan n+1         plan n+2           plan n+3
+
+A sequence that joins during step n still runs in n+1: until that has begun it is taken back and
+planned again. Where a plan needs more than tokens (prompt chunks, a full pool, penalties), the loop
+waits for the results first, as the drawing without its overlap.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import NoReturn, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
-from shared.engine.worker import ComputeRunner
+from shared.engine.worker import BegunStep, ComputeRunner
 from shared.errors import MeshError
 from shared.failpoints import failpoint
 from shared.schedule.plan import Failure, NewToken, StepPlan
@@ -44,7 +55,8 @@ class TokenSink(Protocol):
 class Stepper:
     """The loop. ``add*`` and ``abort`` are synchronous and allowed at any time.
 
-    on_step: told of every step and its seconds.
+    on_step: told of every step and its seconds. look_ahead: plan a step while the one before it
+    runs.
     """
 
     def __init__(
@@ -55,19 +67,23 @@ class Stepper:
         metrics: DecodeMetrics,
         sink: TokenSink,
         on_step: Callable[[StepPlan, float], None] | None = None,
+        look_ahead: bool = True,
     ) -> None:
         self._compute = compute
         self._scheduler = scheduler
         self._metrics = metrics
         self._sink = sink
         self._on_step = on_step
+        self._look_ahead = look_ahead
+        self._running: _Step | None = None
+        self._next: _Step | None = None
         self._wake = asyncio.Event()
         self._step_s = MovingMean()
 
     def add(self, sequence: TokenSequence) -> None:
         """Take a sequence whose KV is placed: it runs from the next step on."""
         self._scheduler.add_ready(sequence)
-        self._wake.set()
+        self._changed()
 
     def add_prompt(self, sequence: TokenSequence) -> None:
         """Take a sequence whose prompt is computed here, between the steps of those that run.
@@ -75,12 +91,12 @@ class Stepper:
         Raises NoCapacity: it does not fit into the whole pool.
         """
         self._scheduler.add(sequence)
-        self._wake.set()
+        self._changed()
 
     def abort(self, sequence: TokenSequence) -> None:
         """Never run it again; its blocks are free now, or when the running step ends."""
         self._scheduler.abort(sequence)
-        self._wake.set()
+        self._changed()
 
     def wake(self) -> None:
         """Blocks came free: sequences that lack room may run."""
@@ -96,28 +112,43 @@ class Stepper:
 
         Raises EngineFailed: the sink has been told; the process should end.
         """
-        while True:
-            plan = self._scheduler.plan()
-            self._metrics.preemptions.inc(len(plan.preempted))
-            if plan.admitted:
-                self._sink.admitted(plan.admitted)
-            if plan.failed:
-                self._sink.sequences_failed(plan.failed)
-            if plan.is_empty:
-                await self._wake.wait()
-                self._wake.clear()
-                continue
-            try:
-                await self._step(plan)
-            except MeshError as error:
-                self._sink.engine_failed(error)
-                raise
+        try:
+            while True:
+                if self._running is None and not self._begin():
+                    await self._wake.wait()
+                    self._wake.clear()
+                    continue
+                await self._step()
+        except MeshError as error:
+            self._sink.engine_failed(error)
+            raise
+        finally:
+            self._withdraw()
+            self._running = None
 
-    async def _step(self, plan: StepPlan) -> None:
-        loop = asyncio.get_running_loop()
-        began_at = loop.time()
-        results = await self._compute.step(plan.rows)
-        step_s = loop.time() - began_at
+    def _begin(self) -> bool:
+        """Begin a step if there is anything to compute."""
+        plan = self._scheduler.plan()
+        self._metrics.preemptions.inc(len(plan.preempted))
+        if plan.admitted:
+            self._sink.admitted(plan.admitted)
+        if plan.failed:
+            self._sink.sequences_failed(plan.failed)
+        if plan.is_empty:
+            return False
+        self._running = _Step(plan, self._compute.begin(plan.rows))
+        self._began_at = asyncio.get_running_loop().time()
+        return True
+
+    async def _step(self) -> None:
+        """Wait for the step that runs, and hand its tokens on."""
+        self._plan_next()
+        assert self._running is not None
+        plan, step = self._running
+        results = await step.results()
+        self._running, self._next = self._next, None
+        now = asyncio.get_running_loop().time()
+        step_s, self._began_at = now - self._began_at, now
         outcome = self._scheduler.commit(plan, results)
         failpoint("decode.mid_decode")
         self._sink.step_done(outcome.tokens)
@@ -127,3 +158,30 @@ class Stepper:
         self._metrics.step_seconds.observe(step_s)
         self._metrics.step_rows.inc(len(plan.rows))
         self._metrics.step_tokens.inc(plan.num_decode_rows + plan.num_prefill_tokens)
+
+    # --- the step after the running one ----------------------------------------------------------
+
+    def _plan_next(self) -> None:
+        if not self._look_ahead or self._running is None or self._next is not None:
+            return
+        plan = self._scheduler.plan_next()
+        if plan is not None:
+            self._next = _Step(plan, self._compute.begin(plan.rows, plan.to_come))
+
+    def _withdraw(self) -> None:
+        """Take the next step back, if there is one and it does not run yet."""
+        if self._next is not None and self._next.begun.withdraw():
+            self._next = None
+            self._scheduler.withdraw()
+
+    def _changed(self) -> None:
+        """Somebody came or went: plan the next step again, once for all who do so in this turn."""
+        self._wake.set()
+        if self._next is not None:
+            self._withdraw()
+            asyncio.get_running_loop().call_soon(self._plan_next)
+
+
+class _Step(NamedTuple):
+    plan: StepPlan
+    begun: BegunStep

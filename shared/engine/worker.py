@@ -15,13 +15,13 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
 
-from shared.engine.base import Engine
+from shared.engine.base import Engine, OnLayer
 from shared.engine.work_thread import WorkThread
 from shared.errors import EngineFailed, MeshError
-from shared.step import RowResult, StepRow
+from shared.step import RowResult, StepRow, ToCome
 
 T = TypeVar("T")
 
@@ -34,13 +34,37 @@ step, several layers may come in one call, and the last call (n = all layers) co
 returns."""
 
 
+class BegunStep(Protocol):
+    """A step that a compute runner has taken: it runs, or waits for the one before it."""
+
+    async def results(self) -> list[RowResult]:
+        """Wait for the results, in row order; once.
+
+        Cancelling this wait does not end the step.
+        Raises EngineFailed: whatever the engine raised; the process should end.
+        """
+        ...
+
+    def withdraw(self) -> bool:
+        """Keep it from running; False: it has begun, and its results will come."""
+        ...
+
+
 class ComputeRunner(Protocol):
-    """Runs one engine for one event loop. ``step`` is never called twice at once."""
+    """Runs one engine for one event loop, its steps one after the other."""
+
+    def begin(self, rows: Sequence[StepRow], to_come: ToCome = ()) -> BegunStep:
+        """Take a step and return at once; it runs as soon as the one taken before it has ended,
+        without waiting for the loop, and at most one may wait so.
+
+        to_come: tokens that its rows lack, taken from the results of that step.
+        """
+        ...
 
     async def step(
         self, rows: Sequence[StepRow], on_layers_done: OnLayersDone | None = None
     ) -> list[RowResult]:
-        """Run one engine step; results in row order.
+        """Run one engine step; results in row order. Never called while another step is under way.
 
         Cancelling this wait does not end the step: ``close`` waits for it.
         Raises EngineFailed: whatever the engine raised; the process should end.
@@ -84,26 +108,37 @@ class ThreadCompute:
         self._num_layers = engine.layout.num_layers
         self._steps = WorkThread(f"{name}-compute", _yield_to_loops)
         self._copies = WorkThread(f"{name}-copy", enter_copies)
+        self._last: list[RowResult] | None = None  # the compute thread's; None: failed, or none yet
+
+    def begin(self, rows: Sequence[StepRow], to_come: ToCome = ()) -> BegunStep:
+        """See ComputeRunner."""
+        return self._begin(rows, to_come, None)
 
     async def step(
         self, rows: Sequence[StepRow], on_layers_done: OnLayersDone | None = None
     ) -> list[RowResult]:
         """See ComputeRunner."""
-        loop = asyncio.get_running_loop()
-        reports = None if on_layers_done is None else _LayerReports(loop, on_layers_done)
+        if on_layers_done is None:
+            return await self._begin(rows, (), None).results()
+        reports = _LayerReports(asyncio.get_running_loop(), on_layers_done)
+        results = await self._begin(rows, (), reports.written).results()
+        reports.finish(self._num_layers)
+        return results
+
+    def _begin(
+        self, rows: Sequence[StepRow], to_come: ToCome, on_layer: OnLayer | None
+    ) -> BegunStep:
+        claim = _Claim()
 
         def run() -> list[RowResult]:
-            return self._engine.step(rows, None if reports is None else reports.written)
+            if not claim.take():
+                return []  # withdrawn: nobody waits
+            last, self._last = self._last, None
+            _fill(to_come, last)
+            self._last = results = self._engine.step(rows, on_layer)
+            return results
 
-        try:
-            results = await self._steps.run(run)
-        except MeshError:
-            raise
-        except Exception as error:
-            raise EngineFailed(f"the engine failed: {type(error).__name__}: {error}") from error
-        if reports is not None:
-            reports.finish(self._num_layers)
-        return results
+        return _ThreadStep(self._steps.run(run), claim)
 
     async def copy(self, work: Callable[[], T]) -> T:
         """See ComputeRunner."""
@@ -116,11 +151,67 @@ class ThreadCompute:
         await loop.run_in_executor(None, self._copies.close)
 
 
+def _fill(to_come: ToCome, last: list[RowResult] | None) -> None:
+    """Raises EngineFailed: the step before failed, so there are no tokens to go on from."""
+    if to_come and last is None:
+        raise EngineFailed("the step before this one failed")
+    for token_ids, source in to_come:
+        assert last is not None
+        token_ids[0] = last[source].token_id
+
+
 def _yield_to_loops() -> None:
     """Let event loops have a core before this thread, and the threads that it will start: a step
     that is a little later harms nobody, a loop that is late holds up every stream."""
     with contextlib.suppress(OSError):  # a thread may always be nicer; some systems know none
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COMPUTE_NICENESS)
+
+
+class _ThreadStep:
+    """See BegunStep."""
+
+    def __init__(self, outcome: asyncio.Future[list[RowResult]], claim: _Claim) -> None:
+        self._outcome = outcome
+        self._claim = claim
+
+    async def results(self) -> list[RowResult]:
+        try:
+            return await self._outcome
+        except MeshError:
+            raise
+        except Exception as error:
+            raise _engine_failed(error) from error
+
+    def withdraw(self) -> bool:
+        if self._claim.take():
+            self._outcome.cancel()
+            return True
+        self._outcome.add_done_callback(_look_at)
+        return False
+
+
+class _Claim:
+    """The right to decide whether a step runs; the first who takes it has it, on any thread."""
+
+    def __init__(self) -> None:
+        self._left = [True]
+
+    def take(self) -> bool:
+        """Return whether nobody has taken it before."""
+        try:
+            return self._left.pop()  # atomic, as a test and an assignment are not
+        except IndexError:
+            return False
+
+
+def _look_at(outcome: asyncio.Future[list[RowResult]]) -> None:
+    """Keep asyncio from reporting an error that the step before has told already."""
+    if not outcome.cancelled():
+        outcome.exception()
+
+
+def _engine_failed(error: Exception) -> EngineFailed:
+    return EngineFailed(f"the engine failed: {type(error).__name__}: {error}")
 
 
 class _LayerReports:
@@ -167,6 +258,17 @@ class VirtualCompute:
         self._engine = engine
         self._num_layers = engine.layout.num_layers
         self._copy_s = copy_s
+        self._last: list[RowResult] | None = None
+
+    def begin(self, rows: Sequence[StepRow], to_come: ToCome = ()) -> BegunStep:
+        """See ComputeRunner."""
+        return _VirtualStep(lambda: self._run(rows, to_come))
+
+    async def _run(self, rows: Sequence[StepRow], to_come: ToCome) -> list[RowResult]:
+        last, self._last = self._last, None
+        _fill(to_come, last)
+        self._last = results = await self.step(rows)
+        return results
 
     async def step(
         self, rows: Sequence[StepRow], on_layers_done: OnLayersDone | None = None
@@ -179,7 +281,7 @@ class VirtualCompute:
         except MeshError:
             raise
         except Exception as error:
-            raise EngineFailed(f"the engine failed: {type(error).__name__}: {error}") from error
+            raise _engine_failed(error) from error
         for num_done in range(1, self._num_layers + 1):
             await _sleep_until(began_at + step_s * num_done / self._num_layers)
             if on_layers_done is not None:
@@ -198,3 +300,17 @@ class VirtualCompute:
 async def _sleep_until(when: float) -> None:
     # Absolute times, so that rounding errors of the layers do not add up.
     await asyncio.sleep(max(0.0, when - asyncio.get_running_loop().time()))
+
+
+class _VirtualStep:
+    """See BegunStep. It begins when its results are waited for: whoever takes steps waits for one
+    after the other, and between them no virtual time passes."""
+
+    def __init__(self, run: Callable[[], Coroutine[Any, Any, list[RowResult]]]) -> None:
+        self._run = run
+
+    async def results(self) -> list[RowResult]:
+        return await self._run()
+
+    def withdraw(self) -> bool:
+        return True

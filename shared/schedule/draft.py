@@ -10,6 +10,9 @@ from shared.schedule.plan import Failure, StepPlan
 from shared.schedule.sequence import Sequence
 from shared.step import SampleSpec, StepRow
 
+NOT_YET = -1
+"""Where the token of the running step goes; no engine takes it for a token."""
+
 
 class Draft:
     """A plan under construction, within one step's budget."""
@@ -22,6 +25,7 @@ class Draft:
         self.failed: list[Failure] = []
         self.num_decode_rows = 0
         self.num_prefill_tokens = 0
+        self._to_come: list[tuple[list[int], int]] = []
         self._num_attended = 0
         self._budget = budget
 
@@ -59,6 +63,18 @@ class Draft:
         self._num_attended += attended(start, start + 1)
         self.num_decode_rows += 1
 
+    def add_after(self, sequence: Sequence, source: int) -> None:
+        """Add the row of the token that comes after the one that row ``source`` of the running step
+        samples for this sequence. Not for one whose sampling looks at the answer so far."""
+        start = len(sequence.tokens)
+        index = start + 1 - sequence.item.num_prompt_tokens
+        token_ids = [NOT_YET]
+        sample = SampleSpec(sequence.item.sampling, index, (), ())
+        self.rows.append(StepRow(token_ids, start, sequence.block_table, sample))
+        self.sequences.append(sequence)
+        self._to_come.append((token_ids, source))
+        self.num_decode_rows += 1
+
     def finished(self) -> StepPlan:
         """Return the plan."""
         return StepPlan(
@@ -69,6 +85,7 @@ class Draft:
             failed=tuple(self.failed),
             num_decode_rows=self.num_decode_rows,
             num_prefill_tokens=self.num_prefill_tokens,
+            to_come=self._to_come,
         )
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from shared.errors import MeshError
 from shared.request import FinishReason, TokenLogprobs
 from shared.schedule.sequence import Sequence
-from shared.step import StepRow
+from shared.step import StepRow, ToCome
 
 
 class Failure(NamedTuple):
@@ -30,7 +30,7 @@ class StepPlan:
     admitted: sequences that got blocks in this plan: KV of their tokens [0, num_computed_tokens) is
     there already.
     preempted: lost their blocks and wait for recompute. failed: tell their owners now, even if
-    there are no rows.
+    there are no rows. to_come: of a step planned ahead, the tokens that its rows still lack.
     """
 
     rows: tuple[StepRow, ...]
@@ -40,6 +40,7 @@ class StepPlan:
     failed: tuple[Failure, ...]
     num_decode_rows: int
     num_prefill_tokens: int
+    to_come: ToCome = ()
 
     @property
     def is_empty(self) -> bool:
@@ -73,7 +74,8 @@ class PromptTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """What a committed step gave, in row order; sequences aborted meanwhile do not appear."""
+    """What a committed step gave, in row order; sequences that ended or were aborted meanwhile do
+    not appear."""
 
     tokens: tuple[NewToken, ...]
 

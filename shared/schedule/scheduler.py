@@ -5,7 +5,10 @@ Iteration-level scheduling (Orca, OSDI'22) with stall-free batching (Sarathi-Ser
 Algorithm 3): every running sequence gets its next token first, then prompt chunks fill what is left
 of the token budget, first come first served. What differs between the three uses is only how
 sequences are added. It knows no network, no clock, no model; it never waits: ``plan`` -> run the
-rows -> ``commit``, one step at a time.
+rows -> ``commit``. While a step of single tokens runs, the one after it may be planned already
+(``plan_next``), so that a device goes from one to the next without waiting for this core: its rows
+lack the tokens that are being sampled, and an answer that ends meanwhile is computed one row too
+far, which nobody sees.
 
 Out of blocks: the newest running sequence loses its blocks and is recomputed later (vLLM's
 recompute preemption). The oldest never does, so somebody always finishes; one that lost its blocks
@@ -31,6 +34,12 @@ _NAN = float("nan")
 
 def _arrival(sequence: Sequence) -> int:
     return sequence.arrival
+
+
+def _is_over(sequence: Sequence) -> bool:
+    """Whether it ended or was aborted while steps that were planned before still have a row of
+    it."""
+    return sequence.is_aborted or sequence.finish_reason is not FinishReason.NONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +75,7 @@ class Scheduler:
         self._held: list[Sequence] = []
         self._next_arrival = 0
         self._plan: StepPlan | None = None
+        self._next: StepPlan | None = None
         self._stalled: list[Sequence] = []
         self._num_steps = 0
         self._num_preemptions = 0
@@ -129,13 +139,13 @@ class Scheduler:
     def abort(self, sequence: Sequence) -> None:
         """Never run it again. Allowed in every state, also twice and after it finished.
 
-        Its blocks are given back now, or at ``commit`` if the running step uses them; those of an
+        Its blocks are given back now, or at ``commit`` if a planned step uses them; those of an
         ``add_prefill`` sequence stay until ``release``, for they may still be being sent.
         """
         if sequence.state not in (SequenceState.WAITING, SequenceState.RUNNING):
             return
         sequence.is_aborted = True
-        if not sequence.in_step:
+        if not sequence.steps_in_flight:
             self._retire(sequence)
 
     def release(self, sequence: Sequence) -> None:
@@ -192,9 +202,62 @@ class Scheduler:
         plan = draft.finished()
         if plan.rows:
             self._plan = plan
-            for sequence in plan.sequences:
-                sequence.in_step = True
+            self._set_out(plan)
         return plan
+
+    def plan_next(self) -> StepPlan | None:
+        """Plan the step after the running one as if that ended no answer; None if more than its
+        tokens must be known first, or if nobody needs one.
+
+        Its rows may run once ``to_come`` is filled in; it is committed after the running one, or
+        taken back by ``withdraw``. Answers that are sure to end with the running step have no row.
+        """
+        running = self._plan
+        if running is None or self._next is not None:
+            raise LocalProtocolError("one step at a time is planned ahead, of one that runs")
+        if self._waiting:
+            return None
+        row_of = {sequence: idx for idx, sequence in enumerate(running.sequences)}
+        draft = Draft(self._budget)
+        for sequence in self._running[: self._policy.max_running]:
+            source = row_of.get(sequence)
+            if not sequence.is_decoding or sequence.sampling.needs_history:
+                return None
+            if source is not None and (_is_over(sequence) or self._ends_next(sequence)):
+                continue
+            num_tokens = len(sequence.tokens) + (source is not None)
+            if num_tokens > len(sequence.block_table) * self._pool.block_size:
+                assert sequence.table is not None
+                if not self._pool.grow(sequence.table, num_tokens):
+                    return None  # somebody has to give way: not before it is known who ends
+            if source is None:
+                draft.add_next(sequence)
+            else:
+                draft.add_after(sequence, source)
+        if not draft.rows:
+            return None
+        self._next = draft.finished()
+        self._set_out(self._next)
+        return self._next
+
+    def withdraw(self) -> None:
+        """Take back what ``plan_next`` planned: it has not run, and will not."""
+        if self._next is None:
+            raise LocalProtocolError("no step is planned ahead")
+        plan, self._next = self._next, None
+        for sequence in plan.sequences:
+            sequence.steps_in_flight -= 1
+            if sequence.is_aborted and not sequence.steps_in_flight:
+                self._retire(sequence)
+
+    def _set_out(self, plan: StepPlan) -> None:
+        for sequence in plan.sequences:
+            sequence.steps_in_flight += 1
+
+    def _ends_next(self, sequence: Sequence) -> bool:
+        """Whether its next token is its last, whichever it is."""
+        is_longest = sequence.num_tokens + 1 >= self._policy.max_model_len
+        return sequence.num_remaining_tokens <= 1 or is_longest
 
     def _plan_decodes(self, draft: Draft) -> None:
         """Give every decoding sequence its next token, oldest first, taking room from the newest if
@@ -311,10 +374,10 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, results: list[RowResult]) -> StepOutcome:
         """Take a step's results in row order: extend the sequences, publish their blocks, end those
-        that are done."""
+        that are done. What was planned ahead runs from now on."""
         if plan is not self._plan or len(results) != len(plan.rows):
             raise LocalProtocolError("commit wants the plan that runs and one result a row")
-        self._plan = None
+        self._plan, self._next = self._next, None
         self._num_steps += 1
         tokens: list[NewToken] = []
         block_size = self._pool.block_size
@@ -322,12 +385,14 @@ class Scheduler:
             table, stop = sequence.table, row.stop
             assert table is not None
             assert sequence.chain is not None
-            sequence.in_step = False
+            sequence.steps_in_flight -= 1
             sequence.num_computed_tokens = stop
-            if stop >= (table.num_published + 1) * block_size:
+            # Of one that was aborted, a row planned ahead goes one beyond the tokens it has.
+            if (table.num_published + 1) * block_size <= stop <= len(sequence.tokens):
                 self._pool.publish(table, sequence.chain, sequence.tokens, stop)
-            if sequence.is_aborted:
-                self._retire(sequence)
+            if _is_over(sequence):
+                if not sequence.steps_in_flight:
+                    self._retire(sequence)
                 continue
             if row.prompt_logprobs is not None:
                 self._collect_prompt_logprobs(sequence, row, result)
@@ -346,7 +411,8 @@ class Scheduler:
             eos_token_ids=self._policy.eos_token_ids,
             max_model_len=self._policy.max_model_len,
         )
-        if sequence.is_prefill_only or sequence.finish_reason is not FinishReason.NONE:
+        is_done = sequence.is_prefill_only or sequence.finish_reason is not FinishReason.NONE
+        if is_done and not sequence.steps_in_flight:
             self._retire(sequence)
         prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         if sequence.prompt_logprobs:

@@ -37,7 +37,8 @@ class Sequence:
     arrival: order among all sequences of a scheduler; set when added. chain: the prefix hashes of
     ``tokens``.
     num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
-    in_step: a running step reads or writes its blocks; they may not be given back.
+    steps_in_flight: planned steps, not committed yet, that read or write its blocks; while there
+    are any the blocks may not be given back.
     """
 
     item: WorkItem
@@ -53,7 +54,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] = field(
         default_factory=list[TokenLogprobs], init=False, repr=False
     )
-    in_step: bool = field(default=False, init=False)
+    steps_in_flight: int = field(default=0, init=False)
     is_aborted: bool = field(default=False, init=False)
     is_prefill_only: bool = field(default=False, init=False)
     is_released: bool = field(default=False, init=False)

@@ -2,8 +2,9 @@
 reference's.
 
 Sequences of all three kinds come and go, blocks are scarce, foreign reservations come between, and
-anything may happen between plan and commit. The engine runs only at commit, so a block freed or
-shared too early is overwritten by then and the answer changes.
+anything may happen between plan and commit, also while the step after is planned already. The
+engine runs only at commit, so a block freed or shared too early is overwritten by then and the
+answer changes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from shared.kv.pool import BlockTable
 from shared.request import FinishReason
 from shared.schedule.plan import NewToken, StepPlan
 from shared.schedule.sequence import Sequence, SequenceState
+from shared.step import RowResult
 from tests.support.cores import Worker, a_sequence, answer_of
 
 MODEL = FakeModel(
@@ -53,6 +55,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.expected: dict[int, tuple[list[int], FinishReason]] = {}
         self.leases: list[BlockTable] = []
         self.plan: StepPlan | None = None
+        self.next: StepPlan | None = None
+        self.last: list[RowResult] = []
 
     @initialize(
         num_blocks=st.integers(3, 14),
@@ -199,26 +203,49 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert plan.num_prefill_tokens <= max(1, self.budget - plan.num_decode_rows)
         self.plan = None if plan.is_empty else plan
 
+    @precondition(lambda self: self.plan is not None and self.next is None)
+    @rule()
+    def look_ahead(self) -> None:
+        """Plan the step after the running one."""
+        self.next = self.worker.scheduler.plan_next()
+        if self.next is not None:
+            assert len(self.next.rows) <= self.max_running
+            assert self.next.num_prefill_tokens == 0
+
+    @precondition(lambda self: self.next is not None)
+    @rule()
+    def withdraw(self) -> None:
+        """Take it back."""
+        self.worker.scheduler.withdraw()
+        self.next = None
+
     @precondition(lambda self: self.plan is not None)
     @rule()
     def end(self) -> None:
-        """Run and commit it."""
+        """Run and commit it; what was planned ahead follows it."""
         assert self.plan is not None
-        plan, self.plan = self.plan, None
+        plan, self.plan, self.next = self.plan, self.next, None
+        for token_ids, source in plan.to_come:
+            token_ids[0] = self.last[source].token_id
         for row, sequence in zip(plan.rows, plan.sequences, strict=True):
             assert row.start == sequence.num_computed_tokens  # not moved while the step ran
-        outcome = self.worker.scheduler.commit(plan, self.worker.engine.step(plan.rows))
+            if not sequence.is_aborted:  # else its last token was given to nobody
+                assert row.token_ids == sequence.tokens[row.start : row.stop]
+        self.last = self.worker.engine.step(plan.rows)
+        outcome = self.worker.scheduler.commit(plan, self.last)
         for token in outcome.tokens:
             assert not token.sequence.is_aborted
             self.got[id(token.sequence)].append(token)
 
-    @rule(num_steps=st.integers(1, 8))
-    def steps(self, num_steps: int) -> None:
+    @rule(num_steps=st.integers(1, 8), looks_ahead=st.booleans())
+    def steps(self, num_steps: int, looks_ahead: bool) -> None:
         """Several steps in peace."""
         for _ in range(num_steps):
             if self.plan is None:
                 self.begin()
             if self.plan is not None:
+                if looks_ahead and self.next is None:
+                    self.look_ahead()
                 self.end()
 
     # --- what must hold ----------------------------------------------------------------------
@@ -262,7 +289,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for table in self.leases:
             self.worker.pool.release(table)
         self.leases = []
-        if self.plan is not None:
+        while self.plan is not None:
             self.end()
         for _ in range(3000):
             self.begin()
@@ -273,7 +300,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                 if not self.worker.scheduler.has_work:
                     break
                 continue
+            self.look_ahead()
             self.end()
+            if self.plan is not None:
+                self.end()
         self.counts_hold()
         self.answers_are_exact()
         assert not self.worker.scheduler.has_work

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from shared.engine.fake import FakeModel, fake_answer, fake_prompt_logprobs
 from shared.errors import InvariantViolated, LocalProtocolError, NoBlocks, NoCapacity
 from shared.request import FinishReason
-from shared.schedule.plan import StepPlan
+from shared.schedule.plan import NewToken, StepPlan
 from shared.schedule.sequence import Sequence, SequenceState
 from shared.step import RowResult
 from tests.support.cores import MODEL, Worker, a_sequence, answer_of
@@ -581,3 +582,199 @@ def test_a_policy_that_never_runs_anything_is_refused(policy: dict[str, Any]) ->
     """Limits of zero are a mistake."""
     with pytest.raises(LocalProtocolError):
         Worker(**policy)
+
+
+# --- the step after the running one ---------------------------------------------------------------
+
+
+def run_ahead(worker: Worker, plan: StepPlan) -> tuple[list[NewToken], StepPlan | None]:
+    """Run a plan while the next is planned; return its tokens and the next, its tokens filled
+    in."""
+    following = worker.scheduler.plan_next()
+    results = worker.engine.step(plan.rows)
+    for token_ids, source in following.to_come if following is not None else ():
+        token_ids[0] = results[source].token_id
+    outcome = worker.scheduler.commit(plan, results)
+    worker.check()
+    return list(outcome.tokens), following
+
+
+@pytest.mark.parametrize("ignore_eos", [True, False])
+def test_answers_planned_ahead_are_the_reference_s(ignore_eos: bool) -> None:
+    """Every token once and in order, whether an answer ends by its length or by surprise; and
+    nothing is held when all have ended."""
+    model = FakeModel(vocab_size=50, max_model_len=512, eos_every=5, num_layers=2)
+    worker = Worker(model=model)
+    sequences = [
+        a_sequence(tuple(range(i + 1, i + 5)), max_tokens=6 + 5 * i, ignore_eos=ignore_eos)
+        for i in range(4)
+    ]
+    for sequence in sequences:
+        worker.scheduler.add(sequence)
+    tokens = list(worker.step())
+    num_ahead = 0
+    while worker.scheduler.has_work:
+        plan = worker.scheduler.plan()
+        following: StepPlan | None = plan
+        while following is not None:
+            plan = following
+            new, following = run_ahead(worker, plan)
+            tokens += new
+            num_ahead += following is not None
+    assert num_ahead > 5
+    for sequence in sequences:
+        expected, reason = fake_answer(sequence.item.token_ids, sequence.sampling, model=model)
+        own = [token for token in tokens if token.sequence is sequence]
+        assert [token.token_id for token in own] == expected
+        assert [token.index for token in own] == list(range(len(expected)))
+        assert own[-1].finish_reason is reason
+    assert worker.pool.num_held == 0
+
+
+def test_an_answer_that_ends_while_its_next_row_is_planned_keeps_its_blocks_until_then() -> None:
+    """The row is still to be computed: its blocks may not be anybody else's before."""
+    worker = Worker(num_blocks=4)
+    first, second = decoding(worker, 2)
+    plan = worker.scheduler.plan()
+    following = worker.scheduler.plan_next()
+    assert following is not None
+    assert following.sequences == (first, second)
+    first.item = dataclasses.replace(
+        first.item, sampling=dataclasses.replace(first.sampling, stop_token_ids=frozenset({7}))
+    )
+    outcome = worker.scheduler.commit(plan, [RowResult(7), RowResult(8)])
+    assert outcome.finished == (first,)
+    assert worker.pool.num_held == 4
+    worker.check()
+    worker.scheduler.abort(first)  # in any state, also now
+    outcome = worker.scheduler.commit(following, [RowResult(9), RowResult(9)])
+    assert [token.sequence for token in outcome.tokens] == [second]
+    assert worker.pool.num_held == 2
+    assert answer_of(first)[1:] == [7]
+    worker.check()
+
+
+def test_blocks_of_an_aborted_answer_wait_for_every_step_that_was_planned() -> None:
+    """Both may write them."""
+    worker = Worker()
+    first, second = decoding(worker, 2)
+    plan = worker.scheduler.plan()
+    following = worker.scheduler.plan_next()
+    assert following is not None
+    worker.scheduler.abort(first)
+    for step, num_held in ((plan, 4), (following, 2)):
+        assert worker.pool.num_held == 4
+        commit(worker, step)
+        assert worker.pool.num_held == num_held
+        worker.check()
+    assert len(answer_of(first)) == 1
+    assert len(answer_of(second)) == 3
+
+
+def test_a_block_that_an_aborted_answer_filled_for_nothing_is_never_found() -> None:
+    """The row planned ahead computed a token that the answer never got."""
+    worker = Worker()
+    (first,) = decoding(worker, 1)
+    for _ in range(2):
+        commit(worker, worker.scheduler.plan())
+    plan = worker.scheduler.plan()  # of position 6; the row after it fills the second block
+    following = worker.scheduler.plan_next()
+    assert following is not None
+    assert following.rows[0].stop == 8
+    worker.scheduler.abort(first)
+    commit(worker, plan)
+    commit(worker, following)
+    assert worker.pool.statistics().num_cached == 1
+    assert worker.pool.num_held == 0
+
+
+def test_an_answer_that_is_sure_to_end_has_no_row_in_the_step_after() -> None:
+    """By its length it is known; no row is computed for nothing."""
+    worker = Worker(model=dataclasses.replace(MODEL, max_model_len=6))
+    (short,) = decoding(worker, 1, max_tokens=2)
+    longest = a_sequence((9, 8, 7, 6, 5), answered=(), max_tokens=50, ignore_eos=True)
+    worker.scheduler.add(longest)
+    worker.scheduler.commit(worker.scheduler.plan(), [RowResult(7)] * 2)
+    assert short.is_finished
+    assert longest.is_finished  # max_model_len
+    worker = Worker()
+    (short,) = decoding(worker, 1, max_tokens=2)
+    plan = worker.scheduler.plan()
+    assert plan.sequences == (short,)
+    assert worker.scheduler.plan_next() is None
+
+
+@pytest.mark.parametrize("why", ["prompt chunk", "waiting", "penalties", "pool", "nobody"])
+def test_what_needs_more_than_tokens_is_not_planned_ahead(why: str) -> None:
+    """The step after waits for the results then; nothing has changed by asking."""
+    worker = Worker(num_blocks=4, max_running=2)
+    first, second = decoding(worker, 2)
+    if why == "waiting":
+        worker.scheduler.add(a_sequence((30, 31), max_tokens=2))
+    if why == "penalties":
+        changed = dataclasses.replace(first.sampling, repetition_penalty=1.5)
+        first.item = dataclasses.replace(first.item, sampling=changed)
+    if why == "pool":  # two blocks of four each: the ninth token is one too many
+        for _ in range(3):
+            commit(worker, worker.scheduler.plan())
+    if why == "prompt chunk":
+        worker.scheduler.abort(second)
+        worker.scheduler.add(a_sequence((30, 31), max_tokens=2))
+    plan = worker.scheduler.plan()
+    if why == "nobody":
+        worker.scheduler.abort(first)
+        worker.scheduler.abort(second)
+    assert worker.scheduler.plan_next() is None
+    commit(worker, plan)
+    worker.check()
+    assert worker.scheduler.plan().is_empty == (why == "nobody")
+
+
+def test_a_newcomer_has_a_row_in_the_step_after_once_that_is_planned_again() -> None:
+    """Taken back, a plan leaves nothing behind; who was aborted meanwhile is gone."""
+    worker, donor = Worker(), Worker()
+    (first,) = decoding(worker, 1)
+    (newcomer,) = decoding(donor, 1)
+    ready = a_sequence((40, 41, 42, 43), max_tokens=9, ignore_eos=True)
+    ready.table = worker.pool.acquire(
+        (chain := worker.pool.new_chain()), ready.tokens, 4, max_hit_tokens=0
+    )
+    ready.chain, ready.num_computed_tokens = chain, 4
+    ready.tokens.append(answer_of(newcomer)[0])
+    plan = worker.scheduler.plan()
+    following = worker.scheduler.plan_next()
+    assert following is not None
+    worker.scheduler.add_ready(ready)
+    worker.scheduler.withdraw()
+    following = worker.scheduler.plan_next()
+    assert following is not None
+    assert following.sequences == (first, ready)
+    assert [source for _, source in following.to_come] == [0]
+    assert following.rows[1].token_ids == ready.tokens[-1:]
+    worker.scheduler.abort(ready)
+    assert ready.table is not None
+    worker.scheduler.withdraw()
+    assert ready.state is SequenceState.FINISHED
+    commit(worker, plan)
+    worker.check()
+    assert worker.scheduler.plan().sequences == (first,)
+
+
+def test_planning_ahead_out_of_turn_is_a_mistake_of_the_caller() -> None:
+    """Of nothing that runs, twice, or taken back when there is none."""
+    worker = Worker()
+    decoding(worker, 1)
+    with pytest.raises(LocalProtocolError):
+        worker.scheduler.plan_next()
+    with pytest.raises(LocalProtocolError):
+        worker.scheduler.withdraw()
+    plan = worker.scheduler.plan()
+    following = worker.scheduler.plan_next()
+    assert following is not None
+    with pytest.raises(LocalProtocolError):
+        worker.scheduler.plan_next()
+    with pytest.raises(LocalProtocolError):
+        commit(worker, following)
+    commit(worker, plan)
+    with pytest.raises(LocalProtocolError):
+        worker.scheduler.plan()

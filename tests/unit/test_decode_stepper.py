@@ -1,0 +1,233 @@
+"""The decode loop on real threads: which step runs when, and who is in it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncGenerator, Sequence
+
+import pytest
+
+from services.decode.stepper import Stepper
+from shared.engine.base import OnLayer
+from shared.engine.fake import FakeEngine, fake_answer
+from shared.engine.worker import ThreadCompute
+from shared.errors import EngineFailed, MeshError
+from shared.schedule.plan import Failure, NewToken
+from shared.schedule.sequence import Sequence as TokenSequence
+from shared.step import RowResult, StepRow
+from shared.telemetry.worker import DecodeMetrics, WorkerLoad
+from tests.support.cores import MODEL, Worker, a_sequence, answer_of
+
+
+class _Gate(FakeEngine):
+    """Each step waits until the test lets it end; a step may be made to fail."""
+
+    def __init__(self) -> None:
+        super().__init__(model=MODEL, num_blocks=64, block_size=4)
+        self.may_end = threading.Semaphore(0)
+        self.sizes: list[int] = []
+        self.fails_at = 1 << 30
+
+    def step(self, rows: Sequence[StepRow], on_layer: OnLayer | None = None) -> list[RowResult]:
+        self.sizes.append(len(rows))
+        if len(self.sizes) > self.fails_at:
+            raise ValueError("a device is gone")
+        results = super().step(rows, on_layer)
+        self.may_end.acquire()
+        return results
+
+
+class _Sink:
+    """Remembers what it hears."""
+
+    def __init__(self) -> None:
+        self.tokens: list[NewToken] = []
+        self.error: MeshError | None = None
+
+    def admitted(self, sequences: Sequence[TokenSequence]) -> None:
+        """Nothing to do."""
+
+    def step_done(self, tokens: Sequence[NewToken]) -> None:
+        """Tokens came."""
+        self.tokens += tokens
+
+    def sequences_failed(self, failures: Sequence[Failure]) -> None:
+        """Never here."""
+        raise AssertionError(failures)
+
+    def engine_failed(self, error: MeshError) -> None:
+        """The last word."""
+        self.error = error
+
+
+class Loop:
+    """A stepper at work, and what stands around it."""
+
+    def __init__(self, *, look_ahead: bool = True) -> None:
+        self.engine = _Gate()
+        self.worker = Worker(num_blocks=64, block_size=4)
+        self.scheduler, self.sink = self.worker.scheduler, _Sink()
+        self.compute = ThreadCompute(self.engine)
+        self.stepper = Stepper(
+            compute=self.compute,
+            scheduler=self.scheduler,
+            metrics=DecodeMetrics(WorkerLoad),
+            sink=self.sink,
+            look_ahead=look_ahead,
+        )
+
+    def add(self, first: int, max_tokens: int = 20) -> TokenSequence:
+        """Add a prompt of four tokens."""
+        prompt = tuple(range(first, first + 4))
+        sequence = a_sequence(prompt, max_tokens=max_tokens, ignore_eos=True)
+        self.stepper.add_prompt(sequence)
+        return sequence
+
+    def ready(self, first: int, max_tokens: int = 20) -> TokenSequence:
+        """Add one whose KV came from elsewhere."""
+        prompt = tuple(range(first, first + 4))
+        sequence = a_sequence(prompt, max_tokens=max_tokens, ignore_eos=True)
+        expected, _ = fake_answer(prompt, sequence.sampling, model=MODEL)
+        chain = self.worker.pool.new_chain()
+        table = self.worker.pool.acquire(chain, prompt, 4, max_hit_tokens=0)
+        assert table is not None
+        donor = Worker(num_blocks=8, block_size=4)
+        copy = a_sequence(prompt)
+        donor.scheduler.add_prefill(copy)
+        donor.step()
+        frame = donor.engine.new_buffer(4 * MODEL.layout.token_bytes)
+        donor.engine.gather(copy.block_table, 0, 4, 0, MODEL.num_layers, frame)
+        self.engine.scatter(table.blocks, 0, 4, 0, MODEL.num_layers, frame)
+        sequence.table, sequence.chain, sequence.num_computed_tokens = table, chain, 4
+        sequence.tokens.append(expected[0])
+        self.stepper.add(sequence)
+        return sequence
+
+    async def begun(self, num_steps: int) -> None:
+        """Wait until so many steps have begun."""
+        while len(self.engine.sizes) < num_steps:
+            await asyncio.sleep(0.001)
+
+    async def got(self, num_tokens: int) -> None:
+        """Wait for so many tokens."""
+        while len(self.sink.tokens) < num_tokens:
+            await asyncio.sleep(0.001)
+
+
+@contextlib.asynccontextmanager
+async def a_loop(*, look_ahead: bool = True) -> AsyncGenerator[Loop]:
+    """Run one; cancelled at the end, and nothing is left on its thread."""
+    loop = Loop(look_ahead=look_ahead)
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(loop.stepper.run())
+        try:
+            yield loop
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+            loop.engine.may_end.release(1000)
+            await loop.compute.close()
+
+
+async def test_the_thread_goes_from_one_step_to_the_next_without_the_loop() -> None:
+    """A loop that is held up holds up one step and not two: the next one has begun."""
+    async with a_loop() as loop:
+        loop.ready(1)
+        await loop.begun(1)
+        loop.engine.may_end.release(1)
+        deadline = threading.Event()
+        while len(loop.engine.sizes) < 2:  # no turn of the loop in here
+            assert not deadline.wait(0.001)
+        assert not loop.sink.tokens
+        await loop.got(1)
+
+
+async def test_without_look_ahead_a_step_waits_for_the_tokens_of_the_one_before() -> None:
+    """``look_ahead=False``: nothing is given to the thread before its time."""
+    async with a_loop(look_ahead=False) as loop:
+        loop.ready(1)
+        await loop.begun(1)
+        loop.engine.may_end.release(1)
+        assert not threading.Event().wait(0.05)
+        assert loop.engine.sizes == [1]
+        await loop.begun(2)
+        assert len(loop.sink.tokens) == 1
+
+
+async def test_who_joins_while_a_step_runs_is_in_the_next() -> None:
+    """Planned before or not: a hand-over waits for no second step."""
+    async with a_loop() as loop:
+        first = loop.ready(1)
+        await loop.begun(1)
+        await asyncio.sleep(0)
+        second, third = loop.ready(11), loop.ready(21)
+        await asyncio.sleep(0)  # one turn: planned again, for both
+        loop.engine.may_end.release(1)
+        await loop.begun(2)
+        assert loop.engine.sizes == [1, 3]
+        loop.engine.may_end.release(1000)
+        await loop.got(3 * 19)
+        for sequence in (first, second, third):
+            expected, _ = fake_answer(sequence.item.token_ids, sequence.sampling, model=MODEL)
+            assert answer_of(sequence) == expected
+        assert loop.worker.pool.num_held == 0
+
+
+async def test_who_is_aborted_while_a_step_runs_is_not_in_the_next() -> None:
+    """And the others are; its blocks go with the step that had it."""
+    async with a_loop() as loop:
+        first, second = loop.ready(1), loop.ready(11)
+        await loop.begun(1)
+        loop.stepper.abort(second)
+        await asyncio.sleep(0)
+        loop.engine.may_end.release(1)
+        await loop.begun(2)
+        await loop.got(1)
+        assert loop.engine.sizes == [2, 1]
+        assert {token.sequence for token in loop.sink.tokens} == {first}
+        loop.worker.check()
+        assert second.is_finished or second.table is None
+
+
+async def test_a_prompt_comes_between_steps_that_were_planned_ahead() -> None:
+    """On a colocated worker the next step is taken back for it, and planning ahead goes on after
+    it."""
+    async with a_loop() as loop:
+        first = loop.ready(1)
+        await loop.begun(1)
+        second = loop.add(11)
+        loop.engine.may_end.release(1000)
+        await loop.got(19 + 20)
+        for sequence in (first, second):
+            expected, _ = fake_answer(sequence.item.token_ids, sequence.sampling, model=MODEL)
+            assert answer_of(sequence) == expected
+        assert loop.engine.sizes[:2] == [1, 2]
+
+
+async def test_a_device_that_fails_is_told_once_and_the_next_step_never_runs() -> None:
+    """The step that was to go on from it has no tokens to go on from."""
+    loop = Loop()
+    loop.engine.fails_at = 2
+    problems: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
+    loop.ready(1)
+    loop.engine.may_end.release(1000)
+    async with asyncio.timeout(60):
+        with pytest.raises(EngineFailed, match="a device is gone"):
+            await loop.stepper.run()
+    await loop.compute.close()
+    await asyncio.sleep(0)
+    assert loop.sink.error is not None
+    assert len(loop.engine.sizes) == 3
+    assert not problems
+
+
+async def test_a_loop_that_is_cancelled_takes_the_next_step_back() -> None:
+    """Closing waits for the running step alone."""
+    async with a_loop() as loop:
+        loop.ready(1)
+        await loop.begun(1)
+        await asyncio.sleep(0)
+    assert loop.engine.sizes == [1]
