@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ import aiohttp
 
 from bench.peers import PEERS, installed
 from bench.plots import Panel, Pictures, Spread, save
-from bench.record import Record, spread
+from bench.record import Record, ratios, spread
 from services.cli.bench.endpoints import Endpoint, fit_of, open_endpoints
 from services.cli.bench.open_loop import new_event_loop, run_open_loop
 from services.cli.bench.search import RateSearch
@@ -48,6 +48,8 @@ SLOS = {"tight": (5, 1.5), "relaxed": (10, 5)}
 """Limits of TTFT and TPOT as multiples of the best unloaded medians."""
 
 MOST_VOID = 2
+LOWEST_RATE = 0.1
+"""Requests/s; below it a goodput is called 0."""
 VOCAB = 1280
 MAX_LEN = 2048
 SCALE = 0.25
@@ -171,7 +173,7 @@ async def ask(system: System, source: Source, load: Load, slo: Slo, seed: int) -
 async def measure(
     record: Record, systems: Sequence[System], name: str, asked: argparse.Namespace
 ) -> None:
-    """One load: unloaded latencies, then rates until every system has missed the target."""
+    """One load: unloaded latencies, then goodputs, each repetition with arrivals of its own."""
     source = LOADS[name]
     never = Slo(ttft_s=math.inf, tpot_s=math.inf)
     seed = iter(range(1, 1 << 30))
@@ -191,59 +193,77 @@ async def measure(
         label: Slo(ttft_s=ttft * best_alone["ttft_s"], tpot_s=tpot * best_alone["tpot_s"])
         for label, (ttft, tpot) in SLOS.items()
     }
+    goodputs: dict[str, list[dict[str, float]]] = {}
     for label, slo in slos.items():
         if label not in asked.slos:
             continue
         print(f"{name}: {label} SLO: TTFT {slo.ttft_s:.3f} s, TPOT {slo.tpot_s * 1e3:.1f} ms")
-        searches = {
-            system.name: RateSearch(asked.first_rate, TARGET, asked.tolerance) for system in systems
-        }
-        void: list[float] = []
-        while any(search.next_rate() is not None for search in searches.values()):
-            for system in systems:
-                search = searches[system.name]
-                if (rate := search.next_rate()) is None:
-                    continue
-                load = Load(
-                    rate=rate, duration_s=asked.seconds, arrivals="poisson", seed=asked.seed
-                )
-                found = await ask(system, source, load, slo, next(seed))
-                report(f"{name} {label}", system.name, found)
-                record.rows.append(
-                    {"load": name, "slo": label, "system": system.name, "rate": rate, **found}
-                )
-                if found["void"] and void.count(rate) < MOST_VOID:
-                    void.append(rate)  # once more: what the client could not send it cannot judge
-                    continue
-                search.add(rate, found["attainment"] or 0.0)
-        best = {system: search.best for system, search in searches.items()}
-        record.rows.append(
-            {
-                "load": name,
-                "slo": label,
-                "goodput": best,
-                "ttft_s": slo.ttft_s,
-                "tpot_s": slo.tpot_s,
-            }
-        )
-        print(f"{name} {label}: goodput {json.dumps(best)}", flush=True)
-        colocated = max(value for system, value in best.items() if system != DISAGGREGATED)
-        if colocated > 0:
-            ratio = best[DISAGGREGATED] / colocated
-            if label == "tight":
-                record.goal(9, f"{name}: goodput x best colocated, tight", ratio, ">=", 2.0)
-    loaded = [
-        row["itl_s"]["p99"]
-        for row in record.rows
-        if row.get("system") == DISAGGREGATED
-        and row["load"] == name
-        and row["slo"] == "tight"
-        and (row["attainment"] or 0) >= TARGET
-    ]
-    if loaded:
-        ratio = max(loaded) / alone[DISAGGREGATED]["itl_s"]["p99"]
-        record.goal(9, f"{name}: P99 ITL under load / unloaded", ratio, "<=", 1.2)
+        for repetition in range(asked.repetitions if label == "tight" else 1):
+            # A peer has its chance once; the ratio is one between ours.
+            taking_part = [one for one in systems if not repetition or one.name != VLLM]
+            arrivals = asked.seed + repetition
+            tried: list[dict[str, Any]] = []
+            best = await search(taking_part, source, slo, seed, arrivals, asked, tried)
+            about = {"load": name, "slo": label, "repetition": repetition}
+            record.rows += [{**about, **row} for row in tried]
+            limits = {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s}
+            record.rows.append({**about, "goodput": best, **limits})
+            goodputs.setdefault(label, []).append(best)
+            print(f"{name} {label}: goodput {json.dumps(best)}", flush=True)
     record.rows.append({"load": name, "unloaded": alone})
+    set_goals(record, name, goodputs.get("tight", []), alone)
+
+
+async def search(
+    systems: Sequence[System],
+    source: Source,
+    slo: Slo,
+    seed: Iterator[int],
+    arrivals: int,
+    asked: argparse.Namespace,
+    tried: list[dict[str, Any]],
+) -> dict[str, float]:
+    """Return each system's goodput for one draw of arrivals, and add every rate to ``tried``."""
+    searches = {
+        system.name: RateSearch(asked.first_rate, TARGET, asked.tolerance, lowest=LOWEST_RATE)
+        for system in systems
+    }
+    void: list[float] = []
+    while any(one.next_rate() is not None for one in searches.values()):
+        for system in systems:
+            rate = searches[system.name].next_rate()
+            if rate is None:
+                continue
+            duration_s = max(asked.seconds, asked.least / rate)
+            load = Load(rate=rate, duration_s=duration_s, arrivals="poisson", seed=arrivals)
+            found = await ask(system, source, load, slo, next(seed))
+            report(f"tpot {slo.tpot_s * 1e3:.1f} ms", system.name, found)
+            tried.append({"system": system.name, "rate": rate, **found})
+            if found["void"] and void.count(rate) < MOST_VOID:
+                void.append(rate)  # once more: what the client could not send it cannot judge
+                continue
+            searches[system.name].add(rate, found["attainment"] or 0.0)
+    return {name: one.best for name, one in searches.items()}
+
+
+def set_goals(
+    record: Record, name: str, goodputs: Sequence[dict[str, float]], alone: dict[str, Any]
+) -> None:
+    """Row 9 of one load, each figure taken within a repetition."""
+    peers = [max((v for k, v in one.items() if k != DISAGGREGATED), default=0) for one in goodputs]
+    if peers and min(peers) > 0 and all(DISAGGREGATED in one for one in goodputs):
+        share = ratios([one[DISAGGREGATED] for one in goodputs], peers)
+        record.goal(9, f"{name}: goodput x best colocated, tight", share, ">=", 2.0)
+    worst: dict[int, float] = {}
+    for row in record.rows:
+        is_ours = row.get("system") == DISAGGREGATED and row["slo"] == "tight"
+        if is_ours and row["load"] == name and (row["attainment"] or 0) >= TARGET:
+            at = row["repetition"]
+            worst[at] = max(worst.get(at, 0.0), row["itl_s"]["p99"])
+    if worst:
+        unloaded = alone[DISAGGREGATED]["itl_s"]["p99"]
+        share = spread([value / unloaded for value in worst.values()])
+        record.goal(9, f"{name}: P99 ITL under load / unloaded", share, "<=", 1.2)
 
 
 def report(load: str, system: str, found: dict[str, Any]) -> None:
@@ -304,8 +324,12 @@ def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
         for name in SYSTEMS:
             of = [r for r in asked if (r["load"], r["slo"], r["system"]) == (load, slo, name)]
             if of:
-                attained[name] = [(row["rate"], spread([row["attainment"]])) for row in of]
-                late[name] = [(row["rate"], spread([1e3 * row["itl_s"]["p99"]])) for row in of]
+                rates = sorted({row["rate"] for row in of})
+                at = [[row for row in of if row["rate"] == rate] for rate in rates]
+                shares = [spread([row["attainment"] for row in runs]) for runs in at]
+                gaps = [spread([1e3 * row["itl_s"]["p99"] for row in runs]) for runs in at]
+                attained[name] = list(zip(rates, shares, strict=True))
+                late[name] = list(zip(rates, gaps, strict=True))
         pictures[f"-{load}-{slo}"] = [
             Panel(f"{load}, {slo} SLO (CPU)", "requests/s", "attained", attained, False, TARGET),
             Panel("", "requests/s", "p99 of inter-token latency, ms", late, False),
@@ -321,7 +345,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--loads", nargs="+", choices=list(LOADS), default=list(LOADS))
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS)
-    parser.add_argument("--seconds", type=float, default=20.0, help="length of a run")
+    parser.add_argument("--repetitions", type=int, default=5, help="searches at the tight SLO")
+    parser.add_argument("--seconds", type=float, default=20.0, help="length of a run, at least")
+    parser.add_argument("--least", type=int, default=10, help="requests of a run, at least")
     parser.add_argument("--first-rate", type=float, default=2.0, help="requests/s to begin with")
     parser.add_argument("--unloaded", type=int, default=25, help="requests of the unloaded run")
     parser.add_argument("--tbt-ms", type=float, default=15.0, help="colocated: target of a step")
@@ -337,7 +363,7 @@ def parse() -> argparse.Namespace:
     asked = parser.parse_args()
     if asked.quick:
         asked.loads, asked.systems = asked.loads[:1], (DISAGGREGATED, COLOCATED)
-        asked.seconds, asked.unloaded = 4.0, 4
+        asked.seconds, asked.unloaded, asked.repetitions, asked.least = 4.0, 4, 1, 2
         asked.slos, asked.tolerance = ["tight"], 0.5
     return asked
 

@@ -51,6 +51,13 @@ def test_a_server_that_attains_nothing() -> None:
     assert len(tried) <= 16
 
 
+def test_below_the_lowest_rate_nothing_is_tried() -> None:
+    """What lies below is called 0, for a run there would take too long."""
+    search = RateSearch(first=1.0, lowest=0.2)
+    assert searched(search, lambda rate: 0.0) == [1.0, 0.5, 0.25]
+    assert search.best == 0.0
+
+
 def test_a_server_without_a_limit_ends_the_search() -> None:
     """After so many runs; nothing missed."""
     search = RateSearch(first=1.0, most_runs=5)

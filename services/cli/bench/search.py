@@ -19,13 +19,15 @@ MOST_RUNS = 16
 class RateSearch:
     """One search.
 
-    first: the rate to begin with, requests/s. tolerance: of the answer, as a share of it.
+    first: the rate to begin with, requests/s. tolerance: of the answer, as a share of it. lowest:
+    no lower rate is tried; who attains at none has a goodput of 0.
     """
 
     first: float = 1.0
     target: float = 0.9
     tolerance: float = 0.1
     most_runs: int = MOST_RUNS
+    lowest: float = LOWEST_RATE
     tried: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
 
     def next_rate(self) -> float | None:
@@ -38,7 +40,7 @@ class RateSearch:
         if worst is None:
             return 2 * best
         if best == 0:
-            return worst / 2 if worst / 2 >= LOWEST_RATE else None
+            return worst / 2 if worst / 2 >= self.lowest else None
         return (best + worst) / 2 if worst - best > self.tolerance * best else None
 
     def add(self, rate: float, share: float) -> None:
