@@ -17,7 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from bench.record import run
 from bench.transfer.pairs import WINDOW
+from shared.runtime.worker_process import SWITCH_INTERVAL_S
 from shared.transfer.frames import HEADER_BYTES
 from shared.transport.base import Outcome
 from shared.transport.ucxx import UcxEndpoint, UcxTransport, open_ucx
@@ -146,4 +148,5 @@ def say(answer: Any) -> None:
 if __name__ == "__main__":
     if (core := int(sys.argv[2])) >= 0:
         os.sched_setaffinity(0, {core})
-    asyncio.run(serve(has_windows=sys.argv[3] == "windows"))
+    sys.setswitchinterval(SWITCH_INTERVAL_S)  # as workers do
+    run(serve(has_windows=sys.argv[3] == "windows"))

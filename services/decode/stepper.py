@@ -75,8 +75,10 @@ class Stepper:
         self._sink = sink
         self._on_step = on_step
         self._look_ahead = look_ahead
+        # The device may have gone on from the first to the second: the loop hears of it later.
         self._running: _Step | None = None
         self._next: _Step | None = None
+        self._is_to_plan_next = False
         self._wake = asyncio.Event()
         self._step_s = MovingMean()
 
@@ -137,7 +139,6 @@ class Stepper:
         if plan.is_empty:
             return False
         self._running = _Step(plan, self._compute.begin(plan.rows))
-        self._began_at = asyncio.get_running_loop().time()
         return True
 
     async def _step(self) -> None:
@@ -147,21 +148,20 @@ class Stepper:
         plan, step = self._running
         results = await step.results()
         self._running, self._next = self._next, None
-        now = asyncio.get_running_loop().time()
-        step_s, self._began_at = now - self._began_at, now
         outcome = self._scheduler.commit(plan, results)
         failpoint("decode.mid_decode")
         self._sink.step_done(outcome.tokens)
         if self._on_step is not None:
-            self._on_step(plan, step_s)
-        self._step_s.add(step_s)
-        self._metrics.step_seconds.observe(step_s)
+            self._on_step(plan, step.seconds)
+        self._step_s.add(step.seconds)
+        self._metrics.step_seconds.observe(step.seconds)
         self._metrics.step_rows.inc(len(plan.rows))
         self._metrics.step_tokens.inc(plan.num_decode_rows + plan.num_prefill_tokens)
 
     # --- the step after the running one ----------------------------------------------------------
 
     def _plan_next(self) -> None:
+        self._is_to_plan_next = False
         if not self._look_ahead or self._running is None or self._next is not None:
             return
         plan = self._scheduler.plan_next()
@@ -177,8 +177,9 @@ class Stepper:
     def _changed(self) -> None:
         """Somebody came or went: plan the next step again, once for all who do so in this turn."""
         self._wake.set()
-        if self._next is not None:
-            self._withdraw()
+        self._withdraw()
+        if self._running is not None and not self._is_to_plan_next:
+            self._is_to_plan_next = True
             asyncio.get_running_loop().call_soon(self._plan_next)
 
 

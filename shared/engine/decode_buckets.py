@@ -146,7 +146,7 @@ class DecodeBuckets:
         slots[:] = blocks * kv.block_size + positions % kv.block_size
         stops[:] = positions + 1
         self._columns[:, count:size] = self._padding
-        # Every step waits for its results, so nobody reads the host buffer of the one before.
+        # A step ends with its tokens on the host: nobody reads this buffer for the one before.
         used = _NUM_COLUMNS * self._max_rows + last
         self._device_numbers[:used].copy_(self._host_numbers[:used], non_blocking=True)
         return True

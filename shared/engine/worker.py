@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -35,7 +36,12 @@ returns."""
 
 
 class BegunStep(Protocol):
-    """A step that a compute runner has taken: it runs, or waits for the one before it."""
+    """A step that a compute runner has taken: it runs, or waits for the one before it.
+
+    seconds: how long it took, once it has ended.
+    """
+
+    seconds: float
 
     async def results(self) -> list[RowResult]:
         """Wait for the results, in row order; once.
@@ -108,7 +114,9 @@ class ThreadCompute:
         self._num_layers = engine.layout.num_layers
         self._steps = WorkThread(f"{name}-compute", _yield_to_loops)
         self._copies = WorkThread(f"{name}-copy", enter_copies)
-        self._last: list[RowResult] | None = None  # the compute thread's; None: failed, or none yet
+        # The compute thread's.
+        self._last: list[RowResult] = []
+        self._has_failed = False
 
     def begin(self, rows: Sequence[StepRow], to_come: ToCome = ()) -> BegunStep:
         """See ComputeRunner."""
@@ -127,18 +135,25 @@ class ThreadCompute:
 
     def _begin(
         self, rows: Sequence[StepRow], to_come: ToCome, on_layer: OnLayer | None
-    ) -> BegunStep:
-        claim = _Claim()
+    ) -> _ThreadStep:
+        step = _ThreadStep()
 
         def run() -> list[RowResult]:
-            if not claim.take():
+            if not step.claim():
                 return []  # withdrawn: nobody waits
-            last, self._last = self._last, None
-            _fill(to_come, last)
-            self._last = results = self._engine.step(rows, on_layer)
-            return results
+            if self._has_failed:
+                raise EngineFailed("the step before this one failed")
+            self._has_failed = True  # until it has not
+            _fill(to_come, self._last)
+            began_at = time.perf_counter()
+            self._last = self._engine.step(rows, on_layer)
+            step.seconds = time.perf_counter() - began_at
+            self._has_failed = False
+            return self._last
 
-        return _ThreadStep(self._steps.run(run), claim)
+        step.outcome = self._steps.run(run)
+        step.outcome.add_done_callback(_look_at)
+        return step
 
     async def copy(self, work: Callable[[], T]) -> T:
         """See ComputeRunner."""
@@ -151,12 +166,8 @@ class ThreadCompute:
         await loop.run_in_executor(None, self._copies.close)
 
 
-def _fill(to_come: ToCome, last: list[RowResult] | None) -> None:
-    """Raises EngineFailed: the step before failed, so there are no tokens to go on from."""
-    if to_come and last is None:
-        raise EngineFailed("the step before this one failed")
+def _fill(to_come: ToCome, last: Sequence[RowResult]) -> None:
     for token_ids, source in to_come:
-        assert last is not None
         token_ids[0] = last[source].token_id
 
 
@@ -170,42 +181,33 @@ def _yield_to_loops() -> None:
 class _ThreadStep:
     """See BegunStep."""
 
-    def __init__(self, outcome: asyncio.Future[list[RowResult]], claim: _Claim) -> None:
-        self._outcome = outcome
-        self._claim = claim
+    outcome: asyncio.Future[list[RowResult]]
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._decided = threading.Lock()
+
+    def claim(self) -> bool:
+        """Decide whether the step runs, on any thread; only who asks first may."""
+        return self._decided.acquire(blocking=False)
 
     async def results(self) -> list[RowResult]:
         try:
-            return await self._outcome
+            return await self.outcome
         except MeshError:
             raise
         except Exception as error:
             raise _engine_failed(error) from error
 
     def withdraw(self) -> bool:
-        if self._claim.take():
-            self._outcome.cancel()
-            return True
-        self._outcome.add_done_callback(_look_at)
-        return False
-
-
-class _Claim:
-    """The right to decide whether a step runs; the first who takes it has it, on any thread."""
-
-    def __init__(self) -> None:
-        self._left = [True]
-
-    def take(self) -> bool:
-        """Return whether nobody has taken it before."""
-        try:
-            return self._left.pop()  # atomic, as a test and an assignment are not
-        except IndexError:
+        if not self.claim():
             return False
+        self.outcome.cancel()
+        return True
 
 
 def _look_at(outcome: asyncio.Future[list[RowResult]]) -> None:
-    """Keep asyncio from reporting an error that the step before has told already."""
+    """Keep asyncio from reporting an error that nobody waits for: the step before told it."""
     if not outcome.cancelled():
         outcome.exception()
 
@@ -258,17 +260,17 @@ class VirtualCompute:
         self._engine = engine
         self._num_layers = engine.layout.num_layers
         self._copy_s = copy_s
-        self._last: list[RowResult] | None = None
+        self._last: Sequence[RowResult] = ()
 
     def begin(self, rows: Sequence[StepRow], to_come: ToCome = ()) -> BegunStep:
         """See ComputeRunner."""
-        return _VirtualStep(lambda: self._run(rows, to_come))
 
-    async def _run(self, rows: Sequence[StepRow], to_come: ToCome) -> list[RowResult]:
-        last, self._last = self._last, None
-        _fill(to_come, last)
-        self._last = results = await self.step(rows)
-        return results
+        async def run() -> list[RowResult]:
+            _fill(to_come, self._last)
+            self._last = results = await self.step(rows)
+            return results
+
+        return _VirtualStep(run)
 
     async def step(
         self, rows: Sequence[StepRow], on_layers_done: OnLayersDone | None = None
@@ -307,10 +309,17 @@ class _VirtualStep:
     after the other, and between them no virtual time passes."""
 
     def __init__(self, run: Callable[[], Coroutine[Any, Any, list[RowResult]]]) -> None:
+        self.seconds = 0.0
         self._run = run
+        self._has_begun = False
 
     async def results(self) -> list[RowResult]:
-        return await self._run()
+        self._has_begun = True
+        loop = asyncio.get_running_loop()
+        began_at = loop.time()
+        results = await self._run()
+        self.seconds = loop.time() - began_at
+        return results
 
     def withdraw(self) -> bool:
-        return True
+        return not self._has_begun

@@ -23,7 +23,8 @@ class BlockTable:
     """The blocks one owner holds, in logical order. Made by ``BlockPool.acquire``; ends at
     ``release``.
 
-    blocks: physical block of each logical block; read it freely, change it never. Plain 32-bit
+    blocks: physical block of each logical block; read it freely, change it never; slice it rather
+    than take a view, for it grows while steps that have it run. Plain 32-bit
     numbers: a step copies the tables of all its rows, and would else read every number as an object
     somewhere in memory.
     num_hit_tokens: leading tokens whose KV was found in the prefix cache: shared, read-only.

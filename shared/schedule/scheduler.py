@@ -211,6 +211,7 @@ class Scheduler:
 
         Its rows may run once ``to_come`` is filled in; it is committed after the running one, or
         taken back by ``withdraw``. Answers that are sure to end with the running step have no row.
+        Some may have got their next block even if there is no plan.
         """
         running = self._plan
         if running is None or self._next is not None:
@@ -219,12 +220,14 @@ class Scheduler:
             return None
         row_of = {sequence: idx for idx, sequence in enumerate(running.sequences)}
         draft = Draft(self._budget)
-        for sequence in self._running[: self._policy.max_running]:
+        for sequence in self._running:
             source = row_of.get(sequence)
+            if _is_over(sequence) or (source is not None and self._ends_next(sequence)):
+                continue
+            if len(draft.rows) == self._policy.max_running:
+                break
             if not sequence.is_decoding or sequence.sampling.needs_history:
                 return None
-            if source is not None and (_is_over(sequence) or self._ends_next(sequence)):
-                continue
             num_tokens = len(sequence.tokens) + (source is not None)
             if num_tokens > len(sequence.block_table) * self._pool.block_size:
                 assert sequence.table is not None
@@ -238,6 +241,8 @@ class Scheduler:
             return None
         self._next = draft.finished()
         self._set_out(self._next)
+        self._stalled = [seq for seq in self._stalled if not seq.steps_in_flight]
+        self._update_claim()
         return self._next
 
     def withdraw(self) -> None:

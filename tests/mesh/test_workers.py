@@ -305,3 +305,21 @@ async def test_the_status_that_gateways_see_is_the_truth() -> None:
         await mesh.gateway.until(lambda: mesh.gateway.status[decode].reserved_blocks == 0)
         await mesh.gateway.until(lambda: mesh.gateway.status[prefill].free_blocks == 64)
         assert mesh.gateway.status[prefill].step_s == pytest.approx(1.0, rel=0.1)
+
+
+@pytest.mark.parametrize("look_ahead", [True, False])
+@virtual_time
+async def test_an_end_by_surprise_costs_a_row_only_where_the_next_step_is_planned_ahead(
+    look_ahead: bool,
+) -> None:
+    """``--no-look-ahead`` computes no token too many; either way the client sees none."""
+    prompt = a_prompt(20)
+    answer = expected(prompt, 8)
+    sampling = SamplingParams(max_tokens=100, stop_token_ids=frozenset({answer[5]}))
+    tokens = answer[: answer.index(answer[5]) + 1]
+    async with worker_mesh(decode={"look_ahead": look_ahead}) as mesh:
+        request = mesh.start(prompt, sampling=sampling)
+        assert await request.finished() == tokens
+        await mesh.idle()
+        num_steps = mesh.decodes[0].worker.scheduler.statistics().num_steps
+        assert num_steps == len(tokens) - 1 + look_ahead  # the first is prefill's

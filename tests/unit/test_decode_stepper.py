@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import threading
 from collections.abc import AsyncGenerator, Sequence
 
@@ -191,6 +192,48 @@ async def test_who_is_aborted_while_a_step_runs_is_not_in_the_next() -> None:
         assert second.is_finished or second.table is None
 
 
+async def test_after_somebody_joined_the_thread_still_needs_no_loop() -> None:
+    """The next step was planned again, and waits on the thread."""
+    async with a_loop() as loop:
+        loop.ready(1, max_tokens=2)  # sure to end with the first step: nothing is planned ahead
+        await loop.begun(1)
+        await asyncio.sleep(0)
+        loop.ready(11)
+        await asyncio.sleep(0)
+        loop.engine.may_end.release(1)
+        hold = threading.Event()
+        while len(loop.engine.sizes) < 2:  # no turn of the loop in here
+            assert not hold.wait(0.001)
+
+
+async def test_what_the_thread_has_begun_is_not_taken_back() -> None:
+    """Somebody leaves and somebody comes in the moment between a step's end and the loop's hearing
+    of it: blocks wait for the step that runs, and every answer is exact."""
+    async with a_loop() as loop:
+        first, second = loop.ready(1), loop.ready(11)
+        await loop.begun(1)
+        await asyncio.sleep(0)
+        loop.engine.may_end.release(1)
+        hold = threading.Event()
+        while len(loop.engine.sizes) < 2:  # no turn of the loop in here
+            assert not hold.wait(0.001)
+        loop.stepper.abort(second)
+        third = loop.ready(21)
+        await loop.got(1)
+        assert second.table is not None
+        loop.engine.may_end.release(1)
+        await loop.begun(3)
+        assert second.table is None
+        assert loop.engine.sizes == [2, 2, 2]
+        loop.engine.may_end.release(1000)
+        await loop.got(2 * 19)
+        for sequence in (first, third):
+            expected, _ = fake_answer(sequence.item.token_ids, sequence.sampling, model=MODEL)
+            assert answer_of(sequence) == expected
+        loop.worker.check()
+        assert loop.worker.pool.num_held == 0
+
+
 async def test_a_prompt_comes_between_steps_that_were_planned_ahead() -> None:
     """On a colocated worker the next step is taken back for it, and planning ahead goes on after
     it."""
@@ -221,7 +264,36 @@ async def test_a_device_that_fails_is_told_once_and_the_next_step_never_runs() -
     await asyncio.sleep(0)
     assert loop.sink.error is not None
     assert len(loop.engine.sizes) == 3
+    del loop.stepper
+    gc.collect()
     assert not problems
+
+
+async def test_after_a_failure_a_step_of_newcomers_alone_does_not_run_either() -> None:
+    """It needs no token of the step before, but the device is as broken."""
+    engine = _Gate()
+    engine.fails_at, compute = 0, ThreadCompute(engine)
+    row = StepRow(token_ids=[1], start=0, block_table=[0])
+    first, second = compute.begin([row]), compute.begin([row])
+    with pytest.raises(EngineFailed, match="a device is gone"):
+        await first.results()
+    with pytest.raises(EngineFailed, match="before"):
+        await second.results()
+    await compute.close()
+    assert len(engine.sizes) == 1
+
+
+async def test_a_step_tells_how_long_the_engine_took() -> None:
+    """Its own time, not the loop's."""
+    engine = _Gate()
+    compute = ThreadCompute(engine)
+    step = compute.begin([StepRow(token_ids=[1], start=0, block_table=[0])])
+    assert step.seconds == 0
+    assert not threading.Event().wait(0.03)
+    engine.may_end.release(1)
+    await step.results()
+    assert 0.02 < step.seconds < 30
+    await compute.close()
 
 
 async def test_a_loop_that_is_cancelled_takes_the_next_step_back() -> None:

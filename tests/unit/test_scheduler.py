@@ -587,6 +587,17 @@ def test_a_policy_that_never_runs_anything_is_refused(policy: dict[str, Any]) ->
 # --- the step after the running one ---------------------------------------------------------------
 
 
+def a_ready(worker: Worker, prompt: tuple[int, ...]) -> Sequence:
+    """Add a sequence whose KV came from elsewhere."""
+    ready = a_sequence(prompt, max_tokens=9, ignore_eos=True)
+    chain, count = worker.pool.new_chain(), len(prompt)
+    ready.table = worker.pool.acquire(chain, prompt, count, max_hit_tokens=0)
+    ready.chain, ready.num_computed_tokens = chain, count
+    ready.tokens.append(7)
+    worker.scheduler.add_ready(ready)
+    return ready
+
+
 def run_ahead(worker: Worker, plan: StepPlan) -> tuple[list[NewToken], StepPlan | None]:
     """Run a plan while the next is planned; return its tokens and the next, its tokens filled
     in."""
@@ -697,16 +708,74 @@ def test_an_answer_that_is_sure_to_end_has_no_row_in_the_step_after() -> None:
     worker.scheduler.commit(worker.scheduler.plan(), [RowResult(7)] * 2)
     assert short.is_finished
     assert longest.is_finished  # max_model_len
-    worker = Worker()
-    (short,) = decoding(worker, 1, max_tokens=2)
+    for worker in (Worker(), Worker(model=dataclasses.replace(MODEL, max_model_len=6))):
+        by_length = worker.scheduler._policy.max_model_len == 6
+        (short,) = decoding(worker, 1, max_tokens=9 if by_length else 2)
+        plan = worker.scheduler.plan()
+        assert plan.sequences == (short,)
+        assert worker.scheduler.plan_next() is None
+
+
+def test_a_step_planned_ahead_is_no_larger_than_others_and_leaves_no_place_empty() -> None:
+    """Who is sure to end, or has ended, takes nobody's place in it."""
+    worker = Worker(max_running=2)
+    first, second = decoding(worker, 2)
+    third, fourth = (a_ready(worker, (40 + i, 41 + i, 42 + i)) for i in (0, 10))
     plan = worker.scheduler.plan()
-    assert plan.sequences == (short,)
-    assert worker.scheduler.plan_next() is None
+    assert plan.sequences == (first, second)
+    following = worker.scheduler.plan_next()
+    assert following is not None
+    assert following.sequences == (first, second)
+    worker.scheduler.abort(first)
+    worker.scheduler.withdraw()
+    following = worker.scheduler.plan_next()
+    assert following is not None
+    assert following.sequences == (second, third)
+    commit(worker, plan)
+    commit(worker, following)
+    assert worker.scheduler.plan().sequences == (second, third)
+    assert len(answer_of(fourth)) == 1
+
+
+def test_an_abort_during_the_step_after_keeps_nobody_from_being_planned_ahead() -> None:
+    """Its row has KV of all its tokens: it is no answer under way any more."""
+    worker = Worker()
+    first, second = decoding(worker, 2)
+    plan = worker.scheduler.plan()
+    following = worker.scheduler.plan_next()
+    assert following is not None
+    worker.scheduler.abort(first)
+    commit(worker, plan)
+    after = worker.scheduler.plan_next()
+    assert after is not None
+    assert after.sequences == (second,)
+
+
+def test_who_finds_room_in_a_step_planned_ahead_claims_none_any_more() -> None:
+    """Else the pool would keep blocks back for somebody who runs."""
+    worker = Worker(num_blocks=5)
+    older = a_sequence(4, max_tokens=50, ignore_eos=True)
+    newer = a_sequence(tuple(range(20, 27)), max_tokens=50, ignore_eos=True)
+    worker.scheduler.add(older)
+    worker.scheduler.add(newer)
+    lease = worker.pool.acquire(worker.pool.new_chain(b"x"), [1], 1, max_hit_tokens=0)
+    assert lease is not None
+    for _ in range(2):
+        commit(worker, worker.scheduler.plan())
+    plan = worker.scheduler.plan()
+    assert plan.sequences == (older,)
+    assert worker.scheduler.statistics().num_stalled == 1
+    worker.pool.release(lease)
+    following = worker.scheduler.plan_next()
+    assert following is not None
+    assert following.sequences == (older, newer)
+    assert worker.scheduler.statistics().num_stalled == 0
+    assert worker.pool.statistics().num_claimed == 0
 
 
 @pytest.mark.parametrize("why", ["prompt chunk", "waiting", "penalties", "pool", "nobody"])
 def test_what_needs_more_than_tokens_is_not_planned_ahead(why: str) -> None:
-    """The step after waits for the results then; nothing has changed by asking."""
+    """The step after waits for the results then, and asking for one has spoilt nothing."""
     worker = Worker(num_blocks=4, max_running=2)
     first, second = decoding(worker, 2)
     if why == "waiting":
@@ -732,19 +801,12 @@ def test_what_needs_more_than_tokens_is_not_planned_ahead(why: str) -> None:
 
 def test_a_newcomer_has_a_row_in_the_step_after_once_that_is_planned_again() -> None:
     """Taken back, a plan leaves nothing behind; who was aborted meanwhile is gone."""
-    worker, donor = Worker(), Worker()
+    worker = Worker()
     (first,) = decoding(worker, 1)
-    (newcomer,) = decoding(donor, 1)
-    ready = a_sequence((40, 41, 42, 43), max_tokens=9, ignore_eos=True)
-    ready.table = worker.pool.acquire(
-        (chain := worker.pool.new_chain()), ready.tokens, 4, max_hit_tokens=0
-    )
-    ready.chain, ready.num_computed_tokens = chain, 4
-    ready.tokens.append(answer_of(newcomer)[0])
     plan = worker.scheduler.plan()
     following = worker.scheduler.plan_next()
     assert following is not None
-    worker.scheduler.add_ready(ready)
+    ready = a_ready(worker, (40, 41, 42, 43))
     worker.scheduler.withdraw()
     following = worker.scheduler.plan_next()
     assert following is not None
