@@ -415,14 +415,15 @@ class Reservations:
             self._fail(request, error)
 
     async def drain(self, limit_s: float) -> bool:
-        """Take nothing new and wait until every answer has ended; False: the limit came first, the
-        rest failed.
+        """Take nothing new and wait until every answer has ended and given its blocks back; False:
+        the limit came first, the rest failed.
         """
         self.is_draining = True
         self._on_change()
         try:
             async with asyncio.timeout(limit_s):
                 await self._idle.wait()
+                await self._stepper.quiet()
         except TimeoutError:
             self.fail_all(ShuttingDown("this decode worker stopped before the answer was done"))
             return False

@@ -80,6 +80,8 @@ class Stepper:
         self._next: _Step | None = None
         self._is_to_plan_next = False
         self._wake = asyncio.Event()
+        self._quiet = asyncio.Event()
+        self._quiet.set()
         self._step_s = MovingMean()
 
     def add(self, sequence: TokenSequence) -> None:
@@ -104,6 +106,10 @@ class Stepper:
         """Blocks came free: sequences that lack room may run."""
         self._wake.set()
 
+    async def quiet(self) -> None:
+        """Wait until no step runs. After the last answer's end one may, with a row too far."""
+        await self._quiet.wait()
+
     @property
     def step_s(self) -> float:
         """Moving mean of the step time, in seconds."""
@@ -117,6 +123,7 @@ class Stepper:
         try:
             while True:
                 if self._running is None and not self._begin():
+                    self._quiet.set()
                     await self._wake.wait()
                     self._wake.clear()
                     continue
@@ -127,6 +134,7 @@ class Stepper:
         finally:
             self._withdraw()
             self._running = None
+            self._quiet.set()
 
     def _begin(self) -> bool:
         """Begin a step if there is anything to compute."""
@@ -139,6 +147,7 @@ class Stepper:
         if plan.is_empty:
             return False
         self._running = _Step(plan, self._compute.begin(plan.rows))
+        self._quiet.clear()
         return True
 
     async def _step(self) -> None:

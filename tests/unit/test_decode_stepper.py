@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import threading
 from collections.abc import AsyncGenerator, Sequence
@@ -231,6 +232,27 @@ async def test_what_the_thread_has_begun_is_not_taken_back() -> None:
             expected, _ = fake_answer(sequence.item.token_ids, sequence.sampling, model=MODEL)
             assert answer_of(sequence) == expected
         loop.worker.check()
+        assert loop.worker.pool.num_held == 0
+
+
+async def test_it_is_quiet_when_the_row_too_far_is_done_as_well() -> None:
+    """A worker that drains waits for that: it gives every block back before it ends."""
+    async with a_loop() as loop:
+        await loop.stepper.quiet()
+        sequence = loop.ready(1)
+        await loop.begun(1)
+        await asyncio.sleep(0)
+        stop = dataclasses.replace(sequence.sampling, stop_token_ids=frozenset(range(64)))
+        sequence.item = dataclasses.replace(sequence.item, sampling=stop)
+        loop.engine.may_end.release(1)
+        await loop.got(1)
+        assert sequence.is_finished
+        async with asyncio.TaskGroup() as tasks:
+            quiet = tasks.create_task(loop.stepper.quiet())
+            await loop.begun(2)
+            assert not quiet.done()
+            assert loop.worker.pool.num_held > 0
+            loop.engine.may_end.release(1)
         assert loop.worker.pool.num_held == 0
 
 
