@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import gc
 import threading
+import time
 from collections.abc import AsyncGenerator, Sequence
 
 import pytest
@@ -112,6 +113,13 @@ class Loop:
         while len(self.engine.sizes) < num_steps:
             await asyncio.sleep(0.001)
 
+    def held_until(self, num_steps: int) -> None:
+        """The same, and the loop has no turn meanwhile."""
+        deadline = time.monotonic() + 30
+        while len(self.engine.sizes) < num_steps:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
     async def got(self, num_tokens: int) -> None:
         """Wait for so many tokens."""
         while len(self.sink.tokens) < num_tokens:
@@ -139,9 +147,7 @@ async def test_the_thread_goes_from_one_step_to_the_next_without_the_loop() -> N
         loop.ready(1)
         await loop.begun(1)
         loop.engine.may_end.release(1)
-        deadline = threading.Event()
-        while len(loop.engine.sizes) < 2:  # no turn of the loop in here
-            assert not deadline.wait(0.001)
+        loop.held_until(2)
         assert not loop.sink.tokens
         await loop.got(1)
 
@@ -202,9 +208,7 @@ async def test_after_somebody_joined_the_thread_still_needs_no_loop() -> None:
         loop.ready(11)
         await asyncio.sleep(0)
         loop.engine.may_end.release(1)
-        hold = threading.Event()
-        while len(loop.engine.sizes) < 2:  # no turn of the loop in here
-            assert not hold.wait(0.001)
+        loop.held_until(2)
 
 
 async def test_what_the_thread_has_begun_is_not_taken_back() -> None:
@@ -215,9 +219,7 @@ async def test_what_the_thread_has_begun_is_not_taken_back() -> None:
         await loop.begun(1)
         await asyncio.sleep(0)
         loop.engine.may_end.release(1)
-        hold = threading.Event()
-        while len(loop.engine.sizes) < 2:  # no turn of the loop in here
-            assert not hold.wait(0.001)
+        loop.held_until(2)
         loop.stepper.abort(second)
         third = loop.ready(21)
         await loop.got(1)
