@@ -202,8 +202,7 @@ async def measure(
             # A peer has its chance once, and what it has reached then counts in all.
             taking_part = [one for one in systems if not repetition or one.name != VLLM]
             arrivals = asked.seed + repetition
-            tried: list[dict[str, Any]] = []
-            best = await search(taking_part, source, slo, seed, arrivals, asked, tried)
+            best, tried = await search(taking_part, source, slo, seed, arrivals, asked)
             about = {"load": name, "slo": label, "repetition": repetition}
             record.rows += [{**about, **row} for row in tried]
             limits = {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s}
@@ -221,9 +220,9 @@ async def search(
     seed: Iterator[int],
     arrivals: int,
     asked: argparse.Namespace,
-    tried: list[dict[str, Any]],
-) -> dict[str, float]:
-    """Return each system's goodput for one draw of arrivals, and add every rate to ``tried``."""
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Return each system's goodput for one draw of arrivals, and every rate that was tried."""
+    tried: list[dict[str, Any]] = []
     searches = {
         system.name: RateSearch(asked.first_rate, TARGET, asked.tolerance, lowest=LOWEST_RATE)
         for system in systems
@@ -240,12 +239,11 @@ async def search(
             report(f"tpot {slo.tpot_s * 1e3:.1f} ms", system.name, found)
             tried.append({"system": system.name, "rate": rate, **found})
             if found["void"] and void.count((system.name, rate)) < MOST_VOID:
-                void.append(
-                    (system.name, rate)
-                )  # once more: what the client could not send it cannot judge
+                # Once more: what the client could not send it cannot judge.
+                void.append((system.name, rate))
                 continue
             searches[system.name].add(rate, found["attainment"] or 0.0)
-    return {name: one.best for name, one in searches.items()}
+    return {name: one.best for name, one in searches.items()}, tried
 
 
 def set_goals(

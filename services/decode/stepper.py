@@ -85,7 +85,7 @@ class Stepper:
         self._step_s = MovingMean()
 
     def add(self, sequence: TokenSequence) -> None:
-        """Take a sequence whose KV is placed: it runs from the next step on."""
+        """Take a sequence whose KV is placed: it runs from the next step on that has not begun."""
         self._scheduler.add_ready(sequence)
         self._changed()
 
@@ -98,7 +98,7 @@ class Stepper:
         self._changed()
 
     def abort(self, sequence: TokenSequence) -> None:
-        """Never run it again; its blocks are free now, or when the running step ends."""
+        """Never run it again; its blocks are free now, or when the steps end that have begun."""
         self._scheduler.abort(sequence)
         self._changed()
 

@@ -598,6 +598,13 @@ def a_ready(worker: Worker, prompt: tuple[int, ...]) -> Sequence:
     return ready
 
 
+def two_steps(worker: Worker) -> tuple[StepPlan, StepPlan]:
+    """Plan a step and the one after it."""
+    plan, following = worker.scheduler.plan(), worker.scheduler.plan_next()
+    assert following is not None
+    return plan, following
+
+
 def run_ahead(worker: Worker, plan: StepPlan) -> tuple[list[NewToken], StepPlan | None]:
     """Run a plan while the next is planned; return its tokens and the next, its tokens filled
     in."""
@@ -646,9 +653,7 @@ def test_an_answer_that_ends_while_its_next_row_is_planned_keeps_its_blocks_unti
     """The row is still to be computed: its blocks may not be anybody else's before."""
     worker = Worker(num_blocks=4)
     first, second = decoding(worker, 2)
-    plan = worker.scheduler.plan()
-    following = worker.scheduler.plan_next()
-    assert following is not None
+    plan, following = two_steps(worker)
     assert following.sequences == (first, second)
     first.item = dataclasses.replace(
         first.item, sampling=dataclasses.replace(first.sampling, stop_token_ids=frozenset({7}))
@@ -669,9 +674,7 @@ def test_blocks_of_an_aborted_answer_wait_for_every_step_that_was_planned() -> N
     """Both may write them."""
     worker = Worker()
     first, second = decoding(worker, 2)
-    plan = worker.scheduler.plan()
-    following = worker.scheduler.plan_next()
-    assert following is not None
+    plan, following = two_steps(worker)
     worker.scheduler.abort(first)
     for step, num_held in ((plan, 4), (following, 2)):
         assert worker.pool.num_held == 4
@@ -688,9 +691,7 @@ def test_a_block_that_an_aborted_answer_filled_for_nothing_is_never_found() -> N
     (first,) = decoding(worker, 1)
     for _ in range(2):
         commit(worker, worker.scheduler.plan())
-    plan = worker.scheduler.plan()  # of position 6; the row after it fills the second block
-    following = worker.scheduler.plan_next()
-    assert following is not None
+    plan, following = two_steps(worker)  # of position 6; the row after it fills the second block
     assert following.rows[0].stop == 8
     worker.scheduler.abort(first)
     commit(worker, plan)
@@ -741,9 +742,7 @@ def test_an_abort_during_the_step_after_keeps_nobody_from_being_planned_ahead() 
     """Its row has KV of all its tokens: it is no answer under way any more."""
     worker = Worker()
     first, second = decoding(worker, 2)
-    plan = worker.scheduler.plan()
-    following = worker.scheduler.plan_next()
-    assert following is not None
+    plan, following = two_steps(worker)
     worker.scheduler.abort(first)
     commit(worker, plan)
     after = worker.scheduler.plan_next()
@@ -803,9 +802,7 @@ def test_a_newcomer_has_a_row_in_the_step_after_once_that_is_planned_again() -> 
     """Taken back, a plan leaves nothing behind; who was aborted meanwhile is gone."""
     worker = Worker()
     (first,) = decoding(worker, 1)
-    plan = worker.scheduler.plan()
-    following = worker.scheduler.plan_next()
-    assert following is not None
+    plan, following = two_steps(worker)
     ready = a_ready(worker, (40, 41, 42, 43))
     worker.scheduler.withdraw()
     following = worker.scheduler.plan_next()
@@ -830,9 +827,7 @@ def test_planning_ahead_out_of_turn_is_a_mistake_of_the_caller() -> None:
         worker.scheduler.plan_next()
     with pytest.raises(LocalProtocolError):
         worker.scheduler.withdraw()
-    plan = worker.scheduler.plan()
-    following = worker.scheduler.plan_next()
-    assert following is not None
+    plan, following = two_steps(worker)
     with pytest.raises(LocalProtocolError):
         worker.scheduler.plan_next()
     with pytest.raises(LocalProtocolError):
