@@ -742,7 +742,7 @@ def test_an_abort_during_the_step_after_keeps_nobody_from_being_planned_ahead() 
     """Its row has KV of all its tokens: it is no answer under way any more."""
     worker = Worker()
     first, second = decoding(worker, 2)
-    plan, following = two_steps(worker)
+    plan, _following = two_steps(worker)
     worker.scheduler.abort(first)
     commit(worker, plan)
     after = worker.scheduler.plan_next()
