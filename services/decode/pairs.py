@@ -174,6 +174,8 @@ class PairServer:
                 link.control = HeartbeatStream(
                     stream.send,
                     stream.receive,
+                    send_nowait=stream.send_nowait,
+                    receive_nowait=stream.receive_nowait,
                     heartbeat=wire.PushEvent(heartbeat=wire.Heartbeat()),
                     peer="prefill worker",
                     rule=self._liveness,

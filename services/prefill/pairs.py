@@ -260,6 +260,8 @@ class PairTable:
                 control = HeartbeatStream(
                     stream.send,
                     stream.receive,
+                    send_nowait=stream.send_nowait,
+                    receive_nowait=stream.receive_nowait,
                     heartbeat=wire.PushCommand(heartbeat=wire.Heartbeat()),
                     peer="decode worker",
                     rule=self._liveness,

@@ -61,7 +61,13 @@ class GatewaySession:
         self._drained.set()
         self._heartbeat = heartbeat
         self._stream: HeartbeatStream[Any, Any] = HeartbeatStream(
-            self._write, stream.receive, heartbeat=heartbeat, peer="gateway", rule=rule
+            self._write,
+            stream.receive,
+            send_nowait=self._write_nowait,
+            receive_nowait=stream.receive_nowait,
+            heartbeat=heartbeat,
+            peer="gateway",
+            rule=rule,
         )
 
     @property
@@ -70,7 +76,8 @@ class GatewaySession:
         return self._outbox_bytes
 
     def send(self, event: Any, num_bytes: int = EVENT_BYTES) -> None:
-        """Queue an event, in order. num_bytes: its approximate size, columns included."""
+        """Send an event, or queue it, in order. num_bytes: its approximate size, columns
+        included."""
         self._sizes.append(num_bytes)
         self._outbox_bytes += num_bytes
         self._drained.clear()
@@ -104,9 +111,18 @@ class GatewaySession:
     async def _write(self, event: Any) -> None:
         await self._raw.send(event)
         if event is not self._heartbeat:
-            self._outbox_bytes -= self._sizes.popleft()
-            if not self._sizes:
-                self._drained.set()
+            self._written()
+
+    def _write_nowait(self, event: Any) -> bool:
+        is_sent = self._raw.send_nowait(event)
+        if is_sent:
+            self._written()
+        return is_sent
+
+    def _written(self) -> None:
+        self._outbox_bytes -= self._sizes.popleft()
+        if not self._sizes:
+            self._drained.set()
 
     def __repr__(self) -> str:
         return f"<GatewaySession gateway={self.gateway:016x} {self._outbox_bytes} B unsent>"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -33,7 +33,7 @@ from shared.errors import (
     ShuttingDown,
     WorkerLost,
 )
-from shared.rpc.message_codec import MessageCodec, read_message, read_message_nowait
+from shared.rpc.message_codec import MessageCodec, framed, read_message, read_message_nowait
 from shared.rpc.methods import Method
 from shared.rpc.network import Address
 from shared.rpc.status import ERROR_TRAILER, error_to_json, grpc_status_of
@@ -99,17 +99,26 @@ class ServerStream(Generic[Request, Reply]):
         Raises InvalidRequest: the bytes are not such a message. TooLarge: over the receive limit.
         DeadlinePassed: none came ``within_s``.
         """
-        h2_stream = self._raw._stream
+        message = self.receive_nowait()
+        if message is not None:
+            return message
         try:
-            message = read_message_nowait(h2_stream, _CODEC, self._method.request_type)
-            if message is not None:
-                return message
             async with asyncio.timeout(within_s):
-                return await read_message(h2_stream, _CODEC, self._method.request_type)
+                return await read_message(self._raw._stream, _CODEC, self._method.request_type)
         except TimeoutError:
             raise DeadlinePassed(
                 f"no message came within {within_s:g} s", code="body_timeout"
             ) from None
+        except RemoteProtocolError as error:
+            raise InvalidRequest(error.message, code=error.code) from error
+
+    def receive_nowait(self) -> Request | None:
+        """Return the next message if it has arrived in one piece, else None.
+
+        Raises InvalidRequest, TooLarge: see ``receive``.
+        """
+        try:
+            return read_message_nowait(self._raw._stream, _CODEC, self._method.request_type)
         except RemoteProtocolError as error:
             raise InvalidRequest(error.message, code=error.code) from error
 
@@ -124,13 +133,23 @@ class ServerStream(Generic[Request, Reply]):
         Raises TooLarge: the message is over the limit that peers accept; nothing was sent.
         WorkerLost: the caller is gone.
         """
-        try:
+        with _caller_lost():
             await self._raw.send_message(message)
-        except (H2Error, StreamTerminatedError, OSError) as error:
-            raise WorkerLost(f"the caller is gone: {error}") from error
         self._num_sends += 1
         if self._num_sends % _SENDS_BEFORE_YIELD == 0:
             await asyncio.sleep(0)
+
+    def send_nowait(self, message: Reply) -> bool:
+        """Send one message if nothing has to wait; False = nothing was sent, ``send`` must do it,
+        as it must for the first one.
+
+        Nobody may be amid a ``send``. Raises MeshError: see ``send``.
+        """
+        if not self._raw._send_initial_metadata_done:
+            return False
+        data = framed(_CODEC.encode(message, self._method.reply_type))
+        with _caller_lost():
+            return self._raw._stream.send_data_nowait(data)
 
     def set_trailer(self, key: str, value: str) -> None:
         """Add text metadata to the end of the call, e.g. ``pdmesh-receipt``."""
@@ -155,6 +174,14 @@ class ServerStream(Generic[Request, Reply]):
             )
         except (H2Error, StreamTerminatedError, OSError, AttributeError):
             return  # AttributeError: grpclib drops its transport when a connection closes
+
+
+@contextlib.contextmanager
+def _caller_lost() -> Generator[None]:
+    try:
+        yield
+    except (H2Error, StreamTerminatedError, OSError) as error:
+        raise WorkerLost(f"the caller is gone: {error}") from error
 
 
 StreamHandler = Callable[[ServerStream[Request, Reply]], Awaitable[None]]
