@@ -172,10 +172,7 @@ class PairServer:
         try:
             if link.lost is None:
                 link.control = HeartbeatStream(
-                    stream.send,
-                    stream.receive,
-                    send_nowait=stream.send_nowait,
-                    receive_nowait=stream.receive_nowait,
+                    stream,
                     heartbeat=wire.PushEvent(heartbeat=wire.Heartbeat()),
                     peer="prefill worker",
                     rule=self._liveness,

@@ -258,10 +258,7 @@ class PairTable:
                 windows = await self._map_windows(stream, endpoint, terms.rule)
                 patience.reschedule(None)
                 control = HeartbeatStream(
-                    stream.send,
-                    stream.receive,
-                    send_nowait=stream.send_nowait,
-                    receive_nowait=stream.receive_nowait,
+                    stream,
                     heartbeat=wire.PushCommand(heartbeat=wire.Heartbeat()),
                     peer="decode worker",
                     rule=self._liveness,

@@ -53,21 +53,13 @@ class GatewaySession:
         max_outbox_bytes: int = MAX_OUTBOX_BYTES,
     ) -> None:
         self.gateway = gateway
-        self._raw = stream
         self._max_outbox_bytes = max_outbox_bytes
         self._sizes: deque[int] = deque()
         self._outbox_bytes = 0
         self._drained = asyncio.Event()
         self._drained.set()
-        self._heartbeat = heartbeat
         self._stream: HeartbeatStream[Any, Any] = HeartbeatStream(
-            self._write,
-            stream.receive,
-            send_nowait=self._write_nowait,
-            receive_nowait=stream.receive_nowait,
-            heartbeat=heartbeat,
-            peer="gateway",
-            rule=rule,
+            stream, heartbeat=heartbeat, peer="gateway", rule=rule, on_sent=self._sent
         )
 
     @property
@@ -108,18 +100,7 @@ class GatewaySession:
         finally:
             self._drained.set()
 
-    async def _write(self, event: Any) -> None:
-        await self._raw.send(event)
-        if event is not self._heartbeat:
-            self._written()
-
-    def _write_nowait(self, event: Any) -> bool:
-        is_sent = self._raw.send_nowait(event)
-        if is_sent:
-            self._written()
-        return is_sent
-
-    def _written(self) -> None:
+    def _sent(self) -> None:
         self._outbox_bytes -= self._sizes.popleft()
         if not self._sizes:
             self._drained.set()

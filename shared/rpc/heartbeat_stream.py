@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
 
 from shared.errors import MeshError, WorkerLost
 from shared.liveness import Liveness, LivenessRule, PeerState
@@ -18,36 +18,54 @@ from shared.runtime.groups import plain_errors
 
 Out = TypeVar("Out")
 In = TypeVar("In")
+Sends = TypeVar("Sends", contravariant=True)
+Receives = TypeVar("Receives", covariant=True)
 
 MAX_OUTBOX = 10_000
+
+
+class RawStream(Protocol[Sends, Receives]):
+    """Either side of a call. ``send_nowait`` and ``receive_nowait`` do at once what needs no wait;
+    a message that leaves so wakes no task."""
+
+    async def send(self, message: Sends) -> None:
+        """Send one message; waits while the peer's window is full."""
+        ...
+
+    def send_nowait(self, message: Sends) -> bool:
+        """Send one message, or return False: ``send`` must do it."""
+        ...
+
+    async def receive(self) -> Receives | None:
+        """Return the next message; None: the peer has ended its side."""
+        ...
+
+    def receive_nowait(self) -> Receives | None:
+        """Return the next message if it is there, else None."""
+        ...
 
 
 class HeartbeatStream(Generic[Out, In]):
     """A raw stream after its handshake.
 
-    send, receive: those of the call. send_nowait: the same at once, if nothing has to wait (True =
-    sent); a message that may take it wakes no task. receive_nowait: the next message if it is
-    there. peer: what to call it in errors, e.g. "decode worker".
-    on_suspect: called with True when the peer has been silent so long that nothing new should be
-    given to it, and with False when it is heard again.
+    peer: what to call it in errors, e.g. "decode worker". on_suspect: called with True when the
+    peer has been silent so long that nothing new should be given to it, and with False when it is
+    heard again. on_sent: called when a message was given to the connection; heartbeats are not
+    told.
     """
 
     def __init__(
         self,
-        send: Callable[[Out], Awaitable[Any]],
-        receive: Callable[[], Awaitable[In | None]],
+        stream: RawStream[Out, In],
         *,
         heartbeat: Out,
         peer: str,
-        send_nowait: Callable[[Out], bool] | None = None,
-        receive_nowait: Callable[[], In | None] = lambda: None,
         rule: LivenessRule | None = None,
         on_suspect: Callable[[bool], None] | None = None,
+        on_sent: Callable[[], None] = lambda: None,
     ) -> None:
-        self._send = send
-        self._receive = receive
-        self._receive_nowait = receive_nowait
-        self._send_nowait = send_nowait
+        self._stream = stream
+        self._on_sent = on_sent
         self._is_sending = False
         self._heartbeat = heartbeat
         self._peer = peer
@@ -66,21 +84,19 @@ class HeartbeatStream(Generic[Out, In]):
 
     def send(self, message: Out) -> None:
         """Send a message, or queue it, in order; after the end it is dropped."""
-        if self._end.done() or self._is_sent(message):
+        if self._end.done():
+            return
+        try:
+            if not self._outbox and not self._is_sending and self._stream.send_nowait(message):
+                self._on_sent()
+                return
+        except MeshError as error:
+            self.close(error)
             return
         self._outbox.append(message)
         self._has_mail.set()
         if len(self._outbox) > MAX_OUTBOX:
             self.close(WorkerLost(f"the {self._peer} left {MAX_OUTBOX} messages unread"))
-
-    def _is_sent(self, message: Out) -> bool:
-        if self._send_nowait is None or self._outbox or self._is_sending:
-            return False
-        try:
-            return self._send_nowait(message)
-        except MeshError as error:
-            self.close(error)
-            return True  # after the end it is dropped
 
     def close(self, error: MeshError) -> None:
         """End the stream; ``run`` raises the first error that was given. Returns at once."""
@@ -116,22 +132,23 @@ class HeartbeatStream(Generic[Out, In]):
             self._has_mail.clear()
             while self._outbox:
                 await self._send_next(self._outbox.popleft())
+                self._on_sent()
 
     async def _send_next(self, message: Out) -> None:
         self._is_sending = True
         try:
-            await self._send(message)
+            await self._stream.send(message)
         finally:
             self._is_sending = False
 
     async def _read(self, on_message: Callable[[In], None]) -> None:
         loop = asyncio.get_running_loop()
-        while (message := await self._receive()) is not None:
+        while (message := await self._stream.receive()) is not None:
             self._liveness.heard(loop.time())
             self._suspect(False)
             while message is not None:
                 on_message(message)
-                message = self._receive_nowait()
+                message = self._stream.receive_nowait()
         raise WorkerLost(f"the {self._peer} ended the stream")
 
     async def _watch(self) -> None:

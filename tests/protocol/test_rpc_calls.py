@@ -25,9 +25,10 @@ from shared.rpc.connection import ConnectionLimits
 from shared.rpc.memory import MemoryNetwork
 from shared.rpc.methods import DECODE_SESSION, GENERATE, LIST_MODELS, TOKENIZE, Method
 from shared.rpc.network import Network
+from shared.rpc.service import ServerStream, Servicer, bind
 from shared.rpc.stream import call_server_stream, call_unary, open_stream
 from shared.rpc.tcp import TcpNetwork
-from tests.support.echo_service import ANY_PORT, EchoService, ask, echo_server, reserve
+from tests.support.echo_service import ANY_PORT, EchoService, ask, echo_server, granted, reserve
 
 
 @pytest.fixture(params=["tcp", "memory"])
@@ -356,6 +357,86 @@ async def test_small_windows_hold_nobody_for_ever(kind: Any) -> None:
                 assert event is not None
                 assert event.granted is not None
                 assert event.granted.stream_id == number
+
+
+async def test_a_server_sends_and_receives_at_once_what_need_not_wait(network: Network) -> None:
+    """Nothing goes before the call's headers; then messages leave without a turn of the loop, in
+    order with those that are waited for, and one that has arrived is there without a wait."""
+    could: list[bool] = []
+    heard: list[int] = []
+    has_all = asyncio.Event()
+
+    async def session(call: ServerStream[wire.DecodeCommand, wire.DecodeEvent]) -> None:
+        could.append(call.send_nowait(granted(0)))
+        await call.send(granted(1))
+        could.extend(call.send_nowait(granted(number)) for number in (2, 3))
+        await call.send(granted(4))
+        command = await call.receive()
+        await has_all.wait()
+        while command is not None:
+            assert command.reserve is not None
+            heard.append(command.reserve.stream_id)
+            command = call.receive_nowait()
+
+    async with (
+        network.serve(ANY_PORT, [Servicer(bind(DECODE_SESSION, session))]) as server,
+        network.channel(server.address) as channel,
+        open_stream(channel, DECODE_SESSION) as stream,
+    ):
+        for number in range(3):
+            await stream.send(reserve(number))
+        for number in (1, 2, 3, 4):
+            event = await stream.receive()
+            assert event is not None
+            assert event.granted is not None
+            assert event.granted.stream_id == number
+        has_all.set()
+        assert await stream.receive() is None
+    assert could == [False, True, True]
+    assert heard == [0, 1, 2]
+
+
+@pytest.mark.parametrize("kind", [TcpNetwork, MemoryNetwork])
+async def test_a_full_window_is_left_to_those_who_wait(kind: Any) -> None:
+    """A message that does not fit the caller's window is not sent by halves: waiting sends it."""
+    limits = ConnectionLimits(
+        stream_window_bytes=65_535, connection_window_bytes=70_000, keepalive_s=None
+    )
+    text = "x" * 20_000
+    could: list[bool] = []
+
+    async def generate(call: ServerStream[wire.GenerateRequest, wire.GenerateResponse]) -> None:
+        await call.send(wire.GenerateResponse(text="first"))
+        could.extend(call.send_nowait(wire.GenerateResponse(text=text)) for _ in range(5))
+        await call.send(wire.GenerateResponse(text=text))
+
+    network = kind(limits=limits)
+    async with (
+        asyncio.timeout(20),
+        network.serve(ANY_PORT, [Servicer(bind(GENERATE, generate))]) as server,
+        network.channel(server.address) as channel,
+        call_server_stream(channel, GENERATE, ask("")) as stream,
+    ):
+        texts = [reply.text async for reply in stream]
+    assert could == [True, True, True, False, False]
+    assert texts == ["first", *[text] * 4]
+
+
+async def test_a_server_refuses_what_no_peer_would_take_at_once_too(network: Network) -> None:
+    """Too large a message raises whoever sends it how; the call goes on."""
+
+    async def generate(call: ServerStream[wire.GenerateRequest, wire.GenerateResponse]) -> None:
+        await call.send(wire.GenerateResponse(text="first"))
+        with pytest.raises(TooLarge):
+            call.send_nowait(wire.GenerateResponse(text="x" * (5 << 20)))
+        assert call.send_nowait(wire.GenerateResponse(text="last"))
+
+    async with (
+        network.serve(ANY_PORT, [Servicer(bind(GENERATE, generate))]) as server,
+        network.channel(server.address) as channel,
+        call_server_stream(channel, GENERATE, ask("")) as stream,
+    ):
+        assert [reply.text async for reply in stream] == ["first", "last"]
 
 
 async def test_slow_reader_holds_its_own_stream_only(network: Network) -> None:

@@ -538,20 +538,33 @@ async def test_silence_ends_a_pair_within_three_seconds(held: tuple[str, str] | 
 
 
 class Peer:
-    """The other end of a raw stream, in memory."""
+    """A raw stream, and its other end, in memory."""
 
     def __init__(self) -> None:
         self.sent: list[str] = []
         self.inbox: asyncio.Queue[str | None] = asyncio.Queue()
         self.is_reading = asyncio.Event()
         self.is_reading.set()
+        self.can_send_nowait = False
+        self.there: list[str] = []
+
+    def send_nowait(self, message: str) -> bool:
+        if self.can_send_nowait:
+            self.sent.append(message)
+        return self.can_send_nowait
+
+    def receive_nowait(self) -> str | None:
+        return self.there.pop(0) if self.there else None
+
+    async def receive(self) -> str | None:
+        return await self.inbox.get()
 
     async def send(self, message: str) -> None:
         await self.is_reading.wait()
         self.sent.append(message)
 
     def stream(self) -> HeartbeatStream[str, str]:
-        return HeartbeatStream(self.send, self.inbox.get, heartbeat="beat", peer="peer")
+        return HeartbeatStream(self, heartbeat="beat", peer="peer")
 
 
 @in_virtual_time
@@ -598,26 +611,18 @@ async def test_messages_keep_their_order_and_the_end_is_told_once():
 async def test_a_message_that_need_not_wait_leaves_at_once():
     """No task is woken for it; where one has to wait, all that follow keep their order."""
     peer = Peer()
-    can_send = True
-
-    def send_nowait(message: str) -> bool:
-        if can_send:
-            peer.sent.append(message)
-        return can_send
-
-    stream: HeartbeatStream[str, str] = HeartbeatStream(
-        peer.send, peer.inbox.get, heartbeat="beat", peer="peer", send_nowait=send_nowait
-    )
+    peer.can_send_nowait = True
+    stream = peer.stream()
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(stream.run(lambda message: None))
         stream.send("1")
         assert peer.sent == ["1"]
         peer.is_reading.clear()
-        can_send = False
+        peer.can_send_nowait = False
         stream.send("2")
         stream.send("3")
         await asyncio.sleep(0)  # the writer is amid sending the second
-        can_send = True
+        peer.can_send_nowait = True
         stream.send("4")
         assert peer.sent == ["1"]
         peer.is_reading.set()
@@ -632,13 +637,12 @@ async def test_a_message_that_need_not_wait_leaves_at_once():
 async def test_a_message_that_must_not_be_sent_ends_the_stream():
     """Its sender does not hear of it; whoever runs the stream does."""
 
-    def send_nowait(message: str) -> bool:
-        raise TooLarge(f"{message} is too large")
+    class Strict(Peer):
+        def send_nowait(self, message: str) -> bool:
+            raise TooLarge(f"{message} is too large")
 
-    peer = Peer()
-    stream: HeartbeatStream[str, str] = HeartbeatStream(
-        peer.send, peer.inbox.get, heartbeat="beat", peer="peer", send_nowait=send_nowait
-    )
+    peer = Strict()
+    stream = peer.stream()
     stream.send("1")
     error = await stream.run(lambda message: None)
     assert isinstance(error, TooLarge)
@@ -649,7 +653,7 @@ async def test_a_message_that_must_not_be_sent_ends_the_stream():
 async def test_all_that_has_arrived_is_told_in_one_go():
     """What is there is not waited for, and its order is kept."""
     peer = Peer()
-    there = ["2", "3"]
+    peer.there = ["2", "3"]
     heard: list[str] = []
 
     def on_message(message: str) -> None:
@@ -657,13 +661,7 @@ async def test_all_that_has_arrived_is_told_in_one_go():
         if message == "3":
             stream.close(WorkerLost("enough"))
 
-    stream: HeartbeatStream[str, str] = HeartbeatStream(
-        peer.send,
-        peer.inbox.get,
-        heartbeat="beat",
-        peer="peer",
-        receive_nowait=lambda: there.pop(0) if there else None,
-    )
+    stream = peer.stream()
     peer.inbox.put_nowait("1")
     assert (await stream.run(on_message)).message == "enough"
     assert heard == ["1", "2", "3"]

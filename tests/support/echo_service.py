@@ -90,8 +90,7 @@ class EchoService:
             if command.cancel is not None:
                 raise NoBlocks("no room", retry_after_s=1.5)
             if command.reserve is not None:
-                granted = wire.Granted(stream_id=command.reserve.stream_id)
-                await call.send(wire.DecodeEvent(granted=granted))
+                await call.send(granted(command.reserve.stream_id))
 
 
 @contextlib.asynccontextmanager
@@ -105,6 +104,11 @@ async def echo_server(network: Network) -> AsyncIterator[tuple[EchoService, Any]
 def reserve(stream_id: int) -> wire.DecodeCommand:
     """Return a command that the session answers."""
     return wire.DecodeCommand(reserve=wire.Reserve(stream_id=stream_id))
+
+
+def granted(stream_id: int) -> wire.DecodeEvent:
+    """Return the session's answer."""
+    return wire.DecodeEvent(granted=wire.Granted(stream_id=stream_id))
 
 
 def ask(text: str) -> wire.GenerateRequest:

@@ -254,10 +254,7 @@ class WorkerSession:
             await stream.send(command(hello=self._hello))
             await self._greet(stream)
             control = self._control = HeartbeatStream(
-                stream.send,
-                stream.receive,
-                send_nowait=stream.send_nowait,
-                receive_nowait=stream.receive_nowait,
+                stream,
                 heartbeat=command(heartbeat=wire.Heartbeat()),
                 peer=f"{self.worker.role.value} worker",
                 on_suspect=self._suspect,
