@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -57,6 +57,7 @@ DEADLINE_KEY = "pdmesh-deadline-at"
 """Metadata key under which the server hands a call's deadline, in its own loop time, to it."""
 
 _CODEC = MessageCodec()
+_CALLER_GONE = (H2Error, StreamTerminatedError, OSError)
 
 
 class ServerStream(Generic[Request, Reply]):
@@ -133,8 +134,10 @@ class ServerStream(Generic[Request, Reply]):
         Raises TooLarge: the message is over the limit that peers accept; nothing was sent.
         WorkerLost: the caller is gone.
         """
-        with _caller_lost():
+        try:
             await self._raw.send_message(message)
+        except _CALLER_GONE as error:
+            raise WorkerLost(f"the caller is gone: {error}") from error
         self._num_sends += 1
         if self._num_sends % _SENDS_BEFORE_YIELD == 0:
             await asyncio.sleep(0)
@@ -148,8 +151,10 @@ class ServerStream(Generic[Request, Reply]):
         if not self._raw._send_initial_metadata_done:
             return False
         data = framed(_CODEC.encode(message, self._method.reply_type))
-        with _caller_lost():
+        try:
             return self._raw._stream.send_data_nowait(data)
+        except _CALLER_GONE as error:
+            raise WorkerLost(f"the caller is gone: {error}") from error
 
     def set_trailer(self, key: str, value: str) -> None:
         """Add text metadata to the end of the call, e.g. ``pdmesh-receipt``."""
@@ -174,14 +179,6 @@ class ServerStream(Generic[Request, Reply]):
             )
         except (H2Error, StreamTerminatedError, OSError, AttributeError):
             return  # AttributeError: grpclib drops its transport when a connection closes
-
-
-@contextlib.contextmanager
-def _caller_lost() -> Generator[None]:
-    try:
-        yield
-    except (H2Error, StreamTerminatedError, OSError) as error:
-        raise WorkerLost(f"the caller is gone: {error}") from error
 
 
 StreamHandler = Callable[[ServerStream[Request, Reply]], Awaitable[None]]
