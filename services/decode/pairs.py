@@ -69,7 +69,7 @@ class Link:
         """What prefill has mapped and writes; empty: its frames come as whole messages."""
 
     def send(self, reply: PushReply) -> None:
-        """Queue a control message; never waits. On a link that is lost it goes nowhere."""
+        """Send a control message; never waits. On a link that is lost it goes nowhere."""
         if self.control is not None:
             self.control.send(reply_to_wire(reply))
 

@@ -98,7 +98,7 @@ class Link:
         self._control = control
 
     def send(self, message: PushMessage) -> None:
-        """Queue a control message; never waits. On a link that is lost it goes nowhere."""
+        """Send a control message; never waits. On a link that is lost it goes nowhere."""
         self._control.send(command_to_wire(message))
 
     def close(self, reason: str) -> None:

@@ -70,6 +70,8 @@ class GatewaySession:
     def send(self, event: Any, num_bytes: int = EVENT_BYTES) -> None:
         """Send an event, or queue it, in order. num_bytes: its approximate size, columns
         included."""
+        if self._stream.is_over:
+            return
         self._sizes.append(num_bytes)
         self._outbox_bytes += num_bytes
         self._drained.clear()

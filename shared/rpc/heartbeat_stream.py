@@ -33,7 +33,7 @@ class RawStream(Protocol[Sends, Receives]):
         ...
 
     def send_nowait(self, message: Sends) -> bool:
-        """Send one message, or return False: ``send`` must do it."""
+        """Send one message, or return False: ``send`` must do it. Nobody may be amid a ``send``."""
         ...
 
     async def receive(self) -> Receives | None:
@@ -98,6 +98,11 @@ class HeartbeatStream(Generic[Out, In]):
         if len(self._outbox) > MAX_OUTBOX:
             self.close(WorkerLost(f"the {self._peer} left {MAX_OUTBOX} messages unread"))
 
+    @property
+    def is_over(self) -> bool:
+        """Whether what is sent now is dropped."""
+        return self._end.done()
+
     def close(self, error: MeshError) -> None:
         """End the stream; ``run`` raises the first error that was given. Returns at once."""
         if not self._end.done():
@@ -136,10 +141,8 @@ class HeartbeatStream(Generic[Out, In]):
 
     async def _send_next(self, message: Out) -> None:
         self._is_sending = True
-        try:
-            await self._stream.send(message)
-        finally:
-            self._is_sending = False
+        await self._stream.send(message)
+        self._is_sending = False  # one that failed ends the stream: nothing may follow it
 
     async def _read(self, on_message: Callable[[In], None]) -> None:
         loop = asyncio.get_running_loop()

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 
 from shared import wire
+from shared.errors import WorkerLost
 from shared.ids import Incarnation
+from shared.liveness import LivenessRule
 from shared.rpc import codec
 from shared.rpc.connection import ConnectionLimits
 from shared.rpc.gateway_session import GatewaySession, GatewaySessions
 from shared.rpc.memory import MemoryNetwork
 from shared.rpc.methods import DECODE_SESSION
-from shared.rpc.stream import open_stream
+from shared.rpc.stream import ClientStream, open_stream
 from shared.rpc.tcp import TcpNetwork
 from tests.support.echo_service import ANY_PORT, granted, reserve
 
@@ -40,10 +42,34 @@ class Host:
         self.sessions.remove(session)
 
 
-def hello(role: wire.Role) -> wire.Hello:
-    return wire.Hello(
-        protocol_version=codec.PROTOCOL_VERSION, role=role, incarnation=7, version="1"
+PATIENT = LivenessRule(interval_s=5.0, suspect_after_s=10.0, dead_after_s=20.0)
+"""No heartbeat comes between the events of a test."""
+
+
+def sessions_of(host: Host, rule: LivenessRule) -> GatewaySessions:
+    return GatewaySessions(
+        host,
+        method=DECODE_SESSION,
+        event_type=wire.DecodeEvent,
+        role=wire.Role.DECODE,
+        incarnation=Incarnation(9),
+        version="1",
+        rule=rule,
     )
+
+
+async def shake_hands(stream: ClientStream[wire.DecodeCommand, wire.DecodeEvent]) -> None:
+    """Say hello, as a gateway does, and wait until the worker's is here."""
+    hello = wire.Hello(
+        protocol_version=codec.PROTOCOL_VERSION,
+        role=wire.Role.GATEWAY,
+        incarnation=7,
+        version="1",
+    )
+    await stream.send(wire.DecodeCommand(hello=hello))
+    event = await stream.receive()
+    assert event is not None
+    assert event.hello is not None
 
 
 @pytest.mark.parametrize("kind", [TcpNetwork, MemoryNetwork])
@@ -51,14 +77,7 @@ async def test_an_event_is_on_its_way_when_send_returns(kind: Any) -> None:
     """No task is woken for it, so nothing that the loop has to do comes before it; what does not
     fit the gateway's window waits, counted, and keeps its place before all that follows."""
     host = Host()
-    sessions = GatewaySessions(
-        host,
-        method=DECODE_SESSION,
-        event_type=wire.DecodeEvent,
-        role=wire.Role.DECODE,
-        incarnation=Incarnation(9),
-        version="1",
-    )
+    sessions = sessions_of(host, PATIENT)
     limits = ConnectionLimits(
         stream_window_bytes=WINDOW_BYTES, connection_window_bytes=70_000, keepalive_s=None
     )
@@ -69,9 +88,7 @@ async def test_an_event_is_on_its_way_when_send_returns(kind: Any) -> None:
         network.channel(server.address) as channel,
         open_stream(channel, DECODE_SESSION) as stream,
     ):
-        await stream.send(wire.DecodeCommand(hello=hello(wire.Role.GATEWAY)))
-        assert (event := await stream.receive()) is not None
-        assert event.hello is not None
+        await shake_hands(stream)
         await stream.send(reserve(1))
         while not host.num_commands:
             await asyncio.sleep(0.001)
@@ -91,3 +108,27 @@ async def test_an_event_is_on_its_way_when_send_returns(kind: Any) -> None:
         events.append(await stream.receive())
         await stream.end()
     assert events == [granted(0), granted(1), granted(2), large, granted(3), granted(4)]
+
+
+async def test_heartbeats_and_what_comes_after_the_end_wait_for_nobody() -> None:
+    """Only events are counted; after the end nothing is, so that nobody waits for it."""
+    host = Host()
+    often = LivenessRule(interval_s=0.01, suspect_after_s=10.0, dead_after_s=20.0)
+    network = MemoryNetwork()
+    async with (
+        asyncio.timeout(20),
+        network.serve(ANY_PORT, [sessions_of(host, often).servicer]) as server,
+        network.channel(server.address) as channel,
+        open_stream(channel, DECODE_SESSION) as stream,
+    ):
+        await shake_hands(stream)
+        (session,) = host.sessions
+        for _ in range(3):
+            beat = await stream.receive()
+            assert beat is not None
+            assert beat.heartbeat is not None
+            assert session.outbox_bytes == 0
+        session.close(WorkerLost("the test is over"))
+        session.send(granted(1))
+        assert session.outbox_bytes == 0
+        await session.wait_drained()

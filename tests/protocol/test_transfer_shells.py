@@ -650,6 +650,24 @@ async def test_a_message_that_must_not_be_sent_ends_the_stream():
 
 
 @in_virtual_time
+async def test_nothing_follows_a_message_that_could_not_be_sent():
+    """Neither from the queue nor at once: the peer would miss one of several."""
+
+    class Strict(Peer):
+        async def send(self, message: str) -> None:
+            self.can_send_nowait = True
+            asyncio.get_running_loop().call_soon(stream.send, "2")
+            raise TooLarge(f"{message} is too large")
+
+    peer = Strict()
+    stream = peer.stream()
+    stream.send("1")
+    error = await stream.run(lambda message: None)
+    assert isinstance(error, TooLarge)
+    assert peer.sent == []
+
+
+@in_virtual_time
 async def test_all_that_has_arrived_is_told_in_one_go():
     """What is there is not waited for, and its order is kept."""
     peer = Peer()
