@@ -176,6 +176,7 @@ class PairServer:
                     heartbeat=wire.PushEvent(heartbeat=wire.Heartbeat()),
                     peer="prefill worker",
                     rule=self._liveness,
+                    sends_at_once=False,  # a step that begins goes before its KV's receipt
                 )
                 self._refusal = ""
                 self._links.append(link)

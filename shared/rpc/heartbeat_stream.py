@@ -51,7 +51,8 @@ class HeartbeatStream(Generic[Out, In]):
     peer: what to call it in errors, e.g. "decode worker". on_suspect: called with True when the
     peer has been silent so long that nothing new should be given to it, and with False when it is
     heard again. on_sent: called when a message was given to the connection; heartbeats are not
-    told.
+    told. sends_at_once: False = every message waits until a task has its turn, so that what its
+    sender does next comes before it.
     """
 
     def __init__(
@@ -63,9 +64,11 @@ class HeartbeatStream(Generic[Out, In]):
         rule: LivenessRule | None = None,
         on_suspect: Callable[[bool], None] | None = None,
         on_sent: Callable[[], None] = lambda: None,
+        sends_at_once: bool = True,
     ) -> None:
         self._stream = stream
         self._on_sent = on_sent
+        self._sends_at_once = sends_at_once
         self._is_sending = False
         self._heartbeat = heartbeat
         self._peer = peer
@@ -87,7 +90,8 @@ class HeartbeatStream(Generic[Out, In]):
         if self._end.done():
             return
         try:
-            if not self._outbox and not self._is_sending and self._stream.send_nowait(message):
+            may_pass = self._sends_at_once and not self._outbox and not self._is_sending
+            if may_pass and self._stream.send_nowait(message):
                 self._on_sent()
                 return
         except MeshError as error:
