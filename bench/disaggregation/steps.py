@@ -1,9 +1,10 @@
-"""What a decode step takes with more rows, and beside a process that prefills: the limit of row 9.
+"""What a decode step takes with more rows, and beside a process that prefills: a limit of row 9.
 
     python -m bench.disaggregation.steps [--repetitions 5] [--steps 60]
 
 Two processes with the engine and the model of this folder, one thread each: one decodes through the
-real loop, the other idles or computes one prompt after the other. Prints a table, writes nothing.
+real loop, the other idles or computes one prompt after the other; the latter second, so with as many
+tokens more of context as steps were made. Prints a table, writes nothing.
 """
 
 from __future__ import annotations

@@ -563,8 +563,8 @@ class Peer:
         await self.is_reading.wait()
         self.sent.append(message)
 
-    def stream(self) -> HeartbeatStream[str, str]:
-        return HeartbeatStream(self, heartbeat="beat", peer="peer")
+    def stream(self, *, sends_at_once: bool = True) -> HeartbeatStream[str, str]:
+        return HeartbeatStream(self, heartbeat="beat", peer="peer", sends_at_once=sends_at_once)
 
 
 @in_virtual_time
@@ -630,6 +630,22 @@ async def test_a_message_that_need_not_wait_leaves_at_once():
         assert peer.sent == ["1", "2", "3", "4"]
         stream.send("5")
         assert peer.sent[-1] == "5"
+        running.cancel()
+
+
+@in_virtual_time
+async def test_a_message_may_be_left_to_a_task():
+    """What its sender does in the same turn, and what it wakes by that, comes first."""
+    peer = Peer()
+    peer.can_send_nowait = True
+    stream = peer.stream(sends_at_once=False)
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(stream.run(lambda message: None))
+        await asyncio.sleep(0.01)
+        stream.send("1")
+        assert peer.sent == []
+        await asyncio.sleep(0.01)
+        assert peer.sent == ["1"]
         running.cancel()
 
 
