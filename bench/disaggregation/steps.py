@@ -3,8 +3,8 @@
     python -m bench.disaggregation.steps [--repetitions 5] [--steps 60]
 
 Two processes with the engine and the model of this folder, one thread each: one decodes through the
-real loop, the other idles or computes one prompt after the other; the latter second, so with as many
-tokens more of context as steps were made. Prints a table, writes nothing.
+real loop, the other idles or computes one prompt after the other. The latter comes second, with as
+many tokens more of context as steps were made. Prints a table, writes nothing.
 """
 
 from __future__ import annotations
