@@ -74,6 +74,7 @@ class Measurement:
                 answer_within_s=self.server.timeout,
                 prompt_seed=self.requests.seed_of_run(-1),
                 vocab=self.requests.vocab,
+                spread=self.server.spread,
             )
 
     async def _find_goodput(
@@ -112,5 +113,6 @@ class Measurement:
                 answer_within_s=self.server.timeout,
                 prompt_seed=self.requests.seed_of_run(len(self.runs)),
                 vocab=self.requests.vocab,
+                spread=self.server.spread,
             )
         return run

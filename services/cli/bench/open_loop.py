@@ -19,7 +19,7 @@ from typing import NoReturn
 from services.cli.bench.endpoints import Endpoint
 from services.cli.bench.prompts import DEFAULT_VOCAB, Prompts
 from services.cli.bench.records import End, Record, Run
-from services.cli.bench.workload import Workload
+from services.cli.bench.workload import Spread, Workload, servers_of
 from shared.errors import InvalidRequest
 
 ANSWER_WITHIN_S = 600.0
@@ -59,8 +59,9 @@ async def run_open_loop(
     answer_within_s: float = ANSWER_WITHIN_S,
     prompt_seed: int = 0,
     vocab: int = DEFAULT_VOCAB,
+    spread: Spread = "round-robin",
 ) -> Run:
-    """Send a workload, spread round-robin over the endpoints, and wait for every answer.
+    """Send a workload, spread over the endpoints, and wait for every answer.
 
     run: filled in as it goes, so that who is cancelled keeps what there is; its last requests are
     UNFINISHED then. limit: most requests at once; it makes the loop a closed one.
@@ -68,7 +69,8 @@ async def run_open_loop(
     """
     run = run or Run(workload, rate=workload.rate)
     run.limit, run.prompt_seed = limit, prompt_seed
-    requests = _prepare(endpoints, workload, prompt_seed, vocab)
+    servers = [endpoints[at] for at in servers_of(workload.asks, len(endpoints), spread)]
+    requests = _prepare(servers, workload, prompt_seed, vocab)
     places = asyncio.Semaphore(limit) if limit else None
     allow_many_connections()
 
@@ -87,17 +89,16 @@ async def run_open_loop(
         for index, planned in enumerate(workload.asks):
             due_at = run.started_at + planned.due_s
             await _until(due_at)
-            endpoint = endpoints[index % len(endpoints)]
+            endpoint = servers[index]
             record = Record(planned, index, due_at, endpoint.description.url)
             run.records.append(record)
             tasks.create_task(ask(record, endpoint, requests[index]))
     return run
 
 
-def _prepare(
-    endpoints: Sequence[Endpoint], workload: Workload, seed: int, vocab: int
-) -> list[bytes]:
-    """Build all requests now: later it would delay answers that are being read."""
+def _prepare(servers: Sequence[Endpoint], workload: Workload, seed: int, vocab: int) -> list[bytes]:
+    """Build all requests now, each for its server: later it would delay answers that are being
+    read."""
     num_tokens = sum(ask.num_input for ask in workload.asks)
     if num_tokens > MOST_PREPARED_TOKENS:
         raise InvalidRequest(
@@ -107,8 +108,7 @@ def _prepare(
         )
     requests: list[bytes] = []
     by_ratio: dict[float, Prompts] = {}  # replicas with one tokenizer share the drawn blocks
-    for index in range(len(workload.asks)):
-        endpoint = endpoints[index % len(endpoints)]
+    for index, endpoint in enumerate(servers):
         ratio = endpoint.description.tokens_per_word
         prompts = by_ratio.setdefault(ratio, Prompts(workload, seed, vocab, ratio))
         requests.append(endpoint.prepare(prompts, index))

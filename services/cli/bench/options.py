@@ -15,7 +15,7 @@ from services.cli.bench.endpoints import GRPC_SCHEME, Api
 from services.cli.bench.prompts import DEFAULT_VOCAB, SMALLEST_ID
 from services.cli.bench.shapes import SHAPES, Fixed
 from services.cli.bench.traces import TraceFormat, read_trace
-from services.cli.bench.workload import Arrivals, Load, Source
+from services.cli.bench.workload import Arrivals, Load, Source, Spread
 from services.cli.client import DEFAULT_URL, require_url
 from services.cli.flags import require
 from shared.errors import InvalidRequest
@@ -72,7 +72,7 @@ UrlsFlag = Annotated[
         negative="",
         show_default=lambda urls: " ".join(urls),
         help="The server: http:// or https:// for OpenAI's API, grpc://host:port for pdmesh's "
-        "gRPC. Given several times, requests are spread round-robin.",
+        "gRPC. Given several times, requests are spread: see --spread.",
     ),
 ]
 
@@ -299,6 +299,10 @@ class ServerFlags:
 
     api: Annotated[Api, _server] = "auto"
     """Which of OpenAI's; auto takes completions where they are served."""
+
+    spread: Annotated[Spread, _server] = "round-robin"
+    """Which of several servers gets a request: each in turn, or the one that was sent most of the
+    prompt's leading blocks before, as a router that knows their prefix caches would."""
 
     timeout: Annotated[float, _server, _time, _seen_time] = 600.0
     """Longest wait for the end of an answer."""

@@ -10,13 +10,14 @@ import math
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Literal, Protocol
 
 BLOCK_TOKENS = 512
 """Of Mooncake's traces: what one id of ``hash_ids`` stands for."""
 
 Arrivals = Literal["auto", "poisson", "trace"]
+Spread = Literal["round-robin", "prefix"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +138,28 @@ def plan(source: Source, load: Load, fit: Fit = Fit()) -> Workload:
         num_skipped=fitted.num_skipped,
         arrivals="trace" if keeps_times else _gap_name(load),
     )
+
+
+def servers_of(asks: Iterable[Ask], num_servers: int, spread: Spread) -> list[int]:
+    """Return the server of each request, as an index.
+
+    'prefix': one that was sent at least half of the request's leading blocks before, most of them
+    first; the next in turn where none was. It is what a router in front of servers with a prefix
+    cache each would do if it knew all that they keep and they kept all.
+    """
+    seen: list[set[int]] = [set() for _ in range(num_servers)]
+    chosen: list[int] = []
+    turn = 0
+    for ask in asks:
+        ids = ask.block_ids if spread == "prefix" else ()
+        known = [sum(1 for _ in takewhile(blocks.__contains__, ids)) for blocks in seen]
+        if ids and 2 * max(known) >= len(ids):
+            chosen.append(known.index(max(known)))
+        else:
+            chosen.append(turn % num_servers)
+            turn += 1
+        seen[chosen[-1]].update(ids)
+    return chosen
 
 
 def rate_of(source: Source) -> float:
