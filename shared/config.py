@@ -181,7 +181,8 @@ class WorkerConfig(ServiceConfig):
     native or triton where they run."""
 
     kv_gib: float = 0.0
-    """Memory for KV in GiB; 0 = 1 GiB on CPU, 85 percent of what is free on a GPU."""
+    """Memory for KV in GiB, taken at start; 0 = 1 GiB on CPU, 85 percent of what is free on a
+    GPU."""
 
     num_blocks: int = 0
     """KV blocks; overrides --kv-gib; 0 = from memory."""

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from shared.kv.layout import KvLayout
 from shared.model_spec import ModelSpec
 from shared.step import RowResult, StepRow
@@ -44,6 +46,11 @@ class Engine(Protocol):
 
     @property
     def block_size(self) -> int: ...
+
+    def pool_arrays(self) -> Sequence[np.ndarray]:
+        """Return the pool as arrays of host memory, blocks ascending in each, for who makes it
+        resident; none if it lies on a device."""
+        ...
 
     def step(self, rows: Sequence[StepRow], on_layer: OnLayer | None = None) -> list[RowResult]:
         """Run one forward pass over all rows; results in row order.

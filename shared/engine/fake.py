@@ -370,6 +370,10 @@ class FakeEngine:
                 on_layer(layer)
         return [self._result(row) for row in rows]
 
+    def pool_arrays(self) -> Sequence[np.ndarray]:
+        """See Engine: keys and values of every layer."""
+        return [part for layer in self._pool for part in layer]
+
     def step_seconds(self, rows: Sequence[StepRow]) -> float:
         """See ``Engine.step_seconds``. A row of one token counts as a decode row."""
         if not rows:

@@ -78,6 +78,11 @@ class PagedKv:
         self.values = [pool.flatten(0, 1) for pool in self.value_blocks]
         self._copies = copies_of(list(zip(self.keys, self.values, strict=True)))
 
+    def arrays(self) -> list[np.ndarray]:
+        """Return the memory of every tensor, as octets; none if it is a device's."""
+        tensors = [*self.key_blocks, *self.value_blocks]
+        return [one.view(torch.uint8).numpy() for one in tensors if one.device.type == "cpu"]
+
     def write(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
     ) -> None:

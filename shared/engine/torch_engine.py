@@ -242,6 +242,10 @@ class TorchEngine(Engine):
         self._step_time.observe(*wanted.step_size, time.perf_counter() - began_at)
         return results
 
+    def pool_arrays(self) -> list[np.ndarray]:
+        """See Engine."""
+        return self._kv.arrays()
+
     def step_seconds(self, rows: Sequence[StepRow]) -> float:
         """Predict from recent steps; 0 before the first few."""
         return self._step_time.predict(*_step_size(rows))

@@ -12,6 +12,7 @@ from shared.address import Address
 from shared.config import WorkerConfig
 from shared.engine.base import Engine
 from shared.engine.load import load_engine
+from shared.engine.resident import Resident
 from shared.engine.worker import ThreadCompute
 from shared.runtime import realtime
 from shared.runtime.platform import Platform, real_platform
@@ -57,6 +58,8 @@ def run_worker(name: str, serve: Serve[AnyConfig], config: AnyConfig) -> int:
     async def main(process: Process) -> bool:
         # Loading holds the thread for seconds; signals are heard meanwhile.
         engine = await asyncio.to_thread(load_engine, config)
+        resident = Resident(engine.pool_arrays())
+        resident.start()
         try:
 
             def enter_pump() -> None:
@@ -75,6 +78,7 @@ def run_worker(name: str, serve: Serve[AnyConfig], config: AnyConfig) -> int:
 
             return await serve(config, platform, engine, ready, process.stop)
         finally:
+            resident.close()
             engine.close()
 
     return run_service(name, main, drain_s=config.drain_s, is_realtime=config.realtime)
