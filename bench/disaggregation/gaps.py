@@ -1,0 +1,128 @@
+"""Where the long gaps between tokens come from: a limit of row 9, seen from the client.
+
+    python -m bench.disaggregation.gaps [--rates 1.0 1.5] [--seconds 60] [--load azure-conv]
+
+One prefill and one decode worker, first unloaded as in ``run.py``, then at each rate. Every gap is
+put into one class: token 1 to token 2 is the hand-over; a later gap may have a hand-over of another
+answer in it, or a prompt being computed, or neither. Prints a table a run, writes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.disaggregation.run import LOADS, SCALE, SETTLE_S, VOCAB, make_model, our_mesh
+from services.cli.bench.endpoints import Endpoint, fit_of, open_endpoints
+from services.cli.bench.open_loop import new_event_loop, run_open_loop
+from services.cli.bench.records import Record
+from services.cli.bench.workload import Load, Source, plan
+from shared.telemetry.definitions import percentile
+
+HAND_OVER = "token 1 to 2"
+JOINED = "later, another answer's token 1 or 2 in it"
+BESIDE = "later, a prompt on its way"
+ALONE = "later, neither"
+CLASSES = (HAND_OVER, JOINED, BESIDE, ALONE)
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Between two tokens of one answer. num_rows: answers between their token 1 and their end."""
+
+    seconds: float
+    kind: str
+    num_rows: int
+
+
+def gaps_of(records: Sequence[Record]) -> list[Gap]:
+    """Put every gap of complete answers into its class."""
+    answers = [record for record in records if len(record.times) > 1]
+    gaps: list[Gap] = []
+    for one in answers:
+        others = [other for other in answers if other is not one]
+        for index, (begin, end) in enumerate(zip(one.times, one.times[1:], strict=False)):
+            joins = any(begin < at <= end for other in others for at in other.times[:2])
+            waits = any(other.due_at < end and other.times[0] > begin for other in others)
+            rows = sum(other.times[0] <= begin < other.times[-1] for other in others)
+            later = JOINED if joins else BESIDE if waits else ALONE
+            gaps.append(Gap(end - begin, later if index else HAND_OVER, 1 + rows))
+    return gaps
+
+
+def show(title: str, gaps: Sequence[Gap]) -> None:
+    """Print how long the gaps of each class are, and how many of the longest hundredth it has."""
+    seconds = [gap.seconds for gap in gaps]
+    bound_s = percentile(seconds, 99)
+    longest = [gap for gap in gaps if gap.seconds > bound_s]
+    print(
+        f"\n{title}: {len(gaps)} gaps, p50 {percentile(seconds, 50) * 1e3:.1f} ms, "
+        f"p99 {bound_s * 1e3:.1f} ms"
+    )
+    print(f"{'':44} {'of all':>7} {'p50':>6} {'p90':>6} {'p99':>6} {'of the longest 1 %':>19}")
+    for kind in (*CLASSES, *sorted({gap.num_rows for gap in gaps})):
+        of = [gap.seconds for gap in gaps if kind in (gap.kind, gap.num_rows)]
+        if not of:
+            continue
+        found = " ".join(f"{percentile(of, q) * 1e3:6.1f}" for q in (50, 90, 99))
+        share = sum(kind in (gap.kind, gap.num_rows) for gap in longest) / max(1, len(longest))
+        name = f"{kind} running" if isinstance(kind, int) else kind
+        print(f"{name:44} {len(of) / len(gaps):7.1%} {found} {share:19.0%}", flush=True)
+
+
+async def ask(endpoints: Sequence[Endpoint], source: Source, load: Load, seed: int) -> list[Gap]:
+    """Send one workload and look at its gaps."""
+    fit = fit_of(endpoints, scale=SCALE, max_input=1400, max_output=200)
+    workload = plan(source, load, fit)
+    run = await run_open_loop(endpoints, workload, prompt_seed=seed, vocab=VOCAB - 100)
+    return gaps_of(run.records)
+
+
+async def main(asked: argparse.Namespace) -> None:
+    """Start the mesh, ask it, print."""
+    source = LOADS[asked.load]
+    async with contextlib.AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        make_model(folder)
+        num_colocated = 2 if asked.colocated else 0
+        mesh = our_mesh(folder, num_colocated=num_colocated, tbt_s=0.015, realtime=asked.realtime)
+        endpoints = await stack.enter_async_context(
+            open_endpoints(await stack.enter_async_context(mesh))
+        )
+        await asyncio.sleep(SETTLE_S)
+        warm = Load(rate=2.0, num_requests=6, arrivals="poisson")
+        await ask(endpoints, source, warm, 1)
+        alone = Load(rate=0.5, num_requests=25, burstiness=math.inf, arrivals="poisson")
+        show(f"{asked.load}, unloaded", await ask(endpoints, source, alone, 2))
+        for seed, rate in enumerate(asked.rates, 3):
+            load = Load(rate=rate, duration_s=asked.seconds, arrivals="poisson", seed=asked.seed)
+            gaps = await ask(endpoints, source, load, seed)
+            show(f"{asked.load}, {rate:g} requests/s", gaps)
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--load", choices=list(LOADS), default="azure-conv")
+    parser.add_argument("--rates", nargs="+", type=float, default=[1.0, 1.5], help="requests/s")
+    parser.add_argument("--seconds", type=float, default=60.0, help="length of a run")
+    parser.add_argument("--seed", type=int, default=0, help="of the arrivals")
+    parser.add_argument("--colocated", action="store_true", help="two colocated workers instead")
+    parser.add_argument("--realtime", action="store_true", help="see run.py")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(OSError):
+        os.nice(-10)  # as run.py
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(main(parse()))
+    sys.exit(0)
