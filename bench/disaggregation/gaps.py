@@ -2,9 +2,10 @@
 
     python -m bench.disaggregation.gaps [--rates 1.0 1.5] [--seconds 60] [--load azure-conv]
 
-One prefill and one decode worker, first unloaded as in ``run.py``, then at each rate. Every gap is
-put into one class: token 1 to token 2 is the hand-over; a later gap may have a hand-over of another
-answer in it, or a prompt being computed, or neither. Prints a table a run, writes nothing.
+One prefill and one decode worker, first unloaded as in ``run.py``, then at each rate. Every gap
+between messages is put into one class: token 1 to token 2 is the hand-over; a later gap may have a
+hand-over of another answer in it, or a prompt being computed, or neither. Prints a table a run,
+writes nothing.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.disaggregation.run import LOADS, SCALE, SETTLE_S, VOCAB, make_model, our_mesh
+from bench.disaggregation.run import LOADS, SCALE, VOCAB, make_model, our_mesh
 from services.cli.bench.endpoints import Endpoint, fit_of, open_endpoints
 from services.cli.bench.open_loop import new_event_loop, run_open_loop
-from services.cli.bench.records import Record
+from services.cli.bench.records import End, Record
 from services.cli.bench.workload import Load, Source, plan
 from shared.telemetry.definitions import percentile
 
@@ -36,7 +37,7 @@ CLASSES = (HAND_OVER, JOINED, BESIDE, ALONE)
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Between two tokens of one answer. num_rows: answers between their token 1 and their end."""
+    """Between two messages of one answer. num_rows: answers between token 1 and their end."""
 
     seconds: float
     kind: str
@@ -44,8 +45,11 @@ class Gap:
 
 
 def gaps_of(records: Sequence[Record]) -> list[Gap]:
-    """Put every gap of complete answers into its class."""
-    answers = [record for record in records if len(record.times) > 1]
+    """Put every gap of complete answers into its class.
+
+    A first message of more than one token has the hand-over behind it.
+    """
+    answers = [record for record in records if record.end is End.COMPLETE]
     gaps: list[Gap] = []
     for one in answers:
         others = [other for other in answers if other is not one]
@@ -54,12 +58,16 @@ def gaps_of(records: Sequence[Record]) -> list[Gap]:
             waits = any(other.due_at < end and other.times[0] > begin for other in others)
             rows = sum(other.times[0] <= begin < other.times[-1] for other in others)
             later = JOINED if joins else BESIDE if waits else ALONE
-            gaps.append(Gap(end - begin, later if index else HAND_OVER, 1 + rows))
+            is_first = index == 0 and one.counts[0] == 1
+            gaps.append(Gap(end - begin, HAND_OVER if is_first else later, 1 + rows))
     return gaps
 
 
 def show(title: str, gaps: Sequence[Gap]) -> None:
     """Print how long the gaps of each class are, and how many of the longest hundredth it has."""
+    if not gaps:
+        print(f"\n{title}: no answer of two messages")
+        return
     seconds = [gap.seconds for gap in gaps]
     bound_s = percentile(seconds, 99)
     longest = [gap for gap in gaps if gap.seconds > bound_s]
@@ -97,7 +105,6 @@ async def main(asked: argparse.Namespace) -> None:
         endpoints = await stack.enter_async_context(
             open_endpoints(await stack.enter_async_context(mesh))
         )
-        await asyncio.sleep(SETTLE_S)
         warm = Load(rate=2.0, num_requests=6, arrivals="poisson")
         await ask(endpoints, source, warm, 1)
         alone = Load(rate=0.5, num_requests=25, burstiness=math.inf, arrivals="poisson")

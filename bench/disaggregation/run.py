@@ -50,9 +50,6 @@ SLOS = {"tight": (5, 1.5), "relaxed": (10, 5)}
 MOST_VOID = 2
 LOWEST_RATE = 0.05
 """Requests/s; no lower rate is tried."""
-SETTLE_S = 10.0
-"""After all systems are ready: our workers still map their KV pools."""
-
 VOCAB = 1280
 MAX_LEN = 2048
 SCALE = 0.25
@@ -131,8 +128,12 @@ async def our_mesh(
     else:
         services = plan_services(gateway, [PrefillConfig(**common)], [DecodeConfig(**common)])
     with tempfile.TemporaryDirectory() as logs:
-        async with local_mesh(services, log=Path(logs) / "log", restart=False) as mesh:
+        log = Path(logs) / "log"
+        async with local_mesh(services, log=log, restart=False) as mesh:
             await wait_for_pair(mesh.http_url, 60)
+            async with asyncio.timeout(120):
+                while log.read_text().count("KV pool is resident") < len(services) - 1:
+                    await asyncio.sleep(0.2)
             yield [mesh.http_url]
 
 
@@ -374,7 +375,6 @@ async def main(asked: argparse.Namespace) -> None:
                 endpoints = await opened(await stack.enter_async_context(vllm_replicas(folder)))
             systems.append(System(name, endpoints, by_prefix))
             print(f"{name}: ready after {time.monotonic() - began_at:.0f} s", flush=True)
-        await asyncio.sleep(SETTLE_S)
         for name in asked.loads:
             await measure(record, systems, name, asked)
     path = record.finish(write=True if asked.record else None)

@@ -49,7 +49,7 @@ class Engine(Protocol):
 
     def pool_arrays(self) -> Sequence[np.ndarray]:
         """Return the pool as arrays of host memory, blocks ascending in each, for who makes it
-        resident; none if it lies on a device."""
+        resident; empty if it lies on a device."""
         ...
 
     def step(self, rows: Sequence[StepRow], on_layer: OnLayer | None = None) -> list[RowResult]:

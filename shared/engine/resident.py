@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +30,7 @@ PIECE_BYTES = 2 << 20
 LEAST_LEFT_BYTES = 512 << 20
 """Of memory that is available, for others; below it mapping stops."""
 
-_LOOK_EVERY = 16
+LOOK_EVERY = 16
 """Pieces between two looks at what is available."""
 
 _MADV_POPULATE_WRITE = 23  # <linux/mman.h>; no constant in Python's mmap
@@ -54,8 +55,9 @@ class Resident:
         self._thread = threading.Thread(target=self._main, name="pdmesh-resident", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
-        self._thread.start()
+        """Begin, if there is anything to map."""
+        if self._arrays:
+            self._thread.start()
 
     def close(self) -> None:
         """Stop after the current piece and wait for it: then the arrays may go."""
@@ -68,36 +70,58 @@ class Resident:
         began_at = time.perf_counter()
         num_bytes = 0
         for idx, (address, size) in enumerate(_pieces(self._arrays)):
-            if idx % _LOOK_EVERY == 0 and _is_scarce(self._available()):
+            if idx % LOOK_EVERY == 0 and _is_scarce(self._available()):
                 _log.warning(
                     "memory is scarce: the rest of the KV pool is mapped as it is used",
                     num_bytes=num_bytes,
                 )
                 return
             piece_began_at = time.perf_counter()
-            if not _map(address, size):
-                _log.debug("this kernel maps no memory ahead")
+            try:
+                _map(address, size)
+            except OSError as error:
+                _log.info("the KV pool is mapped as it is used", reason=error.strerror)
                 return
             num_bytes += size
             # As long a pause as a piece took: half of a core, and others' mappings have their turn.
             if self._is_over.wait(time.perf_counter() - piece_began_at):
                 return
         took_s = round(time.perf_counter() - began_at, 3)
-        _log.debug("KV pool is resident", num_bytes=num_bytes, seconds=took_s)
+        _log.info("KV pool is resident", num_bytes=num_bytes, seconds=took_s)
 
 
-def available_bytes() -> int | None:
-    """Return what this process may still take: of the machine's memory, or of its container's if
-    that is less. None: the system does not say."""
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """Return what this process may still take: of the machine's memory, or of its control groups'
+    if that is less. None: the system does not say."""
     found: list[int] = []
     with contextlib.suppress(OSError, ValueError, KeyError):
-        found.append(1024 * _fields(Path("/proc/meminfo"))["MemAvailable:"])
-    group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        limit = int((group / "memory.max").read_text())  # "max" is none
-        files = _fields(group / "memory.stat")["file"]  # the page cache gives way
-        found.append(limit - int((group / "memory.current").read_text()) + files)
+        found.append(1024 * _fields(root / "proc/meminfo")["MemAvailable:"])
+    for folder in _control_groups(root):
+        # Version 2's names, then version 1's; without a limit the one says "max", the other a lot.
+        for limit, usage, of_files in (
+            ("memory.max", "memory.current", ""),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+        ):
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                left = int((folder / limit).read_text()) - int((folder / usage).read_text())
+                stat = _fields(folder / "memory.stat")  # cached files give way
+                files = stat[f"{of_files}active_file"] + stat[f"{of_files}inactive_file"]
+                found.append(left + files)
     return min(found, default=None)
+
+
+def _control_groups(root: Path) -> Iterator[Path]:
+    """Where the limits of this process may be: its own groups, and all above them."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            mounted = root / "sys/fs/cgroup"
+            if "memory" in controllers.split(","):
+                mounted /= "memory"
+            elif controllers:
+                continue
+            own = mounted / path.lstrip("/")
+            yield from (one for one in (own, *own.parents) if one.is_relative_to(mounted))
 
 
 def _fields(path: Path) -> dict[str, int]:
@@ -118,12 +142,14 @@ def _pieces(arrays: Sequence[np.ndarray]) -> Iterator[tuple[int, int]]:
                 yield array.ctypes.data + offset, min(PIECE_BYTES, array.nbytes - offset)
 
 
-def _map(address: int, size: int) -> bool:
-    """Map the pages of a range, writable, as they are. False: the kernel does not."""
-    begin = address - address % mmap.PAGESIZE
+def _map(address: int, size: int) -> None:
+    """Map the pages of a range, writable, as they are. Raises OSError: the kernel does not."""
     try:
-        madvise = ctypes.CDLL(None).madvise
-    except (AttributeError, OSError, TypeError):
-        return False
-    begin_at, length = ctypes.c_void_p(begin), ctypes.c_size_t(address + size - begin)
-    return madvise(begin_at, length, _MADV_POPULATE_WRITE) == 0
+        madvise = ctypes.CDLL(None, use_errno=True).madvise
+    except (AttributeError, TypeError) as error:
+        raise OSError(0, "no madvise on this system") from error
+    begin = address - address % mmap.PAGESIZE
+    length = ctypes.c_size_t(address + size - begin)
+    if madvise(ctypes.c_void_p(begin), length, _MADV_POPULATE_WRITE) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

@@ -59,8 +59,8 @@ def run_worker(name: str, serve: Serve[AnyConfig], config: AnyConfig) -> int:
         # Loading holds the thread for seconds; signals are heard meanwhile.
         engine = await asyncio.to_thread(load_engine, config)
         resident = Resident(engine.pool_arrays())
-        resident.start()
         try:
+            resident.start()
 
             def enter_pump() -> None:
                 engine.enter_thread()

@@ -48,7 +48,6 @@ BEFORE = [
     (Moment.ACKNOWLEDGED, Moment.PREFILL_CLOSED),
     (Moment.JOINED, Moment.STEPPED),
     (Moment.STEPPED, Moment.DECODE_CLOSED),
-    (Moment.STEPPED, Moment.ENDED),
 ]
 """What must come before what, across processes too: true only if their clock is one."""
 

@@ -301,8 +301,9 @@ class ServerFlags:
     """Which of OpenAI's; auto takes completions where they are served."""
 
     spread: Annotated[Spread, _server] = "round-robin"
-    """Which of several servers gets a request: each in turn, or the one that was sent most of the
-    prompt's leading blocks before, as a router that knows their prefix caches would."""
+    """Which of several servers gets a request: the next in turn; or (prefix) the one that was sent
+    most of the prompt's leading blocks before, if more than half, as a router that knows their
+    prefix caches would."""
 
     timeout: Annotated[float, _server, _time, _seen_time] = 600.0
     """Longest wait for the end of an answer."""

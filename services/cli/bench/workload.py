@@ -143,9 +143,9 @@ def plan(source: Source, load: Load, fit: Fit = Fit()) -> Workload:
 def servers_of(asks: Iterable[Ask], num_servers: int, spread: Spread) -> list[int]:
     """Return the server of each request, as an index.
 
-    'prefix': one that was sent at least half of the request's leading blocks before, most of them
-    first; the next in turn where none was. It is what a router in front of servers with a prefix
-    cache each would do if it knew all that they keep and they kept all.
+    'prefix': the one that was sent most of the request's leading blocks before, if more than half;
+    otherwise, and for 'round-robin' always, the next in turn. It is what a router would do that
+    knew the prefix caches of its servers, if they kept all; how busy they are it does not see.
     """
     seen: list[set[int]] = [set() for _ in range(num_servers)]
     chosen: list[int] = []
@@ -153,7 +153,7 @@ def servers_of(asks: Iterable[Ask], num_servers: int, spread: Spread) -> list[in
     for ask in asks:
         ids = ask.block_ids if spread == "prefix" else ()
         known = [sum(1 for _ in takewhile(blocks.__contains__, ids)) for blocks in seen]
-        if ids and 2 * max(known) >= len(ids):
+        if 2 * max(known) > len(ids):
             chosen.append(known.index(max(known)))
         else:
             chosen.append(turn % num_servers)
