@@ -83,8 +83,8 @@ class System:
 def make_model(folder: Path) -> None:
     """Write a random Llama of 87 M parameters with the demo model's tokenizer.
 
-    Its likeliest token is always one that is text by itself. A part of a character would be held
-    back by every server until the rest has come, and the client would see gaps of several steps.
+    Its likeliest token is always one that is text by itself. A part of a character is held back
+    until the rest has come, and the client would see gaps of several steps.
     """
     import torch
     import transformers

@@ -39,8 +39,8 @@ HERE = Path(__file__).parent
 MAX_TOKENS = 24
 WARM_UP_ANSWERS = 60
 NUM_BLOCKS = 512
-"""So few that the warm-up touches all of them: memory that nobody has written yet costs whoever
-writes it first some milliseconds a page, and in a worker that has run for a while there is none."""
+"""So few that all of their memory is there when the warm-up ends, as in a worker that has run for a
+while (shared/engine/resident.py)."""
 GOAL_MS = 2.0
 P99_FACTOR = 2.0
 FAKE_STEP_S = 0.005
