@@ -1,6 +1,6 @@
 """Prefill and decode apart, against workers that do both, at the same cores and the same load.
 
-    python -m bench.disaggregation.run [--quick] [--loads azure-conv mooncake] [--model FOLDER]
+    python -m bench.disaggregation.run [--quick] [--loads azure-conv mooncake] [--seconds 20]
 
 Systems are started together and idle while another is asked; each rate is asked of all of them in
 turn, with the same requests at the same times. What the numbers mean: README.md beside this file.

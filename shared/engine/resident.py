@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
 import os
 import threading
@@ -142,14 +143,18 @@ def _pieces(arrays: Sequence[np.ndarray]) -> Iterator[tuple[int, int]]:
                 yield array.ctypes.data + offset, min(PIECE_BYTES, array.nbytes - offset)
 
 
-def _map(address: int, size: int) -> None:
-    """Map the pages of a range, writable, as they are. Raises OSError: the kernel does not."""
+@functools.cache
+def _madvise() -> Callable[[ctypes.c_void_p, ctypes.c_size_t, int], int]:
     try:
-        madvise = ctypes.CDLL(None, use_errno=True).madvise
+        return ctypes.CDLL(None, use_errno=True).madvise
     except (AttributeError, TypeError) as error:
         raise OSError(0, "no madvise on this system") from error
+
+
+def _map(address: int, size: int) -> None:
+    """Map the pages of a range, writable, as they are. Raises OSError: the kernel does not."""
     begin = address - address % mmap.PAGESIZE
     length = ctypes.c_size_t(address + size - begin)
-    if madvise(ctypes.c_void_p(begin), length, _MADV_POPULATE_WRITE) != 0:
+    if _madvise()(ctypes.c_void_p(begin), length, _MADV_POPULATE_WRITE) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
