@@ -21,11 +21,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.disaggregation.run import LOADS, SCALE, VOCAB, make_model, our_mesh
-from services.cli.bench.endpoints import Endpoint, fit_of, open_endpoints
-from services.cli.bench.open_loop import new_event_loop, run_open_loop
+from bench.disaggregation.run import LOADS, make_model, our_mesh, send
+from services.cli.bench.endpoints import open_endpoints
+from services.cli.bench.open_loop import new_event_loop
 from services.cli.bench.records import End, Record
-from services.cli.bench.workload import Load, Source, plan
+from services.cli.bench.workload import Load
 from shared.telemetry.definitions import percentile
 
 HAND_OVER = "token 1 to 2"
@@ -86,14 +86,6 @@ def show(title: str, gaps: Sequence[Gap]) -> None:
         print(f"{name:44} {len(of) / len(gaps):7.1%} {found} {share:19.0%}", flush=True)
 
 
-async def ask(endpoints: Sequence[Endpoint], source: Source, load: Load, seed: int) -> list[Gap]:
-    """Send one workload and look at its gaps."""
-    fit = fit_of(endpoints, scale=SCALE, max_input=1400, max_output=200)
-    workload = plan(source, load, fit)
-    run = await run_open_loop(endpoints, workload, prompt_seed=seed, vocab=VOCAB - 100)
-    return gaps_of(run.records)
-
-
 async def main(asked: argparse.Namespace) -> None:
     """Start the mesh, ask it, print."""
     source = LOADS[asked.load]
@@ -106,13 +98,14 @@ async def main(asked: argparse.Namespace) -> None:
             open_endpoints(await stack.enter_async_context(mesh))
         )
         warm = Load(rate=2.0, num_requests=6, arrivals="poisson")
-        await ask(endpoints, source, warm, 1)
+        await send(endpoints, source, warm, 1)
         alone = Load(rate=0.5, num_requests=25, burstiness=math.inf, arrivals="poisson")
-        show(f"{asked.load}, unloaded", await ask(endpoints, source, alone, 2))
+        run = await send(endpoints, source, alone, 2)
+        show(f"{asked.load}, unloaded", gaps_of(run.records))
         for seed, rate in enumerate(asked.rates, 3):
             load = Load(rate=rate, duration_s=asked.seconds, arrivals="poisson", seed=asked.seed)
-            gaps = await ask(endpoints, source, load, seed)
-            show(f"{asked.load}, {rate:g} requests/s", gaps)
+            run = await send(endpoints, source, load, seed)
+            show(f"{asked.load}, {rate:g} requests/s", gaps_of(run.records))
 
 
 def parse() -> argparse.Namespace:

@@ -31,6 +31,7 @@ from bench.plots import Panel, Pictures, Spread, save
 from bench.record import Record, ratios, spread
 from services.cli.bench.endpoints import Endpoint, fit_of, open_endpoints
 from services.cli.bench.open_loop import new_event_loop, run_open_loop
+from services.cli.bench.records import Run
 from services.cli.bench.search import RateSearch
 from services.cli.bench.shapes import Lengths, Sessions, Shape
 from services.cli.bench.summary import summarize
@@ -188,13 +189,16 @@ async def answers(session: aiohttp.ClientSession, url: str) -> bool:
 
 async def ask(system: System, source: Source, load: Load, slo: Slo, seed: int) -> dict[str, Any]:
     """Send one workload to one system."""
-    endpoints = system.endpoints_for(source)
+    return summarize(await send(system.endpoints_for(source), source, load, seed), slo)
+
+
+async def send(endpoints: Sequence[Endpoint], source: Source, load: Load, seed: int) -> Run:
+    """Send one workload, fitted to the model."""
     fit = fit_of(endpoints, scale=SCALE, max_input=1400, max_output=200)
     workload = plan(source, load, fit)
-    run = await run_open_loop(
+    return await run_open_loop(
         endpoints, workload, prompt_seed=seed, vocab=VOCAB - 100, spread="prefix"
     )
-    return summarize(run, slo)
 
 
 async def measure(
