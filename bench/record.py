@@ -131,7 +131,6 @@ class Record:
         ``PDMESH_BENCH_GOALS`` names a file that gets the goals as one JSON line each: how
         ``python -m bench`` collects them.
         """
-        self.environment["load_after"] = os.getloadavg()
         if self.goals:
             print(table(self.goals))
         if collector := os.environ.get("PDMESH_BENCH_GOALS"):
@@ -140,12 +139,18 @@ class Record:
                     file.write(json.dumps(asdict(goal)) + "\n")
         if not (not self.is_quick if write is None else write):
             return None
+        path = self.save()
+        print(f"written to {path.relative_to(PROJECT)}")
+        return path
+
+    def save(self) -> Path:
+        """Write what there is so far; a long run that is ended has that."""
+        self.environment["load_after"] = os.getloadavg()
         path = self.folder / "results" / f"{self.stem}.json"
         path.parent.mkdir(exist_ok=True)
         entries = [{**asdict(goal), "is_met": goal.is_met} for goal in self.goals]
         content = {"environment": self.environment, "goals": entries, "rows": self.rows}
         path.write_text(as_text(content))
-        print(f"written to {path.relative_to(PROJECT)}")
         return path
 
     @property

@@ -300,8 +300,8 @@ class DecodeConfig(WorkerConfig):
     running answers, and no KV is transferred."""
 
     tbt_target_s: float = 0.05
-    """Colocated only: how long a step may take, and so the time between tokens; prompts get what
-    running answers leave of it. An explicit --token-budget is obeyed instead."""
+    """Colocated only: how long a step may take while answers run, and so the time between tokens;
+    prompts get what those leave of it. An explicit --token-budget is obeyed instead."""
 
     cuda_graphs: bool = True
     """Record decode steps as CUDA graphs at start and replay them; on a GPU with triton kernels

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,9 @@ SYSTEMS = (DISAGGREGATED, COLOCATED, VLLM)
 TARGET = 0.9
 SLOS = {"tight": (5, 1.5), "relaxed": (10, 5)}
 """Limits of TTFT and TPOT as multiples of the best unloaded medians."""
+
+NEVER = Slo(ttft_s=math.inf, tpot_s=math.inf)
+"""Limits that nothing misses."""
 
 MOST_VOID = 2
 LOWEST_RATE = 0.05
@@ -79,6 +82,36 @@ class System:
     def endpoints_for(self, source: Source) -> Sequence[Endpoint]:
         """Return the servers that are asked."""
         return (isinstance(source, Sessions) and self.by_prefix) or self.endpoints
+
+
+@dataclass(slots=True)
+class Repetition:
+    """What one repetition found.
+
+    alone: each system without load. goodput, tried: each system's, and every rate that was asked
+    for, at the tight SLO.
+    """
+
+    alone: dict[str, dict[str, Any]]
+    goodput: dict[str, float] = field(default_factory=dict[str, float])
+    tried: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+
+    def slo(self, label: str) -> Slo:
+        """Return limits by the best system's medians without load."""
+        ttft, tpot = (
+            times * min(found[key]["p50"] for found in self.alone.values())
+            for key, times in zip(("ttft_s", "tpot_s"), SLOS[label], strict=True)
+        )
+        return Slo(ttft_s=ttft, tpot_s=tpot)
+
+    def asked(self, system: str) -> list[dict[str, Any]]:
+        """Return the system's runs at the tight SLO."""
+        return [row for row in self.tried if row["system"] == system and not row["void"]]
+
+    def reached(self, system: str) -> float:
+        """Return the system's goodput; if it attained at no rate, the lowest it was asked for."""
+        rates = [row["rate"] for row in self.asked(system)]
+        return self.goodput[system] or min(rates, default=LOWEST_RATE)
 
 
 def make_model(folder: Path) -> None:
@@ -204,50 +237,45 @@ async def send(endpoints: Sequence[Endpoint], source: Source, load: Load, seed: 
 async def measure(
     record: Record, systems: Sequence[System], name: str, asked: argparse.Namespace
 ) -> None:
-    """One load: unloaded latencies, then goodputs, each repetition with arrivals of its own."""
-    source = LOADS[name]
-    never = Slo(ttft_s=math.inf, tpot_s=math.inf)
-    seed = iter(range(1, 1 << 30))
-    alone: dict[str, dict[str, Any]] = {}
+    """One load. Each repetition finds the unloaded latencies, which give the limits, and then the
+    goodputs, with arrivals of its own; what it has found is on disk before the next one begins."""
+    source, seed = LOADS[name], iter(range(1, 1 << 30))
     for system in systems:  # the first requests pay for what is made once
         await ask(
-            system, source, Load(rate=2.0, num_requests=6, arrivals="poisson"), never, next(seed)
+            system, source, Load(rate=2.0, num_requests=6, arrivals="poisson"), NEVER, next(seed)
         )
     unloaded = Load(rate=0.5, num_requests=asked.unloaded, burstiness=math.inf, arrivals="poisson")
-    for system in systems:
-        alone[system.name] = await ask(system, source, unloaded, never, next(seed))
-        report(name, system.name, alone[system.name])
-    best_alone = {
-        key: min(found[key]["p50"] for found in alone.values()) for key in ("ttft_s", "tpot_s")
-    }
-    slos = {
-        label: Slo(ttft_s=ttft * best_alone["ttft_s"], tpot_s=tpot * best_alone["tpot_s"])
-        for label, (ttft, tpot) in SLOS.items()
-    }
-    goodputs: dict[str, list[dict[str, float]]] = {}
-    for label, slo in slos.items():
-        if label not in asked.slos:
-            continue
-        print(f"{name}: {label} SLO: TTFT {slo.ttft_s:.3f} s, TPOT {slo.tpot_s * 1e3:.1f} ms")
-        beyond = {one.name: 0.0 for one in systems if is_beyond(alone[one.name], slo)}
-        for repetition in range(asked.repetitions if label == "tight" else 1):
-            # A peer has its chance once, and what it has reached then counts in all.
-            absent = beyond.keys() | ({VLLM} if repetition else set[str]())
-            taking_part = [one for one in systems if one.name not in absent]
-            arrivals = asked.seed + repetition
-            best, tried = await search(taking_part, source, slo, seed, arrivals, asked)
-            best |= beyond
-            about = {"load": name, "slo": label, "repetition": repetition}
-            record.rows += [{**about, **row} for row in tried]
+    found: list[Repetition] = []
+    before = [*record.goals]
+    for number in range(asked.repetitions):
+        # A peer has its chance once, and what it has reached then counts in all.
+        here = [one for one in systems if not number or one.name != VLLM]
+        alone: dict[str, dict[str, Any]] = {}
+        for system in here:
+            alone[system.name] = await ask(system, source, unloaded, NEVER, next(seed))
+            report(f"{name}, unloaded", system.name, alone[system.name])
+        repetition = Repetition(alone)
+        for label in asked.slos:
+            if number and label != "tight":
+                continue
+            slo = repetition.slo(label)
+            print(f"{name}: {label} SLO: TTFT {slo.ttft_s:.3f} s, TPOT {slo.tpot_s * 1e3:.1f} ms")
+            able = [one for one in here if not is_beyond(alone[one.name], slo)]
+            best, tried = await search(able, source, slo, seed, asked.seed + number, asked)
+            best |= {one.name: 0.0 for one in here if one not in able}
+            about = {"load": name, "slo": label, "repetition": number}
             limits = {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s}
+            record.rows += [{**about, **row} for row in tried]
             record.rows.append({**about, "goodput": best, **limits})
-            goodputs.setdefault(label, []).append(best)
             print(f"{name} {label}: goodput {json.dumps(best)}", flush=True)
-    again = {one.name: await ask(one, source, unloaded, never, next(seed)) for one in systems}
-    for system, found in again.items():  # the control: what the machine alone makes of the ratio
-        report(f"{name}, unloaded", system, found)
-    record.rows.append({"load": name, "unloaded": alone, "unloaded_again": again})
-    set_goals(record, name, goodputs.get("tight", []), alone)
+            if label == "tight":
+                repetition.goodput, repetition.tried = best, tried
+        record.rows.append({"load": name, "repetition": number, "unloaded": alone})
+        found.append(repetition)
+        record.goals[:] = before
+        set_goals(record, name, found)
+        if asked.record:
+            record.save()
 
 
 def is_beyond(alone: dict[str, Any], slo: Slo) -> bool:
@@ -289,42 +317,27 @@ async def search(
     return {name: one.best for name, one in searches.items()}, tried
 
 
-def set_goals(
-    record: Record, name: str, goodputs: Sequence[dict[str, float]], alone: dict[str, Any]
-) -> None:
-    """Row 9 of one load, each figure taken within a repetition.
+def set_goals(record: Record, name: str, found: Sequence[Repetition]) -> None:
+    """Note row 9 of one load, ratios within each repetition.
 
     Who attained at no rate counts as if it had at the lowest that it was asked for: the ratio is
     then no more than what we are better by at least.
     """
-    asked = [row for row in record.rows if row["load"] == name and row.get("slo") == "tight"]
-    asked = [row for row in asked if row.get("system") and not row["void"]]
-
-    def reached(system: str, repetition: int) -> float:
-        rates = [
-            row["rate"]
-            for row in asked
-            if (row["system"], row["repetition"]) == (system, repetition)
-        ]
-        return goodputs[repetition][system] or min(rates, default=LOWEST_RATE)
-
-    if goodputs and {DISAGGREGATED, COLOCATED} <= goodputs[0].keys():
-        peer = goodputs[0].get(VLLM, 0.0)
-        repetitions = range(len(goodputs))
+    if {DISAGGREGATED, COLOCATED} <= found[0].goodput.keys():
+        peer = found[0].goodput.get(VLLM, 0.0)
         share = ratios(
-            [goodputs[at][DISAGGREGATED] for at in repetitions],
-            [max(reached(COLOCATED, at), peer) for at in repetitions],
+            [one.goodput[DISAGGREGATED] for one in found],
+            [max(one.reached(COLOCATED), peer) for one in found],
         )
         record.goal(9, f"{name}: goodput x best colocated, tight", share, ">=", 2.0)
-    worst: dict[int, float] = {}
-    for row in asked:
-        if row["system"] == DISAGGREGATED and (row["attainment"] or 0) >= TARGET:
-            at = row["repetition"]
-            worst[at] = max(worst.get(at, 0.0), row["itl_s"]["p99"])
+    worst: list[float] = []
+    for one in found:
+        attaining = [row for row in one.asked(DISAGGREGATED) if (row["attainment"] or 0) >= TARGET]
+        if attaining:
+            unloaded = one.alone[DISAGGREGATED]["itl_s"]["p99"]
+            worst.append(max(row["itl_s"]["p99"] for row in attaining) / unloaded)
     if worst:
-        unloaded = alone[DISAGGREGATED]["itl_s"]["p99"]
-        share = spread([value / unloaded for value in worst.values()])
-        record.goal(9, f"{name}: P99 ITL under load / unloaded", share, "<=", 1.2)
+        record.goal(9, f"{name}: P99 ITL under load / unloaded", spread(worst), "<=", 1.2)
 
 
 def report(load: str, system: str, found: dict[str, Any]) -> None:
@@ -381,7 +394,7 @@ async def main(asked: argparse.Namespace) -> None:
             print(f"{name}: ready after {time.monotonic() - began_at:.0f} s", flush=True)
         for name in asked.loads:
             await measure(record, systems, name, asked)
-    path = record.finish(write=True if asked.record else None)
+    path = record.finish(write=asked.record)
     if path is not None:
         save(pictures_of(record.rows), path)
 
@@ -418,8 +431,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--loads", nargs="+", choices=list(LOADS), default=list(LOADS))
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS)
     parser.add_argument("--repetitions", type=int, default=5, help="searches at the tight SLO")
-    parser.add_argument("--seconds", type=float, default=20.0, help="length of a run, at least")
-    parser.add_argument("--least", type=int, default=10, help="requests of a run, at least")
+    parser.add_argument("--seconds", type=float, default=30.0, help="length of a run, at least")
+    parser.add_argument("--least", type=int, default=20, help="requests of a run, at least")
     parser.add_argument("--first-rate", type=float, default=2.0, help="requests/s to begin with")
     parser.add_argument("--unloaded", type=int, default=25, help="requests of the unloaded run")
     parser.add_argument("--tbt-ms", type=float, default=15.0, help="colocated: target of a step")
@@ -437,6 +450,8 @@ def parse() -> argparse.Namespace:
         asked.loads, asked.systems = asked.loads[:1], (DISAGGREGATED, COLOCATED)
         asked.seconds, asked.unloaded, asked.repetitions, asked.least = 4.0, 4, 1, 2
         asked.slos, asked.tolerance = ["tight"], 0.5
+    else:
+        asked.record = True
     return asked
 
 

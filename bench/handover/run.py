@@ -117,6 +117,8 @@ class Client:
     async def ask(self) -> Answer:
         """One answer to its end."""
         request = self._request()
+        # One that the gateway has closed, as it was idle for long, is nobody's.
+        self._idle = [(reader, writer) for reader, writer in self._idle if not reader.at_eof()]
         reader, writer = (
             self._idle.pop() if self._idle else await asyncio.open_connection(*self._address)
         )

@@ -71,7 +71,12 @@ class DecodeWorker:
         times, config = self.step_times, self._config
         if times is None:
             return None
-        return TimeBudget(times.predict, config.tbt_target_s, config.max_step_tokens)
+        return TimeBudget(
+            times.predict,
+            config.tbt_target_s,
+            config.max_step_tokens,
+            is_expecting=lambda: self.leases.is_expecting,
+        )
 
     def load(self) -> WorkerLoad:
         """What this worker is busy with now."""

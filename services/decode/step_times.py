@@ -42,6 +42,7 @@ class StepTimes:
         self._model = StepTimeModel()
         self._slowness = MovingMean()
         self._quickest_s = 0.0
+        self._most_tokens = 0
 
     def predict(self, num_tokens: int, num_attended: int) -> float:
         """Return seconds, never less than the quickest step of the profile took."""
@@ -49,10 +50,11 @@ class StepTimes:
         return seconds * (self._slowness.value or 1.0)
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
-        """Take note of a step that was run; only those with prompt chunks count."""
-        if not plan.num_prefill_tokens:
-            return
+        """Take note of a step that was run. Only those with prompt chunks count, and none that is
+        larger than all of the profile, as a whole prompt is while nobody decodes."""
         num_tokens = plan.num_decode_rows + plan.num_prefill_tokens
+        if not plan.num_prefill_tokens or num_tokens > self._most_tokens:
+            return
         num_attended = sum(attended(row.start, row.stop) for row in plan.rows)
         predicted_s = max(self._quickest_s, self._model.predict(num_tokens, num_attended))
         if predicted_s > 0:
@@ -80,6 +82,7 @@ class StepTimes:
                 row = _row(engine, depth, size)
                 seconds = await _quickest(compute, row, stopwatch)
                 self._quickest_s = min(seconds, self._quickest_s or seconds)
+                self._most_tokens = max(self._most_tokens, size)
                 for _ in range(REPETITIONS):
                     self._model.observe(size, attended(depth, depth + size), seconds)
                 if seconds > target_s and size >= LEAST_LARGEST:

@@ -4,7 +4,9 @@ Stall-free batching (Sarathi-Serve, OSDI'24, Algorithm 3) gives prompts what is 
 budget. The budget is a number, or follows from how long a step may take: Sarathi profiles batches
 once and takes the largest one within the target for the time between tokens; ``TimeBudget`` asks
 the same model for each step anew, because attention makes a chunk dearer the deeper it lies in its
-prompt, and contexts of running sequences cost time as well.
+prompt, and contexts of running sequences cost time as well. Nor is a target kept that is nobody's:
+while no sequence waits for its next token, the first prompt is computed as a whole, as a prefill
+worker does it.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ PredictStep = Callable[[int, int], float]
 """(tokens computed, positions attended to by all of them together) -> seconds; grows with both."""
 
 LEAST_CHUNK = 16
-"""Tokens that the first prompt of a step gets however late the step is: a step costs as much with
-one token more as with these."""
+"""Tokens that the first prompt of a step gets however late other sequences are: a step costs as
+much with one token more as with these."""
 
 TILE = 16
 """Larger chunks are cut to a multiple: matrix kernels cost the whole tile."""
@@ -32,9 +34,9 @@ def attended(start: int, stop: int) -> int:
 class StepBudget(Protocol):
     """Asked for one chunk after the other while a step is planned."""
 
-    @property
-    def least(self) -> int:
-        """Tokens for the first prompt of a step if there is no room: it must not starve."""
+    def least(self, num_decodes: int) -> int:
+        """Return how many tokens of its first prompt a step takes even if there is no room, beside
+        the next tokens of ``num_decodes`` sequences: it must not starve."""
         ...
 
     def room(self, num_tokens: int, num_attended: int, start: int) -> int:
@@ -48,22 +50,36 @@ class TokenBudget:
     """At most so many tokens a step."""
 
     max_tokens: int
-    least: int = 1
+
+    def least(self, num_decodes: int) -> int:
+        """See ``StepBudget``."""
+        return 1
 
     def room(self, num_tokens: int, num_attended: int, start: int) -> int:
         """See ``StepBudget``."""
         return self.max_tokens - num_tokens
 
 
+def _nobody() -> bool:
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class TimeBudget:
     """As many tokens as keep the predicted time of the step within ``target_s``, and at most
-    ``max_tokens``."""
+    ``max_tokens``; these for the first prompt if no sequence decodes.
+
+    is_expecting: whether a sequence that decodes may join while the step runs, and would wait.
+    """
 
     predict: PredictStep
     target_s: float
     max_tokens: int
-    least: int = LEAST_CHUNK
+    is_expecting: Callable[[], bool] = _nobody
+
+    def least(self, num_decodes: int) -> int:
+        """See ``StepBudget``."""
+        return LEAST_CHUNK if num_decodes or self.is_expecting() else self.max_tokens
 
     def room(self, num_tokens: int, num_attended: int, start: int) -> int:
         """See ``StepBudget``."""

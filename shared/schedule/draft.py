@@ -33,8 +33,9 @@ class Draft:
         """Return how many tokens of a prompt, from position ``start`` on, still fit."""
         num_tokens = self.num_decode_rows + self.num_prefill_tokens
         room = self._budget.room(num_tokens, self._num_attended, start)
-        # However many sequences decode, the first prompt must not starve.
-        return max(room, 0 if self.num_prefill_tokens else self._budget.least)
+        if self.num_prefill_tokens:
+            return room
+        return max(room, self._budget.least(self.num_decode_rows))
 
     def add(self, sequence: Sequence, stop: int) -> None:
         """Add the row that computes the sequence's tokens up to ``stop``, or to its end if that

@@ -15,6 +15,8 @@ from shared.engine.fake import FakeEngine, FakeTiming
 from shared.engine.worker import VirtualCompute
 from shared.errors import DeadlinePassed, InvalidRequest, Overloaded, WorkerLost
 from shared.schedule.budget import attended
+from shared.schedule.plan import StepPlan
+from tests.support.cores import Worker, a_sequence
 from tests.support.storm import sampled, storm
 from tests.support.whole_mesh import Answer, WholeMesh, whole_mesh
 from tests.support.worker_mesh import MODEL, a_prompt, expected, virtual_time
@@ -99,6 +101,39 @@ async def test_a_running_answer_does_not_wait_for_a_long_prompt(is_bound_by_time
 
 
 @virtual_time
+async def test_a_prompt_alone_is_one_step() -> None:
+    """While nobody decodes there is no target to keep: 20 ms and 1 ms a token, once."""
+    async with whole_mesh(**COLOCATED, num_blocks=200, timing=SLOW) as mesh:
+        answer = await mesh.ask(a_prompt(1000), 3)
+        assert answer.token_ids == expected(a_prompt(1000), 3)
+        assert answer.receipt["prefill_s"] == pytest.approx(1.02, abs=0.005)
+        assert mesh.decodes[0].worker.scheduler.statistics().num_steps <= 4
+
+
+@virtual_time
+async def test_an_answer_on_its_way_does_not_wait_for_a_long_prompt() -> None:
+    """A prefill worker computes its prompt and will push; a prompt that is computed here meanwhile
+    is cut into chunks, though nobody decodes yet."""
+    target_s = 0.06
+    decode = {"colocated": True, "tbt_target_s": target_s}
+    settings: dict[str, Any] = {"decode": decode, "gateway": {"policy": "round_robin"}}
+    async with whole_mesh(**settings, num_prefill=1, num_blocks=300, timing=SLOW) as mesh:
+        while (await mesh.ask(a_prompt(3), 2)).receipt["mode"] != "colocated":
+            pass  # the next one goes to the pair
+        async with asyncio.TaskGroup() as tasks:
+            pushed = tasks.create_task(mesh.ask(a_prompt(200), 20))
+            await mesh.until(lambda: mesh.decodes[0].worker.leases.is_expecting)
+            long = tasks.create_task(mesh.ask(a_prompt(1500, seed=2), 4))
+        answer = pushed.result()
+        assert answer.receipt["mode"] != "colocated"
+        assert long.result().receipt["mode"] == "colocated"
+        gaps = [after - before for before, after in pairwise(answer.arrived_at)]
+        assert max(gaps) < 2 * target_s  # token 2: the step that runs, and its own
+        assert answer.token_ids == expected(a_prompt(200), 20)
+        assert not mesh.decodes[0].worker.leases.is_expecting
+
+
+@virtual_time
 async def test_a_profile_predicts_steps_it_has_not_seen() -> None:
     """Small and large chunks, early and late ones, within a tenth; the pool is left as it was."""
     timing = FakeTiming(base_s=0.01, prefill_token_s=0.0005)
@@ -109,6 +144,25 @@ async def test_a_profile_predicts_steps_it_has_not_seen() -> None:
     for start, size in ((0, 40), (0, 150), (500, 100)):
         right = timing.base_s + size * timing.prefill_token_s
         assert times.predict(size, attended(start, start + size)) == pytest.approx(right, rel=0.1)
+
+
+@virtual_time
+async def test_steps_larger_than_the_profile_correct_nothing() -> None:
+    """A whole prompt's step says nothing about chunks; a chunk's that took twice as long does."""
+    engine = FakeEngine(model=MODEL, num_blocks=200, block_size=16, timing=SLOW)
+    loop, times = asyncio.get_running_loop(), StepTimes()
+    await times.profile(engine, VirtualCompute(engine), loop.time, target_s=0.1, max_tokens=2048)
+    before = times.predict(100, 100)
+    times.learn(_a_plan(1000), 10 * times.predict(1000, attended(0, 1000)))
+    assert times.predict(100, 100) == before
+    times.learn(_a_plan(64), 2 * times.predict(64, attended(0, 64)))
+    assert times.predict(100, 100) > before
+
+
+def _a_plan(num_tokens: int) -> StepPlan:
+    worker = Worker(num_blocks=400, token_budget=2048, model=MODEL)
+    worker.scheduler.add(a_sequence(num_tokens, max_tokens=1))
+    return worker.scheduler.plan()
 
 
 @virtual_time

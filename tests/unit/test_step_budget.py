@@ -70,12 +70,52 @@ def test_a_long_prompt_runs_beside_answers_within_the_target() -> None:
 def test_a_prompt_advances_however_late_the_steps_are() -> None:
     """The target cannot be kept: running answers do not wait, and the first prompt gets a tile."""
     worker = Worker(budget=a_budget(0.001))
+    worker.scheduler.add(answer := a_sequence(4, max_tokens=2))
+    worker.step()
     first, second = a_sequence(40, max_tokens=2), a_sequence(40, max_tokens=2)
     worker.scheduler.add(first)
     worker.scheduler.add(second)
     plan = worker.scheduler.plan()
-    assert [len(row.token_ids) for row in plan.rows] == [LEAST_CHUNK]
+    assert [len(row.token_ids) for row in plan.rows] == [1, LEAST_CHUNK]
+    worker.scheduler.commit(plan, worker.engine.step(plan.rows))
+    worker.run()
+    assert all(sequence.is_finished for sequence in (answer, first, second))
+
+
+def test_while_nobody_decodes_the_first_prompt_is_computed_as_a_whole() -> None:
+    """There is nobody whose next token a long step delays. The next prompt does not ride along:
+    the first one's token would wait for it; and from that token on steps are in time."""
+    worker = Worker(num_blocks=256, budget=a_budget(0.070))
+    first, second = a_sequence(200, max_tokens=9), a_sequence(200, max_tokens=2)
+    worker.scheduler.add(first)
+    worker.scheduler.add(second)
+    plan = worker.scheduler.plan()
+    assert [len(row.token_ids) for row in plan.rows] == [200]
+    worker.scheduler.commit(plan, worker.engine.step(plan.rows))
+    plan = worker.scheduler.plan()
+    assert plan.num_decode_rows == 1
+    assert 0 < plan.num_prefill_tokens <= 50
     worker.scheduler.commit(plan, worker.engine.step(plan.rows))
     worker.run()
     assert first.is_finished
     assert second.is_finished
+
+
+def test_a_whole_prompt_is_bounded_by_the_tokens_of_a_step() -> None:
+    """One that is longer takes several steps."""
+    worker = Worker(num_blocks=256, budget=a_budget(0.070, max_tokens=128))
+    worker.scheduler.add(a_sequence(300, max_tokens=2))
+    assert [len(worker.scheduler.plan().rows[0].token_ids)] == [128]
+
+
+def test_prompts_keep_to_the_target_while_an_answer_is_expected() -> None:
+    """Its first token was made elsewhere, and it would wait for the end of a long step."""
+    is_expecting = True
+    budget = TimeBudget(predicted, 0.070, 2048, is_expecting=lambda: is_expecting)
+    worker = Worker(num_blocks=256, budget=budget)
+    worker.scheduler.add(a_sequence(300, max_tokens=2))
+    plan = worker.scheduler.plan()
+    assert plan.num_prefill_tokens <= 60
+    worker.scheduler.commit(plan, worker.engine.step(plan.rows))
+    is_expecting = False
+    assert worker.scheduler.plan().num_prefill_tokens == 300 - plan.num_prefill_tokens

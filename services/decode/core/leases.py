@@ -274,6 +274,12 @@ class Leases:
 
     # --- looking at it -------------------------------------------------------------------------
 
+    @property
+    def is_expecting(self) -> bool:
+        """Whether a sequence may join: its prompt is computed elsewhere or on its way here."""
+        ends = (LeaseState.ABORTING, LeaseState.QUARANTINED)
+        return any(lease.state not in ends for lease in self._leases.values())
+
     def statistics(self) -> LeaseStatistics:
         """Return all gauges and counters at once."""
         number = Counter(lease.state for lease in self._leases.values())
