@@ -259,6 +259,10 @@ class PrefillConfig(WorkerConfig):
     max_jobs: int = 256
     """Prompts in hand at once; more are refused."""
 
+    batch_tokens: int = 0
+    """Prompts share a step up to so many tokens in all; a longer one is computed alone, before the
+    next. 0 = what keeps the device busy: 64 on a CPU, 512 on a GPU."""
+
     transfer_mode: str = "auto"
     """layerwise: KV moves while later layers compute; serialized: after them; auto: whichever
     exposes less."""
@@ -273,6 +277,7 @@ class PrefillConfig(WorkerConfig):
         """See ServiceConfig."""
         super(PrefillConfig, self).check()
         _require(self.max_jobs >= 1, "max_jobs", "must be at least 1")
+        _require(0 <= self.batch_tokens <= 1 << 24, "batch_tokens", "must be 0..16777216")
         _require(
             self.transfer_mode in ("auto", "layerwise", "serialized"),
             "transfer_mode",

@@ -23,6 +23,7 @@ from shared.ids import Incarnation, new_incarnation
 from shared.rpc.join import WorkerRole
 from shared.runtime.platform import Platform
 from shared.runtime.worker import WorkerLife, WorkerParts, devices, pool_and_scheduler
+from shared.schedule.budget import BatchBudget
 from shared.telemetry.tracing import tracing
 from shared.telemetry.worker import PairSpeed, WorkerHoldings
 from shared.transfer.plan import DEFAULT_MAX_FRAME_BYTES, TransferMode
@@ -37,7 +38,10 @@ class PrefillWorker:
         self._platform = platform
         self._engine = engine
         self.incarnation: Incarnation = new_incarnation(platform.random_bytes)
-        self.pool, self.scheduler = pool_and_scheduler(config, engine)
+        budget = BatchBudget(
+            config.max_step_tokens, config.batch_tokens or engine.saturating_tokens
+        )
+        self.pool, self.scheduler = pool_and_scheduler(config, engine, budget=budget)
         self.stepper: Stepper | None = None
         self.pusher: Pusher | None = None
 

@@ -47,6 +47,12 @@ class Engine(Protocol):
     @property
     def block_size(self) -> int: ...
 
+    @property
+    def saturating_tokens(self) -> int:
+        """Prompt tokens that keep the device busy: a step of more takes longer by what they take
+        alone, so that prompts gain nothing by sharing it (L_m of DistServe, OSDI 2024, 4.3)."""
+        ...
+
     def pool_arrays(self) -> Sequence[np.ndarray]:
         """Return the pool as arrays of host memory, blocks ascending in each, for who makes it
         resident; empty if it lies on a device."""

@@ -44,12 +44,13 @@ _Words = Any
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeTiming:
     """Seconds of a step: ``base_s`` + shares per prompt token, per decode row, and per token of
-    context that decode rows read."""
+    context that decode rows read. saturating_tokens: see ``Engine``."""
 
     base_s: float = 0.002
     prefill_token_s: float = 20e-6
     decode_row_s: float = 50e-6
     context_token_s: float = 10e-9
+    saturating_tokens: int = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -369,6 +370,11 @@ class FakeEngine:
             if on_layer is not None:
                 on_layer(layer)
         return [self._result(row) for row in rows]
+
+    @property
+    def saturating_tokens(self) -> int:
+        """See Engine."""
+        return self._timing.saturating_tokens
 
     def pool_arrays(self) -> Sequence[np.ndarray]:
         """See Engine: keys and values of every layer."""

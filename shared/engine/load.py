@@ -52,12 +52,14 @@ def _fake(config: WorkerConfig, folder: ModelFolder) -> FakeEngine:
         max_model_len=config.max_model_len or folder.max_model_len,
         eos_token_ids=tuple(sorted(folder.eos_token_ids)) or (0,),
     )
-    no_extras = {"prefill_token_s": 0.0, "decode_row_s": 0.0, "context_token_s": 0.0}
+    timing = FakeTiming(
+        base_s=config.fake_step_s, prefill_token_s=0.0, decode_row_s=0.0, context_token_s=0.0
+    )
     return FakeEngine(
         model=model,
         num_blocks=config.num_blocks or FAKE_NUM_BLOCKS,
         block_size=config.block_size,
-        timing=FakeTiming(base_s=config.fake_step_s, **no_extras),
+        timing=timing,
         real_time=config.fake_step_s > 0,
     )
 

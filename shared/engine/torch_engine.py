@@ -51,6 +51,9 @@ DEFAULT_CPU_KV_BYTES = 1 << 30
 CUDA_KV_SHARE = 0.85
 """Share of the GPU memory left after the weights that goes to KV; the rest is for activations."""
 
+_SATURATING_CPU, _SATURATING_CUDA = 64, 512
+"""See ``Engine.saturating_tokens``. CPU: bench/engine/saturation.py; CUDA: DistServe's, an A100."""
+
 _LOGIT_ROWS = 64
 """Positions whose prompt logprobs are computed at once: bounds ``[rows, vocab_size]`` float32."""
 
@@ -241,6 +244,11 @@ class TorchEngine(Engine):
             results = self._results(wanted, self._forward.run(rows, wanted.samples, on_layer))
         self._step_time.observe(*wanted.step_size, time.perf_counter() - began_at)
         return results
+
+    @property
+    def saturating_tokens(self) -> int:
+        """See Engine."""
+        return _SATURATING_CUDA if self._device.type == "cuda" else _SATURATING_CPU
 
     def pool_arrays(self) -> list[np.ndarray]:
         """See Engine."""

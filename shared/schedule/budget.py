@@ -60,6 +60,29 @@ class TokenBudget:
         return self.max_tokens - num_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class BatchBudget:
+    """At most ``max_tokens``, and prompts share a step only up to ``saturating_tokens`` in all.
+
+    Beyond that a step takes as long as its prompts one after the other, and each would wait for
+    all: shorter prompts are batched to a total near L_m, longer ones go alone (DistServe, OSDI'24,
+    4.3).
+    """
+
+    max_tokens: int
+    saturating_tokens: int
+
+    def least(self, num_decodes: int) -> int:
+        """See ``StepBudget``."""
+        return 1
+
+    def room(self, num_tokens: int, num_attended: int, start: int) -> int:
+        """See ``StepBudget``."""
+        if not num_tokens:
+            return self.max_tokens
+        return min(self.max_tokens, self.saturating_tokens) - num_tokens
+
+
 def _nobody() -> bool:
     return False
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,6 +49,27 @@ async def test_one_prompt_crosses_three_services() -> None:
         assert sum(receipt[name] for name in phases) == pytest.approx(receipt["ttft_s"], abs=2e-6)
         assert receipt["transfer_bytes"] > 0
         assert receipt["attempts"] == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected_s"),
+    [({}, [0.22, 0.44, 0.66, 0.88]), ({"batch_tokens": 2048}, [0.22, 0.84, 0.84, 0.84])],
+)
+@virtual_time
+async def test_a_prompt_does_not_wait_for_those_behind_it(
+    settings: dict[str, Any], expected_s: list[float]
+) -> None:
+    """A device that is busy with one computes them one after the other, 20 ms and 1 ms a token;
+    as one batch those that wait would have their first tokens when the last one has."""
+    timing = replace(SLOW, saturating_tokens=32)
+    async with whole_mesh(prefill=settings, timing=timing, num_blocks=200) as mesh:
+        prompts = [a_prompt(200, seed=seed) for seed in range(4)]
+        async with asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(mesh.ask(prompt, 5)) for prompt in prompts]
+        answers = [task.result() for task in asked]
+        assert [answer.token_ids for answer in answers] == [expected(p, 5) for p in prompts]
+        waited_s = sorted(answer.receipt["ttft_s"] for answer in answers)
+        assert waited_s == pytest.approx(expected_s, abs=0.01)
 
 
 def requests() -> list[Any]:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from shared.schedule.budget import LEAST_CHUNK, TILE, TimeBudget, TokenBudget, attended
+from shared.schedule.budget import (
+    LEAST_CHUNK,
+    TILE,
+    BatchBudget,
+    TimeBudget,
+    TokenBudget,
+    attended,
+)
 from tests.support.cores import Worker, a_sequence
 
 BASE_S, TOKEN_S, ATTENDED_S = 0.010, 0.001, 1e-5
@@ -119,3 +126,31 @@ def test_prompts_keep_to_the_target_while_an_answer_is_expected() -> None:
     worker.scheduler.commit(plan, worker.engine.step(plan.rows))
     is_expecting = False
     assert worker.scheduler.plan().num_prefill_tokens == 300 - plan.num_prefill_tokens
+
+
+def prefill_steps(budget: BatchBudget, *lengths: int) -> list[list[int]]:
+    """Tokens of each prompt in each step, until all have their token."""
+    worker = Worker(num_blocks=1024, cache_prefixes=False, budget=budget)
+    for length in lengths:
+        worker.scheduler.add_prefill(a_sequence(length, max_tokens=9))
+    steps: list[list[int]] = []
+    while not (plan := worker.scheduler.plan()).is_empty:
+        steps.append([len(row.token_ids) for row in plan.rows])
+        worker.scheduler.commit(plan, worker.engine.step(plan.rows))
+    return steps
+
+
+def test_prompts_that_keep_the_device_busy_are_computed_one_after_the_other() -> None:
+    """Together they would take as long, and the first one's token would wait for the last."""
+    assert prefill_steps(BatchBudget(2048, 32), 200, 100, 40) == [[200], [100], [40]]
+
+
+def test_short_prompts_share_a_step_until_the_device_is_busy() -> None:
+    """Up to the bound in all, in order of arrival; what is left goes to a part of the next."""
+    assert prefill_steps(BatchBudget(2048, 32), 8, 8, 8, 8, 8) == [[8, 8, 8, 8], [8]]
+    assert prefill_steps(BatchBudget(2048, 32), 8, 100, 8) == [[8, 24], [76], [8]]
+
+
+def test_a_prompt_alone_is_bounded_by_the_tokens_of_a_step() -> None:
+    """A smaller bound on a step holds for shared ones, too."""
+    assert prefill_steps(BatchBudget(64, 512), 100, 100) == [[64], [36, 28], [64], [8]]

@@ -1,0 +1,201 @@
+"""Under which limits do prefill and decode apart serve more than workers that do both?
+
+    python -m bench.limits.run [--quick] [--load azure-conv] [--rates 0.5 1 1.5 2 3 4]
+
+Every rate is asked of both at the same two cores; the time to the first token and the time per
+token of each answer are kept, and afterwards held against many pairs of limits. What the numbers
+mean: README.md beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import math
+import os
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.disaggregation.run import (
+    COLOCATED,
+    DISAGGREGATED,
+    LOADS,
+    MOST_VOID,
+    NEVER,
+    TARGET,
+    make_model,
+    our_mesh,
+    report,
+    send,
+)
+from bench.plots import Panel, Pictures, save
+from bench.record import Record, spread
+from services.cli.bench.endpoints import Endpoint, open_endpoints
+from services.cli.bench.open_loop import new_event_loop
+from services.cli.bench.records import End, Run
+from services.cli.bench.shapes import Sessions
+from services.cli.bench.summary import summarize
+from services.cli.bench.workload import Load
+from shared.telemetry.definitions import goodput
+
+HERE = Path(__file__).parent
+SYSTEMS = (DISAGGREGATED, COLOCATED)
+TTFT_LIMITS = (3, 5, 10, 20)
+"""As multiples of the best median without load."""
+
+TPOT_LIMITS = (1.1, 1.25, 1.5, 2, 3, 5)
+
+Row = Mapping[str, Any]
+
+
+def goodput_of(rows: Sequence[Row], system: str, ttft: float, tpot: float) -> float:
+    """Return the highest rate that was asked for at which ``TARGET`` of all answers, of all
+    repetitions together, kept limits of so many times the best medians without load."""
+    kept: defaultdict[float, list[bool]] = defaultdict(list)
+    unloaded = {row["repetition"]: row["unloaded"] for row in rows if "unloaded" in row}
+    for row in rows:
+        if row.get("system") != system:
+            continue
+        alone = unloaded[row["repetition"]].values()
+        ttft_s = ttft * min(one["ttft_s"] for one in alone)
+        tpot_s = tpot * min(one["tpot_s"] for one in alone)
+        kept[row["rate"]] += [
+            answer is not None and answer[0] <= ttft_s and answer[1] <= tpot_s
+            for answer in row["answers"]
+        ]
+    shares = [(rate, sum(flags) / len(flags)) for rate, flags in kept.items() if flags]
+    return goodput(shares, target=TARGET)
+
+
+def answers_of(run: Run) -> list[tuple[float, float] | None]:
+    """TTFT and time per token of every request, in seconds; None for one without a whole
+    answer."""
+    outcomes = [one.outcome() for one in run.records if one.end is not End.UNFINISHED]
+    return [
+        (round(ttft_s, 5), round(one.tpot_s, 6))
+        if one.is_complete and (ttft_s := one.ttft_s) is not None
+        else None
+        for one in outcomes
+    ]
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print both goodputs for every pair of limits."""
+    print(f"\ngoodput in requests/s, {DISAGGREGATED} / {COLOCATED}; limits x unloaded medians")
+    print(f"{'TTFT':>6} |" + "".join(f"{f'TPOT {tpot:g}':>14}" for tpot in TPOT_LIMITS))
+    for ttft in TTFT_LIMITS:
+        cells = [
+            " / ".join(f"{goodput_of(rows, system, ttft, tpot):g}" for system in SYSTEMS)
+            for tpot in TPOT_LIMITS
+        ]
+        print(f"{ttft:6g} |" + "".join(f"{cell:>14}" for cell in cells))
+
+
+async def measure(
+    record: Record, systems: Mapping[str, Sequence[Endpoint]], asked: argparse.Namespace
+) -> None:
+    """All rates in turn, each asked of both; unloaded medians first, in every repetition."""
+    source, seed = LOADS[asked.load], iter(range(1, 1 << 30))
+    first = Load(rate=2.0, num_requests=6, arrivals="poisson")
+    unloaded = Load(rate=0.5, num_requests=asked.unloaded, burstiness=math.inf, arrivals="poisson")
+    for endpoints in systems.values():
+        await send(endpoints, source, first, next(seed))
+    for repetition in range(asked.repetitions):
+        alone: dict[str, dict[str, float]] = {}
+        for name, endpoints in systems.items():
+            found = summarize(await send(endpoints, source, unloaded, next(seed)), NEVER)
+            report("unloaded", name, found)
+            alone[name] = {key: found[key]["p50"] for key in ("ttft_s", "tpot_s")}
+        record.rows.append({"repetition": repetition, "unloaded": alone})
+        for rate in asked.rates:
+            load = Load(
+                rate=rate,
+                duration_s=max(asked.seconds, asked.least / rate),
+                arrivals="poisson",
+                seed=asked.seed + repetition,
+            )
+            for name, endpoints in systems.items():
+                for attempt in range(MOST_VOID + 1):
+                    run = await send(endpoints, source, load, next(seed))
+                    found = summarize(run, NEVER)
+                    report(f"repetition {repetition}", name, found)
+                    if not found["void"] or attempt == MOST_VOID:
+                        break
+                about = {"repetition": repetition, "system": name, "rate": rate}
+                record.rows.append({**about, "void": found["void"], "answers": answers_of(run)})
+        if asked.record:
+            record.save()
+
+
+async def main(asked: argparse.Namespace) -> None:
+    """Start both, ask them, write."""
+    record = Record(HERE, asked.quick)
+    record.environment |= {"load": asked.load, "tbt_ms": asked.tbt_ms}
+    async with contextlib.AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        make_model(folder)
+
+        async def opened(*nums_colocated: int) -> list[Endpoint]:
+            urls: list[str] = []
+            for num in nums_colocated:
+                mesh = our_mesh(folder, num_colocated=num, tbt_s=asked.tbt_ms / 1e3, realtime=False)
+                urls += await stack.enter_async_context(mesh)
+            return await stack.enter_async_context(open_endpoints(urls))
+
+        # Prompts that share prefixes go to a worker that has them: one gateway a worker.
+        together = (1, 1) if isinstance(LOADS[asked.load], Sessions) else (2,)
+        systems = {DISAGGREGATED: await opened(0), COLOCATED: await opened(*together)}
+        await measure(record, systems, asked)
+    show(record.rows)
+    path = record.finish(write=asked.record)
+    if path is not None:
+        save(pictures_of(record.rows), path)
+
+
+def pictures_of(rows: Sequence[Row]) -> Pictures:
+    """Goodput over the limit of the time per token, a plot for each limit of TTFT."""
+    panels: list[Panel] = []
+    for ttft in TTFT_LIMITS:
+        lines = {
+            name: [(tpot, spread([goodput_of(rows, name, ttft, tpot)])) for tpot in TPOT_LIMITS]
+            for name in SYSTEMS
+        }
+        title = f"TTFT within {ttft} x unloaded (CPU)"
+        panels.append(Panel(title, "limit of TPOT, x unloaded", "goodput, requests/s", lines))
+    return {"": panels}
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--quick", action="store_true", help="two rates, seconds each, not written")
+    parser.add_argument("--load", choices=list(LOADS), default="azure-conv")
+    parser.add_argument(
+        "--rates", nargs="+", type=float, default=[0.5, 1.0, 1.5, 2.0, 3.0, 4.0], help="requests/s"
+    )
+    parser.add_argument("--repetitions", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=25.0, help="length of a run, at least")
+    parser.add_argument("--least", type=int, default=20, help="requests of a run, at least")
+    parser.add_argument("--unloaded", type=int, default=20, help="requests of the unloaded run")
+    parser.add_argument("--tbt-ms", type=float, default=15.0, help="colocated: target of a step")
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    asked.record = not asked.quick
+    if asked.quick:
+        asked.rates, asked.repetitions = [1.0, 2.0], 1
+        asked.seconds, asked.least, asked.unloaded = 4.0, 2, 4
+    return asked
+
+
+if __name__ == "__main__":
+    # Streams of three processes end here: the client shall not be what is late.
+    with contextlib.suppress(OSError):
+        os.nice(-10)
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(main(parse()))
+    sys.exit(0)

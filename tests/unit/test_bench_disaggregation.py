@@ -1,0 +1,86 @@
+"""How searches become row 9: ratios within a repetition, and what counts where nothing attained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.disaggregation.run import (
+    COLOCATED,
+    DISAGGREGATED,
+    LOWEST_RATE,
+    VLLM,
+    Repetition,
+    set_goals,
+)
+from bench.record import Goal, Record
+
+
+def alone(itl_p99: float = 0.010, *, ttft: float = 0.2, tpot: float = 0.006) -> dict[str, Any]:
+    """What a system shows without load."""
+    return {"ttft_s": {"p50": ttft}, "tpot_s": {"p50": tpot}, "itl_s": {"p99": itl_p99}}
+
+
+def a_run(system: str, rate: float, share: float, *, itl_p99: float = 0.012) -> dict[str, Any]:
+    """One rate that was asked for."""
+    itl = {"p99": itl_p99}
+    return {"system": system, "rate": rate, "attainment": share, "void": [], "itl_s": itl}
+
+
+def goals_of(*found: Repetition) -> list[Goal]:
+    """The goals of these repetitions."""
+    record = Record(Path("disaggregation"), is_quick=True)
+    set_goals(record, "a load", found)
+    return record.goals
+
+
+def test_limits_are_multiples_of_the_best_medians() -> None:
+    """Of whichever system has them, each on its own."""
+    repetition = Repetition({"one": alone(ttft=0.2, tpot=0.009), "other": alone(ttft=0.3)})
+    slo = repetition.slo("tight")
+    assert (slo.ttft_s, slo.tpot_s) == (pytest.approx(1.0), pytest.approx(0.009))
+    assert repetition.slo("relaxed").ttft_s == pytest.approx(2.0)
+
+
+def test_ratios_are_taken_within_a_repetition() -> None:
+    """Twice and four times the colocated pair is three times in the median."""
+    unloaded = {DISAGGREGATED: alone()}
+    slow = Repetition(unloaded, {DISAGGREGATED: 1.0, COLOCATED: 0.5})
+    quick = Repetition(unloaded, {DISAGGREGATED: 8.0, COLOCATED: 2.0})
+    (goal,) = goals_of(slow, quick)
+    assert (goal.value, goal.lowest, goal.highest) == (3.0, 2.0, 4.0)
+
+
+def test_who_attains_at_no_rate_counts_as_if_at_the_lowest_it_was_asked_for() -> None:
+    """At the lowest of all if it was asked for none; what was void was not asked."""
+    void = {**a_run(COLOCATED, 0.125, 0.0), "void": ["late"]}
+    tried = [a_run(COLOCATED, 0.5, 0.3), a_run(COLOCATED, 0.25, 0.8), void]
+    none_attained = Repetition({}, {DISAGGREGATED: 1.0, COLOCATED: 0.0}, tried)
+    assert goals_of(none_attained)[0].value == 4.0
+    not_asked = Repetition({}, {DISAGGREGATED: 1.0, COLOCATED: 0.0})
+    assert goals_of(not_asked)[0].value == pytest.approx(1.0 / LOWEST_RATE)
+
+
+def test_a_peer_that_is_better_than_the_colocated_pair_is_what_counts() -> None:
+    """In every repetition, though it was asked in the first one only."""
+    first = Repetition({}, {DISAGGREGATED: 1.0, COLOCATED: 0.5, VLLM: 2.0})
+    second = Repetition({}, {DISAGGREGATED: 1.0, COLOCATED: 0.5})
+    assert goals_of(first, second)[0].highest == 0.5
+
+
+def test_gaps_are_compared_with_those_without_load_of_the_same_repetition() -> None:
+    """The worst rate that attained counts; one that did not, and the colocated pair's, do not."""
+    goodput = {DISAGGREGATED: 1.0, COLOCATED: 1.0}
+    tried = [
+        a_run(DISAGGREGATED, 0.5, 1.0, itl_p99=0.012),
+        a_run(DISAGGREGATED, 1.0, 0.9, itl_p99=0.015),
+        a_run(DISAGGREGATED, 2.0, 0.1, itl_p99=0.090),
+        a_run(COLOCATED, 1.0, 1.0, itl_p99=0.080),
+    ]
+    first = Repetition({DISAGGREGATED: alone(0.010)}, goodput, tried)
+    second = Repetition({DISAGGREGATED: alone(0.015)}, goodput, tried)
+    _, goal = goals_of(first, second)
+    assert (goal.lowest, goal.highest) == (pytest.approx(1.0), pytest.approx(1.5))
+    assert not goal.is_met
