@@ -104,9 +104,12 @@ class Record:
     environment: dict[str, Any] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
     goals: list[Goal] = field(default_factory=list)
+    stem: str = field(init=False)
+    """Name of this run's files: date, commit, machine."""
 
     def __post_init__(self) -> None:
         self.environment = {**environment(), **self.environment}
+        self.stem = f"{datetime.date.today()}-{self.environment['commit']}-{machine_name()}"
 
     def goal(
         self,
@@ -139,24 +142,21 @@ class Record:
                     file.write(json.dumps(asdict(goal)) + "\n")
         if not (not self.is_quick if write is None else write):
             return None
-        path = self.save()
+        partial = self.save()
+        path = partial.replace(partial.with_suffix(""))
         print(f"written to {path.relative_to(PROJECT)}")
         return path
 
     def save(self) -> Path:
-        """Write what there is so far; a long run that is ended has that."""
+        """Write what there is so far beside the results, for whoever ends a long run; nothing else
+        reads it."""
         self.environment["load_after"] = os.getloadavg()
-        path = self.folder / "results" / f"{self.stem}.json"
+        path = self.folder / "results" / f"{self.stem}.json.partial"
         path.parent.mkdir(exist_ok=True)
         entries = [{**asdict(goal), "is_met": goal.is_met} for goal in self.goals]
         content = {"environment": self.environment, "goals": entries, "rows": self.rows}
         path.write_text(as_text(content))
         return path
-
-    @property
-    def stem(self) -> str:
-        """Name of this run's files: date, commit, machine."""
-        return f"{datetime.date.today()}-{self.environment['commit']}-{machine_name()}"
 
 
 def as_text(content: dict[str, Any]) -> str:

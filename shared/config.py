@@ -260,8 +260,8 @@ class PrefillConfig(WorkerConfig):
     """Prompts in hand at once; more are refused."""
 
     batch_tokens: int = 0
-    """Prompts share a step up to so many tokens in all; a longer one is computed alone, before the
-    next. 0 = what keeps the device busy: 64 on a CPU, 512 on a GPU."""
+    """Prompts share a step up to so many tokens in all; what is longer is computed alone, before
+    the next. 0 = what keeps the device busy: 64 on a CPU, 512 on a GPU."""
 
     transfer_mode: str = "auto"
     """layerwise: KV moves while later layers compute; serialized: after them; auto: whichever

@@ -32,9 +32,9 @@ def measure(threads: int, folder: Path, repetitions: int) -> None:
          "--vocab", str(model.VOCAB)],
         without_ucx(),
     )  # fmt: skip
-    end.answer()
     rates: dict[int, list[float]] = {length: [] for length in LENGTHS}
     try:
+        end.answer()
         for _ in range(repetitions):
             for length in LENGTHS:
                 end.tell({"do": "prefill", "tokens": length, "times": max(3, TOKENS // length)})

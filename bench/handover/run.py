@@ -118,7 +118,8 @@ class Client:
         """One answer to its end."""
         request = self._request()
         # One that the gateway has closed, as it was idle for long, is nobody's.
-        self._idle = [(reader, writer) for reader, writer in self._idle if not reader.at_eof()]
+        while self._idle and (self._idle[-1][0].at_eof() or self._idle[-1][1].is_closing()):
+            self._idle.pop()[1].close()
         reader, writer = (
             self._idle.pop() if self._idle else await asyncio.open_connection(*self._address)
         )

@@ -1,6 +1,6 @@
 """Under which limits do prefill and decode apart serve more than workers that do both?
 
-    python -m bench.limits.run [--quick] [--load azure-conv] [--rates 0.5 1 1.5 2 3 4]
+    python -m bench.limits.run [--quick] [--loads azure-conv mooncake] [--rates 0.75 1.25 2.5]
 
 Every rate is asked of both at the same two cores; the time to the first token and the time per
 token of each answer are kept, and afterwards held against many pairs of limits. What the numbers
@@ -17,7 +17,8 @@ import os
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from services.cli.bench.open_loop import new_event_loop
 from services.cli.bench.records import End, Run
 from services.cli.bench.shapes import Sessions
 from services.cli.bench.summary import summarize
-from services.cli.bench.workload import Load
+from services.cli.bench.workload import Load, Source
 from shared.telemetry.definitions import goodput
 
 HERE = Path(__file__).parent
@@ -55,11 +56,14 @@ Row = Mapping[str, Any]
 
 def goodput_of(rows: Sequence[Row], system: str, ttft: float, tpot: float) -> float:
     """Return the highest rate that was asked for at which ``TARGET`` of all answers, of all
-    repetitions together, kept limits of so many times the best medians without load."""
+    repetitions together, kept limits of so many times the best medians without load.
+
+    rows: one load's; runs in which the client fell behind do not count.
+    """
     kept: defaultdict[float, list[bool]] = defaultdict(list)
     unloaded = {row["repetition"]: row["unloaded"] for row in rows if "unloaded" in row}
     for row in rows:
-        if row.get("system") != system:
+        if row.get("system") != system or row["void"]:
             continue
         alone = unloaded[row["repetition"]].values()
         ttft_s = ttft * min(one["ttft_s"] for one in alone)
@@ -84,9 +88,9 @@ def answers_of(run: Run) -> list[tuple[float, float] | None]:
     ]
 
 
-def show(rows: Sequence[Row]) -> None:
+def show(load: str, rows: Sequence[Row]) -> None:
     """Print both goodputs for every pair of limits."""
-    print(f"\ngoodput in requests/s, {DISAGGREGATED} / {COLOCATED}; limits x unloaded medians")
+    print(f"\n{load}: requests/s, {DISAGGREGATED} / {COLOCATED}; limits x unloaded medians")
     print(f"{'TTFT':>6} |" + "".join(f"{f'TPOT {tpot:g}':>14}" for tpot in TPOT_LIMITS))
     for ttft in TTFT_LIMITS:
         cells = [
@@ -96,98 +100,130 @@ def show(rows: Sequence[Row]) -> None:
         print(f"{ttft:6g} |" + "".join(f"{cell:>14}" for cell in cells))
 
 
+async def ask(
+    title: str,
+    name: str,
+    endpoints: Sequence[Endpoint],
+    source: Source,
+    load: Load,
+    seed: Iterator[int],
+) -> tuple[Run, list[str]]:
+    """Send one workload, and once or twice more if the client fell behind; what made the last run
+    void comes with it."""
+    for attempt in count():
+        run = await send(endpoints, source, load, next(seed))
+        found = summarize(run, NEVER)
+        report(title, name, found)
+        if not found["void"] or attempt == MOST_VOID:
+            return run, found["void"]
+    raise AssertionError
+
+
 async def measure(
-    record: Record, systems: Mapping[str, Sequence[Endpoint]], asked: argparse.Namespace
+    record: Record,
+    load: str,
+    systems: Mapping[str, Sequence[Endpoint]],
+    asked: argparse.Namespace,
 ) -> None:
     """All rates in turn, each asked of both; unloaded medians first, in every repetition."""
-    source, seed = LOADS[asked.load], iter(range(1, 1 << 30))
+    source, seed = LOADS[load], iter(range(1, 1 << 30))
     first = Load(rate=2.0, num_requests=6, arrivals="poisson")
     unloaded = Load(rate=0.5, num_requests=asked.unloaded, burstiness=math.inf, arrivals="poisson")
     for endpoints in systems.values():
         await send(endpoints, source, first, next(seed))
     for repetition in range(asked.repetitions):
+        about = {"load": load, "repetition": repetition}
         alone: dict[str, dict[str, float]] = {}
-        for name, endpoints in systems.items():
+        turns = [*systems.items()][:: -1 if repetition % 2 else 1]
+        for name, endpoints in turns:
             found = summarize(await send(endpoints, source, unloaded, next(seed)), NEVER)
-            report("unloaded", name, found)
+            report(f"{load}, unloaded", name, found)
             alone[name] = {key: found[key]["p50"] for key in ("ttft_s", "tpot_s")}
-        record.rows.append({"repetition": repetition, "unloaded": alone})
+        record.rows.append({**about, "unloaded": alone})
         for rate in asked.rates:
-            load = Load(
+            arrivals = Load(
                 rate=rate,
                 duration_s=max(asked.seconds, asked.least / rate),
                 arrivals="poisson",
                 seed=asked.seed + repetition,
             )
-            for name, endpoints in systems.items():
-                for attempt in range(MOST_VOID + 1):
-                    run = await send(endpoints, source, load, next(seed))
-                    found = summarize(run, NEVER)
-                    report(f"repetition {repetition}", name, found)
-                    if not found["void"] or attempt == MOST_VOID:
-                        break
-                about = {"repetition": repetition, "system": name, "rate": rate}
-                record.rows.append({**about, "void": found["void"], "answers": answers_of(run)})
+            for name, endpoints in turns:
+                run, void = await ask(
+                    f"{load}, {repetition}", name, endpoints, source, arrivals, seed
+                )
+                row = {"system": name, "rate": rate, "void": void}
+                record.rows.append({**about, **row, "answers": answers_of(run)})
         if asked.record:
             record.save()
+
+
+@contextlib.asynccontextmanager
+async def meshes(
+    folder: Path, nums_colocated: Sequence[int], tbt_s: float
+) -> AsyncGenerator[list[Endpoint]]:
+    """A mesh for each number of colocated workers; 0 for a prefill and a decode worker."""
+    async with contextlib.AsyncExitStack() as stack:
+        urls: list[str] = []
+        for num in nums_colocated:
+            mesh = our_mesh(folder, num_colocated=num, tbt_s=tbt_s, realtime=False)
+            urls += await stack.enter_async_context(mesh)
+        yield await stack.enter_async_context(open_endpoints(urls))
 
 
 async def main(asked: argparse.Namespace) -> None:
     """Start both, ask them, write."""
     record = Record(HERE, asked.quick)
-    record.environment |= {"load": asked.load, "tbt_ms": asked.tbt_ms}
-    async with contextlib.AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    record.environment["tbt_ms"] = asked.tbt_ms
+    with tempfile.TemporaryDirectory() as name:
+        folder, tbt_s = Path(name), asked.tbt_ms / 1e3
         make_model(folder)
-
-        async def opened(*nums_colocated: int) -> list[Endpoint]:
-            urls: list[str] = []
-            for num in nums_colocated:
-                mesh = our_mesh(folder, num_colocated=num, tbt_s=asked.tbt_ms / 1e3, realtime=False)
-                urls += await stack.enter_async_context(mesh)
-            return await stack.enter_async_context(open_endpoints(urls))
-
-        # Prompts that share prefixes go to a worker that has them: one gateway a worker.
-        together = (1, 1) if isinstance(LOADS[asked.load], Sessions) else (2,)
-        systems = {DISAGGREGATED: await opened(0), COLOCATED: await opened(*together)}
-        await measure(record, systems, asked)
-    show(record.rows)
+        for load in asked.loads:
+            # Prompts that share prefixes go to a worker that has them: one gateway a worker.
+            pair = (1, 1) if isinstance(LOADS[load], Sessions) else (2,)
+            async with meshes(folder, (0,), tbt_s) as apart, meshes(folder, pair, tbt_s) as both:
+                systems = {DISAGGREGATED: apart, COLOCATED: both}
+                await measure(record, load, systems, asked)
+            show(load, [row for row in record.rows if row["load"] == load])
     path = record.finish(write=asked.record)
     if path is not None:
         save(pictures_of(record.rows), path)
 
 
 def pictures_of(rows: Sequence[Row]) -> Pictures:
-    """Goodput over the limit of the time per token, a plot for each limit of TTFT."""
-    panels: list[Panel] = []
-    for ttft in TTFT_LIMITS:
-        lines = {
-            name: [(tpot, spread([goodput_of(rows, name, ttft, tpot)])) for tpot in TPOT_LIMITS]
-            for name in SYSTEMS
-        }
-        title = f"TTFT within {ttft} x unloaded (CPU)"
-        panels.append(Panel(title, "limit of TPOT, x unloaded", "goodput, requests/s", lines))
-    return {"": panels}
+    """Goodput over the limit of the time per token, a picture for each load, a plot for each limit
+    of TTFT."""
+    pictures: dict[str, list[Panel]] = {}
+    for load in dict.fromkeys(row["load"] for row in rows):
+        of = [row for row in rows if row["load"] == load]
+        for ttft in TTFT_LIMITS:
+            lines = {
+                name: [(tpot, spread([goodput_of(of, name, ttft, tpot)])) for tpot in TPOT_LIMITS]
+                for name in SYSTEMS
+            }
+            title = f"{load}, TTFT within {ttft} x unloaded (CPU)"
+            panel = Panel(title, "limit of TPOT, x unloaded", "goodput, requests/s", lines)
+            pictures.setdefault(f"-{load}", []).append(panel)
+    return pictures
 
 
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="two rates, seconds each, not written")
-    parser.add_argument("--load", choices=list(LOADS), default="azure-conv")
+    parser.add_argument("--loads", nargs="+", choices=list(LOADS), default=list(LOADS))
     parser.add_argument(
-        "--rates", nargs="+", type=float, default=[0.5, 1.0, 1.5, 2.0, 3.0, 4.0], help="requests/s"
+        "--rates", nargs="+", type=float, default=[0.75, 1.25, 1.75, 2.5, 3.5], help="requests/s"
     )
     parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=25.0, help="length of a run, at least")
-    parser.add_argument("--least", type=int, default=20, help="requests of a run, at least")
+    parser.add_argument("--least", type=int, default=40, help="requests of a run, at least")
     parser.add_argument("--unloaded", type=int, default=20, help="requests of the unloaded run")
     parser.add_argument("--tbt-ms", type=float, default=15.0, help="colocated: target of a step")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     asked.record = not asked.quick
     if asked.quick:
-        asked.rates, asked.repetitions = [1.0, 2.0], 1
+        asked.loads, asked.rates, asked.repetitions = asked.loads[:1], [1.0, 2.0], 1
         asked.seconds, asked.least, asked.unloaded = 4.0, 2, 4
     return asked
 

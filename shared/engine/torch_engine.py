@@ -52,7 +52,8 @@ CUDA_KV_SHARE = 0.85
 """Share of the GPU memory left after the weights that goes to KV; the rest is for activations."""
 
 _SATURATING_CPU, _SATURATING_CUDA = 64, 512
-"""See ``Engine.saturating_tokens``. CPU: bench/engine/saturation.py; CUDA: DistServe's, an A100."""
+"""See ``Engine.saturating_tokens``. CPU: bench/engine/saturation.py. CUDA: not measured here;
+DistServe's, of a model of 13B parameters on an A100."""
 
 _LOGIT_ROWS = 64
 """Positions whose prompt logprobs are computed at once: bounds ``[rows, vocab_size]`` float32."""

@@ -5,8 +5,7 @@ budget. The budget is a number, or follows from how long a step may take: Sarath
 once and takes the largest one within the target for the time between tokens; ``TimeBudget`` asks
 the same model for each step anew, because attention makes a chunk dearer the deeper it lies in its
 prompt, and contexts of running sequences cost time as well. Nor is a target kept that is nobody's:
-while no sequence waits for its next token, the first prompt is computed as a whole, as a prefill
-worker does it.
+while no sequence decodes, the first prompt is computed as a whole, as a prefill worker does it.
 """
 
 from __future__ import annotations
@@ -62,11 +61,11 @@ class TokenBudget:
 
 @dataclass(frozen=True, slots=True)
 class BatchBudget:
-    """At most ``max_tokens``, and prompts share a step only up to ``saturating_tokens`` in all.
+    """At most ``max_tokens``, and prompts share a step only up to ``saturating_tokens`` in all; of
+    one that is too long for that, its first tokens fill the step up.
 
     Beyond that a step takes as long as its prompts one after the other, and each would wait for
-    all: shorter prompts are batched to a total near L_m, longer ones go alone (DistServe, OSDI'24,
-    4.3).
+    all. DistServe (OSDI'24, 4.3) batches whole prompts to a total near L_m so.
     """
 
     max_tokens: int
@@ -80,7 +79,8 @@ class BatchBudget:
         """See ``StepBudget``."""
         if not num_tokens:
             return self.max_tokens
-        return min(self.max_tokens, self.saturating_tokens) - num_tokens
+        room = min(self.max_tokens, self.saturating_tokens) - num_tokens
+        return room if room >= TILE else 0
 
 
 def _nobody() -> bool:
@@ -90,9 +90,10 @@ def _nobody() -> bool:
 @dataclass(frozen=True, slots=True)
 class TimeBudget:
     """As many tokens as keep the predicted time of the step within ``target_s``, and at most
-    ``max_tokens``; these for the first prompt if no sequence decodes.
+    ``max_tokens``; these for the first prompt if no sequence decodes and none is expected.
 
-    is_expecting: whether a sequence that decodes may join while the step runs, and would wait.
+    is_expecting: whether a sequence that decodes is likely to join while the step runs, and would
+    wait for its end.
     """
 
     predict: PredictStep

@@ -175,7 +175,9 @@ async def test_alone_and_together(shape: str, num_prompts: int, bench_of: BenchO
     bench = bench_of(shape)
     prompts = bench.prompts(num_prompts)
     no_cache = {"cache_prefixes": False}
-    async with bench.mesh(Setup(prefill=no_cache, decode=no_cache), prompts) as mesh:
+    # Together means in one step on prefill, too, however long they are.
+    setup = Setup(prefill={**no_cache, "batch_tokens": 2048}, decode=no_cache)
+    async with bench.mesh(setup, prompts) as mesh:
         await bench.ask_all(mesh, prompts, at_once=1)
         answers = await bench.ask_all(mesh, prompts, at_once=num_prompts)
         assert hits(mesh.prefill.pool) == hits(mesh.decode.pool) == 0

@@ -312,6 +312,30 @@ def test_joining_hands_the_blocks_over(desk: Desk) -> None:
     desk.pool.release(sequence.table)
 
 
+def test_a_sequence_is_expected_from_the_grant_until_it_joins(desk: Desk) -> None:
+    """Granted or open; one that waits for blocks gets them from somebody first."""
+    assert not desk.leases.is_expecting
+    lease, _ = desk.reserve(1, prompt=27)
+    assert desk.leases.is_expecting
+    desk.leases.open(lease, US)
+    assert desk.leases.is_expecting
+    waiter, _ = desk.reserve(2)
+    table = desk.leases.join(lease, 55).table
+    assert waiter.state is LeaseState.WAITING
+    assert not desk.leases.is_expecting
+    assert table is not None
+    desk.pool.release(table)
+
+
+def test_no_sequence_is_expected_of_a_lease_that_ends(desk: Desk) -> None:
+    """Its blocks may still be held, as its receive is not settled."""
+    lease = desk.opened()
+    desk.leases.cancel(lease, GONE, now=0.0)
+    assert not desk.leases.is_expecting
+    desk.leases.begin_quarantine(lease)
+    assert not desk.leases.is_expecting
+
+
 def test_cancelling_a_waiter_lets_the_next_in(desk: Desk) -> None:
     """It held nothing, but it stood in the way."""
     desk.reserve(1, prompt=15)

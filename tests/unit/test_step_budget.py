@@ -146,9 +146,14 @@ def test_prompts_that_keep_the_device_busy_are_computed_one_after_the_other() ->
 
 
 def test_short_prompts_share_a_step_until_the_device_is_busy() -> None:
-    """Up to the bound in all, in order of arrival; what is left goes to a part of the next."""
-    assert prefill_steps(BatchBudget(2048, 32), 8, 8, 8, 8, 8) == [[8, 8, 8, 8], [8]]
+    """Up to the bound in all, in order of arrival; a tile or more that is left goes to a part of
+    the next."""
+    assert prefill_steps(BatchBudget(2048, 32), 8, 8, 8, 8, 8) == [[8, 8, 8], [8, 8]]
     assert prefill_steps(BatchBudget(2048, 32), 8, 100, 8) == [[8, 24], [76], [8]]
+    assert prefill_steps(BatchBudget(2048, 32), 20, 100) == [
+        [20],
+        [100],
+    ]  # less than a tile is left
 
 
 def test_a_prompt_alone_is_bounded_by_the_tokens_of_a_step() -> None:

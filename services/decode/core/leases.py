@@ -276,9 +276,10 @@ class Leases:
 
     @property
     def is_expecting(self) -> bool:
-        """Whether a sequence may join: its prompt is computed elsewhere or on its way here."""
-        ends = (LeaseState.ABORTING, LeaseState.QUARANTINED)
-        return any(lease.state not in ends for lease in self._leases.values())
+        """Whether a sequence may join soon: it has its blocks, and its prompt is computed elsewhere
+        or on its way here."""
+        states = (LeaseState.GRANTED, LeaseState.OPEN)
+        return any(lease.state in states for lease in self._leases.values())
 
     def statistics(self) -> LeaseStatistics:
         """Return all gauges and counters at once."""
