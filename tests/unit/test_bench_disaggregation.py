@@ -18,9 +18,12 @@ from bench.disaggregation.run import (
 from bench.record import Goal, Record
 
 
-def alone(itl_p99: float = 0.010, *, ttft: float = 0.2, tpot: float = 0.006) -> dict[str, Any]:
-    """What a system shows without load."""
-    return {"ttft_s": {"p50": ttft}, "tpot_s": {"p50": tpot}, "itl_s": {"p99": itl_p99}}
+def alone(
+    itl_p99: float = 0.010, *, ttft: float = 0.2, tpot: float = 0.006, longest: float = 0.4
+) -> dict[str, Any]:
+    """What a system shows without load; longest: the 90th percentile of TTFT."""
+    first = {"p50": ttft, "p90": longest}
+    return {"ttft_s": first, "tpot_s": {"p50": tpot}, "itl_s": {"p99": itl_p99}}
 
 
 def a_run(system: str, rate: float, share: float, *, itl_p99: float = 0.012) -> dict[str, Any]:
@@ -42,6 +45,14 @@ def test_limits_are_multiples_of_the_best_medians() -> None:
     slo = repetition.slo("tight")
     assert (slo.ttft_s, slo.tpot_s) == (pytest.approx(1.0), pytest.approx(0.009))
     assert repetition.slo("relaxed").ttft_s == pytest.approx(2.0)
+
+
+def test_a_limit_that_long_prompts_miss_unloaded_is_none() -> None:
+    """Half as much again as the 90th percentile, where that is more; peers have no say in it."""
+    ours = {"one": alone(longest=2.0), "other": alone(longest=1.0)}
+    assert Repetition(ours).slo("tight").ttft_s == pytest.approx(1.5)
+    peer = alone(ttft=0.01, tpot=0.001, longest=0.01)
+    assert Repetition({**ours, VLLM: peer}).slo("tight") == Repetition(ours).slo("tight")
 
 
 def test_ratios_are_taken_within_a_repetition() -> None:
