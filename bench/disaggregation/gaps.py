@@ -11,19 +11,15 @@ writes nothing.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import math
-import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.disaggregation.run import LOADS, make_model, our_mesh, send
+from bench.disaggregation.run import LOADS, make_model, our_mesh, run_client, send
 from services.cli.bench.endpoints import open_endpoints
-from services.cli.bench.open_loop import new_event_loop
 from services.cli.bench.records import End, Record
 from services.cli.bench.workload import Load
 from shared.telemetry.definitions import percentile
@@ -121,8 +117,4 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(OSError):
-        os.nice(-10)  # as run.py
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runner.run(main(parse()))
-    sys.exit(0)
+    run_client(main(parse()))

@@ -16,10 +16,9 @@ import math
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -432,6 +431,15 @@ def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
     return pictures
 
 
+def run_client(work: Coroutine[Any, Any, None]) -> None:
+    """Run on the client's loop, at a better niceness than all others: streams of several processes
+    end here, and the client shall not be what is late."""
+    with contextlib.suppress(OSError):
+        os.nice(-10)
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(work)
+
+
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
@@ -466,9 +474,4 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    # Streams of four processes end here: the client shall not be what is late.
-    with contextlib.suppress(OSError):
-        os.nice(-10)
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runner.run(main(parse()))
-    sys.exit(0)
+    run_client(main(parse()))

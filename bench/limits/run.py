@@ -10,11 +10,8 @@ mean: README.md beside this file.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import math
-import os
-import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -32,12 +29,12 @@ from bench.disaggregation.run import (
     make_model,
     our_mesh,
     report,
+    run_client,
     send,
 )
 from bench.plots import Panel, Pictures, save
 from bench.record import Record, spread
 from services.cli.bench.endpoints import Endpoint, open_endpoints
-from services.cli.bench.open_loop import new_event_loop
 from services.cli.bench.records import End, Run
 from services.cli.bench.shapes import Sessions
 from services.cli.bench.summary import summarize
@@ -229,9 +226,4 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    # Streams of three processes end here: the client shall not be what is late.
-    with contextlib.suppress(OSError):
-        os.nice(-10)
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runner.run(main(parse()))
-    sys.exit(0)
+    run_client(main(parse()))
