@@ -36,7 +36,16 @@ def test_pictures_are_drawn_in_both_formats_with_their_names(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     "question",
-    ["disaggregation", "engine", "gateway", "handover", "loop_lag", "overlap", "transfer"],
+    [
+        "disaggregation",
+        "engine",
+        "gateway",
+        "handover",
+        "limits",
+        "loop_lag",
+        "overlap",
+        "transfer",
+    ],
 )
 def test_recorded_runs_have_their_pictures(question: str) -> None:
     """Each question's newest results can be drawn, and have been."""
