@@ -31,6 +31,8 @@ using bf16 = std::uint16_t;
 
 constexpr int kPanel = 64;    // columns of a weight panel = keys of an attention tile
 constexpr int kTile = 6;      // tokens of a register tile
+constexpr int kLine = 32;     // numbers of a cache line
+constexpr int kLinesAhead = 2;  // lines of the next panel a tile asks for beside four that it reads
 constexpr int kMaxRows = 96;  // query rows (tokens x heads of a group) that share one walk over keys
 constexpr int kMaxHeadDim = 256;
 constexpr int kCheckFailed = 1;
@@ -125,19 +127,16 @@ inline __m512 exp16(__m512 x) {
 
 // --- the register tile -------------------------------------------------------------------------------
 
-// acc[M][64 columns] += a[M][2 * pairs] . panel, pairs in ascending order. once: nobody else will read
-// the panel soon, so it shall not push out of the caches what they hold: the KV, and the interpreter
-// that runs between two steps.
-template <int M, bool once = false>
+// acc[M][64 columns] += a[M][2 * pairs] . panel, pairs in ascending order; meanwhile `lines` lines a
+// pair are asked for from `ahead` on. The panel itself is read in order, which the CPU foresees better
+// than requests for it can say (bench/engine).
+template <int M, int lines = 0>
 inline __attribute__((always_inline)) void multiply(
-    __m512 (&acc)[M][4], const bf16* a, std::int64_t stride, const bf16* panel, std::int64_t pairs) {
+    __m512 (&acc)[M][4], const bf16* a, std::int64_t stride, const bf16* panel, std::int64_t pairs,
+    const bf16* ahead = nullptr) {
   for (std::int64_t k = 0; k < pairs; ++k) {
     const bf16* w = panel + k * 2 * kPanel;
-    constexpr auto hint = once ? _MM_HINT_NTA : _MM_HINT_T0;
-    _mm_prefetch((const char*)w + 2048, hint);
-    _mm_prefetch((const char*)w + 2048 + 64, hint);
-    _mm_prefetch((const char*)w + 2048 + 128, hint);
-    _mm_prefetch((const char*)w + 2048 + 192, hint);
+    for (int i = 0; i < lines; ++i) fetch(ahead + (k * lines + i) * kLine);
     __m512bh w0 = (__m512bh)_mm512_loadu_si512(w), w1 = (__m512bh)_mm512_loadu_si512(w + 32);
     __m512bh w2 = (__m512bh)_mm512_loadu_si512(w + 64), w3 = (__m512bh)_mm512_loadu_si512(w + 96);
 #pragma GCC unroll 6
@@ -153,34 +152,43 @@ inline __attribute__((always_inline)) void multiply(
   }
 }
 
-template <int M, bool once, class Emit>
-inline void product_tile(
-    const bf16* a, std::int64_t stride, const bf16* panel, std::int64_t pairs, std::int64_t row, Emit& emit) {
+template <int M, class Emit>
+inline void product_tile(const bf16* a, std::int64_t stride, const bf16* panel, std::int64_t pairs,
+                         std::int64_t row, const bf16* ahead, Emit& emit) {
   __m512 acc[M][4];
 #pragma GCC unroll 6
   for (int m = 0; m < M; ++m)
     for (int j = 0; j < 4; ++j) acc[m][j] = _mm512_setzero_ps();
-  multiply<M, once>(acc, a, stride, panel, pairs);
+  if (ahead)
+    multiply<M, kLinesAhead>(acc, a, stride, panel, pairs, ahead);
+  else
+    multiply(acc, a, stride, panel, pairs);
 #pragma GCC unroll 6
   for (int m = 0; m < M; ++m) emit(row + m, acc[m]);
 }
 
 // emit(row, __m512[4]) for rows [begin, end) of a . panel. Rows are cut into tiles of about equal size.
-template <bool once, class Emit>
+// next: the panel that this thread will likely want then, or null. Tiles after the first read the panel
+// from L2; memory would idle meanwhile, so they bring the next panel, half of it each until it is there.
+template <class Emit>
 void product(const bf16* a, std::int64_t stride, const bf16* panel, std::int64_t pairs,
-             std::int64_t begin, std::int64_t end, Emit emit) {
+             std::int64_t begin, std::int64_t end, const bf16* next, Emit emit) {
+  constexpr std::int64_t kLinesAPair = 2 * kPanel / kLine;
+  const bf16* const next_end = next ? next + pairs * kLinesAPair * kLine : nullptr;
   std::int64_t left = (end - begin + kTile - 1) / kTile;
   for (std::int64_t row = begin; row < end; --left) {
     std::int64_t size = (end - row + left - 1) / left;
     const bf16* rows = a + row * stride;
+    const bf16* ahead = row > begin && next < next_end ? next : nullptr;
     switch (size) {
-      case 1: product_tile<1, once>(rows, stride, panel, pairs, row, emit); break;
-      case 2: product_tile<2, once>(rows, stride, panel, pairs, row, emit); break;
-      case 3: product_tile<3, once>(rows, stride, panel, pairs, row, emit); break;
-      case 4: product_tile<4, once>(rows, stride, panel, pairs, row, emit); break;
-      case 5: product_tile<5, once>(rows, stride, panel, pairs, row, emit); break;
-      default: product_tile<6, once>(rows, stride, panel, pairs, row, emit); break;
+      case 1: product_tile<1>(rows, stride, panel, pairs, row, ahead, emit); break;
+      case 2: product_tile<2>(rows, stride, panel, pairs, row, ahead, emit); break;
+      case 3: product_tile<3>(rows, stride, panel, pairs, row, ahead, emit); break;
+      case 4: product_tile<4>(rows, stride, panel, pairs, row, ahead, emit); break;
+      case 5: product_tile<5>(rows, stride, panel, pairs, row, ahead, emit); break;
+      default: product_tile<6>(rows, stride, panel, pairs, row, ahead, emit); break;
     }
+    if (ahead) next += pairs * kLinesAhead * kLine;
     row += size;
   }
 }
@@ -198,6 +206,7 @@ struct Phases {
 
 struct Team {
   Phases& phases;
+  int size;
   int phase = 0;
 
   // Run piece(i) for i in [0, count) and wait for all threads.
@@ -221,10 +230,9 @@ void linear(Team& team, const Linear& lin, const bf16* a, std::int64_t num_token
     const std::int64_t begin = num_tokens * cut / cuts, end = num_tokens * (cut + 1) / cuts;
     const bf16* weights = lin.panels + panel * lin.k * kPanel;
     const auto emit_row = [&](std::int64_t row, __m512(&acc)[4]) { emit(row, panel, acc); };
-    if (num_tokens <= kTile)
-      product<true>(a, lin.k, weights, lin.k / 2, begin, end, emit_row);
-    else
-      product<false>(a, lin.k, weights, lin.k / 2, begin, end, emit_row);
+    const bool is_last = cut + 1 == cuts && panel + team.size < panels;
+    const bf16* next = is_last ? weights + team.size * lin.k * kPanel : nullptr;
+    product(a, lin.k, weights, lin.k / 2, begin, end, next, emit_row);
   });
 }
 
@@ -630,7 +638,7 @@ void in_team(const Model& model, int num_phases, Work work) {
   Phases& shared = *phases;
 #pragma omp parallel num_threads(int(model.threads))
   {
-    Team team{shared};
+    Team team{shared, omp_get_num_threads()};
     work(team);
   }
 }
