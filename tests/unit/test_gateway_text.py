@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from services.gateway.text.chat_template import ChatTemplate
-from services.gateway.text.detokenizer import AnswerText, Detokenizer, StopMatcher
+from services.gateway.text.detokenizer import AnswerText, Detokenizer, StopMatcher, WholeTexts
 from services.gateway.text.text_model import INLINE_CHARS, TextModel
 from shared.errors import InvalidRequest, ModelError
 from shared.model_folder import DEMO_FOLDER, ModelFolder, SpecialTokens
@@ -23,6 +23,9 @@ unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]
 """No test depends on speed."""
 
 TOKENIZER = tiny_tokenizer()
+
+WAYS = pytest.mark.parametrize("whole", [None, WholeTexts(TOKENIZER, skip_special=True)])
+"""Every token decoded, and texts of whole characters looked up."""
 
 
 def sentencepiece_style() -> Tokenizer:
@@ -46,13 +49,14 @@ def sentencepiece_style() -> Tokenizer:
 # --- decoding -----------------------------------------------------------------------------------
 
 
+@WAYS
 @unhurried
-@given(st.text(max_size=60))
-@example("🦊")
-@example("e\u0301 क्षि \u200d👩‍👩‍👧")
-def test_decoding_token_by_token_gives_the_text_back(text: str) -> None:
+@given(text=st.text(max_size=60))
+@example(text="🦊")
+@example(text="e\u0301 क्षि \u200d👩‍👩‍👧")
+def test_decoding_token_by_token_gives_the_text_back(text: str, whole: WholeTexts | None) -> None:
     """Any Unicode text comes back from its tokens, whatever characters they split."""
-    detokenizer = Detokenizer(TOKENIZER)
+    detokenizer = Detokenizer(TOKENIZER, whole=whole)
     ids = TOKENIZER.encode(text, add_special_tokens=False).ids
     pieces = [detokenizer.step(token_id) for token_id in ids]
     # U+FFFD of the client's own looks like an incomplete character, so it may come late, but it
@@ -60,11 +64,14 @@ def test_decoding_token_by_token_gives_the_text_back(text: str) -> None:
     assert "".join(pieces) + detokenizer.flush() == text
 
 
+@WAYS
 @unhurried
-@given(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=40))
-def test_decoding_token_by_token_equals_a_full_decode(ids: list[int]) -> None:
+@given(ids=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=40))
+def test_decoding_token_by_token_equals_a_full_decode(
+    ids: list[int], whole: WholeTexts | None
+) -> None:
     """Random ids, broken UTF-8 and unknown ids included, give the text of a full decode."""
-    detokenizer = Detokenizer(TOKENIZER)
+    detokenizer = Detokenizer(TOKENIZER, whole=whole)
     text = "".join(detokenizer.step(token_id) for token_id in ids) + detokenizer.flush()
     assert text == TOKENIZER.decode(ids)
 
@@ -93,16 +100,68 @@ def test_byte_tokens_join_to_characters(parts: list[int | str]) -> None:
     assert text == tokenizer.decode(ids)
 
 
-def test_no_piece_ends_inside_a_character() -> None:
+@unhurried
+@given(ids=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=40))
+def test_looking_texts_up_gives_the_pieces_of_decoding(ids: list[int]) -> None:
+    """Not only the whole text is the same: every token gives out the same piece at the same time,
+    but that U+FFFD of the client's own may come with its token."""
+    decoding = Detokenizer(TOKENIZER)
+    looking_up = Detokenizer(TOKENIZER, whole=WholeTexts(TOKENIZER, skip_special=True))
+    for token_id in ids:
+        assert looking_up.step(token_id) == decoding.step(token_id)
+    assert looking_up.flush() == decoding.flush()
+
+
+def test_texts_are_looked_up_only_where_tokens_are_bytes() -> None:
+    """A decoder that looks at its neighbours gives a token another text at the beginning."""
+    assert WholeTexts.is_for(TOKENIZER)
+    assert not WholeTexts.is_for(sentencepiece_style())
+    assert TextModel(sentencepiece_style(), None).new_answer(SamplingParams()).feed_plain(
+        [256, 257]
+    ) == ("the fox")
+
+
+def test_a_text_is_looked_up_rather_than_decoded() -> None:
+    """Of the tokens of a text that splits a character, only those are decoded."""
+
+    class Counted(WholeTexts):
+        asked = 0
+
+        def __getitem__(self, token_id: int) -> str | None:
+            self.asked += 1
+            return super().__getitem__(token_id)
+
+    whole = Counted(TOKENIZER, skip_special=True)
+    detokenizer = Detokenizer(TOKENIZER, whole=whole)
+    ids = TOKENIZER.encode("the 🦊 and", add_special_tokens=False).ids
+    text = "".join(detokenizer.step(token_id) for token_id in ids)
+    assert text == "the 🦊 and"
+    assert {token for token, found in whole.items() if found is None} != set()
+    assert 0 < whole.asked < len(ids)
+
+
+def test_a_prompt_that_ends_inside_a_character_is_not_told_again() -> None:
+    """What came before is the client's own: of an answer's first tokens only their own bytes
+    count."""
+    ids = TOKENIZER.encode("a🦊b", add_special_tokens=False).ids
+    whole = WholeTexts(TOKENIZER, skip_special=True)
+    detokenizer = Detokenizer(TOKENIZER, prompt_tail=ids[:2], whole=whole)
+    text = "".join(detokenizer.step(token_id) for token_id in ids[2:]) + detokenizer.flush()
+    assert text == TOKENIZER.decode(ids[2:])
+
+
+@WAYS
+def test_no_piece_ends_inside_a_character(whole: WholeTexts | None) -> None:
     """The bytes of a character wait for its last one."""
-    detokenizer = Detokenizer(TOKENIZER)
+    detokenizer = Detokenizer(TOKENIZER, whole=whole)
     ids = TOKENIZER.encode("a🦊", add_special_tokens=False).ids
     assert [detokenizer.step(token_id) for token_id in ids] == ["a", "", "", "", "🦊"]
 
 
-def test_an_incomplete_character_at_the_end_is_replaced() -> None:
+@WAYS
+def test_an_incomplete_character_at_the_end_is_replaced(whole: WholeTexts | None) -> None:
     """What never became a character comes out as U+FFFD, as in a full decode."""
-    detokenizer = Detokenizer(TOKENIZER)
+    detokenizer = Detokenizer(TOKENIZER, whole=whole)
     ids = TOKENIZER.encode("a🦊", add_special_tokens=False).ids[:3]
     assert [detokenizer.step(token_id) for token_id in ids] == ["a", "", ""]
     assert detokenizer.flush() == TOKENIZER.decode(ids)[1:] == "\ufffd"
@@ -120,8 +179,9 @@ def test_special_tokens_are_skipped_unless_asked_for() -> None:
     """Special tokens have no text by default."""
     ids = [*TOKENIZER.encode("a", add_special_tokens=False).ids, EOS]
     for skip, text in ((True, "a"), (False, "a<eos>")):
-        detokenizer = Detokenizer(TOKENIZER, skip_special=skip)
-        assert "".join(detokenizer.step(token_id) for token_id in ids) == text
+        for whole in (None, WholeTexts(TOKENIZER, skip_special=skip)):
+            detokenizer = Detokenizer(TOKENIZER, skip_special=skip, whole=whole)
+            assert "".join(detokenizer.step(token_id) for token_id in ids) == text
 
 
 def test_ids_that_the_tokenizer_does_not_know_have_no_text() -> None:

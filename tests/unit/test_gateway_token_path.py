@@ -85,12 +85,22 @@ def test_no_token_is_taken_after_the_end() -> None:
 
 
 class Recipient:
-    """Counts its deliveries."""
+    """Counts its deliveries. last_at: when its token before was there."""
 
-    def __init__(self) -> None:
+    def __init__(self, last_at: float = 0.0) -> None:
         self.count = 0
+        self.is_due = False
+        self.last_at = last_at
+        self.stepped_at: list[float] = []
+        self.stepped = self.step
+
+    def step(self, now: float) -> float:
+        self.stepped_at.append(now)
+        last_at, self.last_at = self.last_at, now
+        return last_at
 
     def deliver(self) -> None:
+        self.is_due = False
         self.count += 1
 
 
@@ -114,9 +124,9 @@ async def test_each_is_delivered_once_and_others_have_their_turn_between() -> No
     """A large batch does not hold the loop: it is delivered in parts."""
     delivery = Delivery()
     recipients = [Recipient() for _ in range(2 * DELIVERIES_A_TURN + 1)]
-    delivery.now()
     for recipient in recipients:
-        delivery.add(recipient)
+        delivery.took(recipient)
+        delivery.took(recipient)
     counts: list[int] = []
     for _ in range(4):
         await asyncio.sleep(0)
@@ -131,9 +141,10 @@ async def test_gaps_of_a_whole_batch_are_told_together() -> None:
     watcher = Watcher()
     delivery = Delivery((watcher,))
     await asyncio.sleep(10.0)
-    for last_at in (9.0, 9.0, 9.5, 9.0):
-        assert delivery.now() == 10.0
-        delivery.count(last_at)
+    recipients = [Recipient(last_at) for last_at in (9.0, 9.0, 9.5, 9.0)]
+    for recipient in recipients:
+        delivery.took(recipient)
+        assert recipient.stepped_at == [10.0]
     await asyncio.sleep(0)
     assert watcher.told == [(10.0, 3, 3.0), (10.0, 1, 0.5)]
 
@@ -240,9 +251,9 @@ async def test_a_full_stream_has_no_room() -> None:
 
     request: Any = Request()
     events = EventStream(request, {})
-    assert not events.has_room
+    assert not events.has_room()
     transport: Any = Transport()
     events._transport = transport
-    assert events.has_room
+    assert events.has_room()
     transport.size = BUFFER_BYTES
-    assert not events.has_room
+    assert not events.has_room()

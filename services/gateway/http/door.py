@@ -48,6 +48,7 @@ from services.gateway.http.sse import EventStream
 from services.gateway.limits import STALL_S
 from services.gateway.mesh import ServedModel
 from shared.errors import InvalidRequest
+from shared.log import is_debugging
 from shared.rpc.network import Address
 from shared.rpc.status import openai_error_body
 from shared.telemetry.moments import Moment, note
@@ -324,17 +325,16 @@ class _Chunks:
     """Text that becomes a chunk and leaves at once (the ``TextSink`` of a stream)."""
 
     def __init__(self, events: EventStream, answer_format: AnswerFormat, call: Call) -> None:
-        self._events = events
-        self._format = answer_format
+        self.has_room = events.has_room
+        self._write = events.write_nowait
+        self._chunk_of = answer_format.text_chunk
         self._request_id = call.caller.request_id
 
-    def has_room(self) -> bool:
-        return self._events.has_room
-
     def write(self, text: str) -> None:
-        chunk = self._format.text_chunk(text)
-        self._events.write_nowait(chunk)
-        note(Moment.WRITTEN, self._request_id, num_bytes=len(chunk))
+        chunk = self._chunk_of(text)
+        self._write(chunk)
+        if is_debugging():
+            note(Moment.WRITTEN, self._request_id, num_bytes=len(chunk))
 
 
 def _head(caller: Caller, model: ServedModel, prefix: str) -> AnswerHead:

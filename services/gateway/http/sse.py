@@ -53,7 +53,6 @@ class EventStream:
 
     # --- the fast path of a step ----------------------------------------------------------------
 
-    @property
     def has_room(self) -> bool:
         """Whether ``write_nowait`` may be called: the stream has begun, nobody waits to write, and
         the client reads."""

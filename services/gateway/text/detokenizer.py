@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
+from tokenizers.decoders import ByteLevel, DecodeStream
 
 from shared.request import FinishReason
 
@@ -21,20 +21,53 @@ PROMPT_TAIL = 8
 decoders in the style of sentencepiece drop the space before the first word they see."""
 
 
+class WholeTexts(dict[int, "str | None"]):
+    """Texts of single tokens, found when first asked for; None: the token is no whole characters.
+
+    Only for tokenizers whose decoder puts bytes together and does nothing else (``is_for``): a
+    token that is whole characters has one text there wherever others end before it, and looking it
+    up costs a fraction of decoding it. Bounded by the vocabulary.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+
+    @staticmethod
+    def is_for(tokenizer: Tokenizer) -> bool:
+        """Whether the decoder is byte-level BPE's alone (GPT-2, Llama 3, Qwen), which maps each
+        token's characters to bytes."""
+        return isinstance(tokenizer.decoder, ByteLevel)
+
+    def __missing__(self, token_id: int) -> str | None:
+        text = self._tokenizer.decode([token_id], skip_special_tokens=self._skip_special)
+        found = self[token_id] = None if "\ufffd" in text else text
+        return found
+
+
 class Detokenizer:
     """Decodes one answer.
 
     A piece is given out only when all bytes of its characters are there; what is still incomplete
     at the end comes out of ``flush`` as U+FFFD, as in a full decode.
-    prompt_tail: the prompt's last tokens, when the answer continues its text.
+    prompt_tail: the prompt's last tokens, when the answer continues its text. whole: of this
+    tokenizer, where there can be such a thing; the text is the same without.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, skip_special: bool = True, prompt_tail: Sequence[int] = ()
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special: bool = True,
+        prompt_tail: Sequence[int] = (),
+        whole: WholeTexts | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
-        self._tail = list(prompt_tail)
+        self._whole = whole
+        # Where tokens are bytes, what came before has no say in a token's text.
+        self._tail = list(prompt_tail) if whole is None else []
         self._stream = self._new_stream(self._tail)
         self._ids: list[int] = []
         self._num_chars = 0
@@ -45,6 +78,12 @@ class Detokenizer:
 
     def step(self, token_id: int) -> str:
         """Return the text that this token completes, often ''."""
+        if self._whole is not None and not self._is_pending:
+            text = self._whole[token_id]
+            if text is not None:
+                return text
+            # Nothing before this token has a say in what it and its like become.
+            self._stream, self._ids, self._num_chars = self._new_stream([]), [], 0
         self._ids.append(token_id)
         try:
             piece = self._stream.step(self._tokenizer, token_id)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 from tokenizers import Tokenizer
 
 from services.gateway.text.chat_template import ChatTemplate
-from services.gateway.text.detokenizer import AnswerText, Detokenizer
+from services.gateway.text.detokenizer import AnswerText, Detokenizer, WholeTexts
 from shared.errors import InvalidRequest, ModelError, Overloaded
 from shared.model_folder import ModelFolder
 from shared.request import SamplingParams
@@ -62,6 +62,11 @@ class TextModel:
         self._chat_template = chat_template
         self._byte_of_char = _byte_alphabet() if _is_byte_level(tokenizer) else None
         self._pieces: dict[int, TokenPiece] = {}  # bounded by the vocabulary
+        self._whole = (
+            {skip: WholeTexts(tokenizer, skip_special=skip) for skip in (True, False)}
+            if WholeTexts.is_for(tokenizer)
+            else {}
+        )
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
         self._num_offloaded = 0
 
@@ -133,7 +138,12 @@ class TextModel:
     ) -> AnswerText:
         """Return the decoder of one answer; see ``detokenizer.py`` for the arguments."""
         return AnswerText(
-            Detokenizer(self._tokenizer, skip_special=skip_special, prompt_tail=prompt_tail),
+            Detokenizer(
+                self._tokenizer,
+                skip_special=skip_special,
+                prompt_tail=prompt_tail,
+                whole=self._whole.get(skip_special),
+            ),
             stop=stop,
             stop_token_ids=sampling.stop_token_ids,
             min_tokens=sampling.min_tokens,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from services.gateway.workers.timeline import AnswerWatcher
@@ -22,7 +23,14 @@ DELIVERIES_A_TURN = 64
 
 
 class Recipient(Protocol):
-    """An answer that gets tokens."""
+    """An answer that gets tokens.
+
+    is_due: whether it will be delivered at the end of this turn; ``Delivery`` sets it, ``deliver``
+    clears it. stepped: see ``Timeline.stepped``.
+    """
+
+    is_due: bool
+    stepped: Callable[[float], float]
 
     def deliver(self) -> None:
         """Hand on what has arrived; returns at once and never raises."""
@@ -42,22 +50,18 @@ class Delivery:
         self._is_due = False
         self._now = 0.0
 
-    def now(self) -> float:
-        """Loop time of this turn's tokens: one reading for all of them."""
+    def took(self, recipient: Recipient) -> None:
+        """A token of this turn came for this answer: count it, and deliver at the turn's end."""
         if not self._is_due:
             self._is_due = True
             loop = asyncio.get_running_loop()
-            self._now = loop.time()
+            self._now = loop.time()  # one reading for all tokens of the turn
             loop.call_soon(self._run)
-        return self._now
-
-    def count(self, last_at: float) -> None:
-        """Count a token of this turn, whose predecessor was there at ``last_at``."""
+        last_at = recipient.stepped(self._now)
         self._num_tokens[last_at] = self._num_tokens.get(last_at, 0) + 1
-
-    def add(self, recipient: Recipient) -> None:
-        """Deliver to this one at the end of the turn; once is enough."""
-        self._recipients.append(recipient)
+        if not recipient.is_due:
+            recipient.is_due = True
+            self._recipients.append(recipient)
 
     def _run(self) -> None:
         counts, self._num_tokens = self._num_tokens, {}

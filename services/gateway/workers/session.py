@@ -35,7 +35,7 @@ from services.gateway.workers.timeline import Timeline
 from shared import wire
 from shared.errors import DeadlinePassed, MeshError, NoBlocks, WorkerLost
 from shared.ids import Incarnation, StreamId
-from shared.log import is_informing
+from shared.log import is_debugging, is_informing
 from shared.request import FinishReason, TokenLogprobs
 from shared.rpc import codec
 from shared.rpc.columns import pack_u32
@@ -188,7 +188,8 @@ class RequestShell:
         self._pending = _Pending()
         self._take: Callable[[Sequence[int]], bool] | None = None
         self._failure: Exception | None = None
-        self._is_due = False
+        self.is_due = False
+        self.stepped = timeline.stepped
         self._wake = asyncio.Event()
         self._end: End | None = None
         self._reroute: Reroute | None = None
@@ -240,20 +241,17 @@ class RequestShell:
 
     def took(self, token_id: int) -> None:
         """The core took a token in the middle of the answer: deliver it at the turn's end."""
-        delivery = self._delivery
-        delivery.count(self.timeline.stepped(delivery.now()))
         self._pending.token_ids.append(token_id)
-        if not self._is_due:
-            self._is_due = True
-            delivery.add(self)
+        self._delivery.took(self)
 
     def deliver(self) -> None:
-        self._is_due = False
+        self.is_due = False
         pending = self._pending
         if not pending:
             return
         num_tokens = len(pending.token_ids)
-        self._note(Moment.EMITTED, index=self._num_handed_on, num_tokens=num_tokens)
+        if is_debugging():
+            self._note(Moment.EMITTED, index=self._num_handed_on, num_tokens=num_tokens)
         if self._take is not None and pending.is_plain:
             try:
                 if self._take(pending.token_ids):
