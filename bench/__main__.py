@@ -27,36 +27,39 @@ README = PROJECT / "bench" / "README.md"
 _BEGIN, _END = "<!-- goals: begin -->\n", "<!-- goals: end -->"
 
 
-def newest_results(question: str) -> tuple[Path, dict[str, Any]] | None:
-    """Return a question's newest recorded run, its file and what is in it."""
-    found: dict[str, tuple[Path, dict[str, Any]]] = {}
-    for path in (PROJECT / "bench" / question / "results").glob("*.json"):
-        content = json.loads(path.read_text())
-        found[content["environment"]["at"]] = path, content
-    return found[max(found)] if found else None
+def results(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """Return a question's recorded runs, the oldest first: their files and what is in them."""
+    found = [(path, json.loads(path.read_text())) for path in folder.glob("results/*.json")]
+    return sorted(found, key=lambda run: run[1]["environment"]["at"])
+
+
+def newest_goals(runs: list[tuple[Path, dict[str, Any]]]) -> list[tuple[Goal, str]]:
+    """Return a question's goals, each as the newest of these runs found that asked for it, and
+    which run that was: a run may ask for a part only."""
+    goals: dict[str, tuple[Goal, str]] = {}
+    for _, content in runs:
+        about = content["environment"]
+        run = f"{about['at'][:10]} {about['commit']} {about['machine']}"
+        for goal in content["goals"]:
+            goal = Goal(**{name: value for name, value in goal.items() if name != "is_met"})
+            goals[goal.what] = goal, run
+    return list(goals.values())
 
 
 def draw(question: str) -> None:
-    """Draw the pictures of a question's newest results again."""
+    """Draw the pictures of a question's results again."""
     pictures_of = getattr(importlib.import_module(f"bench.{question}.run"), "pictures_of", None)
-    if pictures_of is not None and (newest := newest_results(question)) is not None:
-        path, content = newest
+    for path, content in results(PROJECT / "bench" / question) if pictures_of is not None else []:
         save(pictures_of(content["rows"]), path)
         print(f"drawn beside {path.relative_to(PROJECT)}")
 
 
 def fill() -> None:
-    """Write the goals of each question's newest results into bench/README.md."""
+    """Write the goals of all questions' newest results into bench/README.md."""
     lines = ["| | # | question | goal | measured | run |", "|---|---|---|---|---|---|"]
-    entries: list[tuple[Goal, str]] = []
-    for name in QUESTIONS:
-        if (newest := newest_results(name)) is not None:
-            _, content = newest
-            about = content["environment"]
-            run = f"{about['at'][:10]} {about['commit']} {about['machine']}"
-            for goal in content["goals"]:
-                goal.pop("is_met")
-                entries.append((Goal(**goal), run))
+    entries = [
+        entry for name in QUESTIONS for entry in newest_goals(results(PROJECT / "bench" / name))
+    ]
     for goal, run in sorted(entries, key=lambda entry: entry[0].row):
         measured = f"{goal.value:.3g}"
         if goal.lowest is not None:

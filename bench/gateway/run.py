@@ -183,10 +183,11 @@ def row_of(load: Load, names: list[str], runs: Runs) -> dict[str, Any]:
     """One load: figures of every subject, and ours over each peer's."""
     row: dict[str, Any] = {"load": load.name, "subjects": {}, "ours_over_theirs": {}}
     for name in [DIRECT, *names]:
+        # A window of paced streams may hold no answer's end, and then no figure of answers.
         if measured := runs[load.name, name]:
             row["subjects"][name] = {
                 figure: spread([run[figure] for run in measured])
-                for figure in sorted(set(measured[0]) - {"failed"})
+                for figure in sorted(set.intersection(*map(set, measured)) - {"failed"})
             }
     for figure in load.figures:
         mine = [run[figure] for run in runs[load.name, OURS]]

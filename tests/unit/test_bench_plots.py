@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from bench.__main__ import newest_results
+from bench.__main__ import newest_goals, results
 from bench.plots import Bars, Panel, save
-from bench.record import spread
+from bench.record import PROJECT, Goal, spread
 
 pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
@@ -48,13 +50,32 @@ def test_pictures_are_drawn_in_both_formats_with_their_names(tmp_path: Path) -> 
     ],
 )
 def test_recorded_runs_have_their_pictures(question: str) -> None:
-    """Each question's newest results can be drawn, and have been."""
-    newest = newest_results(question)
-    assert newest is not None
-    path, content = newest
-    pictures = importlib.import_module(f"bench.{question}.run").pictures_of(content["rows"])
-    assert pictures
-    for name, panels in pictures.items():
-        assert panels
-        for ending in ("svg", "png"):
-            assert path.with_name(f"{path.stem}{name}.{ending}").exists()
+    """Each question's results can be drawn, and have been."""
+    runs = results(PROJECT / "bench" / question)
+    assert runs
+    for path, content in runs:
+        pictures = importlib.import_module(f"bench.{question}.run").pictures_of(content["rows"])
+        assert pictures
+        for name, panels in pictures.items():
+            assert panels
+            for ending in ("svg", "png"):
+                assert path.with_name(f"{path.stem}{name}.{ending}").exists()
+
+
+def test_a_goal_is_of_the_newest_run_that_asked_for_it(tmp_path: Path) -> None:
+    """A run may ask for one load of two: the other's goals stay those of the run before."""
+
+    def run(name: str, at: str, **values: float) -> None:
+        goals = [asdict(Goal(9, what, value, ">=", 2.0)) for what, value in values.items()]
+        about = {"at": at, "commit": name, "machine": "cpu2"}
+        content = {"environment": about, "goals": [{**goal, "is_met": True} for goal in goals]}
+        (tmp_path / "results" / f"{name}.json").write_text(json.dumps(content))
+
+    (tmp_path / "results").mkdir()
+    run("younger", "2026-02-01", one=3.0)
+    run("older", "2026-01-01", one=1.0, other=1.5)
+    told = [(goal.what, goal.value, about) for goal, about in newest_goals(results(tmp_path))]
+    assert told == [
+        ("one", 3.0, "2026-02-01 younger cpu2"),
+        ("other", 1.5, "2026-01-01 older cpu2"),
+    ]
