@@ -35,7 +35,8 @@ def results(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
 
 def newest_goals(runs: list[tuple[Path, dict[str, Any]]]) -> list[tuple[Goal, str]]:
     """Return a question's goals, each as the newest of these runs found that asked for it, and
-    which run that was: a run may ask for a part only."""
+    which run that was: a run may ask for a part only. A goal that no run asks for any more stays
+    for as long as an old file has it."""
     goals: dict[str, tuple[Goal, str]] = {}
     for _, content in runs:
         about = content["environment"]

@@ -48,8 +48,9 @@ SLOS = {"tight": (5, 1.5), "relaxed": (10, 5)}
 """Limits of TTFT and TPOT as multiples of our best unloaded medians."""
 
 LEAST_TTFT = 1.25
-"""The limit of TTFT is so many times what the slowest prompt took without load, at least: where the
-longest, or those in no cache, miss it alone on the machine, nobody attains it at any rate."""
+"""The limit of TTFT is so many times what the slowest prompt took without load, at least, in the
+better of our systems: where the longest, or those in no cache, miss it alone on the machine, it is
+luck whether a tenth of all misses."""
 
 NEVER = Slo(ttft_s=math.inf, tpot_s=math.inf)
 """Limits that nothing misses."""
@@ -100,8 +101,8 @@ class Repetition:
     tried: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
     def slo(self, label: str) -> Slo:
-        """Return limits by the better of our systems' medians without load: a peer is not asked in
-        every repetition."""
+        """Return limits by the better of our systems' medians, and slowest prompts, without load: a
+        peer is not asked in every repetition."""
         ours = [found for name, found in self.alone.items() if name != VLLM]
 
         def best(key: str, quantile: str) -> float:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import datetime
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
+from tokenizers.decoders import DecodeStream
 
 from services.gateway.text.chat_template import ChatTemplate
 from services.gateway.text.detokenizer import AnswerText, Detokenizer, StopMatcher, WholeTexts
@@ -104,12 +106,14 @@ def test_byte_tokens_join_to_characters(parts: list[int | str]) -> None:
 @given(ids=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=40))
 def test_looking_texts_up_gives_the_pieces_of_decoding(ids: list[int]) -> None:
     """Not only the whole text is the same: every token gives out the same piece at the same time,
-    but that U+FFFD of the client's own may come with its token."""
-    decoding = Detokenizer(TOKENIZER)
-    looking_up = Detokenizer(TOKENIZER, whole=WholeTexts(TOKENIZER, skip_special=True))
-    for token_id in ids:
-        assert looking_up.step(token_id) == decoding.step(token_id)
-    assert looking_up.flush() == decoding.flush()
+    special ones skipped or not."""
+    for skip in (True, False):
+        whole = WholeTexts(TOKENIZER, skip_special=skip)
+        decoding = Detokenizer(TOKENIZER, skip_special=skip)
+        looking_up = Detokenizer(TOKENIZER, skip_special=skip, whole=whole)
+        for token_id in ids:
+            assert looking_up.step(token_id) == decoding.step(token_id)
+        assert looking_up.flush() == decoding.flush()
 
 
 def test_texts_are_looked_up_only_where_tokens_are_bytes() -> None:
@@ -121,23 +125,24 @@ def test_texts_are_looked_up_only_where_tokens_are_bytes() -> None:
     ) == ("the fox")
 
 
-def test_a_text_is_looked_up_rather_than_decoded() -> None:
-    """Of the tokens of a text that splits a character, only those are decoded."""
+def test_a_text_is_looked_up_rather_than_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a text that splits a character into tokens, only those are decoded."""
+    decoded: list[int] = []
 
-    class Counted(WholeTexts):
-        asked = 0
+    class Stream:
+        def __init__(self, **arguments: Any) -> None:
+            self._stream = DecodeStream(**arguments)
 
-        def __getitem__(self, token_id: int) -> str | None:
-            self.asked += 1
-            return super().__getitem__(token_id)
+        def step(self, tokenizer: Tokenizer, token_id: int) -> str | None:
+            decoded.append(token_id)
+            return self._stream.step(tokenizer, token_id)
 
-    whole = Counted(TOKENIZER, skip_special=True)
-    detokenizer = Detokenizer(TOKENIZER, whole=whole)
+    monkeypatch.setattr("services.gateway.text.detokenizer.DecodeStream", Stream)
+    detokenizer = Detokenizer(TOKENIZER, whole=WholeTexts(TOKENIZER, skip_special=True))
     ids = TOKENIZER.encode("the 🦊 and", add_special_tokens=False).ids
-    text = "".join(detokenizer.step(token_id) for token_id in ids)
-    assert text == "the 🦊 and"
-    assert {token for token, found in whole.items() if found is None} != set()
-    assert 0 < whole.asked < len(ids)
+    assert "".join(detokenizer.step(token_id) for token_id in ids) == "the 🦊 and"
+    assert decoded == [token_id for token_id in ids if "\ufffd" in TOKENIZER.decode([token_id])]
+    assert 0 < len(decoded) < len(ids)
 
 
 def test_a_prompt_that_ends_inside_a_character_is_not_told_again() -> None:

@@ -26,7 +26,7 @@ class WholeTexts(dict[int, "str | None"]):
 
     Only for tokenizers whose decoder puts bytes together and does nothing else (``is_for``): a
     token that is whole characters has one text there wherever others end before it, and looking it
-    up costs a fraction of decoding it. Bounded by the vocabulary.
+    up costs a fraction of decoding it. Bounded by the ids that workers sample.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool) -> None:
@@ -52,7 +52,8 @@ class Detokenizer:
     A piece is given out only when all bytes of its characters are there; what is still incomplete
     at the end comes out of ``flush`` as U+FFFD, as in a full decode.
     prompt_tail: the prompt's last tokens, when the answer continues its text. whole: of this
-    tokenizer, where there can be such a thing; the text is the same without.
+    tokenizer, where there can be such a thing; the text is the same without, but after a prompt
+    that ends inside a character, which the library would tell again.
     """
 
     def __init__(

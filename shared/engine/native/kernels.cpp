@@ -168,8 +168,9 @@ inline void product_tile(const bf16* a, std::int64_t stride, const bf16* panel, 
 }
 
 // emit(row, __m512[4]) for rows [begin, end) of a . panel. Rows are cut into tiles of about equal size.
-// next: the panel that this thread will likely want then, or null. Tiles after the first read the panel
-// from L2; memory would idle meanwhile, so they bring the next panel, half of it each until it is there.
+// next: the panel that this thread will likely want then, or null. Where two panels fit L2, tiles after
+// the first read this one from there; memory would idle meanwhile, so they bring the next, half of it each
+// until it is there.
 template <class Emit>
 void product(const bf16* a, std::int64_t stride, const bf16* panel, std::int64_t pairs,
              std::int64_t begin, std::int64_t end, const bf16* next, Emit emit) {
@@ -219,6 +220,7 @@ struct Team {
 };
 
 constexpr std::int64_t kRowsPerPiece = 96;
+constexpr std::int64_t kDeepest = 2048;  // k up to which two panels fit L2 (1 MiB) beside their rows
 
 // out = a . weights; emit(row, panel, __m512[4]).
 template <class Emit>
@@ -230,8 +232,9 @@ void linear(Team& team, const Linear& lin, const bf16* a, std::int64_t num_token
     const std::int64_t begin = num_tokens * cut / cuts, end = num_tokens * (cut + 1) / cuts;
     const bf16* weights = lin.panels + panel * lin.k * kPanel;
     const auto emit_row = [&](std::int64_t row, __m512(&acc)[4]) { emit(row, panel, acc); };
-    const bool is_last = cut + 1 == cuts && panel + team.size < panels;
-    const bf16* next = is_last ? weights + team.size * lin.k * kPanel : nullptr;
+    const std::int64_t then = (piece + team.size) / cuts;  // the panel of this thread's next piece, likely
+    const bool is_wanted = lin.k <= kDeepest && then != panel && then < panels;
+    const bf16* next = is_wanted ? lin.panels + then * lin.k * kPanel : nullptr;
     product(a, lin.k, weights, lin.k / 2, begin, end, next, emit_row);
   });
 }
