@@ -145,14 +145,31 @@ def test_a_text_is_looked_up_rather_than_decoded(monkeypatch: pytest.MonkeyPatch
     assert 0 < len(decoded) < len(ids)
 
 
-def test_a_prompt_that_ends_inside_a_character_is_not_told_again() -> None:
-    """What came before is the client's own: of an answer's first tokens only their own bytes
-    count."""
+def test_an_answer_finishes_the_character_that_a_prompt_began() -> None:
+    """And does not tell the prompt again."""
     ids = TOKENIZER.encode("a🦊b", add_special_tokens=False).ids
     whole = WholeTexts(TOKENIZER, skip_special=True)
-    detokenizer = Detokenizer(TOKENIZER, prompt_tail=ids[:2], whole=whole)
-    text = "".join(detokenizer.step(token_id) for token_id in ids[2:]) + detokenizer.flush()
-    assert text == TOKENIZER.decode(ids[2:])
+    for cut in range(1, 5):
+        detokenizer = Detokenizer(TOKENIZER, prompt_tail=ids[:cut], whole=whole)
+        text = "".join(detokenizer.step(token_id) for token_id in ids[cut:]) + detokenizer.flush()
+        assert text == "🦊b"
+
+
+@unhurried
+@given(
+    prompt=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=6),
+    ids=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=12),
+)
+def test_after_any_prompt_comes_what_the_answer_adds_to_it(
+    prompt: list[int], ids: list[int]
+) -> None:
+    """Random ids, broken UTF-8 on both sides: the text of both, less what the prompt had said."""
+    whole = WholeTexts(TOKENIZER, skip_special=True)
+    detokenizer = Detokenizer(TOKENIZER, prompt_tail=prompt, whole=whole)
+    text = "".join(detokenizer.step(token_id) for token_id in ids) + detokenizer.flush()
+    said, full = TOKENIZER.decode(prompt), TOKENIZER.decode(prompt + ids)
+    same = itertools.takewhile(lambda at: said[:at] == full[:at], range(1, len(said) + 1))
+    assert text == full[max(same, default=0) :]
 
 
 @WAYS

@@ -9,6 +9,7 @@ computation; knows no requests and no I/O.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 from tokenizers import Tokenizer
@@ -52,8 +53,8 @@ class Detokenizer:
     A piece is given out only when all bytes of its characters are there; what is still incomplete
     at the end comes out of ``flush`` as U+FFFD, as in a full decode.
     prompt_tail: the prompt's last tokens, when the answer continues its text. whole: of this
-    tokenizer, where there can be such a thing; the text is the same without, but after a prompt
-    that ends inside a character, which the library would tell again.
+    tokenizer, where there can be such a thing. The text is the same without, but after a prompt
+    that ends inside a character: the library alone would tell the prompt's text again.
     """
 
     def __init__(
@@ -67,12 +68,21 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
         self._whole = whole
-        # Where tokens are bytes, what came before has no say in a token's text.
-        self._tail = list(prompt_tail) if whole is None else []
+        self._tail = list(prompt_tail) if whole is None else self._unfinished(prompt_tail, whole)
+        self._told = "" if whole is None else self._decode(self._tail)
         self._stream = self._new_stream(self._tail)
         self._ids: list[int] = []
         self._num_chars = 0
-        self._is_pending = False
+        self._is_pending = bool(self._told)
+
+    def _unfinished(self, prompt_tail: Sequence[int], whole: WholeTexts) -> list[int]:
+        """Return the prompt's last tokens if they end inside a character, else []: where tokens are
+        bytes, nothing else of a prompt has a say in what follows."""
+        begin = len(prompt_tail)
+        while begin and not whole[prompt_tail[begin - 1]]:  # part of one, or without text
+            begin -= 1
+        last = list(prompt_tail[begin:])
+        return last if self._decode(last).endswith("\ufffd") else []
 
     def _new_stream(self, ids: list[int]) -> DecodeStream:
         return DecodeStream(ids=ids or None, skip_special_tokens=self._skip_special)
@@ -85,6 +95,7 @@ class Detokenizer:
                 return text
             # Nothing before this token has a say in what it and its like become.
             self._stream, self._ids, self._num_chars = self._new_stream([]), [], 0
+            self._tail.clear()
         self._ids.append(token_id)
         try:
             piece = self._stream.step(self._tokenizer, token_id)
@@ -96,15 +107,26 @@ class Detokenizer:
             piece = self._stream.step(self._tokenizer, token_id)
         self._is_pending = not piece
         self._num_chars += len(piece or "")
+        if piece and self._told:
+            piece = self._after_told(piece)
         return piece or ""
 
     def flush(self) -> str:
         """Return what ``step`` still holds back; call once, at the end."""
         if not self._is_pending:
             return ""
+        if self._told:
+            return self._after_told(self._decode(self._tail + self._ids))
         before = len(self._decode(self._tail)) if self._tail else 0
         text = self._decode(self._tail + self._ids)
         return text[before + self._num_chars :]
+
+    def _after_told(self, text: str) -> str:
+        """Return what ``text``, which begins with an unfinished prompt's last tokens, adds to what
+        they said by themselves."""
+        told, self._told = self._told, ""
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(told, text, strict=False))
+        return text[sum(1 for _ in same) :]
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special)
