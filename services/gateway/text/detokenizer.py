@@ -69,7 +69,7 @@ class Detokenizer:
         self._skip_special = skip_special
         self._whole = whole
         self._tail = list(prompt_tail) if whole is None else self._unfinished(prompt_tail, whole)
-        self._told = "" if whole is None else self._decode(self._tail)
+        self._told = self._decode(self._tail) if whole is not None and self._tail else ""
         self._stream = self._new_stream(self._tail)
         self._ids: list[int] = []
         self._num_chars = 0
@@ -82,7 +82,7 @@ class Detokenizer:
         while begin and not whole[prompt_tail[begin - 1]]:  # part of one, or without text
             begin -= 1
         last = list(prompt_tail[begin:])
-        return last if self._decode(last).endswith("\ufffd") else []
+        return last if last and self._decode(last).endswith("\ufffd") else []
 
     def _new_stream(self, ids: list[int]) -> DecodeStream:
         return DecodeStream(ids=ids or None, skip_special_tokens=self._skip_special)
