@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import datetime
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
-from tokenizers.decoders import DecodeStream
 
 from services.gateway.text.chat_template import ChatTemplate
-from services.gateway.text.detokenizer import AnswerText, Detokenizer, StopMatcher, WholeTexts
+from services.gateway.text.detokenizer import (
+    AnswerText,
+    ByteDetokenizer,
+    Detokenizer,
+    StopMatcher,
+    StreamDetokenizer,
+    WholeTexts,
+)
 from services.gateway.text.text_model import INLINE_CHARS, TextModel
 from shared.errors import InvalidRequest, ModelError
 from shared.model_folder import DEMO_FOLDER, ModelFolder, SpecialTokens
@@ -26,8 +31,19 @@ unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]
 
 TOKENIZER = tiny_tokenizer()
 
-WAYS = pytest.mark.parametrize("whole", [None, WholeTexts(TOKENIZER, skip_special=True)])
-"""Every token decoded, and texts of whole characters looked up."""
+
+def streaming(*, skip_special: bool = True) -> Detokenizer:
+    """By the library's stream."""
+    return StreamDetokenizer(TOKENIZER, skip_special=skip_special)
+
+
+def looking_up(*, skip_special: bool = True) -> Detokenizer:
+    """By texts of whole characters."""
+    return ByteDetokenizer(WholeTexts(TOKENIZER, skip_special=skip_special))
+
+
+WAYS = pytest.mark.parametrize("new", [streaming, looking_up])
+"""The two must give the same pieces."""
 
 
 def sentencepiece_style() -> Tokenizer:
@@ -56,9 +72,11 @@ def sentencepiece_style() -> Tokenizer:
 @given(text=st.text(max_size=60))
 @example(text="🦊")
 @example(text="e\u0301 क्षि \u200d👩‍👩‍👧")
-def test_decoding_token_by_token_gives_the_text_back(text: str, whole: WholeTexts | None) -> None:
+def test_decoding_token_by_token_gives_the_text_back(
+    text: str, new: Callable[[], Detokenizer]
+) -> None:
     """Any Unicode text comes back from its tokens, whatever characters they split."""
-    detokenizer = Detokenizer(TOKENIZER, whole=whole)
+    detokenizer = new()
     ids = TOKENIZER.encode(text, add_special_tokens=False).ids
     pieces = [detokenizer.step(token_id) for token_id in ids]
     # U+FFFD of the client's own looks like an incomplete character, so it may come late, but it
@@ -70,10 +88,10 @@ def test_decoding_token_by_token_gives_the_text_back(text: str, whole: WholeText
 @unhurried
 @given(ids=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=40))
 def test_decoding_token_by_token_equals_a_full_decode(
-    ids: list[int], whole: WholeTexts | None
+    ids: list[int], new: Callable[[], Detokenizer]
 ) -> None:
     """Random ids, broken UTF-8 and unknown ids included, give the text of a full decode."""
-    detokenizer = Detokenizer(TOKENIZER, whole=whole)
+    detokenizer = new()
     text = "".join(detokenizer.step(token_id) for token_id in ids) + detokenizer.flush()
     assert text == TOKENIZER.decode(ids)
 
@@ -97,7 +115,7 @@ def test_byte_tokens_join_to_characters(parts: list[int | str]) -> None:
     ids: list[int] = []
     for part in parts:
         ids += part.encode() if isinstance(part, str) else [part]
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = StreamDetokenizer(tokenizer)
     text = "".join(detokenizer.step(token_id) for token_id in ids) + detokenizer.flush()
     assert text == tokenizer.decode(ids)
 
@@ -108,41 +126,38 @@ def test_looking_texts_up_gives_the_pieces_of_decoding(ids: list[int]) -> None:
     """Not only the whole text is the same: every token gives out the same piece at the same time,
     special ones skipped or not."""
     for skip in (True, False):
-        whole = WholeTexts(TOKENIZER, skip_special=skip)
-        decoding = Detokenizer(TOKENIZER, skip_special=skip)
-        looking_up = Detokenizer(TOKENIZER, skip_special=skip, whole=whole)
+        one, other = streaming(skip_special=skip), looking_up(skip_special=skip)
         for token_id in ids:
-            assert looking_up.step(token_id) == decoding.step(token_id)
-        assert looking_up.flush() == decoding.flush()
+            assert one.step(token_id) == other.step(token_id)
+        assert one.flush() == other.flush()
 
 
 def test_texts_are_looked_up_only_where_tokens_are_bytes() -> None:
     """A decoder that looks at its neighbours gives a token another text at the beginning."""
     assert WholeTexts.is_for(TOKENIZER)
     assert not WholeTexts.is_for(sentencepiece_style())
-    assert TextModel(sentencepiece_style(), None).new_answer(SamplingParams()).feed_plain(
-        [256, 257]
-    ) == ("the fox")
+    assert (
+        TextModel(sentencepiece_style(), None).new_answer(SamplingParams()).feed_plain([256, 257])
+        == "the fox"
+    )
 
 
-def test_a_text_is_looked_up_rather_than_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_is_looked_up_rather_than_decoded() -> None:
     """Of a text that splits a character into tokens, only those are decoded."""
-    decoded: list[int] = []
 
-    class Stream:
-        def __init__(self, **arguments: Any) -> None:
-            self._stream = DecodeStream(**arguments)
+    class Noted(WholeTexts):
+        def decode(self, token_ids: Sequence[int]) -> str:
+            decoded.append(tuple(token_ids))
+            return super().decode(token_ids)
 
-        def step(self, tokenizer: Tokenizer, token_id: int) -> str | None:
-            decoded.append(token_id)
-            return self._stream.step(tokenizer, token_id)
-
-    monkeypatch.setattr("services.gateway.text.detokenizer.DecodeStream", Stream)
-    detokenizer = Detokenizer(TOKENIZER, whole=WholeTexts(TOKENIZER, skip_special=True))
+    decoded: list[tuple[int, ...]] = []
+    whole = Noted(TOKENIZER, skip_special=True)
     ids = TOKENIZER.encode("the 🦊 and", add_special_tokens=False).ids
+    fox = [token_id for token_id in ids if whole[token_id] is None]
+    decoded.clear()
+    detokenizer = ByteDetokenizer(whole)
     assert "".join(detokenizer.step(token_id) for token_id in ids) == "the 🦊 and"
-    assert decoded == [token_id for token_id in ids if "\ufffd" in TOKENIZER.decode([token_id])]
-    assert 0 < len(decoded) < len(ids)
+    assert decoded == [tuple(fox[: at + 1]) for at in range(len(fox))] != []
 
 
 def test_an_answer_finishes_the_character_that_a_prompt_began() -> None:
@@ -150,7 +165,7 @@ def test_an_answer_finishes_the_character_that_a_prompt_began() -> None:
     ids = TOKENIZER.encode("a🦊b", add_special_tokens=False).ids
     whole = WholeTexts(TOKENIZER, skip_special=True)
     for cut in range(1, 5):
-        detokenizer = Detokenizer(TOKENIZER, prompt_tail=ids[:cut], whole=whole)
+        detokenizer = ByteDetokenizer(whole, prompt_tail=ids[:cut])
         text = "".join(detokenizer.step(token_id) for token_id in ids[cut:]) + detokenizer.flush()
         assert text == "🦊b"
 
@@ -165,7 +180,7 @@ def test_after_any_prompt_comes_what_the_answer_adds_to_it(
 ) -> None:
     """Random ids, broken UTF-8 on both sides: the text of both, less what the prompt had said."""
     whole = WholeTexts(TOKENIZER, skip_special=True)
-    detokenizer = Detokenizer(TOKENIZER, prompt_tail=prompt, whole=whole)
+    detokenizer = ByteDetokenizer(whole, prompt_tail=prompt)
     text = "".join(detokenizer.step(token_id) for token_id in ids) + detokenizer.flush()
     said, full = TOKENIZER.decode(prompt), TOKENIZER.decode(prompt + ids)
     same = itertools.takewhile(lambda at: said[:at] == full[:at], range(1, len(said) + 1))
@@ -173,17 +188,17 @@ def test_after_any_prompt_comes_what_the_answer_adds_to_it(
 
 
 @WAYS
-def test_no_piece_ends_inside_a_character(whole: WholeTexts | None) -> None:
+def test_no_piece_ends_inside_a_character(new: Callable[[], Detokenizer]) -> None:
     """The bytes of a character wait for its last one."""
-    detokenizer = Detokenizer(TOKENIZER, whole=whole)
+    detokenizer = new()
     ids = TOKENIZER.encode("a🦊", add_special_tokens=False).ids
     assert [detokenizer.step(token_id) for token_id in ids] == ["a", "", "", "", "🦊"]
 
 
 @WAYS
-def test_an_incomplete_character_at_the_end_is_replaced(whole: WholeTexts | None) -> None:
+def test_an_incomplete_character_at_the_end_is_replaced(new: Callable[[], Detokenizer]) -> None:
     """What never became a character comes out as U+FFFD, as in a full decode."""
-    detokenizer = Detokenizer(TOKENIZER, whole=whole)
+    detokenizer = new()
     ids = TOKENIZER.encode("a🦊", add_special_tokens=False).ids[:3]
     assert [detokenizer.step(token_id) for token_id in ids] == ["a", "", ""]
     assert detokenizer.flush() == TOKENIZER.decode(ids)[1:] == "\ufffd"
@@ -193,22 +208,22 @@ def test_an_answer_that_continues_a_prompt_keeps_its_first_space() -> None:
     """With the prompt's tail as a start, sentencepiece decoders do not eat the space."""
     tokenizer = sentencepiece_style()
     the, fox = 256, 257
-    assert Detokenizer(tokenizer).step(fox) == "fox"
-    assert Detokenizer(tokenizer, prompt_tail=[the]).step(fox) == " fox"
+    assert StreamDetokenizer(tokenizer).step(fox) == "fox"
+    assert StreamDetokenizer(tokenizer, prompt_tail=[the]).step(fox) == " fox"
 
 
 def test_special_tokens_are_skipped_unless_asked_for() -> None:
     """Special tokens have no text by default."""
     ids = [*TOKENIZER.encode("a", add_special_tokens=False).ids, EOS]
     for skip, text in ((True, "a"), (False, "a<eos>")):
-        for whole in (None, WholeTexts(TOKENIZER, skip_special=skip)):
-            detokenizer = Detokenizer(TOKENIZER, skip_special=skip, whole=whole)
+        for new in (streaming, looking_up):
+            detokenizer = new(skip_special=skip)
             assert "".join(detokenizer.step(token_id) for token_id in ids) == text
 
 
 def test_ids_that_the_tokenizer_does_not_know_have_no_text() -> None:
     """Padding rows of the embedding decode to nothing."""
-    assert Detokenizer(TOKENIZER).step(VOCAB_SIZE - 1) == ""
+    assert StreamDetokenizer(TOKENIZER).step(VOCAB_SIZE - 1) == ""
 
 
 # --- stop strings -------------------------------------------------------------------------------
@@ -304,7 +319,7 @@ def test_an_answer_is_the_same_however_its_tokens_are_batched(
 def test_a_stop_string_ends_the_answer_at_its_token() -> None:
     """Tokens after the one that completes the stop string do not count."""
     ids = TOKENIZER.encode("one and two", add_special_tokens=False).ids
-    answer = AnswerText(Detokenizer(TOKENIZER), stop=["nd"])
+    answer = AnswerText(StreamDetokenizer(TOKENIZER), stop=["nd"])
     step = answer.feed(ids, FinishReason.LENGTH)
     assert step.text == "one a"
     assert step.finish_reason is FinishReason.STOP
@@ -315,9 +330,9 @@ def test_a_stop_string_ends_the_answer_at_its_token() -> None:
 def test_the_stop_string_is_kept_on_request() -> None:
     """include_stop keeps the stop string, and the text of a stop token."""
     ids = TOKENIZER.encode("one and two", add_special_tokens=False).ids
-    answer = AnswerText(Detokenizer(TOKENIZER), stop=["nd"], include_stop=True)
+    answer = AnswerText(StreamDetokenizer(TOKENIZER), stop=["nd"], include_stop=True)
     assert answer.feed(ids, FinishReason.LENGTH).text == "one and"
-    answer = AnswerText(Detokenizer(TOKENIZER), stop_token_ids=[ids[-1]], include_stop=True)
+    answer = AnswerText(StreamDetokenizer(TOKENIZER), stop_token_ids=[ids[-1]], include_stop=True)
     step = answer.feed(ids, FinishReason.STOP)
     assert (step.text, step.stop_reason) == ("one and two", ids[-1])
 
@@ -326,23 +341,25 @@ def test_a_stop_token_has_no_text_and_is_the_stop_reason() -> None:
     """The token that ended the answer counts as a token but shows no text; end-of-sequence gives no
     reason."""
     ids = TOKENIZER.encode("ab", add_special_tokens=False).ids
-    step = AnswerText(Detokenizer(TOKENIZER), stop_token_ids=[ids[1]]).feed(ids, FinishReason.STOP)
+    step = AnswerText(StreamDetokenizer(TOKENIZER), stop_token_ids=[ids[1]]).feed(
+        ids, FinishReason.STOP
+    )
     assert step == ("a", 2, FinishReason.STOP, ids[1])
-    step = AnswerText(Detokenizer(TOKENIZER)).feed([ids[0], EOS], FinishReason.STOP)
+    step = AnswerText(StreamDetokenizer(TOKENIZER)).feed([ids[0], EOS], FinishReason.STOP)
     assert step == ("a", 2, FinishReason.STOP, None)
 
 
 def test_stop_strings_wait_for_min_tokens() -> None:
     """A stop string that is complete too early is ordinary text."""
     ids = TOKENIZER.encode("a.b.c.", add_special_tokens=False).ids
-    answer = AnswerText(Detokenizer(TOKENIZER), stop=["."], min_tokens=4)
+    answer = AnswerText(StreamDetokenizer(TOKENIZER), stop=["."], min_tokens=4)
     step = answer.feed(ids, FinishReason.LENGTH)
     assert (step.text, step.num_tokens) == ("a.b", 4)
 
 
 def test_an_empty_last_batch_ends_the_answer() -> None:
     """A finish without a token flushes what was held back."""
-    answer = AnswerText(Detokenizer(TOKENIZER), stop=["bc"])
+    answer = AnswerText(StreamDetokenizer(TOKENIZER), stop=["bc"])
     ids = TOKENIZER.encode("ab", add_special_tokens=False).ids
     assert answer.feed(ids, FinishReason.NONE).text == "a"
     assert answer.feed((), FinishReason.LENGTH) == ("b", 0, FinishReason.LENGTH, None)

@@ -9,7 +9,7 @@ import pytest
 
 from services.gateway.core.lifecycle import ArrivedToken, Emit, Leg, Lifecycle
 from services.gateway.http.sse import BUFFER_BYTES, EventStream
-from services.gateway.text.detokenizer import AnswerText, Detokenizer
+from services.gateway.text.detokenizer import AnswerText, StreamDetokenizer
 from services.gateway.workers.delivery import DELIVERIES_A_TURN, Delivery
 from shared.errors import WorkerLost
 from shared.request import FinishReason, SamplingParams
@@ -155,13 +155,13 @@ async def test_gaps_of_a_whole_batch_are_told_together() -> None:
 def test_plain_text_is_what_a_batch_would_give() -> None:
     """However the tokens are cut, also within a character."""
     ids = tiny_tokenizer().encode("the \U0001f98a and é the", add_special_tokens=False).ids
-    whole = AnswerText(Detokenizer(tiny_tokenizer()))
-    cut = AnswerText(Detokenizer(tiny_tokenizer()))
+    whole = AnswerText(StreamDetokenizer(tiny_tokenizer()))
+    cut = AnswerText(StreamDetokenizer(tiny_tokenizer()))
     assert cut.is_plain
     text = whole.feed(ids, FinishReason.NONE).text
     assert cut.feed_plain(ids[:2]) + "".join(cut.feed_plain([one]) for one in ids[2:]) == text
     assert cut.num_tokens == whole.num_tokens
-    assert not AnswerText(Detokenizer(tiny_tokenizer()), stop=("and",)).is_plain
+    assert not AnswerText(StreamDetokenizer(tiny_tokenizer()), stop=("and",)).is_plain
 
 
 TEXT = "the and the and hello the end"

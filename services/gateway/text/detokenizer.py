@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel, DecodeStream
@@ -20,6 +20,22 @@ from shared.request import FinishReason
 PROMPT_TAIL = 8
 """Prompt tokens that an answer's decoder starts from, where the answer continues the prompt's text:
 decoders in the style of sentencepiece drop the space before the first word they see."""
+
+
+class Detokenizer(Protocol):
+    """Decodes one answer.
+
+    A piece is given out only when all bytes of its characters are there; what is still incomplete
+    at the end comes out of ``flush`` as U+FFFD, as in a full decode.
+    """
+
+    def step(self, token_id: int) -> str:
+        """Return the text that this token completes, often ''."""
+        ...
+
+    def flush(self) -> str:
+        """Return what ``step`` still holds back; call once, at the end."""
+        ...
 
 
 class WholeTexts(dict[int, "str | None"]):
@@ -42,60 +58,76 @@ class WholeTexts(dict[int, "str | None"]):
         return isinstance(tokenizer.decoder, ByteLevel)
 
     def __missing__(self, token_id: int) -> str | None:
-        text = self._tokenizer.decode([token_id], skip_special_tokens=self._skip_special)
+        text = self.decode([token_id])
         found = self[token_id] = None if "\ufffd" in text else text
         return found
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens together."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special)
 
-class Detokenizer:
-    """Decodes one answer.
 
-    A piece is given out only when all bytes of its characters are there; what is still incomplete
-    at the end comes out of ``flush`` as U+FFFD, as in a full decode.
-    prompt_tail: the prompt's last tokens, when the answer continues its text. whole: of this
-    tokenizer, where there can be such a thing. The text is the same without, but after a prompt
-    that ends inside a character: the library alone would tell the prompt's text again.
+class ByteDetokenizer:
+    """A ``Detokenizer`` where tokens are bytes: only those of unfinished characters are decoded.
+
+    prompt_tail: the prompt's last tokens, when the answer continues its text. If they end inside a
+    character the answer finishes it.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        skip_special: bool = True,
-        prompt_tail: Sequence[int] = (),
-        whole: WholeTexts | None = None,
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special = skip_special
+    def __init__(self, whole: WholeTexts, *, prompt_tail: Sequence[int] = ()) -> None:
         self._whole = whole
-        self._tail = list(prompt_tail) if whole is None else self._unfinished(prompt_tail, whole)
-        self._told = self._decode(self._tail) if whole is not None and self._tail else ""
-        self._stream = self._new_stream(self._tail)
-        self._ids: list[int] = []
-        self._num_chars = 0
-        self._is_pending = bool(self._told)
-
-    def _unfinished(self, prompt_tail: Sequence[int], whole: WholeTexts) -> list[int]:
-        """Return the prompt's last tokens if they end inside a character, else []: where tokens are
-        bytes, nothing else of a prompt has a say in what follows."""
         begin = len(prompt_tail)
         while begin and not whole[prompt_tail[begin - 1]]:  # part of one, or without text
             begin -= 1
-        last = list(prompt_tail[begin:])
-        return last if last and self._decode(last).endswith("\ufffd") else []
+        self._unfinished = list(prompt_tail[begin:])
+        self._told = whole.decode(self._unfinished) if self._unfinished else ""
+        if not self._told.endswith("\ufffd"):
+            self._unfinished, self._told = [], ""
+
+    def step(self, token_id: int) -> str:
+        """See ``Detokenizer``."""
+        if not self._unfinished:
+            text = self._whole[token_id]
+            if text is not None:
+                return text
+        self._unfinished.append(token_id)
+        text = self._whole.decode(self._unfinished)
+        return "" if text.endswith("\ufffd") else self._give_out(text)
+
+    def flush(self) -> str:
+        """See ``Detokenizer``."""
+        return self._give_out(self._whole.decode(self._unfinished)) if self._unfinished else ""
+
+    def _give_out(self, text: str) -> str:
+        """Return what ``text`` adds to what an unfinished prompt had said by itself."""
+        told, self._told = self._told, ""
+        self._unfinished.clear()
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(told, text, strict=False))
+        return text[sum(1 for _ in same) :]
+
+
+class StreamDetokenizer:
+    """A ``Detokenizer`` for any tokenizer, by the library's stream.
+
+    prompt_tail: the prompt's last tokens, when the answer continues its text.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special: bool = True, prompt_tail: Sequence[int] = ()
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._tail = list(prompt_tail)
+        self._stream = self._new_stream(self._tail)
+        self._ids: list[int] = []
+        self._num_chars = 0
+        self._is_pending = False
 
     def _new_stream(self, ids: list[int]) -> DecodeStream:
         return DecodeStream(ids=ids or None, skip_special_tokens=self._skip_special)
 
     def step(self, token_id: int) -> str:
-        """Return the text that this token completes, often ''."""
-        if self._whole is not None and not self._is_pending:
-            text = self._whole[token_id]
-            if text is not None:
-                return text
-            # Nothing before this token has a say in what it and its like become.
-            self._stream, self._ids, self._num_chars = self._new_stream([]), [], 0
-            self._tail.clear()
+        """See ``Detokenizer``."""
         self._ids.append(token_id)
         try:
             piece = self._stream.step(self._tokenizer, token_id)
@@ -107,26 +139,15 @@ class Detokenizer:
             piece = self._stream.step(self._tokenizer, token_id)
         self._is_pending = not piece
         self._num_chars += len(piece or "")
-        if piece and self._told:
-            piece = self._after_told(piece)
         return piece or ""
 
     def flush(self) -> str:
-        """Return what ``step`` still holds back; call once, at the end."""
+        """See ``Detokenizer``."""
         if not self._is_pending:
             return ""
-        if self._told:
-            return self._after_told(self._decode(self._tail + self._ids))
         before = len(self._decode(self._tail)) if self._tail else 0
         text = self._decode(self._tail + self._ids)
         return text[before + self._num_chars :]
-
-    def _after_told(self, text: str) -> str:
-        """Return what ``text``, which begins with an unfinished prompt's last tokens, adds to what
-        they said by themselves."""
-        told, self._told = self._told, ""
-        same = takewhile(lambda pair: pair[0] == pair[1], zip(told, text, strict=False))
-        return text[sum(1 for _ in same) :]
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special)

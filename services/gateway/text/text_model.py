@@ -18,7 +18,12 @@ from typing import Any, NamedTuple, TypeVar, cast
 from tokenizers import Tokenizer
 
 from services.gateway.text.chat_template import ChatTemplate
-from services.gateway.text.detokenizer import AnswerText, Detokenizer, WholeTexts
+from services.gateway.text.detokenizer import (
+    AnswerText,
+    ByteDetokenizer,
+    StreamDetokenizer,
+    WholeTexts,
+)
 from shared.errors import InvalidRequest, ModelError, Overloaded
 from shared.model_folder import ModelFolder
 from shared.request import SamplingParams
@@ -137,12 +142,12 @@ class TextModel:
         prompt_tail: Sequence[int] = (),
     ) -> AnswerText:
         """Return the decoder of one answer; see ``detokenizer.py`` for the arguments."""
+        whole = self._whole.get(skip_special)
         return AnswerText(
-            Detokenizer(
-                self._tokenizer,
-                skip_special=skip_special,
-                prompt_tail=prompt_tail,
-                whole=self._whole.get(skip_special),
+            ByteDetokenizer(whole, prompt_tail=prompt_tail)
+            if whole is not None
+            else StreamDetokenizer(
+                self._tokenizer, skip_special=skip_special, prompt_tail=prompt_tail
             ),
             stop=stop,
             stop_token_ids=sampling.stop_token_ids,

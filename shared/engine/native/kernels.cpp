@@ -29,11 +29,11 @@ namespace {
 
 using bf16 = std::uint16_t;
 
-constexpr int kPanel = 64;    // columns of a weight panel = keys of an attention tile
-constexpr int kTile = 6;      // tokens of a register tile
-constexpr int kLine = 32;     // numbers of a cache line
+constexpr int kPanel = 64;      // columns of a weight panel = keys of an attention tile
+constexpr int kTile = 6;        // tokens of a register tile
+constexpr int kLine = 32;       // numbers of a cache line
 constexpr int kLinesAhead = 2;  // lines of the next panel a tile asks for beside four that it reads
-constexpr int kMaxRows = 96;  // query rows (tokens x heads of a group) that share one walk over keys
+constexpr int kMaxRows = 96;    // query rows (tokens x heads of a group) that share one walk over keys
 constexpr int kMaxHeadDim = 256;
 constexpr int kCheckFailed = 1;
 
