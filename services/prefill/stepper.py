@@ -147,6 +147,7 @@ class Stepper:
         )
         sequence = Sequence(request.item)
         self._scheduler.add_prefill(sequence)
+        note(Moment.QUEUED, request.request_id, num_tokens=len(request.item.token_ids))
         push: PushHandle | None = None
         if request.decode is not None:
             try:
@@ -170,7 +171,6 @@ class Stepper:
             job.deadline = loop.call_at(request.deadline_at, self._deadline_passed, job)
         if push is not None:
             self._require_tasks().create_task(self._watch_push(job, push))
-        note(Moment.QUEUED, request.request_id, num_tokens=len(request.item.token_ids))
         self._changed()
         return job
 
@@ -278,8 +278,8 @@ class Stepper:
             return
         failpoint("prefill.before_commit")
         self._handle(job, JobEvent.SAMPLED)
-        job.push.commit(token.token_id)
         note(Moment.COMMITTED, job.request_id)
+        job.push.commit(token.token_id)
 
     # --- jobs ------------------------------------------------------------------------------------
 

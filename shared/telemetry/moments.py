@@ -30,7 +30,7 @@ class Moment(Enum):
     ROUTED = "routed"  # a pair of workers is chosen; logged at info level, with the decision
     DISPATCHED = "dispatched"  # both legs were sent
     RESERVED = "reserved"  # decode has taken the blocks for it
-    QUEUED = "queued"  # prefill has it, and has asked decode to open its transfer
+    QUEUED = "queued"  # prefill has it, and now asks decode to open its transfer
     OPENED = "opened"  # decode met the open with its lease and granted it
     PLANNED = "planned"  # a prefill step is planned, and its span announced
     FRAME_POSTED = "frame posted"  # decode waits for a frame, in a staging slot
@@ -38,7 +38,7 @@ class Moment(Enum):
     FRAME_SENT = "frame sent"  # gathered, and given to the transport
     FRAME_PLACED = "frame placed"  # verified, in decode's blocks, and acknowledged
     SAMPLED = "sampled"  # prefill has token 1
-    COMMITTED = "committed"  # prefill has said how many frames there are
+    COMMITTED = "committed"  # prefill now says how many frames there are
     EMITTED = "emitted"  # the gateway let tokens go
     WRITTEN = "written"  # their text is on its way to the client
     JOINED = "joined"  # decode has all KV, and the sequence is in the batch
@@ -50,7 +50,8 @@ class Moment(Enum):
 
 
 def note(moment: Moment, request_id: bytes, **facts: Any) -> None:
-    """Log one moment of a request, if this process logs at debug level. Call it on the loop."""
+    """Log one moment of a request, if this process logs at debug level. Call it on the loop, and
+    before what tells other processes of it: theirs may run, and note what comes of it, at once."""
     if is_debugging():
         now = asyncio.get_running_loop().time()
         _log.debug(moment.value, request_id=request_id.hex(), at_s=now, **facts)

@@ -49,6 +49,27 @@ async def test_the_first_step_does_not_wait_for_the_report_of_the_join(
 
 
 @virtual_time
+async def test_prefill_notes_a_moment_before_decode_can_hear_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Noted later, what decode makes of it might have the earlier time: another process runs."""
+    heard: list[str] = []
+    monkeypatch.setattr(
+        "services.prefill.stepper.note", lambda moment, *_, **__: heard.append(moment.value)
+    )
+    async with worker_mesh() as mesh:
+        pusher = mesh.prefills[0].worker.pusher
+        for name in ("begin", "commit"):
+            do = getattr(pusher, name)
+            monkeypatch.setattr(
+                pusher, name, lambda *a, n=name, d=do, **k: heard.append(n) or d(*a, **k)
+            )
+        assert await mesh.start(a_prompt(5), 3).finished() == expected(a_prompt(5), 3)
+        assert heard[:2] == ["queued", "begin"]
+        assert heard[heard.index("commit") - 1] == "committed"
+
+
+@virtual_time
 async def test_a_request_cancelled_as_it_joins_reports_no_join(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
