@@ -15,6 +15,7 @@ import platform
 import re
 import statistics
 import subprocess
+import sys
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -190,6 +191,8 @@ def environment() -> dict[str, Any]:
     return {
         "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
+        # A path says something of this machine, and nothing to a reader: its name is enough.
+        "arguments": [os.path.basename(one) if os.sep in one else one for one in sys.argv[1:]],
         "machine": machine_name(),
         "cpu": cpu_name(),
         "cores": os.cpu_count(),

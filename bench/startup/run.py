@@ -1,9 +1,9 @@
-"""How fast a worker loads its weights, as a share of reading the same file.
+"""How fast a worker loads its weights, as a share of reading the same file, and when it is ready.
 
     python -m bench.startup.run [--quick] [--mib 1024]
 
 Fresh processes in turn: one that reads the checkpoint into memory, one that loads it as a worker
-does. What the numbers mean: README.md beside this file.
+does, and whole workers. What the numbers mean: README.md beside this file.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,9 +19,13 @@ import time
 from pathlib import Path
 
 from bench.record import PROJECT, Record, ratios, spread
+from shared.runtime.parent import PARENT_FD
 
 HERE = Path(__file__).parent
 HIDDEN, MLP, HEADS, KV_HEADS = 1024, 3072, 16, 4
+ROLES = ("prefill", "decode")
+KV_GIB = "0.25"
+READY_WITHIN_S = 120.0
 
 
 def make_model(folder: Path, mib: int) -> None:
@@ -64,6 +69,42 @@ def load(folder: Path, kernels: str) -> float:
     return time.perf_counter() - began_at
 
 
+def seconds_to_ready(role: str, folder: Path) -> float:
+    """Seconds from exec until a worker with this checkpoint says that it is ready; then it is
+    stopped. Its gateway does not exist: it would join it next.
+
+    Raises RuntimeError: it ended, or said something else, and what.
+    """
+    ours, theirs = socket.socketpair()
+    ours.settimeout(READY_WITHIN_S)
+    with ours, theirs:
+        environment = {
+            **os.environ,
+            "PDMESH_MODEL": str(folder),
+            "PDMESH_KV_GIB": KV_GIB,
+            PARENT_FD: str(theirs.fileno()),
+        }
+        began_at = time.perf_counter()
+        with subprocess.Popen(
+            [sys.executable, "-m", f"services.{role}"],
+            cwd=PROJECT,
+            env=environment,
+            pass_fds=(theirs.fileno(),),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        ) as worker:
+            theirs.close()
+            try:
+                word = ours.recv(4096)
+                took_s = time.perf_counter() - began_at
+            finally:
+                worker.terminate()
+    facts = json.loads(word or b"{}")
+    if not facts or "error" in facts:
+        raise RuntimeError(f"{role} did not start: {facts.get('error', 'it ended')}")
+    return took_s
+
+
 def in_fresh_process(*arguments: str) -> float:
     """Run one of the two above."""
     command = [sys.executable, "-m", "bench.startup.run", "--end", *arguments]
@@ -100,6 +141,11 @@ def main() -> None:
                 seconds = in_fresh_process(what, place)
                 if repetition:
                     values.append(seconds)
+        for role in ROLES:
+            seconds = [seconds_to_ready(role, folder) for _ in range(asked.repetitions)]
+            row = {"what": f"{role}: exec to ready", "gigabytes": gigabytes, "s": spread(seconds)}
+            record.rows.append(row)
+            print(f"{role:8} ready after {row['s']['median']:.2f} s")
         for what, values in took.items():
             rates = spread([gigabytes / one for one in values])
             record.rows.append({"what": what, "gigabytes": gigabytes, "gb_per_s": rates})
