@@ -12,6 +12,7 @@ import argparse
 import gc
 import importlib.util
 import json
+import statistics
 import sys
 import tempfile
 import time
@@ -43,16 +44,26 @@ SHAPE: dict[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 QUICK_LAYERS = 4
+GOAL_PROMPT = 4096
+DECODE_SHARE, PREFILL_SHARE = 0.85, 0.65
+"""Goals: of the bandwidth at batch 1, of the product rate in a prompt of GOAL_PROMPT tokens."""
 
 Step = Callable[[], None]
 """Does the work once and waits until it is done."""
 
 
 class Limits(NamedTuple):
-    """What the device does in this very repetition."""
+    """What the device does right before a sample."""
 
     bytes_per_s: float
     flops_per_s: float
+
+
+class Sample(NamedTuple):
+    """Seconds of a step, and the limits that were measured right before it."""
+
+    limits: Limits
+    seconds: float
 
 
 def make_folder(folder: Path, shape: dict[str, Any]) -> None:
@@ -169,7 +180,7 @@ class TransformersEnd:
         import transformers
 
         self.name = "torch.compile" if is_compiled else "transformers"
-        config = transformers.AutoConfig.from_pretrained(folder)
+        config: Any = transformers.AutoConfig.from_pretrained(folder)
         config._attn_implementation = "sdpa"
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.bfloat16)
@@ -258,26 +269,25 @@ def kv_bytes(shape: dict[str, Any], batch: int, context: int) -> int:
 
 
 def measure(asked: argparse.Namespace, record: Record, shape: dict[str, Any], folder: Path) -> None:
-    """Ours, each repetition beside the device's limits; then the peers, one after the other."""
+    """Ours, then the peers, one after the other; each sample right after the device's limits."""
     prefill = f"prefill {asked.prompt}"
     decodes = {f"decode batch {batch} at {asked.context}": batch for batch in asked.batches}
-    took: dict[tuple[str, str], list[float]] = {}
-    seen: list[Limits] = []
+    took: dict[tuple[str, str], list[Sample]] = {}
 
-    def note(who: str, what: str, seconds: float) -> None:
-        took.setdefault((who, what), []).append(seconds)
-        print(f"  {who:14} {what:26} {seconds * 1e3:9.3f} ms", flush=True)
+    def take(who: str, what: str, step: Step) -> None:
+        can_do = limits(asked.device, **asked.limit_sizes)
+        seconds = seconds_of(step, repetitions=asked.steps if what in decodes else 3)
+        took.setdefault((who, what), []).append(Sample(can_do, seconds))
+        print(f"  {who:16} {what:26} {seconds * 1e3:9.3f} ms", flush=True)
 
     with ending(OurEnd(folder, asked.device, max_rows=max(asked.batches), **asked.options)) as ours:
         read_bytes = ours.read_bytes
         for _ in range(asked.repetitions):
-            seen.append(limits(asked.device, **asked.limit_sizes))
             for what, batch in decodes.items():
-                step = ours.decode(batch, asked.context)
-                note(ours.name, what, seconds_of(step, repetitions=asked.steps))
-                step = ours.decode(batch, asked.context, is_replayed=False)
-                note("kernel by kernel", what, seconds_of(step, repetitions=asked.steps))
-            note(ours.name, prefill, seconds_of(ours.prefill(asked.prompt), repetitions=3))
+                take(ours.name, what, ours.decode(batch, asked.context))
+                by_kernel = ours.decode(batch, asked.context, is_replayed=False)
+                take("kernel by kernel", what, by_kernel)
+            take(ours.name, prefill, ours.prefill(asked.prompt))
     if importlib.util.find_spec("transformers") is None:
         print("transformers is not installed: left out")
     else:
@@ -287,31 +297,66 @@ def measure(asked: argparse.Namespace, record: Record, shape: dict[str, Any], fo
                     room = asked.repetitions * (asked.steps + 1)
                     step = peer.decode(batch, asked.context, room=room)
                     for _ in range(asked.repetitions):
-                        note(peer.name, what, seconds_of(step, repetitions=asked.steps))
+                        take(peer.name, what, step)
                 step = peer.prefill(asked.prompt)
                 for _ in range(asked.repetitions):
-                    note(peer.name, prefill, seconds_of(step, repetitions=3))
+                    take(peer.name, prefill, step)
 
+    moved = {
+        what: read_bytes + kv_bytes(shape, batch, asked.context) for what, batch in decodes.items()
+    }
+    report(record, took, moved, prefill_flops(shape, asked.prompt))
+    set_goals(record, asked, shape["num_hidden_layers"])
+
+
+def report(
+    record: Record,
+    took: dict[tuple[str, str], list[Sample]],
+    moved: dict[str, int],
+    flops: float,
+) -> None:
+    """A line and a row for each end and work.
+
+    took: by end and work. moved: bytes that a step of each decode reads; flops: of the prompt,
+    which is all other work.
+    """
+    seen = [sample.limits for samples in took.values() for sample in samples]
     record.rows.append({"what": "copy", "bytes_per_s": spread([one.bytes_per_s for one in seen])})
     record.rows.append(
         {"what": "product", "flops_per_s": spread([one.flops_per_s for one in seen])}
     )
-    for (who, what), seconds in took.items():
-        row: dict[str, Any] = {"who": who, "what": what, "seconds": spread(seconds)}
-        if what in decodes:
-            moved = read_bytes + kv_bytes(shape, decodes[what], asked.context)
-            least = [moved / one.bytes_per_s for one in seen]
-            row["share_of_bandwidth"] = ratios(least, seconds)
+    for (who, what), samples in took.items():
+        seconds = [sample.seconds for sample in samples]
+        if what in moved:
+            name = "share_of_bandwidth"
+            least = [moved[what] / sample.limits.bytes_per_s for sample in samples]
         else:
-            least = [prefill_flops(shape, asked.prompt) / one.flops_per_s for one in seen]
-            row["share_of_product_rate"] = ratios(least, seconds)
-        ours_took = took["pdmesh", what]
-        row["x_pdmesh"] = ratios(seconds, ours_took)
-        record.rows.append(row)
-        share = next(value for name, value in row.items() if name.startswith("share"))
+            name = "share_of_product_rate"
+            least = [flops / sample.limits.flops_per_s for sample in samples]
+        share = ratios(least, seconds)
+        # Peers are measured after us, so no sample of theirs has one of ours beside it.
+        ours = statistics.median(sample.seconds for sample in took[OurEnd.name, what])
+        times = statistics.median(seconds) / ours
+        row = {"who": who, "what": what, "seconds": spread(seconds), name: share}
+        record.rows.append({**row, "median_x_pdmesh": times})
         span = f"{share['median']:.3f} [{share['min']:.3f} .. {share['max']:.3f}]"
-        times = row["x_pdmesh"]["median"]
         print(f"{who:16} {what:26} share of the limit {span}, {times:.2f} x our time")
+
+
+def set_goals(record: Record, asked: argparse.Namespace, num_layers: int) -> None:
+    """Note rows 1 and 2: our shares of the limits at batch 1 and in a prompt of GOAL_PROMPT tokens.
+
+    A model cut to fewer layers says so: it is another goal than the whole one's.
+    """
+    of = "" if num_layers == SHAPE["num_hidden_layers"] else f", {num_layers} layers"
+    ours = {row["what"]: row for row in record.rows if row.get("who") == OurEnd.name}
+    decode, prefill = f"decode batch 1 at {asked.context}", f"prefill {GOAL_PROMPT}"
+    if decode in ours:
+        share = ours[decode]["share_of_bandwidth"]
+        record.goal(1, f"{decode}{of}: share of the bandwidth", share, ">=", DECODE_SHARE)
+    if prefill in ours:
+        share = ours[prefill]["share_of_product_rate"]
+        record.goal(2, f"{prefill}{of}: share of the product rate", share, ">=", PREFILL_SHARE)
 
 
 def main() -> None:
@@ -322,7 +367,7 @@ def main() -> None:
     )
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 128])
     parser.add_argument("--context", type=int, default=1024, help="tokens a decoded sequence has")
-    parser.add_argument("--prompt", type=int, default=4096, help="tokens of the prompt")
+    parser.add_argument("--prompt", type=int, default=GOAL_PROMPT, help="tokens of the prompt")
     parser.add_argument("--steps", type=int, default=30, help="decode steps a sample")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--record", action="store_true", help="write results of a quick run too")

@@ -18,6 +18,14 @@ LONGEST_SHARE = 0.1
 """Of a request's gaps, Mooncake's share."""
 
 
+def tpot(first_at: float, last_at: float, num_tokens: int) -> float:
+    """Mean gap after the first token, in the clock's unit; 0 for one token or none.
+
+    What receipts and metrics tell (``lifetime.py``) and what a client computes (``Outcome``).
+    """
+    return (last_at - first_at) / (num_tokens - 1) if num_tokens > 1 else 0.0
+
+
 class TpotRule(Enum):
     """What stands for the time of one token in a request's answer.
 
@@ -66,9 +74,9 @@ class Outcome:
 
     @property
     def tpot_s(self) -> float:
-        """Mean gap after the first token; 0 for one token or none."""
+        """See ``tpot``."""
         times = self.token_times
-        return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
+        return tpot(times[0], times[-1], len(times)) if times else 0.0
 
     @property
     def itl_s(self) -> list[float]:

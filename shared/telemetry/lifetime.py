@@ -13,6 +13,8 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
+from shared.telemetry.definitions import tpot
+
 TTFT_PHASES = ("queue_s", "route_s", "retry_s", "prefill_queue_s", "prefill_s", "handover_s")
 """In order of time; their sum is ``ttft_s``."""
 
@@ -120,7 +122,7 @@ def receipt_of(marks: Marks, *, output_tokens: int = 0, **facts: Any) -> Receipt
         if marks.second_token_at is not None:
             first_step_s = marks.second_token_at - marks.first_token_at
         if marks.last_token_at is not None and output_tokens > 1:
-            tpot_s = (marks.last_token_at - marks.first_token_at) / (output_tokens - 1)
+            tpot_s = tpot(marks.first_token_at, marks.last_token_at, output_tokens)
     return Receipt(
         queue_s=admitted_at - marks.arrived_at,
         route_s=dispatched_at - admitted_at,

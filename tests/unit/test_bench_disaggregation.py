@@ -13,6 +13,7 @@ from bench.disaggregation.run import (
     LOWEST_RATE,
     VLLM,
     Repetition,
+    colocated_targets,
     set_goals,
 )
 from bench.record import Goal, Record
@@ -72,6 +73,14 @@ def test_who_attains_at_no_rate_counts_as_if_at_the_lowest_it_was_asked_for() ->
     assert goals_of(none_attained)[0].value == 4.0
     not_asked = Repetition({}, {DISAGGREGATED: 1.0, COLOCATED: 0.0})
     assert goals_of(not_asked)[0].value == pytest.approx(1.0 / LOWEST_RATE)
+
+
+def test_of_colocated_pairs_with_several_targets_the_best_counts() -> None:
+    """Each target is a system of its own; the first one is called as if it were alone."""
+    assert colocated_targets([15.0, 10.0]) == {COLOCATED: 15.0, f"{COLOCATED}, 10 ms": 10.0}
+    found = {DISAGGREGATED: 2.0, COLOCATED: 0.5, f"{COLOCATED}, 10 ms": 1.0}
+    (goal,) = goals_of(Repetition({}, found))
+    assert goal.value == 2.0
 
 
 def test_a_peer_that_is_better_than_the_colocated_pair_is_what_counts() -> None:

@@ -1,0 +1,236 @@
+"""Prefill and decode as two processes on one device: are the tokens those of one process?
+
+    python -m bench.gpu.apart [--quick] [--device cuda] [--model FOLDER]
+
+Real processes, greedy answers in bfloat16, compared token by token with those of one colocated
+worker, and as a control that worker's with its own of a second time. Without the device it
+compares nothing and exits with 2. What the numbers mean: README.md beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import statistics
+import sys
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.record import NOT_HERE, Record, run
+from services.cli.bench.prompts import one_prompt
+from services.local import LocalMesh, local_mesh, plan_services, wait_for_pair
+from shared import wire
+from shared.address import parse_address
+from shared.config import DEMO_MODEL, STEP_TOKENS, DecodeConfig, GatewayConfig, PrefillConfig
+from shared.rpc.columns import pack_u32, unpack_u32
+from shared.rpc.methods import GENERATE
+from shared.rpc.status import RECEIPT_TRAILER
+from shared.rpc.stream import open_stream
+from shared.rpc.tcp import TcpNetwork
+
+HERE = Path(__file__).parent
+INTERRUPTED = 130
+READY_WITHIN_S = 120.0
+BLOCK_SIZE = 16
+SHORTEST_PROMPT = 16
+ONE, AGAIN, TWO = "one process", "one process, again", "two processes"
+ALONE, TOGETHER = "one at a time", "all at once"
+
+Answers = list[list[int]]
+"""Token ids of each prompt's answer, in the prompts' order."""
+
+
+class Agreement(NamedTuple):
+    """How far answers equal others, place by place.
+
+    first_median, first_earliest: 0-based place of the first token that differs, among the answers
+    that do differ; None = none does.
+    """
+
+    share_tokens: float
+    share_answers: float
+    first_median: float | None
+    first_earliest: int | None
+
+
+def agreement(answers: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> Agreement:
+    """Compare answers with others to the same prompts.
+
+    Raises ValueError: there is none, or numbers of answers or of tokens are not the same.
+    """
+    if not any(answers):
+        raise ValueError("nothing to compare")
+    pairs = [
+        [one == other for one, other in zip(answer, wanted, strict=True)]
+        for answer, wanted in zip(answers, others, strict=True)
+    ]
+    firsts = [places.index(False) for places in pairs if not all(places)]
+    return Agreement(
+        share_tokens=sum(map(sum, pairs)) / sum(map(len, pairs)),
+        share_answers=1 - len(firsts) / len(pairs),
+        first_median=statistics.median(firsts) if firsts else None,
+        first_earliest=min(firsts, default=None),
+    )
+
+
+@asynccontextmanager
+async def a_mesh(asked: argparse.Namespace, *, is_apart: bool) -> AsyncGenerator[LocalMesh]:
+    """Start a gateway with a prefill and a decode worker, or with one that does both.
+
+    What would make a prompt be computed in other parts than its twin is off: cached prefixes, and
+    a colocated worker's chunks by time. On a CPU threads are counted, for they split sums.
+    """
+    shared: dict[str, Any] = {"model": asked.model, "log_level": "error", "drain_s": 5.0}
+    worker: dict[str, Any] = {
+        **shared,
+        "device": asked.device,
+        "dtype": "bfloat16",
+        "num_blocks": asked.prompts * (2 + (asked.longest + asked.tokens) // BLOCK_SIZE),
+        "block_size": BLOCK_SIZE,
+        "token_budget": STEP_TOKENS,
+        "cache_prefixes": False,
+        "threads": 1 if asked.device == "cpu" else 0,
+    }
+    services = plan_services(
+        GatewayConfig(**shared, http_port=0, grpc_port=0),
+        [PrefillConfig(**worker)] if is_apart else [],
+        [DecodeConfig(**worker, colocated=not is_apart)],
+    )
+    async with local_mesh(services, restart=False, drain_s=5.0) as mesh:
+        await wait_for_pair(mesh.http_url, READY_WITHIN_S)
+        yield mesh
+
+
+async def ask(channel: Any, prompt: Sequence[int], num_tokens: int) -> tuple[list[int], Any]:
+    """Return the token ids of one greedy answer, and its receipt.
+
+    Raises MeshError: the call failed. RuntimeError: the answer has another length.
+    """
+    params = wire.GenerateParams(
+        max_tokens=num_tokens, min_tokens=num_tokens, temperature=0.0, ignore_eos=True
+    )
+    request = wire.GenerateRequest(token_ids=pack_u32(prompt), params=params)
+    ids: list[int] = []
+    async with open_stream(channel, GENERATE) as stream:
+        await stream.send(request, end=True)
+        async for reply in stream:
+            ids += unpack_u32(reply.token_ids)
+        receipt = json.loads(stream.trailers[RECEIPT_TRAILER])
+    if len(ids) != num_tokens:
+        raise RuntimeError(f"{len(ids)} tokens instead of {num_tokens}")
+    return ids, receipt
+
+
+async def ask_all(
+    mesh: LocalMesh, prompts: Sequence[Sequence[int]], num_tokens: int, *, at_once: int
+) -> tuple[Answers, list[Any]]:
+    """Ask for all answers, so many at a time; their token ids and their receipts."""
+    address = parse_address(mesh.grpc_target, param="mesh", default_port=0)
+    places = asyncio.Semaphore(at_once)
+    async with TcpNetwork().channel(address) as channel, asyncio.TaskGroup() as tasks:
+
+        async def one(prompt: Sequence[int]) -> tuple[list[int], Any]:
+            async with places:
+                return await ask(channel, prompt, num_tokens)
+
+        asking = [tasks.create_task(one(prompt)) for prompt in prompts]
+    answers = [task.result() for task in asking]
+    return [ids for ids, _ in answers], [receipt for _, receipt in answers]
+
+
+async def measure(asked: argparse.Namespace, record: Record) -> None:
+    """Both meshes, one after the other: each has the device to itself."""
+    step = (asked.longest - SHORTEST_PROMPT) / max(asked.prompts - 1, 1)
+    lengths = [SHORTEST_PROMPT + round(step * index) for index in range(asked.prompts)]
+    prompts = [one_prompt(length, seed).ids(0) for seed, length in enumerate(lengths)]
+    found: dict[tuple[str, str], Answers] = {}
+    receipts: list[Any] = []
+    ways = {ALONE: 1, TOGETHER: asked.prompts}
+    async with a_mesh(asked, is_apart=False) as mesh:
+        for who in (ONE, AGAIN):
+            for way, at_once in ways.items():
+                found[who, way], _ = await ask_all(mesh, prompts, asked.tokens, at_once=at_once)
+    async with a_mesh(asked, is_apart=True) as mesh:
+        for way, at_once in ways.items():
+            found[TWO, way], told = await ask_all(mesh, prompts, asked.tokens, at_once=at_once)
+            receipts += told
+    moved = sum(receipt["transfer_bytes"] for receipt in receipts)
+    lanes = sorted({receipt["lane"] for receipt in receipts})
+    retries = sum(receipt["attempts"] - 1 for receipt in receipts)
+    if not all(receipt["transfer_bytes"] for receipt in receipts):
+        raise RuntimeError("an answer's KV was not handed over: nothing would be compared")
+    record.rows.append({"transfer_bytes": moved, "lanes": lanes, "retries": retries})
+    print(f"{asked.prompts} prompts of {lengths[0]} to {lengths[-1]} tokens, {asked.tokens} each")
+    print(f"{moved / 1e6:.1f} MB of KV handed over by {', '.join(lanes)}; {retries} retries")
+    pairs = [((who, way), (ONE, way)) for way in ways for who in (AGAIN, TWO)]
+    for (who, way), against in [*pairs, ((ONE, TOGETHER), (ONE, ALONE))]:
+        result = agreement(found[who, way], found[against])
+        names = {"who": f"{who}, {way}", "against": ", ".join(against)}
+        record.rows.append({**names, **result._asdict(), "num_answers": asked.prompts})
+        print(line(names, result), flush=True)
+
+
+def line(names: dict[str, str], result: Agreement) -> str:
+    """One line of the table."""
+    first = "none differs"
+    if result.first_median is not None:
+        first = f"first at {result.first_median:g} in the median, {result.first_earliest} earliest"
+    return (
+        f"{names['who']:33} against {names['against']:28} tokens equal {result.share_tokens:.4f}  "
+        f"answers equal {result.share_answers:.3f}  {first}"
+    )
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--quick", action="store_true", help="8 prompts to 256, 32 tokens each")
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu; for all workers")
+    parser.add_argument("--model", default=DEMO_MODEL, help="folder; default: the bundled model")
+    parser.add_argument("--prompts", type=int, default=32, help="how many")
+    parser.add_argument("--longest", type=int, default=1024, help="tokens of the longest prompt")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of each answer")
+    parser.add_argument("--record", action="store_true", help="write results of a quick run too")
+    asked = parser.parse_args()
+    if asked.quick:
+        asked.prompts, asked.longest, asked.tokens = 8, 256, 32
+    if asked.prompts < 1 or asked.tokens < 1 or asked.longest < SHORTEST_PROMPT:
+        parser.error(f"at least 1 prompt, 1 token, and --longest {SHORTEST_PROMPT}")
+    if re.fullmatch(r"cpu|cuda(:\d+)?", asked.device) is None:
+        parser.error("--device must be cuda, cuda:N or cpu")
+    return asked
+
+
+def name_of(device: str) -> str:
+    """Return the device's name, or '' if this machine has none such."""
+    if device == "cpu":
+        return "CPU"
+    import torch
+
+    index = torch.device(device).index or 0
+    return torch.cuda.get_device_name(index) if index < torch.cuda.device_count() else ""
+
+
+def main() -> None:
+    """Compare, print, write."""
+    asked = parse()
+    name = name_of(asked.device)
+    if not name:
+        print(f"torch sees no device {asked.device}: nothing was compared")
+        sys.exit(NOT_HERE)
+    about = {"device": name, "model": Path(asked.model).name, "dtype": "bfloat16"}
+    record = Record(HERE, asked.quick, about)
+    record.stem += "-apart"
+    try:
+        run(measure(asked, record))
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    record.finish(write=True if asked.record else None)
+
+
+if __name__ == "__main__":
+    main()
