@@ -1,17 +1,19 @@
 """Safetensors checkpoints: found, checked against what the model needs, and read tensor by tensor.
 
-Files are memory-mapped: a tensor that is used as it stands costs no copy and its pages are shared
-by all processes that serve the folder. Nothing here can run code: no pickle, no torch.load, and
-every header is checked before torch sees a byte.
+``get`` maps files: a tensor that is used as it stands costs no copy and its pages are shared by all
+processes that serve the folder. Who makes something else of a tensor reads it from ``opened``.
+Nothing here can run code: no pickle, no torch.load, and every header is checked before torch sees a
+byte.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,11 +33,13 @@ _DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class TensorInfo(NamedTuple):
-    """What a header says of one tensor. dtype: safetensors' name for it."""
+    """What a header says of one tensor. dtype: safetensors' name for it; position: of its first
+    byte in the file."""
 
     path: Path
     dtype: str
     shape: tuple[int, ...]
+    position: int
 
 
 class Checkpoint:
@@ -107,6 +111,17 @@ class Checkpoint:
                 self._files[info.path] = file
             return file.get_tensor(name)
         except (SafetensorError, OSError) as error:
+            raise ModelError(f"{info.path}: tensor {name}: {error}") from error
+
+    @contextlib.contextmanager
+    def opened(self, name: str) -> Iterator[tuple[int, int]]:
+        """Open a tensor's file for a block that reads it by itself: a descriptor, and the position
+        of the tensor's first byte. An OSError in the block becomes a ModelError."""
+        info = self.tensors[name]
+        try:
+            with info.path.open("rb", buffering=0) as file:
+                yield file.fileno(), info.position
+        except OSError as error:
             raise ModelError(f"{info.path}: tensor {name}: {error}") from error
 
     def digest(self, *context: str) -> bytes:
@@ -216,11 +231,11 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     for name, entry in header.items():
         if name != "__metadata__":
-            tensors[name] = _read_entry(path, name, entry, data_bytes)
+            tensors[name] = _read_entry(path, name, entry, size - data_bytes, data_bytes)
     return tensors
 
 
-def _read_entry(path: Path, name: str, entry: object, data_bytes: int) -> TensorInfo:
+def _read_entry(path: Path, name: str, entry: object, data_at: int, data_bytes: int) -> TensorInfo:
     match entry:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]}:
             pass
@@ -237,4 +252,4 @@ def _read_entry(path: Path, name: str, entry: object, data_bytes: int) -> Tensor
     item_bytes = _ITEM_BYTES.get(dtype)
     if item_bytes is not None and math.prod(shape) * item_bytes != end - begin:
         raise ModelError(f"{path}: tensor {name} has {end - begin} bytes, its shape needs another")
-    return TensorInfo(path, dtype, tuple(shape))
+    return TensorInfo(path, dtype, tuple(shape), data_at + begin)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared.engine.native import build, library
 from shared.engine.torch_engine import TorchEngine
+from shared.engine.weights import Checkpoint
 from shared.errors import LocalProtocolError, ModelError
 from shared.step import SampleSpec, StepRow
 from tests.support.checkpoints import SHAPES
@@ -244,3 +248,52 @@ def test_why_there_is_no_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(build.Unavailable, match="cannot be written"):
         build.compile_into(Path("/proc/nowhere"))
     assert not list(tmp_path.glob("*.so"))
+
+
+@pytest.mark.parametrize(("rows", "k"), [(64, 64), (100, 66), (1, 2), (31, 34)])
+def test_packed_from_a_file_as_from_memory(rows: int, k: int, tmp_path: Path) -> None:
+    """Whole and partial groups of rows, from any place of a file."""
+    needs_native()
+    kernels = library.load()
+    matrix = torch.randn(rows, k).to(torch.bfloat16)
+    path = tmp_path / "matrix"
+    path.write_bytes(b"head" + matrix.view(torch.int16).numpy().tobytes() + b"tail")
+    shape = (-(-rows // library.PANEL) * library.PANEL * k,)
+    from_memory, from_file = (torch.zeros(shape, dtype=torch.bfloat16) for _ in range(2))
+    kernels.pack(matrix, from_memory, 0, library.PANEL, 0)
+    with path.open("rb") as file:
+        kernels.pack_file(file.fileno(), 4, (rows, k), from_file, 0, library.PANEL, 0)
+    assert from_memory.count_nonzero() > 0
+    assert torch.equal(from_file, from_memory)
+
+
+def test_a_file_that_cannot_be_packed(tmp_path: Path) -> None:
+    """One that ends too soon and one that cannot be read are errors, whoever meets them."""
+    needs_native()
+    kernels = library.load()
+    path = tmp_path / "matrix"
+    path.write_bytes(bytes(64 * 64 * 2 - 1))
+    panels = torch.zeros(64 * 64, dtype=torch.bfloat16)
+    with path.open("rb") as file, pytest.raises(OSError, match="ends too soon"):
+        kernels.pack_file(file.fileno(), 0, (64, 64), panels, 0, library.PANEL, 0)
+    with path.open("ab") as file, pytest.raises(OSError, match="Bad file descriptor"):
+        kernels.pack_file(file.fileno(), 0, (64, 64), panels, 0, library.PANEL, 0)
+
+
+def test_weights_that_shrink_while_they_are_loaded(
+    folder_of: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that is cut after its header was checked is an error that names it: packing from a
+    mapped one would end the process."""
+    needs_native()
+    source = folder_of("llama-gqa2", dtype="bfloat16")
+    folder = Path(shutil.copytree(source, tmp_path / "model"))
+    opened = Checkpoint.opened
+
+    def cut_and_open(self: Checkpoint, name: str) -> AbstractContextManager[tuple[int, int]]:
+        os.truncate(self.tensors[name].path, self.tensors[name].position + 1)
+        return opened(self, name)
+
+    monkeypatch.setattr(Checkpoint, "opened", cut_and_open)
+    with pytest.raises(ModelError, match=r"model\.safetensors: tensor .* the file ends too soon"):
+        TorchEngine.load(folder, num_blocks=4, kernels="native")

@@ -10,6 +10,7 @@ import ctypes
 import math
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -54,7 +55,7 @@ class NativeForward:
     def __init__(
         self, config: ModelConfig, checkpoint: Checkpoint, kv: PagedKv, *, max_model_len: int
     ) -> None:
-        """Pack the weights, straight from the mapped files.
+        """Pack the weights, straight from the files.
 
         Raises ModelError: the checkpoint does not fit the config.
         """
@@ -186,9 +187,9 @@ class NativeForward:
         def linear(
             prefix: str, parts: Sequence[str], has_bias: bool, *, is_gated: bool = False
         ) -> library.LinearStruct:
-            matrices = [tensor(f"{prefix}{part}.weight") for part in parts]
+            matrices = [f"{prefix}{part}.weight" for part in parts]
             biases = [tensor(f"{prefix}{part}.bias") for part in parts] if has_bias else []
-            return self._linear(matrices, biases, is_gated=is_gated)
+            return self._linear(checkpoint, matrices, biases, is_gated=is_gated)
 
         layers = (library.LayerStruct * config.num_layers)()
         for idx, layer in enumerate(layers):
@@ -229,30 +230,35 @@ class NativeForward:
         )
 
     def _linear(
-        self, matrices: Sequence[torch.Tensor], biases: Sequence[torch.Tensor], *, is_gated: bool
+        self,
+        checkpoint: Checkpoint,
+        matrices: Sequence[str],
+        biases: Sequence[torch.Tensor],
+        *,
+        is_gated: bool,
     ) -> library.LinearStruct:
         """Pack matrices that read the same input into one."""
         panel = library.PANEL
-        k = matrices[0].shape[1]
-        rows = sum(matrix.shape[0] for matrix in matrices)
-        num_panels = -(-matrices[0].shape[0] // (panel // 2)) if is_gated else -(-rows // panel)
+        counts, (k, *_) = zip(*(checkpoint.tensors[name].shape for name in matrices), strict=True)
+        rows = sum(counts)
+        num_panels = -(-counts[0] // (panel // 2)) if is_gated else -(-rows // panel)
         panels = _room(num_panels * panel * k)
         bias = torch.zeros(num_panels * panel, dtype=torch.bfloat16) if biases else None
         first = 0
-        for part, matrix in enumerate(matrices):
+        for part, name in enumerate(matrices):
             if is_gated:
                 half = panel // 2
-                self._library.pack(matrix, panels, 0, half, part * half)
+                self._put(checkpoint, name, panels, 0, half, part * half)
                 if bias is not None:
                     halves = bias.view(num_panels, 2, half)[:, part]
                     flat = torch.zeros(num_panels * half, dtype=torch.bfloat16)
                     flat[: len(biases[part])] = biases[part]
                     halves.copy_(flat.view(num_panels, half))
             else:
-                self._library.pack(matrix, panels, first, panel, 0)
+                self._put(checkpoint, name, panels, first, panel, 0)
                 if bias is not None:
                     bias[first : first + len(biases[part])] = biases[part]
-            first += matrix.shape[0]
+            first += counts[part]
         self._tensors.append(panels)
         if bias is not None:
             self._tensors.append(bias)
@@ -262,6 +268,16 @@ class NativeForward:
             n=num_panels * panel if is_gated else rows,
             k=k,
         )
+
+    def _put(self, checkpoint: Checkpoint, name: str, panels: torch.Tensor, *columns: int) -> None:
+        """Pack one matrix, by all threads: from its file, if no number has to be converted."""
+        if checkpoint.tensors[name].dtype != "BF16":
+            matrix = checkpoint.get(name).to(torch.bfloat16).contiguous()
+            self._library.pack(matrix, panels, *columns)
+            return
+        shape: Any = checkpoint.tensors[name].shape
+        with checkpoint.opened(name) as (file, position):
+            self._library.pack_file(file, position, shape, panels, *columns)
 
 
 class _Angles:

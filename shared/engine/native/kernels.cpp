@@ -11,17 +11,20 @@
 //   bits for any batch size, chunking, number of threads and place in the batch.
 // * Norms, rotary embedding, SiLU and residuals happen on the way; no temporary leaves the caches.
 //
-// Bindings and docstrings: library.py. Layout of weights: `pd_pack`. Nothing here allocates, keeps
-// state, or knows Python.
+// Bindings and docstrings: library.py. Layout of weights: `pd_pack`. Nothing here keeps state or
+// knows Python, and nothing but `pd_pack` allocates or reads a file.
 
 #include <immintrin.h>
 #include <omp.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -35,6 +38,7 @@ constexpr int kLine = 32;       // numbers of a cache line
 constexpr int kLinesAhead = 2;  // lines of the next panel a tile asks for beside four that it reads
 constexpr int kMaxRows = 96;    // query rows (tokens x heads of a group) that share one walk over keys
 constexpr int kMaxHeadDim = 256;
+constexpr int kPackRows = 16;    // rows of a matrix that are transposed at once
 constexpr int kCheckFailed = 1;
 
 // --- what Python hands over; mirrored in library.py --------------------------------------------------
@@ -652,6 +656,37 @@ void embed(const Model& model, const Batch& batch) {
                 model.hidden * sizeof(bf16));
 }
 
+// --- loading -----------------------------------------------------------------------------------------
+
+std::int64_t read_all(int file, std::int64_t position, bf16* to, std::int64_t num_bytes) {
+  for (std::int64_t done = 0; done < num_bytes;) {
+    const ssize_t count = pread(file, (char*)to + done, std::size_t(num_bytes - done), position + done);
+    if (count == 0) return -1;
+    if (count < 0 && errno != EINTR) return errno;
+    if (count > 0) done += count;
+  }
+  return 0;
+}
+
+// Up to 16 rows, the first of which becomes `column`; see pd_pack.
+void pack_rows(const bf16* rows, std::int64_t column, std::int64_t count, std::int64_t k, bf16* panels,
+               std::int64_t width, std::int64_t offset) {
+  std::int64_t done = 0;
+  if (count == kPackRows && column % kPackRows == 0) {
+    bf16* to = panels + (column / width) * k * kPanel + (offset + column % width) * 2;
+    for (; done + 32 <= k; done += 32) {
+      __m512i block[kPackRows];
+      for (int i = 0; i < kPackRows; ++i) block[i] = _mm512_loadu_si512(rows + i * k + done);
+      transpose16(block, (std::int32_t*)(to + done * kPanel), kPanel);
+    }
+  }
+  for (std::int64_t i = 0; i < count; ++i) {
+    const std::int64_t c = column + i;
+    bf16* to = panels + (c / width) * k * kPanel + (offset + c % width) * 2;
+    for (std::int64_t d = done; d < k; ++d) to[(d / 2) * 2 * kPanel + d % 2] = rows[i * k + d];
+  }
+}
+
 }  // namespace
 
 // --- the entries -------------------------------------------------------------------------------------
@@ -753,26 +788,27 @@ EXPORT void pd_linear(const Linear* weights, const bf16* in, std::int64_t count,
 
 // Put rows of a matrix [rows][k] into panels. Row r becomes column `offset + c % width` of panel
 // `c / width`, where c = first + r: width 64 for a plain matrix, 32 for gate (offset 0) and up (32).
-EXPORT void pd_pack(const bf16* matrix, std::int64_t rows, std::int64_t k, bf16* panels, std::int64_t first,
-                    std::int64_t width, std::int64_t offset, std::int64_t threads) {
-#pragma omp parallel for schedule(dynamic) num_threads(int(threads))
-  for (std::int64_t group = 0; group < (rows + 15) / 16; ++group) {
-    const std::int64_t begin = group * 16, count = std::min<std::int64_t>(16, rows - begin);
-    const std::int64_t column = first + begin;
-    const bool is_whole = count == 16 && column % 16 == 0;
-    std::int64_t done = 0;
-    if (is_whole) {
-      bf16* to = panels + (column / width) * k * kPanel + (offset + column % width) * 2;
-      for (; done + 32 <= k; done += 32) {
-        __m512i block[16];
-        for (int i = 0; i < 16; ++i) block[i] = _mm512_loadu_si512(matrix + (begin + i) * k + done);
-        transpose16(block, (std::int32_t*)(to + done * kPanel), kPanel);
+// With matrix null they are read from a file at a position in bytes, by all threads, in pieces that
+// stay in L2: that costs less than to map the file, page by page (bench/startup), and a file that
+// breaks is an error and not a signal. Returns 0, an errno, or -1 where the file ends too soon.
+EXPORT std::int64_t pd_pack(const bf16* matrix, std::int64_t file, std::int64_t position, std::int64_t rows,
+                            std::int64_t k, bf16* panels, std::int64_t first, std::int64_t width,
+                            std::int64_t offset, std::int64_t threads) {
+  std::atomic<std::int64_t> failed{0};
+#pragma omp parallel num_threads(int(threads))
+  {
+    const std::unique_ptr<bf16[]> piece(matrix ? nullptr : new bf16[kPackRows * k]);
+#pragma omp for schedule(dynamic)
+    for (std::int64_t group = 0; group < (rows + kPackRows - 1) / kPackRows; ++group) {
+      const std::int64_t begin = group * kPackRows, count = std::min<std::int64_t>(kPackRows, rows - begin);
+      const bf16* from = matrix ? matrix + begin * k : piece.get();
+      if (!matrix) {
+        const std::int64_t row_bytes = k * std::int64_t(sizeof(bf16));
+        const auto error = read_all(int(file), position + begin * row_bytes, piece.get(), count * row_bytes);
+        if (error) failed = error;
       }
-    }
-    for (std::int64_t i = 0; i < count; ++i) {
-      const std::int64_t c = column + i;
-      bf16* to = panels + (c / width) * k * kPanel + (offset + c % width) * 2;
-      for (std::int64_t d = done; d < k; ++d) to[(d / 2) * 2 * kPanel + d % 2] = matrix[(begin + i) * k + d];
+      pack_rows(from, first + begin, count, k, panels, width, offset);
     }
   }
+  return failed;
 }

@@ -7,9 +7,11 @@ while a step computes. Pointers are plain addresses: whoever passes one keeps it
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from ctypes import POINTER, Structure, byref, c_double, c_int64, c_void_p
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -88,7 +90,8 @@ class Library:
         self._linear = handle.pd_linear
         for entry in (self._forward, self._embed, self._first_half, self._second_half):
             entry.restype = None
-        self._logits.restype = self._pack.restype = self._linear.restype = None
+        self._logits.restype = self._linear.restype = None
+        self._pack.restype = c_int64
 
     def check(self, model: ModelStruct, batch: BatchStruct) -> bool:
         """Whether every token id, block and length of the batch exists."""
@@ -118,15 +121,47 @@ class Library:
         self, matrix: torch.Tensor, panels: torch.Tensor, first: int, width: int, offset: int
     ) -> None:
         """Put the rows of a bfloat16 matrix into panels; see ``pd_pack``."""
-        rows, k = matrix.shape
-        self._pack(
-            c_void_p(matrix.data_ptr()),
+        shape: Any = matrix.shape
+        self._pack_rows(matrix.data_ptr(), 0, 0, shape, panels, first, width, offset)
+
+    def pack_file(
+        self,
+        file: int,
+        position: int,
+        shape: tuple[int, int],
+        panels: torch.Tensor,
+        first: int,
+        width: int,
+        offset: int,
+    ) -> None:
+        """The same of a matrix in a file, from this position in bytes.
+
+        Raises OSError: it cannot be read, or ends too soon.
+        """
+        error = self._pack_rows(None, file, position, shape, panels, first, width, offset)
+        if error < 0:
+            raise OSError("the file ends too soon")
+        if error > 0:
+            raise OSError(error, os.strerror(error))
+
+    def _pack_rows(
+        self,
+        address: int | None,
+        file: int,
+        position: int,
+        shape: tuple[int, int],
+        panels: torch.Tensor,
+        *columns: int,
+    ) -> int:
+        rows, k = shape
+        return self._pack(
+            c_void_p(address),
+            c_int64(file),
+            c_int64(position),
             c_int64(rows),
             c_int64(k),
             c_void_p(panels.data_ptr()),
-            c_int64(first),
-            c_int64(width),
-            c_int64(offset),
+            *map(c_int64, columns),
             c_int64(torch.get_num_threads()),
         )
 
