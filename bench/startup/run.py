@@ -32,6 +32,7 @@ KV_GIB = "0.25"
 READY_WITHIN_S = 120.0
 WEIGHTS = "model.safetensors"
 PIECE = 16 << 20
+TRIES = 4
 SETTLES_AFTER_S = 4.0
 """Linux tells a virtual machine's host of free huge pages 2 s after they became free."""
 WHAT = ("read", "native", "torch")
@@ -59,11 +60,19 @@ def make_model(folder: Path, mib: int) -> None:
 
 
 def back_memory(num_bytes: int) -> None:
-    """Write to so many bytes of huge pages and free them: what is mapped next is memory that the
-    machine has at hand. A virtual machine's host takes free memory back within seconds, and gives
-    it again when it is written to, which is no property of who loads."""
-    octets = huge_pages.zeros(num_bytes)
-    octets[:: mmap.PAGESIZE] = 1
+    """Write to so many bytes of huge pages and free them, until that is quick: what is mapped next
+    is memory that the machine has at hand. A virtual machine's host takes free memory back within
+    seconds, and gives it again when it is written to, which is no property of who loads."""
+    slowest_s = 0.0
+    for _ in range(TRIES):
+        began_at = time.perf_counter()
+        octets = huge_pages.zeros(num_bytes)
+        octets[:: mmap.PAGESIZE] = 1
+        del octets
+        took_s = time.perf_counter() - began_at
+        if took_s < slowest_s / 2:
+            return
+        slowest_s = max(slowest_s, took_s)
 
 
 def read(path: Path) -> float:

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import math
+import os
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -102,8 +103,11 @@ class Checkpoint:
             )
 
     def get(self, name: str) -> torch.Tensor:
-        """Return a tensor as a view of the mapped file, in the dtype it is stored in."""
+        """Return a tensor in the dtype it is stored in: a view of the mapped file, or a copy of a
+        vector, which is smaller than the page table that its mapping would need."""
         info = self.tensors[name]
+        if len(info.shape) == 1 and info.dtype in _DTYPE_NAMES:
+            return self._read(name, info.shape[0] * _ITEM_BYTES[info.dtype])
         try:
             file = self._files.get(info.path)
             if file is None:
@@ -112,6 +116,14 @@ class Checkpoint:
             return file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{info.path}: tensor {name}: {error}") from error
+
+    def _read(self, name: str, num_bytes: int) -> torch.Tensor:
+        with self.opened(name) as (file, position):
+            octets = bytearray(os.pread(file, num_bytes, position))
+        if len(octets) < num_bytes:
+            raise ModelError(f"{self.tensors[name].path}: tensor {name}: the file ends too soon")
+        dtype: torch.dtype = getattr(torch, _DTYPE_NAMES[self.tensors[name].dtype])
+        return torch.frombuffer(octets, dtype=dtype) if octets else torch.empty(0, dtype=dtype)
 
     @contextlib.contextmanager
     def opened(self, name: str) -> Iterator[tuple[int, int]]:

@@ -33,7 +33,7 @@ def test_a_weight_that_is_used_as_it_stands_is_the_file_itself() -> None:
             for weight in engine.forward.weights
             if any(weight.data_ptr() in addresses for addresses in mapped)
         ]
-        # Norms, embedding, and of each layer the output and the down projection.
-        assert len(shared) >= 4 * engine.layout.num_layers
+        # The embedding, and of each layer the output and the down projection.
+        assert len(shared) > 2 * engine.layout.num_layers
     finally:
         engine.close()
