@@ -14,7 +14,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,26 +115,45 @@ class Checkpoint:
                 self._files[info.path] = file
             return file.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise ModelError(f"{info.path}: tensor {name}: {error}") from error
+            raise self.broken(name, error) from error
 
     def _read(self, name: str, num_bytes: int) -> torch.Tensor:
-        with self.opened(name) as (file, position):
-            octets = bytearray(os.pread(file, num_bytes, position))
+        with self.opened() as place:
+            file, position = place(name)
+            try:
+                octets = bytearray(os.pread(file, num_bytes, position))
+            except OSError as error:
+                raise self.broken(name, error) from error
         if len(octets) < num_bytes:
-            raise ModelError(f"{self.tensors[name].path}: tensor {name}: the file ends too soon")
+            raise self.broken(name, "the file ends too soon")
         dtype: torch.dtype = getattr(torch, _DTYPE_NAMES[self.tensors[name].dtype])
         return torch.frombuffer(octets, dtype=dtype) if octets else torch.empty(0, dtype=dtype)
 
     @contextlib.contextmanager
-    def opened(self, name: str) -> Iterator[tuple[int, int]]:
-        """Open a tensor's file for a block that reads it by itself: a descriptor, and the position
-        of the tensor's first byte. An OSError in the block becomes a ModelError."""
-        info = self.tensors[name]
-        try:
-            with info.path.open("rb", buffering=0) as file:
-                yield file.fileno(), info.position
-        except OSError as error:
-            raise ModelError(f"{info.path}: tensor {name}: {error}") from error
+    def opened(self) -> Iterator[Callable[[str], tuple[int, int]]]:
+        """Open files for a block that reads tensors by itself: yields what returns a tensor's
+        descriptor and the position of its first byte.
+
+        Raises ModelError: a file cannot be opened.
+        """
+        with contextlib.ExitStack() as stack:
+            files: dict[Path, int] = {}
+
+            def place(name: str) -> tuple[int, int]:
+                info = self.tensors[name]
+                if info.path not in files:
+                    try:
+                        file = stack.enter_context(info.path.open("rb", buffering=0))
+                    except OSError as error:
+                        raise self.broken(name, error) from error
+                    files[info.path] = file.fileno()
+                return files[info.path], info.position
+
+            yield place
+
+    def broken(self, name: str, why: object) -> ModelError:
+        """Return the error for a tensor that cannot be read."""
+        return ModelError(f"{self.tensors[name].path}: tensor {name}: {why}")
 
     def digest(self, *context: str) -> bytes:
         """Return 32 bytes that name these weights, with whatever else decides the function.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared.engine.native import build, library
 from shared.engine.torch_engine import TorchEngine
-from shared.engine.weights import Checkpoint
 from shared.errors import LocalProtocolError, ModelError
 from shared.step import SampleSpec, StepRow
 from tests.support.checkpoints import SHAPES
@@ -250,34 +248,45 @@ def test_why_there_is_no_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not list(tmp_path.glob("*.so"))
 
 
-@pytest.mark.parametrize(("rows", "k"), [(64, 64), (100, 66), (1, 2), (31, 34)])
+@pytest.mark.parametrize(("rows", "k"), [(64, 64), (100, 66), (1, 2), (31, 34), (40_000, 64)])
 def test_packed_from_a_file_as_from_memory(rows: int, k: int, tmp_path: Path) -> None:
-    """Whole and partial groups of rows, from any place of a file."""
+    """Whole and partial groups of rows, one piece and several, from any place of a file."""
     needs_native()
     kernels = library.load()
     matrix = torch.randn(rows, k).to(torch.bfloat16)
     path = tmp_path / "matrix"
     path.write_bytes(b"head" + matrix.view(torch.int16).numpy().tobytes() + b"tail")
-    shape = (-(-rows // library.PANEL) * library.PANEL * k,)
-    from_memory, from_file = (torch.zeros(shape, dtype=torch.bfloat16) for _ in range(2))
-    kernels.pack(matrix, from_memory, 0, library.PANEL, 0)
+    room = (2, -(-rows // library.PANEL) * library.PANEL * k)
+    panels = torch.zeros(room, dtype=torch.bfloat16)
     with path.open("rb") as file:
-        kernels.pack_file(file.fileno(), 4, (rows, k), from_file, 0, library.PANEL, 0)
-    assert from_memory.count_nonzero() > 0
-    assert torch.equal(from_file, from_memory)
+        shape = {"rows": rows, "k": k, "width": library.PANEL}
+        jobs = (
+            library.PackJob(matrix=matrix.data_ptr(), panels=panels[0].data_ptr(), **shape),
+            library.PackJob(file=file.fileno(), position=4, panels=panels[1].data_ptr(), **shape),
+        )
+        assert [job.problem for job in kernels.pack(jobs)] == ["", ""]
+    for row in (0, rows // 2, rows - 1):  # pairs of k side by side in panels of 64 columns
+        whole, column = divmod(row, library.PANEL)
+        pairs = panels[0].view(-1, k // 2, library.PANEL, 2)[whole, :, column]
+        assert torch.equal(pairs.flatten(), matrix[row])
+    assert torch.equal(panels[0], panels[1])
 
 
 def test_a_file_that_cannot_be_packed(tmp_path: Path) -> None:
-    """One that ends too soon and one that cannot be read are errors, whoever meets them."""
+    """One that ends too soon and one that cannot be read are told, and the others are packed."""
     needs_native()
-    kernels = library.load()
     path = tmp_path / "matrix"
     path.write_bytes(bytes(64 * 64 * 2 - 1))
-    panels = torch.zeros(64 * 64, dtype=torch.bfloat16)
-    with path.open("rb") as file, pytest.raises(OSError, match="ends too soon"):
-        kernels.pack_file(file.fileno(), 0, (64, 64), panels, 0, library.PANEL, 0)
-    with path.open("ab") as file, pytest.raises(OSError, match="Bad file descriptor"):
-        kernels.pack_file(file.fileno(), 0, (64, 64), panels, 0, library.PANEL, 0)
+    panels = torch.full((3, 64 * 64), 7.0, dtype=torch.bfloat16)
+    with path.open("rb") as file, path.open("ab") as writer:
+        places = ((file, 64), (writer, 16), (file, 16))
+        jobs = [
+            library.PackJob(file=one.fileno(), rows=rows, k=64, panels=room.data_ptr(), width=64)
+            for (one, rows), room in zip(places, panels, strict=True)
+        ]
+        problems = [job.problem for job in library.load().pack(jobs)]
+    assert problems == ["the file ends too soon", "Bad file descriptor", ""]
+    assert panels[2].view(32, 64, 2)[:, :16].count_nonzero() == 0
 
 
 def test_weights_that_shrink_while_they_are_loaded(
@@ -288,12 +297,14 @@ def test_weights_that_shrink_while_they_are_loaded(
     needs_native()
     source = folder_of("llama-gqa2", dtype="bfloat16")
     folder = Path(shutil.copytree(source, tmp_path / "model"))
-    opened = Checkpoint.opened
+    pack = library.Library.pack
 
-    def cut_and_open(self: Checkpoint, name: str) -> AbstractContextManager[tuple[int, int]]:
-        os.truncate(self.tensors[name].path, self.tensors[name].position + 1)
-        return opened(self, name)
+    def cut_and_pack(
+        self: library.Library, jobs: Sequence[library.PackJob]
+    ) -> Sequence[library.PackJob]:
+        os.truncate(folder / "model.safetensors", max(job.position for job in jobs) + 1)
+        return pack(self, jobs)
 
-    monkeypatch.setattr(Checkpoint, "opened", cut_and_open)
+    monkeypatch.setattr(library.Library, "pack", cut_and_pack)
     with pytest.raises(ModelError, match=r"model\.safetensors: tensor .* the file ends too soon"):
         TorchEngine.load(folder, num_blocks=4, kernels="native")

@@ -10,7 +10,6 @@ import ctypes
 import math
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 
@@ -64,7 +63,9 @@ class NativeForward:
         self._kv = kv
         self._max_model_len = max_model_len
         self._tensors: list[torch.Tensor] = []
-        self._model = self._pack(checkpoint)
+        self._jobs: list[tuple[str, library.PackJob]] = []
+        self._model = self._lay_out(checkpoint)
+        self._pack(checkpoint)
         self._angles = _Angles(config)
         per_token = config.hidden_size + config.intermediate_size
         per_token += (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
@@ -172,7 +173,8 @@ class NativeForward:
 
     # --- loading -------------------------------------------------------------------------------
 
-    def _pack(self, checkpoint: Checkpoint) -> library.ModelStruct:
+    def _lay_out(self, checkpoint: Checkpoint) -> library.ModelStruct:
+        """Make room for every matrix; what is in a file is packed by ``_pack``."""
         config, names = self._config, DecoderNames
         checkpoint.require(expected_shapes(config), tied=config.tie_word_embeddings)
 
@@ -237,7 +239,7 @@ class NativeForward:
         *,
         is_gated: bool,
     ) -> library.LinearStruct:
-        """Pack matrices that read the same input into one."""
+        """Have matrices that read the same input packed into one."""
         panel = library.PANEL
         counts, (k, *_) = zip(*(checkpoint.tensors[name].shape for name in matrices), strict=True)
         rows = sum(counts)
@@ -269,15 +271,37 @@ class NativeForward:
             k=k,
         )
 
-    def _put(self, checkpoint: Checkpoint, name: str, panels: torch.Tensor, *columns: int) -> None:
-        """Pack one matrix, by all threads: from its file, if no number has to be converted."""
-        if checkpoint.tensors[name].dtype != "BF16":
-            matrix = checkpoint.get(name).to(torch.bfloat16).contiguous()
-            self._library.pack(matrix, panels, *columns)
+    def _put(
+        self,
+        checkpoint: Checkpoint,
+        name: str,
+        panels: torch.Tensor,
+        first: int,
+        width: int,
+        offset: int,
+    ) -> None:
+        """Have one matrix packed: with all others from the files, or now if it has to be
+        converted."""
+        rows, k = checkpoint.tensors[name].shape
+        job = library.PackJob(
+            rows=rows, k=k, panels=panels.data_ptr(), first=first, width=width, offset=offset
+        )
+        if checkpoint.tensors[name].dtype == "BF16":
+            self._jobs.append((name, job))
             return
-        shape: Any = checkpoint.tensors[name].shape
-        with checkpoint.opened(name) as (file, position):
-            self._library.pack_file(file, position, shape, panels, *columns)
+        matrix = checkpoint.get(name).to(torch.bfloat16).contiguous()
+        job.matrix = matrix.data_ptr()
+        self._library.pack([job])
+
+    def _pack(self, checkpoint: Checkpoint) -> None:
+        with checkpoint.opened() as place:
+            for name, job in self._jobs:
+                job.file, job.position = place(name)
+            packed = self._library.pack([job for _, job in self._jobs])
+        for (name, _), job in zip(self._jobs, packed, strict=True):
+            if job.problem:
+                raise checkpoint.broken(name, job.problem)
+        self._jobs.clear()
 
 
 class _Angles:

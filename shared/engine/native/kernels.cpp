@@ -24,7 +24,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <memory>
+#include <vector>
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -39,7 +39,9 @@ constexpr int kLinesAhead = 2;  // lines of the next panel a tile asks for besid
 constexpr int kMaxRows = 96;    // query rows (tokens x heads of a group) that share one walk over keys
 constexpr int kMaxHeadDim = 256;
 constexpr int kPackRows = 16;    // rows of a matrix that are transposed at once
+constexpr std::int64_t kPieceBytes = 2 << 20;  // of panels that one thread fills: a huge page
 constexpr int kCheckFailed = 1;
+constexpr int kEndsTooSoon = -1;
 
 // --- what Python hands over; mirrored in library.py --------------------------------------------------
 
@@ -47,6 +49,17 @@ struct Linear {
   const bf16* panels;  // [ceil(n / 64)][k / 2][64][2]
   const bf16* bias;    // [n] or null
   std::int64_t n, k;
+};
+
+// A matrix [rows][k] to be packed, from memory or, with matrix null, from a file at a position in bytes:
+// its pieces stay in L2, which costs less than to map the file page by page, and a file that breaks is an
+// error and no signal. Row r becomes column `offset + c % width` of panel `c / width`, where c = first + r:
+// width 64 for a plain matrix, 32 for gate (offset 0) and up (32). error: 0, an errno, or kEndsTooSoon.
+struct PackJob {
+  const bf16* matrix;
+  std::int64_t file, position, rows, k;
+  bf16* panels;
+  std::int64_t first, width, offset, error;
 };
 
 struct Layer {
@@ -658,10 +671,10 @@ void embed(const Model& model, const Batch& batch) {
 
 // --- loading -----------------------------------------------------------------------------------------
 
-std::int64_t read_all(int file, std::int64_t position, bf16* to, std::int64_t num_bytes) {
+std::int64_t read_all(const PackJob& job, std::int64_t position, bf16* to, std::int64_t num_bytes) {
   for (std::int64_t done = 0; done < num_bytes;) {
-    const ssize_t count = pread(file, (char*)to + done, std::size_t(num_bytes - done), position + done);
-    if (count == 0) return -1;
+    const ssize_t count = pread(int(job.file), (char*)to + done, std::size_t(num_bytes - done), position + done);
+    if (count == 0) return kEndsTooSoon;
     if (count < 0 && errno != EINTR) return errno;
     if (count > 0) done += count;
   }
@@ -684,6 +697,23 @@ void pack_rows(const bf16* rows, std::int64_t column, std::int64_t count, std::i
     const std::int64_t c = column + i;
     bf16* to = panels + (c / width) * k * kPanel + (offset + c % width) * 2;
     for (std::int64_t d = done; d < k; ++d) to[(d / 2) * 2 * kPanel + d % 2] = rows[i * k + d];
+  }
+}
+
+void pack_piece(PackJob& job, std::int64_t begin, std::int64_t rows, std::vector<bf16>& read) {
+  if (!job.matrix) read.resize(kPackRows * job.k);
+  for (std::int64_t row = begin; row < begin + rows; row += kPackRows) {
+    const std::int64_t count = std::min<std::int64_t>(kPackRows, begin + rows - row);
+    const bf16* from = job.matrix ? job.matrix + row * job.k : read.data();
+    if (!job.matrix) {
+      const std::int64_t row_bytes = job.k * std::int64_t(sizeof(bf16));
+      const auto error = read_all(job, job.position + row * row_bytes, read.data(), count * row_bytes);
+      if (error) {
+        job.error = error;  // by several threads, it may be; any of theirs will do
+        return;
+      }
+    }
+    pack_rows(from, job.first + row, count, job.k, job.panels, job.width, job.offset);
   }
 }
 
@@ -786,29 +816,24 @@ EXPORT void pd_linear(const Linear* weights, const bf16* in, std::int64_t count,
   });
 }
 
-// Put rows of a matrix [rows][k] into panels. Row r becomes column `offset + c % width` of panel
-// `c / width`, where c = first + r: width 64 for a plain matrix, 32 for gate (offset 0) and up (32).
-// With matrix null they are read from a file at a position in bytes, by all threads, in pieces that
-// stay in L2: that costs less than to map the file, page by page (bench/startup), and a file that
-// breaks is an error and not a signal. Returns 0, an errno, or -1 where the file ends too soon.
-EXPORT std::int64_t pd_pack(const bf16* matrix, std::int64_t file, std::int64_t position, std::int64_t rows,
-                            std::int64_t k, bf16* panels, std::int64_t first, std::int64_t width,
-                            std::int64_t offset, std::int64_t threads) {
-  std::atomic<std::int64_t> failed{0};
+// Put matrices into panels. All threads take pieces of all of them, as whole huge pages: two that wrote
+// into one page would both clear it, and with a barrier at each matrix every one would wait for the slower
+// thread (a virtual machine's host may stall either for milliseconds when it gives memory; bench/startup).
+EXPORT void pd_pack(PackJob* jobs, std::int64_t count, std::int64_t threads) {
+  struct Piece {
+    PackJob* job;
+    std::int64_t begin, rows;
+  };
+  std::vector<Piece> pieces;
+  for (PackJob* job = jobs; job < jobs + count; ++job) {
+    const std::int64_t panels = kPieceBytes / (job->k * kPanel * std::int64_t(sizeof(bf16))) + 1;
+    for (std::int64_t begin = 0; begin < job->rows; begin += panels * kPanel)
+      pieces.push_back({job, begin, std::min(panels * kPanel, job->rows - begin)});
+  }
 #pragma omp parallel num_threads(int(threads))
   {
-    const std::unique_ptr<bf16[]> piece(matrix ? nullptr : new bf16[kPackRows * k]);
+    std::vector<bf16> read;
 #pragma omp for schedule(dynamic)
-    for (std::int64_t group = 0; group < (rows + kPackRows - 1) / kPackRows; ++group) {
-      const std::int64_t begin = group * kPackRows, count = std::min<std::int64_t>(kPackRows, rows - begin);
-      const bf16* from = matrix ? matrix + begin * k : piece.get();
-      if (!matrix) {
-        const std::int64_t row_bytes = k * std::int64_t(sizeof(bf16));
-        const auto error = read_all(int(file), position + begin * row_bytes, piece.get(), count * row_bytes);
-        if (error) failed = error;
-      }
-      pack_rows(from, first + begin, count, k, panels, width, offset);
-    }
+    for (std::size_t i = 0; i < pieces.size(); ++i) pack_piece(*pieces[i].job, pieces[i].begin, pieces[i].rows, read);
   }
-  return failed;
 }

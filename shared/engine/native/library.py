@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, byref, c_double, c_int64, c_void_p
 from functools import cache
-from typing import Any
 
 import torch
 
@@ -20,11 +19,32 @@ from shared.engine.native import build
 PANEL = 64
 """Columns of a weight panel (``kPanel``)."""
 
+ENDS_TOO_SOON = -1
+"""``kEndsTooSoon``."""
+
 
 class LinearStruct(Structure):
     """One matrix ``[n, k]`` in panels."""
 
     _fields_ = (("panels", c_void_p), ("bias", c_void_p), ("n", c_int64), ("k", c_int64))
+
+
+class PackJob(Structure):
+    """A bfloat16 matrix to be packed, from memory or from a file; see kernels.cpp. error:
+    0, an errno, or ``ENDS_TOO_SOON``."""
+
+    _fields_ = (
+        ("matrix", c_void_p), ("file", c_int64), ("position", c_int64), ("rows", c_int64),
+        ("k", c_int64), ("panels", c_void_p), ("first", c_int64), ("width", c_int64),
+        ("offset", c_int64), ("error", c_int64),
+    )  # fmt: skip
+
+    @property
+    def problem(self) -> str:
+        """What went wrong; '' if nothing."""
+        if self.error == ENDS_TOO_SOON:
+            return "the file ends too soon"
+        return os.strerror(self.error) if self.error else ""
 
 
 class LayerStruct(Structure):
@@ -90,8 +110,7 @@ class Library:
         self._linear = handle.pd_linear
         for entry in (self._forward, self._embed, self._first_half, self._second_half):
             entry.restype = None
-        self._logits.restype = self._linear.restype = None
-        self._pack.restype = c_int64
+        self._logits.restype = self._pack.restype = self._linear.restype = None
 
     def check(self, model: ModelStruct, batch: BatchStruct) -> bool:
         """Whether every token id, block and length of the batch exists."""
@@ -117,60 +136,22 @@ class Library:
         """Final norm, head, and the most likely token, of bfloat16 ``[count, hidden]``."""
         self._logits(byref(model), c_void_p(hidden), byref(head))
 
-    def pack(
-        self, matrix: torch.Tensor, panels: torch.Tensor, first: int, width: int, offset: int
-    ) -> None:
-        """Put the rows of a bfloat16 matrix into panels; see ``pd_pack``."""
-        shape: Any = matrix.shape
-        self._pack_rows(matrix.data_ptr(), 0, 0, shape, panels, first, width, offset)
-
-    def pack_file(
-        self,
-        file: int,
-        position: int,
-        shape: tuple[int, int],
-        panels: torch.Tensor,
-        first: int,
-        width: int,
-        offset: int,
-    ) -> None:
-        """The same of a matrix in a file, from this position in bytes.
-
-        Raises OSError: it cannot be read, or ends too soon.
-        """
-        error = self._pack_rows(None, file, position, shape, panels, first, width, offset)
-        if error < 0:
-            raise OSError("the file ends too soon")
-        if error > 0:
-            raise OSError(error, os.strerror(error))
-
-    def _pack_rows(
-        self,
-        address: int | None,
-        file: int,
-        position: int,
-        shape: tuple[int, int],
-        panels: torch.Tensor,
-        *columns: int,
-    ) -> int:
-        rows, k = shape
-        return self._pack(
-            c_void_p(address),
-            c_int64(file),
-            c_int64(position),
-            c_int64(rows),
-            c_int64(k),
-            c_void_p(panels.data_ptr()),
-            *map(c_int64, columns),
-            c_int64(torch.get_num_threads()),
-        )
+    def pack(self, jobs: Sequence[PackJob]) -> Sequence[PackJob]:
+        """Put matrices into panels, all threads at once; see ``PackJob``. Returns the jobs with
+        their errors."""
+        packed = (PackJob * len(jobs))(*jobs)  # copies
+        self._pack(packed, c_int64(len(jobs)), c_int64(torch.get_num_threads()))
+        return list(packed)
 
     def product(self, matrix: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         """Pack one bfloat16 matrix ``[n, k]`` and return ``x -> x @ matrix.T``, for measurements
         and tests; x: bfloat16 ``[count, k]``."""
         rows, k = matrix.shape
         panels = torch.zeros(-(-rows // PANEL) * PANEL * k, dtype=torch.bfloat16)
-        self.pack(matrix, panels, 0, PANEL, 0)
+        job = PackJob(
+            matrix=matrix.data_ptr(), rows=rows, k=k, panels=panels.data_ptr(), width=PANEL
+        )
+        self.pack([job])
         weights = LinearStruct(panels=panels.data_ptr(), bias=None, n=rows, k=k)
 
         def product(x: torch.Tensor, _keep: torch.Tensor = panels) -> torch.Tensor:
