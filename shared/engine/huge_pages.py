@@ -8,11 +8,14 @@ never does, so the mapping is made here. Where the kernel has none to give, smal
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 
 import numpy as np
+import torch
 
 _HUGE = 2 << 20
+_CPU = torch.device("cpu")
 
 
 def zeros(num_bytes: int) -> np.ndarray:
@@ -29,3 +32,11 @@ def zeros(num_bytes: int) -> np.ndarray:
     array = np.frombuffer(mapping, dtype=np.uint8)
     skipped = -array.ctypes.data % _HUGE
     return array[skipped : skipped + num_bytes]
+
+
+def tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = _CPU) -> torch.Tensor:
+    """Return such zeros as a tensor; on another device ordinary ones."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    octets = zeros(math.prod(shape) * dtype.itemsize)
+    return torch.from_numpy(octets).view(dtype).view(shape)

@@ -7,7 +7,6 @@ owns which block is nobody's business here; see ``shared/kv``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,7 +68,7 @@ class PagedKv:
         dtype = TORCH_DTYPES[layout.dtype]
 
         def pools() -> list[torch.Tensor]:
-            return [_zeros(shape, dtype, device) for _ in range(layout.num_layers)]
+            return [huge_pages.tensor(shape, dtype, device) for _ in range(layout.num_layers)]
 
         self.key_blocks = pools()
         self.value_blocks = pools()
@@ -136,10 +135,3 @@ class PagedKv:
         slots = slots_of(block_table, start, stop, self.block_size)
         self.check_blocks(slots // self.block_size)
         return slots
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    octets = huge_pages.zeros(math.prod(shape) * dtype.itemsize)
-    return torch.from_numpy(octets).view(dtype).view(shape)

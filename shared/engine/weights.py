@@ -107,7 +107,9 @@ class Checkpoint:
         vector, which is smaller than the page table that its mapping would need."""
         info = self.tensors[name]
         if len(info.shape) == 1 and info.dtype in _DTYPE_NAMES:
-            return self._read(name, info.shape[0] * _ITEM_BYTES[info.dtype])
+            out = torch.empty(info.shape, dtype=getattr(torch, _DTYPE_NAMES[info.dtype]))
+            self.read_into(out, name)
+            return out
         try:
             file = self._files.get(info.path)
             if file is None:
@@ -117,17 +119,28 @@ class Checkpoint:
         except (SafetensorError, OSError) as error:
             raise self.broken(name, error) from error
 
-    def _read(self, name: str, num_bytes: int) -> torch.Tensor:
+    def read_into(self, out: torch.Tensor, name: str) -> None:
+        """Fill a tensor of the same shape, from the file if no number has to be converted or moved
+        to a device: that costs less than to map the file and copy (bench/startup).
+
+        Raises ModelError: the file cannot be read, or ends too soon.
+        """
+        is_stored_so = str(out.dtype) == f"torch.{_DTYPE_NAMES.get(self.tensors[name].dtype)}"
+        if not (is_stored_so and out.device.type == "cpu" and out.is_contiguous()):
+            out.copy_(self.get(name))
+            return
+        room = memoryview(out.flatten().view(torch.uint8).numpy().data)
         with self.opened() as place:
             file, position = place(name)
-            try:
-                octets = bytearray(os.pread(file, num_bytes, position))
-            except OSError as error:
-                raise self.broken(name, error) from error
-        if len(octets) < num_bytes:
-            raise self.broken(name, "the file ends too soon")
-        dtype: torch.dtype = getattr(torch, _DTYPE_NAMES[self.tensors[name].dtype])
-        return torch.frombuffer(octets, dtype=dtype) if octets else torch.empty(0, dtype=dtype)
+            done = 0
+            while done < len(room):
+                try:
+                    count = os.preadv(file, [room[done:]], position + done)
+                except OSError as error:
+                    raise self.broken(name, error) from error
+                if count == 0:
+                    raise self.broken(name, "the file ends too soon")
+                done += count
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[Callable[[str], tuple[int, int]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
 from collections.abc import Callable
@@ -14,7 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shared.engine.torch_engine import TorchEngine
+from shared.engine.weights import Checkpoint
 from shared.errors import EngineFailed, LocalProtocolError, ModelError
+from shared.model_folder import ModelFolder
 from shared.step import SampleSpec, StepRow
 from tests.support.checkpoints import rewrite_config
 from tests.support.engine_driver import Driver, greedy
@@ -94,6 +97,20 @@ def test_truncated_weights(folder: Path, num_bytes: int) -> None:
     path = folder / WEIGHTS
     path.write_bytes(path.read_bytes()[:num_bytes])
     refused(folder, WEIGHTS)
+
+
+@pytest.mark.parametrize("is_fused", [True, False], ids=["fused", "vector"])
+def test_weights_that_shrink_while_they_are_loaded(folder: Path, is_fused: bool) -> None:
+    """What is read, and not mapped, is missed as an error that names the tensor."""
+    checkpoint = Checkpoint(ModelFolder(folder))
+    name = "model.layers.0.self_attn.q_proj.weight" if is_fused else NORM
+    info = checkpoint.tensors[name]
+    os.truncate(info.path, info.position + 5)
+    with pytest.raises(ModelError, match=f"{name}: the file ends too soon"):
+        if is_fused:
+            checkpoint.read_into(torch.empty(info.shape), name)
+        else:
+            checkpoint.get(name)
 
 
 def test_hostile_headers(folder: Path) -> None:

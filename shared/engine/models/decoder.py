@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from shared.engine import huge_pages
 from shared.engine.attention.base import AttentionBackend
 from shared.engine.base import OnLayer
 from shared.engine.batch import StepBatch
@@ -201,9 +202,9 @@ def load_decoder(
     def fused(names: Sequence[str]) -> torch.Tensor:
         shapes = [checkpoint.tensors[name].shape for name in names]
         rows = [shape[0] for shape in shapes]
-        out = torch.empty((sum(rows), *shapes[0][1:]), dtype=dtype, device=device)
+        out = huge_pages.tensor((sum(rows), *shapes[0][1:]), dtype, device)
         for part, name in zip(out.split(rows), names, strict=True):
-            part.copy_(checkpoint.get(name))
+            checkpoint.read_into(part, name)
         return out
 
     def linear(prefix: str, names: Sequence[str], has_bias: bool) -> Linear:

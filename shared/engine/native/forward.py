@@ -244,7 +244,7 @@ class NativeForward:
         counts, (k, *_) = zip(*(checkpoint.tensors[name].shape for name in matrices), strict=True)
         rows = sum(counts)
         num_panels = -(-counts[0] // (panel // 2)) if is_gated else -(-rows // panel)
-        panels = _room(num_panels * panel * k)
+        panels = huge_pages.tensor((num_panels * panel * k,), torch.bfloat16)
         bias = torch.zeros(num_panels * panel, dtype=torch.bfloat16) if biases else None
         first = 0
         for part, name in enumerate(matrices):
@@ -340,14 +340,10 @@ class _Scratch:
     def address(self, count: int) -> int:
         """Return where ``rows`` would lie."""
         if count > self._count:
-            self._memory, self._count = _room(count * self._width), count
+            self._memory = huge_pages.tensor((count * self._width,), torch.bfloat16)
+            self._count = count
             self._address = self._memory.data_ptr()
         return self._address
-
-
-def _room(count: int) -> torch.Tensor:
-    """Return ``[count]`` bfloat16 zeros."""
-    return torch.from_numpy(huge_pages.zeros(2 * count)).view(torch.bfloat16)
 
 
 def _address(values: array[int]) -> int:
