@@ -60,9 +60,10 @@ def make_model(folder: Path, mib: int) -> None:
 
 
 def back_memory(num_bytes: int) -> None:
-    """Write to so many bytes of huge pages and free them, until that is quick: what is mapped next
-    is memory that the machine has at hand. A virtual machine's host takes free memory back within
-    seconds, and gives it again when it is written to, which is no property of who loads."""
+    """Write to so many bytes of huge pages and free them, until that has become quick, at most
+    ``TRIES`` times: what is mapped next is memory that the machine has at hand. A virtual machine's
+    host takes free memory back within seconds, and gives it again when it is written to, which is
+    no property of who loads."""
     slowest_s = 0.0
     for _ in range(TRIES):
         began_at = time.perf_counter()
@@ -89,8 +90,10 @@ def read(path: Path) -> float:
 def load(folder: Path, kernels: str) -> float:
     """Seconds to load it into an engine with a small pool."""
     began_at = time.perf_counter()
-    TorchEngine.load(folder, device="cpu", num_blocks=16, kernels=kernels)
-    return time.perf_counter() - began_at
+    engine = TorchEngine.load(folder, device="cpu", num_blocks=16, kernels=kernels)
+    took_s = time.perf_counter() - began_at
+    engine.close()
+    return took_s
 
 
 def seconds_to_ready(role: str, folder: Path) -> float:

@@ -21,12 +21,16 @@ _CPU = torch.device("cpu")
 def zeros(num_bytes: int) -> np.ndarray:
     """Return ``[num_bytes]`` uint8 of zeros, aligned to a huge page if it is at least one long.
 
-    Memory is taken when it is first touched; it lives as long as the array or a view of it.
+    Memory is taken when it is first touched; it lives as long as the array or a view of it. Raises
+    MemoryError: there is not so much.
     """
     if num_bytes < _HUGE:
         return np.zeros(num_bytes, dtype=np.uint8)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory, the default, gets no huge pages
-    mapping = mmap.mmap(-1, num_bytes + _HUGE, flags)
+    try:
+        mapping = mmap.mmap(-1, num_bytes + _HUGE, flags)
+    except OSError as error:
+        raise MemoryError(f"{num_bytes} bytes of host memory: {error.strerror}") from error
     with contextlib.suppress(AttributeError, OSError):  # another system, or a kernel without them
         mapping.madvise(mmap.MADV_HUGEPAGE)
     array = np.frombuffer(mapping, dtype=np.uint8)

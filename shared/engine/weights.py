@@ -1,20 +1,21 @@
 """Safetensors checkpoints: found, checked against what the model needs, and read tensor by tensor.
 
-``get`` maps files: a tensor that is used as it stands costs no copy and its pages are shared by all
-processes that serve the folder. Who makes something else of a tensor reads it from ``opened``.
-Nothing here can run code: no pickle, no torch.load, and every header is checked before torch sees a
-byte.
+``get`` maps files: a matrix that is used as it stands costs no copy and its pages are shared by all
+processes that serve the folder. What becomes part of another is read instead: ``read_into``,
+``place``. Nothing here can run code: no pickle, no torch.load, and every header is checked before
+torch sees a byte.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,15 +55,24 @@ class Checkpoint:
         self.folder = folder
         self.paths = _find_files(folder)
         self.tensors: dict[str, TensorInfo] = {}
-        for path in self.paths:
-            for name, info in _read_header(path).items():
+        self._descriptors = {path: self._open(path) for path in self.paths}
+        for path, file in self._descriptors.items():
+            for name, info in _read_header(path, file).items():
                 if name in self.tensors:
                     raise ModelError(
                         f"tensor {name} is in both {self.tensors[name].path} and {path}"
                     )
                 self.tensors[name] = info
         self._check_index()
-        self._files: dict[Path, Any] = {}
+        self._mapped: dict[Path, Any] = {}
+
+    def _open(self, path: Path) -> int:
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error}") from error
+        weakref.finalize(self, os.close, file)
+        return file
 
     @property
     def dtype(self) -> str:
@@ -103,18 +113,18 @@ class Checkpoint:
             )
 
     def get(self, name: str) -> torch.Tensor:
-        """Return a tensor in the dtype it is stored in: a view of the mapped file, or a copy of a
-        vector, which is smaller than the page table that its mapping would need."""
+        """Return a tensor in the dtype it is stored in: a matrix as a view of the mapped file, a
+        vector as a copy, for its mapping would need a page table of its own."""
         info = self.tensors[name]
         if len(info.shape) == 1 and info.dtype in _DTYPE_NAMES:
             out = torch.empty(info.shape, dtype=getattr(torch, _DTYPE_NAMES[info.dtype]))
             self.read_into(out, name)
             return out
         try:
-            file = self._files.get(info.path)
+            file = self._mapped.get(info.path)
             if file is None:
                 file = safe_open(info.path, framework="pt", device="cpu")
-                self._files[info.path] = file
+                self._mapped[info.path] = file
             return file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise self.broken(name, error) from error
@@ -129,40 +139,23 @@ class Checkpoint:
         if not (is_stored_so and out.device.type == "cpu" and out.is_contiguous()):
             out.copy_(self.get(name))
             return
-        room = memoryview(out.flatten().view(torch.uint8).numpy().data)
-        with self.opened() as place:
-            file, position = place(name)
-            done = 0
-            while done < len(room):
-                try:
-                    count = os.preadv(file, [room[done:]], position + done)
-                except OSError as error:
-                    raise self.broken(name, error) from error
-                if count == 0:
-                    raise self.broken(name, "the file ends too soon")
-                done += count
+        room = out.flatten().view(torch.uint8).numpy().data
+        file, position = self.place(name)
+        done = 0
+        while done < len(room):
+            try:
+                count = os.preadv(file, [room[done:]], position + done)
+            except OSError as error:
+                raise self.broken(name, error) from error
+            if count == 0:
+                raise self.broken(name, "the file ends too soon")
+            done += count
 
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[Callable[[str], tuple[int, int]]]:
-        """Open files for a block that reads tensors by itself: yields what returns a tensor's
-        descriptor and the position of its first byte.
-
-        Raises ModelError: a file cannot be opened.
-        """
-        with contextlib.ExitStack() as stack:
-            files: dict[Path, int] = {}
-
-            def place(name: str) -> tuple[int, int]:
-                info = self.tensors[name]
-                if info.path not in files:
-                    try:
-                        file = stack.enter_context(info.path.open("rb", buffering=0))
-                    except OSError as error:
-                        raise self.broken(name, error) from error
-                    files[info.path] = file.fileno()
-                return files[info.path], info.position
-
-            yield place
+    def place(self, name: str) -> tuple[int, int]:
+        """Return where a tensor lies for who reads it by himself: a descriptor, which is open as
+        long as this object lives, and the position of its first byte."""
+        info = self.tensors[name]
+        return self._descriptors[info.path], info.position
 
     def broken(self, name: str, why: object) -> ModelError:
         """Return the error for a tensor that cannot be read."""
@@ -245,22 +238,21 @@ def _read_index(folder: ModelFolder) -> dict[str, str] | None:
     return weight_map
 
 
-def _read_header(path: Path) -> dict[str, TensorInfo]:
+def _read_header(path: Path, file: int) -> dict[str, TensorInfo]:
     """Read one file's header: 8 bytes little-endian length, then a JSON object.
 
-    Sizes and offsets are checked here for a message that names the tensor; safetensors checks them
-    again when it maps the file.
+    Sizes and places are checked here, for a message that names the tensor and because tensors are
+    read by their places; safetensors checks them again in a file that it maps.
     """
-    size = path.stat().st_size
     try:
-        with path.open("rb") as file:
-            prefix = file.read(8)
-            if len(prefix) < 8:
-                raise ModelError(f"{path} is no safetensors file: it has {size} bytes")
-            (header_bytes,) = struct.unpack("<Q", prefix)
-            if header_bytes > MAX_HEADER_BYTES:
-                raise ModelError(f"{path}: its header of {header_bytes} bytes is too large")
-            text = file.read(header_bytes)
+        size = os.fstat(file).st_size
+        prefix = os.pread(file, 8, 0)
+        if len(prefix) < 8:
+            raise ModelError(f"{path} is no safetensors file: it has {size} bytes")
+        (header_bytes,) = struct.unpack("<Q", prefix)
+        if header_bytes > MAX_HEADER_BYTES:
+            raise ModelError(f"{path}: its header of {header_bytes} bytes is too large")
+        text = os.pread(file, header_bytes, 8)
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
     if len(text) < header_bytes:
@@ -271,15 +263,24 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
         raise ModelError(f"{path}: the header is not valid JSON: {error}") from error
     if not isinstance(header, dict):
         raise ModelError(f"{path}: the header is not a JSON object")
-    data_bytes = size - 8 - header_bytes
+    data_at = 8 + header_bytes
     tensors: dict[str, TensorInfo] = {}
+    spans: list[tuple[int, int, str]] = []
     for name, entry in header.items():
         if name != "__metadata__":
-            tensors[name] = _read_entry(path, name, entry, size - data_bytes, data_bytes)
+            info, num_bytes = _read_entry(path, name, entry, data_at, size)
+            tensors[name] = info
+            spans.append((info.position, info.position + num_bytes, name))
+    for (_, end, before), (begin, _, name) in pairwise(sorted(spans)):
+        if begin < end:
+            raise ModelError(f"{path}: tensors {before} and {name} share bytes")
     return tensors
 
 
-def _read_entry(path: Path, name: str, entry: object, data_at: int, data_bytes: int) -> TensorInfo:
+def _read_entry(
+    path: Path, name: str, entry: object, data_at: int, size: int
+) -> tuple[TensorInfo, int]:
+    """Return what it says, and the tensor's size in bytes."""
     match entry:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]}:
             pass
@@ -289,11 +290,12 @@ def _read_entry(path: Path, name: str, entry: object, data_at: int, data_bytes: 
         raise ModelError(f"{path}: tensor {name} has a malformed shape")
     if not 0 <= begin <= end:
         raise ModelError(f"{path}: tensor {name} has malformed offsets")
-    if end > data_bytes:
+    if data_at + end > size:
         raise ModelError(
-            f"{path} is truncated: tensor {name} ends at byte {end} of {data_bytes} that are there"
+            f"{path} is truncated: tensor {name} ends at byte {end} of {size - data_at} that are "
+            "there"
         )
     item_bytes = _ITEM_BYTES.get(dtype)
     if item_bytes is not None and math.prod(shape) * item_bytes != end - begin:
         raise ModelError(f"{path}: tensor {name} has {end - begin} bytes, its shape needs another")
-    return TensorInfo(path, dtype, tuple(shape), data_at + begin)
+    return TensorInfo(path, dtype, tuple(shape), data_at + begin), end - begin

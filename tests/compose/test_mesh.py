@@ -64,13 +64,15 @@ async def test_scaling_down_and_up_under_load(mesh: Project) -> None:
 async def test_a_killed_worker(role: str, mesh: Project) -> None:
     """With a spare worker its death is no client's error; `up` brings it back.
 
-    It stands still for a moment before, for a prefill worker has seldom a request in hand: what
-    comes to it meanwhile is certainly under way when it dies."""
+    It stands still for a dozen answers before, for a prefill worker has seldom a request in hand:
+    what comes to it meanwhile is under way when it dies."""
     killed = mesh.containers(role)[-1]
     async with clients(mesh.doors, NUM_CLIENTS) as tally:
         await asyncio.to_thread(run, "docker", "kill", "--signal", "STOP", killed.id)
-        await tally.more(NUM_CLIENTS)
-        await asyncio.to_thread(run, "docker", "kill", killed.id)
+        try:
+            await tally.more(NUM_CLIENTS)
+        finally:
+            await asyncio.to_thread(run, "docker", "kill", killed.id)
         await tally.more(4 * NUM_CLIENTS)
         assert killed.id not in {one.id for one in mesh.containers(role)}
         await asyncio.to_thread(mesh.up, TWO)

@@ -7,6 +7,7 @@ import os
 import shutil
 import struct
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,12 +106,10 @@ def test_weights_that_shrink_while_they_are_loaded(folder: Path, is_fused: bool)
     checkpoint = Checkpoint(ModelFolder(folder))
     name = "model.layers.0.self_attn.q_proj.weight" if is_fused else NORM
     info = checkpoint.tensors[name]
+    read = partial(checkpoint.read_into, torch.empty(info.shape)) if is_fused else checkpoint.get
     os.truncate(info.path, info.position + 5)
     with pytest.raises(ModelError, match=f"{name}: the file ends too soon"):
-        if is_fused:
-            checkpoint.read_into(torch.empty(info.shape), name)
-        else:
-            checkpoint.get(name)
+        read(name)
 
 
 def test_hostile_headers(folder: Path) -> None:
@@ -136,6 +135,7 @@ def test_hostile_headers(folder: Path) -> None:
         (with_header(entry(data_offsets=[0, 1 << 50])), NORM),
         (with_header(entry(data_offsets=[0])), NORM),
         (with_header(json.dumps({NORM: 7}).encode()), NORM),
+        (with_header(entry()[:-1] + b"," + entry().replace(b"layers.1", b"layers.0")[1:]), "share"),
     ):
         path.write_bytes(data)
         refused(folder, WEIGHTS, word)

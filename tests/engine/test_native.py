@@ -265,11 +265,37 @@ def test_packed_from_a_file_as_from_memory(rows: int, k: int, tmp_path: Path) ->
             library.PackJob(file=file.fileno(), position=4, panels=panels[1].data_ptr(), **shape),
         )
         assert [job.problem for job in kernels.pack(jobs)] == ["", ""]
-    for row in (0, rows // 2, rows - 1):  # pairs of k side by side in panels of 64 columns
-        whole, column = divmod(row, library.PANEL)
-        pairs = panels[0].view(-1, k // 2, library.PANEL, 2)[whole, :, column]
-        assert torch.equal(pairs.flatten(), matrix[row])
+    # Pairs of k side by side, in panels of 64 columns.
+    columns = panels[0].view(-1, k // 2, library.PANEL, 2).permute(0, 2, 1, 3).reshape(-1, k)
+    assert torch.equal(columns[:rows], matrix)
+    assert columns[rows:].count_nonzero() == 0
     assert torch.equal(panels[0], panels[1])
+
+
+@pytest.mark.parametrize("rows", [40, 64, 70])
+def test_packed_beside_others(rows: int) -> None:
+    """After other rows, from a column in the middle of a group; and side by side in halves."""
+    needs_native()
+    k, half = 34, library.PANEL // 2
+    kernels = library.load()
+    above, below = (torch.randn(rows, k).to(torch.bfloat16) for _ in range(2))
+
+    def packed(*places: dict[str, int]) -> torch.Tensor:
+        panels = torch.zeros(3, k // 2, library.PANEL, 2, dtype=torch.bfloat16)
+        jobs = [
+            library.PackJob(
+                matrix=one.data_ptr(), rows=rows, k=k, panels=panels.data_ptr(), **place
+            )
+            for one, place in zip((above, below), places, strict=True)
+        ]
+        kernels.pack(jobs)
+        return panels.permute(0, 2, 1, 3).reshape(-1, k)
+
+    stacked = packed({"width": 64, "first": 3}, {"width": 64, "first": 3 + rows})
+    assert torch.equal(stacked[3 : 3 + 2 * rows], torch.cat((above, below)))
+    halves = packed({"width": half}, {"width": half, "offset": half}).view(3, 2, half, k)
+    assert torch.equal(halves[:, 0].reshape(-1, k)[:rows], above)
+    assert torch.equal(halves[:, 1].reshape(-1, k)[:rows], below)
 
 
 def test_a_file_that_cannot_be_packed(tmp_path: Path) -> None:

@@ -190,8 +190,8 @@ def load_decoder(
 ) -> Decoder:
     """Load the weights tensor by tensor.
 
-    On CPU, in the dtype they are stored in, tensors stay views of the mapped files. Only q, k, v
-    and gate, up are copied, once, into one matrix each: one product instead of three or two.
+    On CPU, in the dtype they are stored in, matrices stay views of the mapped files. Only q, k, v
+    and gate, up are read into one matrix each: one product instead of three or two.
     Raises ModelError: the checkpoint does not fit the config.
     """
     checkpoint.require(expected_shapes(config), tied=config.tie_word_embeddings)

@@ -10,6 +10,7 @@ import ctypes
 import math
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 import torch
 
@@ -25,6 +26,8 @@ from shared.engine.paged_kv import PagedKv
 from shared.engine.weights import Checkpoint
 from shared.errors import LocalProtocolError
 from shared.step import StepRow
+
+_Jobs: TypeAlias = list[tuple[str, library.PackJob]]
 
 _FIRST_ANGLES = 4096
 """Positions whose rotary angles are computed at load; more when a sequence gets there."""
@@ -63,9 +66,7 @@ class NativeForward:
         self._kv = kv
         self._max_model_len = max_model_len
         self._tensors: list[torch.Tensor] = []
-        self._jobs: list[tuple[str, library.PackJob]] = []
-        self._model = self._lay_out(checkpoint)
-        self._pack(checkpoint)
+        self._model = self._pack(checkpoint)
         self._angles = _Angles(config)
         per_token = config.hidden_size + config.intermediate_size
         per_token += (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
@@ -173,9 +174,9 @@ class NativeForward:
 
     # --- loading -------------------------------------------------------------------------------
 
-    def _lay_out(self, checkpoint: Checkpoint) -> library.ModelStruct:
-        """Make room for every matrix; what is in a file is packed by ``_pack``."""
+    def _pack(self, checkpoint: Checkpoint) -> library.ModelStruct:
         config, names = self._config, DecoderNames
+        jobs: _Jobs = []
         checkpoint.require(expected_shapes(config), tied=config.tie_word_embeddings)
 
         def tensor(name: str) -> torch.Tensor:
@@ -191,7 +192,7 @@ class NativeForward:
         ) -> library.LinearStruct:
             matrices = [f"{prefix}{part}.weight" for part in parts]
             biases = [tensor(f"{prefix}{part}.bias") for part in parts] if has_bias else []
-            return self._linear(checkpoint, matrices, biases, is_gated=is_gated)
+            return self._linear(checkpoint, matrices, biases, jobs, is_gated=is_gated)
 
         layers = (library.LayerStruct * config.num_layers)()
         for idx, layer in enumerate(layers):
@@ -212,6 +213,8 @@ class NativeForward:
         self._layers = layers
         embedding = kept(f"{names.EMBEDDING}.weight")
         tied = config.tie_word_embeddings
+        head = linear("", (names.EMBEDDING if tied else names.HEAD,), False)
+        self._pack_files(checkpoint, jobs)
         return library.ModelStruct(
             hidden=config.hidden_size,
             mlp=config.intermediate_size,
@@ -227,7 +230,7 @@ class NativeForward:
             scale=1 / math.sqrt(config.head_dim),
             embedding=embedding,
             norm=kept(f"{names.NORM}.weight"),
-            head=linear("", (names.EMBEDDING if tied else names.HEAD,), False),
+            head=head,
             layers=layers,
         )
 
@@ -236,72 +239,62 @@ class NativeForward:
         checkpoint: Checkpoint,
         matrices: Sequence[str],
         biases: Sequence[torch.Tensor],
+        jobs: _Jobs,
         *,
         is_gated: bool,
     ) -> library.LinearStruct:
         """Have matrices that read the same input packed into one."""
         panel = library.PANEL
-        counts, (k, *_) = zip(*(checkpoint.tensors[name].shape for name in matrices), strict=True)
+        counts = [checkpoint.tensors[name].shape[0] for name in matrices]
+        k = checkpoint.tensors[matrices[0]].shape[1]
         rows = sum(counts)
         num_panels = -(-counts[0] // (panel // 2)) if is_gated else -(-rows // panel)
         panels = huge_pages.tensor((num_panels * panel * k,), torch.bfloat16)
+        address = panels.data_ptr()
         bias = torch.zeros(num_panels * panel, dtype=torch.bfloat16) if biases else None
         first = 0
         for part, name in enumerate(matrices):
             if is_gated:
                 half = panel // 2
-                self._put(checkpoint, name, panels, 0, half, part * half)
+                job = library.PackJob(panels=address, width=half, offset=part * half)
                 if bias is not None:
                     halves = bias.view(num_panels, 2, half)[:, part]
                     flat = torch.zeros(num_panels * half, dtype=torch.bfloat16)
                     flat[: len(biases[part])] = biases[part]
                     halves.copy_(flat.view(num_panels, half))
             else:
-                self._put(checkpoint, name, panels, first, panel, 0)
+                job = library.PackJob(panels=address, width=panel, first=first)
                 if bias is not None:
                     bias[first : first + len(biases[part])] = biases[part]
+            self._put(checkpoint, name, job, jobs)
             first += counts[part]
         self._tensors.append(panels)
         if bias is not None:
             self._tensors.append(bias)
         return library.LinearStruct(
-            panels=panels.data_ptr(),
+            panels=address,
             bias=bias.data_ptr() if bias is not None else None,
             n=num_panels * panel if is_gated else rows,
             k=k,
         )
 
-    def _put(
-        self,
-        checkpoint: Checkpoint,
-        name: str,
-        panels: torch.Tensor,
-        first: int,
-        width: int,
-        offset: int,
-    ) -> None:
+    def _put(self, checkpoint: Checkpoint, name: str, job: library.PackJob, jobs: _Jobs) -> None:
         """Have one matrix packed: with all others from the files, or now if it has to be
         converted."""
-        rows, k = checkpoint.tensors[name].shape
-        job = library.PackJob(
-            rows=rows, k=k, panels=panels.data_ptr(), first=first, width=width, offset=offset
-        )
+        job.rows, job.k = checkpoint.tensors[name].shape
         if checkpoint.tensors[name].dtype == "BF16":
-            self._jobs.append((name, job))
+            job.file, job.position = checkpoint.place(name)
+            jobs.append((name, job))
             return
         matrix = checkpoint.get(name).to(torch.bfloat16).contiguous()
         job.matrix = matrix.data_ptr()
         self._library.pack([job])
 
-    def _pack(self, checkpoint: Checkpoint) -> None:
-        with checkpoint.opened() as place:
-            for name, job in self._jobs:
-                job.file, job.position = place(name)
-            packed = self._library.pack([job for _, job in self._jobs])
-        for (name, _), job in zip(self._jobs, packed, strict=True):
+    def _pack_files(self, checkpoint: Checkpoint, jobs: _Jobs) -> None:
+        packed = self._library.pack([job for _, job in jobs])
+        for (name, _), job in zip(jobs, packed, strict=True):
             if job.problem:
                 raise checkpoint.broken(name, job.problem)
-        self._jobs.clear()
 
 
 class _Angles:

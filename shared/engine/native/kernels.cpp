@@ -11,7 +11,7 @@
 //   bits for any batch size, chunking, number of threads and place in the batch.
 // * Norms, rotary embedding, SiLU and residuals happen on the way; no temporary leaves the caches.
 //
-// Bindings and docstrings: library.py. Layout of weights: `pd_pack`. Nothing here keeps state or
+// Bindings and docstrings: library.py. Layout of weights: `PackJob`. Nothing here keeps state or
 // knows Python, and nothing but `pd_pack` allocates or reads a file.
 
 #include <immintrin.h>
@@ -38,8 +38,8 @@ constexpr int kLine = 32;       // numbers of a cache line
 constexpr int kLinesAhead = 2;  // lines of the next panel a tile asks for beside four that it reads
 constexpr int kMaxRows = 96;    // query rows (tokens x heads of a group) that share one walk over keys
 constexpr int kMaxHeadDim = 256;
-constexpr int kPackRows = 16;    // rows of a matrix that are transposed at once
-constexpr std::int64_t kPieceBytes = 2 << 20;  // of panels that one thread fills: a huge page
+constexpr int kPackRows = 16;    // rows of a matrix that are read and transposed at once
+constexpr std::int64_t kPieceBytes = 2 << 20;  // about what of panels one thread fills in one go: a huge page
 constexpr int kCheckFailed = 1;
 constexpr int kEndsTooSoon = -1;
 
@@ -52,8 +52,8 @@ struct Linear {
 };
 
 // A matrix [rows][k] to be packed, from memory or, with matrix null, from a file at a position in bytes:
-// its pieces stay in L2, which costs less than to map the file page by page, and a file that breaks is an
-// error and no signal. Row r becomes column `offset + c % width` of panel `c / width`, where c = first + r:
+// a few rows at a time stay in L2, which costs less than to map the file page by page, and a file that breaks
+// is an error and no signal. Row r becomes column `offset + c % width` of panel `c / width`, where c = first + r:
 // width 64 for a plain matrix, 32 for gate (offset 0) and up (32). error: 0, an errno, or kEndsTooSoon.
 struct PackJob {
   const bf16* matrix;
@@ -681,7 +681,7 @@ std::int64_t read_all(const PackJob& job, std::int64_t position, bf16* to, std::
   return 0;
 }
 
-// Up to 16 rows, the first of which becomes `column`; see pd_pack.
+// Up to 16 rows, the first of which becomes `column`; see PackJob.
 void pack_rows(const bf16* rows, std::int64_t column, std::int64_t count, std::int64_t k, bf16* panels,
                std::int64_t width, std::int64_t offset) {
   std::int64_t done = 0;
@@ -709,7 +709,8 @@ void pack_piece(PackJob& job, std::int64_t begin, std::int64_t rows, std::vector
       const std::int64_t row_bytes = job.k * std::int64_t(sizeof(bf16));
       const auto error = read_all(job, job.position + row * row_bytes, read.data(), count * row_bytes);
       if (error) {
-        job.error = error;  // by several threads, it may be; any of theirs will do
+#pragma omp atomic write
+        job.error = error;  // any thread's will do
         return;
       }
     }
@@ -816,8 +817,8 @@ EXPORT void pd_linear(const Linear* weights, const bf16* in, std::int64_t count,
   });
 }
 
-// Put matrices into panels. All threads take pieces of all of them, as whole huge pages: two that wrote
-// into one page would both clear it, and with a barrier at each matrix every one would wait for the slower
+// Put matrices into panels. All threads take pieces of all of them, of about a huge page: two that wrote
+// into one page at once would both clear it, and with a barrier at each matrix every one would wait for the slower
 // thread (a virtual machine's host may stall either for milliseconds when it gives memory; bench/startup).
 EXPORT void pd_pack(PackJob* jobs, std::int64_t count, std::int64_t threads) {
   struct Piece {
@@ -826,9 +827,10 @@ EXPORT void pd_pack(PackJob* jobs, std::int64_t count, std::int64_t threads) {
   };
   std::vector<Piece> pieces;
   for (PackJob* job = jobs; job < jobs + count; ++job) {
-    const std::int64_t panels = kPieceBytes / (job->k * kPanel * std::int64_t(sizeof(bf16))) + 1;
-    for (std::int64_t begin = 0; begin < job->rows; begin += panels * kPanel)
-      pieces.push_back({job, begin, std::min(panels * kPanel, job->rows - begin)});
+    const std::int64_t panel_bytes = job->k * kPanel * std::int64_t(sizeof(bf16));
+    const std::int64_t rows = std::max<std::int64_t>(1, kPieceBytes / panel_bytes) * job->width;
+    for (std::int64_t begin = 0; begin < job->rows; begin += rows)
+      pieces.push_back({job, begin, std::min(rows, job->rows - begin)});
   }
 #pragma omp parallel num_threads(int(threads))
   {
