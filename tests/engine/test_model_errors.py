@@ -112,6 +112,16 @@ def test_weights_that_shrink_while_they_are_loaded(folder: Path, is_fused: bool)
         read(name)
 
 
+def test_a_file_that_is_exchanged_while_it_is_loaded(folder: Path) -> None:
+    """What is read by its place comes from the file whose header was checked."""
+    before = load_file(folder / WEIGHTS)[NORM].clone()
+    checkpoint = Checkpoint(ModelFolder(folder))
+    other = folder / "other"
+    other.write_bytes(bytes((folder / WEIGHTS).stat().st_size))
+    other.replace(folder / WEIGHTS)
+    assert torch.equal(checkpoint.get(NORM), before)
+
+
 def test_hostile_headers(folder: Path) -> None:
     """A header that is huge, no JSON, or lies about its tensors is refused."""
     path = folder / WEIGHTS

@@ -192,3 +192,10 @@ def test_engines_name_all_of_their_pool() -> None:
         num_filled = sum(int((array.view(np.uint8) == 7).sum()) for array in arrays)
         assert num_filled == size * layout.token_bytes
         engine.close()
+
+
+def test_more_than_there_is() -> None:
+    """It is an error of memory, as torch's own allocations have it, which engines turn into
+    EngineFailed."""
+    with pytest.raises(MemoryError, match="host memory"):
+        huge_pages.zeros(1 << 60)
