@@ -30,18 +30,18 @@ FINGERPRINT_EDGE_BYTES = 1 << 20
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
-_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-_DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class TensorInfo(NamedTuple):
-    """What a header says of one tensor. dtype: safetensors' name for it; position: of its first
-    byte in the file."""
+    """What a header says of one tensor. dtype: safetensors' name for it; begin, end: of its bytes
+    in the file."""
 
     path: Path
     dtype: str
     shape: tuple[int, ...]
-    position: int
+    begin: int
+    end: int
 
 
 class Checkpoint:
@@ -77,10 +77,10 @@ class Checkpoint:
     @property
     def dtype(self) -> str:
         """The dtype of most tensors, in our words."""
-        names = [info.dtype for info in self.tensors.values() if info.dtype in _DTYPE_NAMES]
+        names = [info.dtype for info in self.tensors.values() if info.dtype in _DTYPES]
         if not names:
             raise ModelError(f"{self.folder.path}: no floating-point tensor in the checkpoint")
-        return _DTYPE_NAMES[max(sorted(set(names)), key=names.count)]
+        return str(_DTYPES[max(sorted(set(names)), key=names.count)]).removeprefix("torch.")
 
     def require(self, shapes: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
         """Raise ModelError unless the checkpoint holds exactly these tensors.
@@ -97,10 +97,10 @@ class Checkpoint:
                     f"{info.path}: tensor {name} has shape {list(info.shape)}, "
                     f"config.json asks for {list(shape)}"
                 )
-            if info.dtype not in _DTYPE_NAMES:
+            if info.dtype not in _DTYPES:
                 raise ModelError(
                     f"{info.path}: tensor {name} has dtype {info.dtype}; "
-                    f"supported are {', '.join(_DTYPE_NAMES)}"
+                    f"supported are {', '.join(_DTYPES)}"
                 )
         for name, info in self.tensors.items():
             if name in shapes or name.endswith(".rotary_emb.inv_freq"):
@@ -116,14 +116,17 @@ class Checkpoint:
         """Return a tensor in the dtype it is stored in: a matrix as a view of the mapped file, a
         vector as a copy, for its mapping would need a page table of its own."""
         info = self.tensors[name]
-        if len(info.shape) == 1 and info.dtype in _DTYPE_NAMES:
-            out = torch.empty(info.shape, dtype=getattr(torch, _DTYPE_NAMES[info.dtype]))
+        if len(info.shape) == 1 and info.dtype in _DTYPES:
+            out = torch.empty(info.shape, dtype=_DTYPES[info.dtype])
             self.read_into(out, name)
             return out
         try:
             file = self._mapped.get(info.path)
             if file is None:
                 file = safe_open(info.path, framework="pt", device="cpu")
+                checked = os.fstat(self._descriptors[info.path])
+                if not os.path.samestat(checked, info.path.stat()):
+                    raise self.broken(name, "the file was exchanged while it was loaded")
                 self._mapped[info.path] = file
             return file.get_tensor(name)
         except (SafetensorError, OSError) as error:
@@ -135,7 +138,7 @@ class Checkpoint:
 
         Raises ModelError: the file cannot be read, or ends too soon.
         """
-        is_stored_so = str(out.dtype) == f"torch.{_DTYPE_NAMES.get(self.tensors[name].dtype)}"
+        is_stored_so = out.dtype == _DTYPES.get(self.tensors[name].dtype)
         if not (is_stored_so and out.device.type == "cpu" and out.is_contiguous()):
             out.copy_(self.get(name))
             return
@@ -155,7 +158,7 @@ class Checkpoint:
         """Return where a tensor lies for who reads it by himself: a descriptor, which is open as
         long as this object lives, and the position of its first byte."""
         info = self.tensors[name]
-        return self._descriptors[info.path], info.position
+        return self._descriptors[info.path], info.begin
 
     def broken(self, name: str, why: object) -> ModelError:
         """Return the error for a tensor that cannot be read."""
@@ -181,13 +184,11 @@ class Checkpoint:
         for name in sorted(self.tensors):
             info = self.tensors[name]
             put(json.dumps([name, info.dtype, list(info.shape)]).encode())
-        for path in self.paths:
-            size = path.stat().st_size
+        for file in self._descriptors.values():
+            size = os.fstat(file).st_size
             put(struct.pack("<Q", size))
-            with path.open("rb") as file:
-                put(file.read(FINGERPRINT_EDGE_BYTES))
-                file.seek(max(0, size - FINGERPRINT_EDGE_BYTES))
-                put(file.read(FINGERPRINT_EDGE_BYTES))
+            put(os.pread(file, FINGERPRINT_EDGE_BYTES, 0))
+            put(os.pread(file, FINGERPRINT_EDGE_BYTES, max(0, size - FINGERPRINT_EDGE_BYTES)))
         return total.digest()
 
     def _check_index(self) -> None:
@@ -265,22 +266,17 @@ def _read_header(path: Path, file: int) -> dict[str, TensorInfo]:
         raise ModelError(f"{path}: the header is not a JSON object")
     data_at = 8 + header_bytes
     tensors: dict[str, TensorInfo] = {}
-    spans: list[tuple[int, int, str]] = []
     for name, entry in header.items():
         if name != "__metadata__":
-            info, num_bytes = _read_entry(path, name, entry, data_at, size)
-            tensors[name] = info
-            spans.append((info.position, info.position + num_bytes, name))
-    for (_, end, before), (begin, _, name) in pairwise(sorted(spans)):
-        if begin < end:
+            tensors[name] = _read_entry(path, name, entry, data_at, size)
+    in_order = sorted(tensors, key=lambda name: (tensors[name].begin, tensors[name].end))
+    for before, name in pairwise(in_order):
+        if tensors[name].begin < tensors[before].end:
             raise ModelError(f"{path}: tensors {before} and {name} share bytes")
     return tensors
 
 
-def _read_entry(
-    path: Path, name: str, entry: object, data_at: int, size: int
-) -> tuple[TensorInfo, int]:
-    """Return what it says, and the tensor's size in bytes."""
+def _read_entry(path: Path, name: str, entry: object, data_at: int, size: int) -> TensorInfo:
     match entry:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]}:
             pass
@@ -295,7 +291,7 @@ def _read_entry(
             f"{path} is truncated: tensor {name} ends at byte {end} of {size - data_at} that are "
             "there"
         )
-    item_bytes = _ITEM_BYTES.get(dtype)
-    if item_bytes is not None and math.prod(shape) * item_bytes != end - begin:
+    known = _DTYPES.get(dtype)
+    if known is not None and math.prod(shape) * known.itemsize != end - begin:
         raise ModelError(f"{path}: tensor {name} has {end - begin} bytes, its shape needs another")
-    return TensorInfo(path, dtype, tuple(shape), data_at + begin), end - begin
+    return TensorInfo(path, dtype, tuple(shape), data_at + begin, data_at + end)

@@ -107,19 +107,25 @@ def test_weights_that_shrink_while_they_are_loaded(folder: Path, is_fused: bool)
     name = "model.layers.0.self_attn.q_proj.weight" if is_fused else NORM
     info = checkpoint.tensors[name]
     read = partial(checkpoint.read_into, torch.empty(info.shape)) if is_fused else checkpoint.get
-    os.truncate(info.path, info.position + 5)
+    os.truncate(info.path, info.begin + 5)
     with pytest.raises(ModelError, match=f"{name}: the file ends too soon"):
         read(name)
 
 
 def test_a_file_that_is_exchanged_while_it_is_loaded(folder: Path) -> None:
-    """What is read by its place comes from the file whose header was checked."""
+    """What is read by its place comes from the file whose header was checked; what would be mapped
+    is refused."""
     before = load_file(folder / WEIGHTS)[NORM].clone()
     checkpoint = Checkpoint(ModelFolder(folder))
     other = folder / "other"
-    other.write_bytes(bytes((folder / WEIGHTS).stat().st_size))
+    tensors = {name: tensor + 1 for name, tensor in load_file(folder / WEIGHTS).items()}
+    save_file(tensors, other)
+    digest = Checkpoint(ModelFolder(folder)).digest()
     other.replace(folder / WEIGHTS)
     assert torch.equal(checkpoint.get(NORM), before)
+    assert checkpoint.digest() == digest != Checkpoint(ModelFolder(folder)).digest()
+    with pytest.raises(ModelError, match="exchanged while it was loaded"):
+        checkpoint.get("model.layers.0.self_attn.o_proj.weight")
 
 
 def test_hostile_headers(folder: Path) -> None:

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.startup.run import READY_WITHIN_S, ROLES, seconds_to_ready
+from bench.startup import run
+from bench.startup.run import MEMORY, READY_WITHIN_S, ROLES, WHAT, seconds_to, seconds_to_ready
 from shared.model_folder import DEMO_FOLDER
+from tests.support.native import needs_native
 
 pytestmark = [pytest.mark.process, pytest.mark.ucx, pytest.mark.torch]
 
@@ -22,3 +24,14 @@ def test_a_worker_that_cannot_start_has_no_time(tmp_path: Path) -> None:
     """Its folder holds no model."""
     with pytest.raises(RuntimeError, match="decode did not start"):
         seconds_to_ready("decode", tmp_path)
+
+
+@pytest.mark.parametrize("what", WHAT)
+def test_reading_and_loading_are_timed_in_both_kinds_of_memory(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever kernels this machine has for the checkpoint's numbers."""
+    if what == "native":
+        needs_native()
+    monkeypatch.setattr(run, "SETTLES_AFTER_S", 0.0)
+    assert all(seconds_to(what, memory, DEMO_FOLDER) > 0 for memory in MEMORY)
