@@ -16,9 +16,10 @@ import math
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Collection, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,39 @@ class Repetition:
     def reached_colocated(self) -> float:
         """The best of the colocated pairs, whatever their targets of a step."""
         return max(self.reached(name) for name in self.goodput if name.startswith(COLOCATED))
+
+
+def repetitions_of(rows: Sequence[dict[str, Any]], name: str) -> list[Repetition]:
+    """Read one load's repetitions back from a record."""
+    found: dict[int, Repetition] = {}
+    for row in rows:
+        if row["load"] == name and "unloaded" in row:
+            found[row["repetition"]] = Repetition(row["unloaded"])
+    for row in rows:
+        if row["load"] != name or row.get("slo") != "tight":
+            continue
+        repetition = found[row["repetition"]]
+        if "goodput" in row:
+            repetition.goodput = row["goodput"]
+        else:
+            repetition.tried.append(row)
+    return [found[number] for number in sorted(found)]
+
+
+def resume(record: Record, path: Path, systems: Collection[str], loads: Collection[str]) -> None:
+    """Take over what an earlier run has found, which asked the same systems.
+
+    Ends the process: it asked others.
+    """
+    content = json.loads(path.read_text())
+    for name in loads:
+        for repetition in repetitions_of(content["rows"], name):
+            asked = {one for one in repetition.goodput if one != VLLM}
+            if asked != {one for one in systems if one != VLLM}:
+                sys.exit(f"{path} asked {sorted(asked)} about {name}: give the same --tbt-ms")
+    before = content["environment"]
+    record.environment["resumed"] = {key: before[key] for key in ("at", "commit", "arguments")}
+    record.rows += [row for row in content["rows"] if row["load"] in loads]
 
 
 def make_model(folder: Path) -> None:
@@ -254,15 +288,15 @@ async def measure(
 ) -> None:
     """One load. Each repetition finds the unloaded latencies, which give the limits, and then the
     goodputs, with arrivals of its own; what it has found is on disk before the next one begins."""
-    source, seed = LOADS[name], iter(range(1, 1 << 30))
+    found = repetitions_of(record.rows, name)
+    source, seed = LOADS[name], iter(range(1 + len(found) * 10_000, 1 << 30))
     for system in systems:  # the first requests pay for what is made once
         await ask(
             system, source, Load(rate=2.0, num_requests=6, arrivals="poisson"), NEVER, next(seed)
         )
     unloaded = Load(rate=0.5, num_requests=asked.unloaded, burstiness=math.inf, arrivals="poisson")
-    found: list[Repetition] = []
     before = [*record.goals]
-    for number in range(asked.repetitions):
+    for number in range(len(found), asked.repetitions):
         # A peer has its chance once, and what it has reached then counts in all.
         here = [one for one in systems if not number or one.name != VLLM]
         alone: dict[str, dict[str, Any]] = {}
@@ -418,6 +452,8 @@ async def main(asked: argparse.Namespace) -> None:
                 endpoints = await opened(await stack.enter_async_context(vllm_replicas(folder)))
             systems.append(System(name, endpoints, by_prefix))
             print(f"{name}: ready after {time.monotonic() - began_at:.0f} s", flush=True)
+        if asked.resume is not None:
+            resume(record, asked.resume, [one.name for one in systems], asked.loads)
         for name in asked.loads:
             await measure(record, systems, name, asked)
     path = record.finish(write=asked.record)
@@ -480,6 +516,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tolerance", type=float, default=0.15, help="of a goodput, as a share")
     parser.add_argument("--slos", nargs="+", choices=list(SLOS), default=list(SLOS))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        metavar="RECORD",
+        help="go on with a record, or the .partial one of a run that was ended, to --repetitions",
+    )
     parser.add_argument(
         "--realtime",
         action="store_true",

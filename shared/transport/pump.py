@@ -317,7 +317,7 @@ class Pump:
         endpoint = operation.peer
         if status == OK and (num_bytes == operation.num_bytes or not operation.is_receive):
             self._reports.append((operation.settle, Outcome.DONE, ""))
-            if not endpoint.is_lane_final:
+            if endpoint.is_open and not endpoint.is_lane_final:
                 endpoint.is_lane_final = True
                 self._name_lane(endpoint)
         elif status == OK:

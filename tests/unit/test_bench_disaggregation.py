@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from bench.disaggregation.run import (
     VLLM,
     Repetition,
     colocated_targets,
+    repetitions_of,
+    resume,
     set_goals,
 )
 from bench.record import Goal, Record
@@ -104,3 +107,37 @@ def test_gaps_are_compared_with_those_without_load_of_the_same_repetition() -> N
     _, goal = goals_of(first, second)
     assert (goal.lowest, goal.highest) == (pytest.approx(1.0), pytest.approx(1.5))
     assert not goal.is_met
+
+
+def rows_of(repetition: int) -> list[dict[str, Any]]:
+    """What a record holds of one repetition."""
+    about = {"load": "a load", "slo": "tight", "repetition": repetition}
+    rows = [{**about, **a_run(DISAGGREGATED, 2.0, 1.0)}, {**about, **a_run(COLOCATED, 1.0, 1.0)}]
+    rows.append({**about, "goodput": {DISAGGREGATED: 2.0, COLOCATED: 1.0}})
+    unloaded = {DISAGGREGATED: alone(), COLOCATED: alone()}
+    return [*rows, {"load": "a load", "repetition": repetition, "unloaded": unloaded}]
+
+
+def test_a_record_gives_its_repetitions_back() -> None:
+    """As if they had just been found."""
+    rows = [*rows_of(0), *rows_of(1)]
+    found = repetitions_of(rows, "a load")
+    assert len(found) == 2
+    assert [len(one.asked(DISAGGREGATED)) for one in found] == [1, 1]
+    goodput, itl = goals_of(*found)
+    assert (goodput.value, itl.value) == (2.0, pytest.approx(1.2))
+    assert repetitions_of(rows, "another load") == []
+
+
+def test_a_run_goes_on_with_a_record_of_the_same_systems(tmp_path: Path) -> None:
+    """It says whose record that was; one that asked other targets of a step is refused."""
+    path = tmp_path / "earlier.json.partial"
+    before = {"at": "then", "commit": "abc", "arguments": ["--repetitions", "5"]}
+    other = [{**row, "load": "another load"} for row in rows_of(0)]
+    path.write_text(json.dumps({"environment": before, "goals": [], "rows": rows_of(0) + other}))
+    record = Record(Path("disaggregation"), is_quick=True)
+    resume(record, path, [DISAGGREGATED, COLOCATED, VLLM], ["a load"])
+    assert record.rows == rows_of(0)
+    assert record.environment["resumed"] == before
+    with pytest.raises(SystemExit, match="same --tbt-ms"):
+        resume(record, path, [DISAGGREGATED, COLOCATED, f"{COLOCATED}, 10 ms"], ["a load"])
