@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 
+from shared.errors import TransferFailed
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UcxSettings:
@@ -32,7 +34,10 @@ class UcxSettings:
 
     def apply_to(self, environment: MutableMapping[str, str]) -> None:
         """Add what is missing. Works only before ``import ucxx``: UCX reads its variables when it
-        is loaded."""
+        is loaded.
+
+        Raises TransferFailed: what is there would end the process.
+        """
         wanted = {
             "UCX_TLS": self.tls,
             "UCX_MEMTYPE_CACHE": "n",  # ucxx sets it too, but after UCX has read its environment
@@ -50,3 +55,9 @@ class UcxSettings:
             wanted["UCX_NET_DEVICES"] = self.net_devices
         for name, value in wanted.items():
             environment.setdefault(name, value)
+        if "inf" in (threshold := environment["UCX_RNDV_THRESH"].lower()):
+            # UCX 1.21 knows no rendezvous then, and fails (SIGSEGV) when a peer begins one.
+            raise TransferFailed(
+                f"UCX_RNDV_THRESH={threshold} would end this process with a peer's first large "
+                "message; give a size (1g: hardly any message is larger)"
+            )

@@ -159,11 +159,11 @@ async def test_a_cancelled_buffer_is_left_alone_once_settled(lane: str) -> None:
         await leave(left, right)
 
 
-@pytest.mark.parametrize("threshold", ["8192", "inf"])
+@pytest.mark.parametrize("threshold", ["8192", "1g"])
 @pytest.mark.parametrize("lane", LANES)
 async def test_closing_amid_a_message_leaves_the_buffer_alone(lane: str, threshold: str) -> None:
     """After the endpoint is closed no byte of the peer's arrives any more; also where UCX was told
-    not to let messages meet their receive first, and the last of their parts comes after that."""
+    to let hardly any message meet its receive first, and the last of its parts comes after that."""
     async with a_pair(UCX_TLS=LANES[lane], UCX_RNDV_THRESH=threshold) as (left, right):
         await right.ask("receive", tag=1, num_bytes=BIG)
         await left.ask("send", tag=1, num_bytes=BIG)
