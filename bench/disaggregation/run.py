@@ -150,9 +150,12 @@ def repetitions_of(rows: Sequence[dict[str, Any]], name: str) -> list[Repetition
 def resume(record: Record, path: Path, systems: Collection[str], loads: Collection[str]) -> None:
     """Take over what an earlier run has found, which asked the same systems.
 
-    Ends the process: it asked others.
+    Ends the process: it asked others, or there is no record.
     """
-    content = json.loads(path.read_text())
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        sys.exit(f"no record to go on with: {error}")
     for name in loads:
         for repetition in repetitions_of(content["rows"], name):
             asked = {one for one in repetition.goodput if one != VLLM}
@@ -296,6 +299,8 @@ async def measure(
         )
     unloaded = Load(rate=0.5, num_requests=asked.unloaded, burstiness=math.inf, arrivals="poisson")
     before = [*record.goals]
+    if found:
+        set_goals(record, name, found)
     for number in range(len(found), asked.repetitions):
         # A peer has its chance once, and what it has reached then counts in all.
         here = [one for one in systems if not number or one.name != VLLM]
@@ -436,6 +441,8 @@ async def main(asked: argparse.Namespace) -> None:
         names = [
             pair for name in asked.systems for pair in (targets if name == COLOCATED else (name,))
         ]
+        if asked.resume is not None:
+            resume(record, asked.resume, names, asked.loads)
         for name in names:
             began_at = time.monotonic()
             by_prefix: list[Endpoint] = []
@@ -452,8 +459,6 @@ async def main(asked: argparse.Namespace) -> None:
                 endpoints = await opened(await stack.enter_async_context(vllm_replicas(folder)))
             systems.append(System(name, endpoints, by_prefix))
             print(f"{name}: ready after {time.monotonic() - began_at:.0f} s", flush=True)
-        if asked.resume is not None:
-            resume(record, asked.resume, [one.name for one in systems], asked.loads)
         for name in asked.loads:
             await measure(record, systems, name, asked)
     path = record.finish(write=asked.record)

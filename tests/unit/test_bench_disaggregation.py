@@ -141,3 +141,5 @@ def test_a_run_goes_on_with_a_record_of_the_same_systems(tmp_path: Path) -> None
     assert record.environment["resumed"] == before
     with pytest.raises(SystemExit, match="same --tbt-ms"):
         resume(record, path, [DISAGGREGATED, COLOCATED, f"{COLOCATED}, 10 ms"], ["a load"])
+    with pytest.raises(SystemExit, match="no record to go on with"):
+        resume(record, tmp_path / "another.json", [DISAGGREGATED, COLOCATED], ["a load"])
