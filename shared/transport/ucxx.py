@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from ctypes import addressof, c_char
 from typing import Any
 
 from shared.errors import LocalProtocolError, TransferFailed
@@ -49,20 +50,23 @@ class UcxOperation(PendingOperation):
     ) -> None:
         super().__init__()
         try:
-            array = _Array(buffer)
-        except (TypeError, BufferError) as error:
-            raise LocalProtocolError(f"not a transfer buffer: {error}") from error
-        require_usable(
-            is_contiguous=array.c_contiguous,
-            is_readonly=array.readonly,
-            buffer_bytes=array.nbytes,
-            num_bytes=num_bytes,
-            writes=is_receive,
-        )
+            # Nearly all memory is the host's and writable, and this costs a third of an Array.
+            view = memoryview(buffer)
+            pointer = addressof(c_char.from_buffer(view))
+        except (TypeError, ValueError, BufferError):
+            view, pointer = _as_array(buffer, num_bytes, is_receive)
+        else:
+            require_usable(
+                is_contiguous=True,
+                is_readonly=False,
+                buffer_bytes=view.nbytes,
+                num_bytes=num_bytes,
+                writes=is_receive,
+            )
         require_tag(tag)
         self._pump = pump
-        self.buffer = array.obj if array.cuda else memoryview(buffer)
-        self.pointer = array.ptr
+        self.buffer = view
+        self.pointer = pointer
         self.peer = peer
         self.is_receive = is_receive
         self.num_bytes = num_bytes
@@ -79,6 +83,26 @@ class UcxOperation(PendingOperation):
         super().settle(outcome, error)
         self.buffer = None
         self._pump.num_submitted -= 1
+
+
+def _as_array(buffer: Buffer, num_bytes: int, is_receive: bool) -> tuple[Any, int]:
+    """Return what keeps the memory alive, and its address: constants, devices' memory, and what is
+    no buffer at all.
+
+    Raises LocalProtocolError.
+    """
+    try:
+        array = _Array(buffer)
+    except (TypeError, BufferError) as error:
+        raise LocalProtocolError(f"not a transfer buffer: {error}") from error
+    require_usable(
+        is_contiguous=array.c_contiguous,
+        is_readonly=array.readonly,
+        buffer_bytes=array.nbytes,
+        num_bytes=num_bytes,
+        writes=is_receive,
+    )
+    return (array.obj if array.cuda else memoryview(buffer)), array.ptr
 
 
 class UcxEndpoint:
