@@ -26,8 +26,12 @@ class ModelledEngine:
     last_layer_at: when the newest step's last layer was computed (perf_counter).
     """
 
-    def __init__(self, *, num_layers: int, num_tokens: int, seed: int | None) -> None:
-        """seed: of the KV in the pool; None = zeros, for the end that receives."""
+    def __init__(
+        self, *, num_layers: int, num_tokens: int, seed: int | None, kv_share: float = 1.0
+    ) -> None:
+        """seed: of the KV in the pool; None = zeros, for the end that receives. kv_share: of a
+        layer's compute, what comes before its KV is written and ``on_layer`` told."""
+        self._kv_share = kv_share
         self.block_size = BLOCK_TOKENS
         self.num_blocks = -(-num_tokens // BLOCK_TOKENS)
         self.layout = KvLayout(
@@ -76,14 +80,20 @@ class ModelledEngine:
     # --- Engine ---
 
     def step(self, rows: Sequence[StepRow], on_layer: OnLayer | None = None) -> list[RowResult]:
+        num_before = round(self.products_per_layer * self._kv_share)
         for layer in range(self.layout.num_layers):
-            for _ in range(self.products_per_layer):
-                np.dot(self._left, self._right, out=self._product)
-            if layer == self.layout.num_layers - 1:
-                self.last_layer_at = time.perf_counter()
+            self._multiply(num_before)
+            self.last_layer_at = time.perf_counter()
             if on_layer is not None:
                 on_layer(layer)
+            if num_before < self.products_per_layer:
+                self._multiply(self.products_per_layer - num_before)
+                self.last_layer_at = time.perf_counter()
         return []
+
+    def _multiply(self, times: int) -> None:
+        for _ in range(times):
+            np.dot(self._left, self._right, out=self._product)
 
     def step_seconds(self, rows: Sequence[StepRow]) -> float:
         return 0.0

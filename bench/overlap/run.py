@@ -50,6 +50,9 @@ from shared.transport.settings import UcxSettings
 from shared.transport.ucxx import open_ucx
 
 NUM_LAYERS = 32
+KV_SHARE = 0.15
+"""Of a layer's compute: KV is written then, attention and MLP follow (``kv_share.py``)."""
+
 LAYER_MIB = (1, 4, 16)
 TOKENS_PER_MIB = 256  # 8 KV heads of 128 in bf16: 4 KiB a token and layer
 ROW = 5
@@ -179,7 +182,9 @@ class Prefill:
         }
 
 
-async def measure(num_tokens: int, layer_s: float, repetitions: int) -> dict[str, Any]:
+async def measure(
+    num_tokens: int, layer_s: float, kv_share: float, repetitions: int
+) -> dict[str, Any]:
     """Measure all modes, taking turns; check every push's bytes."""
     decode = subprocess.Popen(
         [sys.executable, "-m", "bench.overlap.run", "--decode", str(num_tokens)],
@@ -187,7 +192,7 @@ async def measure(num_tokens: int, layer_s: float, repetitions: int) -> dict[str
     )  # fmt: skip
     assert decode.stdin is not None
     assert decode.stdout is not None
-    engine = ModelledEngine(num_layers=NUM_LAYERS, num_tokens=num_tokens, seed=1)
+    engine = ModelledEngine(num_layers=NUM_LAYERS, num_tokens=num_tokens, seed=1, kv_share=kv_share)
     expected = engine.digest(engine.block_table(), num_tokens)
     engine.calibrate(layer_s)
     compute, transport = ThreadCompute(engine, name="prefill"), await open_ucx()
@@ -261,7 +266,7 @@ def show(row: dict[str, Any]) -> None:
     alone = row["compute"]["compute_ms"]["median"]
     print(
         f"{row['lane']}: {NUM_LAYERS} layers of {row['layer_mib']} MiB, compute alone "
-        f"{alone:.1f} ms, {alone / NUM_LAYERS:.1f} ms a layer"
+        f"{alone:.1f} ms, {alone / NUM_LAYERS:.1f} ms a layer, KV written at {row['kv_share']:g}"
     )
     for mode in MODES[1:]:
         exposed, total = row[mode]["exposed_ms"], row[mode]["total_ms"]
@@ -283,9 +288,18 @@ def main() -> None:
         "--layer-mib", nargs="+", type=int, help="KV of a layer, MiB (1 4 16; quick: 1 16)"
     )
     parser.add_argument("--layer-ms", type=float, default=10.0, help="compute of a layer")
+    parser.add_argument(
+        "--kv-share",
+        nargs="+",
+        type=float,
+        metavar="SHARE",
+        help="of a layer's compute, when its KV is written and may leave; goals are of the first "
+        f"(default: {KV_SHARE:g}, as in our engine, and 1: at the layer's end; quick: the former)",
+    )
     parser.add_argument("--repetitions", type=int, default=0)
     parser.add_argument("--decode", type=int, metavar="TOKENS", help=argparse.SUPPRESS)
     parser.add_argument("--prefill", type=int, metavar="TOKENS", help=argparse.SUPPRESS)
+    parser.add_argument("--share", type=float, default=1.0, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     structlog.configure(  # standard output belongs to the results
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
@@ -294,10 +308,12 @@ def main() -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)  # as workers do
     repetitions = chosen.repetitions or (2 if chosen.quick else 7)
     sizes = chosen.layer_mib or ((1, 16) if chosen.quick else LAYER_MIB)
+    shares = chosen.kv_share or ([KV_SHARE] if chosen.quick else [KV_SHARE, 1.0])
     if chosen.decode:
         run(serve_decode(chosen.decode))
     elif chosen.prefill:
-        print(json.dumps(run(measure(chosen.prefill, chosen.layer_ms / 1e3, repetitions))))
+        layer_s = chosen.layer_ms / 1e3
+        print(json.dumps(run(measure(chosen.prefill, layer_s, chosen.share, repetitions))))
     else:
         record = Record(
             Path(__file__).parent,
@@ -309,38 +325,42 @@ def main() -> None:
                 "layer_ms": chosen.layer_ms,
             },
         )
-        for lane in chosen.lanes:
-            for layer_mib in sizes:
-                row = measure_apart(lane, layer_mib)
-                record.rows.append(row)
-                show(row)
+        for lane, layer_mib, share in itertools.product(chosen.lanes, sizes, shares):
+            row = measure_apart(lane, layer_mib, share)
+            record.rows.append(row)
+            show(row)
+            if share == shares[0]:
                 note_goals(record, row)
         if (path := record.finish()) is not None:
             save(pictures_of(record.rows), path)
 
 
 def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
-    """Exposed time over the size of a layer, one panel a lane."""
+    """Exposed time over the size of a layer, one panel a lane and moment at which KV is written."""
     panels: list[Panel] = []
-    for lane in dict.fromkeys(row["lane"] for row in rows):
-        of = [row for row in rows if row["lane"] == lane]
+    for lane, share in dict.fromkeys((row["lane"], row.get("kv_share", 1.0)) for row in rows):
+        of = [row for row in rows if (row["lane"], row.get("kv_share", 1.0)) == (lane, share)]
         lines = {
             mode: [(row["layer_mib"], row[mode]["exposed_ms"]) for row in of]
             for mode in ("auto", "layerwise", "serialized")
         }
         x, y = "MiB of KV a layer", "exposed ms after the last layer"
-        panels.append(Panel(f"{lane} (CPU)", x, y, lines))
+        title = f"{lane}, KV written at {share:g} of a layer (CPU)"
+        panels.append(Panel(title, x, y, lines))
     return {"": panels}
 
 
-def measure_apart(lane: str, layer_mib: int) -> dict[str, Any]:
+def measure_apart(lane: str, layer_mib: int, kv_share: float) -> dict[str, Any]:
     """Measure in a process of its own: UCX reads its environment once."""
     environment = without_ucx()
     UcxSettings(tls=LANES[lane]).apply_to(environment)
     tokens = str(layer_mib * TOKENS_PER_MIB)
-    command = [sys.executable, "-m", "bench.overlap.run", "--prefill", tokens, *sys.argv[1:]]
+    command = [
+        sys.executable, "-m", "bench.overlap.run", *sys.argv[1:],
+        "--prefill", tokens, "--share", str(kv_share),
+    ]  # fmt: skip
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return {"layer_mib": layer_mib, **json.loads(done.stdout)}
+    return {"layer_mib": layer_mib, "kv_share": kv_share, **json.loads(done.stdout)}
 
 
 def note_goals(record: Record, row: dict[str, Any]) -> None:
