@@ -157,7 +157,8 @@ async def repeat(client: Client, subjects: list[Subject], repetitions: int, shar
         for load in LOADS:
             turn = repetition % len(subjects)
             for subject in subjects[turn:] + subjects[:turn]:
-                if subject.name == DIRECT and load.connections > 1:
+                # Alone it is what latencies are added to; paced, the limit: one `send` a token.
+                if subject.name == DIRECT and load.connections > 1 and not load.is_paced:
                     continue
                 window_s = load.window_s * share
                 # Paced streams of one batch must not all begin in the window's first step.
