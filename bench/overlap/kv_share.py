@@ -26,7 +26,7 @@ LENGTHS = (256, 1024, 4096)
 
 
 def share_of(engine: TorchEngine, num_tokens: int) -> float:
-    """Compute one prompt and return the share, of its layers but the first and the last."""
+    """Compute one prompt; return 1 less what follows the last layer's KV, in times a layer."""
     told_at: list[float] = []
     prompt = random.Random(num_tokens).choices(range(model.VOCAB), k=num_tokens)
     blocks = range(-(-num_tokens // engine.block_size))

@@ -49,23 +49,26 @@ class UcxOperation(PendingOperation):
         tag: int,
     ) -> None:
         super().__init__()
+        is_contiguous, is_readonly = True, False
         try:
             # Nearly all memory is the host's and writable, and this costs a third of an Array.
-            view = memoryview(buffer)
-            pointer = addressof(c_char.from_buffer(view))
+            held = memoryview(buffer)
+            pointer, buffer_bytes = addressof(c_char.from_buffer(held)), held.nbytes
         except (TypeError, ValueError, BufferError):
-            view, pointer = _as_array(buffer, num_bytes, is_receive)
-        else:
-            require_usable(
-                is_contiguous=True,
-                is_readonly=False,
-                buffer_bytes=view.nbytes,
-                num_bytes=num_bytes,
-                writes=is_receive,
-            )
+            array = _as_array(buffer)
+            held = array.obj if array.cuda else memoryview(buffer)
+            pointer, buffer_bytes = array.ptr, array.nbytes
+            is_contiguous, is_readonly = array.c_contiguous, array.readonly
+        require_usable(
+            is_contiguous=is_contiguous,
+            is_readonly=is_readonly,
+            buffer_bytes=buffer_bytes,
+            num_bytes=num_bytes,
+            writes=is_receive,
+        )
         require_tag(tag)
         self._pump = pump
-        self.buffer = view
+        self.buffer = held
         self.pointer = pointer
         self.peer = peer
         self.is_receive = is_receive
@@ -85,24 +88,15 @@ class UcxOperation(PendingOperation):
         self._pump.num_submitted -= 1
 
 
-def _as_array(buffer: Buffer, num_bytes: int, is_receive: bool) -> tuple[Any, int]:
-    """Return what keeps the memory alive, and its address: constants, devices' memory, and what is
-    no buffer at all.
+def _as_array(buffer: Buffer) -> Any:
+    """Return UCXX's view of constants, of a device's memory, and of what is too odd for ctypes.
 
-    Raises LocalProtocolError.
+    Raises LocalProtocolError: it is no memory at all.
     """
     try:
-        array = _Array(buffer)
+        return _Array(buffer)
     except (TypeError, BufferError) as error:
         raise LocalProtocolError(f"not a transfer buffer: {error}") from error
-    require_usable(
-        is_contiguous=array.c_contiguous,
-        is_readonly=array.readonly,
-        buffer_bytes=array.nbytes,
-        num_bytes=num_bytes,
-        writes=is_receive,
-    )
-    return (array.obj if array.cuda else memoryview(buffer)), array.ptr
 
 
 class UcxEndpoint:
