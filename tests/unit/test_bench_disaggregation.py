@@ -86,18 +86,21 @@ def test_of_several_colocated_systems_the_best_counts() -> None:
     asked = [Colocated.parse(text) for text in ("2:15", "2:10", "1:10")]
     names = [COLOCATED, "2 colocated, 10 ms", "1 colocated, 10 ms"]
     assert list(colocated_systems(asked).items()) == list(zip(names, asked, strict=True))
+    assert list(colocated_systems(asked[2:])) == ["1 colocated"]
     cores = os.cpu_count() or 1
     assert [one.threads for one in asked] == [max(1, cores // 2), max(1, cores // 2), cores]
     found = {DISAGGREGATED: 2.0, COLOCATED: 0.5, "1 colocated, 10 ms": 1.0}
     (goal,) = goals_of(Repetition({}, found))
     assert goal.value == 2.0
+    (goal,) = goals_of(Repetition({}, {DISAGGREGATED: 2.0, "1 colocated": 0.5}))
+    assert goal.value == 4.0
 
 
-@pytest.mark.parametrize("text", ["2", "0:10", "2:0", "2:nan", "two:10", "1:10"])
+@pytest.mark.parametrize("text", ["2", "0:10", "2:0", "2:nan", "two:10"])
 def test_a_wrong_colocated_system_is_named(
     text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is no workers and milliseconds; or the first is no pair, which is what goals compare."""
+    """It is not a number of workers and milliseconds."""
     monkeypatch.setattr("sys.argv", ["run.py", "--colocated", text])
     with pytest.raises(SystemExit):
         parse()
