@@ -36,7 +36,7 @@ class End:
         params.n_batch = params.n_ubatch = 512
         params.n_seq_max = num_rows
         params.n_threads = params.n_threads_batch = self.threads
-        params.kv_unified = True
+        params.kv_unified = False  # a sequence reads its own KV, not the cells of all
         params.flash_attn_type = 1
         self.context = lc.llama_init_from_model(self.model, params)
         assert self.context

@@ -245,12 +245,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12, help="decode steps a repetition")
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
-    parser.add_argument(
-        "--most-tokens",
-        type=int,
-        default=40_000,
-        help="leave out batches whose prompts are more: llama.cpp takes minutes to compute them",
-    )
     parser.add_argument("--prefills", type=int, nargs="*", default=PREFILLS)
     parser.add_argument("--record", action="store_true", help="write results of a quick run too")
     asked = parser.parse_args()
@@ -276,9 +270,6 @@ def main() -> None:
                 measure_prefill(record, ends, tokens, asked.repetitions)
             for context in asked.contexts:
                 for batch in asked.batches:
-                    if batch * context > asked.most_tokens:
-                        print(f"(decode {batch} {context} left out: see --most-tokens)")
-                        continue
                     measure_decode(record, ends, batch, context, asked.repetitions, asked.steps)
         finally:
             for end in ends:

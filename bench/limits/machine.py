@@ -1,0 +1,275 @@
+"""What a machine's cores allow: prefill and decode apart and together, without anything else.
+
+    python -m bench.limits.machine
+
+Prompts of several lengths and steps of several rows are timed on one thread and on as many as there
+are cores, nothing else running. Then requests of Azure's conversations, arriving at random, are
+simulated: no gateway, no hand-over, no noise, and cores that disturb each other in nothing. Prints
+the highest rate at which 90 % keep the tight limits of bench/disaggregation, for each way to serve;
+writes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from itertools import count
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.disaggregation.run import (
+    LEAST_TTFT,
+    LOADS,
+    NUM_CORES,
+    SCALE,
+    SLOS,
+    TARGET,
+    VOCAB,
+    make_model,
+)
+from bench.limits.bound import LENGTHS, LOAD, seconds_of
+from bench.transfer.pairs import End, without_ucx
+from services.cli.bench.workload import Fit, Load, plan
+
+ROWS = (1, 2, 3, 4, 6, 8)
+CONTEXT = 300
+"""Tokens of each row, about a conversation's."""
+
+NUM_REQUESTS = 2000
+STEP = 0.25
+"""Requests/s between two rates that are tried."""
+
+TARGETS = (1.2, 1.5, 2.0, 3.0)
+"""Of a colocated worker's step, in times a step of one row; the best one counts."""
+
+
+class Request(NamedTuple):
+    """When it arrives, in seconds; tokens of its prompt and of its answer."""
+
+    arrives_at: float
+    num_prompt: int
+    num_answer: int
+
+
+class Answer(NamedTuple):
+    """TTFT, and the mean of the gaps behind the first token, both in seconds."""
+
+    ttft_s: float
+    tpot_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds alone, by (tokens, seconds) of prompts and (rows, seconds) of decode steps."""
+
+    prompts: Sequence[tuple[int, float]]
+    steps: Sequence[tuple[int, float]]
+
+    def prompt_s(self, length: int) -> float:
+        """Return what a prompt takes."""
+        return seconds_of(length, self.prompts)
+
+    def step_s(self, num_rows: int) -> float:
+        """Return what a decode step takes."""
+        return seconds_of(num_rows, self.steps)
+
+
+@dataclass(slots=True)
+class Decoding:
+    """Answers between their first token and their last."""
+
+    rows: list[tuple[Request, float, int]] = field(default_factory=list[tuple[Request, float, int]])
+    """Each with the time of its first token and the tokens to come."""
+
+    answers: list[Answer] = field(default_factory=list[Answer])
+
+    def join(self, request: Request, now: float) -> None:
+        """Take one whose first token is there."""
+        if request.num_answer > 1:
+            self.rows.append((request, now, request.num_answer - 1))
+        else:
+            self.answers.append(Answer(now - request.arrives_at, 0.0))
+
+    def step(self, now: float) -> None:
+        """Give each a token."""
+        rows, self.rows = self.rows, []
+        for request, first_at, left in rows:
+            if left > 1:
+                self.rows.append((request, first_at, left - 1))
+            else:
+                gap_s = (now - first_at) / (request.num_answer - 1)
+                self.answers.append(Answer(first_at - request.arrives_at, gap_s))
+
+
+class Prompts:
+    """Prompts one after the other, in order of arrival."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._to_come = deque(requests)
+        self._done = 0.0
+
+    @property
+    def next_at(self) -> float:
+        """When the first of them is there, or was; never, if there is none."""
+        return self._to_come[0].arrives_at if self._to_come else math.inf
+
+    def compute(self, costs: Costs, begin: float, end: float) -> tuple[Request | None, float]:
+        """Spend the time until end, or until a prompt is done: return it and the time then."""
+        begin = max(begin, self.next_at)
+        if begin >= end:
+            return None, end
+        whole_s = costs.prompt_s(self._to_come[0].num_prompt)
+        done_at = begin + (1.0 - self._done) * whole_s
+        if done_at > end:
+            self._done += (end - begin) / whole_s
+            return None, end
+        self._done = 0.0
+        return self._to_come.popleft(), done_at
+
+
+def apart(requests: Sequence[Request], *, rested: Costs, beside: Costs) -> list[Answer]:
+    """A prefill and a decode worker. Decode always has a core.
+
+    rested: of a prompt while nobody decodes. beside: of a prompt and of a step otherwise.
+    """
+    prompts, decoding, now = Prompts(requests), Decoding(), 0.0
+    while decoding.rows or prompts.next_at < math.inf:
+        if not decoding.rows:
+            done, now = prompts.compute(rested, now, math.inf)
+            assert done is not None
+            decoding.join(done, now)
+            continue
+        end = now + beside.step_s(len(decoding.rows))
+        joining: list[tuple[Request, float]] = []
+        while now < end:
+            done, now = prompts.compute(beside, now, end)
+            if done is not None:
+                joining.append((done, now))
+        decoding.step(end)
+        for request, at in joining:
+            decoding.join(request, at)
+        now = end
+    return decoding.answers
+
+
+def together(requests: Sequence[Request], *, costs: Costs, target_s: float) -> list[Answer]:
+    """One worker that does both: a step has all answers and as much of a prompt as keeps target_s,
+    at least a tenth of a step; a prompt that delays nobody is computed as a whole."""
+    prompts, decoding, now = Prompts(requests), Decoding(), 0.0
+    while decoding.rows or prompts.next_at < math.inf:
+        if not decoding.rows:
+            done, now = prompts.compute(costs, now, math.inf)
+            assert done is not None
+            decoding.join(done, now)
+            continue
+        step_s, done = costs.step_s(len(decoding.rows)), None
+        end = now + step_s
+        if prompts.next_at <= now:
+            done, end = prompts.compute(costs, end, max(now + target_s, end + 0.1 * step_s))
+        decoding.step(end)
+        if done is not None:
+            decoding.join(done, end)
+        now = end
+    return decoding.answers
+
+
+def in_turn(
+    requests: Sequence[Request], *, num_workers: int, costs: Costs, target_s: float
+) -> list[Answer]:
+    """So many workers that do both, which get requests in turn."""
+    shares = [requests[number::num_workers] for number in range(num_workers)]
+    each = [together(share, costs=costs, target_s=target_s) for share in shares]
+    return [answer for answers in each for answer in answers]
+
+
+Serve = Callable[[Sequence[Request]], list[Answer]]
+
+
+def best_rate(serve: Serve, requests_at: Callable[[float], list[Request]], limits: Answer) -> float:
+    """Return the last rate before the first that misses the target."""
+    for number in count(1):
+        answers = serve(requests_at(number * STEP))
+        kept = sum(one.ttft_s <= limits.ttft_s and one.tpot_s <= limits.tpot_s for one in answers)
+        if kept < TARGET * len(answers):
+            return (number - 1) * STEP
+    raise AssertionError
+
+
+def timed(folder: Path, threads: int, repetitions: int) -> Costs:
+    """Time prompts and steps of this folder's model."""
+    end = End(
+        [sys.executable, "-m", "bench.engine.our_end", str(folder), "--threads", str(threads),
+         "--vocab", str(VOCAB), "--num-blocks", "1024"],
+        without_ucx(),
+    )  # fmt: skip
+    prompts: list[tuple[int, float]] = []
+    steps: list[tuple[int, float]] = []
+    try:
+        end.answer()
+        for length in LENGTHS:
+            end.tell({"do": "prefill", "tokens": length, "times": repetitions})
+            prompts.append((length, statistics.median(end.answer()["seconds"])))
+        for rows in ROWS:
+            end.tell({"do": "fill", "rows": rows, "context": CONTEXT})
+            end.answer()
+            end.tell({"do": "decode", "steps": 10 * repetitions})
+            steps.append((rows, statistics.median(end.answer()["seconds"])))
+    finally:
+        end.close()
+    print(
+        f"{threads} threads: prompts "
+        + ", ".join(f"{size}: {took * 1e3:.0f} ms" for size, took in prompts)
+        + "; steps "
+        + ", ".join(f"{rows}: {took * 1e3:.1f} ms" for rows, took in steps)
+    )
+    return Costs(prompts, steps)
+
+
+def main() -> None:
+    """Time, simulate, print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--repetitions", type=int, default=5, help="of each length")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_model(folder)
+        one, all_cores = (timed(folder, each, asked.repetitions) for each in (1, NUM_CORES))
+
+    @cache
+    def requests_at(rate: float) -> list[Request]:
+        load = Load(rate=rate, num_requests=NUM_REQUESTS, arrivals="poisson")
+        asks = plan(LOADS[LOAD], load, Fit(scale=SCALE, max_input=1400, max_output=200)).asks
+        return [Request(ask.due_s, ask.num_input, ask.num_output) for ask in asks]
+
+    ttft, tpot = SLOS["tight"]
+    alone = [all_cores.prompt_s(request.num_prompt) for request in requests_at(1.0)]
+    step_s = min(one.step_s(1), all_cores.step_s(1))
+    limits = Answer(max(ttft * statistics.median(alone), LEAST_TTFT * max(alone)), tpot * step_s)
+    print(f"{LOAD}, TTFT {limits.ttft_s:.3f} s, TPOT {limits.tpot_s * 1e3:.1f} ms, requests/s:")
+    targets = [share * step_s for share in TARGETS]
+    ways: dict[str, list[Serve]] = {
+        "apart, one thread each": [partial(apart, rested=one, beside=one)],
+        "apart, prefill on all cores while decode rests": [
+            partial(apart, rested=all_cores, beside=one)
+        ],
+        "together, a worker a core": [
+            partial(in_turn, num_workers=NUM_CORES, costs=one, target_s=target)
+            for target in targets
+        ],
+        "together, one worker on all cores": [
+            partial(together, costs=all_cores, target_s=target) for target in targets
+        ],
+    }
+    for way, choices in ways.items():
+        print(f"{way:50}{max(best_rate(each, requests_at, limits) for each in choices):8.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""What is simulated of a machine's cores, in cases that are computed by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from bench.limits.machine import Answer, Costs, Request, apart, best_rate, in_turn, together
+
+SLOW = Costs(prompts=[(100, 1.0), (200, 2.0)], steps=[(1, 0.1), (2, 0.2)])
+QUICK = Costs(prompts=[(100, 0.5), (200, 1.0)], steps=[(1, 0.1), (2, 0.2)])
+
+
+def rounded(answers: list[Answer]) -> list[tuple[float, float]]:
+    """In the order of their first tokens' delays."""
+    return sorted((round(ttft, 6), round(tpot, 6)) for ttft, tpot in answers)
+
+
+def test_a_prompt_alone_takes_what_was_timed_and_its_answer_steps_of_one_row() -> None:
+    """Apart or together; an answer of one token has no gap."""
+    long, short = Request(3.0, 100, 5), Request(9.0, 200, 1)
+    for answers in (
+        apart([long, short], rested=SLOW, beside=SLOW),
+        together([long, short], costs=SLOW, target_s=0.15),
+        in_turn([long, short], num_workers=2, costs=SLOW, target_s=0.15),
+    ):
+        assert rounded(answers) == [(1.0, 0.1), (2.0, 0.0)]
+
+
+def test_prompts_wait_for_each_other_apart_and_answers_do_not_wait_for_them() -> None:
+    """The second is done at 2, 1.5 after it came; it joins amid steps of 0.1 s, which end at 2."""
+    answers = apart([Request(0.0, 100, 21), Request(0.5, 100, 2)], rested=SLOW, beside=SLOW)
+    # Ten steps alone, then one of two rows, then ten alone.
+    assert rounded(answers) == [(1.0, pytest.approx(2.1 / 20)), (1.5, pytest.approx(0.2))]
+
+
+def test_a_prompt_has_all_cores_only_while_nobody_decodes() -> None:
+    """0.5 s of the first; of the second 0.3 of its work beside three steps, then 0.35 s alone."""
+    answers = apart([Request(0.0, 100, 4), Request(0.5, 100, 1)], rested=QUICK, beside=SLOW)
+    assert rounded(answers) == [(0.5, 0.1), (0.65, 0.0)]
+
+
+def test_together_a_step_carries_as_much_of_a_prompt_as_its_target_leaves() -> None:
+    """1/8 s a step of 1/8 s beside one row: 8 steps of 1/4 s for a prompt of 1 s."""
+    costs = Costs(prompts=[(100, 1.0)], steps=[(1, 0.125)])
+    requests = [Request(0.0, 100, 41), Request(1.0, 100, 1)]
+    answers = together(requests, costs=costs, target_s=0.25)
+    assert rounded(answers) == [(1.0, (8 * 0.25 + 32 * 0.125) / 40), (2.0, 0.0)]
+    # A target that a step is beyond by itself leaves a tenth of the step.
+    answers = together(requests, costs=costs, target_s=0.01)
+    assert rounded(answers)[0] == (1.0, pytest.approx(0.125 * 1.1))
+
+
+def test_the_best_rate_is_the_last_before_nine_of_ten_miss() -> None:
+    """Ten answers, of which as many are late as the rate is high."""
+
+    def requests_at(rate: float) -> list[Request]:
+        return [Request(0.0, 100, 2)] * round(rate * 4)
+
+    def serve(requests: Sequence[Request]) -> list[Answer]:
+        late = [Answer(0.1, 9.0)] * len(requests)
+        return [*late, *[Answer(0.1, 0.1)] * (20 - len(late))]
+
+    assert best_rate(serve, requests_at, Answer(0.1, 0.1)) == 0.5
