@@ -36,7 +36,7 @@ constexpr int kPanel = 64;      // columns of a weight panel = keys of an attent
 constexpr int kTile = 6;        // tokens of a register tile
 constexpr int kLine = 32;       // numbers of a cache line
 constexpr int kLinesAhead = 2;  // lines of the next panel a tile asks for beside four that it reads
-constexpr int kMaxRows = 96;    // query rows (tokens x heads of a group) that share one walk over keys
+constexpr int kMaxRows = 192;   // query rows (tokens x heads of a group) that share one walk over keys
 constexpr int kMaxHeadDim = 256;
 constexpr int kPackRows = 16;    // rows of a matrix that are read and transposed at once
 constexpr std::int64_t kPieceBytes = 2 << 20;  // about what of panels one thread fills in one go: a huge page
@@ -169,19 +169,31 @@ inline __attribute__((always_inline)) void multiply(
   }
 }
 
-template <int M, class Emit>
-inline void product_tile(const bf16* a, std::int64_t stride, const bf16* panel, std::int64_t pairs,
-                         std::int64_t row, const bf16* ahead, Emit& emit) {
+// sums = a[M][2 * pairs] . panel. Never inlined: beside an `emit` the compiler keeps constants of that in
+// registers and the sums of this loop in memory, which a third of a step's products then wait for.
+template <int M, int lines = 0>
+__attribute__((noinline)) void tile_sums(__m512 (&sums)[M][4], const bf16* a, std::int64_t stride,
+                                         const bf16* panel, std::int64_t pairs,
+                                         const bf16* ahead = nullptr) {
   __m512 acc[M][4];
 #pragma GCC unroll 6
   for (int m = 0; m < M; ++m)
     for (int j = 0; j < 4; ++j) acc[m][j] = _mm512_setzero_ps();
-  if (ahead)
-    multiply<M, kLinesAhead>(acc, a, stride, panel, pairs, ahead);
-  else
-    multiply(acc, a, stride, panel, pairs);
+  multiply<M, lines>(acc, a, stride, panel, pairs, ahead);
 #pragma GCC unroll 6
-  for (int m = 0; m < M; ++m) emit(row + m, acc[m]);
+  for (int m = 0; m < M; ++m)
+    for (int j = 0; j < 4; ++j) sums[m][j] = acc[m][j];
+}
+
+template <int M, class Emit>
+inline void product_tile(const bf16* a, std::int64_t stride, const bf16* panel, std::int64_t pairs,
+                         std::int64_t row, const bf16* ahead, Emit& emit) {
+  __m512 sums[M][4];
+  if (ahead)
+    tile_sums<M, kLinesAhead>(sums, a, stride, panel, pairs, ahead);
+  else
+    tile_sums<M>(sums, a, stride, panel, pairs);
+  for (int m = 0; m < M; ++m) emit(row + m, sums[m]);
 }
 
 // emit(row, __m512[4]) for rows [begin, end) of a . panel. Rows are cut into tiles of about equal size.
@@ -450,13 +462,10 @@ template <int M>
 void attend_tile(const Model& model, Workspace& space, std::int64_t row, const std::int32_t (*visible)[2]) {
   const std::int64_t dim = model.head_dim, panels = (dim + kPanel - 1) / kPanel, padded = panels * kPanel;
   alignas(64) bf16 weights[M][kPanel];
-  __m512 acc[M][4];
-#pragma GCC unroll 6
-  for (int m = 0; m < M; ++m)
-    for (int j = 0; j < 4; ++j) acc[m][j] = _mm512_setzero_ps();
-  multiply<M>(acc, space.queries + row * padded, padded, space.keys, dim / 2);
+  __m512 scores[M][4];
+  tile_sums<M>(scores, space.queries + row * padded, padded, space.keys, dim / 2);
   const __m512 scale = _mm512_set1_ps(float(model.scale)), never = _mm512_set1_ps(-INFINITY);
-#pragma GCC unroll 6
+#pragma GCC unroll 1
   for (int m = 0; m < M; ++m) {
     const std::int32_t from = visible[m][0], to = visible[m][1];
     if (from >= to) {  // nothing of this tile is seen: leave the row as it is
@@ -466,8 +475,8 @@ void attend_tile(const Model& model, Workspace& space, std::int64_t row, const s
     __m512 top = never;
     for (int j = 0; j < 4; ++j) {
       __mmask16 m16 = mask_of(to - 16 * j) & ~mask_of(from - 16 * j);
-      acc[m][j] = _mm512_mask_mul_ps(never, m16, acc[m][j], scale);
-      top = _mm512_max_ps(top, acc[m][j]);
+      scores[m][j] = _mm512_mask_mul_ps(never, m16, scores[m][j], scale);
+      top = _mm512_max_ps(top, scores[m][j]);
     }
     const float before = space.top[row + m], now = std::max(before, _mm512_reduce_max_ps(top));
     const __m512 shift = _mm512_set1_ps(now);
@@ -481,18 +490,21 @@ void attend_tile(const Model& model, Workspace& space, std::int64_t row, const s
       space.top[row + m] = now;
     }
     for (int j = 0; j < 4; ++j) {
-      __m512 weight = exp16(_mm512_sub_ps(acc[m][j], shift));
+      __m512 weight = exp16(_mm512_sub_ps(scores[m][j], shift));
       sum = _mm512_add_ps(sum, weight);
       store16(weights[m] + 16 * j, weight);
     }
     _mm512_store_ps(space.sum[row + m], sum);
   }
+  std::int32_t seen = 0;  // keys of the tile that any of the rows sees: the others weigh nothing
+  for (int m = 0; m < M; ++m) seen = std::max(seen, visible[m][1]);
   for (std::int64_t panel = 0; panel < panels; ++panel) {
     float* out = space.out + row * padded + panel * kPanel;
+    __m512 acc[M][4];
 #pragma GCC unroll 6
     for (int m = 0; m < M; ++m)
       for (int j = 0; j < 4; ++j) acc[m][j] = _mm512_loadu_ps(out + m * padded + 16 * j);
-    multiply<M>(acc, weights[0], kPanel, space.values + panel * kPanel * kPanel, kPanel / 2);
+    multiply<M>(acc, weights[0], kPanel, space.values + panel * kPanel * kPanel, (seen + 1) / 2);
 #pragma GCC unroll 6
     for (int m = 0; m < M; ++m)
       for (int j = 0; j < 4; ++j) _mm512_storeu_ps(out + m * padded + 16 * j, acc[m][j]);
