@@ -144,7 +144,11 @@ class Record:
         if not (not self.is_quick if write is None else write):
             return None
         partial = self.save()
-        path = partial.replace(partial.with_suffix(""))
+        path, number = partial.with_suffix(""), 1
+        while path.exists():  # another run of this day and commit, perhaps of another load
+            number += 1
+            path = path.with_name(f"{self.stem}-{number}.json")
+        partial.replace(path)
         print(f"written to {path.relative_to(PROJECT)}")
         return path
 
