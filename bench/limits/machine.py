@@ -134,6 +134,14 @@ class Prompts:
         return self._to_come.popleft(), done_at
 
 
+def start(prompts: Prompts, decoding: Decoding, costs: Costs, now: float) -> float:
+    """Compute the next prompt while nobody decodes; return when it is done."""
+    done, now = prompts.compute(costs, now, math.inf)
+    assert done is not None
+    decoding.join(done, now)
+    return now
+
+
 def apart(requests: Sequence[Request], *, rested: Costs, beside: Costs) -> list[Answer]:
     """A prefill and a decode worker. Decode always has a core.
 
@@ -142,9 +150,7 @@ def apart(requests: Sequence[Request], *, rested: Costs, beside: Costs) -> list[
     prompts, decoding, now = Prompts(requests), Decoding(), 0.0
     while decoding.rows or prompts.next_at < math.inf:
         if not decoding.rows:
-            done, now = prompts.compute(rested, now, math.inf)
-            assert done is not None
-            decoding.join(done, now)
+            now = start(prompts, decoding, rested, now)
             continue
         end = now + beside.step_s(len(decoding.rows))
         joining: list[tuple[Request, float]] = []
@@ -165,9 +171,7 @@ def together(requests: Sequence[Request], *, costs: Costs, target_s: float) -> l
     prompts, decoding, now = Prompts(requests), Decoding(), 0.0
     while decoding.rows or prompts.next_at < math.inf:
         if not decoding.rows:
-            done, now = prompts.compute(costs, now, math.inf)
-            assert done is not None
-            decoding.join(done, now)
+            now = start(prompts, decoding, costs, now)
             continue
         step_s, done = costs.step_s(len(decoding.rows)), None
         end = now + step_s
