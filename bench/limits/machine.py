@@ -145,14 +145,16 @@ def start(prompts: Prompts, decoding: Decoding, costs: Costs, now: float) -> flo
 def apart(requests: Sequence[Request], *, rested: Costs, beside: Costs) -> list[Answer]:
     """A prefill and a decode worker. Decode always has a core.
 
-    rested: of a prompt while nobody decodes. beside: of a prompt and of a step otherwise.
+    rested: of a prompt while nobody decodes, and of a step that no prompt waits beside. beside: of
+    both otherwise.
     """
     prompts, decoding, now = Prompts(requests), Decoding(), 0.0
     while decoding.rows or prompts.next_at < math.inf:
         if not decoding.rows:
             now = start(prompts, decoding, rested, now)
             continue
-        end = now + beside.step_s(len(decoding.rows))
+        costs = rested if prompts.next_at > now else beside
+        end = now + costs.step_s(len(decoding.rows))
         joining: list[tuple[Request, float]] = []
         while now < end:
             done, now = prompts.compute(beside, now, end)
@@ -260,7 +262,7 @@ def main() -> None:
     targets = [share * step_s for share in TARGETS]
     ways: dict[str, list[Serve]] = {
         "apart, one thread each": [partial(apart, rested=one, beside=one)],
-        "apart, prefill on all cores while decode rests": [
+        "apart, each on all cores while the other rests": [
             partial(apart, rested=all_cores, beside=one)
         ],
         "together, a worker a core": [

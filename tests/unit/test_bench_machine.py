@@ -41,6 +41,13 @@ def test_a_prompt_has_all_cores_only_while_nobody_decodes() -> None:
     assert rounded(answers) == [(0.5, 0.1), (0.65, 0.0)]
 
 
+def test_a_step_has_all_cores_only_while_no_prompt_is_there() -> None:
+    """Four steps of 0.05 s; a prompt comes within the fourth, and two of 0.1 s are beside it."""
+    rested = Costs(prompts=QUICK.prompts, steps=[(1, 0.05)])
+    answers = apart([Request(0.0, 100, 7), Request(0.66, 100, 1)], rested=rested, beside=SLOW)
+    assert rounded(answers)[0] == (0.5, round((4 * 0.05 + 2 * 0.1) / 6, 6))
+
+
 def test_together_a_step_carries_as_much_of_a_prompt_as_its_target_leaves() -> None:
     """1/8 s a step of 1/8 s beside one row: 8 steps of 1/4 s for a prompt of 1 s."""
     costs = Costs(prompts=[(100, 1.0)], steps=[(1, 0.125)])
