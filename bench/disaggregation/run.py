@@ -435,11 +435,14 @@ class Colocated(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Colocated:
-        """Read WORKERS:MS. ValueError: it is not that."""
-        workers, tbt_ms = text.split(":")
-        found = cls(int(workers), float(tbt_ms))
-        if found.num_workers < 1 or not found.tbt_ms > 0:
-            raise ValueError(f"no workers, or no time: {text}")
+        """Read WORKERS:MS. ArgumentTypeError: it is not that."""
+        try:
+            workers, tbt_ms = text.split(":")
+            found = cls(int(workers), float(tbt_ms))
+        except ValueError:
+            found = cls(0, 0.0)
+        if found.num_workers < 1 or not 0 < found.tbt_ms < math.inf:
+            raise argparse.ArgumentTypeError(f"{text!r} is not WORKERS:MS, as 2:15 is")
         return found
 
 

@@ -96,7 +96,7 @@ def test_of_several_colocated_systems_the_best_counts() -> None:
     assert goal.value == 4.0
 
 
-@pytest.mark.parametrize("text", ["2", "0:10", "2:0", "2:nan", "two:10"])
+@pytest.mark.parametrize("text", ["2", "0:10", "2:0", "2:nan", "2:inf", "two:10"])
 def test_a_wrong_colocated_system_is_named(
     text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,7 +104,7 @@ def test_a_wrong_colocated_system_is_named(
     monkeypatch.setattr("sys.argv", ["run.py", "--colocated", text])
     with pytest.raises(SystemExit):
         parse()
-    assert "--colocated" in capsys.readouterr().err
+    assert f"--colocated: '{text}' is not WORKERS:MS, as 2:15 is" in capsys.readouterr().err
 
 
 def test_a_peer_that_is_better_than_the_colocated_pair_is_what_counts() -> None:
