@@ -219,11 +219,8 @@ async def our_mesh(
         decode = DecodeConfig(**common, threads=threads, colocated=True, tbt_target_s=tbt_s)
         services = plan_services(gateway, [], [decode] * num_colocated)
     else:
-        prefill, decode = (
-            PrefillConfig(**common, threads=threads),
-            DecodeConfig(**common, threads=1),
-        )
-        services = plan_services(gateway, [prefill], [decode])
+        prefill = PrefillConfig(**common, threads=threads)
+        services = plan_services(gateway, [prefill], [DecodeConfig(**common, threads=1)])
     with tempfile.TemporaryDirectory() as logs:
         log = Path(logs) / "log"
         async with local_mesh(services, log=log, restart=False) as mesh:
@@ -488,8 +485,7 @@ async def main(asked: argparse.Namespace) -> None:
             if name == DISAGGREGATED:
                 endpoints = await opened(await mesh(0, asked.prefill_threads))
             elif name in colocated:
-                num, tbt_ms = colocated[name]
-                threads = colocated[name].threads
+                (num, tbt_ms), threads = colocated[name], colocated[name].threads
                 endpoints = await opened(await mesh(num, threads, tbt_ms))
                 if num > 1 and any(isinstance(LOADS[load], Sessions) for load in asked.loads):
                     single = [await mesh(1, threads, tbt_ms) for _ in range(num)]
@@ -569,9 +565,9 @@ def parse() -> argparse.Namespace:
         nargs="+",
         type=Colocated.parse,
         metavar="WORKERS:MS",
-        default=[Colocated(2, 15.0)],
+        default=[Colocated(2, 15.0), Colocated(1, 15.0)],
         help="so many workers share the cores' threads, with that target of a step; each is a "
-        "system of its own, the best counts (default: 2:15)",
+        "system of its own, the best counts (default: 2:15 1:15)",
     )
     parser.add_argument("--tolerance", type=float, default=0.15, help="of a goodput, as a share")
     parser.add_argument("--slos", nargs="+", choices=list(SLOS), default=list(SLOS))

@@ -96,6 +96,16 @@ def test_of_several_colocated_systems_the_best_counts() -> None:
     assert goal.value == 4.0
 
 
+def test_a_worker_on_all_cores_is_asked_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prefill has all cores then, too: a pair of one thread each alone would be a weak peer."""
+    monkeypatch.setattr("sys.argv", ["run.py"])
+    asked = parse()
+    assert asked.prefill_threads == (os.cpu_count() or 1)
+    assert [one.num_workers for one in asked.colocated] == [2, 1]
+
+
 @pytest.mark.parametrize("text", ["2", "0:10", "2:0", "2:nan", "2:inf", "two:10"])
 def test_a_wrong_colocated_system_is_named(
     text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
