@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -22,6 +20,7 @@ from typing import Any
 
 import aiohttp
 
+from bench.compiler import compile_c
 from bench.peers import installed
 from bench.record import PROJECT
 from shared.address import Address
@@ -77,16 +76,8 @@ class Subject:
 
 def compile_programs(folder: Path) -> dict[str, Path]:
     """Compile the mocks and the client; exits with a sentence if there is no compiler."""
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        sys.exit("this benchmark needs a C compiler for its mocks and its client: install cc")
-    programs: dict[str, Path] = {}
-    for name in ("backend", "mesh", "client"):
-        programs[name] = folder / name
-        source = str(HERE / f"{name}.c")
-        run = [compiler, "-O2", "-Wall", "-Wextra", "-o", str(programs[name]), source]
-        subprocess.run(run, check=True)
-    return programs
+    names = ("backend", "mesh", "client")
+    return {name: compile_c(HERE / f"{name}.c", folder / name) for name in names}
 
 
 def write_words(path: Path) -> None:

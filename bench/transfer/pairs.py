@@ -20,7 +20,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from bench.compiler import compile_c
 from bench.record import PROJECT
+
+HERE = Path(__file__).parent
 
 WINDOW = 32
 """Messages in flight, as in perftest's tag_bw."""
@@ -136,6 +139,14 @@ def our_pair(environment: Mapping[str, str], cores: Cores, *, has_windows: bool)
     """Our Transport; with windows where processes share memory, or by messages alone."""
     how = "windows" if has_windows else "messages"
     return Pair([sys.executable, "-m", "bench.transfer.our_end"], environment, cores, how)
+
+
+def written_buffers(folder: Path) -> dict[str, str]:
+    """Environment that has ucx_perftest send memory which was written (``written.c``); compiled
+    into ``folder``."""
+    flags = ("-shared", "-fPIC", "-isystem", str(ucx_root() / "include"))
+    library = compile_c(HERE / "written.c", folder / "written.so", *flags)
+    return {"LD_PRELOAD": str(library)}
 
 
 def measure_perftest(

@@ -2,9 +2,10 @@
 
     python -m bench.transfer.run [--quick] [--lanes sysv tcp] [--sizes ...] [--repetitions N]
 
-GB/s between two processes: ``ucx_perftest -t tag_bw`` on the same lane with the same settings, our
-Transport, NIXL and Mooncake's engine, one after the other in every repetition, so that what
-disturbs the machine disturbs all. What the numbers mean: README.md beside this file.
+GB/s between two processes: ``ucx_perftest -t tag_bw`` on the same lane with the same settings, as
+it is and with a send buffer that was written, our Transport, NIXL and Mooncake's engine, one after
+the other in every repetition, so that what disturbs the machine disturbs all. What the numbers
+mean: README.md beside this file.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from bench.transfer.pairs import (
     our_pair,
     ucx_root,
     without_ucx,
+    written_buffers,
 )
 from shared.transport.settings import UcxSettings
 
@@ -34,7 +37,8 @@ LANES = {"sysv": "sysv,self", "tcp": "tcp,self"}
 SIZES = (256 << 10, 1 << 20, 8 << 20, 64 << 20)
 ROW = 4
 
-OURS, BY_MESSAGES, ANCHOR = "pdmesh", "pdmesh, by messages", "ucx_perftest"
+OURS, BY_MESSAGES = "pdmesh", "pdmesh, by messages"
+ANCHOR, WRITTEN = "ucx_perftest", "ucx_perftest, written"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +73,22 @@ RIVALS = (
 class Lane:
     """One lane: everybody on it, and what they reached."""
 
-    def __init__(self, name: str, cores: Cores, sizes: Sequence[int], batch_bytes: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        cores: Cores,
+        sizes: Sequence[int],
+        batch_bytes: int,
+        written: Mapping[str, str],
+    ) -> None:
+        """written: what makes perftest write its memory, see ``written_buffers``."""
         self.name = name
         self._cores = cores
         self.sizes = sizes
         self._batch_bytes = batch_bytes
         self.environment = without_ucx()
         UcxSettings(tls=LANES[name]).apply_to(self.environment)
+        self._anchors = {ANCHOR: self.environment, WRITTEN: {**self.environment, **written}}
         self.speeds: dict[tuple[str, int], list[float]] = {}
         self.waits: dict[tuple[str, int], list[float]] = {}
         self.device = ""
@@ -104,7 +117,7 @@ class Lane:
                 stack.callback(pairs[name].close)
             for num_bytes in self.sizes:
                 count = self.messages_of(num_bytes)
-                anchor = measure_perftest(self.environment, self._cores, num_bytes, count)
+                before = self._anchor_speeds(num_bytes, count)
                 for name, pair in pairs.items():
                     pair.stream(num_bytes, max(2, count // 10))  # warm-up, as perftest has
                     result = pair.stream(num_bytes, count)
@@ -113,8 +126,16 @@ class Lane:
                     self.waits.setdefault((name, num_bytes), []).extend(waits)
                     if name == OURS:
                         self.device = result["lane"]
-                again = measure_perftest(self.environment, self._cores, num_bytes, count)
-                self.speeds.setdefault((ANCHOR, num_bytes), []).append((anchor + again) / 2)
+                after = self._anchor_speeds(num_bytes, count)
+                for name, speed in before.items():
+                    mean = (speed + after[name]) / 2
+                    self.speeds.setdefault((name, num_bytes), []).append(mean)
+
+    def _anchor_speeds(self, num_bytes: int, count: int) -> dict[str, float]:
+        return {
+            name: measure_perftest(environment, self._cores, num_bytes, count)
+            for name, environment in self._anchors.items()
+        }
 
     def messages_of(self, num_bytes: int) -> int:
         """How many messages make one measurement."""
@@ -125,7 +146,7 @@ class Lane:
         rows: list[dict[str, Any]] = []
         for num_bytes in self.sizes:
             ours = self.speeds[OURS, num_bytes]
-            for name in (OURS, ANCHOR, *self.names[1:]):
+            for name in (OURS, ANCHOR, WRITTEN, *self.names[1:]):
                 theirs = self.speeds[name, num_bytes]
                 waits = sorted(self.waits.get((name, num_bytes), []))
                 rows.append(
@@ -152,11 +173,12 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 def note_goals(record: Record, rows: Sequence[dict[str, Any]]) -> None:
     """Against perftest every size is a goal; against a peer its best size is."""
     for row in rows:
-        if row["name"] == ANCHOR:
-            what = f"{row['lane']} {show_bytes(row['num_bytes'])}: share of ucx_perftest"
+        if row["name"] in (ANCHOR, WRITTEN):
+            sends = " that sends written memory" if row["name"] == WRITTEN else ""
+            what = f"{row['lane']} {show_bytes(row['num_bytes'])}: share of ucx_perftest{sends}"
             record.goal(ROW, what, row["ours_over_this"], ">=", 0.95)
     for lane, name in dict.fromkeys((row["lane"], row["name"]) for row in rows):
-        if name in (OURS, BY_MESSAGES, ANCHOR):
+        if name in (OURS, BY_MESSAGES, ANCHOR, WRITTEN):
             continue
         mine = [row for row in rows if (row["lane"], row["name"]) == (lane, name)]
         worst = min(mine, key=lambda row: row["ours_over_this"]["median"])
@@ -205,13 +227,18 @@ def main() -> None:
     parser.add_argument("--lanes", nargs="+", choices=list(LANES), default=list(LANES))
     parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES), help="bytes")
     parser.add_argument("--repetitions", type=int, default=0)
-    parser.add_argument("--batch-mib", type=int, default=0, help="MiB moved per measurement")
+    parser.add_argument(
+        "--batch-mib",
+        type=int,
+        default=0,
+        help="MiB moved per measurement (default: 4096, 128 with --quick)",
+    )
     parser.add_argument(
         "--pin", nargs=2, type=int, default=(0, 1), metavar="CORE", help="-1 -1: do not pin"
     )
     chosen = parser.parse_args()
     repetitions = chosen.repetitions or (2 if chosen.quick else 9)
-    batch_mib = chosen.batch_mib or (128 if chosen.quick else 512)
+    batch_mib = chosen.batch_mib or (128 if chosen.quick else 4096)
     record = Record(
         Path(__file__).parent,
         chosen.quick,
@@ -222,13 +249,15 @@ def main() -> None:
             "tcp_congestion_control": congestion_control(),
         },
     )
-    for name in chosen.lanes:
-        lane = Lane(name, tuple(chosen.pin), chosen.sizes, batch_mib << 20)
-        for _ in range(repetitions):
-            lane.repeat()
-        for row in lane.rows():
-            record.rows.append(row)
-            print(show(row), flush=True)
+    with tempfile.TemporaryDirectory(prefix="bench-transfer-") as folder:
+        written = written_buffers(Path(folder))
+        for name in chosen.lanes:
+            lane = Lane(name, tuple(chosen.pin), chosen.sizes, batch_mib << 20, written)
+            for _ in range(repetitions):
+                lane.repeat()
+            for row in lane.rows():
+                record.rows.append(row)
+                print(show(row), flush=True)
     note_goals(record, record.rows)
     path = record.finish()
     if path is not None:
