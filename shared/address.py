@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from dataclasses import dataclass
 
 from shared.errors import InvalidRequest
+
+_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,3 +34,14 @@ def parse_address(text: str, *, param: str, default_port: int | None = None) -> 
     if not host or not port.isdigit() or not 0 <= int(port) < 65536:
         raise InvalidRequest(f"--{param} must be host:port, for example 10.0.0.5:8001", param=param)
     return Address(host, int(port))
+
+
+def is_host(text: str) -> bool:
+    """Whether a name can be looked up, or is an IP address (RFC 1123, section 2.1; underscores,
+    which container names have, too): a resolver may raise anything for what is neither."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        labels = text.removesuffix(".").split(".")
+        return len(text) <= 253 and all(_LABEL.fullmatch(label) for label in labels)
+    return True

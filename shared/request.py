@@ -70,6 +70,10 @@ class TokenLogprobs(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()
 
 
+MAX_SALT_BYTES = 64
+"""Longest ``cache_salt``."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkItem:
     """One attempt of one request, as a worker sees it.

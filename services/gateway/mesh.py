@@ -73,6 +73,15 @@ class Generation(Protocol):
         """
         ...
 
+    def hold(self) -> None:
+        """Hand tokens on in larger batches, for who reads no part of the answer before its end."""
+        ...
+
+    @property
+    def first_token_at(self) -> float | None:
+        """Loop time at which the first token arrived; None = not yet."""
+        ...
+
     @property
     def cached_tokens(self) -> int:
         """Prompt tokens whose KV was not computed; final once the first batch has arrived."""

@@ -24,7 +24,13 @@ from shared.errors import (
 from shared.ids import ID_BYTES, Incarnation, RequestId, StreamId
 from shared.kv.layout import DTYPE_BYTES, KvLayout
 from shared.model_spec import ModelSpec
-from shared.request import FinishReason, SamplingParams, TokenLogprobs, WorkItem
+from shared.request import (
+    MAX_SALT_BYTES,
+    FinishReason,
+    SamplingParams,
+    TokenLogprobs,
+    WorkItem,
+)
 from shared.rpc.columns import pack_f32, pack_u8, pack_u32, unpack_f32, unpack_u8, unpack_u32
 from shared.rpc.message_codec import MAX_MESSAGE_BYTES
 
@@ -34,7 +40,6 @@ PROTOCOL_VERSION = 2
 FINGERPRINT_BYTES = 32
 MAX_TOKENS = (MAX_MESSAGE_BYTES - (64 << 10)) // 4
 """Longest token list in a message, which has room for all else that an order says."""
-MAX_SALT_BYTES = 64
 _MAX_U32 = (1 << 32) - 1
 _LAST_REASON = int(max(FinishReason))  # they are numbered without gaps
 _NAN = math.nan
@@ -447,8 +452,18 @@ def prefill_token_to_wire(
     return message
 
 
+def require_times(
+    event: wire.PrefillToken | wire.PrefillDone | wire.Granted | wire.Joined, *names: str
+) -> None:
+    """Check the durations that a worker tells. Raises RemoteProtocolError: negative, or not
+    finite."""
+    for name in names:
+        _seconds(getattr(event, name), name)
+
+
 def prefill_token_from_wire(event: wire.PrefillToken) -> FirstToken:
-    """Unpack and check the first token of an attempt."""
+    """Unpack and check the first token of an attempt, and the worker's times in it."""
+    require_times(event, "queue_s", "compute_s")
     top_ids = unpack_u32(event.top_ids, name="top_ids")
     tops = unpack_f32(event.top_logprobs, count=len(top_ids), name="top_logprobs")
     logprobs = None

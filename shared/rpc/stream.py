@@ -332,8 +332,9 @@ def _mapped() -> Generator[None]:
         raise WorkerLost(f"the connection broke: {error}") from error
     except (ProtocolError, H2Error) as error:
         raise WorkerLost(f"the call is over: {error}") from error
-    except (OSError, AttributeError) as error:
-        # AttributeError: grpclib drops its transport when a connection closes.
+    except (OSError, AttributeError, UnicodeError) as error:
+        # AttributeError: grpclib drops its transport when a connection closes. UnicodeError: the
+        # host is no name at all.
         raise WorkerLost(f"the server cannot be reached: {error}") from error
 
 

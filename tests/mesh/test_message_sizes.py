@@ -13,7 +13,13 @@ from shared import wire
 from shared.engine.fake import FakeModel
 from shared.errors import Retry, TooLarge
 from shared.ids import StreamId
-from shared.request import FinishReason, SamplingParams, TokenLogprobs, WorkItem
+from shared.request import (
+    MAX_SALT_BYTES,
+    FinishReason,
+    SamplingParams,
+    TokenLogprobs,
+    WorkItem,
+)
 from shared.rpc import codec
 from shared.rpc.message_codec import MAX_MESSAGE_BYTES
 from shared.schedule.plan import NewToken
@@ -83,7 +89,7 @@ async def test_no_prompt_is_longer_than_its_order_holds() -> None:
         token_ids=bytes(4 * codec.MAX_TOKENS),
         sampling=codec.sampling_to_wire(sampling),
         request_id=bytes(16),
-        cache_salt=bytes(codec.MAX_SALT_BYTES),
+        cache_salt=bytes(MAX_SALT_BYTES),
     )
     assert len(bytes(wire.PrefillCommand(start=order))) < MAX_MESSAGE_BYTES
 

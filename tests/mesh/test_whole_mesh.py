@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -25,6 +28,8 @@ from shared.errors import (
     WorkerLost,
 )
 from shared.liveness import DEAD_AFTER_S
+from shared.rpc.memory import MemoryNetwork
+from shared.rpc.network import Address
 from shared.transport.loopback import LoopbackSettings
 from tests.support.storm import storm
 from tests.support.whole_mesh import Answer, WholeMesh, whole_mesh
@@ -324,6 +329,8 @@ async def test_a_deadline_ends_the_request_everywhere() -> None:
         answer = await mesh.ask(a_prompt(100), 500, timeout_s=1.0)
         assert isinstance(answer.error, DeadlinePassed)
         await mesh.until(lambda: all(not w.pool.num_held for w in mesh.workers), limit_s=1.0)
+        # Its client has not left: it was failed, and is counted so.
+        assert mesh.gateways[0].mesh.cluster()["window"]["failed"] == 1
 
 
 @virtual_time
@@ -404,6 +411,58 @@ async def test_a_drain_limit_is_a_typed_error() -> None:
         answer = running.result()
         assert isinstance(answer.error, ShuttingDown)
         assert answer.token_ids == expected(a_prompt(50), 400)[: len(answer.token_ids)]
+
+
+@virtual_time
+async def test_a_drain_limit_reaches_who_waits() -> None:
+    """For a place, and for a pair of workers: both hear the same, at once."""
+    settings = {"drain_s": 0.5, "max_running": 1, "max_wait_s": 20.0}
+    async with whole_mesh(timing=SLOW, gateway=settings) as mesh:
+        async with asyncio.TaskGroup() as tasks:
+            await mesh.kill(mesh.decodes[0])
+            await mesh.until(lambda: not mesh.gateways[0].members.num_pairs)
+            asked = [tasks.create_task(mesh.ask(a_prompt(50, seed=i), 400)) for i in range(2)]
+            await asyncio.sleep(0.2)
+            counts = mesh.gateways[0].mesh.statistics
+            assert (counts.num_running, counts.num_waiting) == (1, 1)
+            mesh.gateways[0].stop.set()
+        for task in asked:
+            error = task.result().error
+            assert isinstance(error, ShuttingDown)
+            assert error.code == "drain_limit"
+
+
+@virtual_time
+async def test_a_lost_session_fails_over_before_its_connection_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Closing may take seconds; nothing is sent to the worker meanwhile, and nobody waits for
+    it."""
+    channel = MemoryNetwork.channel
+
+    @asynccontextmanager
+    async def slow_to_close(self: MemoryNetwork, address: Address) -> AsyncGenerator[Any]:
+        async with channel(self, address) as opened:
+            yield opened
+            await asyncio.sleep(4.0)
+
+    monkeypatch.setattr(MemoryNetwork, "channel", slow_to_close)
+    async with whole_mesh(num_decode=2, timing=SLOW) as mesh:
+        async with asyncio.TaskGroup() as tasks:
+            asked = tasks.create_task(mesh.ask(a_prompt(50), 100))
+            await asyncio.sleep(0.5)
+            worker = _busy(mesh, "decode")
+            session = next(
+                session
+                for session in mesh.gateways[0].members.sessions
+                if session.worker.incarnation == worker.incarnation
+            )
+            session._control.close(WorkerLost("for a test"))
+        answer = asked.result()
+        assert answer.token_ids == expected(a_prompt(50), 100)
+        assert answer.receipt["attempts"] == 2
+        gaps = [after - before for before, after in pairwise(answer.arrived_at)]
+        assert max(gaps) < 1.0
 
 
 @virtual_time

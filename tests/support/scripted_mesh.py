@@ -65,6 +65,14 @@ class ScriptedGeneration:
     def offer_to(self, take: Callable[[Sequence[int]], bool]) -> None:
         self._take = take
 
+    def hold(self) -> None:
+        """Nothing is held: a script says in what pieces it comes."""
+
+    @property
+    def first_token_at(self) -> float | None:
+        """A script has no clock."""
+        return None
+
     @property
     def cached_tokens(self) -> int:
         return self._num_prompt_tokens // 2

@@ -8,6 +8,7 @@ import pytest
 
 from services.gateway.front.auth import NOBODY, KeyRing, hash_key, new_key, tenant_salt
 from shared.errors import InvalidRequest, Unauthorized
+from shared.request import MAX_SALT_BYTES
 
 
 def ring_of(tmp_path: Path, text: str) -> KeyRing:
@@ -80,6 +81,18 @@ def test_two_keys_share_a_cache_only_by_a_common_salt(tmp_path: Path) -> None:
     )
     salts = [ring.check(f"Bearer {key}").cache_salt for key in ("k1", "k2", "k3")]
     assert salts == [b"a", b"team", b"team"]
+
+
+def test_every_salt_is_one_that_workers_take(tmp_path: Path) -> None:
+    """A key file may hold longer ones; they stay apart, and the same salt stays the same."""
+    salts = ["s", "a" * 64, "a" * 65, "a" * 127 + "b", "a" * 128]
+    lines = [hash_key(f"k{i}", f"k{i}", salt) for i, salt in enumerate(salts)]
+    ring = ring_of(tmp_path, "\n".join(lines))
+    for client in (b"", b"mine"):
+        told = [tenant_salt(ring.check(f"Bearer k{i}"), client) for i in range(len(salts))]
+        assert len(set(told)) == len(salts)
+        assert max(map(len, told)) <= MAX_SALT_BYTES
+        assert told == [tenant_salt(ring.check(f"Bearer k{i}"), client) for i in range(len(salts))]
 
 
 def test_a_clients_own_salt_narrows_and_never_widens(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from shared.errors import (
     MeshError,
     NoBlocks,
     Overloaded,
+    RemoteProtocolError,
     ShuttingDown,
     TransferFailed,
     WorkerLost,
@@ -254,3 +255,21 @@ def test_a_colocated_worker_that_fails_is_the_only_one_to_avoid() -> None:
     again = life.dispatched()
     life.granted(again)
     assert life.tokens_arrived(again, Leg.PREFILL, (token(1),)) == [Emit((token(1),))]
+
+
+@pytest.mark.parametrize("finish", [FinishReason.NONE, FinishReason.STOP])
+@pytest.mark.parametrize("is_decode_gone", [False, True])
+def test_prefill_brings_the_first_token_alone(finish: FinishReason, is_decode_gone: bool) -> None:
+    """A worker that says otherwise breaks the protocol, whatever became of the other leg."""
+    request = a_request()
+    attempt = request.dispatched()
+    request.tokens_arrived(attempt, Leg.PREFILL, (token(0),))
+    request.granted(attempt)
+    if is_decode_gone:
+        request.leg_failed(attempt, Leg.DECODE, LOST, lost=True)
+        attempt = request.dispatched()
+        with pytest.raises(RemoteProtocolError):
+            request.tokens_arrived(attempt, Leg.PREFILL, (token(3, finish=finish),))
+        return
+    with pytest.raises(RemoteProtocolError):
+        request.tokens_arrived(attempt, Leg.PREFILL, (token(1, finish=finish),))

@@ -21,7 +21,15 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
-from shared.errors import LocalProtocolError, MeshError, NoBlocks, Overloaded, PeerError, Retry
+from shared.errors import (
+    LocalProtocolError,
+    MeshError,
+    NoBlocks,
+    Overloaded,
+    PeerError,
+    RemoteProtocolError,
+    Retry,
+)
 from shared.request import FinishReason, SamplingParams, TokenLogprobs
 
 
@@ -168,12 +176,17 @@ class Lifecycle:
     def tokens_arrived(
         self, attempt: int, leg: Leg, tokens: tuple[ArrivedToken, ...]
     ) -> list[Effect]:
-        """A leg reported tokens."""
+        """A leg reported tokens.
+
+        Raises RemoteProtocolError: prefill's token is not the attempt's first.
+        """
         current = self._current(attempt)
         if current is None or leg not in current.open_legs:
             self.num_dropped += len(tokens)
             return []
         if leg is Leg.PREFILL:
+            if any(token.position != current.first_position for token in tokens):
+                raise RemoteProtocolError("prefill brings the first token alone", param="index")
             current.has_first_token = True
         else:
             current.is_granted = True

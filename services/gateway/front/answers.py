@@ -122,6 +122,20 @@ class Answers:
         """Give text to the sink whenever it has room, where that is all a delta would say: in the
         middle of one single answer without stop strings. All else still comes from ``next``."""
 
+    def hold(self) -> None:
+        """Nobody reads a part of an answer: ``next`` may wait for more of it. It does not where a
+        stop string may end the answer early."""
+
+    @property
+    def first_token_at(self) -> float | None:
+        """Loop time at which the first token of all answers arrived; None = not yet."""
+        times = [
+            choice.generation.first_token_at
+            for choice in self.choices
+            if choice.generation is not None
+        ]
+        return min((at for at in times if at is not None), default=None)
+
     @property
     def usage(self) -> Usage:
         """Counts so far."""
@@ -172,6 +186,10 @@ class _OneAnswer(Answers):
             return True
 
         self._generation.offer_to(take)
+
+    def hold(self) -> None:
+        if self._choice.text.is_plain:
+            self._generation.hold()
 
 
 class _ManyAnswers(Answers):

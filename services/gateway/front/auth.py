@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shared.errors import InvalidRequest, Unauthorized
+from shared.request import MAX_SALT_BYTES
 
 MAX_KEYS = 10_000
 MAX_KEY_CHARS = 512
@@ -121,8 +122,10 @@ class KeyRing:
 
 def tenant_salt(key: ApiKey, client_salt: bytes) -> bytes:
     """Return what keys the prefix cache: the tenant's salt, narrowed (never widened) by the
-    client's own."""
+    client's own; at most MAX_SALT_BYTES, which workers take."""
     if not client_salt:
+        if len(key.cache_salt) > MAX_SALT_BYTES:
+            return hashlib.sha256(key.cache_salt).digest()
         return key.cache_salt
     return hashlib.sha256(
         len(key.cache_salt).to_bytes(4, "little") + key.cache_salt + client_salt

@@ -48,7 +48,10 @@ class Call:
     def note(self) -> None:
         """Note that tokens arrived; the first time, TTFT."""
         if self.first_token_s is None:
-            self.first_token_s = asyncio.get_running_loop().time() - self.caller.arrived_at
+            at = None if self.answers is None else self.answers.first_token_at
+            if at is None:
+                at = asyncio.get_running_loop().time()
+            self.first_token_s = at - self.caller.arrived_at
 
 
 @contextmanager

@@ -28,7 +28,8 @@ from shared.telemetry.tracing import NO_SPAN, NO_TRACER, Span, Tracer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who calls, and since when. arrived_at, deadline_at: loop time. span: of the call."""
+    """Who calls, since when, and until when at most. arrived_at, deadline_at: loop time. span: of
+    the call."""
 
     request_id: RequestId
     key: ApiKey = NOBODY
@@ -102,9 +103,11 @@ class FrontDoor:
 
         span_name: '' = it is not traced. headers: may bring the client's trace context."""
         arrived_at = asyncio.get_running_loop().time()
+        timeout_s = self._default_timeout_s
         return Caller(
             request_id=new_request_id(self._random_bytes),
             arrived_at=arrived_at,
+            deadline_at=arrived_at + timeout_s if timeout_s else None,
             span=self._tracer.request(span_name, arrived_at, headers) if span_name else NO_SPAN,
         )
 
@@ -114,14 +117,12 @@ class FrontDoor:
         return caller if key is caller.key else replace(caller, key=key)
 
     def deadline_at(self, caller: Caller, timeout_s: float | None) -> float | None:
-        """Return when a call must be over. timeout_s: the client's own, None = the gateway's
-        default.
+        """Return when a call must be over. timeout_s: the client's own, None = it has none.
 
         Raises InvalidRequest: out of range.
         """
         if timeout_s is None:
-            default = self._default_timeout_s
-            return caller.arrived_at + default if default else None
+            return caller.deadline_at
         checked = limits.checked_above_zero(timeout_s, limits.MAX_TIMEOUT_S, param="timeout")
         return caller.arrived_at + checked
 

@@ -100,6 +100,11 @@ class Inference:
         except MeshError as error:
             call.outcome = error.type
             raise
+        except asyncio.CancelledError:
+            deadline_at = call.caller.deadline_at
+            if deadline_at is not None and asyncio.get_running_loop().time() >= deadline_at:
+                call.outcome = DeadlinePassed.type  # ``shared/rpc`` watches it, and says so
+            raise
         except Exception:
             call.outcome = "internal"
             raise

@@ -275,6 +275,7 @@ class HttpDoor:
         deltas: list[Delta] = []
         async with open_answers(self._front.mesh, choices) as answers:
             call.answers = answers
+            answers.hold()
             while arrived := await answers.next():
                 deltas += arrived
                 call.note()

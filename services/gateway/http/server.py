@@ -25,6 +25,8 @@ from services.gateway import limits
 from services.gateway.front.calls import Call, recorded, typed
 from services.gateway.front.frontdoor import FrontDoor, checked_timeout
 from services.gateway.http.json_body import Body, parse_body
+from services.gateway.http.sse import BUFFER_BYTES
+from services.gateway.http.stalls import unless_stalled
 from shared.errors import (
     DeadlinePassed,
     InvalidRequest,
@@ -92,9 +94,26 @@ def _guarded(
         ) as call:
             response = await _handle(front, route, request, call)
             call.status = response.status
-            return response
+        if isinstance(response, web.Response) and (response.content_length or 0) > BUFFER_BYTES:
+            await _send_large(request, response)
+        return response
 
     return guarded
+
+
+async def _send_large(request: web.Request, response: web.Response) -> None:
+    """Send what may not fit into the socket's buffers; a client that reads none of it for STALL_S
+    is cut."""
+
+    async def send() -> None:
+        await response.prepare(request)
+        await response.write_eof()
+
+    if (transport := request.transport) is not None:
+        try:
+            await unless_stalled(send(), transport, limits.STALL_S)
+        except TimeoutError:
+            transport.abort()
 
 
 async def _handle(
@@ -107,7 +126,7 @@ async def _handle(
         timeout_s = checked_timeout(headers.get("X-Request-Timeout"), param="x-request-timeout")
         label = limits.label_or_none(headers.get("X-Request-Id", ""))
         deadline_at = front.deadline_at(call.caller, timeout_s)
-        if label or deadline_at is not None:
+        if label or deadline_at != call.caller.deadline_at:
             call.caller = replace(call.caller, label=label, deadline_at=deadline_at)
         response = await route.handler(request, call)
     except web.HTTPRequestEntityTooLarge:

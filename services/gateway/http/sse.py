@@ -2,8 +2,8 @@
 an unbounded buffer.
 
 A client that stops reading stops us: once the socket's buffer is full, ``write`` waits, and
-meanwhile its tokens wait in the mesh. After ``stall_s`` of that the connection is cut. Knows
-nothing of what the events say.
+meanwhile its tokens wait in the mesh. After ``stall_s`` without a byte read the connection is cut.
+Knows nothing of what the events say.
 Format: https://html.spec.whatwg.org/multipage/server-sent-events.html
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 
 from aiohttp import HttpVersion11, web
 
+from services.gateway.http.stalls import unless_stalled
 from services.gateway.limits import STALL_S
 from shared.errors import DeadlinePassed
 
@@ -91,12 +92,12 @@ class EventStream:
         try:
             if not self.has_begun:
                 await self._begin(transport)
-            if transport.get_write_buffer_size() + len(data) < BUFFER_BYTES:
+            has_room = transport.get_write_buffer_size() + len(data) < BUFFER_BYTES
+            if has_room and not self._request.protocol.writing_paused:
                 # Cannot wait, so needs no timer: this is nearly every write.
                 await self._response.write(data)
-                return
-            async with asyncio.timeout(self._stall_s):
-                await self._response.write(data)
+            else:
+                await unless_stalled(self._response.write(data), transport, self._stall_s)
         except TimeoutError:
             self._cut()
             raise DeadlinePassed(
@@ -124,9 +125,11 @@ class EventStream:
             return
         await self.write(data)
         self._transport = None
+        transport = self._request.transport
+        if transport is None:
+            raise ConnectionResetError("the client has gone")
         try:
-            async with asyncio.timeout(self._stall_s):
-                await self._response.write_eof()
+            await unless_stalled(self._response.write_eof(), transport, self._stall_s)
         except TimeoutError:
             self._cut()
 

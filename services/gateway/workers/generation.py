@@ -18,7 +18,7 @@ from services.gateway.mesh import GenerationRequest, ServedModel
 from services.gateway.workers.cluster import WindowWatcher, cluster_body
 from services.gateway.workers.delivery import Delivery
 from services.gateway.workers.membership import Membership
-from services.gateway.workers.session import RequestShell, closing
+from services.gateway.workers.session import RequestShell
 from services.gateway.workers.timeline import AnswerWatcher, Timeline
 from shared.config import GatewayConfig
 from shared.errors import MeshError, ShuttingDown
@@ -45,6 +45,7 @@ class GatewayMesh:
         self._watchers = (*watchers, WindowWatcher(self._window))
         self._delivery = Delivery(self._watchers)
         self._is_draining = False
+        self._drain_error: ShuttingDown | None = None
         self._idle = asyncio.Event()
         self._idle.set()
         self._admission = Admission(
@@ -115,7 +116,7 @@ class GatewayMesh:
                 failover_wait_s=self._config.failover_wait_s,
             )
             self._shells[request.request_id] = shell
-            async with closing(shell):
+            async with shell:
                 yield shell
         finally:
             self._shells.pop(request.request_id, None)
@@ -139,6 +140,8 @@ class GatewayMesh:
         try:
             async with asyncio.timeout_at(self._admission.give_up_at(key)):
                 await turn.wait()
+            if self._drain_error is not None:
+                raise self._drain_error
         except TimeoutError:
             error = self._admission.expire(key, loop.time())
             if error is not None:
@@ -156,9 +159,9 @@ class GatewayMesh:
             self._idle.set()
 
     async def drain(self, limit_s: float) -> bool:
-        """Take nothing new and wait for what runs; False if the limit came first.
+        """Take nothing new and wait for what runs or waits; False if the limit came first.
 
-        What runs then fails with ShuttingDown.
+        What is left then fails with ShuttingDown.
         """
         self._is_draining = True
         self._members.note_change()
@@ -167,7 +170,11 @@ class GatewayMesh:
                 await self._idle.wait()
         except TimeoutError:
             error = ShuttingDown("this gateway is shutting down", code="drain_limit")
+            self._drain_error = error
+            for turn in self._turns.values():
+                turn.set()
             for shell in list(self._shells.values()):
                 shell.fail(error)
+            self._members.note_change()  # who looks for a pair looks no longer
             return False
         return True

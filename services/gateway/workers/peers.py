@@ -116,6 +116,7 @@ class WorkerSession:
         self._legs: dict[StreamId, LegEvents] = {}
         self._control: HeartbeatStream[Any, Any] | None = None
         self._next_stream_id = 1
+        self._num_failures = 0
         self._last_silence_s = 0.0
 
     @property
@@ -202,31 +203,31 @@ class WorkerSession:
     async def run(self) -> None:
         """Keep the session up until cancelled: the worker's membership is the length of this
         call."""
-        num_failures = 0
         while True:
             try:
-                error = await self._run_once()
-            except MeshError as reason:
-                error = reason
+                await self._run_once()
+            except MeshError as error:
+                self._lose(error)
             finally:
-                was_up = self.worker.has_session
                 self._down()
-            if was_up:
-                num_failures = 0
-            _log.warning(
-                "worker session lost",
-                worker=self.worker.incarnation,
-                role=self.worker.role.value,
-                address=str(self._address),
-                error=error.message,
-            )
-            self._fail_all(error)
-            await asyncio.sleep(_REDIAL_S[min(num_failures, len(_REDIAL_S) - 1)])
-            num_failures += 1
+            await asyncio.sleep(_REDIAL_S[min(self._num_failures, len(_REDIAL_S) - 1)])
+            self._num_failures += 1
 
     def abandon(self, error: MeshError) -> None:
         """The worker has left the mesh: fail what is on it."""
         self._down()
+        self._fail_all(error)
+
+    def _lose(self, error: MeshError) -> None:
+        """The session has ended, or did not begin: from here on nothing is sent to it."""
+        self._down()
+        _log.warning(
+            "worker session lost",
+            worker=self.worker.incarnation,
+            role=self.worker.role.value,
+            address=str(self._address),
+            error=error.message,
+        )
         self._fail_all(error)
 
     def _down(self) -> None:
@@ -243,7 +244,7 @@ class WorkerSession:
         for leg in legs:
             leg.failed(error, lost=True)
 
-    async def _run_once(self) -> MeshError:
+    async def _run_once(self) -> None:
         is_prefill = self.worker.role is Role.PREFILL
         method: Any = PREFILL_SESSION if is_prefill else DECODE_SESSION
         command: Any = wire.PrefillCommand if is_prefill else wire.DecodeCommand
@@ -260,12 +261,13 @@ class WorkerSession:
                 on_suspect=self._suspect,
             )
             self.worker.has_session = True
+            self._num_failures = 0
             self._suspect(False)
             error = await control.run(
                 self._on_prefill_event if is_prefill else self._on_decode_event
             )
             self._last_silence_s = control.silence_s
-            return error
+            self._lose(error)  # before the connection is closed, which may take a while
 
     def _suspect(self, is_suspect: bool) -> None:
         self.worker.is_suspect = is_suspect
@@ -287,6 +289,7 @@ class WorkerSession:
         if event.token is not None:
             self._on_first_token(event.token)
         elif event.done is not None:
+            codec.require_times(event.done, "transfer_s", "exposed_s")
             leg = self._legs.pop(StreamId(event.done.stream_id), None)
             if leg is not None:
                 leg.pushed(event.done)
@@ -299,10 +302,12 @@ class WorkerSession:
         elif event.first is not None:
             self._on_first_token(event.first)
         elif event.joined is not None:
+            codec.require_times(event.joined, "receive_s")
             leg = self._legs.get(StreamId(event.joined.stream_id))
             if leg is not None:
                 leg.joined(event.joined)
         elif event.granted is not None:
+            codec.require_times(event.granted, "wait_s")
             leg = self._legs.get(StreamId(event.granted.stream_id))
             if leg is not None:
                 leg.granted(event.granted)

@@ -14,6 +14,7 @@ from typing import Any
 from services.gateway.core.peer_table import Role, ServedModel, Worker, WorkerStatus
 from services.gateway.workers.membership import Membership
 from shared import wire
+from shared.address import is_host
 from shared.errors import IncompatiblePeer, Overloaded, RemoteProtocolError, ShuttingDown
 from shared.ids import Incarnation
 from shared.liveness import DEAD_AFTER_S
@@ -122,11 +123,14 @@ def _worker(announce: wire.WorkerAnnounce, peer_host: str) -> Worker:
         raise RemoteProtocolError("only prefill and decode workers join", param="role")
     if not (0 < announce.port < 65536 and announce.num_blocks > 0 and announce.block_size > 0):
         raise RemoteProtocolError("port, num_blocks and block_size must be positive")
+    host = announce.host or peer_host
+    if not is_host(host):
+        raise RemoteProtocolError("must be a host name or an IP address", param="host")
     model = codec.model_from_wire(announce.model)
     return Worker(
         role=role,
         incarnation=Incarnation(hello.incarnation),
-        host=announce.host or peer_host,
+        host=host,
         port=announce.port,
         model=ServedModel(
             name=model.name,

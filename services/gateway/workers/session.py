@@ -9,9 +9,9 @@ and dispatches again when an attempt has failed. Leaving the block in any way ca
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
 
 import structlog
 
@@ -45,6 +45,10 @@ _log = structlog.get_logger(__name__)
 
 LEAST_WAIT_S = 0.05
 """A wait for blocks shorter than this is not worth another attempt."""
+
+HELD_TOKENS = 64
+"""So many tokens are handed on at once where nobody reads a part of an answer: waking a task costs
+several tokens' text, and the text of more would hold the loop."""
 
 
 class _LegShell:
@@ -165,7 +169,8 @@ class _Pending:
 
 
 class RequestShell:
-    """One running answer (the ``Generation`` of ``mesh.py``)."""
+    """One running answer (the ``Generation`` of ``mesh.py``): dispatched on entry to its block,
+    cancelled on exit."""
 
     def __init__(
         self,
@@ -187,7 +192,9 @@ class RequestShell:
         self._delivery = delivery
         self._pending = _Pending()
         self._take: Callable[[Sequence[int]], bool] | None = None
+        self._is_held = False
         self._failure: Exception | None = None
+        self._deadline: asyncio.TimerHandle | None = None
         self.is_due = False
         self.stepped = timeline.stepped
         self._wake = asyncio.Event()
@@ -201,14 +208,33 @@ class RequestShell:
 
     # --- the client's side ----------------------------------------------------------------------
 
+    async def __aenter__(self) -> Self:
+        """Dispatch. Raises WorkerLost: no pair came. DeadlinePassed. ShuttingDown."""
+        try:
+            await self._dispatch()
+        except BaseException as failure:
+            self._leave(failure)
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        failure: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._leave(failure)
+
     def __aiter__(self) -> AsyncIterator[TokenBatch]:
         return self
 
     async def __anext__(self) -> TokenBatch:
         """Return what has arrived since the last call, as one batch."""
-        while not self._pending:
+        while True:
             if self._failure is not None:
                 raise self._failure
+            if self._pending and self._is_due_now:
+                break
             if self._end is not None:
                 if self._end.error is not None:
                     raise self._end.error
@@ -216,11 +242,7 @@ class RequestShell:
             if self._reroute is not None:
                 await self._dispatch_again(self._reroute)
                 continue
-            try:
-                async with asyncio.timeout_at(self._request.deadline_at):
-                    await self._wake.wait()
-            except TimeoutError:
-                self.fail(DeadlinePassed("the request's deadline passed"))
+            await self._wake.wait()
             self._wake.clear()
         pending, self._pending = self._pending, _Pending()
         first_index = self._num_handed_on
@@ -236,6 +258,18 @@ class RequestShell:
 
     def offer_to(self, take: Callable[[Sequence[int]], bool]) -> None:
         self._take = take
+
+    def hold(self) -> None:
+        self._is_held = True
+
+    @property
+    def _is_due_now(self) -> bool:
+        """Whether who iterates is to be woken for what has arrived."""
+        return (
+            not self._is_held
+            or self._end is not None
+            or len(self._pending.token_ids) >= HELD_TOKENS
+        )
 
     # --- the fast path of a step (delivery.py) --------------------------------------------------
 
@@ -261,11 +295,16 @@ class RequestShell:
             except Exception as failure:
                 self._failure = failure
                 pending.token_ids.clear()
-        self._wake.set()
+        if self._failure is not None or self._is_due_now:
+            self._wake.set()
 
     @property
     def cached_tokens(self) -> int:
         return self.timeline.cached_tokens
+
+    @property
+    def first_token_at(self) -> float | None:
+        return self.timeline.first_token_at
 
     @property
     def finish_reason(self) -> FinishReason:
@@ -277,12 +316,12 @@ class RequestShell:
 
     # --- dispatch -------------------------------------------------------------------------------
 
-    async def dispatch(self) -> None:
-        """Find a pair and send both legs; waits a bounded while for a pair.
-
-        Raises WorkerLost: no pair came. DeadlinePassed.
-        """
-        self._blocks_by = asyncio.get_running_loop().time() + self._pair_wait_s
+    async def _dispatch(self) -> None:
+        """Find a pair and send both legs; waits a bounded while for a pair."""
+        loop = asyncio.get_running_loop()
+        if self._request.deadline_at is not None:
+            self._deadline = loop.call_at(self._request.deadline_at, self._pass_deadline)
+        self._blocks_by = loop.time() + self._pair_wait_s
         self._send(await self._find_pair(self._blocks_by))
 
     async def _dispatch_again(self, reroute: Reroute) -> None:
@@ -318,6 +357,8 @@ class RequestShell:
         give_up_at = limit_at if deadline_at is None else min(limit_at, deadline_at)
         num_tokens = len(self.lifecycle.token_ids)
         while True:
+            if self._end is not None and self._end.error is not None:
+                raise self._end.error  # while it looked: the deadline, or the drain's limit
             changed = self._membership.changed
             decision = self._membership.route(
                 num_tokens=num_tokens,
@@ -413,7 +454,8 @@ class RequestShell:
                     self._note(Moment.ENDED, finish_reason=self.finish_reason.name.lower())
                     self._drop_legs()
                     self.timeline.ended(effect.error)
-        self._wake.set()
+        if effects and (self._is_due_now or self._reroute is not None):
+            self._wake.set()
 
     def _note(self, moment: Moment, **facts: Any) -> None:
         note(moment, self._request.request_id, **facts)
@@ -426,28 +468,25 @@ class RequestShell:
         """End the request with this error; after its end, do nothing."""
         self.apply(self.lifecycle.fail(error))
 
-    def close(self) -> None:
-        """The consumer has left: cancel whatever is still running.
+    def _pass_deadline(self) -> None:
+        self.fail(DeadlinePassed("the request's deadline passed"))
+
+    def _leave(self, failure: BaseException | None) -> None:
+        """The consumer has left, with or without a failure: cancel whatever is still running.
 
         Legs and sink know this request: it forgets them, or only the garbage collector would free
         it.
         """
+        if isinstance(failure, MeshError):
+            self.fail(failure)
+        elif failure is not None:
+            deadline_at = self._request.deadline_at
+            if deadline_at is not None and asyncio.get_running_loop().time() >= deadline_at:
+                self._pass_deadline()  # a server that watches it, too, has cancelled its handler
+            else:
+                self.timeline.abandoned()
         self.apply(self.lifecycle.cancel())
+        if self._deadline is not None:
+            self._deadline.cancel()
         self._legs = {}
         self._take = None
-
-
-@contextlib.asynccontextmanager
-async def closing(shell: RequestShell) -> AsyncGenerator[RequestShell]:
-    """Dispatch on entry, cancel on exit."""
-    try:
-        await shell.dispatch()
-        yield shell
-    except MeshError as error:
-        shell.fail(error)
-        raise
-    except BaseException:
-        shell.timeline.abandoned()
-        raise
-    finally:
-        shell.close()

@@ -73,6 +73,11 @@ class Timeline:
         self._facts: dict[str, Any] = {"prompt_tokens": prompt_tokens}
         self._errors: list[str] = []
 
+    @property
+    def first_token_at(self) -> float | None:
+        """Loop time at which the first token was handed on; None = not yet."""
+        return self._marks.get("first_token_at")
+
     def admitted(self) -> None:
         """A place in the gateway is ours."""
         self._span.phase("queue", self._waiting_since)

@@ -1,0 +1,134 @@
+"""Clients that read slowly, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+from aiohttp import web
+
+from services.gateway import limits
+from services.gateway.front.calls import Call
+from services.gateway.http.server import Policy, Route, build_app, listen
+from services.gateway.http.sse import BUFFER_BYTES, EventStream
+from services.gateway.http.stalls import unless_stalled
+from shared.errors import DeadlinePassed
+from shared.rpc.network import Address
+from tests.support.http_client import raw_connection
+from tests.support.scripted_mesh import ScriptedMesh, front_door
+from tests.support.worker_mesh import virtual_time
+
+
+class Link:
+    """A transport from which a client takes so many bytes a second."""
+
+    def __init__(self, unsent_bytes: int, bytes_per_s: int) -> None:
+        self._unsent_bytes, self._bytes_per_s = unsent_bytes, bytes_per_s
+        self._since = asyncio.get_running_loop().time()
+        self.is_aborted = False
+
+    def get_write_buffer_size(self) -> int:
+        read_s = asyncio.get_running_loop().time() - self._since
+        return max(0, self._unsent_bytes - int(read_s * self._bytes_per_s))
+
+    def set_write_buffer_limits(self, high: int) -> None:
+        """Nothing here is paused by itself."""
+
+    def get_extra_info(self, name: str) -> None:
+        del name
+
+    def is_closing(self) -> bool:
+        return self.is_aborted
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+    async def drained(self) -> None:
+        """Wait until all is read."""
+        while self.get_write_buffer_size():
+            await asyncio.sleep(1.0)
+
+
+@virtual_time
+async def test_a_slow_client_is_waited_for() -> None:
+    """Hundred seconds for a buffer, as long as some of it leaves every ten."""
+    link: Any = Link(10_000, 100)
+    await unless_stalled(link.drained(), link, 10.0)
+    assert asyncio.get_running_loop().time() >= 100
+
+
+@virtual_time
+async def test_a_client_that_reads_nothing_is_not() -> None:
+    """After the limit, whatever was read before."""
+    link: Any = Link(10_000, 0)
+    began_at = asyncio.get_running_loop().time()
+    with pytest.raises(TimeoutError):
+        await unless_stalled(link.drained(), link, 10.0)
+    assert asyncio.get_running_loop().time() - began_at == pytest.approx(10.0)
+
+
+@virtual_time
+async def test_what_fails_fails_as_it_did() -> None:
+    """The client has gone."""
+
+    async def gone() -> None:
+        raise ConnectionResetError
+
+    link: Any = Link(10_000, 0)
+    with pytest.raises(ConnectionResetError):
+        await unless_stalled(gone(), link, 10.0)
+
+
+@virtual_time
+async def test_a_paused_stream_is_watched_though_its_buffer_has_room() -> None:
+    """aiohttp drains now and then, and that waits until the buffer is nearly empty: a client that
+    reads some of it and then stops is cut like any other."""
+    link = Link(BUFFER_BYTES // 2, 0)
+
+    class Protocol:
+        writing_paused = True
+
+    class Request:
+        version = (1, 1)
+        transport = link
+        protocol = Protocol()
+
+    class Response:
+        async def write(self, data: bytes) -> None:
+            del data
+            await link.drained()
+
+    events = EventStream(cast("Any", Request()), {}, stall_s=10.0)
+    events.has_begun = True
+    events._response = cast("Any", Response())
+    with pytest.raises(DeadlinePassed):
+        await events.write(b"data: x\n\n")
+    assert link.is_aborted
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+async def test_a_client_that_does_not_read_a_whole_answer_is_cut(
+    is_read: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Larger than all buffers on the way; who reads gets it whole."""
+    monkeypatch.setattr(limits, "STALL_S", 0.2)
+    body = bytes(16 << 20)
+
+    async def large(request: web.Request, call: Call) -> web.Response:
+        del request, call
+        return web.Response(body=body)
+
+    front = front_door(ScriptedMesh())
+    app = build_app(front, [Route("GET", "/large", Policy.ANYBODY, large)])
+    async with (
+        listen(app, Address("127.0.0.1", 0)) as address,
+        raw_connection(f"http://{address}") as (reader, writer),
+    ):
+        writer.write(b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        if is_read:
+            assert (await reader.read()).endswith(b"\r\n\r\n" + body)
+        else:
+            await asyncio.sleep(1.0)
+            assert len(await reader.read()) < len(body)
+    front.text.close()
