@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,20 @@ QUESTIONS = tuple(sorted(path.parent.name for path in (PROJECT / "bench").glob("
 
 
 README = PROJECT / "bench" / "README.md"
-_BEGIN, _END = "<!-- goals: begin -->\n", "<!-- goals: end -->"
+
+TITLES = {
+    1: "decode steps beside vLLM and llama.cpp",
+    2: "prompts beside vLLM, linear layers beside torch.mm",
+    3: "overhead of a step",
+    4: "transfer beside ucx_perftest, NIXL and Mooncake",
+    5: "what a layer-wise push leaves exposed",
+    6: "tokens 1 and 2 at the client",
+    7: "gateway: CPU a token and a request, latency",
+    8: "how late the event loops are",
+    9: "apart beside the best together",
+    10: "start-up, memory",
+}
+"""What each goal's number asks."""
 
 
 def results(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
@@ -69,10 +83,34 @@ def fill() -> None:
         bound = f"{goal.relation} {goal.bound:g}"
         what = f"{goal.question}: {goal.what}"
         lines.append(f"| {mark} | {goal.row} | {what} | {bound} | {measured} | {run} |")
-    before, rest = README.read_text().split(_BEGIN)
-    after = rest.split(_END)[1]
-    README.write_text(before + _BEGIN + "\n".join(lines) + "\n" + _END + after)
+    _write_between("standing", standing([goal for goal, _ in entries]))
+    _write_between("goals", lines)
     print(f"written to {README.relative_to(PROJECT)}")
+
+
+def standing(goals: Sequence[Goal]) -> list[str]:
+    """Return how many goals of each number hold, and which are missed, as a table."""
+    num_met = sum(goal.is_met for goal in goals)
+    lines = [
+        f"{num_met} of {len(goals)} rows hold:",
+        "",
+        "| # | question | rows that hold | missed |",
+        "|---|---|---|---|",
+    ]
+    for row in sorted({goal.row for goal in goals}):
+        own = [goal for goal in goals if goal.row == row]
+        missed = "; ".join(goal.what for goal in own if not goal.is_met)
+        count = f"{sum(goal.is_met for goal in own)} of {len(own)}"
+        lines.append(f"| {row} | {TITLES[row]} | {count} | {missed} |")
+    return lines
+
+
+def _write_between(name: str, lines: Sequence[str]) -> None:
+    """Replace what stands between two marks of the README."""
+    begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
+    before, rest = README.read_text().split(begin)
+    after = rest.split(end)[1]
+    README.write_text(before + begin + "\n".join(lines) + "\n" + end + after)
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from shared.bell import LoopBell
 from shared.errors import LocalProtocolError, TransferFailed
 from shared.transport.base import Buffer, Outcome, Window
 from shared.transport.nap import Nap
@@ -61,6 +62,7 @@ class Pump:
         self._orders: deque[_Order] = deque()
         self._reports: deque[_Report] = deque()
         self._is_delivering = False
+        self._bell = LoopBell(loop, self._deliver)
         self._is_asleep = False
         self._wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._started: asyncio.Future[bytes]
@@ -128,6 +130,7 @@ class Pump:
         self._deliver()
         self._is_finished = True
         self._refuse_orders()
+        self._bell.close()
         os.close(self._wakeup_fd)
         atexit.unregister(self._stop_at_exit)
 
@@ -242,9 +245,8 @@ class Pump:
     def _flush_reports(self) -> None:
         if not self._is_delivering:
             self._is_delivering = True
-            try:
-                self.loop.call_soon_threadsafe(self._deliver)
-            except RuntimeError:  # the loop was closed without us
+            self._bell.ring()
+            if self.loop.is_closed():  # without us
                 self._reports.clear()
                 if not self._is_stopping:
                     self.stop(None)
