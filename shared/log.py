@@ -74,6 +74,8 @@ def _allow_only(_logger: Any, _name: str, event: Event) -> Event:
 def _safe(value: Any) -> Any:
     if isinstance(value, str):
         text = value if len(value) <= MAX_TEXT else f"…{value[-MAX_TEXT:]}"
+        if text.isprintable():  # nearly all, and a receipt has a thousand characters
+            return text
         return "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in text)
     if isinstance(value, Mapping):
         return {str(_safe(str(key))): _safe(item) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]

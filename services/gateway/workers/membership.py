@@ -15,7 +15,13 @@ from dataclasses import replace
 import structlog
 
 from services.gateway.core.peer_table import OwnModel, PeerTable, Role, Worker, WorkerStatus
-from services.gateway.core.routing import RouteDecision, RouteRequest, RoutingPolicy, route
+from services.gateway.core.routing import (
+    Pair,
+    RouteDecision,
+    RouteRequest,
+    RoutingPolicy,
+    route,
+)
 from services.gateway.workers.peers import WorkerSession
 from shared.errors import WorkerLost
 from shared.ids import Incarnation
@@ -51,6 +57,7 @@ class Membership:
         self._sessions: dict[Incarnation, WorkerSession] = {}
         self._session_tasks: dict[Incarnation, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
+        self._usable_pairs: list[Pair] | None = None
 
     # --- workers --------------------------------------------------------------------------------
 
@@ -118,7 +125,8 @@ class Membership:
         return self._changed
 
     def note_change(self) -> None:
-        """Wake everybody who waits for a change."""
+        """Wake everybody who waits for a change. Called after every change of who is usable."""
+        self._usable_pairs = None
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -132,8 +140,10 @@ class Membership:
         self, *, num_tokens: int, max_new_tokens: int, avoid: frozenset[Incarnation]
     ) -> RouteDecision | None:
         """Choose a pair, or None if none can take the request now."""
+        if self._usable_pairs is None:
+            self._usable_pairs = self.table.usable_pairs()
         request = RouteRequest(num_tokens=num_tokens, max_new_tokens=max_new_tokens, avoid=avoid)
-        return route(self._policy, request, self.table.usable_pairs(), self._random())
+        return route(self._policy, request, self._usable_pairs, self._random())
 
     @property
     def sessions(self) -> list[WorkerSession]:
