@@ -1,12 +1,12 @@
 """What a machine's cores allow: prefill and decode apart and together, without anything else.
 
-    python -m bench.limits.machine
+    python -m bench.limits.machine [--load azure-conv | mooncake]
 
 Prompts of several lengths and steps of several rows are timed on one thread and on as many as there
-are cores, nothing else running. Then requests of Azure's conversations, arriving at random, are
-simulated: no gateway, no hand-over, no noise, and cores that disturb each other in nothing. Prints
-the highest rate at which 90 % keep the tight limits of bench/disaggregation, for each way to serve;
-writes nothing.
+are cores, nothing else running. Then requests of one of bench/disaggregation's loads, arriving at
+random, are simulated: no gateway, no hand-over, no noise, prefix caches that keep all, and cores
+that disturb each other in nothing. Prints the highest rate at which 90 % keep the tight limits of
+bench/disaggregation, for each way to serve; writes nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import count
+from itertools import count, takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,16 +34,16 @@ from bench.disaggregation.run import (
     VOCAB,
     make_model,
 )
-from bench.limits.bound import LENGTHS, LOAD, seconds_of
+from bench.limits.bound import LENGTHS, seconds_of
 from bench.transfer.pairs import End, without_ucx
-from services.cli.bench.workload import Fit, Load, plan
+from services.cli.bench.workload import Fit, Load, Workload, plan
 
 ROWS = (1, 2, 3, 4, 6, 8)
-CONTEXT = 300
-"""Tokens of each row, about a conversation's."""
+CONTEXTS = {"azure-conv": 300, "mooncake": 1300}
+"""Tokens of each row, about those of the load's requests."""
 
 NUM_REQUESTS = 2000
-STEP = 0.25
+STEP = 0.125
 """Requests/s between two rates that are tried."""
 
 TARGETS = (1.2, 1.5, 2.0, 3.0)
@@ -51,11 +51,13 @@ TARGETS = (1.2, 1.5, 2.0, 3.0)
 
 
 class Request(NamedTuple):
-    """When it arrives, in seconds; tokens of its prompt and of its answer."""
+    """When it arrives, in seconds; tokens of its prompt and of its answer. num_cached: tokens at
+    the prompt's begin whose KV is there."""
 
     arrives_at: float
     num_prompt: int
     num_answer: int
+    num_cached: int = 0
 
 
 class Answer(NamedTuple):
@@ -72,9 +74,10 @@ class Costs:
     prompts: Sequence[tuple[int, float]]
     steps: Sequence[tuple[int, float]]
 
-    def prompt_s(self, length: int) -> float:
-        """Return what a prompt takes."""
-        return seconds_of(length, self.prompts)
+    def prompt_s(self, request: Request) -> float:
+        """Return what a prompt takes: the whole of it, less what the cached part would."""
+        whole_s = seconds_of(request.num_prompt, self.prompts)
+        return whole_s - (seconds_of(request.num_cached, self.prompts) if request.num_cached else 0)
 
     def step_s(self, num_rows: int) -> float:
         """Return what a decode step takes."""
@@ -125,7 +128,7 @@ class Prompts:
         begin = max(begin, self.next_at)
         if begin >= end:
             return None, end
-        whole_s = costs.prompt_s(self._to_come[0].num_prompt)
+        whole_s = costs.prompt_s(self._to_come[0])
         done_at = begin + (1.0 - self._done) * whole_s
         if done_at > end:
             self._done += (end - begin) / whole_s
@@ -208,8 +211,21 @@ def best_rate(serve: Serve, requests_at: Callable[[float], list[Request]], limit
     raise AssertionError
 
 
-def timed(folder: Path, threads: int, repetitions: int) -> Costs:
-    """Time prompts and steps of this folder's model."""
+def requests_of(workload: Workload) -> list[Request]:
+    """Return what is simulated of a workload: a leading block that an earlier prompt had is
+    cached, all but a prompt's last token."""
+    seen: set[int] = set()
+    requests: list[Request] = []
+    for ask in workload.asks:
+        num_seen = sum(1 for _ in takewhile(seen.__contains__, ask.block_ids))
+        cached = min(num_seen * workload.block_tokens, ask.num_input - 1)
+        requests.append(Request(ask.due_s, ask.num_input, ask.num_output, cached))
+        seen.update(ask.block_ids)
+    return requests
+
+
+def timed(folder: Path, threads: int, repetitions: int, context: int) -> Costs:
+    """Time prompts and steps of this folder's model. context: tokens of a step's rows."""
     end = End(
         [sys.executable, "-m", "bench.engine.our_end", str(folder), "--threads", str(threads),
          "--vocab", str(VOCAB), "--num-blocks", "1024"],
@@ -223,7 +239,7 @@ def timed(folder: Path, threads: int, repetitions: int) -> Costs:
             end.tell({"do": "prefill", "tokens": length, "times": repetitions})
             prompts.append((length, statistics.median(end.answer()["seconds"])))
         for rows in ROWS:
-            end.tell({"do": "fill", "rows": rows, "context": CONTEXT})
+            end.tell({"do": "fill", "rows": rows, "context": context})
             end.answer()
             end.tell({"do": "decode", "steps": 10 * repetitions})
             steps.append((rows, statistics.median(end.answer()["seconds"])))
@@ -241,24 +257,33 @@ def timed(folder: Path, threads: int, repetitions: int) -> Costs:
 def main() -> None:
     """Time, simulate, print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--load", choices=list(CONTEXTS), default="azure-conv")
     parser.add_argument("--repetitions", type=int, default=5, help="of each length")
     asked = parser.parse_args()
+    source, context = LOADS[asked.load], CONTEXTS[asked.load]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model(folder)
-        one, all_cores = (timed(folder, each, asked.repetitions) for each in (1, NUM_CORES))
+        one, all_cores = (
+            timed(folder, each, asked.repetitions, context) for each in (1, NUM_CORES)
+        )
 
     @cache
     def requests_at(rate: float) -> list[Request]:
         load = Load(rate=rate, num_requests=NUM_REQUESTS, arrivals="poisson")
-        asks = plan(LOADS[LOAD], load, Fit(scale=SCALE, max_input=1400, max_output=200)).asks
-        return [Request(ask.due_s, ask.num_input, ask.num_output) for ask in asks]
+        return requests_of(plan(source, load, Fit(scale=SCALE, max_input=1400, max_output=200)))
 
     ttft, tpot = SLOS["tight"]
-    alone = [all_cores.prompt_s(request.num_prompt) for request in requests_at(1.0)]
+    alone = [all_cores.prompt_s(request) for request in requests_at(1.0)]
     step_s = min(one.step_s(1), all_cores.step_s(1))
     limits = Answer(max(ttft * statistics.median(alone), LEAST_TTFT * max(alone)), tpot * step_s)
-    print(f"{LOAD}, TTFT {limits.ttft_s:.3f} s, TPOT {limits.tpot_s * 1e3:.1f} ms, requests/s:")
+    requests = requests_at(1.0)
+    num_cached = sum(request.num_cached for request in requests)
+    share = num_cached / sum(request.num_prompt for request in requests)
+    print(f"{share:.0%} of all prompt tokens are cached")
+    print(
+        f"{asked.load}, TTFT {limits.ttft_s:.3f} s, TPOT {limits.tpot_s * 1e3:.1f} ms, requests/s:"
+    )
     targets = [share * step_s for share in TARGETS]
     ways: dict[str, list[Serve]] = {
         "apart, one thread each": [partial(apart, rested=one, beside=one)],

@@ -6,7 +6,18 @@ from collections.abc import Sequence
 
 import pytest
 
-from bench.limits.machine import Answer, Costs, Request, apart, best_rate, in_turn, together
+from bench.limits.machine import (
+    STEP,
+    Answer,
+    Costs,
+    Request,
+    apart,
+    best_rate,
+    in_turn,
+    requests_of,
+    together,
+)
+from services.cli.bench.workload import Ask, Workload
 
 SLOW = Costs(prompts=[(100, 1.0), (200, 2.0)], steps=[(1, 0.1), (2, 0.2)])
 QUICK = Costs(prompts=[(100, 0.5), (200, 1.0)], steps=[(1, 0.1), (2, 0.2)])
@@ -63,10 +74,29 @@ def test_the_best_rate_is_the_last_before_nine_of_ten_miss() -> None:
     """Ten answers, of which as many are late as the rate is high."""
 
     def requests_at(rate: float) -> list[Request]:
-        return [Request(0.0, 100, 2)] * round(rate * 4)
+        return [Request(0.0, 100, 2)] * round(rate / STEP)
 
     def serve(requests: Sequence[Request]) -> list[Answer]:
         late = [Answer(0.1, 9.0)] * len(requests)
         return [*late, *[Answer(0.1, 0.1)] * (20 - len(late))]
 
-    assert best_rate(serve, requests_at, Answer(0.1, 0.1)) == 0.5
+    assert best_rate(serve, requests_at, Answer(0.1, 0.1)) == 2 * STEP
+
+
+def test_what_an_earlier_prompt_began_with_is_cached() -> None:
+    """Whole blocks from the first on; never the last token, which is what gives the answer."""
+    asks = (
+        Ask(num_input=30, num_output=5, due_s=0.0, block_ids=(1, 2, 3)),
+        Ask(num_input=35, num_output=5, due_s=1.0, block_ids=(1, 2, 4)),
+        Ask(num_input=30, num_output=5, due_s=2.0, block_ids=(5, 2, 3)),
+        Ask(num_input=30, num_output=5, due_s=3.0, block_ids=(1, 2, 3)),
+    )
+    requests = requests_of(Workload(name="test", asks=asks, block_tokens=10))
+    assert [request.num_cached for request in requests] == [0, 20, 0, 29]
+    assert requests[1][:3] == (1.0, 35, 5)
+
+
+def test_a_cached_part_costs_nothing() -> None:
+    """Of 200 tokens, 100 of which are there, the second hundred is left to compute."""
+    (answer,) = apart([Request(0.0, 200, 1, num_cached=100)], rested=SLOW, beside=SLOW)
+    assert answer.ttft_s == pytest.approx(1.0)
