@@ -2,9 +2,9 @@
 
     python -m bench.limits.run [--quick] [--loads azure-conv mooncake] [--rates 0.75 1.25 2.5]
 
-Every rate is asked of both at the same two cores; the time to the first token and the time per
-token of each answer are kept, and afterwards held against many pairs of limits. What the numbers
-mean: README.md beside this file.
+Every rate is asked of all at the same two cores; the time to the first token and the time per token
+of each answer are kept, and afterwards held against many pairs of limits. What the numbers mean:
+README.md beside this file.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from bench.disaggregation.run import (
-    COLOCATED,
     DISAGGREGATED,
     LOADS,
     MOST_VOID,
     NEVER,
+    NUM_CORES,
     TARGET,
+    Colocated,
+    colocated_systems,
     make_model,
     our_mesh,
     report,
@@ -42,7 +44,6 @@ from services.cli.bench.workload import Load, Source
 from shared.telemetry.definitions import goodput
 
 HERE = Path(__file__).parent
-SYSTEMS = (DISAGGREGATED, COLOCATED)
 TTFT_LIMITS = (3, 5, 10, 20)
 """As multiples of the best median without load."""
 
@@ -85,16 +86,22 @@ def answers_of(run: Run) -> list[tuple[float, float] | None]:
     ]
 
 
+def systems_of(rows: Sequence[Row]) -> list[str]:
+    """Who was asked, in order."""
+    return list(dict.fromkeys(row["system"] for row in rows if "system" in row))
+
+
 def show(load: str, rows: Sequence[Row]) -> None:
-    """Print both goodputs for every pair of limits."""
-    print(f"\n{load}: requests/s, {DISAGGREGATED} / {COLOCATED}; limits x unloaded medians")
-    print(f"{'TTFT':>6} |" + "".join(f"{f'TPOT {tpot:g}':>14}" for tpot in TPOT_LIMITS))
+    """Print everybody's goodput for every pair of limits."""
+    systems = systems_of(rows)
+    print(f"\n{load}: requests/s, {' / '.join(systems)}; limits x unloaded medians")
+    print(f"{'TTFT':>6} |" + "".join(f"{f'TPOT {tpot:g}':>20}" for tpot in TPOT_LIMITS))
     for ttft in TTFT_LIMITS:
         cells = [
-            " / ".join(f"{goodput_of(rows, system, ttft, tpot):g}" for system in SYSTEMS)
+            " / ".join(f"{goodput_of(rows, system, ttft, tpot):g}" for system in systems)
             for tpot in TPOT_LIMITS
         ]
-        print(f"{ttft:6g} |" + "".join(f"{cell:>14}" for cell in cells))
+        print(f"{ttft:6g} |" + "".join(f"{cell:>20}" for cell in cells))
 
 
 async def ask(
@@ -122,7 +129,7 @@ async def measure(
     systems: Mapping[str, Sequence[Endpoint]],
     asked: argparse.Namespace,
 ) -> None:
-    """All rates in turn, each asked of both; unloaded medians first, in every repetition."""
+    """All rates in turn, each asked of all; unloaded medians first, in every repetition."""
     source, seed = LOADS[load], iter(range(1, 1 << 30))
     first = Load(rate=2.0, num_requests=6, arrivals="poisson")
     unloaded = Load(rate=0.5, num_requests=asked.unloaded, burstiness=math.inf, arrivals="poisson")
@@ -155,30 +162,43 @@ async def measure(
 
 
 @contextlib.asynccontextmanager
-async def meshes(
-    folder: Path, nums_colocated: Sequence[int], tbt_s: float
-) -> AsyncGenerator[list[Endpoint]]:
-    """A mesh for each number of colocated workers; 0 for a prefill and a decode worker."""
+async def opened(
+    folder: Path, asked: argparse.Namespace, load: str
+) -> AsyncGenerator[dict[str, list[Endpoint]]]:
+    """Start every system, all at once: apart first, then the colocated ones."""
     async with contextlib.AsyncExitStack() as stack:
-        urls: list[str] = []
-        for num in nums_colocated:
-            mesh = our_mesh(folder, num_colocated=num, tbt_s=tbt_s, realtime=False)
-            urls += await stack.enter_async_context(mesh)
-        yield await stack.enter_async_context(open_endpoints(urls))
+
+        async def mesh(num_colocated: int, threads: int, tbt_ms: float = 0.0) -> list[str]:
+            return await stack.enter_async_context(
+                our_mesh(
+                    folder,
+                    num_colocated=num_colocated,
+                    threads=threads,
+                    tbt_s=tbt_ms / 1e3,
+                    realtime=False,
+                )
+            )
+
+        urls = {DISAGGREGATED: await mesh(0, asked.prefill_threads)}
+        for name, one in colocated_systems(asked.colocated).items():
+            # Prompts that share prefixes go to a worker that has them: one gateway a worker.
+            has_gateways = one.num_workers > 1 and isinstance(LOADS[load], Sessions)
+            shares = [1] * one.num_workers if has_gateways else [one.num_workers]
+            urls[name] = [url for num in shares for url in await mesh(num, one.threads, one.tbt_ms)]
+        yield {
+            name: await stack.enter_async_context(open_endpoints(those))
+            for name, those in urls.items()
+        }
 
 
 async def main(asked: argparse.Namespace) -> None:
-    """Start both, ask them, write."""
+    """Start all, ask them, write."""
     record = Record(HERE, asked.quick)
-    record.environment["tbt_ms"] = asked.tbt_ms
     with tempfile.TemporaryDirectory() as name:
-        folder, tbt_s = Path(name), asked.tbt_ms / 1e3
+        folder = Path(name)
         make_model(folder)
         for load in asked.loads:
-            # Prompts that share prefixes go to a worker that has them: one gateway a worker.
-            pair = (1, 1) if isinstance(LOADS[load], Sessions) else (2,)
-            async with meshes(folder, (0,), tbt_s) as apart, meshes(folder, pair, tbt_s) as both:
-                systems = {DISAGGREGATED: apart, COLOCATED: both}
+            async with opened(folder, asked, load) as systems:
                 await measure(record, load, systems, asked)
             show(load, [row for row in record.rows if row["load"] == load])
     path = record.finish(write=asked.record)
@@ -195,7 +215,7 @@ def pictures_of(rows: Sequence[Row]) -> Pictures:
         for ttft in TTFT_LIMITS:
             lines = {
                 name: [(tpot, spread([goodput_of(of, name, ttft, tpot)])) for tpot in TPOT_LIMITS]
-                for name in SYSTEMS
+                for name in systems_of(of)
             }
             title = f"{load}, TTFT within {ttft} x unloaded (CPU)"
             panel = Panel(title, "limit of TPOT, x unloaded", "goodput, requests/s", lines)
@@ -215,7 +235,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=25.0, help="length of a run, at least")
     parser.add_argument("--least", type=int, default=40, help="requests of a run, at least")
     parser.add_argument("--unloaded", type=int, default=20, help="requests of the unloaded run")
-    parser.add_argument("--tbt-ms", type=float, default=15.0, help="colocated: target of a step")
+    parser.add_argument(
+        "--prefill-threads", type=int, default=NUM_CORES, help="of the prefill worker"
+    )
+    parser.add_argument(
+        "--colocated",
+        nargs="+",
+        type=Colocated.parse,
+        metavar="WORKERS:MS",
+        default=[Colocated(1, 15.0), Colocated(2, 15.0)],
+        help="so many workers share the cores' threads, with that target of a step (default: "
+        "1:15 2:15)",
+    )
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     asked.record = not asked.quick
