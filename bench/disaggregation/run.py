@@ -535,6 +535,25 @@ def run_client(work: Coroutine[Any, Any, None]) -> None:
         runner.run(work)
 
 
+def add_our_systems(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say how our workers share the cores."""
+    parser.add_argument(
+        "--prefill-threads",
+        type=int,
+        default=NUM_CORES,
+        help="of the prefill worker; decode has one (default: as many as cores)",
+    )
+    parser.add_argument(
+        "--colocated",
+        nargs="+",
+        type=Colocated.parse,
+        metavar="WORKERS:MS",
+        default=[Colocated(2, 15.0), Colocated(1, 15.0)],
+        help="so many workers share the cores' threads, with that target of a step; each is a "
+        "system of its own, the best counts (default: 2:15 1:15)",
+    )
+
+
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
@@ -554,21 +573,7 @@ def parse() -> argparse.Namespace:
         help="requests/s; who attains at no rate down to it counts as if at the lowest asked for",
     )
     parser.add_argument("--unloaded", type=int, default=25, help="requests of the unloaded run")
-    parser.add_argument(
-        "--prefill-threads",
-        type=int,
-        default=NUM_CORES,
-        help="of the prefill worker; decode has one (default: as many as cores)",
-    )
-    parser.add_argument(
-        "--colocated",
-        nargs="+",
-        type=Colocated.parse,
-        metavar="WORKERS:MS",
-        default=[Colocated(2, 15.0), Colocated(1, 15.0)],
-        help="so many workers share the cores' threads, with that target of a step; each is a "
-        "system of its own, the best counts (default: 2:15 1:15)",
-    )
+    add_our_systems(parser)
     parser.add_argument("--tolerance", type=float, default=0.15, help="of a goodput, as a share")
     parser.add_argument("--slos", nargs="+", choices=list(SLOS), default=list(SLOS))
     parser.add_argument("--seed", type=int, default=0)

@@ -24,9 +24,8 @@ from bench.disaggregation.run import (
     LOADS,
     MOST_VOID,
     NEVER,
-    NUM_CORES,
     TARGET,
-    Colocated,
+    add_our_systems,
     colocated_systems,
     make_model,
     our_mesh,
@@ -235,18 +234,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=25.0, help="length of a run, at least")
     parser.add_argument("--least", type=int, default=40, help="requests of a run, at least")
     parser.add_argument("--unloaded", type=int, default=20, help="requests of the unloaded run")
-    parser.add_argument(
-        "--prefill-threads", type=int, default=NUM_CORES, help="of the prefill worker"
-    )
-    parser.add_argument(
-        "--colocated",
-        nargs="+",
-        type=Colocated.parse,
-        metavar="WORKERS:MS",
-        default=[Colocated(1, 15.0), Colocated(2, 15.0)],
-        help="so many workers share the cores' threads, with that target of a step (default: "
-        "1:15 2:15)",
-    )
+    add_our_systems(parser)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     asked.record = not asked.quick

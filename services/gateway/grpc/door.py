@@ -118,7 +118,7 @@ class Inference:
         call.caller = replace(
             caller,
             label=limits.checked_label(label, param="request_label"),
-            deadline_at=front.deadline_at(caller, None) if deadline_at is None else deadline_at,
+            deadline_at=caller.deadline_at if deadline_at is None else deadline_at,
         )
         for name, value in call.headers.items():
             stream.set_trailer(name, value)
