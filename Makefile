@@ -12,7 +12,7 @@ WORKER ?= worker
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help setup demo tour test test-all compose-test check fmt proto docs clients screenshots up bench clean
+.PHONY: help setup demo tour test test-all compose-test check fmt proto docs clients screenshots up bench gpu-check clean
 
 help: ## list the verbs
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -88,6 +88,9 @@ screenshots: $(VENV)/.dev ## take the pictures of docs/images anew (needs Chromi
 
 bench: $(VENV)/.dev ## run the quick benchmarks and print one table of goals (ARGS="--full engine": one as recorded)
 	@$(BIN)/python -m bench $(ARGS)
+
+gpu-check: $(VENV)/.dev ## a first hour on a new GPU: is it right, and how near its limits? (ARGS="--quick --out DIR")
+	@$(BIN)/python -m bench.gpu.check $(ARGS)
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis build *.egg-info

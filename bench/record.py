@@ -133,7 +133,8 @@ class Record:
         """Print the goals and write the results; a quick run is written only where asked to.
 
         ``PDMESH_BENCH_GOALS`` names a file that gets the goals as one JSON line each: how
-        ``python -m bench`` collects them.
+        ``python -m bench`` collects them. ``PDMESH_BENCH_OUT`` names a folder that gets the whole
+        record, of a quick run as well: how ``bench.gpu.check`` does.
         """
         if self.goals:
             print(table(self.goals))
@@ -141,6 +142,8 @@ class Record:
             with Path(collector).open("a") as file:
                 for goal in self.goals:
                     file.write(json.dumps(asdict(goal)) + "\n")
+        if out := os.environ.get("PDMESH_BENCH_OUT"):
+            self.save(Path(out)).rename(Path(out) / f"{self.folder.name}-{self.stem}.json")
         if not (not self.is_quick if write is None else write):
             return None
         partial = self.save()
@@ -152,12 +155,12 @@ class Record:
         print(f"written to {path.relative_to(PROJECT)}")
         return path
 
-    def save(self) -> Path:
+    def save(self, folder: Path | None = None) -> Path:
         """Write what there is so far beside the results, for whoever ends a long run; nothing else
         reads it."""
         self.environment["load_after"] = os.getloadavg()
-        path = self.folder / "results" / f"{self.stem}.json.partial"
-        path.parent.mkdir(exist_ok=True)
+        path = (folder or self.folder / "results") / f"{self.stem}.json.partial"
+        path.parent.mkdir(parents=True, exist_ok=True)
         entries = [{**asdict(goal), "is_met": goal.is_met} for goal in self.goals]
         content = {"environment": self.environment, "goals": entries, "rows": self.rows}
         path.write_text(as_text(content))
@@ -210,7 +213,7 @@ def environment() -> dict[str, Any]:
         "variables": {
             name: value
             for name, value in sorted(os.environ.items())
-            if re.match(r"(UCX_|OMP_|MKL_|ONEDNN_|KMP_|PDMESH_(?!BENCH_GOALS)|VLLM_)", name)
+            if re.match(r"(UCX_|OMP_|MKL_|ONEDNN_|KMP_|PDMESH_(?!BENCH_)|VLLM_)", name)
         },
         "load_before": os.getloadavg(),
     }

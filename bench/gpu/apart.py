@@ -20,7 +20,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.record import NOT_HERE, Record, run
+from bench.device import name_or_exit
+from bench.record import Record, run
 from services.cli.bench.prompts import one_prompt
 from services.local import LocalMesh, local_mesh, plan_services, wait_for_pair
 from shared import wire
@@ -205,23 +206,10 @@ def parse() -> argparse.Namespace:
     return asked
 
 
-def name_of(device: str) -> str:
-    """Return the device's name, or '' if this machine has none such."""
-    if device == "cpu":
-        return "CPU"
-    import torch
-
-    index = torch.device(device).index or 0
-    return torch.cuda.get_device_name(index) if index < torch.cuda.device_count() else ""
-
-
 def main() -> None:
     """Compare, print, write."""
     asked = parse()
-    name = name_of(asked.device)
-    if not name:
-        print(f"torch sees no device {asked.device}: nothing was compared")
-        sys.exit(NOT_HERE)
+    name = name_or_exit(asked.device)
     about = {"device": name, "model": Path(asked.model).name, "dtype": "bfloat16"}
     record = Record(HERE, asked.quick, about)
     record.stem += "-apart"

@@ -13,7 +13,6 @@ import gc
 import importlib.util
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.record import NOT_HERE, Record, ratios, spread
+from bench.device import add_device, name_or_exit
+from bench.record import Record, ratios, spread
 
 HERE = Path(__file__).parent
 VOCAB = 128_256
@@ -44,6 +44,18 @@ SHAPE: dict[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 QUICK_LAYERS = 4
+REHEARSAL: dict[str, Any] = {
+    **SHAPE,
+    "vocab_size": 1024,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+"""What a CPU computes in its stead, to see that everything here runs."""
+
 GOAL_PROMPT = 4096
 DECODE_SHARE, PREFILL_SHARE = 0.85, 0.65
 """Goals: of the bandwidth at batch 1, of the product rate in a prompt of GOAL_PROMPT tokens."""
@@ -306,7 +318,8 @@ def measure(asked: argparse.Namespace, record: Record, shape: dict[str, Any], fo
         what: read_bytes + kv_bytes(shape, batch, asked.context) for what, batch in decodes.items()
     }
     report(record, took, moved, prefill_flops(shape, asked.prompt))
-    set_goals(record, asked, shape["num_hidden_layers"])
+    if asked.device != "cpu":
+        set_goals(record, asked, shape["num_hidden_layers"])
 
 
 def report(
@@ -359,6 +372,13 @@ def set_goals(record: Record, asked: argparse.Namespace, num_layers: int) -> Non
         record.goal(2, f"{prefill}{of}: share of the product rate", share, ">=", PREFILL_SHARE)
 
 
+def shape_for(asked: argparse.Namespace) -> dict[str, Any]:
+    """Return the model's shape: of all layers, of some with --quick, or of a rehearsal."""
+    if asked.device == "cpu":
+        return REHEARSAL
+    return {**SHAPE, "num_hidden_layers": QUICK_LAYERS} if asked.quick else SHAPE
+
+
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
@@ -371,24 +391,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30, help="decode steps a sample")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--record", action="store_true", help="write results of a quick run too")
+    add_device(parser)
     asked = parser.parse_args()
-    import torch
-
-    if not torch.cuda.is_available():
-        print("bench/gpu needs a CUDA device, and torch sees none: nothing was measured")
-        sys.exit(NOT_HERE)
-    shape = dict(SHAPE)
+    name = name_or_exit(asked.device)
+    shape = shape_for(asked)
     if asked.quick:
         asked.repetitions = 3
-        shape["num_hidden_layers"] = QUICK_LAYERS
-    asked.device, asked.limit_sizes = "cuda", {}
+    asked.limit_sizes = {}
+    if asked.device == "cpu":
+        asked.context, asked.prompt, asked.limit_sizes = 64, 256, {"mib": 16, "size": 256}
     longest = max(asked.prompt, asked.context * max(asked.batches))
     asked.options = {"num_blocks": -(-longest // 16) + max(asked.batches)}
-    record = Record(HERE, asked.quick, {"device": torch.cuda.get_device_name()})
-    with tempfile.TemporaryDirectory() as name:
-        make_folder(Path(name), shape)
-        measure(asked, record, shape, Path(name))
-    record.finish(write=True if asked.record else None)
+    record = Record(HERE, asked.quick, {"device": name})
+    with tempfile.TemporaryDirectory() as folder:
+        make_folder(Path(folder), shape)
+        measure(asked, record, shape, Path(folder))
+    # A rehearsal on a CPU is of another shape and leaves no figures.
+    record.finish(write=False if asked.device == "cpu" else asked.record or None)
 
 
 if __name__ == "__main__":

@@ -25,9 +25,15 @@ from shared.transport.base import Outcome
 from shared.transport.ucxx import UcxEndpoint, UcxTransport, open_ucx
 
 
-async def serve(*, has_windows: bool) -> None:
-    """Obey the parent: open, connect, then send or receive batches."""
-    transport = await open_ucx()
+async def serve(how: str) -> None:
+    """Obey the parent: open, connect, then send or receive batches.
+
+    how: "windows" or "messages" of host memory, or "cuda": messages of the first device's.
+    """
+    new_buffer, prepare = host_buffer, None
+    if how == "cuda":
+        new_buffer, prepare = device_buffer, enter_device
+    transport = await open_ucx(prepare_thread=prepare)
     say(transport.address.hex())
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
@@ -35,15 +41,15 @@ async def serve(*, has_windows: bool) -> None:
     address = json.loads(await reader.readline())
     endpoint = await transport.connect(bytes.fromhex(address), lambda: None)
     say("")
-    buffers: dict[int, np.ndarray] = {}
+    buffers: dict[int, Any] = {}
     keys: dict[int, str] = {}
     windows: dict[str, np.ndarray | None] = {"": None}
     while line := await reader.readline():
         job = json.loads(line)
         num_bytes = job["num_bytes"]
         if num_bytes not in buffers:
-            buffers[num_bytes], keys[num_bytes] = np.ones(num_bytes, np.uint8), ""
-            if has_windows and job["end"] == "receive":
+            buffers[num_bytes], keys[num_bytes] = new_buffer(num_bytes), ""
+            if how == "windows" and job["end"] == "receive":
                 buffers[num_bytes], keys[num_bytes] = await open_window(transport, num_bytes)
         if job["end"] == "receive":
             await receive(transport, endpoint, buffers[num_bytes], keys[num_bytes], job)
@@ -58,6 +64,27 @@ async def serve(*, has_windows: bool) -> None:
     await transport.close()
 
 
+def host_buffer(num_bytes: int) -> np.ndarray:
+    """Ones in host memory."""
+    return np.ones(num_bytes, np.uint8)
+
+
+def enter_device() -> None:
+    """Make the first device the calling thread's."""
+    import torch
+
+    torch.cuda.set_device(0)
+
+
+def device_buffer(num_bytes: int) -> Any:
+    """Ones in the first device's memory, written before anybody sends them."""
+    import torch
+
+    ones = torch.ones(num_bytes, dtype=torch.uint8, device="cuda:0")
+    settle(ones)
+    return ones
+
+
 async def open_window(transport: UcxTransport, num_bytes: int) -> tuple[np.ndarray, str]:
     """Memory that the sender may write, and its key."""
     window = await transport.new_window(num_bytes)
@@ -69,7 +96,7 @@ async def open_window(transport: UcxTransport, num_bytes: int) -> tuple[np.ndarr
 async def receive(
     transport: UcxTransport,
     endpoint: UcxEndpoint,
-    buffer: np.ndarray,
+    buffer: Any,
     key: str,
     job: dict[str, Any],
 ) -> None:
@@ -79,6 +106,7 @@ async def receive(
     window, each = (1, 1) if job["is_latency"] else (WINDOW, count)
     ack = np.zeros(1, np.uint8)
     buffer[:] = 0
+    settle(buffer)
     in_flight: deque[Any] = deque()
     for idx in range(min(window, count)):
         in_flight.append(transport.receive(endpoint, buffer, num_bytes, tag + idx))
@@ -96,7 +124,7 @@ async def receive(
 async def send(
     transport: UcxTransport,
     endpoint: UcxEndpoint,
-    buffer: np.ndarray,
+    buffer: Any,
     window: np.ndarray | None,
     job: dict[str, Any],
 ) -> None:
@@ -134,6 +162,14 @@ async def send(
     say({"seconds": took_s, "each": times, "cores": cores, "lane": endpoint.lane})
 
 
+def settle(buffer: Any) -> None:
+    """Wait until what was written to a device's memory is there: UCX knows no streams."""
+    if not isinstance(buffer, np.ndarray):
+        import torch
+
+        torch.cuda.synchronize(buffer.device)
+
+
 async def done(operation: Any) -> None:
     """Wait for an operation; anything but success ends the measurement."""
     if await operation.settled() is not Outcome.DONE:
@@ -149,4 +185,4 @@ if __name__ == "__main__":
     if (core := int(sys.argv[2])) >= 0:
         os.sched_setaffinity(0, {core})
     sys.setswitchinterval(SWITCH_INTERVAL_S)  # as workers do
-    run(serve(has_windows=sys.argv[3] == "windows"))
+    run(serve(sys.argv[3]))

@@ -135,9 +135,9 @@ class Pair:
         self.target.close()
 
 
-def our_pair(environment: Mapping[str, str], cores: Cores, *, has_windows: bool) -> Pair:
-    """Our Transport; with windows where processes share memory, or by messages alone."""
-    how = "windows" if has_windows else "messages"
+def our_pair(environment: Mapping[str, str], cores: Cores, how: str) -> Pair:
+    """Our Transport. how: "windows" where processes share memory, "messages", or "cuda": messages
+    of a device's memory."""
     return Pair([sys.executable, "-m", "bench.transfer.our_end"], environment, cores, how)
 
 
@@ -149,24 +149,32 @@ def written_buffers(folder: Path) -> dict[str, str]:
     return {"LD_PRELOAD": str(library)}
 
 
+def copying_pair(device: str, cores: Cores) -> Pair:
+    """A plain copy from one process's memory into another's."""
+    command = [sys.executable, "-m", "bench.transfer.memcpy_end"]
+    return Pair(command, without_ucx(), cores, device, is_checked_after=True)
+
+
 def measure_perftest(
-    environment: Mapping[str, str], cores: Cores, num_bytes: int, count: int
+    environment: Mapping[str, str], cores: Cores, num_bytes: int, count: int, memory: str = "host"
 ) -> float:
     """GB/s of ``ucx_perftest -t tag_bw`` with error handling on (-e), both ends busy-polling.
+
+    memory: "host" or "cuda", of both ends' buffers.
 
     One that ends in an error is told and run again, twice at most: now and then its server does not
     come up. Raises RuntimeError: its last words.
     """
     for _ in range(2):
         try:
-            return _run_perftest(environment, cores, num_bytes, count)
+            return _run_perftest(environment, cores, num_bytes, count, memory)
         except RuntimeError as error:
             print(f"ucx_perftest, {num_bytes} bytes, once more: {error}", file=sys.stderr)
-    return _run_perftest(environment, cores, num_bytes, count)
+    return _run_perftest(environment, cores, num_bytes, count, memory)
 
 
 def _run_perftest(
-    environment: Mapping[str, str], cores: Cores, num_bytes: int, count: int
+    environment: Mapping[str, str], cores: Cores, num_bytes: int, count: int, memory: str
 ) -> float:
     root = ucx_root()
     with socket.socket() as probe:
@@ -175,6 +183,7 @@ def _run_perftest(
     command = [
         str(root / "bin" / "ucx_perftest"), "-t", "tag_bw", "-e", "-f", "-v", "-p", str(port),
         "-s", str(num_bytes), "-n", str(count), "-w", str(max(2, count // 10)), "-O", str(WINDOW),
+        "-m", memory,
     ]  # fmt: skip
     environment = {**environment, "LD_LIBRARY_PATH": str(root / "lib")}
     pins = [["-c", str(core)] if core >= 0 else [] for core in cores]

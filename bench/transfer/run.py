@@ -1,6 +1,7 @@
 """How much of UCX's own speed reaches our Transport, and how fast are the peers beside it?
 
     python -m bench.transfer.run [--quick] [--lanes sysv tcp] [--sizes ...] [--repetitions N]
+    python -m bench.transfer.run --lanes cuda_ipc --pin -1 -1    # a device's memory
 
 GB/s between two processes: ``ucx_perftest -t tag_bw`` on the same lane with the same settings, as
 it is and with a send buffer that was written, our Transport, NIXL and Mooncake's engine, one after
@@ -20,11 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from bench import peers
+from bench.device import name_or_exit
 from bench.plots import Panel, Pictures, Spread, save
 from bench.record import Record, ratios, spread
 from bench.transfer.pairs import (
     Cores,
     Pair,
+    copying_pair,
     measure_perftest,
     our_pair,
     ucx_root,
@@ -33,12 +36,19 @@ from bench.transfer.pairs import (
 )
 from shared.transport.settings import UcxSettings
 
-LANES = {"sysv": "sysv,self", "tcp": "tcp,self"}
+HOST_LANES = {"sysv": "sysv,self", "tcp": "tcp,self"}
+CUDA = "cuda_ipc"
+LANES = {**HOST_LANES, CUDA: UcxSettings().tls}
+"""UCX_TLS of each. KV of a device goes with the settings of a worker, and its lane is named."""
+
 SIZES = (256 << 10, 1 << 20, 8 << 20, 64 << 20)
 ROW = 4
 
 OURS, BY_MESSAGES = "pdmesh", "pdmesh, by messages"
 ANCHOR, WRITTEN = "ucx_perftest", "ucx_perftest, written"
+COPY = "cudaMemcpy"
+SHARE, CUDA_SHARE = 0.95, 0.9
+"""Goals: of perftest's rate, in host memory and in a device's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +80,10 @@ RIVALS = (
 )
 
 
+HOW = {"sysv": "windows", CUDA: "cuda"}
+"""How ours sends on a lane, if not by messages of host memory."""
+
+
 class Lane:
     """One lane: everybody on it, and what they reached."""
 
@@ -88,17 +102,20 @@ class Lane:
         self._batch_bytes = batch_bytes
         self.environment = without_ucx()
         UcxSettings(tls=LANES[name]).apply_to(self.environment)
-        self._anchors = {ANCHOR: self.environment, WRITTEN: {**self.environment, **written}}
+        self._memory = "cuda" if name == CUDA else "host"
+        self._anchors = {ANCHOR: self.environment}
+        if name != CUDA:
+            self._anchors[WRITTEN] = {**self.environment, **written}
         self.speeds: dict[tuple[str, int], list[float]] = {}
         self.waits: dict[tuple[str, int], list[float]] = {}
         self.device = ""
         self._openers: dict[str, Callable[[], Pair]] = {
-            OURS: lambda: our_pair(self.environment, cores, has_windows=name == "sysv")
+            OURS: lambda: our_pair(self.environment, cores, HOW.get(name, "messages"))
         }
+        if name == CUDA:
+            self._openers[COPY] = lambda: copying_pair("cuda:0", cores)
         if name == "sysv":
-            self._openers[BY_MESSAGES] = lambda: our_pair(
-                self.environment, cores, has_windows=False
-            )
+            self._openers[BY_MESSAGES] = lambda: our_pair(self.environment, cores, "messages")
         for rival in RIVALS:
             if rival.lane == name and peers.installed(rival.peer) is not None:
                 self._openers[rival.name] = lambda rival=rival: rival.open(cores)
@@ -133,7 +150,7 @@ class Lane:
 
     def _anchor_speeds(self, num_bytes: int, count: int) -> dict[str, float]:
         return {
-            name: measure_perftest(environment, self._cores, num_bytes, count)
+            name: measure_perftest(environment, self._cores, num_bytes, count, self._memory)
             for name, environment in self._anchors.items()
         }
 
@@ -146,7 +163,7 @@ class Lane:
         rows: list[dict[str, Any]] = []
         for num_bytes in self.sizes:
             ours = self.speeds[OURS, num_bytes]
-            for name in (OURS, ANCHOR, WRITTEN, *self.names[1:]):
+            for name in (OURS, *self._anchors, *self.names[1:]):
                 theirs = self.speeds[name, num_bytes]
                 waits = sorted(self.waits.get((name, num_bytes), []))
                 rows.append(
@@ -171,14 +188,16 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 
 def note_goals(record: Record, rows: Sequence[dict[str, Any]]) -> None:
-    """Against perftest every size is a goal; against a peer its best size is."""
+    """Against perftest every size is a goal; against a peer its best size is; a plain copy is a
+    limit that nobody who tells the other end can reach."""
     for row in rows:
         if row["name"] in (ANCHOR, WRITTEN):
             sends = " that sends written memory" if row["name"] == WRITTEN else ""
             what = f"{row['lane']} {show_bytes(row['num_bytes'])}: share of ucx_perftest{sends}"
-            record.goal(ROW, what, row["ours_over_this"], ">=", 0.95)
+            share = CUDA_SHARE if row["lane"] == CUDA else SHARE
+            record.goal(ROW, what, row["ours_over_this"], ">=", share)
     for lane, name in dict.fromkeys((row["lane"], row["name"]) for row in rows):
-        if name in (OURS, BY_MESSAGES, ANCHOR, WRITTEN):
+        if name in (OURS, BY_MESSAGES, ANCHOR, WRITTEN, COPY):
             continue
         mine = [row for row in rows if (row["lane"], row["name"]) == (lane, name)]
         worst = min(mine, key=lambda row: row["ours_over_this"]["median"])
@@ -196,7 +215,7 @@ def show(row: dict[str, Any]) -> str:
     """One line of a row."""
     speed, ratio = row["gb_per_s"], row["ours_over_this"]
     line = (
-        f"{row['lane']:5} {show_bytes(row['num_bytes']):8} {row['name']:28}"
+        f"{row['lane']:8} {show_bytes(row['num_bytes']):8} {row['name']:28}"
         f"{speed['median']:6.2f} GB/s [{speed['min']:5.2f} .. {speed['max']:5.2f}]"
     )
     if row["name"] != OURS:
@@ -216,7 +235,9 @@ def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
             if row["lane"] == lane:
                 point = (row["num_bytes"] / (1 << 20), row["gb_per_s"])
                 lines.setdefault(row["name"], []).append(point)
-        panels.append(Panel(f"{lane} (CPU)", "MiB per message", "GB/s", lines))
+        panels.append(
+            Panel(lane if lane == CUDA else f"{lane} (CPU)", "MiB per message", "GB/s", lines)
+        )
     return {"": panels}
 
 
@@ -224,7 +245,7 @@ def main() -> None:
     """Measure, print, and write the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--quick", action="store_true", help="few short repetitions, not recorded")
-    parser.add_argument("--lanes", nargs="+", choices=list(LANES), default=list(LANES))
+    parser.add_argument("--lanes", nargs="+", choices=list(LANES), default=list(HOST_LANES))
     parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES), help="bytes")
     parser.add_argument("--repetitions", type=int, default=0)
     parser.add_argument(
@@ -237,6 +258,9 @@ def main() -> None:
         "--pin", nargs=2, type=int, default=(0, 1), metavar="CORE", help="-1 -1: do not pin"
     )
     chosen = parser.parse_args()
+    about = {}
+    if CUDA in chosen.lanes:
+        about["device"] = name_or_exit("cuda")
     repetitions = chosen.repetitions or (2 if chosen.quick else 9)
     batch_mib = chosen.batch_mib or (128 if chosen.quick else 4096)
     record = Record(
@@ -247,6 +271,7 @@ def main() -> None:
             "settings": {name: getattr(UcxSettings(), name) for name in UcxSettings.__slots__},
             "pinned_to": chosen.pin,
             "tcp_congestion_control": congestion_control(),
+            **about,
         },
     )
     with tempfile.TemporaryDirectory(prefix="bench-transfer-") as folder:

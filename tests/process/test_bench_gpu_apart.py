@@ -51,6 +51,6 @@ async def test_without_the_device_nothing_is_compared() -> None:
     """It says which, with an exit code of its own."""
     assert await apart("--device", "cuda:99") == (
         NOT_HERE,
-        "torch sees no device cuda:99: nothing was compared\n",
+        "torch sees no device cuda:99: nothing was measured\n",
         "",
     )

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("libucx")
 
-from bench.transfer.pairs import ucx_root, without_ucx, written_buffers
+from bench.transfer.pairs import copying_pair, ucx_root, without_ucx, written_buffers
 
 MESSAGE_MIB = 64
 
@@ -47,3 +47,14 @@ def test_written_buffers_are_memory_and_perftests_own_is_not(tmp_path: Path) -> 
     library both buffers are there."""
     assert resident_mib({}) < 2 * MESSAGE_MIB  # the received message alone
     assert resident_mib(written_buffers(tmp_path)) > 2 * MESSAGE_MIB
+
+
+def test_a_plain_copy_arrives_in_the_other_process() -> None:
+    """The limit of device memory, on a CPU: the writer maps the receiver's tensor, whose own bytes
+    are looked at afterwards."""
+    pair = copying_pair("cpu", (-1, -1))
+    try:
+        assert pair.stream(1 << 20, 4)["gb_per_s"] > 0
+        assert len(pair.one_by_one(1 << 20, 3)) == 3
+    finally:
+        pair.close()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bench.gpu.apart import Agreement, agreement
+from bench.gpu.idle import Gap, Span, busy_and_gaps, fills_from
 from bench.gpu.run import SHAPE, Limits, Sample, report, set_goals
 from bench.record import Record
 
@@ -97,3 +98,25 @@ def test_what_was_not_measured_is_no_goal() -> None:
     record.rows = [row for row in record.rows if row["what"] not in (DECODE, PREFILL)]
     set_goals(record, ASKED, 4)
     assert record.goals == []
+
+
+def test_gaps_are_where_nothing_at_all_runs() -> None:
+    """Pieces that overlap leave none between them; gaps of one kind are added up, longest first."""
+    spans = [
+        Span(0, 10, "copy"),
+        Span(12, 20, "product"),
+        Span(2, 11, "copy"),
+        Span(15, 18, "sum"),  # within the product
+        Span(21, 31, "copy"),
+        Span(33, 40, "product"),
+    ]
+    share, gaps = busy_and_gaps(spans)
+    assert gaps == [Gap("copy", "product", 3, 2), Gap("product", "copy", 1, 1)]
+    assert share == pytest.approx(1 - 4 / 40)
+    with pytest.raises(ValueError, match="no work"):
+        busy_and_gaps([])
+
+
+def test_a_prompt_fills_the_device_from_where_its_rate_is_near_the_best() -> None:
+    """The shortest such length, though a longer one may fall below again."""
+    assert fills_from([(128, 50.0), (256, 89.0), (512, 91.0), (1024, 100.0), (2048, 85.0)]) == 512

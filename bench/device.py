@@ -1,0 +1,26 @@
+"""Which device a benchmark of devices is asked about, and what it says where there is none."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from bench.record import NOT_HERE
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Add --device."""
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:N; cpu: a tiny rehearsal")
+
+
+def name_or_exit(device: str) -> str:
+    """Return the device's name; without the device, say so and exit with NOT_HERE."""
+    if device == "cpu":
+        return "CPU"
+    import torch
+
+    index = torch.device(device).index or 0
+    if index >= torch.cuda.device_count():
+        print(f"torch sees no device {device}: nothing was measured")
+        sys.exit(NOT_HERE)
+    return torch.cuda.get_device_name(index)
