@@ -62,11 +62,16 @@ class End:
 
     def close(self) -> None:
         """End it."""
+        process = self._process
+        pipes = [one for one in (process.stdin, process.stdout, process.stderr) if one is not None]
         with contextlib.suppress(subprocess.TimeoutExpired, OSError):
-            self._process.communicate(timeout=5)
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
+            pipes[0].close()
+            process.wait(timeout=5)
+        process.kill()
+        process.wait()
+        for pipe in pipes:
+            with contextlib.suppress(OSError):
+                pipe.close()
 
 
 class Pair:
