@@ -160,16 +160,16 @@ class LocalMesh:
     @property
     def http_url(self) -> str:
         """Base URL of the gateway's HTTP API, without ``/v1``."""
-        return f"http://{Address(self._host, self.gateway.facts['http_port'])}"
+        return f"http://{Address(self._reached('PDMESH_HOST'), self.gateway.facts['http_port'])}"
 
     @property
     def grpc_target(self) -> str:
         """host:port of the gateway's gRPC API."""
-        return str(Address(self._host, self.gateway.facts["grpc_port"]))
+        return str(Address(self._reached("PDMESH_HOST"), self.gateway.facts["grpc_port"]))
 
-    @property
-    def _host(self) -> str:
-        host = self.gateway.env.get("PDMESH_HOST", "") or "127.0.0.1"
+    def _reached(self, variable: str) -> str:
+        """Return where this machine reaches a gateway that listens on what the variable says."""
+        host = self.gateway.env.get(variable, "") or "127.0.0.1"
         return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
     @property
@@ -194,9 +194,11 @@ class LocalMesh:
                 facts = self.gateway.facts
                 self.gateway.env["PDMESH_HTTP_PORT"] = str(facts["http_port"])
                 self.gateway.env["PDMESH_GRPC_PORT"] = str(facts["grpc_port"])
+                self.gateway.env["PDMESH_MESH_PORT"] = str(facts["mesh_port"])
+                mesh_host = self._reached("PDMESH_MESH_HOST")
                 # Several gateway processes are joined each at a port of its own.
-                ports = facts.get("grpc_ports", [facts["grpc_port"]])
-                targets = ",".join(str(Address(self._host, port)) for port in ports)
+                ports = facts.get("mesh_ports", [facts["mesh_port"]])
+                targets = ",".join(str(Address(mesh_host, port)) for port in ports)
                 for worker in self.workers:
                     worker.env["PDMESH_GATEWAY"] = targets
                     self._keep(worker, tasks)

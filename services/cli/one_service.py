@@ -9,6 +9,7 @@ from __future__ import annotations
 from services.cli.flags import (
     config_flags,
     require_free_port,
+    require_free_ports,
     require_key_file,
     require_worker_modules,
 )
@@ -24,11 +25,7 @@ def gateway(*, config: GatewayConfig = GatewayConfig(), file: ConfigFlag = None)
     It needs the model's folder for the tokenizer, not for the weights. SIGTERM and Ctrl-C drain.
     """
     config.check()
-    if not config.share_http_port:
-        require_free_port(config.host, config.http_port, "--http-port")
-    for first, flag in ((config.grpc_port, "--grpc-port"), (config.process_port, "--process-port")):
-        for port in range(first, first + (config.gateway_processes if first else 1)):
-            require_free_port(config.host, port, flag)
+    require_free_ports(config)
     require_key_file(config.api_keys)
     _configure_logs("gateway", config)
     from services.gateway.process import run_gateway

@@ -31,8 +31,8 @@ def run_gateway(config: GatewayConfig) -> int:
         return run_gateways(config)
 
     async def main(process: Process) -> bool:
-        def ready(http: Address, grpc: Address) -> None:
-            process.ready(http_port=http.port, grpc_port=grpc.port)
+        def ready(http: Address, grpc: Address, mesh: Address) -> None:
+            process.ready(http_port=http.port, grpc_port=grpc.port, mesh_port=mesh.port)
 
         # A large tokenizer holds the thread for a second; signals are heard meanwhile.
         folder, text = await asyncio.to_thread(_load, config.model)

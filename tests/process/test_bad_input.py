@@ -74,10 +74,13 @@ class Target:
 
     def address(self, method: Method[Any, Any]) -> Address:
         """Where a method is served."""
-        process = {"Prefill": self.prefill, "Decode": self.decode, "Transfer": self.decode}.get(
-            method.service.rpartition(".")[2], self.gateway
-        )
-        return Address("127.0.0.1", process.facts["grpc_port"])
+        process, port = {
+            "Prefill": (self.prefill, "grpc_port"),
+            "Decode": (self.decode, "grpc_port"),
+            "Transfer": (self.decode, "grpc_port"),
+            "Registry": (self.gateway, "mesh_port"),
+        }.get(method.service.rpartition(".")[2], (self.gateway, "grpc_port"))
+        return Address("127.0.0.1", process.facts[port])
 
     async def num_tasks(self) -> list[float]:
         return [(await self.mesh.gauges(process))["asyncio_tasks"] for process in self.processes]
@@ -481,7 +484,7 @@ async def test_random_bytes_to_any_port_harm_nobody(target: Target) -> None:
                     data = source.choice(BEGINNINGS) + source.randbytes(size)
                     waits, aborts = source.random() < 0.5, source.random() < 0.5
                     tasks.create_task(attack(address, data, waits=waits, aborts=aborts))
-    assert num_attacked >= 8  # two of the gateway; gRPC, metrics and UCX's of both workers
+    assert num_attacked >= 9  # three of the gateway; gRPC, metrics and UCX's of both workers
 
     async def is_as_at_start() -> bool:
         return [process.num_files for process in target.processes] <= num_files

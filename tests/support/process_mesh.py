@@ -50,6 +50,7 @@ LOOK_AGAIN_S = 0.02
 
 KEPT_LINES = 40
 ROLES = ("prefill", "decode")
+ANY_PORT = {"http_port": 0, "grpc_port": 0, "mesh_port": 0}
 
 
 @dataclass
@@ -116,10 +117,10 @@ class ProcessMesh:
 
     async def start_gateway(self, **settings: Any) -> ServiceProcess:
         """Start a gateway; workers started later join it. settings: ``max_wait_s=1.0``."""
-        gateway = await self.start("gateway", **{"http_port": 0, "grpc_port": 0, **settings})
+        gateway = await self.start("gateway", **{**ANY_PORT, **settings})
         await self.ready(gateway)
         gateway.metrics_url = f"http://127.0.0.1:{gateway.facts['http_port']}/metrics"
-        self.gateway_names.append(f"127.0.0.1:{gateway.facts['grpc_port']}")
+        self.gateway_names.append(f"127.0.0.1:{gateway.facts['mesh_port']}")
         return gateway
 
     async def start(self, role: str, **settings: Any) -> ServiceProcess:
