@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -32,6 +33,7 @@ from shared.address import Address
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
 from shared.environment import environment_of
 from shared.errors import MeshError, WorkerLost
+from shared.mesh_secret import SECRET_VARIABLE, new_secret
 from shared.runtime.groups import plain_errors
 from shared.runtime.parent import PARENT_FD
 
@@ -113,7 +115,8 @@ def plan_services(
     gateway: GatewayConfig, prefill: Sequence[PrefillConfig], decode: Sequence[DecodeConfig]
 ) -> list[Service]:
     """Return the processes of a mesh, the gateway first. The workers' ``gateway`` is filled in when
-    its port is known."""
+    its port is known. A mesh that is given no secret gets one of its own: another on this machine
+    is another mesh."""
     workers = [("prefill", "services.prefill", config) for config in prefill] + [
         ("colocated" if config.colocated else "decode", "services.decode", config)
         for config in decode
@@ -124,6 +127,10 @@ def plan_services(
         name = f"{kind}-{counts[kind]}"
         counts[kind] += 1
         services.append(Service(name=name, module=module, env=environment_of(config)))
+    if gateway.mesh_secret_file is None and not os.environ.get(SECRET_VARIABLE, "").strip():
+        secret = new_secret(secrets.token_bytes)
+        for service in services:
+            service.env[SECRET_VARIABLE] = secret
     return services
 
 

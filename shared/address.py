@@ -36,6 +36,14 @@ def parse_address(text: str, *, param: str, default_port: int | None = None) -> 
     return Address(host, int(port))
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens there."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def is_host(text: str) -> bool:
     """Whether a name can be looked up, or is an IP address (RFC 1123, section 2.1; underscores,
     which container names have, too): a resolver may raise anything for what is neither."""

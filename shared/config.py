@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from shared.address import Address, parse_address
+from shared.address import Address, is_loopback, parse_address
 from shared.errors import InvalidRequest
 
 RoutingPolicyName = Literal["least_loaded", "round_robin", "random"]
@@ -54,6 +54,10 @@ class ServiceConfig:
 
     drain_s: float = 30.0
     """Seconds to finish what is in hand after SIGTERM."""
+
+    mesh_secret_file: Path | None = None
+    """File with the mesh's secret (pdmesh secret), the same for the gateway and all workers; or the
+    variable PDMESH_MESH_SECRET. Needed where the mesh leaves this machine, or with API keys."""
 
     realtime: bool = False
     """Real-time priority for the event loop and the threads that carry KV: they run when they wake,
@@ -128,6 +132,13 @@ class GatewayConfig(ServiceConfig):
 
     request_timeout_s: float = 600.0
     """Deadline of requests that bring none; 0 = none."""
+
+    @property
+    def why_secret(self) -> str:
+        """Why the mesh needs a secret; '' = it needs none."""
+        if not is_loopback(self.mesh_host):
+            return f"--mesh-host {self.mesh_host} can be reached from other machines"
+        return "clients need API keys" if self.api_keys is not None else ""
 
     def check(self) -> None:
         """See ServiceConfig."""
@@ -225,6 +236,14 @@ class WorkerConfig(ServiceConfig):
         """The gateways' names. Raises InvalidRequest."""
         names = [name for name in self.gateway.split(",") if name.strip()]
         return tuple(parse_address(name, param="gateway", default_port=MESH_PORT) for name in names)
+
+    @property
+    def why_secret(self) -> str:
+        """Why the mesh needs a secret; '' = it needs none."""
+        if not is_loopback(self.host):
+            return f"--host {self.host} can be reached from other machines"
+        away = [name.host for name in self.gateways if not is_loopback(name.host)]
+        return f"the gateway {away[0]} is another machine" if away else ""
 
     def check(self) -> None:
         """See ServiceConfig."""

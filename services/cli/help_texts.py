@@ -29,6 +29,8 @@ EPILOGUE: Final = """\
 On three hosts:
 
 ```
+pdmesh secret --out secret                copy it to all, and there:
+export PDMESH_MESH_SECRET_FILE=secret
 pdmesh gateway --host 0.0.0.0 --mesh-host 0.0.0.0
 pdmesh prefill --host 0.0.0.0 --gateway 10.0.0.5:8200
 pdmesh decode  --host 0.0.0.0 --gateway 10.0.0.5:8200
@@ -54,7 +56,7 @@ pdmesh up --config mesh.toml              settings without a flag here, too
 """)
 
 GATEWAY: Final = _examples("""
-pdmesh gateway --model /models/llama --host 0.0.0.0 --mesh-host 0.0.0.0
+pdmesh gateway --model /models/llama --mesh-host 0.0.0.0
 pdmesh gateway --config mesh.toml --api-keys keys.txt
 pdmesh gateway --gateway-processes 2      workers: --gateway HOST:8200,HOST:8201
 """)
@@ -116,6 +118,11 @@ pdmesh config decode --max-running 64     with flags of one service
 COMPLETION: Final = _examples("""
 pdmesh completion bash --install          for good
 source <(pdmesh completion bash)          in this shell
+""")
+
+SECRET: Final = _examples("""
+pdmesh secret --out secret                then copy it to every host
+pdmesh gateway --mesh-host 0.0.0.0 --mesh-secret-file secret
 """)
 
 HASH_KEY: Final = _examples("""

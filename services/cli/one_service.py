@@ -6,6 +6,8 @@ The gateway's machine has neither torch nor ucxx, so each command imports its se
 
 from __future__ import annotations
 
+import os
+
 from services.cli.flags import (
     config_flags,
     require_free_port,
@@ -16,6 +18,7 @@ from services.cli.flags import (
 from services.cli.sources import ConfigFlag
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig, ServiceConfig, WorkerConfig
 from shared.log import configure_logs
+from shared.mesh_secret import mesh_secret
 
 
 @config_flags
@@ -27,6 +30,7 @@ def gateway(*, config: GatewayConfig = GatewayConfig(), file: ConfigFlag = None)
     config.check()
     require_free_ports(config)
     require_key_file(config.api_keys)
+    mesh_secret(config, os.environ)
     _configure_logs("gateway", config)
     from services.gateway.process import run_gateway
 
@@ -63,6 +67,7 @@ def decode(*, config: DecodeConfig = DecodeConfig(), file: ConfigFlag = None) ->
 
 def _check_worker(config: WorkerConfig) -> None:
     config.check()
+    mesh_secret(config, os.environ)
     require_worker_modules(config.engine)
     require_free_port(config.host, config.port, "--port")
     require_free_port(config.host, config.metrics_port, "--metrics-port")

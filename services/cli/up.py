@@ -275,7 +275,8 @@ def plan_mesh(config: UpConfig, environment: Mapping[str, str]) -> MeshPlan:
 
 
 def _gateway(config: UpConfig, environment: Mapping[str, str]) -> GatewayConfig:
-    """The gRPC port follows the HTTP port unless somebody has set it; the mesh's is any free one."""
+    """The gRPC port follows the HTTP port unless somebody has set it; the mesh's is any free
+    one."""
     settings = settings_from_environment(GatewayConfig, environment)
     host = config.host if config.host is not None else settings["host"].value
     port = config.port if config.port is not None else settings["http_port"].value

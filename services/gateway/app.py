@@ -72,9 +72,10 @@ class Gateway:
             tracer = await stack.enter_async_context(
                 tracing("pdmesh-gateway", self.incarnation, VERSION)
             )
+            mesh_network = platform.mesh_network("gateway", self.incarnation)
             members = self.members = await stack.enter_async_context(
                 membership(
-                    platform.network,
+                    mesh_network,
                     POLICIES[config.policy](),
                     self.incarnation,
                     VERSION,
@@ -106,9 +107,7 @@ class Gateway:
                 )
             )
             mesh_server = await stack.enter_async_context(
-                platform.network.serve(
-                    Address(config.mesh_host, config.mesh_port), [registry.servicer]
-                )
+                mesh_network.serve(Address(config.mesh_host, config.mesh_port), [registry.servicer])
             )
             http = await stack.enter_async_context(
                 serve_http(

@@ -237,7 +237,8 @@ def test_a_gateway_command_loads_neither_torch_nor_ucxx() -> None:
     program = """
 import sys
 from services.cli import main
-code = main(["gateway", "--http-port", "0", "--grpc-port", "0", "--mesh-port", "0", "--model", "/no/such/folder"])
+ports = ["--http-port", "0", "--grpc-port", "0", "--mesh-port", "0"]
+code = main(["gateway", *ports, "--model", "/no/such/folder"])
 heavy = {"torch", "numpy", "ucxx", "xxhash", "safetensors", "transformers"} & set(sys.modules)
 ours = [name for name in sys.modules if name.startswith(("shared.engine.load", "shared.transport"))]
 assert "services.gateway.app" in sys.modules
