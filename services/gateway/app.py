@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 from collections.abc import Callable, Mapping
 
 from services.gateway.core.peer_table import OwnModel
@@ -79,7 +78,7 @@ class Gateway:
                     POLICIES[config.policy](),
                     self.incarnation,
                     VERSION,
-                    random.Random(platform.random_bytes(8)).random,
+                    platform.random_bytes,
                     self._own_model,
                 )
             )

@@ -334,6 +334,7 @@ def honest_calls() -> dict[str, list[list[Any]]]:
             SamplingParams(max_tokens=9, seed=3, stop_token_ids=(7,), logit_bias=((8, 1.0),))
         ),
         "deadline_s": 1.0,
+        "lease_token": bytes(range(16)),
     }
     what = {"model": codec.model_to_wire(model.spec), "layout": codec.layout_to_wire(model.layout)}
     announce = wire.WorkerAnnounce(
@@ -376,7 +377,8 @@ def honest_calls() -> dict[str, list[list[Any]]]:
         ]],
         TRANSFER_PUSH.path: [[
             wire.PushCommand(hello=pair),
-            wire.PushCommand(open=wire.OpenTransfer(request_id=bytes(range(16)))),
+            wire.PushCommand(open=wire.OpenTransfer(
+                request_id=bytes(range(16)), lease_token=bytes(range(16)))),
         ]],
     }  # fmt: skip
 

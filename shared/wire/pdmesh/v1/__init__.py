@@ -699,6 +699,11 @@ class OpenTransfer(betterproto2.Message):
 
     attempt: "int" = betterproto2.field(2, betterproto2.TYPE_UINT32)
 
+    lease_token: "bytes" = betterproto2.field(3, betterproto2.TYPE_BYTES)
+    """
+    16 bytes, from StartPrefill: decode has the same from Reserve
+    """
+
 
 default_message_pool.register_message("pdmesh.v1", "OpenTransfer", OpenTransfer)
 
@@ -1101,6 +1106,11 @@ class Reserve(betterproto2.Message):
     as in StartPrefill
     """
 
+    lease_token: "bytes" = betterproto2.field(12, betterproto2.TYPE_BYTES)
+    """
+    as in StartPrefill: whoever opens the transfer must know it
+    """
+
 
 default_message_pool.register_message("pdmesh.v1", "Reserve", Reserve)
 
@@ -1271,6 +1281,11 @@ class StartPrefill(betterproto2.Message):
     W3C traceparent of the attempt; empty = not traced
     """
 
+    lease_token: "bytes" = betterproto2.field(11, betterproto2.TYPE_BYTES)
+    """
+    16 random bytes of the attempt, which the two workers of its pair alone are told
+    """
+
 
 default_message_pool.register_message("pdmesh.v1", "StartPrefill", StartPrefill)
 
@@ -1429,6 +1444,11 @@ class TransferGrant(betterproto2.Message):
     decode already has KV of tokens [0, skip)
     """
 
+    lease_token: "bytes" = betterproto2.field(7, betterproto2.TYPE_BYTES)
+    """
+    as in OpenTransfer
+    """
+
 
 default_message_pool.register_message("pdmesh.v1", "TransferGrant", TransferGrant)
 
@@ -1440,6 +1460,11 @@ class TransferRefused(betterproto2.Message):
     attempt: "int" = betterproto2.field(2, betterproto2.TYPE_UINT32)
 
     error: "Error | None" = betterproto2.field(3, betterproto2.TYPE_MESSAGE, optional=True)
+
+    lease_token: "bytes" = betterproto2.field(4, betterproto2.TYPE_BYTES)
+    """
+    as in OpenTransfer
+    """
 
 
 default_message_pool.register_message("pdmesh.v1", "TransferRefused", TransferRefused)
