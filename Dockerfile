@@ -47,9 +47,10 @@ RUN pip install ".[otel]" && pip check && pip uninstall --yes pdmesh pip
 FROM runtime AS gateway
 COPY --from=gateway-dependencies /opt/pdmesh /opt/pdmesh
 COPY --from=application /app /app
+RUN install --directory --owner 10001 --group 10001 --mode 700 /secret
 USER 10001:10001
 RUN python3 -c "import services.gateway.app, services.cli"
-EXPOSE 8000 8001
+EXPOSE 8000 8001 8200
 ENTRYPOINT ["pdmesh", "gateway"]
 
 FROM build AS worker-dependencies

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -32,6 +33,7 @@ from shared.address import Address
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
 from shared.environment import environment_of
 from shared.errors import MeshError, WorkerLost
+from shared.mesh_secret import SECRET_VARIABLE, new_secret
 from shared.runtime.groups import plain_errors
 from shared.runtime.parent import PARENT_FD
 
@@ -113,7 +115,8 @@ def plan_services(
     gateway: GatewayConfig, prefill: Sequence[PrefillConfig], decode: Sequence[DecodeConfig]
 ) -> list[Service]:
     """Return the processes of a mesh, the gateway first. The workers' ``gateway`` is filled in when
-    its port is known."""
+    its port is known. A mesh that is given no secret gets one of its own: another on this machine
+    is another mesh."""
     workers = [("prefill", "services.prefill", config) for config in prefill] + [
         ("colocated" if config.colocated else "decode", "services.decode", config)
         for config in decode
@@ -124,6 +127,10 @@ def plan_services(
         name = f"{kind}-{counts[kind]}"
         counts[kind] += 1
         services.append(Service(name=name, module=module, env=environment_of(config)))
+    if gateway.mesh_secret_file is None and not os.environ.get(SECRET_VARIABLE, "").strip():
+        secret = new_secret(secrets.token_bytes)
+        for service in services:
+            service.env[SECRET_VARIABLE] = secret
     return services
 
 
@@ -160,16 +167,16 @@ class LocalMesh:
     @property
     def http_url(self) -> str:
         """Base URL of the gateway's HTTP API, without ``/v1``."""
-        return f"http://{Address(self._host, self.gateway.facts['http_port'])}"
+        return f"http://{Address(self._reached('PDMESH_HOST'), self.gateway.facts['http_port'])}"
 
     @property
     def grpc_target(self) -> str:
         """host:port of the gateway's gRPC API."""
-        return str(Address(self._host, self.gateway.facts["grpc_port"]))
+        return str(Address(self._reached("PDMESH_HOST"), self.gateway.facts["grpc_port"]))
 
-    @property
-    def _host(self) -> str:
-        host = self.gateway.env.get("PDMESH_HOST", "") or "127.0.0.1"
+    def _reached(self, variable: str) -> str:
+        """Return where this machine reaches a gateway that listens on what the variable says."""
+        host = self.gateway.env.get(variable, "") or "127.0.0.1"
         return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
     @property
@@ -194,9 +201,11 @@ class LocalMesh:
                 facts = self.gateway.facts
                 self.gateway.env["PDMESH_HTTP_PORT"] = str(facts["http_port"])
                 self.gateway.env["PDMESH_GRPC_PORT"] = str(facts["grpc_port"])
+                self.gateway.env["PDMESH_MESH_PORT"] = str(facts["mesh_port"])
+                mesh_host = self._reached("PDMESH_MESH_HOST")
                 # Several gateway processes are joined each at a port of its own.
-                ports = facts.get("grpc_ports", [facts["grpc_port"]])
-                targets = ",".join(str(Address(self._host, port)) for port in ports)
+                ports = facts.get("mesh_ports", [facts["mesh_port"]])
+                targets = ",".join(str(Address(mesh_host, port)) for port in ports)
                 for worker in self.workers:
                     worker.env["PDMESH_GATEWAY"] = targets
                     self._keep(worker, tasks)

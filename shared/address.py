@@ -32,8 +32,16 @@ def parse_address(text: str, *, param: str, default_port: int | None = None) -> 
         host, port = text.strip(), str(default_port)
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdigit() or not 0 <= int(port) < 65536:
-        raise InvalidRequest(f"--{param} must be host:port, for example 10.0.0.5:8001", param=param)
+        raise InvalidRequest(f"--{param} must be host:port, for example 10.0.0.5:8200", param=param)
     return Address(host, int(port))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens there."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def is_host(text: str) -> bool:

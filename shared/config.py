@@ -14,11 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from shared.address import Address, parse_address
+from shared.address import Address, is_loopback, parse_address
 from shared.errors import InvalidRequest
 
 RoutingPolicyName = Literal["least_loaded", "round_robin", "random"]
 """What ``--policy`` takes; the policies are the gateway's (``core/routing.py``)."""
+
+MESH_PORT = 8200
+"""Where workers join, unless something else is said; room above it for several gateways."""
 
 STEP_TOKENS = 2048
 """Most tokens of a step where nothing else is said."""
@@ -52,6 +55,10 @@ class ServiceConfig:
     drain_s: float = 30.0
     """Seconds to finish what is in hand after SIGTERM."""
 
+    mesh_secret_file: Path | None = None
+    """File with the mesh's secret (pdmesh secret), the same for the gateway and all workers; or the
+    variable PDMESH_MESH_SECRET. Needed where the mesh leaves this machine, or with API keys."""
+
     realtime: bool = False
     """Real-time priority for the event loop and the threads that carry KV: they run when they wake,
     not when a busy core has time for them. Linux; as root, or with an rtprio limit of 2."""
@@ -80,10 +87,16 @@ class GatewayConfig(ServiceConfig):
     """Port of the OpenAI-compatible API; 0 = any free one."""
 
     grpc_port: int = 8001
-    """Port of the gRPC API, which workers join as well; 0 = any free one."""
+    """Port of the gRPC API; 0 = any free one."""
+
+    mesh_host: str = "127.0.0.1"
+    """Address on which workers join: a door of its own, not the clients'."""
+
+    mesh_port: int = MESH_PORT
+    """Port on which workers join; 0 = any free one."""
 
     gateway_processes: int = 1
-    """Gateway processes that share the HTTP port. Workers join each: at --grpc-port, that plus 1,
+    """Gateway processes that share the HTTP port. Workers join each: at --mesh-port, that plus 1,
     and so on."""
 
     share_http_port: bool = False
@@ -120,13 +133,20 @@ class GatewayConfig(ServiceConfig):
     request_timeout_s: float = 600.0
     """Deadline of requests that bring none; 0 = none."""
 
+    @property
+    def why_secret(self) -> str:
+        """Why the mesh needs a secret; '' = it needs none."""
+        if not is_loopback(self.mesh_host):
+            return f"--mesh-host {self.mesh_host} can be reached from other machines"
+        return "clients need API keys" if self.api_keys is not None else ""
+
     def check(self) -> None:
         """See ServiceConfig."""
         super(GatewayConfig, self).check()
         _require(1 <= self.gateway_processes <= 64, "gateway_processes", "must be 1..64")
-        for name in ("http_port", "grpc_port", "process_port"):
+        for name in ("http_port", "grpc_port", "mesh_port", "process_port"):
             _require(0 <= getattr(self, name) < 65536, name, "must be a port, 0..65535")
-        for name in ("grpc_port", "process_port"):
+        for name in ("grpc_port", "mesh_port", "process_port"):
             last = getattr(self, name) + self.gateway_processes - 1
             _require(last < 65536, name, "leaves too few ports above it for all processes")
         _require(
@@ -146,9 +166,9 @@ class GatewayConfig(ServiceConfig):
 class WorkerConfig(ServiceConfig):
     """What prefill and decode share."""
 
-    gateway: str = "127.0.0.1:8001"
-    """host:port of the gateway's gRPC API; a name with several addresses means several gateways;
-    commas separate more."""
+    gateway: str = f"127.0.0.1:{MESH_PORT}"
+    """host:port of the gateway's door for workers (its --mesh-host and --mesh-port); a name with
+    several addresses means several gateways; commas separate more."""
 
     port: int = 0
     """gRPC port of this worker; 0 = any free one."""
@@ -215,7 +235,15 @@ class WorkerConfig(ServiceConfig):
     def gateways(self) -> tuple[Address, ...]:
         """The gateways' names. Raises InvalidRequest."""
         names = [name for name in self.gateway.split(",") if name.strip()]
-        return tuple(parse_address(name, param="gateway", default_port=8001) for name in names)
+        return tuple(parse_address(name, param="gateway", default_port=MESH_PORT) for name in names)
+
+    @property
+    def why_secret(self) -> str:
+        """Why the mesh needs a secret; '' = it needs none."""
+        if not is_loopback(self.host):
+            return f"--host {self.host} can be reached from other machines"
+        away = [name.host for name in self.gateways if not is_loopback(name.host)]
+        return f"the gateway {away[0]} is another machine" if away else ""
 
     def check(self) -> None:
         """See ServiceConfig."""

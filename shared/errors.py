@@ -144,6 +144,12 @@ class IncompatiblePeer(MeshError):
     type = "incompatible_peer"
 
 
+class NotOfThisMesh(IncompatiblePeer):
+    """The other end has no proof that it knows this mesh's secret, or asks for none."""
+
+    type = "not_of_this_mesh"
+
+
 # Our own bugs.
 
 
@@ -177,7 +183,7 @@ ERROR_TYPES: dict[str, type[MeshError]] = {
     for cls in (
         InvalidRequest, NotFound, Unauthorized, TooLarge, NoCapacity, DeadlinePassed, Overloaded,
         ShuttingDown, WorkerLost, RemoteProtocolError, LeaseLost, TransferFailed, NoBlocks,
-        IncompatiblePeer, InvariantViolated, EngineFailed, ModelError,
+        IncompatiblePeer, NotOfThisMesh, InvariantViolated, EngineFailed, ModelError,
     )
 }  # fmt: skip
 """Wire name -> class: how an error that crossed a stream becomes an exception again."""

@@ -9,13 +9,17 @@ from collections.abc import Callable
 from typing import NewType
 
 ID_BYTES = 16
-"""Length of a request id and of a transfer id."""
+"""Length of a request id, a transfer id and a lease token."""
 
 RequestId = NewType("RequestId", bytes)
 """16 random bytes, made by the gateway for every request."""
 
 TransferId = NewType("TransferId", bytes)
 """16 random bytes, made by decode for every grant."""
+
+LeaseToken = NewType("LeaseToken", bytes)
+"""16 random bytes, made by the gateway for every attempt and told to its two workers alone: unlike
+a request id it stands in no log, header or trace. Who cannot name it neither opens nor grants."""
 
 Incarnation = NewType("Incarnation", int)
 """Random 64 bits per process start, never 0: a peer that restarts on the same address is a new
@@ -37,6 +41,11 @@ def new_request_id(random_bytes: RandomBytes) -> RequestId:
 def new_transfer_id(random_bytes: RandomBytes) -> TransferId:
     """Return a fresh transfer id."""
     return TransferId(random_bytes(ID_BYTES))
+
+
+def new_lease_token(random_bytes: RandomBytes) -> LeaseToken:
+    """Return a fresh lease token."""
+    return LeaseToken(random_bytes(ID_BYTES))
 
 
 def new_incarnation(random_bytes: RandomBytes) -> Incarnation:

@@ -16,7 +16,7 @@ from services.decode.core.lease import LeaseKey, LeasePolicy, LeaseState
 from services.decode.core.leases import Leases
 from services.gateway.core.lifecycle import ArrivedToken, Leg, Lifecycle, State
 from shared.errors import DeadlinePassed, InvalidRequest, LocalProtocolError, MeshError, WorkerLost
-from shared.ids import Incarnation, RequestId
+from shared.ids import Incarnation, LeaseToken, RequestId
 from shared.kv.pool import BlockPool
 from shared.liveness import Liveness, PeerState
 from shared.request import FinishReason, SamplingParams, WorkItem
@@ -179,7 +179,7 @@ class LeaseRoom:
 
 
 def _key(number: int) -> LeaseKey:
-    return LeaseKey(RequestId(bytes([number] * 16)), 0)
+    return LeaseKey(RequestId(bytes([number] * 16)), 0, LeaseToken(bytes(16)))
 
 
 def lease_moves() -> Moves:

@@ -214,7 +214,7 @@ async def our_mesh(
     """
     shared: dict[str, Any] = {"model": str(folder), "realtime": realtime}
     common: dict[str, Any] = {**shared, "device": "cpu", "kv_gib": 1.0}
-    gateway = GatewayConfig(**shared, http_port=0, grpc_port=0, max_waiting=4096)
+    gateway = GatewayConfig(**shared, http_port=0, grpc_port=0, mesh_port=0, max_waiting=4096)
     if num_colocated:
         decode = DecodeConfig(**common, threads=threads, colocated=True, tbt_target_s=tbt_s)
         services = plan_services(gateway, [], [decode] * num_colocated)

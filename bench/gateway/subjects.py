@@ -171,7 +171,7 @@ async def our_gateway(
 ) -> AsyncGenerator[Subject]:
     """Start a gateway with a mock pair of workers. ``ready_s``: from exec until ``/ready`` says
     that a pair is usable, the pair's joining included."""
-    http_port, grpc_port, prefill_port, decode_port = free_ports(4)
+    http_port, grpc_port, mesh_port, prefill_port, decode_port = free_ports(5)
     ports = {WorkerRole.PREFILL: prefill_port, WorkerRole.DECODE: decode_port}
     mesh = [
         programs["mesh"],
@@ -183,6 +183,7 @@ async def our_gateway(
     environ = {
         "PDMESH_HTTP_PORT": str(http_port),
         "PDMESH_GRPC_PORT": str(grpc_port),
+        "PDMESH_MESH_PORT": str(mesh_port),
         "PDMESH_MODEL_NAME": MODEL,
         "PDMESH_MAX_RUNNING": "16384",
         "PDMESH_LOG_LEVEL": "warning",
@@ -194,7 +195,7 @@ async def our_gateway(
         environ["PYTHONPATH"] = str(PROJECT)
         async with (
             process(command, cores.tested, log, environ) as gateway,
-            joined(Address("127.0.0.1", grpc_port), ports),
+            joined(Address("127.0.0.1", mesh_port), ports),
         ):
             await wait_until(http_port, "/ready", gateway, poll_s=0.01)
             ready_s = time.monotonic() - began_at

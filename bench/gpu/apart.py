@@ -97,7 +97,7 @@ async def a_mesh(asked: argparse.Namespace, *, is_apart: bool) -> AsyncGenerator
         "threads": 1 if asked.device == "cpu" else 0,
     }
     services = plan_services(
-        GatewayConfig(**shared, http_port=0, grpc_port=0),
+        GatewayConfig(**shared, http_port=0, grpc_port=0, mesh_port=0),
         [PrefillConfig(**worker)] if is_apart else [],
         [DecodeConfig(**worker, colocated=not is_apart)],
     )

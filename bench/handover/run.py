@@ -181,7 +181,7 @@ async def a_mesh(
     common: dict[str, Any] = {"log_format": "json", "realtime": priority == REALTIME}
     worker = {"num_blocks": NUM_BLOCKS, **common, **ENGINES[engine]}
     services = plan_services(
-        GatewayConfig(http_port=0, grpc_port=0, log_level=level, **common),
+        GatewayConfig(http_port=0, grpc_port=0, mesh_port=0, log_level=level, **common),
         [PrefillConfig(log_level="debug", **worker)],
         [DecodeConfig(log_level=level, **worker)],
     )

@@ -245,7 +245,7 @@ async def measure(
     common: dict[str, Any] = {"log_level": "warning", "realtime": priority == REALTIME}
     prefill_port, decode_port = free_ports(2)
     services = plan_services(
-        GatewayConfig(http_port=0, grpc_port=0, **common),
+        GatewayConfig(http_port=0, grpc_port=0, mesh_port=0, **common),
         [PrefillConfig(metrics_port=prefill_port, threads=1, **common)],
         [DecodeConfig(metrics_port=decode_port, threads=1, **common)],
     )

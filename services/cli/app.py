@@ -16,7 +16,7 @@ from services.cli.config import config_app
 from services.cli.demo import demo
 from services.cli.doctor.report import doctor
 from services.cli.generate import generate
-from services.cli.keys import hash_api_key
+from services.cli.keys import hash_api_key, make_secret
 from services.cli.models import models
 from services.cli.one_service import decode, gateway, prefill
 from services.cli.sources import SOURCES
@@ -68,6 +68,7 @@ app.command(top, group=CLIENT, help_epilogue=help_texts.TOP, sort_key=4)
 app.command(bench, group=CLIENT, help_epilogue=help_texts.BENCH, sort_key=5)
 app.command(completion, group=OTHER, help_epilogue=help_texts.COMPLETION)
 app.command(hash_api_key, name="hash-key", group=OTHER, help_epilogue=help_texts.HASH_KEY)
+app.command(make_secret, name="secret", group=OTHER, help_epilogue=help_texts.SECRET)
 app.command(version, group=OTHER, help_epilogue="")
 config_app.group = OTHER
 app.command(config_app)

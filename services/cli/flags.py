@@ -97,6 +97,19 @@ def require_free_port(host: str, port: int, flag: str) -> None:
             ) from None
 
 
+def require_free_ports(gateway: GatewayConfig, *, http_flag: str = "--http-port") -> None:
+    """Raise CannotRun, naming the flag that helps, if a port of a gateway's doors is taken."""
+    if not gateway.share_http_port:
+        require_free_port(gateway.host, gateway.http_port, http_flag)
+    for host, first, flag in (
+        (gateway.host, gateway.grpc_port, "--grpc-port"),
+        (gateway.mesh_host, gateway.mesh_port, "--mesh-port"),
+        (gateway.host, gateway.process_port, "--process-port"),
+    ):
+        for port in range(first, first + (gateway.gateway_processes if first else 1)):
+            require_free_port(host, port, flag)
+
+
 def require_key_file(path: Path | None) -> None:
     """Raise CannotRun or InvalidRequest if there is a file of API keys and it is unusable."""
     if path is not None:

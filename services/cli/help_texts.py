@@ -29,9 +29,11 @@ EPILOGUE: Final = """\
 On three hosts:
 
 ```
-pdmesh gateway --host 0.0.0.0
-pdmesh prefill --host 0.0.0.0 --gateway 10.0.0.5:8001
-pdmesh decode  --host 0.0.0.0 --gateway 10.0.0.5:8001
+pdmesh secret --out secret                copy it to all, and there:
+export PDMESH_MESH_SECRET_FILE=secret
+pdmesh gateway --host 0.0.0.0 --mesh-host 0.0.0.0
+pdmesh prefill --host 0.0.0.0 --gateway 10.0.0.5:8200
+pdmesh decode  --host 0.0.0.0 --gateway 10.0.0.5:8200
 ```
 
 A setting is a flag (--max-running), a variable (PDMESH_MAX_RUNNING) or a line of the file that
@@ -54,18 +56,18 @@ pdmesh up --config mesh.toml              settings without a flag here, too
 """)
 
 GATEWAY: Final = _examples("""
-pdmesh gateway --model /models/llama --host 0.0.0.0
+pdmesh gateway --model /models/llama --mesh-host 0.0.0.0
 pdmesh gateway --config mesh.toml --api-keys keys.txt
-pdmesh gateway --gateway-processes 2      workers: --gateway HOST:8001,HOST:8002
+pdmesh gateway --gateway-processes 2      workers: --gateway HOST:8200,HOST:8201
 """)
 
 PREFILL: Final = _examples("""
-pdmesh prefill --model /models/llama --host 0.0.0.0 --gateway 10.0.0.5:8001
+pdmesh prefill --model /models/llama --host 0.0.0.0 --gateway 10.0.0.5:8200
 pdmesh prefill --config mesh.toml --device cuda:1 --metrics-port 9100
 """)
 
 DECODE: Final = _examples("""
-pdmesh decode --model /models/llama --host 0.0.0.0 --gateway 10.0.0.5:8001
+pdmesh decode --model /models/llama --host 0.0.0.0 --gateway 10.0.0.5:8200
 pdmesh decode --config mesh.toml --kv-gib 24
 """)
 
@@ -116,6 +118,11 @@ pdmesh config decode --max-running 64     with flags of one service
 COMPLETION: Final = _examples("""
 pdmesh completion bash --install          for good
 source <(pdmesh completion bash)          in this shell
+""")
+
+SECRET: Final = _examples("""
+pdmesh secret --out secret                then copy it to every host
+pdmesh gateway --mesh-host 0.0.0.0 --mesh-secret-file secret
 """)
 
 HASH_KEY: Final = _examples("""

@@ -1,13 +1,19 @@
-"""``pdmesh hash-key``: a line of the gateway's key file."""
+"""``pdmesh hash-key``: a line of the gateway's key file. ``pdmesh secret``: what a mesh shares."""
 
 from __future__ import annotations
 
+import os
+import secrets
 import sys
+import tempfile
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from services.gateway.front.auth import hash_key, new_key
+from shared.errors import InvalidRequest
+from shared.mesh_secret import new_secret
 
 
 def hash_api_key(
@@ -36,3 +42,35 @@ def hash_api_key(
     if not key:
         print(f"the key, shown this once: {secret}", file=sys.stderr)
     print(line)
+
+
+def make_secret(
+    *,
+    out: Annotated[Path | None, Parameter(show_env_var=False)] = None,
+    keep: Annotated[bool, Parameter(negative="", show_env_var=False)] = False,
+) -> None:
+    """Make the secret of a mesh: the gateway and all workers get the same one.
+
+    They take it from --mesh-secret-file, or from the variable PDMESH_MESH_SECRET.
+
+    Parameters
+    ----------
+    out
+        Write it to this new file, which only you may read, and not to stdout.
+    keep
+        A file that is there already is left as it is.
+    """
+    text = f"{new_secret(secrets.token_bytes)}\n"
+    if out is None:
+        sys.stdout.write(text)
+    elif not (keep and out.exists()):
+        # Whole or not at all: a service may be waiting to read it.
+        with tempfile.NamedTemporaryFile("w", dir=out.parent, prefix=".secret-") as file:
+            file.write(text)
+            file.flush()
+            try:
+                os.link(file.name, out)
+            except FileExistsError:
+                raise InvalidRequest(
+                    f"{out} is there already: --keep leaves it as it is", param="out"
+                ) from None

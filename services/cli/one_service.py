@@ -6,15 +6,19 @@ The gateway's machine has neither torch nor ucxx, so each command imports its se
 
 from __future__ import annotations
 
+import os
+
 from services.cli.flags import (
     config_flags,
     require_free_port,
+    require_free_ports,
     require_key_file,
     require_worker_modules,
 )
 from services.cli.sources import ConfigFlag
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig, ServiceConfig, WorkerConfig
 from shared.log import configure_logs
+from shared.mesh_secret import mesh_secret
 
 
 @config_flags
@@ -24,12 +28,9 @@ def gateway(*, config: GatewayConfig = GatewayConfig(), file: ConfigFlag = None)
     It needs the model's folder for the tokenizer, not for the weights. SIGTERM and Ctrl-C drain.
     """
     config.check()
-    if not config.share_http_port:
-        require_free_port(config.host, config.http_port, "--http-port")
-    for first, flag in ((config.grpc_port, "--grpc-port"), (config.process_port, "--process-port")):
-        for port in range(first, first + (config.gateway_processes if first else 1)):
-            require_free_port(config.host, port, flag)
+    require_free_ports(config)
     require_key_file(config.api_keys)
+    mesh_secret(config, os.environ)
     _configure_logs("gateway", config)
     from services.gateway.process import run_gateway
 
@@ -66,6 +67,7 @@ def decode(*, config: DecodeConfig = DecodeConfig(), file: ConfigFlag = None) ->
 
 def _check_worker(config: WorkerConfig) -> None:
     config.check()
+    mesh_secret(config, os.environ)
     require_worker_modules(config.engine)
     require_free_port(config.host, config.port, "--port")
     require_free_port(config.host, config.metrics_port, "--metrics-port")

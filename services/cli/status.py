@@ -140,6 +140,7 @@ def _facts(service: Service) -> str:
         facts = service.facts
         parts += [f"HTTP {facts['http_port']}"] if "http_port" in facts else []
         parts += [f"gRPC {facts['grpc_port']}"] if "grpc_port" in facts else []
+        parts += [f"mesh {facts['mesh_port']}"] if "mesh_port" in facts else []
         parts += [f"{facts['num_blocks']} KV blocks"] if "num_blocks" in facts else []
     if service.num_restarts:
         parts.append(

@@ -18,7 +18,7 @@ from rich.console import Console
 from services.cli.flags import (
     annotated,
     require,
-    require_free_port,
+    require_free_ports,
     require_key_file,
     require_worker_modules,
 )
@@ -249,10 +249,7 @@ def plan_mesh(config: UpConfig, environment: Mapping[str, str]) -> MeshPlan:
     )
     for engine in {prefill.engine, decode.engine}:
         require_worker_modules(engine)
-    require_free_port(gateway.host, gateway.http_port, "--port")
-    first = gateway.grpc_port
-    for port in range(first, first + (gateway.gateway_processes if first else 1)):
-        require_free_port(gateway.host, port, "--grpc-port")
+    require_free_ports(gateway, http_flag="--port")
     require_key_file(gateway.api_keys)
     folder = resolve_model(gateway.model)  # a hub name is downloaded here, once
     if not gateway.model_name and "/" in gateway.model and not Path(gateway.model).is_dir():
@@ -278,7 +275,8 @@ def plan_mesh(config: UpConfig, environment: Mapping[str, str]) -> MeshPlan:
 
 
 def _gateway(config: UpConfig, environment: Mapping[str, str]) -> GatewayConfig:
-    """The gRPC port follows the HTTP port unless somebody has set it."""
+    """The gRPC port follows the HTTP port unless somebody has set it; the mesh's is any free
+    one."""
     settings = settings_from_environment(GatewayConfig, environment)
     host = config.host if config.host is not None else settings["host"].value
     port = config.port if config.port is not None else settings["http_port"].value
@@ -288,7 +286,14 @@ def _gateway(config: UpConfig, environment: Mapping[str, str]) -> GatewayConfig:
         grpc_port = settings["grpc_port"].value
     if grpc_port is None:
         grpc_port = port + 1 if port else 0
-    return _with(GatewayConfig, config, environment, host=host, http_port=port, grpc_port=grpc_port)
+    mesh = settings["mesh_port"]  # our own workers are told which it is
+    places = {
+        "host": host,
+        "http_port": port,
+        "grpc_port": grpc_port,
+        "mesh_port": 0 if mesh.origin == "default" else mesh.value,
+    }
+    return _with(GatewayConfig, config, environment, **places)
 
 
 def _with(

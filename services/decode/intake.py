@@ -107,7 +107,7 @@ class Intake:
         try:
             order = codec.reserve_from_wire(command)
             request = ReserveRequest(
-                key=LeaseKey(order.request_id, order.attempt),
+                key=LeaseKey(order.request_id, order.attempt, order.lease_token),
                 item=order.item,
                 prefill=order.prefill_incarnation,
                 wait_s=min(order.wait_s, MAX_RESERVE_WAIT_S),

@@ -3,7 +3,7 @@
     clients ── HTTP (http.py) ─┐                          ┌─ session to each prefill worker
                                ├─ FrontDoor ── mesh.py ── GatewayMesh ── Membership
     clients ── gRPC (ingress) ─┘                          └─ session to each decode worker
-                                             registry.py: workers join here
+    workers ── gRPC, a port of their own ── registry.py: they join here
 
 Nothing here decides: admission, routing and the life of a request are cores.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 from collections.abc import Callable, Mapping
 
 from services.gateway.core.peer_table import OwnModel
@@ -38,7 +37,8 @@ from shared.telemetry.process import register_process_metrics
 from shared.telemetry.tracing import tracing
 from shared.version import VERSION
 
-Ready = Callable[[Address, Address], None]
+Ready = Callable[[Address, Address, Address], None]
+"""Takes the addresses of the HTTP API, of the gRPC API, and where workers join."""
 
 TAIL_S = 2.0
 """Longest wait, once no request runs any more, for the last bytes to reach their clients."""
@@ -71,13 +71,14 @@ class Gateway:
             tracer = await stack.enter_async_context(
                 tracing("pdmesh-gateway", self.incarnation, VERSION)
             )
+            mesh_network = platform.mesh_network("gateway", self.incarnation)
             members = self.members = await stack.enter_async_context(
                 membership(
-                    platform.network,
+                    mesh_network,
                     POLICIES[config.policy](),
                     self.incarnation,
                     VERSION,
-                    random.Random(platform.random_bytes(8)).random,
+                    platform.random_bytes,
                     self._own_model,
                 )
             )
@@ -101,8 +102,11 @@ class Gateway:
             server = await stack.enter_async_context(
                 platform.network.serve(
                     Address(config.host, config.grpc_port),
-                    [Inference(front).servicer(), registry.servicer],
+                    [Inference(front).servicer()],
                 )
+            )
+            mesh_server = await stack.enter_async_context(
+                mesh_network.serve(Address(config.mesh_host, config.mesh_port), [registry.servicer])
             )
             http = await stack.enter_async_context(
                 serve_http(
@@ -113,7 +117,7 @@ class Gateway:
                     reuse_port=config.share_http_port,
                 )
             )
-            ready(http, server.address)
+            ready(http, server.address, mesh_server.address)
 
             async def say_readiness() -> None:
                 while True:
@@ -125,13 +129,14 @@ class Gateway:
                 [say_readiness, lambda: watch_loop_lag(loop_lag.observe)],
                 stop=stop,
                 drain=lambda: mesh.drain(config.drain_s),
-                last_words=lambda: _say_goodbye(registry, server),
+                last_words=lambda: _say_goodbye(registry, mesh_server, server),
             )
 
 
-async def _say_goodbye(registry: Registry, server: RpcServer) -> None:
+async def _say_goodbye(registry: Registry, mesh_server: RpcServer, server: RpcServer) -> None:
     server.set_ready(False)
     registry.close()
+    await mesh_server.drain(TAIL_S)
     await server.drain(TAIL_S)
 
 
@@ -149,7 +154,7 @@ async def serve_gateway(
     not). Returns False if the drain limit came first.
 
     text: the tokenizer of the model that the workers serve; it stays the caller's to close.
-    ready: called once with the addresses of the HTTP and the gRPC API. defaults: the model's own
+    ready: called once, when all doors are open. defaults: the model's own
     sampling defaults. own_model: what ``text`` belongs to; workers with another one are refused.
     Raises OSError: a port is in use. InvalidRequest: the file of API keys is unusable."""
     gateway = Gateway(config, platform, text, defaults or {}, own_model)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 from services.gateway.app import serve_gateway
 from services.gateway.core.peer_table import OwnModel
 from services.gateway.processes import run_gateways
 from services.gateway.text.text_model import TextModel
 from shared.config import GatewayConfig
+from shared.mesh_secret import mesh_secret
 from shared.model_folder import ModelFolder, resolve_model
 from shared.rpc.network import Address
 from shared.runtime.platform import real_platform
@@ -31,15 +33,16 @@ def run_gateway(config: GatewayConfig) -> int:
         return run_gateways(config)
 
     async def main(process: Process) -> bool:
-        def ready(http: Address, grpc: Address) -> None:
-            process.ready(http_port=http.port, grpc_port=grpc.port)
+        def ready(http: Address, grpc: Address, mesh: Address) -> None:
+            process.ready(http_port=http.port, grpc_port=grpc.port, mesh_port=mesh.port)
 
+        platform = real_platform(mesh_secret(config, os.environ))
         # A large tokenizer holds the thread for a second; signals are heard meanwhile.
         folder, text = await asyncio.to_thread(_load, config.model)
         try:
             return await serve_gateway(
                 config,
-                real_platform(),
+                platform,
                 text,
                 ready,
                 process.stop,

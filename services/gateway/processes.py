@@ -1,12 +1,12 @@
 """Several gateway processes on one HTTP port: a small parent that starts, replaces and stops them.
 
     pdmesh gateway --gateway-processes 3
-        clients ── port 8000, dealt out by the kernel ── process 0: workers join at 8001
-                                                         process 1: workers join at 8002
-                                                         process 2: workers join at 8003
+        clients ── port 8000, dealt out by the kernel ── process 0: workers join at 8200
+                                                         process 1: workers join at 8201
+                                                         process 2: workers join at 8202
 
 Each process is a whole gateway with an incarnation of its own, so workers must join every one:
-``--gateway host:8001,host:8002,host:8003``. A process that dies is replaced, with a log line; the
+``--gateway host:8200,host:8201,host:8202``. A process that dies is replaced, with a log line; the
 others go on meanwhile. Before all are ready the first failure ends everything. Every process hangs
 on a cord (``shared/runtime/parent.py``): none outlives the parent, however that dies. The parent
 serves nothing and loads nothing.
@@ -60,7 +60,8 @@ def run_gateways(config: GatewayConfig) -> int:
                 process.ready(
                     http_port=children[0].facts["http_port"],
                     grpc_port=children[0].facts["grpc_port"],
-                    grpc_ports=[child.facts["grpc_port"] for child in children],
+                    mesh_port=children[0].facts["mesh_port"],
+                    mesh_ports=[child.facts["mesh_port"] for child in children],
                 )
                 await process.stop.wait()
                 for child in children:
@@ -121,12 +122,14 @@ class _Child:
         config, facts = self._config, self.facts
         # One that is replaced must be found where it was.
         grpc_port = facts.get("grpc_port", config.grpc_port and config.grpc_port + self._number)
+        mesh_port = facts.get("mesh_port", config.mesh_port and config.mesh_port + self._number)
         own = dataclasses.replace(
             config,
             gateway_processes=1,
             share_http_port=True,
             http_port=self.http_port,
             grpc_port=grpc_port,
+            mesh_port=mesh_port,
             process_port=config.process_port and config.process_port + self._number,
         )
         cord_fd = {PARENT_FD: str(cord.fileno())}

@@ -65,7 +65,7 @@ class PrefillWorker:
                 engine=engine,
                 compute=compute,
                 transport=transport,
-                network=platform.network,
+                network=life.network,
                 sink=pusher,
                 random_bytes=platform.random_bytes,
                 on_change=life.changed,

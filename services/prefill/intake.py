@@ -27,6 +27,7 @@ from shared.rpc.gateway_session import (
 )
 from shared.rpc.methods import PREFILL_SESSION
 from shared.schedule.plan import NewToken, PromptTimes
+from shared.transfer.messages import TransferKey
 
 
 class Intake:
@@ -91,8 +92,7 @@ class Intake:
             order = codec.start_prefill_from_wire(command)
             require_sendable(order.item)
             request = PrefillRequest(
-                request_id=order.request_id,
-                attempt=order.attempt,
+                key=TransferKey(order.request_id, order.attempt, order.lease_token),
                 item=order.item,
                 decode=order.decode_incarnation,
                 deadline_at=None if order.deadline_s is None else now + order.deadline_s,

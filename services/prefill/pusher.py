@@ -1,6 +1,6 @@
 """Pushes KV of finished layers to decode workers: drives the sender cores, gathers, and sends.
 
-    handle = pusher.begin(request_id, attempt, decode, num_tokens=n, block_table=lambda: table)
+    handle = pusher.begin(key, decode, num_tokens=n, block_table=lambda: table)
     handle.span(0, hit, is_cached=True)      # what the own prefix cache already holds
     handle.span(hit, hit + chunk)            # before each step
     handle.layers_ready(i)                   # OnLayersDone of that step
@@ -26,7 +26,7 @@ from shared.engine import staging
 from shared.engine.base import Engine
 from shared.engine.worker import ComputeRunner
 from shared.errors import EngineFailed, MeshError, ShuttingDown, TransferFailed, WorkerLost
-from shared.ids import Incarnation, RequestId
+from shared.ids import Incarnation
 from shared.runtime.effect_loop import EffectLoop
 from shared.telemetry.moments import Moment, note
 from shared.transfer.effects import (
@@ -268,8 +268,7 @@ class Pusher:
 
     def begin(
         self,
-        request_id: RequestId,
-        attempt: int,
+        key: TransferKey,
         decode: Incarnation,
         *,
         num_tokens: int,
@@ -287,7 +286,6 @@ class Pusher:
         )
         if link is None:
             raise WorkerLost("this prefill worker has no pair with that decode worker now")
-        key = TransferKey(request_id, attempt)
         effects = self._core.begin(key, link.id, num_tokens, self._now())
         handle = PushHandle(self, key, link, block_table)
         self._handles[key] = handle

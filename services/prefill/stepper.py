@@ -41,6 +41,7 @@ from shared.schedule.sequence import Sequence
 from shared.telemetry.moments import Moment, note
 from shared.telemetry.tracing import CANCELLED, NO_TRACER, Phases, Span, Tracer, Value
 from shared.telemetry.worker import MovingMean, PrefillMetrics, WorkerLoad
+from shared.transfer.messages import TransferKey
 
 _log = structlog.get_logger(__name__)
 
@@ -50,8 +51,7 @@ class PrefillRequest:
     """One attempt to prefill. decode: where the KV goes, None = nowhere. deadline_at: loop time.
     trace_context: see ``tracing.Span.context``."""
 
-    request_id: RequestId
-    attempt: int
+    key: TransferKey
     item: WorkItem
     decode: Incarnation | None
     deadline_at: float | None
@@ -147,13 +147,12 @@ class Stepper:
         )
         sequence = Sequence(request.item)
         self._scheduler.add_prefill(sequence)
-        note(Moment.QUEUED, request.request_id, num_tokens=len(request.item.token_ids))
+        note(Moment.QUEUED, request.key.request_id, num_tokens=len(request.item.token_ids))
         push: PushHandle | None = None
         if request.decode is not None:
             try:
                 push = self._pusher.begin(
-                    request.request_id,
-                    request.attempt,
+                    request.key,
                     request.decode,
                     num_tokens=len(request.item.token_ids),
                     block_table=lambda: sequence.block_table,
@@ -164,7 +163,7 @@ class Stepper:
         core = Job(has_push=push is not None)
         span = self._tracer.within(request.trace_context)
         phases = Phases(span, "prefill.queue", now)
-        job = PrefillJob(request.request_id, sequence, core, sink, push, now, span, phases)
+        job = PrefillJob(request.key.request_id, sequence, core, sink, push, now, span, phases)
         self._jobs[sequence] = job
         self._idle.clear()
         if request.deadline_at is not None:

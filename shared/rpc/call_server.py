@@ -25,8 +25,7 @@ from shared.errors import ShuttingDown
 from shared.rpc.connection import ConnectionLimits, GuardedProtocol
 from shared.rpc.descriptors import descriptors
 from shared.rpc.message_codec import MessageCodec
-from shared.rpc.service import DEADLINE_KEY
-from shared.rpc.status import ERROR_TRAILER, error_to_json, grpc_status_of
+from shared.rpc.service import DEADLINE_KEY, refuse
 
 CLOSE_WITHIN_S = 5.0
 """Cancelled handlers get this long to clean up."""
@@ -116,12 +115,7 @@ class _ServerProtocol(GuardedProtocol):
 
 
 async def _refuse(stream: Any) -> None:
-    error = ShuttingDown("this process is shutting down", retry_after_s=1.0)
-    await stream.send_trailing_metadata(
-        status=grpc_status_of(error),
-        status_message=error.message,
-        metadata={ERROR_TRAILER: error_to_json(error)},
-    )
+    await refuse(stream, ShuttingDown("this process is shutting down", retry_after_s=1.0))
 
 
 class CallServer:

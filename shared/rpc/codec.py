@@ -21,7 +21,7 @@ from shared.errors import (
     RemoteProtocolError,
     WorkerLost,
 )
-from shared.ids import ID_BYTES, Incarnation, RequestId, StreamId
+from shared.ids import ID_BYTES, Incarnation, LeaseToken, RequestId, StreamId
 from shared.kv.layout import DTYPE_BYTES, KvLayout
 from shared.model_spec import ModelSpec
 from shared.request import (
@@ -34,7 +34,7 @@ from shared.request import (
 from shared.rpc.columns import pack_f32, pack_u8, pack_u32, unpack_f32, unpack_u8, unpack_u32
 from shared.rpc.message_codec import MAX_MESSAGE_BYTES
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Grows when a message changes its meaning; peers of different versions do not work together."""
 
 FINGERPRINT_BYTES = 32
@@ -55,6 +55,7 @@ class PrefillOrder(NamedTuple):
     item: WorkItem
     deadline_s: float | None
     decode_incarnation: Incarnation | None
+    lease_token: LeaseToken
     trace_context: str = ""
 
 
@@ -68,6 +69,7 @@ class ReserveOrder(NamedTuple):
     deadline_s: float | None
     wait_s: float
     prefill_incarnation: Incarnation
+    lease_token: LeaseToken
     trace_context: str = ""
 
 
@@ -331,6 +333,7 @@ def start_prefill_from_wire(command: wire.StartPrefill) -> PrefillOrder:
         item=_work_item(command),
         deadline_s=_deadline(command.deadline_s),
         decode_incarnation=Incarnation(command.decode_incarnation) or None,
+        lease_token=LeaseToken(_id(command.lease_token, "lease_token")),
         trace_context=_trace_context(command.trace_context),
     )
 
@@ -345,6 +348,7 @@ def reserve_from_wire(command: wire.Reserve) -> ReserveOrder:
         deadline_s=_deadline(command.deadline_s),
         wait_s=_seconds(command.wait_s, "wait_s"),
         prefill_incarnation=Incarnation(command.prefill_incarnation),
+        lease_token=LeaseToken(_id(command.lease_token, "lease_token")),
         trace_context=_trace_context(command.trace_context),
     )
 

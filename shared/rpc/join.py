@@ -21,6 +21,7 @@ import structlog
 
 from shared import wire
 from shared.address import Address, parse_address
+from shared.config import MESH_PORT
 from shared.errors import (
     IncompatiblePeer,
     MeshError,
@@ -199,7 +200,8 @@ class Registration:
                 await self._join(link)
                 reason: MeshError = WorkerLost("the gateway ended the registration")
             except IncompatiblePeer as refusal:
-                if not self._was_accepted:
+                link.is_refused = True
+                if not self._was_accepted and all(it.is_refused for it in self._links.values()):
                     raise
                 reason = refusal
             except MeshError as error:
@@ -234,7 +236,16 @@ class Registration:
         ):
             link.is_connected = True
             await stream.send(wire.WorkerReport(announce=self._announce()))
-            gateway = await self._greet(stream)
+            try:
+                gateway = await self._greet(stream)
+            except IncompatiblePeer as error:
+                if error.code != "unimplemented":
+                    raise
+                raise IncompatiblePeer(
+                    f"{link.address} is no door for workers: --gateway must be the gateway's "
+                    f"--mesh-host and --mesh-port ({MESH_PORT} by default)",
+                    code="no_registry",
+                ) from error
             link.gateway, link.stream = gateway, stream
             self._was_accepted = True
             _log.info("gateway joined", gateway=str(link.address), incarnation=gateway)
@@ -333,6 +344,7 @@ class _Link:
         self.address = address
         self.gateway: Incarnation | None = None
         self.is_connected = False
+        self.is_refused = False
         self.stream: ClientStream[Any, Any] | None = None
         self.peers: tuple[DecodePeer, ...] = ()
         self.has_news = asyncio.Event()

@@ -49,6 +49,7 @@ REGISTRY_JOIN = Method(
     wire.WorkerReport,
     wire.GatewayDirective,
 )
+MESH_PROVE = Method("/pdmesh.v1.Mesh/Prove", Cardinality.STREAM_STREAM, wire.Proof, wire.Proof)
 GENERATE = Method(
     "/pdmesh.v1.Inference/Generate",
     Cardinality.UNARY_STREAM,
@@ -73,6 +74,7 @@ ALL_METHODS: tuple[Method[Any, Any], ...] = (
     DECODE_SESSION,
     TRANSFER_PUSH,
     REGISTRY_JOIN,
+    MESH_PROVE,
     GENERATE,
     TOKENIZE,
     LIST_MODELS,

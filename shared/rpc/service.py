@@ -160,6 +160,11 @@ class ServerStream(Generic[Request, Reply]):
         """Add text metadata to the end of the call, e.g. ``pdmesh-receipt``."""
         self._trailers[key] = value
 
+    @property
+    def connection(self) -> object:
+        """What all calls on one connection have in common."""
+        return self._raw._stream.connection
+
     async def cancel(self) -> None:
         """Reset the stream without a status. The handler should return after this."""
         await self._raw.cancel()
@@ -179,6 +184,15 @@ class ServerStream(Generic[Request, Reply]):
             )
         except (H2Error, StreamTerminatedError, OSError, AttributeError):
             return  # AttributeError: grpclib drops its transport when a connection closes
+
+
+async def refuse(raw: Any, error: MeshError) -> None:
+    """End a call of grpclib's with an error before anything of it was read."""
+    await raw.send_trailing_metadata(
+        status=grpc_status_of(error),
+        status_message=error.message,
+        metadata={ERROR_TRAILER: error_to_json(error)},
+    )
 
 
 StreamHandler = Callable[[ServerStream[Request, Reply]], Awaitable[None]]

@@ -62,6 +62,7 @@ STATUS_TABLE: dict[str, StatusRow] = {
     "no_blocks": StatusRow(503, Status.UNAVAILABLE, "overloaded_error", True),
     "protocol_error": StatusRow(503, Status.UNAVAILABLE, "server_error", True),
     "incompatible_peer": StatusRow(503, Status.FAILED_PRECONDITION, "server_error", False),
+    "not_of_this_mesh": StatusRow(503, Status.UNAUTHENTICATED, "server_error", False),
     "engine_failed": StatusRow(503, Status.UNAVAILABLE, "server_error", True),
     "engine_poisoned": StatusRow(500, Status.INTERNAL, "server_error", False),
     "model_error": StatusRow(500, Status.FAILED_PRECONDITION, "server_error", False),

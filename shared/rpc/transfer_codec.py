@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from shared import wire
 from shared.errors import IncompatiblePeer, RemoteProtocolError
-from shared.ids import ID_BYTES, Incarnation, RequestId, TransferId
+from shared.ids import ID_BYTES, Incarnation, LeaseToken, RequestId, TransferId
 from shared.kv.layout import KvLayout
 from shared.model_spec import ModelSpec
 from shared.rpc import codec
@@ -111,7 +111,9 @@ def command_to_wire(message: PushMessage) -> wire.PushCommand:
     match message:
         case Open(key=key):
             return wire.PushCommand(
-                open=wire.OpenTransfer(request_id=key.request_id, attempt=key.attempt)
+                open=wire.OpenTransfer(
+                    request_id=key.request_id, attempt=key.attempt, lease_token=key.token
+                )
             )
         case Span():
             return wire.PushCommand(
@@ -139,7 +141,7 @@ def command_from_wire(command: wire.PushCommand) -> PushMessage | None:
     if command.heartbeat is not None:
         return None
     if command.open is not None:
-        return Open(_key(command.open.request_id, command.open.attempt))
+        return Open(_key(command.open))
     if (span := command.span) is not None:
         return Span(
             _transfer_id(span.transfer_id),
@@ -168,6 +170,7 @@ def reply_to_wire(reply: PushReply) -> wire.PushEvent:
                 grant=wire.TransferGrant(
                     request_id=reply.key.request_id,
                     attempt=reply.key.attempt,
+                    lease_token=reply.key.token,
                     transfer_id=reply.transfer_id,
                     epoch=reply.epoch,
                     tag_base=reply.tag_base,
@@ -179,6 +182,7 @@ def reply_to_wire(reply: PushReply) -> wire.PushEvent:
                 refused=wire.TransferRefused(
                     request_id=reply.key.request_id,
                     attempt=reply.key.attempt,
+                    lease_token=reply.key.token,
                     error=codec.error_to_wire(reply.error),
                 )
             )
@@ -207,7 +211,7 @@ def reply_from_wire(event: wire.PushEvent) -> PushReply | None:
         return None
     if (grant := event.grant) is not None:
         return Grant(
-            _key(grant.request_id, grant.attempt),
+            _key(grant),
             _transfer_id(grant.transfer_id),
             _number(grant.epoch, "epoch", MAX_U64),
             # All tags of the transfer must be tags.
@@ -217,9 +221,7 @@ def reply_from_wire(event: wire.PushEvent) -> PushReply | None:
     if (refused := event.refused) is not None:
         if refused.error is None:
             raise RemoteProtocolError("a refusal without a reason")
-        return Refused(
-            _key(refused.request_id, refused.attempt), codec.error_from_wire(refused.error)
-        )
+        return Refused(_key(refused), codec.error_from_wire(refused.error))
     if (credit := event.credit) is not None:
         return Credit(
             _transfer_id(credit.transfer_id),
@@ -278,15 +280,21 @@ def _abort_from_wire(abort: wire.AbortTransfer) -> Abort:
 
 
 def _transfer_id(raw: Any) -> TransferId:
+    return TransferId(_id(raw, "transfer_id"))
+
+
+def _key(message: wire.OpenTransfer | wire.TransferGrant | wire.TransferRefused) -> TransferKey:
+    return TransferKey(
+        RequestId(_id(message.request_id, "request_id")),
+        _number(message.attempt, "attempt"),
+        LeaseToken(_id(message.lease_token, "lease_token")),
+    )
+
+
+def _id(raw: Any, param: str) -> bytes:
     if not isinstance(raw, bytes) or len(raw) != ID_BYTES:
-        raise RemoteProtocolError("a transfer id has 16 bytes", param="transfer_id")
-    return TransferId(raw)
-
-
-def _key(request_id: Any, attempt: Any) -> TransferKey:
-    if not isinstance(request_id, bytes) or len(request_id) != ID_BYTES:
-        raise RemoteProtocolError("a request id has 16 bytes", param="request_id")
-    return TransferKey(RequestId(request_id), _number(attempt, "attempt"))
+        raise RemoteProtocolError(f"must be {ID_BYTES} bytes", param=param)
+    return raw
 
 
 def _number(value: Any, param: str, most: int = MAX_U32) -> int:

@@ -17,8 +17,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from shared.errors import LocalProtocolError
-from shared.ids import RandomBytes
+from shared.ids import Incarnation, RandomBytes
+from shared.mesh_secret import MeshSecret
+from shared.rpc.mesh_network import mesh_network
 from shared.rpc.network import Network
+from shared.version import VERSION
 
 if TYPE_CHECKING:
     # The gateway imports this module; its image has neither an engine nor a transport.
@@ -44,7 +47,7 @@ class Platform:
 
     new_transport: opens the process's data plane; called once. compute: makes the runner of an
     engine; called once an engine. stopwatch: seconds, for measuring only; whatever is decided goes
-    by the loop's clock.
+    by the loop's clock. secret: the mesh's; None = it has none.
     """
 
     network: Network
@@ -52,12 +55,30 @@ class Platform:
     compute: ComputeFactory = _no_compute
     random_bytes: RandomBytes = secrets.token_bytes
     stopwatch: Callable[[], float] = _loop_time
+    secret: MeshSecret | None = None
+
+    def mesh_network(self, role: str, incarnation: Incarnation) -> Network:
+        """Return the network between services, where this process is a gateway, prefill or decode.
+        Where the mesh has a secret it begins every connection with a proof."""
+        return mesh_network(
+            self.network,
+            self.secret,
+            role=role,
+            incarnation=incarnation,
+            version=VERSION,
+            random_bytes=self.random_bytes,
+        )
 
 
 def real_platform(
-    *, new_transport: TransportFactory = _no_transport, compute: ComputeFactory = _no_compute
+    secret: MeshSecret | None = None,
+    *,
+    new_transport: TransportFactory = _no_transport,
+    compute: ComputeFactory = _no_compute,
 ) -> Platform:
     """Return the platform of production: sockets and the system's random bytes."""
     from shared.rpc.tcp import TcpNetwork
 
-    return Platform(TcpNetwork(), new_transport, compute, stopwatch=time.perf_counter)
+    return Platform(
+        TcpNetwork(), new_transport, compute, stopwatch=time.perf_counter, secret=secret
+    )

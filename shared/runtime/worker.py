@@ -74,6 +74,7 @@ class WorkerLife:
         self._platform = platform
         self._engine = engine
         self._incarnation = incarnation
+        self.network = platform.mesh_network(role.name.lower(), incarnation)
         self._registration: Registration | None = None
         self._server: RpcServer | None = None
         self._parts: WorkerParts | None = None
@@ -101,10 +102,10 @@ class WorkerLife:
         config, platform = self._config, self._platform
         async with contextlib.AsyncExitStack() as stack:
             self._server = await stack.enter_async_context(
-                platform.network.serve(Address(config.host, config.port), parts.servicers)
+                self.network.serve(Address(config.host, config.port), parts.servicers)
             )
             self._registration = Registration(
-                network=platform.network,
+                network=self.network,
                 gateways=config.gateways,
                 announcement=self._announcement(self._server.address),
                 load=parts.load,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import sys
 from collections.abc import Callable
 from typing import Protocol, TypeVar, cast
@@ -14,6 +15,7 @@ from shared.engine.base import Engine
 from shared.engine.load import load_engine
 from shared.engine.resident import Resident
 from shared.engine.worker import ThreadCompute
+from shared.mesh_secret import mesh_secret
 from shared.runtime import realtime
 from shared.runtime.platform import Platform, real_platform
 from shared.runtime.realtime import RealTime
@@ -56,6 +58,7 @@ def run_worker(name: str, serve: Serve[AnyConfig], config: AnyConfig) -> int:
             realtime.take(RealTime.CARRIER)
 
     async def main(process: Process) -> bool:
+        secret = mesh_secret(config, os.environ)
         # Loading holds the thread for seconds; signals are heard meanwhile.
         engine = await asyncio.to_thread(load_engine, config)
         resident = Resident(engine.pool_arrays())
@@ -71,7 +74,7 @@ def run_worker(name: str, serve: Serve[AnyConfig], config: AnyConfig) -> int:
                 "TransportFactory", functools.partial(open_ucx, prepare_thread=enter_pump)
             )
             compute = functools.partial(ThreadCompute, enter_copies=carry)
-            platform = real_platform(new_transport=new_transport, compute=compute)
+            platform = real_platform(secret, new_transport=new_transport, compute=compute)
 
             def ready(address: Address) -> None:
                 process.ready(grpc_port=address.port, num_blocks=engine.num_blocks)

@@ -9,17 +9,19 @@ from __future__ import annotations
 from typing import NamedTuple, NewType, TypeAlias
 
 from shared.errors import MeshError
-from shared.ids import RequestId, TransferId
+from shared.ids import LeaseToken, RequestId, TransferId
 
 LinkId = NewType("LinkId", int)
 """One life of one pair stream within this process; a reconnected peer gets a new one."""
 
 
 class TransferKey(NamedTuple):
-    """Names a transfer before it has an id: one attempt of one request."""
+    """Names a transfer before it has an id: one attempt of one request, and what proves that its
+    partner speaks. An open with another token meets no lease, and hinders none."""
 
     request_id: RequestId
     attempt: int
+    token: LeaseToken
 
 
 # --- prefill -> decode --------------------------------------------------------------------------

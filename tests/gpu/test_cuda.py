@@ -130,7 +130,7 @@ async def test_kv_crosses_from_device_to_device(mode: str) -> None:
     """Two processes on a GPU answer recall prompts right: no block was lost on the way."""
     device = {"device": "cuda", "num_blocks": 2048}
     services = plan_services(
-        GatewayConfig(http_port=0, grpc_port=0),
+        GatewayConfig(http_port=0, grpc_port=0, mesh_port=0),
         [PrefillConfig(transfer_mode=mode, **device)],
         [DecodeConfig(**device)],
     )

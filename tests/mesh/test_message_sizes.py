@@ -90,6 +90,7 @@ async def test_no_prompt_is_longer_than_its_order_holds() -> None:
         sampling=codec.sampling_to_wire(sampling),
         request_id=bytes(16),
         cache_salt=bytes(MAX_SALT_BYTES),
+        lease_token=bytes(16),
     )
     assert len(bytes(wire.PrefillCommand(start=order))) < MAX_MESSAGE_BYTES
 

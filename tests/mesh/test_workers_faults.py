@@ -354,6 +354,26 @@ async def test_a_reservation_that_nobody_fills_expires_by_the_clock() -> None:
 
 
 @virtual_time
+async def test_a_prefill_worker_without_the_leases_token_places_nothing() -> None:
+    """A worker of this very mesh, with a pair, that knows the request and the attempt: it is
+    refused, no frame is sent, and the lease ends as one that nobody opened."""
+    prompt = a_prompt(40)
+    async with worker_mesh() as mesh:
+        known = {"request_id": b"r" * 16}
+        lease = mesh.start(prompt, 8, legs="d", lease_token=b"t" * 16, **known)
+        forged = mesh.start(prompt, 8, legs="p", lease_token=b"f" * 16, **known)
+        with pytest.raises(LeaseLost) as of_lease:
+            await lease.finished()
+        with pytest.raises(LeaseLost) as of_forged:
+            await forged.until(lambda r: r.done)
+        assert [of_lease.value.code, of_forged.value.code] == ["unopened", "open_expired"]
+        assert not lease.joined
+        await mesh.idle()
+        mesh.assert_pools_full()
+        assert await mesh.start(prompt, 5).finished() == expected(prompt, 5)
+
+
+@virtual_time
 async def test_a_transfer_that_nobody_reserved_is_refused_after_a_while() -> None:
     """Prefill frees its blocks."""
     async with worker_mesh() as mesh:

@@ -34,7 +34,7 @@ async def a_mesh(
     """The bundled model, one worker each; settings: of both workers."""
     worker = {"device": "cpu", "num_blocks": 256, "threads": 1, **settings}
     services = plan_services(
-        GatewayConfig(http_port=http_port, grpc_port=0, drain_s=0.0),
+        GatewayConfig(http_port=http_port, grpc_port=0, mesh_port=0, drain_s=0.0),
         [PrefillConfig(**worker)],  # type: ignore[arg-type]
         [DecodeConfig(**worker)],  # type: ignore[arg-type]
     )

@@ -58,7 +58,8 @@ def test_the_whole_command_says_something_of_everything() -> None:
     assert "Traceback" not in run.stdout + run.stderr
     for name in (
         "Python", "torch", "UCX", "shared memory", "TCP", "RDMA", "GPU", "CUDA IPC", "port 8000",
-        "port 8001", "SysV limits", "/dev/shm", "locked memory", "open files", "uvloop",
+        "port 8001", "port 8200",
+        "SysV limits", "/dev/shm", "locked memory", "open files", "uvloop",
     ):  # fmt: skip
         assert f" {name} " in run.stdout, name
     assert "lane sysv" in run.stdout

@@ -361,7 +361,7 @@ async def test_a_gateway_that_stops_or_dies_takes_nothing_with_it(name_of: NameO
     client gets the whole answer; a killed one is joined again when it comes back."""
     async with process_mesh() as mesh:
         with mesh.explained():
-            ports = {"http_port": free_port(), "grpc_port": free_port()}
+            ports = {"http_port": free_port(), "mesh_port": free_port()}
             victim, other = await mesh.start_gateway(**ports), await mesh.start_gateway()
             gateways = [victim, other]
             workers = [await mesh.start(role, **SETTINGS[role]) for role in OTHER]

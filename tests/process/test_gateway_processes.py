@@ -77,7 +77,12 @@ async def two_processes(
 ) -> AsyncIterator[LocalMesh]:
     """A mesh whose gateway is two processes."""
     gateway = GatewayConfig(
-        http_port=0, grpc_port=0, gateway_processes=2, process_port=process_port, drain_s=5.0
+        http_port=0,
+        grpc_port=0,
+        mesh_port=0,
+        gateway_processes=2,
+        process_port=process_port,
+        drain_s=5.0,
     )
     services = plan_services(
         gateway,

@@ -185,7 +185,7 @@ async def test_ctrl_c_ends_the_demo() -> None:
 def a_plan(**settings: Any) -> list[Service]:
     """One worker of each role with the fake engine."""
     return plan_services(
-        GatewayConfig(http_port=0, grpc_port=0),
+        GatewayConfig(http_port=0, grpc_port=0, mesh_port=0),
         [PrefillConfig(engine="fake", **settings)],
         [DecodeConfig(engine="fake")],
     )

@@ -55,6 +55,7 @@ async def require_refused(process: ServiceProcess, code: int, *words: str) -> No
         ("prefill", {"transfer_mode": "fast"}, EXIT_BAD_CONFIG, "--transfer-mode"),
         ("gateway", {"http_port": "{port}"}, EXIT_FAILED, "in use"),
         ("gateway", {"grpc_port": "{port}"}, EXIT_FAILED, "in use"),
+        ("gateway", {"mesh_port": "{port}"}, EXIT_FAILED, "in use"),
         ("prefill", {"port": "{port}"}, EXIT_FAILED, "in use"),
         ("decode", {"metrics_port": "{port}"}, EXIT_FAILED, "in use"),
     ],
@@ -67,7 +68,7 @@ async def test_what_keeps_a_process_from_starting_is_one_line_and_an_exit_code(
     async with process_mesh() as mesh, a_port_in_use() as port:
         mesh.gateway_names.append("127.0.0.1:9")
         with mesh.explained():
-            known = {"http_port": 0, "grpc_port": 0} if role == "gateway" else {}
+            known = {"http_port": 0, "grpc_port": 0, "mesh_port": 0} if role == "gateway" else {}
             given = {k: v.format(empty=tmp_path, port=port) for k, v in settings.items()}
             process = await mesh.start(role, **{**known, **given})
             await require_refused(process, code, words)

@@ -163,13 +163,18 @@ def test_damaged_messages_break_a_rule_or_nothing(name: str, data: st.DataObject
             num_prompt_tokens=3,
             sampling=codec.sampling_to_wire(SamplingParams(logit_bias=((1, 0.5),))),
             deadline_s=1.5,
+            lease_token=bytes(16),
         ),
         "StepTokens": codec.step_tokens_to_wire(
             [codec.StepToken(StreamId(1), 2, 3, FinishReason.STOP, TokenLogprobs(-0.5, ((1, -1),)))]
         ),
-        "PushCommand": wire.PushCommand(open=wire.OpenTransfer(request_id=bytes(16), attempt=1)),
+        "PushCommand": wire.PushCommand(
+            open=wire.OpenTransfer(request_id=bytes(16), attempt=1, lease_token=bytes(16))
+        ),
         "PushEvent": wire.PushEvent(
-            grant=wire.TransferGrant(request_id=bytes(16), transfer_id=bytes(16), epoch=1)
+            grant=wire.TransferGrant(
+                request_id=bytes(16), transfer_id=bytes(16), epoch=1, lease_token=bytes(16)
+            )
         ),
         "Hello": wire.Hello(protocol_version=1, incarnation=7, version="1"),
     }
@@ -187,6 +192,8 @@ def test_damaged_messages_break_a_rule_or_nothing(name: str, data: st.DataObject
     ("field", "value"),
     [
         ("request_id", b"short"),
+        ("lease_token", b""),
+        ("lease_token", bytes(17)),
         ("token_ids", b""),
         ("token_ids", b"abc"),
         ("num_prompt_tokens", 0),
@@ -209,6 +216,7 @@ def test_order_that_breaks_a_rule_names_the_field(field: str, value: Any) -> Non
         "token_ids": columns.pack_u32([1, 2, 3]),
         "num_prompt_tokens": 3,
         "sampling": codec.sampling_to_wire(SamplingParams()),
+        "lease_token": bytes(16),
     }
     assert codec.start_prefill_from_wire(wire.StartPrefill(**fields)).item.token_ids == (1, 2, 3)
     with pytest.raises(RemoteProtocolError) as caught:

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 )
 
 from shared.errors import InvariantViolated, TransferFailed
-from shared.ids import RequestId
+from shared.ids import LeaseToken, RequestId
 from shared.kv.layout import KvLayout
 from shared.transfer.messages import TransferKey
 from shared.transfer.pair import Choice, TransferPair
@@ -49,7 +49,7 @@ def a_pair(
 
 def key_of(number: int) -> TransferKey:
     """Attempt 0 of a request."""
-    return TransferKey(RequestId(number.to_bytes(16, "little")), 0)
+    return TransferKey(RequestId(number.to_bytes(16, "little")), 0, LeaseToken(bytes(16)))
 
 
 def wind_down(pair: TransferPair) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shared import wire
 from shared.errors import IncompatiblePeer, NoBlocks, RemoteProtocolError
-from shared.ids import Incarnation, RequestId, TransferId
+from shared.ids import Incarnation, LeaseToken, RequestId, TransferId
 from shared.kv.layout import KvLayout
 from shared.model_spec import ModelSpec
 from shared.rpc.transfer_codec import (
@@ -39,7 +39,7 @@ from shared.transfer.messages import (
 
 u32 = st.integers(0, 2**32 - 1)
 ids = st.binary(min_size=16, max_size=16).map(TransferId)
-keys = st.builds(TransferKey, st.binary(min_size=16, max_size=16).map(RequestId), u32)
+keys = st.builds(TransferKey, ids.map(RequestId), u32, ids.map(LeaseToken))
 commands = st.one_of(
     st.builds(Open, keys),
     st.builds(Span, ids, u32, u32),
@@ -71,7 +71,7 @@ def test_replies_cross_unchanged(reply: Any):
 def test_errors_cross_as_what_they_are():
     """Type, message and code survive; an abort without an error stays without."""
     error = NoBlocks("full", code="x")
-    key = TransferKey(RequestId(b"r" * 16), 1)
+    key = TransferKey(RequestId(b"r" * 16), 1, LeaseToken(b"k" * 16))
     refused = reply_from_wire(wire.PushEvent.parse(bytes(reply_to_wire(Refused(key, error)))))
     assert isinstance(refused, Refused)
     assert (type(refused.error), refused.error.message, refused.error.code) == (
@@ -101,7 +101,8 @@ BAD: Any = "text"
         wire.PushCommand(),
         wire.PushCommand(hello=wire.PairHello()),
         wire.PushCommand(canary=wire.Canary()),
-        wire.PushCommand(open=wire.OpenTransfer(request_id=b"short")),
+        wire.PushCommand(open=wire.OpenTransfer(request_id=b"short", lease_token=b"k" * 16)),
+        wire.PushCommand(open=wire.OpenTransfer(request_id=b"r" * 16, lease_token=b"k" * 15)),
         wire.PushCommand(span=wire.AnnounceSpan(transfer_id=b"")),
         wire.PushCommand(span=wire.AnnounceSpan(transfer_id=b"t" * 16, start=BAD)),
         wire.PushCommand(commit=wire.CommitTransfer(transfer_id=b"t" * 16, num_frames=1 << 33)),
@@ -119,11 +120,14 @@ def test_malformed_commands_are_the_peers_fault(command: Any):
     [
         wire.PushEvent(),
         wire.PushEvent(hello=wire.PairHello()),
-        wire.PushEvent(refused=wire.TransferRefused(request_id=b"r" * 16)),
+        wire.PushEvent(refused=wire.TransferRefused(request_id=b"r" * 16, lease_token=b"k" * 16)),
         wire.PushEvent(credit=wire.TransferCredit(transfer_id=b"t" * 15)),
         wire.PushEvent(
             grant=wire.TransferGrant(
-                request_id=b"r" * 16, transfer_id=b"t" * 16, tag_base=(1 << 64) - 5
+                request_id=b"r" * 16,
+                lease_token=b"k" * 16,
+                transfer_id=b"t" * 16,
+                tag_base=(1 << 64) - 5,
             )
         ),
     ],

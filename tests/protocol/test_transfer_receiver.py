@@ -18,7 +18,7 @@ from shared.errors import (
     TransferFailed,
     WorkerLost,
 )
-from shared.ids import Incarnation, RequestId, TransferId
+from shared.ids import Incarnation, LeaseToken, RequestId, TransferId
 from shared.kv.layout import KvLayout
 from shared.transfer.effects import (
     AskTerms,
@@ -48,8 +48,8 @@ from shared.transfer.receivers import Receivers, TagRanges
 
 LINK, OTHER_LINK = LinkId(1), LinkId(2)
 US, THEM = Incarnation(1), Incarnation(2)
-KEY = TransferKey(RequestId(b"r" * 16), 0)
-OTHER = TransferKey(RequestId(b"s" * 16), 0)
+KEY = TransferKey(RequestId(b"r" * 16), 0, LeaseToken(b"k" * 16))
+OTHER = TransferKey(RequestId(b"s" * 16), 0, KEY.token)
 RULE = FrameRule(
     layout=KvLayout(dtype="uint8", num_layers=3, num_kv_heads=1, head_dim=4),
     group_bytes=1,
@@ -181,6 +181,23 @@ def test_an_open_waits_for_its_reservation_and_not_for_ever():
     assert end.core.lease_changed(KEY, end.now) == []
     with pytest.raises(LocalProtocolError):
         end.core.attached(KEY, 4, 0, end.now)
+
+
+@pytest.mark.parametrize("link", [LINK, OTHER_LINK])
+def test_an_open_without_the_leases_token_gets_nothing_and_hinders_nobody(link: LinkId):
+    """It knows the request and the attempt, and comes first: it waits for a reservation that there
+    is not, while the lease's partner is granted."""
+    end = End()
+    end.core.link_up(OTHER_LINK, THEM, RULE)
+    forged = KEY._replace(token=LeaseToken(bytes(16)))
+    assert kinds(end.open(forged, link)) == ["AskTerms"]
+    end.core.must_wait(forged, end.now, is_reserved=False)
+    assert end.open() == [AskTerms(KEY, US)]
+    assert kinds(end.core.attached(KEY, 4, 0, end.now)) == ["Grant"]
+    (effect,) = end.later(5.0)
+    assert (effect.link, effect.message.key) == (link, forged)
+    assert isinstance(effect.message.error, LeaseLost)
+    assert end.core.is_live(KEY)
 
 
 def test_an_open_waits_as_long_as_its_reservation_waits_for_room():
@@ -422,7 +439,7 @@ def test_tags_are_never_reused():
     end = End()
     bases = []
     for number in range(50):
-        end.granted(key=TransferKey(RequestId(number.to_bytes(16, "little")), 0))
+        end.granted(key=TransferKey(RequestId(number.to_bytes(16, "little")), 0, KEY.token))
         bases.append(end.tag_base)
     assert all(b - a == MAX_FRAMES for a, b in itertools.pairwise(bases))
     assert bases[-1] + MAX_FRAMES < 1 << 64

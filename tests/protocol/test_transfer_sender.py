@@ -13,7 +13,7 @@ from shared.errors import (
     TransferFailed,
     WorkerLost,
 )
-from shared.ids import RequestId, TransferId
+from shared.ids import LeaseToken, RequestId, TransferId
 from shared.kv.layout import KvLayout
 from shared.transfer.effects import (
     MAX_RESERVE_WAIT_S,
@@ -40,7 +40,7 @@ from shared.transfer.plan import FrameRule, PushMode
 from shared.transfer.senders import Senders
 
 LINK = LinkId(1)
-KEY = TransferKey(RequestId(b"r" * 16), 0)
+KEY = TransferKey(RequestId(b"r" * 16), 0, LeaseToken(b"k" * 16))
 ID = TransferId(b"t" * 16)
 LAYERS = 3
 RULE = FrameRule(
@@ -180,7 +180,7 @@ def test_serialized_frames_wait_for_the_end_of_the_step():
 def test_staging_slots_go_round():
     """With one slot, two transfers take turns, in the order in which they asked."""
     end = End(num_slots=1)
-    other, other_id = TransferKey(RequestId(b"s" * 16), 0), TransferId(b"u" * 16)
+    other, other_id = TransferKey(RequestId(b"s" * 16), 0, KEY.token), TransferId(b"u" * 16)
     end.granted()
     end.core.begin(other, LINK, 4, end.now)
     end.say(Grant(other, other_id, 6, 2000, 0))
@@ -319,6 +319,28 @@ def test_late_messages_are_dropped_and_counted(message: Any):
     end = End()
     assert end.say(message) == []
     assert end.core.statistics().num_late == 1
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        (LinkId(2), Ack(ID, 3, done=True)),  # another decode worker of the mesh
+        (LINK, Ack(TransferId(bytes(16)), 3, done=True)),
+        (LINK, Refused(KEY._replace(token=LeaseToken(bytes(16))), GONE)),
+    ],
+)
+def test_a_forged_acknowledgement_frees_nothing(forged: tuple[LinkId, Any]):
+    """Who cannot name the transfer's id on its own pair, or its token, cannot end it: the blocks
+    stay, and the partner's word still counts."""
+    end = End().pushing(sent=3)
+    end.commit()
+    assert end.core.message(*forged, end.now) == []
+    assert end.core.is_live(KEY)
+    assert end.core.statistics().num_late == 1
+    for frame_idx in range(3):
+        end.settle(frame_idx)
+    assert end.say(Ack(ID, 3, done=True)) != []
+    assert not end.core.is_live(KEY)
 
 
 def test_messages_of_another_link_are_not_listened_to():

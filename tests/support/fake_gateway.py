@@ -237,6 +237,7 @@ class FakeGateway:
         deadline_s: float = 0.0,
         wait_s: float = 2.0,
         salt: bytes = b"",
+        lease_token: bytes = b"",
         legs: str = "pd",
         is_pushed: bool = True,
     ) -> FakeRequest:
@@ -244,15 +245,17 @@ class FakeGateway:
         stream_id = StreamId(self._next_stream_id)
         self._next_stream_id += 1
         num_prompt = len(prompt) if num_prompt_tokens is None else num_prompt_tokens
+        request_id = request_id or stream_id.to_bytes(16, "little")
         common: dict[str, Any] = {
             "stream_id": stream_id,
-            "request_id": request_id or stream_id.to_bytes(16, "little"),
+            "request_id": request_id,
             "attempt": attempt,
             "token_ids": pack_u32(prompt),
             "num_prompt_tokens": num_prompt,
             "sampling": codec.sampling_to_wire(sampling),
             "deadline_s": deadline_s,
             "cache_salt": salt,
+            "lease_token": lease_token or request_id[::-1],
         }
         request = FakeRequest(self, stream_id, prefill, decode, num_prompt)
         self.requests.append(request)

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import re
 import socket
 import sys
@@ -33,6 +34,7 @@ import orjson
 from shared import wire
 from shared.address import parse_address
 from shared.engine.fake import FakeModel, fake_continuation
+from shared.mesh_secret import new_secret
 from shared.model_folder import ModelFolder, resolve_model
 from shared.request import SamplingParams
 from shared.rpc.columns import pack_u32, unpack_u32
@@ -50,6 +52,7 @@ LOOK_AGAIN_S = 0.02
 
 KEPT_LINES = 40
 ROLES = ("prefill", "decode")
+ANY_PORT = {"http_port": 0, "grpc_port": 0, "mesh_port": 0}
 
 
 @dataclass
@@ -107,8 +110,9 @@ class Answer:
 class ProcessMesh:
     """All processes of a test; made by ``process_mesh``."""
 
-    def __init__(self, engine: str) -> None:
+    def __init__(self, engine: str, secret: str) -> None:
         self.engine = engine
+        self.secret = secret
         self.processes: list[ServiceProcess] = []
         self.gateway_names: list[str] = []
 
@@ -116,16 +120,18 @@ class ProcessMesh:
 
     async def start_gateway(self, **settings: Any) -> ServiceProcess:
         """Start a gateway; workers started later join it. settings: ``max_wait_s=1.0``."""
-        gateway = await self.start("gateway", **{"http_port": 0, "grpc_port": 0, **settings})
+        gateway = await self.start("gateway", **{**ANY_PORT, **settings})
         await self.ready(gateway)
         gateway.metrics_url = f"http://127.0.0.1:{gateway.facts['http_port']}/metrics"
-        self.gateway_names.append(f"127.0.0.1:{gateway.facts['grpc_port']}")
+        self.gateway_names.append(f"127.0.0.1:{gateway.facts['mesh_port']}")
         return gateway
 
-    async def start(self, role: str, **settings: Any) -> ServiceProcess:
-        """Start a process and return at once; its environment is nobody's but ``settings``'."""
+    async def start(self, role: str, *, module: str = "", **settings: Any) -> ServiceProcess:
+        """Start a process and return at once; its environment is nobody's but ``settings``'.
+
+        module: runs the role in its own way (``odd_worker.py``)."""
         name = f"{role}-{len(self.processes)}"
-        wanted: dict[str, Any] = {"log_format": "json", **settings}
+        wanted: dict[str, Any] = {"log_format": "json", "mesh_secret": self.secret, **settings}
         metrics_port = 0
         if role != "gateway":
             metrics_port = free_port()
@@ -145,7 +151,7 @@ class ProcessMesh:
         with theirs:
             _, process = await asyncio.get_running_loop().subprocess_exec(
                 lambda: ServiceProcess(name, metrics_port, ours),
-                *(sys.executable, "-m", f"services.{role}"),
+                *(sys.executable, "-m", *([module, role] if module else [f"services.{role}"])),
                 env={**others, **variables, PARENT_FD: str(theirs.fileno())},
                 pass_fds=(theirs.fileno(),),
                 stdin=None,
@@ -347,9 +353,14 @@ class ProcessMesh:
 
 
 @contextlib.asynccontextmanager
-async def process_mesh(engine: str = "fake") -> AsyncGenerator[ProcessMesh]:
-    """Every process started in the block is killed at its end, if it has not ended before."""
-    mesh = ProcessMesh(engine)
+async def process_mesh(
+    engine: str = "fake", *, has_secret: bool = True
+) -> AsyncGenerator[ProcessMesh]:
+    """Every process started in the block is killed at its end, if it has not ended before.
+
+    has_secret: False = whoever reaches a port may call every method.
+    """
+    mesh = ProcessMesh(engine, new_secret(random.randbytes) if has_secret else "")
     try:
         yield mesh
     finally:

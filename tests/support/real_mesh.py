@@ -214,10 +214,13 @@ async def real_mesh(
     )
     of_decode = real_platform(new_transport=new_transport, compute=ThreadCompute)
     front = Gateway(
-        GatewayConfig(http_port=0, grpc_port=0, **(gateway or {})), real_platform(), text, {}
+        GatewayConfig(http_port=0, grpc_port=0, mesh_port=0, **(gateway or {})),
+        real_platform(),
+        text,
+        {},
     )
-    async with _running(front.run) as (_, address):
-        common: dict[str, Any] = {"gateway": str(address), "staging_mib": 16}
+    async with _running(front.run) as (_, address, mesh_address):
+        common: dict[str, Any] = {"gateway": str(mesh_address), "staging_mib": 16}
         of_role: dict[str, Any] = {"colocated": prefill_engine is None, **(decode or {})}
         mesh = RealMesh(
             network,

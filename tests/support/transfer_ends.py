@@ -21,7 +21,7 @@ from services.prefill.pairs import PairTable
 from services.prefill.pusher import Pusher, PushHandle
 from shared.address import Address
 from shared.errors import MeshError, TransferFailed
-from shared.ids import Incarnation, RequestId
+from shared.ids import Incarnation, LeaseToken, RequestId
 from shared.rpc.join import DecodePeer
 from shared.rpc.memory import MemoryFabric, MemoryNetwork
 from shared.transfer.messages import TransferKey
@@ -81,7 +81,7 @@ def num_tokens_of(request: int, most: int) -> int:
 
 def key_of(request: int) -> TransferKey:
     """Attempt 0 of the request with this number."""
-    return TransferKey(RequestId(request.to_bytes(16, "little")), 0)
+    return TransferKey(RequestId(request.to_bytes(16, "little")), 0, LeaseToken(bytes(16)))
 
 
 def request_of(key: TransferKey) -> int:
@@ -299,10 +299,8 @@ class PrefillEnd:
         self.room.set()
 
     def begin(self, request: int, table: list[int]) -> PushHandle:
-        key = key_of(request)
         return self.pusher.begin(
-            key.request_id,
-            key.attempt,
+            key_of(request),
             self.decode,
             num_tokens=num_tokens_of(request, self.most_tokens),
             block_table=lambda: table,

@@ -226,7 +226,7 @@ async def whole_mesh(
                 timing=settings.pop("timing", timing),
                 model=settings.pop("model", MODEL),
                 settings={
-                    "gateway": f"{GATEWAYS}:8001",
+                    "gateway": GATEWAYS,
                     "staging_mib": 16,
                     **((prefill if kind == "prefill" else decode) or {}),
                     **settings,
@@ -243,7 +243,7 @@ async def whole_mesh(
             running = RunningGateway(host, Gateway(config, platform, text, {}))
             is_up = asyncio.Event()
             running.task = tasks.create_task(
-                running.gateway.run(lambda _http, _grpc: is_up.set(), running.stop)
+                running.gateway.run(lambda *_: is_up.set(), running.stop)
             )
             mesh.gateways.append(running)
             await is_up.wait()

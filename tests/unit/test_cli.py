@@ -194,6 +194,7 @@ def test_a_wrong_variable_is_named(
         "up --port 0 --grpc-port {}",
         "gateway --http-port {}",
         "gateway --http-port 0 --grpc-port {}",
+        "gateway --http-port 0 --grpc-port 0 --mesh-port {}",
         "decode --port {}",
         "prefill --metrics-port {}",
     ],
@@ -236,7 +237,8 @@ def test_a_gateway_command_loads_neither_torch_nor_ucxx() -> None:
     program = """
 import sys
 from services.cli import main
-code = main(["gateway", "--http-port", "0", "--grpc-port", "0", "--model", "/no/such/folder"])
+ports = ["--http-port", "0", "--grpc-port", "0", "--mesh-port", "0"]
+code = main(["gateway", *ports, "--model", "/no/such/folder"])
 heavy = {"torch", "numpy", "ucxx", "xxhash", "safetensors", "transformers"} & set(sys.modules)
 ours = [name for name in sys.modules if name.startswith(("shared.engine.load", "shared.transport"))]
 assert "services.gateway.app" in sys.modules
@@ -329,10 +331,11 @@ def test_the_grpc_port_follows_the_http_port(
     """--port 9000 means 9000 and 9001, and each is checked under its own flag."""
     checked: list[tuple[int, str]] = []
     monkeypatch.setattr(
-        "services.cli.up.require_free_port", lambda _, port, flag: checked.append((port, flag))
+        "services.cli.flags.require_free_port", lambda _, port, flag: checked.append((port, flag))
     )
     env = plan_mesh(config, {}).services[0].env
-    assert checked == [(ports[0], "--port"), (ports[1], "--grpc-port")]
+    others = [(0, "--mesh-port"), (0, "--process-port")]
+    assert checked == [(ports[0], "--port"), (ports[1], "--grpc-port"), *others]
     assert (env["PDMESH_HTTP_PORT"], env["PDMESH_GRPC_PORT"]) == tuple(map(str, ports))
 
 

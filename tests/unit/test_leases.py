@@ -28,7 +28,7 @@ from shared.errors import (
     RemoteProtocolError,
     WorkerLost,
 )
-from shared.ids import Incarnation, RequestId
+from shared.ids import Incarnation, LeaseToken, RequestId
 from shared.kv.pool import BlockPool
 from tests.support.cores import an_item
 
@@ -38,7 +38,7 @@ GONE = WorkerLost("gone")
 
 def a_key(number: int, attempt: int = 0) -> LeaseKey:
     """The key of request ``number``."""
-    return LeaseKey(RequestId(number.to_bytes(16, "little")), attempt)
+    return LeaseKey(RequestId(number.to_bytes(16, "little")), attempt, LeaseToken(bytes(16)))
 
 
 class Desk:

@@ -175,8 +175,11 @@ async def _probe_torch(limit_at: float) -> tuple[dict[str, Any] | None, str]:
 
 async def _ports() -> dict[int, str]:
     config = GatewayConfig()
-    taken = {port: checks.why_taken(port) for port in (config.http_port, config.grpc_port)}
-    # The gateway that has the first one has the second one, too.
+    taken = {
+        port: checks.why_taken(port)
+        for port in (config.http_port, config.grpc_port, config.mesh_port)
+    }
+    # The gateway that has the first one has the others, too.
     if taken[config.http_port] and await is_ours(config.http_port):
         return {port: "pdmesh" if by else "" for port, by in taken.items()}
     return taken

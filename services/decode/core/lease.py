@@ -14,7 +14,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from shared.errors import MeshError
-from shared.ids import Incarnation, RequestId
+from shared.ids import Incarnation, LeaseToken, RequestId
 from shared.kv.pool import BlockTable
 from shared.kv.prefix_hash import PrefixChain
 from shared.request import WorkItem
@@ -25,6 +25,7 @@ class LeaseKey(NamedTuple):
 
     request_id: RequestId
     attempt: int
+    token: LeaseToken
 
 
 class LeaseState(Enum):

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable
+import random
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 import structlog
@@ -24,7 +25,7 @@ from services.gateway.core.routing import (
 )
 from services.gateway.workers.peers import WorkerSession
 from shared.errors import WorkerLost
-from shared.ids import Incarnation
+from shared.ids import Incarnation, LeaseToken, RandomBytes, new_lease_token
 from shared.rpc.network import Address, Network
 from shared.runtime.groups import plain_errors
 
@@ -34,7 +35,7 @@ _log = structlog.get_logger(__name__)
 class Membership:
     """The gateway's view of its workers; made by ``membership``.
 
-    random: a source of uniform numbers in [0, 1) for the policy.
+    random_bytes: for the policy, and for lease tokens.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Membership:
         policy: RoutingPolicy,
         incarnation: Incarnation,
         version: str,
-        random: Callable[[], float],
+        random_bytes: RandomBytes,
         tasks: asyncio.TaskGroup,
         own_model: OwnModel | None = None,
     ) -> None:
@@ -52,12 +53,17 @@ class Membership:
         self._policy = policy
         self.incarnation = incarnation
         self._version = version
-        self._random = random
+        self._random = random.Random(random_bytes(8)).random
+        self._random_bytes = random_bytes
         self._tasks = tasks
         self._sessions: dict[Incarnation, WorkerSession] = {}
         self._session_tasks: dict[Incarnation, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._usable_pairs: list[Pair] | None = None
+
+    def new_lease_token(self) -> LeaseToken:
+        """Return what the two workers of an attempt, and nobody else, know of it."""
+        return new_lease_token(self._random_bytes)
 
     # --- workers --------------------------------------------------------------------------------
 
@@ -181,13 +187,15 @@ async def membership(
     policy: RoutingPolicy,
     incarnation: Incarnation,
     version: str,
-    random: Callable[[], float],
+    random_bytes: RandomBytes,
     own_model: OwnModel | None = None,
 ) -> AsyncGenerator[Membership]:
     """Own the sessions of all workers for the length of the block."""
     with plain_errors():
         async with asyncio.TaskGroup() as tasks:
-            members = Membership(network, policy, incarnation, version, random, tasks, own_model)
+            members = Membership(
+                network, policy, incarnation, version, random_bytes, tasks, own_model
+            )
             try:
                 yield members
             finally:

@@ -20,7 +20,7 @@ from services.gateway.core.lifecycle import ArrivedToken, Leg
 from services.gateway.core.peer_table import Role, Worker
 from shared import wire
 from shared.errors import MeshError, WorkerLost
-from shared.ids import Incarnation, StreamId
+from shared.ids import Incarnation, LeaseToken, StreamId
 from shared.request import FinishReason
 from shared.rpc import codec
 from shared.rpc.heartbeat_stream import HeartbeatStream
@@ -86,6 +86,7 @@ class AttemptOrder:
     deadline_s: float
     cache_salt: bytes
     trace_context: str
+    lease_token: LeaseToken
 
 
 class WorkerSession:
@@ -147,6 +148,7 @@ class WorkerSession:
                     decode_incarnation=decode,
                     cache_salt=order.cache_salt,
                     trace_context=order.trace_context,
+                    lease_token=order.lease_token,
                 )
             )
         )
@@ -174,6 +176,7 @@ class WorkerSession:
                     prefill_incarnation=prefill,
                     cache_salt=order.cache_salt,
                     trace_context=order.trace_context,
+                    lease_token=order.lease_token,
                 )
             )
         )

@@ -404,6 +404,7 @@ class RequestShell:
             deadline_s=self._remaining_s(),
             cache_salt=self._request.cache_salt,
             trace_context=trace_context,
+            lease_token=self._membership.new_lease_token(),
         )
         if decision.is_colocated:
             self._legs = {}
