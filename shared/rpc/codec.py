@@ -8,6 +8,7 @@ messages are checked by the gateway's own limits, not here.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -266,6 +267,9 @@ def sampling_to_wire(params: SamplingParams) -> wire.SamplingParams:
         ignore_eos=params.ignore_eos,
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
+        allowed_token_ids=params.allowed_token_ids,
+        bad_word_lengths=pack_u32(map(len, params.bad_words)),
+        bad_word_ids=pack_u32(token_id for word in params.bad_words for token_id in word),
     )
 
 
@@ -292,7 +296,21 @@ def sampling_from_wire(params: wire.SamplingParams | None) -> SamplingParams:
         ignore_eos=bool(params.ignore_eos),
         logprobs=_optional_count(params.logprobs, "logprobs"),
         prompt_logprobs=_optional_count(params.prompt_logprobs, "prompt_logprobs"),
+        allowed_token_ids=_column(params.allowed_token_ids, "allowed_token_ids"),
+        bad_words=_bad_words(params),
     )
+
+
+def _column(data: bytes, param: str) -> bytes:
+    unpack_u32(data, name=param)
+    return data
+
+
+def _bad_words(params: wire.SamplingParams) -> tuple[tuple[int, ...], ...]:
+    lengths = unpack_u32(params.bad_word_lengths, name="bad_word_lengths")
+    _require(0 not in lengths, "must be at least 1", "bad_word_lengths")
+    ids = iter(unpack_u32(params.bad_word_ids, count=sum(lengths), name="bad_word_ids"))
+    return tuple(tuple(itertools.islice(ids, length)) for length in lengths)
 
 
 def _optional_count(value: int | None, param: str) -> int | None:
