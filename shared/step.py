@@ -17,7 +17,8 @@ class SampleSpec:
     """Sample one token after a row's last position.
 
     index: position of the token in the answer; the counter of its random number.
-    prompt, output: the ids that penalties and bad words look at (only read when ``params.needs_history``).
+    prompt, output: the ids that penalties and bad words look at (only read when
+    ``params.needs_history``).
     """
 
     params: SamplingParams
