@@ -280,6 +280,7 @@ def sampling_from_wire(params: wire.SamplingParams | None) -> SamplingParams:
     bias_ids = unpack_u32(params.logit_bias_ids, name="logit_bias_ids")
     bias = unpack_f32(params.logit_bias_values, count=len(bias_ids), name="logit_bias_values")
     _require(all(map(math.isfinite, bias)), "must be finite", "logit_bias_values")
+    unpack_u32(params.allowed_token_ids, name="allowed_token_ids")  # it stays a column
     return SamplingParams(
         max_tokens=_int(params.max_tokens, 1, _MAX_U32, "max_tokens"),
         min_tokens=_int(params.min_tokens, 0, _MAX_U32, "min_tokens"),
@@ -296,14 +297,9 @@ def sampling_from_wire(params: wire.SamplingParams | None) -> SamplingParams:
         ignore_eos=bool(params.ignore_eos),
         logprobs=_optional_count(params.logprobs, "logprobs"),
         prompt_logprobs=_optional_count(params.prompt_logprobs, "prompt_logprobs"),
-        allowed_token_ids=_column(params.allowed_token_ids, "allowed_token_ids"),
+        allowed_token_ids=params.allowed_token_ids,
         bad_words=_bad_words(params),
     )
-
-
-def _column(data: bytes, param: str) -> bytes:
-    unpack_u32(data, name=param)
-    return data
 
 
 def _bad_words(params: wire.SamplingParams) -> tuple[tuple[int, ...], ...]:
