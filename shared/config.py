@@ -124,6 +124,13 @@ class GatewayConfig(ServiceConfig):
     max_wait_s: float = 2.0
     """Longest wait for a place, for a worker pair, and for blocks on decode."""
 
+    max_choices: int = 8
+    """Most answers to one prompt (n)."""
+
+    trust_templates: bool = False
+    """Let requests bring their own chat template, as vLLM's --trust-request-chat-template: a
+    program in a sandbox, but one that may take as much of the gateway's time as it likes."""
+
     max_attempts: int = 3
     """Dispatches of one request in all, the first included."""
 
@@ -157,6 +164,7 @@ class GatewayConfig(ServiceConfig):
         _require(self.max_running >= 1, "max_running", "must be at least 1")
         _require(self.max_waiting >= 0, "max_waiting", "must be at least 0")
         _require(0 < self.max_wait_s <= 60, "max_wait_s", "must be above 0 and at most 60 seconds")
+        _require(1 <= self.max_choices <= 1024, "max_choices", "must be 1..1024")
         _require(1 <= self.max_attempts <= 5, "max_attempts", "must be 1..5")
         _require(0 < self.failover_wait_s <= 60, "failover_wait_s", "must be in 0..60 seconds")
         _require(self.request_timeout_s >= 0, "request_timeout_s", "must be at least 0")

@@ -29,6 +29,10 @@ class SamplingParams:
     seed: token i is a pure function of (seed, i, logits), so a request that moves to another worker
     continues with the very tokens it would have had.
     logprobs: None = off, k = the chosen token's logprob and the k most likely alternatives.
+    allowed_token_ids: u32 column, little-endian, as it travels (it may name most of a vocabulary,
+    and is read in every step): no other token is chosen; empty = all may be.
+    bad_words: token sequences that the answer never holds, as in vLLM: whenever it ends with all
+    of one but its last token, that one is not chosen.
     """
 
     max_tokens: int = 16
@@ -41,6 +45,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: bytes = field(default=b"", repr=False)
+    bad_words: tuple[tuple[int, ...], ...] = ()
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -48,14 +54,18 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     needs_history: bool = field(init=False, repr=False, compare=False)
     """Whether earlier tokens change the logits; asked for every row of every step."""
+    has_masks: bool = field(init=False, repr=False, compare=False)
+    """Whether the client forbids tokens; asked likewise."""
 
     def __post_init__(self) -> None:
         needs_history = (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
+            or any(len(word) > 1 for word in self.bad_words)
         )
         object.__setattr__(self, "needs_history", needs_history)
+        object.__setattr__(self, "has_masks", bool(self.allowed_token_ids or self.bad_words))
 
 
 class TokenLogprobs(NamedTuple):

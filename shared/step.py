@@ -17,13 +17,29 @@ class SampleSpec:
     """Sample one token after a row's last position.
 
     index: position of the token in the answer; the counter of its random number.
-    prompt, output: the ids that penalties look at (only read when ``params.needs_history``).
+    prompt, output: the ids that penalties and bad words look at (only read when
+    ``params.needs_history``).
     """
 
     params: SamplingParams
     index: int
     prompt: Sequence[int]
     output: Sequence[int]
+
+    def forbidden(self, eos_token_ids: frozenset[int]) -> set[int]:
+        """Return the tokens that must not come next: those that would end the answer before
+        ``min_tokens`` tokens, and the last ones of bad words that are complete but for it."""
+        params, output = self.params, self.output
+        ids: set[int] = set()
+        if self.index < params.min_tokens:
+            ids |= set(params.stop_token_ids)
+            if not params.ignore_eos:
+                ids |= eos_token_ids
+        for word in params.bad_words:
+            begun = len(word) - 1
+            if not begun or tuple(output[-begun:]) == word[:-1]:
+                ids.add(word[-1])
+        return ids
 
 
 class StepRow(NamedTuple):

@@ -87,7 +87,7 @@ async def _print_once(url: str, api_key: str, as_json: bool, console: Console) -
     else:
         if not console.is_terminal and "COLUMNS" not in os.environ:
             console.width = 140  # nobody's window: wide enough to keep its lines whole
-        console.print(frame(url, view))
+        console.print(frame(url, view, width=console.width))
     return EXIT_OK
 
 
@@ -102,7 +102,7 @@ async def _watch(url: str, api_key: str, interval_s: float, console: Console) ->
                     view = await get_json(session, url, "/cluster", limit_s=ANSWERS_WITHIN_S)
                 except MeshError as error:
                     trouble = error.message
-                live.update(frame(url, view, trouble), refresh=True)
+                live.update(frame(url, view, trouble, width=console.width), refresh=True)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(interval_s):
                         await leave.wait()

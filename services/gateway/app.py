@@ -95,6 +95,8 @@ class Gateway:
                 keys=KeyRing.read(config.api_keys) if config.api_keys else None,
                 defaults=self._defaults,
                 default_timeout_s=config.request_timeout_s,
+                max_choices=config.max_choices,
+                trusts_templates=config.trust_templates,
                 version=VERSION,
                 tracer=tracer,
             )

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from services.gateway.mesh import ServedModel
 from shared.errors import InvalidRequest
 from shared.request import GREEDY_BELOW, SamplingParams
+from shared.rpc.columns import pack_u32
 
 MAX_CONNECTIONS = 16_384
 MAX_BODY_BYTES = 4 << 20
@@ -25,16 +26,17 @@ MAX_JSON_DEPTH = 64
 MAX_JSON_BRACKETS = 1 << 16
 MAX_MESSAGES = 1024
 MAX_PARTS = 1024
-MAX_CHOICES = 8
 MAX_PROMPTS = 8
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 64
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 300
+MAX_BAD_WORDS = 256
 MAX_LOGPROBS = 20
 MAX_LABEL_CHARS = 128
 MAX_RENDERED_CHARS = 1 << 20
 MAX_TEMPLATE_ARGUMENTS = 16
+MAX_TEMPLATE_CHARS = 1 << 16
 MAX_TIMEOUT_S = 86_400.0
 STALL_S = 10.0
 """How long a client may leave a full stream unread before it is cut off."""
@@ -67,12 +69,12 @@ ABOVE_ZERO: dict[str, float] = {"top_p": 1.0}
 """Largest value; 0 itself is not allowed."""
 
 LABEL_PATTERN = f"[A-Za-z0-9._-]{{1,{MAX_LABEL_CHARS}}}"
-ROLE_PATTERN = "[a-z_]{1,32}"
+ROLES = ("system", "developer", "user", "assistant")
+SIDES = ("left", "right")
 BIAS_KEY_PATTERN = "0|[1-9][0-9]{0,9}"
 """Of logit_bias: a token id, written in one way alone."""
 
 _LABEL = re.compile(LABEL_PATTERN)
-_ROLE = re.compile(ROLE_PATTERN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +102,8 @@ class SamplingForm:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
 
 
 def refusal(param: str, rule: str, *, code: str = "") -> InvalidRequest:
@@ -125,10 +129,10 @@ def label_or_none(text: str) -> str:
 
 
 def checked_role(role: str, *, param: str) -> str:
-    """Return the role of a chat message as templates know it; which roles there are, the template
-    decides."""
-    if _ROLE.fullmatch(role) is None:
-        raise refusal(param, "must be system, user or assistant")
+    """Return the role of a chat message as templates know it. Raises InvalidRequest: another than
+    ROLES, which some templates would pass over and others take for the user's."""
+    if role not in ROLES:
+        raise refusal(param, f"must be one of {', '.join(ROLES)}", code="unsupported")
     # OpenAI renamed the role for its newer models; templates know the old name.
     return "system" if role == "developer" else role
 
@@ -175,6 +179,35 @@ def checked_stop(stop: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stop))
 
 
+def checked_bad_words(words: Sequence[str]) -> Sequence[str]:
+    """Return the words; each has 1 to MAX_STOP_CHARS characters, and one that is no space."""
+    checked_count(len(words), MAX_BAD_WORDS, param="bad_words", what="words")
+    for word in words:
+        checked_count(len(word), MAX_STOP_CHARS, param="bad_words", what="characters each", least=1)
+        if not word.strip():
+            raise refusal("bad_words", "a word must have a character that is no space")
+    return words
+
+
+def truncated(
+    token_ids: Sequence[int], keep: int | None, side: str | None, *, longest: int
+) -> Sequence[int]:
+    """Return what a client wants of its prompt: at most ``keep`` tokens, the last or the first
+    ones.
+
+    keep: None = all, -1 = ``longest``, which leaves room for the answer. side: where it is cut,
+    None = left. Raises InvalidRequest.
+    """
+    if side is not None and side not in SIDES:
+        raise refusal("truncation_side", "must be left or right")
+    if keep is None:
+        return token_ids
+    if keep != -1:
+        keep = checked_int(keep, 1, INTEGERS["max_tokens"][1], param="truncate_prompt_tokens")
+    keep = max(longest, 1) if keep == -1 else keep
+    return token_ids[:keep] if side == "right" else token_ids[-keep:]
+
+
 def checked_token_ids(token_ids: Sequence[int], vocab_size: int, *, param: str) -> tuple[int, ...]:
     """Return the ids; raise InvalidRequest if one is negative or not below the vocabulary size."""
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
@@ -216,8 +249,11 @@ def sampling_params(
     default_max_tokens: int | None,
     defaults: Mapping[str, float],
     seed: int,
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> SamplingParams:
     """Check a form against the model and fill every default.
+
+    bad_words: the form's, as tokens.
 
     defaults: of the model folder's generation_config.json. default_max_tokens: None = the rest of
     the context.
@@ -254,6 +290,8 @@ def sampling_params(
         ignore_eos=form.ignore_eos,
         logprobs=_checked_logprobs(form.logprobs, "logprobs"),
         prompt_logprobs=_checked_logprobs(form.prompt_logprobs, "prompt_logprobs"),
+        allowed_token_ids=_checked_allowed(form.allowed_token_ids, model.vocab_size),
+        bad_words=bad_words,
     )
 
 
@@ -298,6 +336,15 @@ def _checked_logprobs(value: int | None, param: str) -> int | None:
 def _checked_stop_ids(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
     checked_count(len(token_ids), MAX_STOP_TOKEN_IDS, param="stop_token_ids", what="ids")
     return checked_token_ids(tuple(dict.fromkeys(token_ids)), vocab_size, param="stop_token_ids")
+
+
+def _checked_allowed(token_ids: Sequence[int] | None, vocab_size: int) -> bytes:
+    if token_ids is None:
+        return b""
+    if not token_ids:
+        raise refusal("allowed_token_ids", "must name a token")
+    checked = checked_token_ids(token_ids, vocab_size, param="allowed_token_ids")
+    return pack_u32(sorted(set(checked)))
 
 
 def _checked_bias(

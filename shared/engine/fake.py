@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -279,10 +279,23 @@ def _choose(state: int, sample: SampleSpec, model: FakeModel) -> int:
         for value in (params.temperature, params.top_p, params.min_p):
             salt.update(b"%d," % round(value * 10_000))
     word = _mix_int(state ^ int.from_bytes(salt.digest(), "little"))
-    if model.eos_every and (word >> 32) % model.eos_every == 0:
-        return model.eos_token_ids[0]
+    if not (params.has_masks or sample.index < params.min_tokens):
+        return _nearest(word, frozenset(), model)
+    forbidden = sample.forbidden(frozenset(model.eos_token_ids))
+    allowed = memoryview(params.allowed_token_ids).cast("I").tolist()
+    if not allowed:
+        return _nearest(word, forbidden, model)
+    kept = [token for token in allowed if token not in forbidden] or allowed
+    return kept[word % len(kept)]
+
+
+def _nearest(word: int, forbidden: Set[int], model: FakeModel) -> int:
+    """The token of a word: end-of-sequence now and then, else the next one that is allowed."""
+    eos = model.eos_token_ids
+    if model.eos_every and (word >> 32) % model.eos_every == 0 and eos[0] not in forbidden:
+        return eos[0]
     token = word % model.vocab_size
-    while token in model.eos_token_ids:
+    while token in eos or token in forbidden:
         token = (token + 1) % model.vocab_size
     return token
 

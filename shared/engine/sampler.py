@@ -4,7 +4,7 @@ All rows of a step are handled together; no state is kept. On a GPU work is queu
 waits once for the tokens, once more for logprobs. Order of operations as in vLLM:
 
     raw logits -> logprobs                           (reported ones, untouched by what follows)
-    penalties -> logit bias -> min_tokens mask       (these can change a greedy choice)
+    penalties -> logit bias -> masks                 (these can change a greedy choice)
     argmax, or: temperature -> min-p -> top-k -> top-p -> draw
 
 A draw inverts the cumulative distribution at the number of (seed, index), see ``philox.py``, with
@@ -51,6 +51,7 @@ def is_plain_greedy(spec: SampleSpec) -> bool:
         and params.logprobs is None
         and not params.needs_history
         and not params.logit_bias
+        and not params.has_masks
         and spec.index >= params.min_tokens
     )
 
@@ -68,7 +69,7 @@ def sample(
     reported = _RawLogprobs.of(logits, specs)
     _penalise(logits, specs)
     _bias(logits, specs)
-    _mask_early_ends(logits, specs, eos_token_ids)
+    _mask(logits, specs, eos_token_ids)
     token_ids = logits.argmax(dim=-1)
     drawn = [row for row, spec in enumerate(specs) if not is_greedy(spec.params)]
     if drawn:
@@ -182,22 +183,30 @@ def _bias(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> None:
         logits.index_put_(tuple(place), added, accumulate=True)
 
 
-def _mask_early_ends(
-    logits: torch.Tensor, specs: Sequence[SampleSpec], eos_token_ids: frozenset[int]
-) -> None:
-    """Forbid every token that would end a row before ``min_tokens`` tokens."""
+def _mask(logits: torch.Tensor, specs: Sequence[SampleSpec], eos_token_ids: frozenset[int]) -> None:
+    """Leave each row the tokens that it may choose: allowed ones, none that is forbidden now.
+
+    Where all allowed ones are forbidden, the allowed ones stay: something must come next.
+    """
     rows: list[int] = []
     ids: list[int] = []
+    vocab_size = logits.shape[1]
     for row, spec in enumerate(specs):
         params = spec.params
-        if spec.index >= params.min_tokens:
+        if spec.index >= params.min_tokens and not params.has_masks:
             continue
-        ends = set(params.stop_token_ids)
-        if not params.ignore_eos:
-            ends |= eos_token_ids
-        known = [token_id for token_id in ends if 0 <= token_id < logits.shape[1]]
-        rows += [row] * len(known)
-        ids += known
+        forbidden = [one for one in spec.forbidden(eos_token_ids) if 0 <= one < vocab_size]
+        if params.allowed_token_ids:
+            allowed = np.frombuffer(params.allowed_token_ids, "<u4").astype(np.int64)
+            allowed = allowed[allowed < vocab_size]
+            kept = allowed[~np.isin(allowed, forbidden)]
+            places = to_device(kept if kept.size else allowed, logits.device)
+            scores = logits[row, places]
+            logits[row] = float("-inf")
+            logits[row, places] = scores
+        else:
+            rows += [row] * len(forbidden)
+            ids += forbidden
     if rows:
         logits[tuple(to_device(np.array((rows, ids)), logits.device))] = float("-inf")
 

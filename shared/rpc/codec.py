@@ -8,6 +8,7 @@ messages are checked by the gateway's own limits, not here.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -268,6 +269,9 @@ def sampling_to_wire(params: SamplingParams) -> wire.SamplingParams:
         ignore_eos=params.ignore_eos,
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
+        allowed_token_ids=params.allowed_token_ids,
+        bad_word_lengths=pack_u32(map(len, params.bad_words)),
+        bad_word_ids=pack_u32(token_id for word in params.bad_words for token_id in word),
     )
 
 
@@ -278,6 +282,7 @@ def sampling_from_wire(params: wire.SamplingParams | None) -> SamplingParams:
     bias_ids = unpack_u32(params.logit_bias_ids, name="logit_bias_ids")
     bias = unpack_f32(params.logit_bias_values, count=len(bias_ids), name="logit_bias_values")
     _require(all(map(math.isfinite, bias)), "must be finite", "logit_bias_values")
+    unpack_u32(params.allowed_token_ids, name="allowed_token_ids")  # it stays a column
     return SamplingParams(
         max_tokens=_int(params.max_tokens, 1, _MAX_U32, "max_tokens"),
         min_tokens=_int(params.min_tokens, 0, _MAX_U32, "min_tokens"),
@@ -294,7 +299,16 @@ def sampling_from_wire(params: wire.SamplingParams | None) -> SamplingParams:
         ignore_eos=bool(params.ignore_eos),
         logprobs=_optional_count(params.logprobs, "logprobs"),
         prompt_logprobs=_optional_count(params.prompt_logprobs, "prompt_logprobs"),
+        allowed_token_ids=params.allowed_token_ids,
+        bad_words=_bad_words(params),
     )
+
+
+def _bad_words(params: wire.SamplingParams) -> tuple[tuple[int, ...], ...]:
+    lengths = unpack_u32(params.bad_word_lengths, name="bad_word_lengths")
+    _require(0 not in lengths, "must be at least 1", "bad_word_lengths")
+    ids = iter(unpack_u32(params.bad_word_ids, count=sum(lengths), name="bad_word_ids"))
+    return tuple(tuple(itertools.islice(ids, length)) for length in lengths)
 
 
 def _optional_count(value: int | None, param: str) -> int | None:

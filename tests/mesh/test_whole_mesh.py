@@ -28,10 +28,13 @@ from shared.errors import (
     WorkerLost,
 )
 from shared.liveness import DEAD_AFTER_S
+from shared.request import SamplingParams
+from shared.rpc.columns import pack_u32
 from shared.rpc.memory import MemoryNetwork
 from shared.rpc.network import Address
 from shared.transport.loopback import LoopbackSettings
 from tests.support.storm import storm
+from tests.support.tiny_tokenizer import tiny_tokenizer
 from tests.support.whole_mesh import Answer, WholeMesh, whole_mesh
 from tests.support.worker_mesh import a_prompt, expected, virtual_time
 
@@ -166,6 +169,37 @@ async def test_a_killed_worker_costs_a_pause_when_there_is_a_spare(role: str, ph
         assert answer.token_ids == expected(prompt, 12)
         costs_nothing = role == "prefill" and phase == "mid_decode"
         assert answer.receipt["attempts"] == (1 if costs_nothing else 2)
+
+
+@virtual_time
+async def test_masks_hold_when_another_worker_goes_on() -> None:
+    """Three tokens are allowed and a sequence of them is bad: the whole answer is the undisturbed
+    one, wherever it is cut."""
+    tokenizer = tiny_tokenizer()
+    allowed = pack_u32(tokenizer.encode("qxz").ids)
+    free = SamplingParams(max_tokens=12, allowed_token_ids=allowed, bad_words=((1, 1),))
+    prompt = a_prompt(150)
+    first, second, third, *_ = expected(prompt, 12, free)
+    word = (first, second, third)
+    due = expected(prompt, 12, replace(free, bad_words=(word,)))
+    assert due[:2] == [first, second]
+    assert due[2] != third
+    for cut in range(1, 6):
+        async with whole_mesh(num_prefill=2, num_decode=2, timing=SLOW) as mesh:
+            reached = asyncio.Event()
+
+            def watch(answer: Answer, cut: int = cut, reached: asyncio.Event = reached) -> None:
+                if len(answer.token_ids) >= cut:
+                    reached.set()
+
+            masks = {"allowed_token_ids": allowed, "bad_words": [tokenizer.decode(word)]}
+            async with asyncio.TaskGroup() as tasks:
+                asked = tasks.create_task(mesh.ask(prompt, 12, on_token=watch, **masks))
+                await reached.wait()
+                await mesh.kill(_busy(mesh, "decode"))
+        answer = asked.result()
+        assert answer.error is None
+        assert answer.token_ids == due
 
 
 @pytest.mark.parametrize("phase", PHASES[:2])

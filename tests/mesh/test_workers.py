@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -236,10 +237,17 @@ async def test_a_stop_token_ends_the_answer_on_decode() -> None:
 
 @virtual_time
 async def test_a_retried_attempt_continues_where_the_first_one_was() -> None:
-    """Prompt plus the tokens already sent gives the very tokens that were still to come."""
+    """Prompt plus the tokens already sent gives the very tokens that were still to come; a bad
+    word that the first attempt began is not completed by the second."""
     prompt = a_prompt(33)
-    params = SamplingParams(max_tokens=20, temperature=1.0, seed=7, ignore_eos=True)
+    params = SamplingParams(
+        max_tokens=20, temperature=1.0, seed=7, ignore_eos=True, bad_words=((1, 1),)
+    )
+    plain = expected(prompt, 20, params)
+    params = replace(params, bad_words=(tuple(plain[6:9]),))
     answer = expected(prompt, 20, params)
+    assert answer[:8] == plain[:8]
+    assert answer[8] != plain[8]
     async with worker_mesh() as mesh:
         request = mesh.start(
             prompt + answer[:8], sampling=params, attempt=1, num_prompt_tokens=len(prompt)

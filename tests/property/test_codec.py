@@ -67,6 +67,8 @@ SAMPLING = st.builds(
     ignore_eos=st.booleans(),
     logprobs=st.none() | st.integers(0, 20),
     prompt_logprobs=st.none() | st.integers(0, 20),
+    allowed_token_ids=st.lists(U32, max_size=5).map(columns.pack_u32),
+    bad_words=st.lists(st.lists(U32, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
 )
 
 LOGPROBS = st.builds(TokenLogprobs, FINITE, st.lists(st.tuples(U32, FINITE), max_size=4).map(tuple))

@@ -14,10 +14,10 @@ from services.cli.top_view import block_bar, frame, sparkline
 from tests.support.stub_gateway import PREFILL, StubGateway, a_view
 
 
-def drawn(view: dict[str, Any] | None, trouble: str = "") -> list[str]:
+def drawn(view: dict[str, Any] | None, trouble: str = "", width: int = 150) -> list[str]:
     """The lines of one frame."""
     out = io.StringIO()
-    Console(file=out, width=150).print(frame("http://gw", view, trouble))
+    Console(file=out, width=width).print(frame("http://gw", view, trouble, width=width))
     return [" ".join(line.split()) for line in out.getvalue().splitlines()]
 
 
@@ -34,6 +34,30 @@ def test_a_frame_tells_all_that_the_gateway_tells() -> None:
     assert prefill.endswith(" 60 of 100, 10 in quarantine 1")
     assert any(line.startswith("decode 10.0.0.2:2 suspect") for line in lines)
     assert "10.0.0.1:1 → 10.0.0.2:2 sysv 9 3.0 MiB 8.2 GB/s 300 MB/s 1.0 ms 2.0 ms" in lines
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_a_frame_fits_a_narrow_terminal(width: int) -> None:
+    """A worker and a transfer keep their line, and no word or number is cut, with addresses and
+    counts as long as they get."""
+    view = a_view(window={**a_view()["window"], "output_tokens_each_s": [1] * 60})
+    for number, worker in enumerate(view["workers"]):
+        worker["address"] = f"192.168.100.20{number}:54321"
+        worker["running"], worker["step_s"] = 256, 1.2345
+        worker["state"] = "connecting"
+    view["transfers"][0]["lane"] = "cuda_ipc"
+    lines = drawn(view, width=width)
+    assert not any("…" in line for line in lines)
+    assert lines[0] == "pdmesh top http://gw"
+    assert lines[1] == "m (2,048 tokens) 1.2.3 up 61 s ● ready"
+    (worker_line,) = (line for line in lines if line.startswith("prefill 192"))
+    assert worker_line.startswith("prefill 192.168.100.200:54321 connecting 256 2 1234.5 ms █")
+    assert worker_line.endswith(" 60%")
+    pair = "192.168.100.200:54321 → 192.168.100.201:54321 cuda_ipc 8.2 GB/s 1.0 ms"
+    assert pair in lines
+    assert "queued 7 in 100 tokens/s TTFT 100.0 ms 250.0 ms 1.50 s" in lines
+    assert "refused 11 ended 42 in 60 s, 1 failed ITL - - -" in lines
+    assert len(lines) == len(drawn(view)) + 1
 
 
 def test_a_mesh_without_anything_is_a_frame_too() -> None:

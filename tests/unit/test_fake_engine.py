@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 import time
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from shared.engine.fake import (
 )
 from shared.errors import LocalProtocolError
 from shared.request import FinishReason, SamplingParams
+from shared.rpc.columns import pack_u32
 from shared.step import RowResult, SampleSpec, StepRow
 
 MODEL = FakeModel(vocab_size=97, num_layers=3, num_kv_heads=2, head_dim=4)
@@ -239,6 +241,25 @@ def test_penalties_and_biases_count() -> None:
     assert fake_continuation(PROMPT, 5, history, num_prompt_tokens=3, model=MODEL) != (
         fake_continuation(PROMPT, 5, history, model=MODEL)
     )
+
+
+def test_masks_are_kept() -> None:
+    """No token but allowed ones, no bad word, also where a part of the answer is there already."""
+    plain = fake_continuation(PROMPT, 40, model=MODEL)
+    few = SamplingParams(allowed_token_ids=pack_u32(range(1, 7)))
+    answer = fake_continuation(PROMPT, 40, few, model=MODEL)
+    assert set(answer) == set(range(1, 7))
+    words = tuple(itertools.pairwise(plain))
+    whole = fake_continuation(PROMPT, 40, SamplingParams(bad_words=words), model=MODEL)
+    assert not set(itertools.pairwise(whole)) & set(words)
+    moved = fake_continuation(
+        [*PROMPT, *plain[:5]],
+        1,
+        SamplingParams(bad_words=words),
+        num_prompt_tokens=len(PROMPT),
+        model=MODEL,
+    )
+    assert moved != plain[5:6]
 
 
 def test_an_answer_ends_only_by_rule() -> None:

@@ -92,7 +92,9 @@ def test_contents_are_text_or_parts_of_text() -> None:
         ({"role": "user", "content": [{"type": "audio"}]}, "messages[0].content[0]", "audio"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0]", "text"),
         ({"role": "<script>", "content": ""}, "messages[0].role", "must be"),
-        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls", "tools"),
+        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls", "text"),
+        ({"role": "assistant", "reasoning_content": "a"}, "messages[0].reasoning_content", "text"),
+        ({"role": "tool", "content": "a"}, "messages[0].role", "must be one of"),
     ],
 )
 def test_a_message_that_is_not_text_is_named(message: Any, param: str, words: str) -> None:
@@ -150,7 +152,6 @@ def test_sampling_of_a_completion_body() -> None:
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"),
-        ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"best_of": 3}, "best_of"),
@@ -175,7 +176,7 @@ def test_what_would_change_the_answer_and_is_not_served_is_refused(
 
 
 @pytest.mark.parametrize("value", [{"type": "object"}, "a|b", ["a"], True, 0])
-@pytest.mark.parametrize("field", ["guided_json", "structured_outputs", "chat_template", "audio"])
+@pytest.mark.parametrize("field", ["guided_json", "structured_outputs", "prompt_embeds", "audio"])
 def test_what_is_not_served_is_said_so_whatever_its_type(field: str, value: Any) -> None:
     """The client reads that we do not serve it, not that its type is wrong."""
     with pytest.raises(InvalidRequest) as caught:

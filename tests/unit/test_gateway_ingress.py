@@ -146,6 +146,58 @@ async def test_parameters_arrive() -> None:
     assert (sampling.logprobs, sampling.prompt_logprobs) == (0, None)
 
 
+async def test_masks_and_truncation_arrive() -> None:
+    """As over HTTP; what is cut is neither computed nor told of."""
+    mesh = ScriptedMesh(saying("the the"))
+    params = wire.GenerateParams(
+        allowed_token_ids=pack_u32([9, 4]), bad_words=["the"], truncate_prompt_tokens=2,
+        prompt_logprobs=0, max_tokens=5,
+    )  # fmt: skip
+    request = wire.GenerateRequest(token_ids=pack_u32([5, 6, 7]), params=params)
+    stream = await generate(front_door(mesh), request)
+    (asked,) = mesh.requests
+    assert asked.token_ids == (6, 7)
+    assert asked.sampling.allowed_token_ids == pack_u32([4, 9])
+    assert asked.sampling.bad_words[0] == (THE,)
+    assert len(stream.sent[0].prompt_logprobs) == 2
+
+
+async def test_messages_are_rendered_as_asked() -> None:
+    """Continued, without the prompt to answer, with a template and its variables; or refused."""
+    rendered = {
+        "<user>hi<eos><assistant>so": wire.Rendering(continue_final_message=True),
+        "<user>hi<eos><assistant>so<eos>": wire.Rendering(add_generation_prompt=False),
+        "hi 7": wire.Rendering(
+            chat_template="{{ messages[0].content }} {{ x }}", chat_template_kwargs='{"x": 7}'
+        ),
+    }
+    messages = [
+        wire.ChatMessage(role="user", content="hi"),
+        wire.ChatMessage(role="assistant", content="so"),
+    ]
+    for text, rendering in rendered.items():
+        mesh = ScriptedMesh()
+        front = front_door(mesh)
+        front.trusts_templates = True
+        await generate(front, wire.GenerateRequest(messages=messages, rendering=rendering))
+        ids = list(mesh.requests[0].token_ids)
+        assert tiny_tokenizer().decode(ids, skip_special_tokens=False) == text
+    refused = {
+        "chat_template": wire.Rendering(chat_template="x"),
+        "chat_template_kwargs": wire.Rendering(chat_template_kwargs="[]"),
+        "continue_final_message": wire.Rendering(
+            continue_final_message=True, add_generation_prompt=True
+        ),
+    }
+    for param, rendering in refused.items():
+        with pytest.raises(InvalidRequest) as caught:
+            await generate(
+                front_door(ScriptedMesh()),
+                wire.GenerateRequest(messages=messages, rendering=rendering),
+            )
+        assert caught.value.param == param
+
+
 async def test_logprobs_of_answer_and_prompt() -> None:
     """Columns a token; for prompt tokens the token itself comes first, the first of all
     unpredicted."""
@@ -189,7 +241,7 @@ async def test_a_stop_string_is_named() -> None:
         ({"text": "a", "params": {"stop_token_ids": b"\0"}}, InvalidRequest, "stop_token_ids"),
         ({"text": "a", "params": {"logprobs": 21}}, InvalidRequest, "logprobs"),
         ({"messages": [("<x>", "hi")]}, InvalidRequest, "messages[0].role"),
-        ({"messages": [("tool", "hi")]}, InvalidRequest, "messages"),
+        ({"messages": [("tool", "hi")]}, InvalidRequest, "messages[0].role"),
         ({"messages": [("user", "hi")] * 1025}, InvalidRequest, "messages"),
     ],
 )

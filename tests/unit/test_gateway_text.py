@@ -435,10 +435,76 @@ def test_the_names_that_templates_expect_are_there() -> None:
 
 
 def test_arguments_reach_the_template_but_replace_nothing() -> None:
-    """A client's template arguments cannot stand in for messages or special tokens."""
+    """A client's template arguments cannot stand in for messages or special tokens, and are not
+    dropped without a word."""
     assert render("{{ enable_thinking }}", arguments={"enable_thinking": False}) == "False"
-    source = "{{ messages[0].content }}{{ bos_token }}"
-    assert render(source, arguments={"messages": [], "bos_token": "x"}) == "<hi><s>"
+    assert render("{{ documents[0] }}", arguments={"documents": ["a"]}) == "a"
+    for name in ("messages", "bos_token", "add_generation_prompt"):
+        with pytest.raises(InvalidRequest, match="chat_template_kwargs"):
+            render("", arguments={name: None})
+
+
+CHATML = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "content", "due"),
+    [
+        (CHATML, "Sure, ", "<user>Sure,<end>\n<assistant>Sure,"),
+        (CHATML.replace(" | trim", ""), "Sure, ", "<user>Sure,<end>\n<assistant>Sure, "),
+        (CHATML, "", "<user><end>\n<assistant>"),
+        ("{{ messages | tojson }}", 'a"', '[{"role": "user", "content": "Sure,"}, {"role": "assist'
+         'ant", "content": "a\\"'),
+    ],
+)  # fmt: skip
+def test_a_final_message_is_continued(source: str, content: str, due: str) -> None:
+    """The prompt ends where its content does, with the space at its end as the template has it,
+    and other messages of the same text stay whole."""
+    messages = [
+        {"role": "user", "content": content.strip() if "trim" in source else "Sure,"},
+        {"role": "assistant", "content": content},
+    ]
+    if source == CHATML.replace(" | trim", ""):
+        messages[0]["content"] = "Sure,"
+    text = ChatTemplate(source, SpecialTokens()).render(
+        messages, add_generation_prompt=False, continue_final_message=True
+    )
+    assert text == due
+
+
+def test_a_message_that_the_template_hides_cannot_be_continued() -> None:
+    """Its end is not in the prompt."""
+    template = ChatTemplate("{{ messages[0].role }}", SpecialTokens())
+    with pytest.raises(InvalidRequest, match="cannot be continued") as caught:
+        template.render([{"role": "user", "content": "a"}], continue_final_message=True)
+    assert caught.value.param == "continue_final_message"
+
+
+async def test_a_clients_template_is_its_own_fault() -> None:
+    """It knows the special tokens, needs no model's template, and its errors name its field."""
+    model = tiny_text_model(None)
+    hi = [{"role": "user", "content": "hi"}]
+    assert await model.render(hi, template="{{ messages[0].content }}!") == "hi!"
+    for broken in ("{% if %}", "{{ raise_exception('no') }}", "{{ 1 / 0 }}"):
+        with pytest.raises(InvalidRequest) as caught:
+            await model.render(hi, template=broken)
+        assert caught.value.param == "chat_template"
+    model.close()
+
+
+def test_bad_words_are_tokens_with_and_without_a_space_before() -> None:
+    """As vLLM takes them: after a space only where that changes but the first token."""
+    model = tiny_text_model()
+    ids = {text: tuple(tiny_tokenizer().encode(text).ids) for text in ("the", " the", "and", "x y")}
+    assert len(ids[" the"]) == len(ids["the"]) == 1
+    assert model.bad_words(["the"]) == (ids["the"], ids[" the"])
+    assert model.bad_words([" the", "the"]) == (ids["the"], ids[" the"])
+    assert model.bad_words(["and"]) == (ids["and"],)
+    assert model.bad_words(["x y"]) == (ids["x y"],)
+    model.close()
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from shared.engine.sampler import Sampled, logprobs_of, sample  # noqa: E402
+from shared.engine.sampler import Sampled, is_plain_greedy, logprobs_of, sample  # noqa: E402
 from shared.request import SamplingParams  # noqa: E402
+from shared.rpc.columns import pack_u32  # noqa: E402
 from shared.step import SampleSpec  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -91,6 +92,8 @@ def test_row_is_independent_of_its_batch() -> None:
             logit_bias=rng.choice([(), ((3, 2.5), (7, -100.0))]),
             min_tokens=rng.choice([0, 60]),
             stop_token_ids=(4,),
+            allowed_token_ids=rng.choice([b"", pack_u32([1, 4, 5, 17])]),
+            bad_words=rng.choice([(), ((5,), (2, 3), (7, 7, 9))]),
             seed=rng.getrandbits(64),
             logprobs=rng.choice([None, 0, 3]),
         )
@@ -223,11 +226,52 @@ def test_min_tokens() -> None:
     assert best(logits, ignoring, eos) == 0
 
 
+def test_allowed_token_ids() -> None:
+    """Nothing else is chosen, greedily or drawn, whatever bias and penalties say; ids beyond the
+    vocabulary are passed over."""
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
+    allowed = {"allowed_token_ids": pack_u32([2, 3, 99])}
+    assert best(logits, a_spec(**allowed)) == 2
+    assert best(logits, a_spec(**allowed, logit_bias=((0, 100.0),))) == 2
+    assert best(logits, a_spec(output=[2], presence_penalty=1.5, **allowed)) == 3
+    assert support(logits, **allowed) == {2, 3}
+    assert support(logits, top_k=1, **allowed) == {2}
+
+
+def test_bad_words() -> None:
+    """The last token of a sequence is not chosen where the answer ends with the rest of it; the
+    prompt does not count."""
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
+    words = ((0,), (2, 3, 1))
+    assert best(logits, a_spec(bad_words=words)) == 1
+    assert best(logits, a_spec(bad_words=words, output=[2, 3])) == 2
+    assert best(logits, a_spec(bad_words=words, output=[3])) == 1
+    assert best(logits, a_spec(bad_words=words, prompt=[2, 3])) == 1
+    assert support(logits, bad_words=words) == {1, 2, 3}
+
+
+def test_where_all_allowed_tokens_are_forbidden_one_of_them_comes() -> None:
+    """Something has to come next, and it is never a token that the client did not allow."""
+    logits = torch.tensor([[3.0, 2.0, 1.0]])
+    spec = a_spec(allowed_token_ids=pack_u32([1, 2]), bad_words=((1,), (2,)))
+    assert best(logits, spec) == 1
+    early = a_spec(allowed_token_ids=pack_u32([2]), min_tokens=5)
+    assert best(logits, early, frozenset({2})) == 2
+
+
+def test_masks_keep_a_row_from_the_fast_path() -> None:
+    """The most likely token alone is no answer where tokens are forbidden."""
+    assert is_plain_greedy(a_spec())
+    assert not is_plain_greedy(a_spec(bad_words=((1,),)))
+    assert not is_plain_greedy(a_spec(allowed_token_ids=pack_u32([1])))
+
+
 def test_logprobs_are_raw_and_ordered() -> None:
     """Reported logprobs are those of the model: no bias, penalty, temperature or filter in them."""
     logits = some_logits()
     want = logits[0].log_softmax(-1)
     params = {"temperature": 0.3, "top_k": 2, "logit_bias": ((0, 50.0),), "logprobs": 5}
+    params |= {"allowed_token_ids": pack_u32([0, 1]), "bad_words": ((1,),)}
     (one,) = run(logits, a_spec(output=[1], presence_penalty=1.0, **params))
     assert one.token_id == 0
     assert one.logprobs is not None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from services.gateway import limits
 from services.gateway.front.answers import Choice
@@ -66,13 +67,31 @@ class Form:
     skip_special_tokens: bool = True
     continues_text: bool = False
     is_echo_only: bool = False
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendering:
+    """How messages become a prompt, as a client wrote it. None = not given.
+
+    add_generation_prompt: not given = unless the answer continues the final message. arguments:
+    variables of the template.
+    """
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    add_special_tokens: bool = False
 
 
 class FrontDoor:
     """One gateway's client side.
 
     defaults: sampling defaults of the model folder (``ModelFolder.generation_defaults``).
-    default_timeout_s: deadline of requests that bring none; 0 = none.
+    default_timeout_s: deadline of requests that bring none; 0 = none. max_choices: largest ``n``.
+    trusts_templates: clients may bring their own chat template.
     """
 
     def __init__(
@@ -85,6 +104,8 @@ class FrontDoor:
         keys: KeyRing | None = None,
         defaults: Mapping[str, float] | None = None,
         default_timeout_s: float = 0.0,
+        max_choices: int = 8,
+        trusts_templates: bool = False,
         version: str = "",
         tracer: Tracer = NO_TRACER,
     ) -> None:
@@ -93,6 +114,8 @@ class FrontDoor:
         self.metrics = metrics
         self.keys = keys or KeyRing()
         self.version = version
+        self.max_choices = max_choices
+        self.trusts_templates = trusts_templates
         self._random_bytes = random_bytes
         self._tracer = tracer
         self._defaults = dict(defaults or {})
@@ -146,6 +169,42 @@ class FrontDoor:
             )
         return model
 
+    async def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], rendering: Rendering
+    ) -> Prompt:
+        """Render messages and tokenize them. Raises InvalidRequest, Overloaded."""
+        if rendering.continue_final_message and rendering.add_generation_prompt:
+            raise limits.refusal(
+                "continue_final_message", "does not go with add_generation_prompt: true"
+            )
+        limits.checked_count(
+            len(rendering.arguments), limits.MAX_TEMPLATE_ARGUMENTS, param="chat_template_kwargs"
+        )
+        template = rendering.chat_template
+        if template is not None:
+            if not self.trusts_templates:
+                raise limits.refusal(
+                    "chat_template",
+                    "the model's own template is always used here (the gateway was started "
+                    "without --trust-templates)",
+                    code="unsupported",
+                )
+            limits.checked_count(
+                len(template), limits.MAX_TEMPLATE_CHARS, param="chat_template", what="characters"
+            )
+        generation = rendering.add_generation_prompt
+        rendered = await self.text.render(
+            messages,
+            add_generation_prompt=not rendering.continue_final_message
+            if generation is None
+            else generation,
+            continue_final_message=rendering.continue_final_message,
+            template=template,
+            arguments=rendering.arguments,
+        )
+        ids = await self.text.encode(rendered, add_special_tokens=rendering.add_special_tokens)
+        return Prompt(token_ids=tuple(ids))
+
     def choices(
         self, caller: Caller, model: ServedModel, prompts: Sequence[Prompt], form: Form
     ) -> list[Choice]:
@@ -156,15 +215,23 @@ class FrontDoor:
         limits.checked_count(
             len(prompts), limits.MAX_PROMPTS, param=form.prompt_param, what="prompts", least=1
         )
-        limits.checked_int(form.num_choices, 1, limits.MAX_CHOICES, param="n")
+        limits.checked_int(form.num_choices, 1, self.max_choices, param="n")
         stop = limits.checked_stop(form.sampling.stop)
         seed = int.from_bytes(self._random_bytes(8), "little")
         salt = tenant_salt(caller.key, form.cache_salt)
         if form.is_echo_only:
             form = replace(form, sampling=replace(form.sampling, max_tokens=1))
+        bad_words = self.text.bad_words(limits.checked_bad_words(form.sampling.bad_words))
+        longest = model.max_model_len - (form.sampling.max_tokens or form.default_max_tokens or 1)
         choices: list[Choice] = []
         for prompt_idx, prompt in enumerate(prompts):
-            token_ids = limits.checked_prompt(prompt.token_ids, model, param=form.prompt_param)
+            kept = limits.truncated(
+                prompt.token_ids,
+                form.truncate_prompt_tokens,
+                form.truncation_side,
+                longest=longest,
+            )
+            token_ids = limits.checked_prompt(kept, model, param=form.prompt_param)
             sampling = limits.sampling_params(
                 form.sampling,
                 model=model,
@@ -172,6 +239,7 @@ class FrontDoor:
                 default_max_tokens=form.default_max_tokens,
                 defaults=self._defaults,
                 seed=seed,
+                bad_words=bad_words,
             )
             for number in range(form.num_choices):
                 # A client's seed gives every prompt the same answers as alone; a random one must

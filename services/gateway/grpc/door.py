@@ -12,12 +12,12 @@ import json
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from services.gateway import limits
 from services.gateway.front.answers import Delta, Usage, open_answers
 from services.gateway.front.calls import Call, recorded
-from services.gateway.front.frontdoor import Form, FrontDoor, Prompt
+from services.gateway.front.frontdoor import Form, FrontDoor, Prompt, Rendering
 from services.gateway.limits import STALL_S, SamplingForm
 from shared import wire
 from shared.errors import DeadlinePassed, InvalidRequest, MeshError, RemoteProtocolError
@@ -132,23 +132,12 @@ class Inference:
         if bool(text) == bool(request.messages):
             raise InvalidRequest("give either text or messages", param="text")
         if request.messages:
-            text = await self._render(request.messages)
-        ids = await self._front.text.encode(text, add_special_tokens=request.add_special_tokens)
+            rendering = _rendering(request.rendering, add_special=request.add_special_tokens)
+            prompt = await self._front.chat_prompt(_messages(request.messages), rendering)
+            ids: Sequence[int] = prompt.token_ids
+        else:
+            ids = await self._front.text.encode(text, add_special_tokens=request.add_special_tokens)
         return wire.TokenizeResponse(token_ids=pack_u32(ids), max_model_len=model.max_model_len)
-
-    async def _render(self, messages: Sequence[wire.ChatMessage]) -> str:
-        limits.checked_count(
-            len(messages), limits.MAX_MESSAGES, param="messages", what="messages", least=1
-        )
-        return await self._front.text.render(
-            [
-                {
-                    "role": limits.checked_role(message.role, param=f"messages[{index}].role"),
-                    "content": message.content,
-                }
-                for index, message in enumerate(messages)
-            ]
-        )
 
     # --- Generate -------------------------------------------------------------------------------
 
@@ -160,10 +149,15 @@ class Inference:
         note(Moment.PARSED, call.caller.request_id)
         model = self._front.model(request.model)
         prompt, param = await self._prompt(request)
+        params = request.params or _NO_PARAMS
+        rendering = request.rendering
         form = Form(
-            sampling=_sampling(request.params or _NO_PARAMS),
+            sampling=_sampling(params),
             prompt_param=param,
-            continues_text=param != "messages",
+            continues_text=param != "messages"
+            or (rendering is not None and rendering.continue_final_message),
+            truncate_prompt_tokens=params.truncate_prompt_tokens,
+            truncation_side=params.truncation_side or None,
         )
         choices = self._front.choices(call.caller, model, [prompt], form)
         async with open_answers(self._front.mesh, choices) as answers:
@@ -178,7 +172,7 @@ class Inference:
                         response.prompt_logprobs = [
                             _top(entry, token_id)
                             for token_id, entry in zip(
-                                prompt.token_ids, delta.prompt_logprobs, strict=True
+                                choices[0].request.token_ids, delta.prompt_logprobs, strict=True
                             )
                         ]
                     await self._send(stream, response)
@@ -192,15 +186,15 @@ class Inference:
         given = [name for name in ("text", "token_ids", "messages") if getattr(request, name)]
         if len(given) != 1:
             raise InvalidRequest("give exactly one of text, token_ids, messages", param="text")
-        text = self._front.text
         match given[0]:
             case "token_ids":
                 ids: Sequence[int] = _column(request.token_ids, "token_ids")
             case "messages":
-                rendered = await self._render(request.messages)
-                ids = await text.encode(rendered, add_special_tokens=False)
+                rendering = _rendering(request.rendering)
+                prompt = await self._front.chat_prompt(_messages(request.messages), rendering)
+                return prompt, "messages"
             case _:
-                ids = await text.encode(request.text, add_special_tokens=True)
+                ids = await self._front.text.encode(request.text, add_special_tokens=True)
         return Prompt(token_ids=tuple(ids)), given[0]
 
     async def _send(self, stream: GenerateStream, response: wire.GenerateResponse) -> None:
@@ -211,6 +205,41 @@ class Inference:
             raise DeadlinePassed(
                 f"the client read nothing for {self._stall_s:g} s", code="client_too_slow"
             ) from None
+
+
+def _messages(messages: Sequence[wire.ChatMessage]) -> list[dict[str, str]]:
+    limits.checked_count(
+        len(messages), limits.MAX_MESSAGES, param="messages", what="messages", least=1
+    )
+    return [
+        {
+            "role": limits.checked_role(message.role, param=f"messages[{index}].role"),
+            "content": message.content,
+        }
+        for index, message in enumerate(messages)
+    ]
+
+
+def _rendering(given: wire.Rendering | None, *, add_special: bool = False) -> Rendering:
+    if given is None:
+        return Rendering(add_special_tokens=add_special)
+    return Rendering(
+        add_generation_prompt=given.add_generation_prompt,
+        continue_final_message=given.continue_final_message,
+        chat_template=given.chat_template or None,
+        arguments=_arguments(given.chat_template_kwargs),
+        add_special_tokens=add_special,
+    )
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    try:
+        arguments = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise limits.refusal("chat_template_kwargs", "must be a JSON object")
+    return cast("dict[str, Any]", arguments)
 
 
 def _sampling(params: wire.GenerateParams) -> SamplingForm:
@@ -231,6 +260,8 @@ def _sampling(params: wire.GenerateParams) -> SamplingForm:
         ignore_eos=bool(params.ignore_eos),
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
+        allowed_token_ids=_column(params.allowed_token_ids, "allowed_token_ids") or None,
+        bad_words=params.bad_words,
     )
 
 

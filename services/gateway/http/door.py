@@ -45,6 +45,7 @@ from services.gateway.http.server import (
     read_body,
 )
 from services.gateway.http.sse import EventStream
+from services.gateway.http.unserved_fields import refuse_unserved
 from services.gateway.limits import STALL_S
 from services.gateway.mesh import ServedModel
 from shared.errors import InvalidRequest
@@ -144,6 +145,8 @@ class HttpDoor:
                 version=self._front.version,
                 model=model,
                 needs_key=not self._front.keys.is_open,
+                max_choices=self._front.max_choices,
+                takes_templates=self._front.trusts_templates,
             )
             self._document = model, orjson.dumps(document)
         return json_response(self._document[1], headers=call.headers)
@@ -164,16 +167,14 @@ class HttpDoor:
     async def tokenize(self, request: web.Request, call: Call) -> web.Response:
         """Ids of a prompt or of rendered messages."""
         body = await read_body(request, _TOKENIZE)
+        refuse_unserved(body)
         model = self._front.model(body.model)
         text = self._front.text
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give either prompt or messages", param="prompt")
         if body.messages is not None:
-            rendered = await text.render(
-                messages_for_template(body.messages),
-                add_generation_prompt=body.add_generation_prompt is not False,
-            )
-            ids = await text.encode(rendered, add_special_tokens=body.add_special_tokens is True)
+            messages = messages_for_template(body.messages)
+            ids = (await self._front.chat_prompt(messages, body.rendering)).token_ids
         else:
             ids = await text.encode(
                 body.prompt or "", add_special_tokens=body.add_special_tokens is not False
@@ -197,13 +198,8 @@ class HttpDoor:
         note(Moment.PARSED, call.caller.request_id, num_bytes=request.content_length)
         model = self._front.model(body.model)
         text = self._front.text
-        rendered = await text.render(
-            messages_for_template(body.messages),
-            add_generation_prompt=body.add_generation_prompt is not False,
-            arguments=_template_arguments(body),
-        )
-        ids = await text.encode(rendered, add_special_tokens=body.add_special_tokens is True)
-        prompt = Prompt(token_ids=tuple(ids))
+        messages = messages_for_template(body.messages)
+        prompt = await self._front.chat_prompt(messages, body.rendering)
         choices = self._front.choices(call.caller, model, [prompt], form)
         options = body.stream_options or _NO_OPTIONS
         answer_format = ChatFormat(
@@ -227,13 +223,7 @@ class HttpDoor:
         choices = self._front.choices(call.caller, model, prompts, form)
         echo: list[tuple[Sequence[int], str]] | None = None
         if body.echo:
-            echoes = [
-                (prompt.token_ids, await text.decode(prompt.token_ids, skip_special=True))
-                if prompt.text is None
-                else (prompt.token_ids, prompt.text)
-                for prompt in prompts
-            ]
-            echo = [echoes[choice.prompt_idx] for choice in choices]
+            echo = [await self._echo(choice, prompts[choice.prompt_idx]) for choice in choices]
         options = body.stream_options or _NO_OPTIONS
         answer_format = CompletionFormat(
             _head(call.caller, model, "cmpl"),
@@ -245,6 +235,12 @@ class HttpDoor:
             continuous_usage=bool(options.continuous_usage_stats),
         )
         return await self._answer(request, call, body, choices, answer_format)
+
+    async def _echo(self, choice: Choice, prompt: Prompt) -> tuple[Sequence[int], str]:
+        ids = choice.request.token_ids
+        if prompt.text is not None and len(ids) == len(prompt.token_ids):
+            return ids, prompt.text
+        return ids, await self._front.text.decode(ids, skip_special=True)
 
     async def _prompt(self, item: str | list[int], body: CompletionBody) -> Prompt:
         if isinstance(item, list):
@@ -352,11 +348,3 @@ def _model_body(model: ServedModel) -> dict[str, Any]:
         "owned_by": "pdmesh",
         "max_model_len": model.max_model_len,
     }
-
-
-def _template_arguments(body: ChatBody) -> dict[str, Any]:
-    arguments = body.chat_template_kwargs or {}
-    limits.checked_count(
-        len(arguments), limits.MAX_TEMPLATE_ARGUMENTS, param="chat_template_kwargs"
-    )
-    return dict(arguments)

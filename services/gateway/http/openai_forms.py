@@ -1,9 +1,9 @@
 """The bodies that OpenAI-style clients send, parsed and turned into forms.
 
 Unknown keys are ignored. Keys that we know and that would change the answer, but cannot serve
-(tools, JSON schemas, audio), are refused by name: a client must never believe that it got what it
-did not get. Field names are those of the OpenAI API and, for what that lacks, of vLLM. The ranges
-are in ``limits.py``.
+(``unserved_fields.py``), are refused by name: a client must never believe that it got what it did
+not get. Field names are those of the OpenAI API and, for what that lacks, of vLLM. The ranges are
+in ``limits.py``.
 """
 
 from __future__ import annotations
@@ -14,9 +14,15 @@ from typing import Any
 import msgspec
 
 from services.gateway import limits
-from services.gateway.front.frontdoor import Form
+from services.gateway.front.frontdoor import Form, Rendering
+from services.gateway.http.unserved_fields import (
+    UNSERVED,
+    UnservedFields,
+    asks_for_something,
+    refuse_unserved,
+    unsupported,
+)
 from services.gateway.limits import SamplingForm
-from shared.errors import InvalidRequest
 
 
 class StreamOptions(msgspec.Struct):
@@ -27,7 +33,45 @@ class StreamOptions(msgspec.Struct):
     include_receipt: bool | None = None
 
 
-class _SamplingBody(msgspec.Struct, kw_only=True):
+class _RenderedBody(UnservedFields, kw_only=True):
+    """How messages become a prompt; bodies have one line of ancestors."""
+
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | float | None = None
+
+    @property
+    def rendering(self) -> Rendering:
+        """The same, for the front door. Documents and effort are variables of the template; an
+        effort also says whether to think at all, as in vLLM."""
+        arguments: dict[str, Any] = {}
+        if self.documents is not None:
+            arguments["documents"] = self.documents
+        if self.reasoning_effort is not None:
+            arguments["reasoning_effort"] = self.reasoning_effort
+            arguments["enable_thinking"] = self.reasoning_effort != "none"
+        return Rendering(
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message is True,
+            chat_template=self.chat_template,
+            arguments=arguments | (self.chat_template_kwargs or {}),
+            add_special_tokens=self.add_special_tokens is True,
+        )
+
+
+OF_MESSAGES = tuple(
+    name
+    for name in _RenderedBody.__struct_fields__
+    if name not in (*UNSERVED, "add_special_tokens")
+)
+"""Fields that say nothing of a prompt that is no messages."""
+
+
+class _SamplingBody(_RenderedBody, kw_only=True):
     """What chat and completions have in common."""
 
     model: str | None = None
@@ -52,16 +96,12 @@ class _SamplingBody(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     include_receipt: bool | None = None
     cache_salt: str | None = None
-    add_special_tokens: bool | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
     best_of: int | None = None
-    use_beam_search: bool | None = None
     response_format: dict[str, Any] | None = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    structured_outputs: Any = None
-    prompt_logprobs: int | None = None
 
     @property
     def wants_receipt(self) -> bool:
@@ -83,7 +123,20 @@ class Message(msgspec.Struct):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: Any = None
+    tool_call_id: Any = None
+    function_call: Any = None
+    tools: Any = None
+    audio: Any = None
+    reasoning: Any = None
+    reasoning_content: Any = None
+
+
+UNSERVED_OF_A_MESSAGE = tuple(
+    name for name in Message.__struct_fields__ if name not in ("role", "content", "name")
+)
+EMPTY: tuple[Any, ...] = ("", [])
+"""Values of these that ask for nothing."""
 
 
 class ChatBody(_SamplingBody, kw_only=True):
@@ -93,24 +146,13 @@ class ChatBody(_SamplingBody, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    add_generation_prompt: bool | None = None
-    chat_template: Any = None
-    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
-    tools: list[Any] | None = None
-    functions: list[Any] | None = None
-    modalities: list[str] | None = None
-    audio: Any = None
+    echo: bool | None = None
 
     def form(self) -> Form:
         """Return what to generate. Raises InvalidRequest: an unsupported or malformed field."""
         _refuse_unsupported(self)
-        for name in ("tools", "functions"):
-            if getattr(self, name):
-                raise _unsupported(name, "calling tools is not supported")
-        if self.modalities is not None and self.modalities != ["text"]:
-            raise _unsupported("modalities", "only text is supported")
-        _refuse_present(self, "audio", "only text is supported")
-        _refuse_present(self, "chat_template", "the model's own template is always used")
+        if self.echo:
+            raise unsupported("echo", "use continue_final_message, or /v1/completions")
         if self.top_logprobs and not self.logprobs:
             raise limits.refusal("top_logprobs", "needs logprobs to be true")
         if self.top_logprobs is not None:
@@ -130,6 +172,9 @@ class ChatBody(_SamplingBody, kw_only=True):
             cache_salt=limits.checked_salt(self.cache_salt),
             include_stop=bool(self.include_stop_str_in_output),
             skip_special_tokens=self.skip_special_tokens is not False,
+            continues_text=self.continue_final_message is True,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            truncation_side=self.truncation_side,
         )
 
 
@@ -144,8 +189,11 @@ class CompletionBody(_SamplingBody, kw_only=True):
     def form(self) -> Form:
         """Return what to generate. Raises InvalidRequest: an unsupported or malformed field."""
         _refuse_unsupported(self)
+        for name in OF_MESSAGES:
+            if getattr(self, name) is not None:
+                raise unsupported(name, "only messages are rendered: use /v1/chat/completions")
         if self.suffix:
-            raise _unsupported("suffix", "text after the answer is not supported")
+            raise unsupported("suffix", "text after the answer is not supported")
         echo = bool(self.echo)
         return Form(
             sampling=_sampling(
@@ -161,6 +209,8 @@ class CompletionBody(_SamplingBody, kw_only=True):
             skip_special_tokens=self.skip_special_tokens is not False,
             continues_text=True,
             is_echo_only=echo and self.max_tokens == 0,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            truncation_side=self.truncation_side,
         )
 
     def prompts(self) -> list[str | list[int]]:
@@ -185,14 +235,12 @@ class CompletionBody(_SamplingBody, kw_only=True):
         return texts or lists
 
 
-class TokenizeBody(msgspec.Struct, kw_only=True):
+class TokenizeBody(_RenderedBody, kw_only=True):
     """POST /tokenize: a prompt or messages (vLLM's endpoint)."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
@@ -213,8 +261,9 @@ def messages_for_template(messages: list[Message]) -> list[dict[str, Any]]:
 
 def _message(message: Message, param: str) -> dict[str, Any]:
     role = limits.checked_role(message.role, param=f"{param}.role")
-    if message.tool_calls:
-        raise _unsupported(f"{param}.tool_calls", "calling tools is not supported")
+    for name in UNSERVED_OF_A_MESSAGE:
+        if asks_for_something(getattr(message, name), EMPTY):
+            raise unsupported(f"{param}.{name}", "only text is supported")
     content = message.content
     if isinstance(content, list):
         limits.checked_count(len(content), limits.MAX_PARTS, param=f"{param}.content", what="parts")
@@ -222,7 +271,7 @@ def _message(message: Message, param: str) -> dict[str, Any]:
         for index, part in enumerate(content):
             if part.type != "text" or part.text is None:
                 kind = part.type if re.fullmatch("[a-z_]{1,32}", part.type) else "such"
-                raise _unsupported(
+                raise unsupported(
                     f"{param}.content[{index}]",
                     f"{kind} parts are not supported, only parts of type text with a text",
                 )
@@ -259,6 +308,8 @@ def _sampling(
         stop=((stop,) if stop else ()) if isinstance(stop, str) else tuple(stop or ()),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
+        allowed_token_ids=body.allowed_token_ids,
+        bad_words=tuple(body.bad_words or ()),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )
@@ -278,29 +329,8 @@ def _one(n: int | None) -> int:
 
 
 def _refuse_unsupported(body: _SamplingBody) -> None:
+    refuse_unserved(body)
     if (body.response_format or {}).get("type", "text") != "text":
-        raise _unsupported("response_format", "only free text is supported")
-    for name in (
-        "guided_json",
-        "guided_regex",
-        "guided_choice",
-        "guided_grammar",
-        "structured_outputs",
-    ):
-        _refuse_present(body, name, "only free text is supported")
+        raise unsupported("response_format", "only free text is supported")
     if body.best_of is not None and body.best_of != _one(body.n):
-        raise _unsupported("best_of", "use n")
-    if body.use_beam_search:
-        raise _unsupported("use_beam_search", "beam search is not supported")
-    if body.prompt_logprobs is not None:
-        raise _unsupported("prompt_logprobs", "use echo with logprobs in /v1/completions")
-
-
-def _refuse_present(body: _SamplingBody, name: str, why: str) -> None:
-    value: Any = getattr(body, name)
-    if value is not None and value is not False:
-        raise _unsupported(name, why)
-
-
-def _unsupported(param: str, why: str) -> InvalidRequest:
-    return limits.refusal(param, why, code="unsupported")
+        raise unsupported("best_of", "use n")

@@ -96,7 +96,13 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
 
 
 def openapi_document(
-    routes: Sequence[Route], *, version: str, model: ServedModel | None, needs_key: bool
+    routes: Sequence[Route],
+    *,
+    version: str,
+    model: ServedModel | None,
+    needs_key: bool,
+    max_choices: int,
+    takes_templates: bool,
 ) -> dict[str, Any]:
     """Return the document of these routes, JSON-ready.
 
@@ -116,7 +122,8 @@ def openapi_document(
                 structs[struct.__name__] = struct
     structs[shapes.ErrorBody.__name__] = shapes.ErrorBody
     _, components = msgspec.json.schema_components(list(structs.values()), ref_template=_REFERENCE)
-    for name, rules in field_rules(model).items():
+    rules_of = field_rules(model, max_choices=max_choices, takes_templates=takes_templates)
+    for name, rules in rules_of.items():
         apply_rules(components.get(name, {}), rules)
     paths: dict[str, dict[str, Any]] = {}
     statuses: set[int] = set()

@@ -9,12 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 from services.gateway import limits
+from services.gateway.http.openai_forms import EMPTY, OF_MESSAGES, UNSERVED_OF_A_MESSAGE
+from services.gateway.http.unserved_fields import UNSERVED
 from services.gateway.mesh import ServedModel
 
 Schema = dict[str, Any]
 
 
-def field_rules(model: ServedModel | None) -> dict[str, dict[str, Schema]]:
+def field_rules(
+    model: ServedModel | None, *, max_choices: int, takes_templates: bool
+) -> dict[str, dict[str, Schema]]:
     """Rules by struct and field. A rule with a type of its own replaces the field's schema, any
     other refines it and leaves null allowed; the rule of "" is about the struct."""
     token_id: Schema = {"type": "integer", "minimum": 0}
@@ -24,7 +28,15 @@ def field_rules(model: ServedModel | None) -> dict[str, dict[str, Schema]]:
         token_id["maximum"] = model.vocab_size - 1
         room["maximum"] = model.max_model_len - 1
         name["enum"] = [model.name, ""]
-    sampling = _sampling_rules(token_id, room)
+    sampling = _sampling_rules(token_id, room, max_choices)
+    rendering: dict[str, Schema] = {
+        "chat_template": {"maxLength": limits.MAX_TEMPLATE_CHARS} if takes_templates else _ABSENT,
+        "chat_template_kwargs": {"maxProperties": limits.MAX_TEMPLATE_ARGUMENTS},
+        "continue_final_message": {
+            "description": "The answer continues the last message; not with "
+            "add_generation_prompt: true."
+        },
+    }
     return {
         "ChatBody": {
             **sampling,
@@ -32,12 +44,8 @@ def field_rules(model: ServedModel | None) -> dict[str, dict[str, Schema]]:
             "messages": _MESSAGES,
             "max_completion_tokens": sampling["max_tokens"],
             "top_logprobs": _bounds("top_logprobs", "Needs logprobs to be true."),
-            "chat_template": _ABSENT,
-            "chat_template_kwargs": {"maxProperties": limits.MAX_TEMPLATE_ARGUMENTS},
-            "tools": {"maxItems": 0},
-            "functions": {"maxItems": 0},
-            "modalities": {"const": ["text"]},
-            "audio": _ABSENT,
+            **rendering,
+            "echo": {"const": False, "description": "Not served."},
         },
         "CompletionBody": {
             **sampling,
@@ -50,21 +58,24 @@ def field_rules(model: ServedModel | None) -> dict[str, dict[str, Schema]]:
             },
             "logprobs": _bounds("logprobs"),
             "suffix": {"maxLength": 0},
+            **dict.fromkeys(OF_MESSAGES, _ABSENT),
         },
         "TokenizeBody": {
             "": {"oneOf": [_one_of("prompt", "messages"), _one_of("messages", "prompt")]},
             "model": name,
             "messages": _MESSAGES,
+            **rendering,
+            **_UNSERVED,
         },
         "DetokenizeBody": {"model": name, "tokens": {"items": token_id}},
         "Message": {
-            "role": {"pattern": f"^{limits.ROLE_PATTERN}$"},
+            **{key: {"enum": [None, *EMPTY]} for key in UNSERVED_OF_A_MESSAGE},
+            "role": {"enum": list(limits.ROLES)},
             "content": {
                 "type": ["string", "array", "null"],
                 "items": {"$ref": "#/components/schemas/ContentPart"},
                 "maxItems": limits.MAX_PARTS,
             },
-            "tool_calls": {"maxItems": 0},
         },
         "ContentPart": {
             "": {"required": ["type", "text"]},
@@ -74,7 +85,12 @@ def field_rules(model: ServedModel | None) -> dict[str, dict[str, Schema]]:
     }
 
 
-_ABSENT: Schema = {"enum": [None, False], "description": "Not served."}
+_ABSENT: Schema = {"type": "null", "description": "Not served."}
+
+_UNSERVED: dict[str, Schema] = {
+    name: {"enum": [None, *harmless], "description": f"Not served: {why}."}
+    for name, (why, harmless) in UNSERVED.items()
+}
 
 _MESSAGES: Schema = {"minItems": 1, "maxItems": limits.MAX_MESSAGES}
 
@@ -89,7 +105,7 @@ def _above_zero(field: str) -> Schema:
     return {"exclusiveMinimum": 0, "maximum": limits.ABOVE_ZERO[field]}
 
 
-def _sampling_rules(token_id: Schema, room: Schema) -> dict[str, Schema]:
+def _sampling_rules(token_id: Schema, room: Schema, max_choices: int) -> dict[str, Schema]:
     label = f"^({limits.LABEL_PATTERN})?$"
     bias = {"type": "number", **_bounds("logit_bias")}
     text: Schema = {"type": "string", "maxLength": limits.MAX_STOP_CHARS}
@@ -100,7 +116,7 @@ def _sampling_rules(token_id: Schema, room: Schema) -> dict[str, Schema]:
             "description": "With the prompt at most the model's context.",
         },
         "min_tokens": {**room, "minimum": 0, "description": "At most max_tokens."},
-        "n": {"minimum": 1, "maximum": limits.MAX_CHOICES},
+        "n": {"minimum": 1, "maximum": max_choices},
         "temperature": _bounds("temperature", "0 = greedy."),
         "top_p": _above_zero("top_p"),
         "top_k": _bounds("top_k", "0 or -1 = off."),
@@ -126,15 +142,22 @@ def _sampling_rules(token_id: Schema, room: Schema) -> dict[str, Schema]:
             "pattern": label,
             "description": "Only requests with the same salt share a prefix cache.",
         },
-        "best_of": {"minimum": 1, "maximum": limits.MAX_CHOICES, "description": "Equals n."},
-        "use_beam_search": {"const": False},
+        "best_of": {"minimum": 1, "maximum": max_choices, "description": "Equals n."},
+        "allowed_token_ids": {"items": token_id, "minItems": 1},
+        "bad_words": {
+            "items": {**text, "minLength": 1, "pattern": r"\S"},
+            "maxItems": limits.MAX_BAD_WORDS,
+            "description": "Not in the answer, as tokens.",
+        },
+        "truncate_prompt_tokens": {
+            "minimum": -1,
+            "maximum": limits.INTEGERS["max_tokens"][1],
+            "not": {"const": 0},
+            "description": "Keep so many of the prompt's tokens; -1 = what leaves room.",
+        },
+        "truncation_side": {"enum": [*limits.SIDES, None]},
         "response_format": {"properties": {"type": {"const": "text"}}},
-        "guided_json": _ABSENT,
-        "guided_regex": _ABSENT,
-        "guided_choice": _ABSENT,
-        "guided_grammar": _ABSENT,
-        "structured_outputs": _ABSENT,
-        "prompt_logprobs": {"type": "null", "description": "Use echo with logprobs."},
+        **_UNSERVED,
     }
 
 

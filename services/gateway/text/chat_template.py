@@ -1,8 +1,9 @@
 """Chat messages to one prompt text, with the template that came with the model.
 
 The template runs in Jinja's immutable sandbox with the names that Hugging Face templates expect,
-compiled once. A client can never supply one. What is different from transformers' own renderer:
-nothing that templates can see, but the output has a cap.
+compiled once; a client's own, where the gateway lets it bring one, is compiled for its request.
+What is different from transformers' own renderer: nothing that templates can see, but the output
+has a cap.
 Format: https://huggingface.co/docs/transformers/chat_templating_writing
 """
 
@@ -23,6 +24,11 @@ from services.gateway.limits import MAX_RENDERED_CHARS
 from shared.errors import InvalidRequest, ModelError
 from shared.model_folder import SpecialTokens
 
+_OURS = ("messages", "tools", "add_generation_prompt")
+_MARK = "\ue000continue\ue000 "
+"""Ends the final message while it is rendered, to find that place again; from the private use area
+of Unicode, and with a space that a template which trims messages takes away."""
+
 
 class _TemplateRefusal(jinja2.TemplateError):
     """``raise_exception`` was called by the template."""
@@ -40,9 +46,10 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class ChatTemplate:
-    """One compiled template.
+    """One compiled template. of_client: a client brought it, so errors are about its field.
 
-    Raises ModelError, from the constructor: the source is no valid template.
+    Raises, from the constructor, ModelError or, of a client's, InvalidRequest: the source is no
+    valid template.
     """
 
     def __init__(
@@ -50,6 +57,7 @@ class ChatTemplate:
         source: str,
         special_tokens: SpecialTokens,
         *,
+        of_client: bool = False,
         max_chars: int = MAX_RENDERED_CHARS,
         now: Callable[[], datetime.datetime] = datetime.datetime.now,
     ) -> None:
@@ -71,7 +79,13 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
+            if of_client:
+                raise InvalidRequest(
+                    f"chat_template: is not valid: {error}", param="chat_template"
+                ) from None
             raise ModelError(f"the model's chat template is not valid: {error}") from error
+        self._name = "the request's chat template" if of_client else "the model's chat template"
+        self._param = "chat_template" if of_client else "messages"
         self._max_chars = max_chars
         self._names: dict[str, Any] = {
             "bos_token": special_tokens.bos,
@@ -85,23 +99,48 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         arguments: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the prompt.
 
-        arguments: further variables of the template (``enable_thinking``); they cannot replace
-        ours.
-        Raises InvalidRequest: the template refuses or cannot render these messages, or the text
-        passes the cap.
+        continue_final_message: it ends where the last message's content ends, as in transformers.
+        arguments: further variables of the template (``enable_thinking``).
+        Raises InvalidRequest: an argument has a name of ours, the template refuses or cannot render
+        these messages, or the text passes the cap.
         """
+        for name in arguments or {}:
+            if name in self._names or name in _OURS:
+                raise InvalidRequest(
+                    "chat_template_kwargs: messages, tools, add_generation_prompt and special "
+                    "tokens are no variables of a client",
+                    param="chat_template_kwargs",
+                )
+        if continue_final_message:
+            last = messages[-1]
+            messages = [*messages[:-1], {**last, "content": last["content"] + _MARK}]
         names: dict[str, Any] = {
+            "documents": None,
             **(arguments or {}),
             **self._names,
             "messages": messages,
             "tools": None,
-            "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
+        text = self._generated(names)
+        return self._open_ended(text) if continue_final_message else text
+
+    def _open_ended(self, text: str) -> str:
+        end = text.rfind(_MARK.rstrip())
+        if end < 0:
+            raise InvalidRequest(
+                f"{self._name} does not show the last message as it is, so it cannot be continued",
+                param="continue_final_message",
+            )
+        # A template that trims messages would have trimmed this one's end, too.
+        return text[:end] if text.startswith(_MARK, end) else text[:end].rstrip()
+
+    def _generated(self, names: Mapping[str, Any]) -> str:
         pieces: list[str] = []
         room = self._max_chars
         try:
@@ -118,14 +157,13 @@ class ChatTemplate:
             raise
         except _TemplateRefusal as refusal:
             raise InvalidRequest(
-                f"the model's chat template refuses these messages: {refusal.message}",
-                param="messages",
+                f"{self._name} refuses these messages: {refusal.message}", param=self._param
             ) from None
         # A template is a program over the client's messages: whatever it trips over, they made it.
         except Exception as error:
             raise InvalidRequest(
-                f"the model's chat template cannot render these messages ({type(error).__name__})",
-                param="messages",
+                f"{self._name} cannot render these messages ({type(error).__name__})",
+                param=self._param,
             ) from error
         return "".join(pieces)
 

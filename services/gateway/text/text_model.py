@@ -25,7 +25,7 @@ from services.gateway.text.detokenizer import (
     WholeTexts,
 )
 from shared.errors import InvalidRequest, ModelError, Overloaded
-from shared.model_folder import ModelFolder
+from shared.model_folder import ModelFolder, SpecialTokens
 from shared.request import SamplingParams
 
 INLINE_CHARS = 4096
@@ -38,6 +38,8 @@ _NUM_THREADS = 2
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 T = TypeVar("T")
+
+NO_SPECIAL_TOKENS = SpecialTokens()
 
 
 class TokenPiece(NamedTuple):
@@ -57,14 +59,21 @@ class TokenPiece(NamedTuple):
 class TextModel:
     """The tokenizer and chat template of one model.
 
-    chat_template: None = this model has none, and chat requests are refused. Close it at the end.
+    chat_template: None = this model has none, and chat requests are refused unless they bring one.
+    special_tokens: what such a one is told. Close it at the end.
     """
 
-    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        chat_template: ChatTemplate | None,
+        special_tokens: SpecialTokens = NO_SPECIAL_TOKENS,
+    ) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._chat_template = chat_template
+        self._special_tokens = special_tokens
         self._byte_of_char = _byte_alphabet() if _is_byte_level(tokenizer) else None
         self._pieces: dict[int, TokenPiece] = {}  # bounded by the vocabulary
         self._whole = (
@@ -86,9 +95,9 @@ class TextModel:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises a bare Exception
             raise ModelError(f"{path} is not a tokenizer: {error}") from error
-        source = folder.chat_template
-        template = None if source is None else ChatTemplate(source, folder.special_tokens)
-        return cls(tokenizer, template)
+        source, special_tokens = folder.chat_template, folder.special_tokens
+        template = None if source is None else ChatTemplate(source, special_tokens)
+        return cls(tokenizer, template, special_tokens)
 
     def close(self) -> None:
         """Stop the threads; a text in progress is finished first."""
@@ -107,22 +116,50 @@ class TextModel:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template: str | None = None,
         arguments: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt text of a chat. Raises InvalidRequest: see ``ChatTemplate.render``."""
-        template = self._chat_template
-        if template is None:
+        """Return the prompt text of a chat. template: a client's own, instead of the model's.
+
+        Raises InvalidRequest: see ``ChatTemplate.render``; or the client's is not valid.
+        """
+        own = self._chat_template
+        if own is None and template is None:
             raise InvalidRequest(
                 "this model has no chat template: use /v1/completions", param="messages"
             )
 
         def run() -> str:
-            return template.render(
-                messages, add_generation_prompt=add_generation_prompt, arguments=arguments
+            used = own
+            if template is not None:
+                used = ChatTemplate(template, self._special_tokens, of_client=True)
+            assert used is not None
+            return used.render(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                arguments=arguments,
             )
 
         size = sum(len(str(message.get("content") or "")) + 16 for message in messages)
-        return await self._offload(run, size)
+        # What a client's template costs, nobody knows: not on the loop.
+        return await self._offload(run, size if template is None else INLINE_CHARS + 1)
+
+    def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the token sequences of words as vLLM takes them: as at the beginning of a text,
+        and after a space where that only changes the first token."""
+        found: list[tuple[int, ...]] = []
+        for word in words:
+            bare = word.lstrip()
+            first, spaced = (
+                tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+                for text in (bare, " " + bare)
+            )
+            found.append(first)
+            if len(spaced) == len(first) and spaced[:1] != first[:1]:
+                found.append(spaced)
+        return tuple(dict.fromkeys(word for word in found if word))
 
     async def decode(self, token_ids: Sequence[int], *, skip_special: bool = False) -> str:
         """Return the text of ids; ids that the tokenizer does not know give nothing."""

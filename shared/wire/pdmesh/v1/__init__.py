@@ -43,6 +43,7 @@ __all__ = (
     "Proof",
     "PushCommand",
     "PushEvent",
+    "Rendering",
     "Reserve",
     "Role",
     "SamplingParams",
@@ -465,6 +466,28 @@ class GenerateParams(betterproto2.Message):
 
     prompt_logprobs: "int | None" = betterproto2.field(16, betterproto2.TYPE_UINT32, optional=True)
 
+    allowed_token_ids: "bytes" = betterproto2.field(17, betterproto2.TYPE_BYTES)
+    """
+    u32 column: no other token is chosen; empty = all may be
+    """
+
+    bad_words: "list[str]" = betterproto2.field(18, betterproto2.TYPE_STRING, repeated=True)
+    """
+    texts that the answer never holds, as tokens
+    """
+
+    truncate_prompt_tokens: "int | None" = betterproto2.field(
+        19, betterproto2.TYPE_SINT32, optional=True
+    )
+    """
+    keep so many; -1 = what leaves room for the answer
+    """
+
+    truncation_side: "str" = betterproto2.field(20, betterproto2.TYPE_STRING)
+    """
+    left (drops the first tokens; the default) or right
+    """
+
 
 default_message_pool.register_message("pdmesh.v1", "GenerateParams", GenerateParams)
 
@@ -498,6 +521,11 @@ class GenerateRequest(betterproto2.Message):
     request_label: "str" = betterproto2.field(6, betterproto2.TYPE_STRING)
     """
     a log label, nothing else: at most 128 of [A-Za-z0-9._-]
+    """
+
+    rendering: "Rendering | None" = betterproto2.field(7, betterproto2.TYPE_MESSAGE, optional=True)
+    """
+    with messages only
     """
 
 
@@ -1063,6 +1091,38 @@ default_message_pool.register_message("pdmesh.v1", "PushEvent", PushEvent)
 
 
 @dataclass(eq=False, repr=False)
+class Rendering(betterproto2.Message):
+    """
+    How messages become a prompt.
+    """
+
+    add_generation_prompt: "bool | None" = betterproto2.field(
+        1, betterproto2.TYPE_BOOL, optional=True
+    )
+    """
+    absent = true, unless continue_final_message
+    """
+
+    continue_final_message: "bool" = betterproto2.field(2, betterproto2.TYPE_BOOL)
+    """
+    the answer continues the last message
+    """
+
+    chat_template: "str" = betterproto2.field(3, betterproto2.TYPE_STRING)
+    """
+    instead of the model's; if the gateway lets clients
+    """
+
+    chat_template_kwargs: "str" = betterproto2.field(4, betterproto2.TYPE_STRING)
+    """
+    a JSON object: further variables of the template
+    """
+
+
+default_message_pool.register_message("pdmesh.v1", "Rendering", Rendering)
+
+
+@dataclass(eq=False, repr=False)
 class Reserve(betterproto2.Message):
     stream_id: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
 
@@ -1196,6 +1256,21 @@ class SamplingParams(betterproto2.Message):
     prompt_logprobs: "int | None" = betterproto2.field(16, betterproto2.TYPE_UINT32, optional=True)
     """
     present = also for prompt tokens
+    """
+
+    allowed_token_ids: "bytes" = betterproto2.field(17, betterproto2.TYPE_BYTES)
+    """
+    u32 column: no other token is chosen; empty = all may be
+    """
+
+    bad_word_lengths: "bytes" = betterproto2.field(18, betterproto2.TYPE_BYTES)
+    """
+    u32 column: one per token sequence that an answer never holds, each >= 1
+    """
+
+    bad_word_ids: "bytes" = betterproto2.field(19, betterproto2.TYPE_BYTES)
+    """
+    u32 column, flattened
     """
 
 
@@ -1349,6 +1424,8 @@ class TokenizeRequest(betterproto2.Message):
     messages: "list[ChatMessage]" = betterproto2.field(3, betterproto2.TYPE_MESSAGE, repeated=True)
 
     add_special_tokens: "bool" = betterproto2.field(4, betterproto2.TYPE_BOOL)
+
+    rendering: "Rendering | None" = betterproto2.field(5, betterproto2.TYPE_MESSAGE, optional=True)
 
 
 default_message_pool.register_message("pdmesh.v1", "TokenizeRequest", TokenizeRequest)

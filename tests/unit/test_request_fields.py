@@ -1,0 +1,200 @@
+"""Every field of docs/request-fields.md, sent over HTTP: what comes back is what the page says."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiohttp
+import pytest
+from tokenizers import processors
+
+from services.gateway.front.client_metrics import ClientMetrics
+from services.gateway.front.frontdoor import FrontDoor
+from services.gateway.http.door import serve_http
+from services.gateway.http.openai_forms import ChatBody, CompletionBody
+from services.gateway.http.unserved_fields import UNSERVED
+from services.gateway.mesh import GenerationRequest, TokenBatch
+from services.gateway.text.chat_template import ChatTemplate
+from services.gateway.text.text_model import TextModel
+from shared.model_folder import SpecialTokens
+from shared.rpc.network import Address
+from tests.support.http_client import HI
+from tests.support.scripted_mesh import ScriptedMesh, saying
+from tests.support.tiny_tokenizer import TEMPLATE, tiny_tokenizer
+
+PAGE = Path(__file__).parents[2] / "docs" / "request-fields.md"
+ROW = re.compile(r"\| `(\w+)` \| [\w ]+ \| ([\w –]+) \| ([\w –]+) \| `(\{.*\})` \| .*\|")
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": HI},
+    "/v1/completions": {"prompt": "the end"},
+}
+
+
+class Field(NamedTuple):
+    """One field on one path."""
+
+    path: str
+    name: str
+    verdict: str
+    example: dict[str, Any]
+
+
+def fields() -> list[Field]:
+    """The table, without what is no field of a path."""
+    found: list[Field] = []
+    for row in ROW.findall(PAGE.read_text()):
+        name, *verdicts, example = row
+        for path, verdict in zip(BODIES, verdicts, strict=True):
+            if verdict != "–":
+                found.append(Field(path, name, verdict, json.loads(example.replace("\\|", "|"))))
+    return found
+
+
+def text_model() -> TextModel:
+    """The tiny one, with a special token before each text and a template with variables."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<a> $A", special_tokens=[("<a>", tokenizer.token_to_id("<a>"))]
+    )
+    variables = "{{ documents }}{{ reasoning_effort }}{{ shout }}"
+    return TextModel(tokenizer, ChatTemplate(variables + TEMPLATE, SpecialTokens(eos="<eos>")))
+
+
+async def script(request: GenerationRequest) -> AsyncGenerator[TokenBatch]:
+    """An answer with a special token in its midst."""
+    async for batch in saying("hello <b> and the end")(request):
+        yield batch
+
+
+class Exchange(NamedTuple):
+    """What came back, and what workers were asked for."""
+
+    status: int
+    answer: Any
+    asked: list[Any]
+
+
+async def exchange(path: str, body: dict[str, Any], **settings: Any) -> Exchange:
+    """Send one body to a fresh gateway, which draws the same random numbers every time."""
+    mesh, text = ScriptedMesh(script), text_model()
+    front = FrontDoor(
+        mesh=mesh,
+        text=text,
+        random_bytes=random.Random(7).randbytes,
+        metrics=ClientMetrics(),
+        **{"trusts_templates": True, **settings},
+    )
+    try:
+        async with (
+            serve_http(front, Address("127.0.0.1", 0), drain_s=5) as address,
+            aiohttp.ClientSession() as session,
+            session.post(f"http://{address}{path}", json=body) as response,
+        ):
+            answer = re.sub(r'"created":\d+', "", await response.text())
+            return Exchange(
+                response.status,
+                answer if response.status == 200 else json.loads(answer),
+                [(one.token_ids, one.sampling, one.cache_salt) for one in mesh.requests],
+            )
+    finally:
+        text.close()
+
+
+@pytest.mark.parametrize("field", fields(), ids=lambda field: f"{field.name}{field.path}")
+async def test_what_comes_back_is_what_the_page_says(field: Field) -> None:
+    """Served: something is different. Refused: by name. No effect: nothing is different."""
+    body = BODIES[field.path] | field.example
+    without = {name: value for name, value in body.items() if name != field.name}
+    plain = await exchange(field.path, BODIES[field.path] | without)
+    got = await exchange(field.path, body)
+    assert plain.status == 200
+    if field.verdict == "refused":
+        error = got.answer["error"]
+        assert (got.status, error["param"], error["code"]) == (400, field.name, "unsupported")
+        assert not got.asked
+    elif field.verdict == "no effect":
+        assert got == plain
+    else:
+        assert field.verdict == "served"
+        assert got != plain
+        assert got.status == (404 if field.name == "model" else 200), got.answer
+
+
+def test_the_page_has_every_field_that_the_gateway_knows() -> None:
+    """A new field needs its row; a row that says served or refused needs its field."""
+    for path, struct in zip(BODIES, (ChatBody, CompletionBody), strict=True):
+        rows = [field for field in fields() if field.path == path]
+        assert len({row.name for row in rows}) == len(rows)
+        known = {row.name for row in rows if row.verdict != "no effect"}
+        assert known == set(struct.__struct_fields__)
+        refused = {row.name for row in rows if row.verdict == "refused"}
+        assert set(UNSERVED) <= refused
+
+
+@pytest.mark.parametrize("name", UNSERVED)
+async def test_what_asks_for_nothing_is_let_through(name: str) -> None:
+    """Clients that send every field with its default get their answer."""
+    for path, body in BODIES.items():
+        plain = await exchange(path, body)
+        for value in (None, *UNSERVED[name].harmless):
+            assert await exchange(path, body | {name: value}) == plain
+
+
+async def test_what_settings_bound_is_refused_by_name() -> None:
+    """The number of answers, and whether a request may bring its template."""
+    for fields, settings, words in (
+        ({"n": 3}, {"max_choices": 2}, "between 1 and 2"),
+        ({"chat_template": "x"}, {"trusts_templates": False}, "--trust-templates"),
+    ):
+        got = await exchange("/v1/chat/completions", {"messages": HI, **fields}, **settings)
+        assert (got.status, got.answer["error"]["param"]) == (400, next(iter(fields)))
+        assert words in got.answer["error"]["message"]
+    assert (await exchange("/v1/completions", {"prompt": "a", "n": 2}, max_choices=2)).status == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_kept"),
+    [
+        ({"truncate_prompt_tokens": 4}, 4),
+        ({"truncate_prompt_tokens": 4, "truncation_side": "right"}, 4),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 500}, 12),
+        ({"truncate_prompt_tokens": -1}, 512 - 16),
+        ({"truncate_prompt_tokens": 9999, "max_tokens": 1}, 511),
+    ],
+)
+async def test_a_prompt_is_cut_at_its_beginning_or_its_end(
+    fields: dict[str, Any], num_kept: int
+) -> None:
+    """To so many tokens, or to what leaves room for the answer in a context of 512."""
+    ids = [9 + position % 200 for position in range(511)]
+    got = await exchange("/v1/completions", {"prompt": ids, "echo": True, **fields})
+    assert got.status == 200, got.answer
+    ((asked, *_),) = got.asked
+    due = ids[:num_kept] if fields.get("truncation_side") == "right" else ids[-num_kept:]
+    assert list(asked) == due
+    assert json.loads(got.answer.replace(",,", ","))["usage"]["prompt_tokens"] == num_kept
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"truncate_prompt_tokens": 0},
+        {"truncate_prompt_tokens": -2},
+        {"truncation_side": "middle"},
+        {"allowed_token_ids": []},
+        {"allowed_token_ids": [1 << 20]},
+        {"bad_words": [""]},
+        {"bad_words": ["  "]},
+        {"bad_words": ["a"] * 257},
+    ],
+)
+async def test_a_value_that_makes_no_sense_is_refused(fields: dict[str, Any]) -> None:
+    """By name, on both endpoints."""
+    for path, body in BODIES.items():
+        got = await exchange(path, body | fields)
+        assert (got.status, got.answer["error"]["param"]) == (400, next(iter(fields)))
