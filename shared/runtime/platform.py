@@ -12,18 +12,22 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from shared.errors import LocalProtocolError
 from shared.ids import RandomBytes
+from shared.profile.machine import UNMEASURED, MachineProfile
 from shared.rpc.network import Network
 
 if TYPE_CHECKING:
     # The gateway imports this module; its image has neither an engine nor a transport.
-    from shared.engine.worker import ComputeFactory
-    from shared.transport.base import TransportFactory
+    from shared.engine.base import Engine
+    from shared.engine.worker import ComputeFactory, ComputeRunner
+    from shared.transport.base import Transport, TransportFactory
+
+    Profiler = Callable[[Engine, ComputeRunner, Transport], Awaitable[MachineProfile]]
 
 
 async def _no_transport() -> NoReturn:
@@ -32,6 +36,12 @@ async def _no_transport() -> NoReturn:
 
 def _no_compute(engine: Any) -> NoReturn:
     raise LocalProtocolError("this process was given no compute runner")
+
+
+async def _unmeasured(
+    engine: Engine, compute: ComputeRunner, transport: Transport
+) -> MachineProfile:
+    return UNMEASURED
 
 
 def _loop_time() -> float:
@@ -44,7 +54,7 @@ class Platform:
 
     new_transport: opens the process's data plane; called once. compute: makes the runner of an
     engine; called once an engine. stopwatch: seconds, for measuring only; whatever is decided goes
-    by the loop's clock.
+    by the loop's clock. profile: what this machine can do, awaited before a worker's first step.
     """
 
     network: Network
@@ -52,12 +62,17 @@ class Platform:
     compute: ComputeFactory = _no_compute
     random_bytes: RandomBytes = secrets.token_bytes
     stopwatch: Callable[[], float] = _loop_time
+    profile: Profiler = _unmeasured
 
 
 def real_platform(
-    *, new_transport: TransportFactory = _no_transport, compute: ComputeFactory = _no_compute
+    *,
+    new_transport: TransportFactory = _no_transport,
+    compute: ComputeFactory = _no_compute,
+    profile: Profiler = _unmeasured,
 ) -> Platform:
     """Return the platform of production: sockets and the system's random bytes."""
     from shared.rpc.tcp import TcpNetwork
 
-    return Platform(TcpNetwork(), new_transport, compute, stopwatch=time.perf_counter)
+    stopwatch = time.perf_counter
+    return Platform(TcpNetwork(), new_transport, compute, stopwatch=stopwatch, profile=profile)
