@@ -297,7 +297,11 @@ class PrefillConfig(WorkerConfig):
 
     batch_tokens: int = 0
     """Prompts share a step up to so many tokens in all; what is longer is computed alone, before
-    the next. 0 = what keeps the device busy: 64 on a CPU, 512 on a GPU."""
+    the next. 0 = what keeps the device busy, as measured at the first start (pdmesh profile)."""
+
+    profile_file: Path | None = None
+    """File of what was measured of this machine; default: one for each device and model in the
+    user's cache folder."""
 
     transfer_mode: str = "auto"
     """layerwise: KV moves while later layers compute; serialized: after them; auto: whichever
@@ -308,6 +312,11 @@ class PrefillConfig(WorkerConfig):
 
     staging_mib: int = 64
     """Memory for frames on their way, in MiB."""
+
+    @property
+    def needs_profile(self) -> bool:
+        """Whether anything is left to what is measured of the machine."""
+        return not self.batch_tokens or self.transfer_mode == "auto"
 
     def check(self) -> None:
         """See ServiceConfig."""

@@ -19,6 +19,7 @@ from services.cli.generate import generate
 from services.cli.keys import hash_api_key, make_secret
 from services.cli.models import models
 from services.cli.one_service import decode, gateway, prefill
+from services.cli.profile import profile
 from services.cli.sources import SOURCES
 from services.cli.status import leave_output
 from services.cli.top import top
@@ -57,7 +58,8 @@ def version() -> None:
 app.command(demo, group=LOCAL, help_epilogue=help_texts.DEMO, sort_key=1)
 app.command(up, group=LOCAL, help_epilogue=help_texts.UP, sort_key=2)
 app.command(doctor, group=LOCAL, help_epilogue=help_texts.DOCTOR, sort_key=3)
-app.command(tour, group=LOCAL, help_epilogue="", sort_key=4)
+app.command(profile, group=LOCAL, help_epilogue=help_texts.PROFILE, sort_key=4)
+app.command(tour, group=LOCAL, help_epilogue="", sort_key=5)
 app.command(gateway, group=SERVICES, help_epilogue=help_texts.GATEWAY, sort_key=1)
 app.command(prefill, group=SERVICES, help_epilogue=help_texts.PREFILL, sort_key=2)
 app.command(decode, group=SERVICES, help_epilogue=help_texts.DECODE, sort_key=3)

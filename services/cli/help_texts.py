@@ -109,6 +109,12 @@ pdmesh doctor --gateway http://10.0.0.5:8000
 pdmesh doctor --json | jq .ok
 """)
 
+PROFILE: Final = _examples("""
+pdmesh profile                            the bundled model on this machine
+pdmesh profile --model /models/llama --device cuda:1
+pdmesh profile --force --json | jq .saturating_tokens
+""")
+
 CONFIG: Final = _examples("""
 pdmesh config --example > mesh.toml       every setting with its default, commented out
 pdmesh config --config mesh.toml          what each service makes of it

@@ -20,10 +20,13 @@ from shared.address import Address
 from shared.config import PrefillConfig
 from shared.engine.base import Engine
 from shared.ids import Incarnation, new_incarnation
+from shared.kv.pool import BlockPool
+from shared.profile.machine import UNMEASURED
 from shared.rpc.join import WorkerRole
 from shared.runtime.platform import Platform
 from shared.runtime.worker import WorkerLife, WorkerParts, devices, pool_and_scheduler
 from shared.schedule.budget import BatchBudget
+from shared.schedule.scheduler import Scheduler
 from shared.telemetry.tracing import tracing
 from shared.telemetry.worker import PairSpeed, WorkerHoldings
 from shared.transfer.plan import DEFAULT_MAX_FRAME_BYTES, TransferMode
@@ -38,10 +41,8 @@ class PrefillWorker:
         self._platform = platform
         self._engine = engine
         self.incarnation: Incarnation = new_incarnation(platform.random_bytes)
-        budget = BatchBudget(
-            config.max_step_tokens, config.batch_tokens or engine.saturating_tokens
-        )
-        self.pool, self.scheduler = pool_and_scheduler(config, engine, budget=budget)
+        self.pool: BlockPool
+        self.scheduler: Scheduler
         self.stepper: Stepper | None = None
         self.pusher: Pusher | None = None
 
@@ -53,11 +54,19 @@ class PrefillWorker:
             tracing("pdmesh-prefill", self.incarnation, VERSION) as tracer,
             devices(platform, engine) as (compute, transport),
         ):
+            profile = UNMEASURED
+            if config.needs_profile:
+                profile = await platform.profile(engine, compute, transport)
+            most_tokens = config.max_step_tokens
+            together = config.batch_tokens or profile.saturating_tokens or most_tokens
+            budget = BatchBudget(most_tokens, together)
+            self.pool, self.scheduler = pool_and_scheduler(config, engine, budget=budget)
             pusher = self.pusher = Pusher(
                 engine=engine,
                 compute=compute,
                 num_slots=(config.staging_mib << 20) // DEFAULT_MAX_FRAME_BYTES,
                 mode=TransferMode(config.transfer_mode),
+                profile=profile,
             )
             pairs = PairTable(
                 incarnation=self.incarnation,

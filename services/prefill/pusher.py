@@ -27,6 +27,7 @@ from shared.engine.base import Engine
 from shared.engine.worker import ComputeRunner
 from shared.errors import EngineFailed, MeshError, ShuttingDown, TransferFailed, WorkerLost
 from shared.ids import Incarnation
+from shared.profile.machine import UNMEASURED, MachineProfile
 from shared.runtime.effect_loop import EffectLoop
 from shared.telemetry.moments import Moment, note
 from shared.transfer.effects import (
@@ -47,7 +48,6 @@ from shared.transfer.plan import (
     PushMode,
     TransferMode,
     choose_mode,
-    plan_frames,
 )
 from shared.transfer.senders import Senders, SenderStatistics
 from shared.transport.base import Outcome
@@ -92,7 +92,7 @@ class PushHandle:
         block_table: Callable[[], Sequence[int]],
     ) -> None:
         self._pusher = pusher
-        self._key = key
+        self.key = key
         self._ended: asyncio.Future[PushStats] = asyncio.get_running_loop().create_future()
         self._ended.add_done_callback(_look_at)
         self._sampled_at: float | None = None
@@ -114,26 +114,28 @@ class PushHandle:
         the last one must be over (``span_computed``).
 
         is_cached: their KV is in the pool already, in all layers, and may leave at once in any
-        mode. compute_s: predicted duration of the step, 0 = unknown; on ``auto`` it decides between
-        layer-wise and serialized (plan.py).
+        mode. compute_s: see ``Pusher.step_planned``, which is for several spans of one step.
         Raises LocalProtocolError: the span does not join the last one, or leaves the prompt.
         """
-        mode = PushMode.LAYERWISE
         if is_cached:
             self._cached_stop = stop
+            self._pusher.span_planned(self.key, start, stop, PushMode.LAYERWISE, is_cached=True)
         else:
-            mode = self._choose_mode(start, stop, compute_s)
-            self._computed.append((stop, mode))
-        self._pusher.span_planned(self._key, start, stop, mode, is_cached=is_cached)
+            self._pusher.step_planned([(self, start, stop)], compute_s)
+
+    def computing(self, start: int, stop: int, mode: PushMode) -> None:
+        """Announce a span that the next step computes; the pusher calls this."""
+        self._computed.append((stop, mode))
+        self._pusher.span_planned(self.key, start, stop, mode, is_cached=False)
 
     def layers_ready(self, num_layers: int) -> None:
         """Layers [0, num_layers) of the newest span are written (on CUDA queued: gather waits)."""
-        note(Moment.LAYERS_WRITTEN, self._key.request_id, num_layers=num_layers)
-        self._pusher.layers_ready(self._key, num_layers)
+        note(Moment.LAYERS_WRITTEN, self.key.request_id, num_layers=num_layers)
+        self._pusher.layers_ready(self.key, num_layers)
 
     def span_computed(self) -> None:
         """The step that computes the newest span is over: all its layers are written."""
-        self._pusher.span_computed(self._key)
+        self._pusher.span_computed(self.key)
 
     def commit(self, first_token: int) -> None:
         """The prompt is computed and its next token sampled; implies ``span_computed``.
@@ -141,7 +143,7 @@ class PushHandle:
         Raises LocalProtocolError: spans do not cover the prompt, or this is the second commit.
         """
         self._sampled_at = asyncio.get_running_loop().time()
-        self._pusher.commit(self._key, first_token)
+        self._pusher.commit(self.key, first_token)
 
     def abort(self, error: MeshError | None = None) -> None:
         """Give up; idempotent. error: what ``wait`` then raises.
@@ -149,7 +151,7 @@ class PushHandle:
         None = a clean end, the answer needs no decode worker: ``wait`` returns stats with mode
         "none", and decode releases its lease without an error.
         """
-        self._pusher.give_up(self._key, error)
+        self._pusher.give_up(self.key, error)
 
     async def wait(self) -> PushStats:
         """Wait until the transfer has ended and its source blocks may be freed or cached.
@@ -205,16 +207,9 @@ class PushHandle:
         layerwise = PushMode.LAYERWISE in self._modes_sent
         return (PushMode.LAYERWISE if layerwise else PushMode.SERIALIZED).value
 
-    def _choose_mode(self, start: int, stop: int, compute_s: float) -> PushMode:
-        rule = self.link.rule
-        frames = plan_frames(rule, start, stop, skip=0, first_idx=0)
-        return choose_mode(
-            (stop - start) * rule.layout.token_bytes,
-            len(frames),
-            compute_s=compute_s,
-            cost=LinkCost(bytes_per_s=self.link.bytes_per_s),
-            wanted=self._pusher.mode,
-        )
+
+PlannedSpan = tuple[PushHandle, int, int]
+"""A transfer, and tokens [start, stop) of it."""
 
 
 class Pusher:
@@ -233,14 +228,16 @@ class Pusher:
         mode: TransferMode = TransferMode.AUTO,
         has_digest: bool | None = None,
         timing: SenderTiming | None = None,
+        profile: MachineProfile = UNMEASURED,
     ) -> None:
         """Allocate ``num_slots`` staging buffers of ``max_frame_bytes`` on the engine's device.
 
         max_frame_bytes: the same number as given to the PairTable. mode: when the frames of a
         computed span leave; decode does not care. has_digest: None = yes in host memory, no on a
-        device.
+        device. profile: what a message costs here, and a step beside copies.
         """
         self.mode = mode
+        self._profile = profile
         self._engine = engine
         self._compute = compute
         self._slots = staging.StagingSlots(engine, num_slots, max_frame_bytes)
@@ -297,6 +294,32 @@ class Pusher:
         return self._core.statistics()
 
     # --- events of the step loop, through the handles ---
+
+    def step_planned(self, spans: Sequence[PlannedSpan], compute_s: float) -> None:
+        """Announce what one step computes of each of these transfers (``PushHandle.span``).
+
+        compute_s: predicted duration of the step, 0 = unknown; on ``auto`` it decides between
+        layer-wise and serialized (plan.py), for all spans that share a link: what counts is how
+        much of the step really goes over it.
+        """
+        frames: dict[LinkId, list[Frame]] = {}
+        for handle, start, stop in spans:
+            sent = self._core.frames_of(handle.key, start, stop)
+            frames.setdefault(handle.link.id, []).extend(sent)
+        for handle, start, stop in spans:
+            of_link = frames[handle.link.id]
+            mode = choose_mode(
+                sum(frame.payload_bytes for frame in of_link),
+                len({frame.last_layer for frame in of_link}),
+                compute_s=compute_s,
+                cost=LinkCost(
+                    bytes_per_s=handle.link.bytes_per_s,
+                    message_s=self._profile.message_s,
+                    interference=self._profile.interference,
+                ),
+                wanted=self.mode,
+            )
+            handle.computing(start, stop, mode)
 
     def span_planned(
         self, key: TransferKey, start: int, stop: int, mode: PushMode, *, is_cached: bool

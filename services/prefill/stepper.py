@@ -26,7 +26,7 @@ from services.prefill.core.jobs import (
     ReportFailed,
     StopCompute,
 )
-from services.prefill.pusher import Pusher, PushHandle, PushStats
+from services.prefill.pusher import PlannedSpan, Pusher, PushHandle, PushStats
 from shared.engine.base import Engine
 from shared.engine.worker import ComputeRunner
 from shared.errors import DeadlinePassed, MeshError, ShuttingDown
@@ -242,9 +242,8 @@ class Stepper:
     def _announce(self, plan: StepPlan) -> list[PushHandle]:
         """Tell the pushes of this step what it computes; a prefix found in the cache goes first."""
         failpoint("prefill.before_first_frame")
-        compute_s = self._engine.step_seconds(plan.rows)
         admitted = set(map(id, plan.admitted))
-        pushes: list[PushHandle] = []
+        spans: list[PlannedSpan] = []
         for sequence, row in zip(plan.sequences, plan.rows, strict=True):
             job = self._jobs[sequence]
             note(Moment.PLANNED, job.request_id, start=row.start, stop=row.stop)
@@ -253,9 +252,9 @@ class Stepper:
                 continue
             if id(sequence) in admitted and row.start > 0:
                 push.span(0, row.start, is_cached=True)
-            push.span(row.start, row.stop, compute_s=compute_s)
-            pushes.append(push)
-        return pushes
+            spans.append((push, row.start, row.stop))
+        self._pusher.step_planned(spans, self._engine.step_seconds(plan.rows))
+        return [push for push, _, _ in spans]
 
     def _tell(self, token: NewToken) -> None:
         job = self._jobs[token.sequence]

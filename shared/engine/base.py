@@ -9,7 +9,7 @@ migration are nothing special.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -48,9 +48,9 @@ class Engine(Protocol):
     def block_size(self) -> int: ...
 
     @property
-    def saturating_tokens(self) -> int:
-        """Prompt tokens that keep the device busy: a step of more takes longer by what they take
-        alone, so that prompts gain nothing by sharing it (L_m of DistServe, OSDI 2024, 4.3)."""
+    def machine(self) -> Mapping[str, str]:
+        """What computes, in words: device, kernels, threads, library. Engines that say the same
+        take as long for the same model; empty: a model of an engine, whose times say nothing."""
         ...
 
     def pool_arrays(self) -> Sequence[np.ndarray]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import time
 from array import array
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,13 +44,12 @@ _Words = Any
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeTiming:
     """Seconds of a step: ``base_s`` + shares per prompt token, per decode row, and per token of
-    context that decode rows read. saturating_tokens: see ``Engine``."""
+    context that decode rows read."""
 
     base_s: float = 0.002
     prefill_token_s: float = 20e-6
     decode_row_s: float = 50e-6
     context_token_s: float = 10e-9
-    saturating_tokens: int = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -385,9 +384,9 @@ class FakeEngine:
         return [self._result(row) for row in rows]
 
     @property
-    def saturating_tokens(self) -> int:
+    def machine(self) -> Mapping[str, str]:
         """See Engine."""
-        return self._timing.saturating_tokens
+        return {}
 
     def pool_arrays(self) -> Sequence[np.ndarray]:
         """See Engine: keys and values of every layer."""

@@ -6,8 +6,10 @@ Puts the parts together (folder, weights, decoder, pool, sampler) and keeps to t
 
 from __future__ import annotations
 
+import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -50,10 +52,6 @@ DEFAULT_BLOCK_SIZE = 16
 DEFAULT_CPU_KV_BYTES = 1 << 30
 CUDA_KV_SHARE = 0.85
 """Share of the GPU memory left after the weights that goes to KV; the rest is for activations."""
-
-_SATURATING_CPU, _SATURATING_CUDA = 64, 512
-"""See ``Engine.saturating_tokens``. CPU: bench/engine/saturation.py. CUDA: not measured here;
-DistServe's, of a model of 13B parameters on an A100."""
 
 _LOGIT_ROWS = 64
 """Positions whose prompt logprobs are computed at once: bounds ``[rows, vocab_size]`` float32."""
@@ -101,12 +99,14 @@ class TorchEngine(Engine):
         *,
         streams: Streams,
         device: torch.device,
+        kernels: Kernels = "torch",
     ) -> None:
         self._forward = forward
         self._spec = spec
         self._kv = kv
         self._streams = streams
         self._device = device
+        self._kernels = kernels
         self._step_time = StepTimeModel()
 
     @classmethod
@@ -209,7 +209,7 @@ class TorchEngine(Engine):
                     device=place,
                     buckets=buckets,
                 )
-        return cls(forward, spec, kv, streams=streams, device=place)
+        return cls(forward, spec, kv, streams=streams, device=place, kernels=chosen)
 
     @property
     def spec(self) -> ModelSpec:
@@ -247,9 +247,14 @@ class TorchEngine(Engine):
         return results
 
     @property
-    def saturating_tokens(self) -> int:
+    def machine(self) -> Mapping[str, str]:
         """See Engine."""
-        return _SATURATING_CUDA if self._device.type == "cuda" else _SATURATING_CPU
+        return {
+            "device": _device_name(self._device),
+            "kernels": self._kernels,
+            "threads": str(torch.get_num_threads()),
+            "torch": torch.__version__,
+        }
 
     def pool_arrays(self) -> list[np.ndarray]:
         """See Engine."""
@@ -374,6 +379,16 @@ class _DeviceFailures:
         if isinstance(error, (RuntimeError, MemoryError, AssertionError, NotImplementedError)):
             text = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise EngineFailed(f"{self._doing} failed: {text}") from error
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with suppress(OSError):  # Linux alone has it, and not for every CPU
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def _step_size(rows: Sequence[StepRow]) -> tuple[int, int]:

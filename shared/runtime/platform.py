@@ -12,21 +12,25 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from shared.errors import LocalProtocolError
 from shared.ids import Incarnation, RandomBytes
 from shared.mesh_secret import MeshSecret
+from shared.profile.machine import UNMEASURED, MachineProfile
 from shared.rpc.mesh_network import mesh_network
 from shared.rpc.network import Network
 from shared.version import VERSION
 
 if TYPE_CHECKING:
     # The gateway imports this module; its image has neither an engine nor a transport.
-    from shared.engine.worker import ComputeFactory
-    from shared.transport.base import TransportFactory
+    from shared.engine.base import Engine
+    from shared.engine.worker import ComputeFactory, ComputeRunner
+    from shared.transport.base import Transport, TransportFactory
+
+    Profiler = Callable[[Engine, ComputeRunner, Transport], Awaitable[MachineProfile]]
 
 
 async def _no_transport() -> NoReturn:
@@ -35,6 +39,12 @@ async def _no_transport() -> NoReturn:
 
 def _no_compute(engine: Any) -> NoReturn:
     raise LocalProtocolError("this process was given no compute runner")
+
+
+async def _unmeasured(
+    engine: Engine, compute: ComputeRunner, transport: Transport
+) -> MachineProfile:
+    return UNMEASURED
 
 
 def _loop_time() -> float:
@@ -47,7 +57,8 @@ class Platform:
 
     new_transport: opens the process's data plane; called once. compute: makes the runner of an
     engine; called once an engine. stopwatch: seconds, for measuring only; whatever is decided goes
-    by the loop's clock. secret: the mesh's; None = it has none.
+    by the loop's clock. secret: the mesh's; None = it has none. profile: what this machine can do,
+    awaited before a worker's first step.
     """
 
     network: Network
@@ -56,6 +67,7 @@ class Platform:
     random_bytes: RandomBytes = secrets.token_bytes
     stopwatch: Callable[[], float] = _loop_time
     secret: MeshSecret | None = None
+    profile: Profiler = _unmeasured
 
     def mesh_network(self, role: str, incarnation: Incarnation) -> Network:
         """Return the network between services, where this process is a gateway, prefill or decode.
@@ -75,10 +87,16 @@ def real_platform(
     *,
     new_transport: TransportFactory = _no_transport,
     compute: ComputeFactory = _no_compute,
+    profile: Profiler = _unmeasured,
 ) -> Platform:
     """Return the platform of production: sockets and the system's random bytes."""
     from shared.rpc.tcp import TcpNetwork
 
     return Platform(
-        TcpNetwork(), new_transport, compute, stopwatch=time.perf_counter, secret=secret
+        TcpNetwork(),
+        new_transport,
+        compute,
+        stopwatch=time.perf_counter,
+        secret=secret,
+        profile=profile,
     )

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import AsyncGenerator, Callable
 from typing import Protocol, TypeVar, cast
 
 from shared.address import Address
-from shared.config import WorkerConfig
+from shared.config import PrefillConfig, WorkerConfig
 from shared.engine.base import Engine
 from shared.engine.load import load_engine
 from shared.engine.resident import Resident
-from shared.engine.worker import ThreadCompute
-from shared.mesh_secret import mesh_secret
+from shared.engine.worker import ComputeRunner, ThreadCompute
+from shared.mesh_secret import MeshSecret, mesh_secret
+from shared.profile.kept import KeptProfile, find_or_measure, key_of
+from shared.profile.machine import UNMEASURED, MachineProfile
+from shared.profile.measure import measure
 from shared.runtime import realtime
 from shared.runtime.platform import Platform, real_platform
 from shared.runtime.realtime import RealTime
 from shared.runtime.service import Process, run_configured, run_service
-from shared.transport.base import TransportFactory
+from shared.runtime.worker import devices
+from shared.transport.base import Transport, TransportFactory
 from shared.transport.ucxx import open_ucx
 
 Config = TypeVar("Config", bound=WorkerConfig, contravariant=True)
@@ -49,6 +55,32 @@ def run_worker(name: str, serve: Serve[AnyConfig], config: AnyConfig) -> int:
     Logs must be configured. Whatever keeps it from starting or ends it is one line on stderr.
     """
 
+    async def main(process: Process) -> bool:
+        async with _machinery(config, mesh_secret(config, os.environ)) as (engine, platform):
+
+            def ready(address: Address) -> None:
+                process.ready(grpc_port=address.port, num_blocks=engine.num_blocks)
+
+            return await serve(config, platform, engine, ready, process.stop)
+
+    return run_service(name, main, drain_s=config.drain_s, is_realtime=config.realtime)
+
+
+async def profile_machine(config: PrefillConfig, *, is_forced: bool) -> KeptProfile:
+    """Do what a prefill worker does at its start and no more: load, then find or measure what this
+    machine can do. is_forced: measure in any case.
+
+    Raises ModelError, EngineFailed: see ``load_engine``. TransferFailed: UCX does not start.
+    """
+    async with _machinery(config) as (engine, platform), devices(platform, engine) as opened:
+        return await _profile(config, engine, *opened, is_forced=is_forced)
+
+
+@contextlib.asynccontextmanager
+async def _machinery(
+    config: WorkerConfig, secret: MeshSecret | None = None
+) -> AsyncGenerator[tuple[Engine, Platform]]:
+    """Load the engine and make the platform that it runs on, for the length of the block."""
     # The compute thread holds the GIL between its kernels: the loop asks for it ten times sooner
     # than Python's 5 ms.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -57,34 +89,52 @@ def run_worker(name: str, serve: Serve[AnyConfig], config: AnyConfig) -> int:
         if config.realtime:
             realtime.take(RealTime.CARRIER)
 
-    async def main(process: Process) -> bool:
-        secret = mesh_secret(config, os.environ)
-        # Loading holds the thread for seconds; signals are heard meanwhile.
-        engine = await asyncio.to_thread(load_engine, config)
-        resident = Resident(engine.pool_arrays())
-        try:
-            resident.start()
+    # Loading holds the thread for seconds; signals are heard meanwhile.
+    engine = await asyncio.to_thread(load_engine, config)
+    resident = Resident(engine.pool_arrays())
+    try:
+        resident.start()
 
-            def enter_pump() -> None:
-                engine.enter_thread()
-                carry()
+        def enter_pump() -> None:
+            engine.enter_thread()
+            carry()
 
-            # Its operations are narrower than the protocol says: it takes its own endpoints only.
-            new_transport = cast(
-                "TransportFactory", functools.partial(open_ucx, prepare_thread=enter_pump)
-            )
-            compute = functools.partial(ThreadCompute, enter_copies=carry)
-            platform = real_platform(secret, new_transport=new_transport, compute=compute)
+        async def profile(
+            engine: Engine, compute: ComputeRunner, transport: Transport
+        ) -> MachineProfile:
+            if not isinstance(config, PrefillConfig):
+                return UNMEASURED
+            return (await _profile(config, engine, compute, transport)).profile
 
-            def ready(address: Address) -> None:
-                process.ready(grpc_port=address.port, num_blocks=engine.num_blocks)
+        # Its operations are narrower than the protocol says: it takes its own endpoints only.
+        new_transport = cast(
+            "TransportFactory", functools.partial(open_ucx, prepare_thread=enter_pump)
+        )
+        compute = functools.partial(ThreadCompute, enter_copies=carry)
+        yield (
+            engine,
+            real_platform(secret, new_transport=new_transport, compute=compute, profile=profile),
+        )
+    finally:
+        resident.close()
+        engine.close()
 
-            return await serve(config, platform, engine, ready, process.stop)
-        finally:
-            resident.close()
-            engine.close()
 
-    return run_service(name, main, drain_s=config.drain_s, is_realtime=config.realtime)
+async def _profile(
+    config: PrefillConfig,
+    engine: Engine,
+    compute: ComputeRunner,
+    transport: Transport,
+    *,
+    is_forced: bool = False,
+) -> KeptProfile:
+    most_tokens = config.max_step_tokens
+    return await find_or_measure(
+        key_of(engine, most_tokens),
+        lambda: measure(engine, compute, transport, time.perf_counter, most_tokens=most_tokens),
+        path=config.profile_file,
+        is_forced=is_forced,
+    )
 
 
 def run_worker_from_environment(name: str, serve: Serve[AnyConfig], kind: type[AnyConfig]) -> int:

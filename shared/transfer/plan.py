@@ -135,13 +135,11 @@ class TransferMode(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkCost:
-    """What a pair costs. bytes_per_s: measured, 0 = unknown. message_s: what a frame costs beside
-    its bytes, when it goes alone. sync_s: last byte to ack.
-    interference: share by which pushing beside a step slows it (0.1 = 10 %)."""
+    """What a pair costs, as measured; 0 = unknown. message_s: what a frame costs beside its bytes,
+    when it goes alone. interference: share of a step's speed that is lost while a push goes on."""
 
     bytes_per_s: float
-    message_s: float = 200e-6
-    sync_s: float = 500e-6
+    message_s: float = 0.0
     interference: float = 0.0
 
 
@@ -156,16 +154,17 @@ def choose_mode(
     """Return the wanted mode or, on AUTO, the one that leaves less of the push exposed after the
     step.
 
-    num_bytes: the whole span. num_groups: frames that it takes. compute_s: the step's predicted
-    time. Unknown bandwidth or time: layer-wise, which is never far from the best; so is one frame,
-    which goes at the same moment either way.
+    num_bytes: all that a step sends over one link. num_groups: moments at which frames of it may
+    leave. compute_s: the step's predicted time. Unknown bandwidth or time: layer-wise, which is
+    never far from the best; so is one frame, which goes at the same moment either way.
     Source: Splitwise (ISCA 2024, arXiv 2311.18677), section 4.3: layer-wise transfer costs one
     synchronisation a layer, so prompts below a threshold (512 tokens on their H100s) go serialized.
     Here the threshold follows from the link, with a group of layers in the place of a layer. Frames
     that go one by one pay ``t_msg`` each; a burst pays it once, as its frames overlap:
         t_tx = group / BW + t_msg;  t_c = compute / groups
-        exposed_layerwise = max(t_tx, groups * t_tx - (groups - 1) * t_c) + t_sync
-        exposed_serial    = bytes / BW + t_msg + t_sync
+        layerwise = max(t_tx, groups * t_tx - (groups - 1) * t_c) + interference * beside
+        serial    = bytes / BW + t_msg
+    beside: how long the push lasts while the step runs. The acknowledgement follows in both.
     """
     if wanted is not TransferMode.AUTO:
         return PushMode(wanted.value)
@@ -174,8 +173,8 @@ def choose_mode(
     wire_s = num_bytes / cost.bytes_per_s
     group_s = wire_s / num_groups + cost.message_s
     hidden_s = (num_groups - 1) * compute_s / num_groups
-    layerwise_s = max(group_s, num_groups * group_s - hidden_s) + cost.sync_s
-    serialized_s = wire_s + cost.message_s + cost.sync_s
-    if layerwise_s + cost.interference * compute_s < serialized_s:
+    layerwise_s = max(group_s, num_groups * group_s - hidden_s)
+    slowed_s = cost.interference * min(wire_s, hidden_s)
+    if layerwise_s + slowed_s < wire_s + cost.message_s:
         return PushMode.LAYERWISE
     return PushMode.SERIALIZED

@@ -126,6 +126,11 @@ class Sender:
         return None if self._grant is None else self._grant.transfer_id
 
     @property
+    def skip_tokens(self) -> int:
+        """Tokens at the front that decode has and nobody sends; 0 while it has not said so."""
+        return 0 if self._grant is None else self._grant.skip_tokens
+
+    @property
     def is_over(self) -> bool:
         """Whether it can be forgotten: no event can come any more."""
         return self._machine.is_over

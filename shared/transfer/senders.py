@@ -28,7 +28,7 @@ from shared.transfer.messages import (
     Refused,
     TransferKey,
 )
-from shared.transfer.plan import FrameRule, PushMode
+from shared.transfer.plan import Frame, FrameRule, PushMode, plan_frames
 from shared.transfer.sender import Sender
 
 
@@ -180,6 +180,15 @@ class Senders:
     def is_live(self, key: TransferKey) -> bool:
         """Whether this attempt has a transfer that is not over."""
         return key in self._senders
+
+    def frames_of(self, key: TransferKey, start: int, stop: int) -> list[Frame]:
+        """Return what tokens [start, stop) would send as far as this end knows: nothing of a
+        transfer that has ended, nor of tokens that decode has."""
+        sender = self._senders.get(key)
+        if sender is None or sender.is_ended:
+            return []
+        rule = self._rules[sender.link]
+        return plan_frames(rule, start, stop, skip=sender.skip_tokens, first_idx=0)
 
     def statistics(self) -> SenderStatistics:
         """Counts for metrics and tests."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shared.engine.fake import FakeModel, FakeTiming, fake_continuation
+from shared.profile.machine import MachineProfile
 from tests.support.worker_mesh import a_prompt, expected, virtual_time, worker_mesh
 
 SMALL_GROUPS = {"group_kib": 1}
@@ -78,7 +79,8 @@ async def test_auto_takes_what_exposes_less(step_s: float, mode: str) -> None:
     """A step that hides the messages is pushed layer by layer, one that is over too soon is not."""
     prompt = a_prompt(64)
     timing = FakeTiming(base_s=step_s, prefill_token_s=0.0)
-    async with worker_mesh(timing=timing, prefill=SMALL_GROUPS) as mesh:
+    profile = MachineProfile(message_s=200e-6)
+    async with worker_mesh(timing=timing, prefill={"profile": profile, **SMALL_GROUPS}) as mesh:
         request = mesh.start(prompt, 3)
         assert await request.finished() == expected(prompt, 3)
         assert request.done is not None

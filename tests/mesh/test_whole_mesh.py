@@ -28,6 +28,7 @@ from shared.errors import (
     WorkerLost,
 )
 from shared.liveness import DEAD_AFTER_S
+from shared.profile.machine import MachineProfile
 from shared.request import SamplingParams
 from shared.rpc.columns import pack_u32
 from shared.rpc.memory import MemoryNetwork
@@ -69,8 +70,8 @@ async def test_a_prompt_does_not_wait_for_those_behind_it(
 ) -> None:
     """A device that is busy with one computes them one after the other, 20 ms and 1 ms a token;
     as one batch those that wait would have their first tokens when the last one has."""
-    timing = replace(SLOW, saturating_tokens=32)
-    async with whole_mesh(prefill=settings, timing=timing, num_blocks=200) as mesh:
+    prefill = {"profile": MachineProfile(saturating_tokens=32), **settings}
+    async with whole_mesh(prefill=prefill, timing=SLOW, num_blocks=200) as mesh:
         prompts = [a_prompt(200, seed=seed) for seed in range(4)]
         async with asyncio.TaskGroup() as tasks:
             asked = [tasks.create_task(mesh.ask(prompt, 5)) for prompt in prompts]

@@ -163,7 +163,7 @@ def test_the_mode_follows_what_is_left_exposed(
     num_bytes: int, num_groups: int, compute_s: float, bytes_per_s: float, mode: PushMode
 ):
     """Layer-wise where the step hides the wire, serialized where messages cost more than bytes."""
-    cost = LinkCost(bytes_per_s=bytes_per_s)
+    cost = LinkCost(bytes_per_s=bytes_per_s, message_s=200e-6)
     assert choose_mode(num_bytes, num_groups, compute_s=compute_s, cost=cost) is mode
 
 
@@ -191,18 +191,26 @@ def test_what_the_operator_wants_is_not_weighed(
     num_groups=st.integers(2, 100),
     compute_s=st.floats(1e-6, 100),
     bytes_per_s=st.floats(1e6, 1e12),
+    message_s=st.floats(0, 1e-2),
     interference=st.floats(0, 1),
 )
 def test_the_mode_is_the_cheaper_one(
-    num_bytes: int, num_groups: int, compute_s: float, bytes_per_s: float, interference: float
+    num_bytes: int,
+    num_groups: int,
+    compute_s: float,
+    bytes_per_s: float,
+    message_s: float,
+    interference: float,
 ):
-    """Compared with a step-by-step pipeline: send i starts after compute i and after send i - 1."""
-    cost = LinkCost(bytes_per_s=bytes_per_s, interference=interference)
+    """Compared with a step-by-step pipeline: send i starts after compute i and after send i - 1,
+    and the step is slowed for as long as bytes move beside it."""
+    cost = LinkCost(bytes_per_s=bytes_per_s, message_s=message_s, interference=interference)
     send_s = num_bytes / bytes_per_s / num_groups + cost.message_s
     ended_at = 0.0
     for group in range(num_groups):
         ended_at = max(ended_at, compute_s * (group + 1) / num_groups) + send_s
-    layerwise_s = ended_at - compute_s + interference * compute_s
+    beside_s = min(num_bytes / bytes_per_s, compute_s * (num_groups - 1) / num_groups)
+    layerwise_s = ended_at - compute_s + interference * beside_s
     serialized_s = num_bytes / bytes_per_s + cost.message_s
     mode = choose_mode(num_bytes, num_groups, compute_s=compute_s, cost=cost)
     if abs(layerwise_s - serialized_s) > 1e-9 * (layerwise_s + serialized_s):

@@ -14,6 +14,7 @@ import pytest
 from services.prefill.pusher import PushStats
 from shared.errors import MeshError, ShuttingDown, TooLarge, TransferFailed, WorkerLost
 from shared.ids import Incarnation
+from shared.profile.machine import MachineProfile
 from shared.rpc.heartbeat_stream import MAX_OUTBOX, HeartbeatStream
 from shared.rpc.join import DecodePeer
 from shared.transport.base import Outcome
@@ -29,6 +30,12 @@ from tests.support.transfer_ends import (
 
 LONG = next(n for n in range(1000) if num_tokens_of(n, 16) == 16)
 """A request with the longest prompt."""
+
+SHORT = next(n for n in range(1000) if num_tokens_of(n, 16) == 2)
+
+SLOW_MESSAGES = MachineProfile(message_s=1e-3)
+HIDES_ONE_MESSAGE_S = 2.5e-3
+"""A step under whose four layers one message beside the first fits, but not three."""
 
 
 @pytest.fixture(params=[False, True], ids=["messages", "windows"])
@@ -340,7 +347,7 @@ async def test_shutting_down_ends_every_transfer(wire: LoopbackFabric):
 @in_virtual_time
 async def test_a_step_that_hides_nothing_is_pushed_at_its_end(wire: LoopbackFabric):
     """Many small messages under a very short step: serialized, and the stats say so."""
-    async with running_ends(wire.open) as ends:
+    async with running_ends(wire.open, profile=SLOW_MESSAGES) as ends:
         (link,) = ends.pairs._links.values()
         link.bytes_per_s = 1e12
         table = await ends.prefill.take(LONG)
@@ -362,7 +369,7 @@ async def test_the_speed_of_the_link_decides_how_a_step_is_pushed(
     wire: LoopbackFabric, bytes_per_s: float, mode: str
 ):
     """A short step over a link whose speed is known goes at once; unknown, layer by layer."""
-    async with running_ends(wire.open) as ends:
+    async with running_ends(wire.open, profile=SLOW_MESSAGES) as ends:
         (link,) = ends.pairs._links.values()
         link.bytes_per_s = bytes_per_s
         table = await ends.prefill.take(LONG)
@@ -374,6 +381,62 @@ async def test_the_speed_of_the_link_decides_how_a_step_is_pushed(
         handle.commit(LONG % 1000)
         assert (await handle.wait()).mode == mode
         ends.prefill.give_back(table)
+        await ends.settled()
+        ends.check_all_home()
+
+
+@pytest.mark.parametrize(("skip", "mode"), [(0, "serialized"), (14, "layerwise")])
+@in_virtual_time
+async def test_tokens_that_decode_has_do_not_count_for_the_mode(
+    wire: LoopbackFabric, skip: int, mode: str
+):
+    """Four frames of a whole prompt cost more messages than the step hides; the two frames of what
+    is really sent do not."""
+    async with running_ends(wire.open, profile=SLOW_MESSAGES) as ends:
+        ends.decode.skip = lambda request: skip
+        (link,) = ends.pairs._links.values()
+        link.bytes_per_s = 1e6
+        table = await ends.prefill.take(LONG)
+        handle = ends.prefill.begin(LONG, table)
+        await asyncio.sleep(1.0)  # of virtual time: the grant is here
+        handle.span(0, 16, compute_s=HIDES_ONE_MESSAGE_S)
+        for layer in range(4):
+            ends.prefill.engine.stamp(table, 0, 16, layer, LONG)
+            handle.layers_ready(layer + 1)
+        handle.commit(LONG % 1000)
+        assert (await handle.wait()).mode == mode
+        ends.prefill.give_back(table)
+        await ends.settled()
+        ends.check_all_home()
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+@in_virtual_time
+async def test_all_prompts_of_a_step_count_for_the_mode(wire: LoopbackFabric, is_shared: bool):
+    """A short prompt alone is pushed layer by layer; beside a long one over the same link both
+    wait for the end of the step, which hides too little of so many messages."""
+    async with running_ends(wire.open, profile=SLOW_MESSAGES) as ends:
+        (link,) = ends.pairs._links.values()
+        link.bytes_per_s = 1e6
+        requests = [SHORT, LONG] if is_shared else [SHORT]
+        tables = [await ends.prefill.take(request) for request in requests]
+        pairs = zip(requests, tables, strict=True)
+        handles = [ends.prefill.begin(request, table) for request, table in pairs]
+        spans = [
+            (handle, 0, num_tokens_of(request, 16))
+            for handle, request in zip(handles, requests, strict=True)
+        ]
+        ends.pusher.step_planned(spans, HIDES_ONE_MESSAGE_S)
+        for layer in range(4):
+            for request, table, (handle, start, stop) in zip(requests, tables, spans, strict=True):
+                ends.prefill.engine.stamp(table, start, stop, layer, request)
+                handle.layers_ready(layer + 1)
+        for request, handle in zip(requests, handles, strict=True):
+            handle.commit(request % 1000)
+        expected = "serialized" if is_shared else "layerwise"
+        assert [(await handle.wait()).mode for handle in handles] == [expected] * len(handles)
+        for table in tables:
+            ends.prefill.give_back(table)
         await ends.settled()
         ends.check_all_home()
 

@@ -22,6 +22,7 @@ from services.prefill.pusher import Pusher, PushHandle
 from shared.address import Address
 from shared.errors import MeshError, TransferFailed
 from shared.ids import Incarnation, LeaseToken, RequestId
+from shared.profile.machine import UNMEASURED, MachineProfile
 from shared.rpc.join import DecodePeer
 from shared.rpc.memory import MemoryFabric, MemoryNetwork
 from shared.transfer.messages import TransferKey
@@ -397,6 +398,7 @@ async def running_ends(
     num_slots: int = 4,
     seed: int = 1,
     decode_fingerprint: bytes = b"f" * 32,
+    profile: MachineProfile = UNMEASURED,
     **receiver_options: Any,
 ) -> AsyncIterator[Ends]:
     """Start both ends in this process and wait until they are paired."""
@@ -428,6 +430,7 @@ async def running_ends(
         compute=compute[0],
         num_slots=num_slots,
         max_frame_bytes=max_frame_bytes,
+        profile=profile,
     )
     paired = asyncio.Event()
 

@@ -22,6 +22,7 @@ from shared.config import DecodeConfig, PrefillConfig
 from shared.engine.fake import FakeEngine, FakeModel, FakeTiming, fake_continuation
 from shared.engine.worker import VirtualCompute
 from shared.ids import Incarnation
+from shared.profile.machine import UNMEASURED, MachineProfile
 from shared.request import SamplingParams
 from shared.rpc.memory import MemoryNetwork
 from shared.runtime.platform import Platform
@@ -156,7 +157,15 @@ async def launch_worker(
     settings: dict[str, Any],
     model: FakeModel = MODEL,
 ) -> RunningWorker:
-    """Start a worker as a task, on a host of its own; returns once it serves."""
+    """Start a worker as a task, on a host of its own; returns once it serves.
+
+    settings: its configuration, and as ``profile`` what its machine can do.
+    """
+    measured = settings.pop("profile", UNMEASURED)
+
+    async def profile(*_: object) -> MachineProfile:
+        return measured
+
     engine = FakeEngine(
         model=model, num_blocks=num_blocks, block_size=block_size, timing=timing or FakeTiming()
     )
@@ -170,6 +179,7 @@ async def launch_worker(
         new_transport=new_transport,
         compute=VirtualCompute,
         random_bytes=randomness.randbytes,
+        profile=profile,
     )
     fields = {"engine": "fake", "host": host, "port": 9000, "advertise": host, **settings}
     worker: Any

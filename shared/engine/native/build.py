@@ -22,6 +22,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from shared.cache_folder import cache_folder
+
 HERE = Path(__file__).parent
 SOURCE = HERE / "kernels.cpp"
 
@@ -47,10 +49,10 @@ def library() -> Path:
     if reason := unsupported():
         raise Unavailable(reason)
     name = f"kernels-{_digest()}.so"
-    for folder in (HERE, cache_folder()):
+    for folder in (HERE, cache_folder("native")):
         if (folder / name).is_file():
             return folder / name
-    return compile_into(cache_folder())
+    return compile_into(cache_folder("native"))
 
 
 def unsupported() -> str:
@@ -61,12 +63,6 @@ def unsupported() -> str:
     if missing := [flag for flag in NEEDED_FLAGS if flag not in flags]:
         return f"this CPU lacks {', '.join(missing)}"
     return ""
-
-
-def cache_folder() -> Path:
-    """Where the first use of a machine keeps its build."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "pdmesh" / "native"
 
 
 def compile_into(folder: Path) -> Path:
@@ -130,10 +126,10 @@ def _cpu_flags() -> frozenset[str]:
 def main() -> None:
     """Compile for an image or an install: no CPU of this kind is needed for that."""
     parser = argparse.ArgumentParser(description="Compile pdmesh's native CPU kernels.")
-    parser.add_argument("--cache", action="store_true", help=f"into {cache_folder()}")
+    parser.add_argument("--cache", action="store_true", help=f"into {cache_folder('native')}")
     asked = parser.parse_args()
     try:
-        print(compile_into(cache_folder() if asked.cache else HERE))
+        print(compile_into(cache_folder("native") if asked.cache else HERE))
     except Unavailable as error:
         sys.exit(f"native kernels: {error}")
 

@@ -1,0 +1,84 @@
+"""``pdmesh profile``: what this machine can do with a model, as prefill workers will know it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Final
+
+import orjson
+from cyclopts import Parameter
+from rich.console import Console
+from rich.table import Table
+
+from services.cli.flags import CannotRun, config_flags, require_worker_modules
+from services.cli.sources import ConfigFlag, JsonFlag
+from shared.config import PrefillConfig
+from shared.log import configure_logs
+from shared.profile.machine import MachineProfile
+from shared.runtime.service import EXIT_OK
+
+_FORCE: Final = Parameter(negative="")
+
+
+@config_flags
+def profile(
+    *,
+    config: PrefillConfig = PrefillConfig(),  # noqa: B008  (frozen)
+    force: Annotated[bool, _FORCE] = False,
+    as_json: JsonFlag = False,
+    file: ConfigFlag = None,
+) -> int:
+    """Measure what this machine can do with a model, in a second or two, and keep it in a file.
+
+    Takes the flags of pdmesh prefill and measures what that worker would at its first start, which
+    then finds the file. Without --force a file that is there is shown.
+
+    Parameters
+    ----------
+    force
+        Measure also if there is a file.
+    """
+    config.check()
+    if config.engine != "torch":
+        raise CannotRun("--engine fake computes on no machine: there is nothing to measure")
+    require_worker_modules(config.engine)
+    configure_logs(service="profile", level="warning", form=config.log_format)
+    from shared.runtime.worker_process import profile_machine
+
+    kept = asyncio.run(profile_machine(config, is_forced=force))
+    if as_json:
+        print(orjson.dumps(kept.profile, option=orjson.OPT_INDENT_2).decode())
+        return EXIT_OK
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(_values(kept.profile))
+    console.print(_sweep(kept.profile))
+    word = f"measured in {kept.took_s:.1f} s" if kept.took_s else "measured at an earlier start"
+    console.print(f"\n{word}; {f'kept in {kept.path}' if kept.path else 'not kept'}")
+    return EXIT_OK
+
+
+def _values(profile: MachineProfile) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(justify="right", no_wrap=True)
+    for value, meaning in (
+        (
+            f"{profile.saturating_tokens} tokens",
+            "of prompt keep the device busy: prompts share a step up to here (--batch-tokens)",
+        ),
+        (f"{profile.tokens_per_s:,.0f} tokens/s", "of prompt, at the best length"),
+        (f"{profile.message_s * 1e6:.0f} µs", "for a frame of KV beside its bytes"),
+        (f"{profile.interference:.1%}", "of a step's speed is lost while KV is copied beside it"),
+    ):
+        table.add_row(value, meaning)
+    return table
+
+
+def _sweep(profile: MachineProfile) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("prompt", "step", "tokens/s", "of the best"):
+        table.add_column(name, justify="right")
+    for num_tokens, seconds in profile.samples:
+        rate = num_tokens / seconds
+        share = f"{rate / profile.tokens_per_s:.2f}"
+        table.add_row(str(num_tokens), f"{seconds * 1e3:.2f} ms", f"{rate:,.0f}", share)
+    return table
