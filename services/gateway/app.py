@@ -97,6 +97,7 @@ class Gateway:
                 default_timeout_s=config.request_timeout_s,
                 version=VERSION,
                 tracer=tracer,
+                salt_key=platform.secret.derived("cache salt") if platform.secret else b"",
             )
             registry = Registry(members, self.incarnation, VERSION)
             server = await stack.enter_async_context(

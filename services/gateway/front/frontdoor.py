@@ -72,7 +72,8 @@ class FrontDoor:
     """One gateway's client side.
 
     defaults: sampling defaults of the model folder (``ModelFolder.generation_defaults``).
-    default_timeout_s: deadline of requests that bring none; 0 = none.
+    default_timeout_s: deadline of requests that bring none; 0 = none. salt_key: see
+    ``tenant_salt``.
     """
 
     def __init__(
@@ -87,8 +88,10 @@ class FrontDoor:
         default_timeout_s: float = 0.0,
         version: str = "",
         tracer: Tracer = NO_TRACER,
+        salt_key: bytes = b"",
     ) -> None:
         self.mesh = mesh
+        self._salt_key = salt_key
         self.text = text
         self.metrics = metrics
         self.keys = keys or KeyRing()
@@ -159,7 +162,7 @@ class FrontDoor:
         limits.checked_int(form.num_choices, 1, limits.MAX_CHOICES, param="n")
         stop = limits.checked_stop(form.sampling.stop)
         seed = int.from_bytes(self._random_bytes(8), "little")
-        salt = tenant_salt(caller.key, form.cache_salt)
+        salt = tenant_salt(caller.key, form.cache_salt, self._salt_key)
         if form.is_echo_only:
             form = replace(form, sampling=replace(form.sampling, max_tokens=1))
         choices: list[Choice] = []
