@@ -99,6 +99,7 @@ class Gateway:
                 trusts_templates=config.trust_templates,
                 version=VERSION,
                 tracer=tracer,
+                salt_key=platform.secret.derived("cache salt") if platform.secret else b"",
             )
             registry = Registry(members, self.incarnation, VERSION)
             server = await stack.enter_async_context(

@@ -70,12 +70,12 @@ class MeshNetwork:
         self._log_at = 0.0
 
     def serve(
-        self, address: Address, handlers: Sequence[Any]
+        self, address: Address, handlers: Sequence[Any], **options: Any
     ) -> AbstractAsyncContextManager[RpcServer]:
-        """See Network."""
+        """See Network. options: of the one below."""
         prove = Servicer(bind(MESH_PROVE, self._answer))
         guarded = [_Guarded(handler, self._why_refused) for handler in handlers]
-        return self._network.serve(address, [*guarded, prove])
+        return self._network.serve(address, [*guarded, prove], **options)
 
     @contextlib.asynccontextmanager
     async def channel(self, address: Address) -> AsyncGenerator[StampedChannel]:

@@ -66,3 +66,19 @@ def test_the_overlay_for_realtime_adds_one_limit_and_one_setting(role: str) -> N
     for name in ("cap_drop", "security_opt", "read_only", "image"):
         assert realtime[name] == plain[name], name
     assert [*realtime["networks"]] == [*plain["networks"]]
+
+
+def test_workers_join_inside_and_with_a_secret_that_compose_makes() -> None:
+    """The door where they join is not published; all read the secret, and one container, which
+    ends, writes it."""
+    services = configuration()
+    assert "8200" not in str(services["gateway"]["ports"])
+    assert services["gateway"]["environment"]["PDMESH_MESH_HOST"] == "0.0.0.0"
+    for role in ("gateway", "prefill", "decode"):
+        assert services[role]["environment"]["PDMESH_MESH_SECRET_FILE"] == "/secret/mesh"
+        (volume,) = [one for one in services[role]["volumes"] if one["target"] == "/secret"]
+        assert volume["read_only"]
+        condition = services[role]["depends_on"]["secret"]["condition"]
+        assert condition == "service_completed_successfully"
+    assert services["secret"]["entrypoint"][:2] == ["pdmesh", "secret"]
+    assert services["secret"]["restart"] == "no"

@@ -9,18 +9,21 @@ import json
 import random
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 from grpclib.const import Status
 
+from services.gateway.front.auth import hash_key
 from shared import wire
 from shared.address import Address
 from shared.errors import IncompatiblePeer, MeshError, NotOfThisMesh
 from shared.ids import Incarnation
 from shared.mesh_secret import MeshSecret, new_secret
 from shared.rpc import codec
+from shared.rpc.columns import pack_u32
 from shared.rpc.mesh_network import mesh_network
 from shared.rpc.methods import (
     DECODE_SESSION,
@@ -38,6 +41,7 @@ from shared.runtime.service import EXIT_FAILED
 from tests.support.fuzz import a_fuzzed_call
 from tests.support.process_mesh import (
     ROLES,
+    Answer,
     ProcessMesh,
     a_prompt,
     fake_ids,
@@ -45,7 +49,7 @@ from tests.support.process_mesh import (
     process_mesh,
 )
 from tests.support.raw_http2 import raw_client
-from tests.support.service_process import ServiceProcess
+from tests.support.service_process import ServiceProcess, free_port
 
 pytestmark = [pytest.mark.process, pytest.mark.ucx, pytest.mark.asyncio(loop_scope="module")]
 
@@ -316,6 +320,46 @@ async def test_no_acknowledgement_is_taken_from_who_took_decodes_address() -> No
             await mesh.paired(gateway, 1)
             ids, _ = await mesh.ask_grpc(gateway, a_prompt(50), 9)
             assert ids == fake_ids(a_prompt(50), 9)
+
+
+async def test_no_tenant_and_no_salt_stands_in_what_a_worker_is_told(tmp_path: Path) -> None:
+    """Nor the key: every byte that the gateway says to its workers is looked at. One tenant finds
+    its own prompt in the cache again, another one does not."""
+    keys = tmp_path / "keys"
+    keys.write_text(f"{hash_key('alice', 'key-of-a', 'tenant-a')}\n{hash_key('bobby', 'key-of-b')}")
+    async with process_mesh() as mesh, contextlib.AsyncExitStack() as taps:
+        with mesh.explained():
+            gateway = await mesh.start_gateway(api_keys=keys)
+            heard: list[list[bytearray]] = []
+            for role in ROLES:
+                port = free_port()
+                tap, said = await taps.enter_async_context(a_wire_tap(_local(port)))
+                heard.append(said)
+                await mesh.add(role, port=port, advertise=tap)
+            prompt = a_prompt(64)
+
+            async def ask(key: str, **fields: Any) -> int:
+                headers = {"Authorization": f"Bearer {key}"}
+
+                async def is_served() -> bool:
+                    nonlocal answer
+                    answer = await mesh.ask(gateway, prompt, 4, headers=headers, **fields)
+                    return answer.status == 200
+
+                answer = Answer()
+                await mesh.until(is_served)
+                answer.require_whole(4)
+                return answer.receipt["cached_tokens"]
+
+            assert await ask("key-of-a", cache_salt="salty") == 0
+            assert await ask("key-of-a", cache_salt="salty") > 0
+            assert await ask("key-of-a") == 0
+            assert await ask("key-of-b") == 0
+            for said in heard:
+                told = b"".join(said)
+                assert pack_u32(prompt) in told
+                for word in (b"alice", b"bobby", b"tenant-a", b"key-of-", b"salty"):
+                    assert word not in told
 
 
 # --- meshes, secrets and releases that do not fit -------------------------------------------------

@@ -10,6 +10,8 @@ from services.gateway.front.auth import NOBODY, KeyRing, hash_key, new_key, tena
 from shared.errors import InvalidRequest, Unauthorized
 from shared.request import MAX_SALT_BYTES
 
+SALT_KEY = bytes(range(32))
+
 
 def ring_of(tmp_path: Path, text: str) -> KeyRing:
     """Read a key file with this text."""
@@ -89,10 +91,23 @@ def test_every_salt_is_one_that_workers_take(tmp_path: Path) -> None:
     lines = [hash_key(f"k{i}", f"k{i}", salt) for i, salt in enumerate(salts)]
     ring = ring_of(tmp_path, "\n".join(lines))
     for client in (b"", b"mine"):
-        told = [tenant_salt(ring.check(f"Bearer k{i}"), client) for i in range(len(salts))]
+        told = [
+            tenant_salt(ring.check(f"Bearer k{i}"), client, SALT_KEY) for i in range(len(salts))
+        ]
         assert len(set(told)) == len(salts)
         assert max(map(len, told)) <= MAX_SALT_BYTES
-        assert told == [tenant_salt(ring.check(f"Bearer k{i}"), client) for i in range(len(salts))]
+        assert told == [
+            tenant_salt(ring.check(f"Bearer k{i}"), client, SALT_KEY) for i in range(len(salts))
+        ]
+
+
+def test_what_workers_are_told_says_nothing_of_the_tenant(tmp_path: Path) -> None:
+    """Neither its name nor a salt stands in it, and without the mesh's secret no guess can be
+    tried; another mesh has other salts."""
+    alice = ring_of(tmp_path, hash_key("alice", "k1", "team")).check("Bearer k1")
+    told = [tenant_salt(alice, client, SALT_KEY) for client in (b"", b"mine")]
+    assert not any(word in salt for salt in told for word in (b"alice", b"team", b"mine"))
+    assert not {*told} & {tenant_salt(alice, client, b"other") for client in (b"", b"mine")}
 
 
 def test_a_clients_own_salt_narrows_and_never_widens(tmp_path: Path) -> None:
@@ -100,14 +115,14 @@ def test_a_clients_own_salt_narrows_and_never_widens(tmp_path: Path) -> None:
     ring = ring_of(tmp_path, f"{hash_key('a', 'k1')}\n{hash_key('ab', 'k2')}")
     a, ab = ring.check("Bearer k1"), ring.check("Bearer k2")
     salts = {
-        tenant_salt(a, b""),
-        tenant_salt(ab, b""),
-        tenant_salt(a, b"b"),
-        tenant_salt(a, b"x"),
-        tenant_salt(ab, b"x"),
+        tenant_salt(a, b"", SALT_KEY),
+        tenant_salt(ab, b"", SALT_KEY),
+        tenant_salt(a, b"b", SALT_KEY),
+        tenant_salt(a, b"x", SALT_KEY),
+        tenant_salt(ab, b"x", SALT_KEY),
     }
     assert len(salts) == 5
-    assert tenant_salt(NOBODY, b"") == b""
+    assert tenant_salt(NOBODY, b"", SALT_KEY) == b""
 
 
 def test_new_keys_are_long_and_differ() -> None:

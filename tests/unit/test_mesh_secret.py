@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from services.cli import main
+from services.local import plan_services
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
 from shared.errors import InvalidRequest
 from shared.mesh_secret import SECRET_VARIABLE, MeshSecret, mesh_secret, new_secret
@@ -114,6 +115,24 @@ def test_the_command_makes_a_file_for_its_owner_alone(
     printed = capsys.readouterr().out.strip()
     assert printed != text.strip()
     assert MeshSecret(printed)
+
+
+def test_a_local_mesh_gets_a_secret_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the environment of every process of it, and of no other's; what the user has set stays."""
+
+    def secrets_of(gateway: GatewayConfig) -> set[str | None]:
+        services = plan_services(gateway, [PrefillConfig()], [DecodeConfig()] * 2)
+        return {service.env.get(SECRET_VARIABLE) for service in services}
+
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
+    (one,), (other,) = secrets_of(GatewayConfig()), secrets_of(GatewayConfig(api_keys=tmp_path))
+    assert one != other
+    assert MeshSecret(one or "")
+    assert secrets_of(with_file(tmp_path)) == {None}
+    monkeypatch.setenv(SECRET_VARIABLE, TEXT)
+    assert secrets_of(GatewayConfig()) == {None}  # inherited
 
 
 def test_a_secret_shows_in_no_repr() -> None:

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shared.errors import InvalidRequest, Unauthorized
-from shared.request import MAX_SALT_BYTES
 
 MAX_KEYS = 10_000
 MAX_KEY_CHARS = 512
@@ -120,16 +119,16 @@ class KeyRing:
         return found
 
 
-def tenant_salt(key: ApiKey, client_salt: bytes) -> bytes:
+def tenant_salt(key: ApiKey, client_salt: bytes, salt_key: bytes) -> bytes:
     """Return what keys the prefix cache: the tenant's salt, narrowed (never widened) by the
-    client's own; at most MAX_SALT_BYTES, which workers take."""
-    if not client_salt:
-        if len(key.cache_salt) > MAX_SALT_BYTES:
-            return hashlib.sha256(key.cache_salt).digest()
-        return key.cache_salt
-    return hashlib.sha256(
-        len(key.cache_salt).to_bytes(4, "little") + key.cache_salt + client_salt
-    ).digest()
+    client's own, as 32 bytes; or nothing, where neither has one.
+
+    salt_key: from the mesh's secret, so that who sees what workers are told cannot tell, or try,
+    whose it is. The same for every gateway of a mesh: their tenants share its caches."""
+    if not (key.cache_salt or client_salt):
+        return b""
+    told = len(key.cache_salt).to_bytes(4, "little") + key.cache_salt + client_salt
+    return hmac.digest(salt_key, told, "sha256")
 
 
 def new_key() -> str:

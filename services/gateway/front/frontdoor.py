@@ -91,7 +91,7 @@ class FrontDoor:
 
     defaults: sampling defaults of the model folder (``ModelFolder.generation_defaults``).
     default_timeout_s: deadline of requests that bring none; 0 = none. max_choices: largest ``n``.
-    trusts_templates: clients may bring their own chat template.
+    trusts_templates: clients may bring their own chat template. salt_key: see ``tenant_salt``.
     """
 
     def __init__(
@@ -108,8 +108,10 @@ class FrontDoor:
         trusts_templates: bool = False,
         version: str = "",
         tracer: Tracer = NO_TRACER,
+        salt_key: bytes = b"",
     ) -> None:
         self.mesh = mesh
+        self._salt_key = salt_key
         self.text = text
         self.metrics = metrics
         self.keys = keys or KeyRing()
@@ -218,7 +220,7 @@ class FrontDoor:
         limits.checked_int(form.num_choices, 1, self.max_choices, param="n")
         stop = limits.checked_stop(form.sampling.stop)
         seed = int.from_bytes(self._random_bytes(8), "little")
-        salt = tenant_salt(caller.key, form.cache_salt)
+        salt = tenant_salt(caller.key, form.cache_salt, self._salt_key)
         if form.is_echo_only:
             form = replace(form, sampling=replace(form.sampling, max_tokens=1))
         bad_words = self.text.bad_words(limits.checked_bad_words(form.sampling.bad_words))
