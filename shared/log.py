@@ -25,7 +25,8 @@ _RECORD_FIELDS = frozenset({"event", "level", "timestamp", "logger", "exception"
 ALLOWED_FIELDS = frozenset({
     # who (``key``: the name of an API key)
     "service", "version", "pid", "incarnation", "peer", "gateway", "worker", "prefill", "decode",
-    "role", "address", "host", "port", "http_port", "grpc_port", "metrics_port", "addresses", "key",
+    "role", "address", "host", "port", "http_port", "grpc_port", "metrics_port",
+    "metrics_address", "addresses", "key",
     # which request
     "request_id", "label", "attempt", "stream_id", "transfer_id", "epoch", "route", "method",
     "status", "model", "endpoint",

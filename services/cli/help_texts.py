@@ -55,7 +55,7 @@ pdmesh up --config mesh.toml              settings without a flag here, too
 
 GATEWAY: Final = _examples("""
 pdmesh gateway --model /models/llama --host 0.0.0.0
-pdmesh gateway --config mesh.toml --api-keys keys.txt
+pdmesh gateway --config mesh.toml --api-keys keys.txt --tls-cert server.pem --tls-key server.key
 pdmesh gateway --gateway-processes 2      workers: --gateway HOST:8001,HOST:8002
 """)
 
@@ -73,7 +73,7 @@ CHAT: Final = _examples(r"""
 pdmesh chat
 pdmesh chat --system "Answer in one sentence." --temperature 0
 printf 'My name is Ada.\nWhat is my name?\n' | pdmesh chat
-PDMESH_API_KEY=… pdmesh chat --url http://10.0.0.5:8000
+PDMESH_API_KEY=… pdmesh chat --url https://10.0.0.5:8000 --tls-ca ca.pem
 """)
 
 GENERATE: Final = _examples("""
@@ -120,4 +120,5 @@ source <(pdmesh completion bash)          in this shell
 
 HASH_KEY: Final = _examples("""
 pdmesh hash-key alice >> keys.txt && pdmesh up --api-keys keys.txt
+pdmesh hash-key bob --requests-per-minute 60 --concurrent-requests 4 >> keys.txt
 """)

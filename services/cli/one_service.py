@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from services.cli.flags import (
     config_flags,
+    require_door_files,
     require_free_port,
-    require_key_file,
     require_worker_modules,
 )
 from services.cli.sources import ConfigFlag
@@ -29,7 +29,7 @@ def gateway(*, config: GatewayConfig = GatewayConfig(), file: ConfigFlag = None)
     for first, flag in ((config.grpc_port, "--grpc-port"), (config.process_port, "--process-port")):
         for port in range(first, first + (config.gateway_processes if first else 1)):
             require_free_port(config.host, port, flag)
-    require_key_file(config.api_keys)
+    require_door_files(config)
     _configure_logs("gateway", config)
     from services.gateway.process import run_gateway
 

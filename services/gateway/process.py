@@ -31,8 +31,9 @@ def run_gateway(config: GatewayConfig) -> int:
         return run_gateways(config)
 
     async def main(process: Process) -> bool:
-        def ready(http: Address, grpc: Address) -> None:
-            process.ready(http_port=http.port, grpc_port=grpc.port)
+        def ready(http: Address, grpc: Address, watched: Address | None) -> None:
+            more = {} if watched is None else {"metrics_address": str(watched)}
+            process.ready(http_port=http.port, grpc_port=grpc.port, **more)
 
         # A large tokenizer holds the thread for a second; signals are heard meanwhile.
         folder, text = await asyncio.to_thread(_load, config.model)

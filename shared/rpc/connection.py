@@ -203,7 +203,7 @@ class GuardedProcessor(EventsProcessor):
             self.goodbye(ErrorCodes.ENHANCE_YOUR_CALM)
         elif isinstance(event, DataReceived) and not event.flow_controlled_length:
             return  # grpclib takes an empty frame for the end of the stream
-        elif type(event) in self.processors:
+        elif type(event) in getattr(self, "processors", ()):
             super().process(event)
 
     def goodbye(self, code: ErrorCodes = ErrorCodes.NO_ERROR) -> None:

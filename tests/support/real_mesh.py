@@ -216,7 +216,7 @@ async def real_mesh(
     front = Gateway(
         GatewayConfig(http_port=0, grpc_port=0, **(gateway or {})), real_platform(), text, {}
     )
-    async with _running(front.run) as (_, address):
+    async with _running(front.run) as (_, address, *_):
         common: dict[str, Any] = {"gateway": str(address), "staging_mib": 16}
         of_role: dict[str, Any] = {"colocated": prefill_engine is None, **(decode or {})}
         mesh = RealMesh(

@@ -243,7 +243,7 @@ async def whole_mesh(
             running = RunningGateway(host, Gateway(config, platform, text, {}))
             is_up = asyncio.Event()
             running.task = tasks.create_task(
-                running.gateway.run(lambda _http, _grpc: is_up.set(), running.stop)
+                running.gateway.run(lambda *_: is_up.set(), running.stop)
             )
             mesh.gateways.append(running)
             await is_up.wait()
