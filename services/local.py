@@ -167,7 +167,15 @@ class LocalMesh:
     @property
     def http_url(self) -> str:
         """Base URL of the gateway's HTTP API, without ``/v1``."""
-        return f"http://{Address(self._reached('PDMESH_HOST'), self.gateway.facts['http_port'])}"
+        scheme = "https" if self.gateway.env.get("PDMESH_TLS_CERT") else "http"
+        address = Address(self._reached("PDMESH_HOST"), self.gateway.facts["http_port"])
+        return f"{scheme}://{address}"
+
+    @property
+    def ready_url(self) -> str:
+        """Base URL at which /ready answers without a client's certificate."""
+        watched = self.gateway.facts.get("metrics_address")
+        return f"http://{watched}" if watched else self.http_url
 
     @property
     def grpc_target(self) -> str:
@@ -384,7 +392,8 @@ async def wait_for_pair(base_url: str, limit_s: float) -> None:
         async with asyncio.timeout(limit_s), aiohttp.ClientSession() as session:
             while True:
                 with contextlib.suppress(aiohttp.ClientError):
-                    async with session.get(f"{base_url}/ready") as response:
+                    # Our own child, asked for no secret: whose certificate it shows is no matter.
+                    async with session.get(f"{base_url}/ready", ssl=False) as response:
                         if response.status == 200:
                             return
                         body = orjson.loads(await response.read())

@@ -32,7 +32,9 @@ def parse_address(text: str, *, param: str, default_port: int | None = None) -> 
         host, port = text.strip(), str(default_port)
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdigit() or not 0 <= int(port) < 65536:
-        raise InvalidRequest(f"--{param} must be host:port, for example 10.0.0.5:8200", param=param)
+        raise InvalidRequest(
+            f"--{param.replace('_', '-')} must be host:port, for example 10.0.0.5:8200", param=param
+        )
     return Address(host, int(port))
 
 

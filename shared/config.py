@@ -26,6 +26,9 @@ MESH_PORT = 8200
 STEP_TOKENS = 2048
 """Most tokens of a step where nothing else is said."""
 
+SECRET_SETTINGS = frozenset({"api_key"})
+"""Never shown, not even to who asks what is configured."""
+
 DEMO_MODEL = "demo"
 """Name that ``--model`` takes for the bundled model."""
 
@@ -43,8 +46,7 @@ class ServiceConfig:
     """Model: a Hugging Face folder, a hub name, or 'demo' for the bundled one."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 for other machines (there is no encryption: keep it on a
-    private network)."""
+    """Address to listen on; 0.0.0.0 for other machines (read docs/security.md first)."""
 
     log_level: str = "info"
     """debug, info, warning or error."""
@@ -112,8 +114,34 @@ class GatewayConfig(ServiceConfig):
     policy: str = "least_loaded"
     """Routing policy: least_loaded, round_robin or random."""
 
+    tls_cert: Path | None = None
+    """Serve clients over TLS, on HTTP and gRPC alike: PEM file with the certificate and those that
+    lead to its authority. A renewed file counts from the next connection on."""
+
+    tls_key: Path | None = None
+    """PEM file with the certificate's private key."""
+
+    tls_client_ca: Path | None = None
+    """Let in only clients that show a certificate of these authorities (mTLS); a PEM file."""
+
+    api_key: str = ""
+    """One API key that clients must send; better in PDMESH_API_KEY: other users of this machine see
+    command lines."""
+
     api_keys: Path | None = None
-    """File of API keys, one 'name:sha256-hex' a line; without it every client is let in."""
+    """File of API keys, one 'name:sha256-hex' a line (see pdmesh hash-key); a changed file counts
+    from the next call on. Without it and --api-key every client is let in."""
+
+    key_requests_per_minute: int = 0
+    """Requests a minute of each API key whose line says nothing else; 0 = no limit."""
+
+    key_concurrent_requests: int = 0
+    """Requests in progress of each API key whose line says nothing else; 0 = no limit."""
+
+    metrics_address: str = ""
+    """host:port of a second listener for /metrics, /health and /ready, without API key and TLS: for
+    what scrapes, on 127.0.0.1 or a private network. Of several processes the first one's, the
+    others' ports follow; port 0 = any free one."""
 
     max_running: int = 1024
     """Requests in progress at once; more wait."""
@@ -145,7 +173,12 @@ class GatewayConfig(ServiceConfig):
         """Why the mesh needs a secret; '' = it needs none."""
         if not is_loopback(self.mesh_host):
             return f"--mesh-host {self.mesh_host} can be reached from other machines"
-        return "clients need API keys" if self.api_keys is not None else ""
+        return "clients need API keys" if self.has_keys else ""
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether clients need an API key."""
+        return bool(self.api_key) or self.api_keys is not None
 
     def check(self) -> None:
         """See ServiceConfig."""
@@ -161,6 +194,21 @@ class GatewayConfig(ServiceConfig):
             "policy",
             f"must be one of {', '.join(get_args(RoutingPolicyName))}",
         )
+        has_key = self.tls_key is not None
+        _require((self.tls_cert is not None) == has_key, "tls_cert", "goes together with --tls-key")
+        _require(has_key or self.tls_client_ca is None, "tls_client_ca", "needs --tls-cert, too")
+        _require(
+            not self.api_key or re.fullmatch(r"[!-~]{1,512}", self.api_key) is not None,
+            "api_key",
+            "must be 1..512 visible ASCII characters",
+        )
+        for name in ("key_requests_per_minute", "key_concurrent_requests"):
+            limit = getattr(self, name)
+            _require(0 <= limit <= 10**9, name, "must be 0..1000000000")
+            rule = "limits API keys: give --api-keys or --api-key"
+            _require(self.has_keys or not limit, name, rule)
+        if self.metrics_address:
+            parse_address(self.metrics_address, param="metrics_address")
         _require(self.max_running >= 1, "max_running", "must be at least 1")
         _require(self.max_waiting >= 0, "max_waiting", "must be at least 0")
         _require(0 < self.max_wait_s <= 60, "max_wait_s", "must be above 0 and at most 60 seconds")

@@ -67,6 +67,12 @@ class Unauthorized(MeshError):
     type = "unauthorized"
 
 
+class QuotaExceeded(MeshError):
+    """The caller's API key has used up what it may."""
+
+    type = "tenant_quota"
+
+
 class TooLarge(MeshError):
     """A body, header or message over its limit."""
 
@@ -181,8 +187,9 @@ class ModelError(MeshError):
 ERROR_TYPES: dict[str, type[MeshError]] = {
     cls.type: cls
     for cls in (
-        InvalidRequest, NotFound, Unauthorized, TooLarge, NoCapacity, DeadlinePassed, Overloaded,
-        ShuttingDown, WorkerLost, RemoteProtocolError, LeaseLost, TransferFailed, NoBlocks,
+        InvalidRequest, NotFound, Unauthorized, QuotaExceeded, TooLarge, NoCapacity,
+        DeadlinePassed, Overloaded, ShuttingDown, WorkerLost, RemoteProtocolError,
+        LeaseLost, TransferFailed, NoBlocks,
         IncompatiblePeer, NotOfThisMesh, InvariantViolated, EngineFailed, ModelError,
     )
 }  # fmt: skip

@@ -26,7 +26,7 @@ ALLOWED_FIELDS = frozenset({
     # who (``key``: the name of an API key)
     "service", "version", "pid", "incarnation", "peer", "gateway", "worker", "prefill", "decode",
     "role", "address", "host", "port", "http_port", "grpc_port", "mesh_port", "metrics_port",
-    "addresses", "key",
+    "metrics_address", "addresses", "key",
     # which request
     "request_id", "label", "attempt", "stream_id", "transfer_id", "epoch", "route", "method",
     "status", "model", "endpoint",

@@ -3,6 +3,7 @@
     python -m bench.gateway.run                   # 5 repetitions, writes results/
     python -m bench.gateway.run --quick           # one repetition, under a minute
     python -m bench.gateway.run --streams 10000   # only this: so many streams at once, none lost
+    python -m bench.gateway.run --tls             # only this: what TLS costs
 
 Beside vllm-router, sglang-router and smg, where they are installed. What the numbers mean:
 README.md beside this file.
@@ -34,6 +35,7 @@ from bench.gateway.subjects import (
     router,
     write_words,
 )
+from bench.gateway.tls import certificate_settings, tls_figures
 from bench.plots import Bars, Pictures, save
 from bench.record import Record, ratios, spread
 from shared.log import configure_logs
@@ -329,6 +331,39 @@ async def many_streams(record: Record, count: int) -> None:
     record.goal(7, f"streams open at once, of {count}", figures["most_open"], ">=", count)
 
 
+# --- TLS ------------------------------------------------------------------------------------------
+
+
+async def tls_cost(record: Record, repetitions: int) -> None:
+    """One gateway with TLS and one without, in turns, under the same client: CPU of a token and of
+    a connection, and their ratios."""
+    async with tools() as (programs, words, log):
+        cores = Cores.of_this_machine()
+        os.sched_setaffinity(0, cores.others)
+        async with contextlib.AsyncExitStack() as stack:
+            settings = certificate_settings(words.parent)
+            plain = await stack.enter_async_context(our_gateway(programs, words, cores, log))
+            encrypted = await stack.enter_async_context(
+                our_gateway(programs, words, cores, log, name="TLS", settings=settings)
+            )
+            runs: dict[str, dict[str, list[float]]] = {}
+            for repetition in range(repetitions):
+                turn = repetition % 2
+                pair = ((plain, "http"), (encrypted, "https"))
+                for subject, scheme in (*pair[turn:], *pair[:turn]):
+                    for what, figure in (await tls_figures(subject, scheme)).items():
+                        runs.setdefault(what, {}).setdefault(subject.name, []).append(figure)
+    for what, found in runs.items():
+        ratio = ratios(found["TLS"], found[OURS])
+        told = {name: spread(figures) for name, figures in found.items()}
+        record.rows.append({"load": what, "subjects": told, "tls_over_plain": ratio})
+        without, with_tls = told[OURS]["median"], told["TLS"]["median"]
+        print(
+            f"{what}: {without:.3g} us without, {with_tls:.3g} with, ratio {ratio['median']:.2f} "
+            f"[{ratio['min']:.2f} .. {ratio['max']:.2f}]"
+        )
+
+
 # --- all of it ------------------------------------------------------------------------------------
 
 
@@ -357,6 +392,7 @@ def main() -> None:
     parser.add_argument(
         "--streams", type=int, default=0, metavar="N", help="only this many at once"
     )
+    parser.add_argument("--tls", action="store_true", help="only what TLS costs")
     parser.add_argument("--peers", nargs="*", default=list(ROUTERS), choices=list(ROUTERS))
     chosen = parser.parse_args()
     configure_logs(service="bench", level="error")
@@ -364,6 +400,10 @@ def main() -> None:
     repetitions = 1 if chosen.quick else chosen.repetitions
     if chosen.streams:
         asyncio.run(many_streams(record, chosen.streams))
+        record.finish(write=False)
+        return
+    if chosen.tls:
+        asyncio.run(tls_cost(record, repetitions))
         record.finish(write=False)
         return
     asyncio.run(start_up(record, repetitions))

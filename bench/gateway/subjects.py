@@ -13,9 +13,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -142,14 +143,19 @@ async def process(
 
 
 async def wait_until(
-    port: int, path: str, child: asyncio.subprocess.Process, poll_s: float = 0.05
+    port: int,
+    path: str,
+    child: asyncio.subprocess.Process,
+    poll_s: float = 0.05,
+    scheme: str = "http",
 ) -> None:
     """Wait until this answers 200. Raises RuntimeError: the process ended, or the limit came."""
     give_up_at = time.monotonic() + _START_WITHIN_S
     async with aiohttp.ClientSession() as session:
         while time.monotonic() < give_up_at and child.returncode is None:
             with contextlib.suppress(aiohttp.ClientError):
-                async with session.get(f"http://127.0.0.1:{port}{path}") as response:
+                url = f"{scheme}://127.0.0.1:{port}{path}"
+                async with session.get(url, ssl=False) as response:
                     if response.status == 200:
                         return
             await asyncio.sleep(poll_s)
@@ -168,9 +174,10 @@ async def our_gateway(
     *,
     step_ms: int = STEP_MS,
     name: str = "pdmesh",
+    settings: Mapping[str, str] = MappingProxyType({}),
 ) -> AsyncGenerator[Subject]:
-    """Start a gateway with a mock pair of workers. ``ready_s``: from exec until ``/ready`` says
-    that a pair is usable, the pair's joining included."""
+    """Start a gateway with a mock pair of workers. settings: variables more. ``ready_s``: from exec
+    until ``/ready`` says that a pair is usable, the pair's joining included."""
     http_port, grpc_port, mesh_port, prefill_port, decode_port = free_ports(5)
     ports = {WorkerRole.PREFILL: prefill_port, WorkerRole.DECODE: decode_port}
     mesh = [
@@ -188,7 +195,9 @@ async def our_gateway(
         "PDMESH_MAX_RUNNING": "16384",
         "PDMESH_LOG_LEVEL": "warning",
         "PDMESH_REQUEST_TIMEOUT_S": "0",
+        **settings,
     }
+    scheme = "https" if "PDMESH_TLS_CERT" in settings else "http"
     async with process(mesh, cores.others, log) as mock:
         began_at = time.monotonic()
         command = [sys.executable, "-P", "-m", "services.gateway"]
@@ -197,7 +206,7 @@ async def our_gateway(
             process(command, cores.tested, log, environ) as gateway,
             joined(Address("127.0.0.1", mesh_port), ports),
         ):
-            await wait_until(http_port, "/ready", gateway, poll_s=0.01)
+            await wait_until(http_port, "/ready", gateway, poll_s=0.01, scheme=scheme)
             ready_s = time.monotonic() - began_at
             yield Subject(name, http_port, (gateway.pid,), (mock.pid,), ready_s)
 

@@ -18,7 +18,7 @@ from cyclopts import Group, Parameter
 from rich.console import Console
 from rich.text import Text
 
-from services.cli.client import DEFAULT_URL, KeyFlag, UrlFlag, require_url
+from services.cli.client import DEFAULT_URL, NO_ACCESS, Access, UrlFlag, require_url
 from services.cli.generate import SAMPLING, Answer, shown, stream_answer
 from services.cli.interrupts import Interrupts
 from services.cli.models import NONE_YET, fetch_models
@@ -44,9 +44,9 @@ _CHAT = Parameter(group=Group("Conversation", sort_key=0))
 class Conversation:
     """What was said so far, and how to go on."""
 
-    def __init__(self, url: str, api_key: str, settings: dict[str, Any], system: str) -> None:
+    def __init__(self, url: str, access: Access, settings: dict[str, Any], system: str) -> None:
         self._url = url
-        self._api_key = api_key
+        self._access = access
         self._settings = settings
         self.system = system
         self.turns: list[dict[str, str]] = []
@@ -65,7 +65,7 @@ class Conversation:
         is_stopped = False
         try:
             async with aclosing(
-                stream_answer(self._url, body, answer, api_key=self._api_key)
+                stream_answer(self._url, body, answer, access=self._access)
             ) as pieces:
                 async for piece in pieces:
                     said += piece
@@ -93,7 +93,7 @@ def chat(
     temperature: Annotated[float | None, SAMPLING] = None,
     seed: Annotated[int | None, SAMPLING] = None,
     url: UrlFlag = DEFAULT_URL,
-    api_key: KeyFlag = "",
+    access: Access = NO_ACCESS,
 ) -> int:
     """Talk with the model of a running gateway; answers stream, and it remembers what was said.
 
@@ -119,8 +119,8 @@ def chat(
     settings = {
         "model": model, "max_tokens": max_tokens, "temperature": temperature, "seed": seed
     }  # fmt: skip
-    served = asyncio.run(fetch_models(url, api_key))["data"]
-    talk = Conversation(url, api_key, settings, system)
+    served = asyncio.run(fetch_models(url, access))["data"]
+    talk = Conversation(url, access, settings, system)
     out = Console(highlight=False)
     if not sys.stdin.isatty():
         return _Dialogue(talk, out).run(_piped_lines())

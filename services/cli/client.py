@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 from urllib.parse import urlsplit
 
@@ -13,6 +16,8 @@ from services.cli.flags import CannotRun, require
 from shared.errors import MeshError
 
 if TYPE_CHECKING:
+    import ssl
+
     import aiohttp  # a third of a second: only commands that need it load it
 
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
@@ -27,14 +32,40 @@ UrlFlag = Annotated[
         help="The gateway; of a mesh that pdmesh up started, the URL that it printed.",
     ),
 ]
-KeyFlag = Annotated[
-    str,
-    Parameter(
-        group=_GATEWAY,
-        help="API key of the gateway; better in PDMESH_API_KEY, where other users cannot see it.",
-        show_default=False,
-    ),
-]
+_quiet: Final = Parameter(group=_GATEWAY, show_default=False)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """What a client shows, and whom it trusts."""
+
+    api_key: Annotated[str, _quiet] = ""
+    """API key; better in PDMESH_API_KEY, where other users cannot see it."""
+
+    tls_ca: Annotated[Path | None, _quiet] = None
+    """Of an https:// gateway: PEM file of the authority that signed its certificate; default: those
+    that this machine trusts."""
+
+    tls_client_cert: Annotated[Path | None, _quiet] = None
+    """PEM file of the certificate to show, where the gateway wants one."""
+
+    tls_client_key: Annotated[Path | None, _quiet] = None
+    """PEM file of its private key."""
+
+    @property
+    def has_tls_files(self) -> bool:
+        """Whether connections are other than this machine's usual."""
+        return any((self.tls_ca, self.tls_client_cert, self.tls_client_key))
+
+    def tls(self, *, alpn: str = "") -> ssl.SSLContext:
+        """Return the context of connections. Raises InvalidRequest: a file is unusable."""
+        from shared.rpc.tls import client_context
+
+        return client_context(self.tls_ca, self.tls_client_cert, self.tls_client_key, alpn=alpn)
+
+
+NO_ACCESS: Final = Access()
 
 
 class Refused(MeshError):
@@ -55,13 +86,24 @@ def address(url: str, path: str) -> str:
     return url.rstrip("/").removesuffix("/v1") + path
 
 
-def open_session(api_key: str, **options: Any) -> aiohttp.ClientSession:
-    """Return a session whose requests carry the key; waits for answers without a limit."""
+def open_session(
+    access: Access, *, connector: Mapping[str, Any] | None = None, **options: Any
+) -> aiohttp.ClientSession:
+    """Return a session whose requests carry the key; waits for answers without a limit.
+
+    connector: options of aiohttp's. Raises InvalidRequest: a file for TLS is unusable.
+    """
     import aiohttp
 
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_WITHIN_S)
-    return aiohttp.ClientSession(timeout=timeout, headers=headers, **options)
+    key = access.api_key
+    return aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_WITHIN_S),
+        headers={"Authorization": f"Bearer {key}"} if key else {},
+        connector=aiohttp.TCPConnector(
+            ssl=access.tls() if access.has_tls_files else True, **(connector or {})
+        ),
+        **options,
+    )
 
 
 async def get_json(session: aiohttp.ClientSession, url: str, path: str, *, limit_s: float) -> Any:
@@ -78,10 +120,10 @@ async def get_json(session: aiohttp.ClientSession, url: str, path: str, *, limit
             if response.status != 200:
                 raise refusal(url, response.status, body)
             return orjson.loads(body)
+    except (aiohttp.ClientError, TimeoutError) as error:  # some are a ValueError as well
+        raise unreachable(url, error) from None
     except ValueError:
         raise CannotRun(f"{url} is no pdmesh gateway: {path} is not JSON there") from None
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise unreachable(url, error) from None
 
 
 def refusal(url: str, status: int, body: bytes) -> MeshError:
@@ -100,6 +142,23 @@ def unreachable(url: str, error: BaseException) -> CannotRun:
     """Return the error that a failed connection is."""
     import aiohttp
 
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        reason = getattr(error.certificate_error, "verify_message", "") or str(error)
+        return CannotRun(
+            f"the certificate of {url} is not trusted ({reason}): name the authority that signed "
+            "it with --tls-ca"
+        )
+    if isinstance(error, aiohttp.ClientConnectorSSLError):
+        return CannotRun(f"{url} speaks no TLS that we know ({_reason(error)}): is it http://?")
+    # TLS 1.3 refuses a client only after its handshake, and the reason may be lost on the way.
+    if "CERTIFICATE_REQUIRED" in str(error) or isinstance(error, aiohttp.ServerDisconnectedError):
+        is_tls = url.startswith("https:")
+        hint = (
+            "does it want a certificate of yours (--tls-client-cert)"
+            if is_tls
+            else "is it https://"
+        )
+        return CannotRun(f"{url} hangs up: {hint}?")
     if isinstance(error, (aiohttp.ClientConnectorError, TimeoutError)):
         return CannotRun(
             f"nothing answers at {url} ({_reason(error)}): start a mesh with `pdmesh up`, or say "

@@ -20,7 +20,13 @@ from cyclopts import App, ArgumentCollection, Group, Parameter, Token
 from services.cli import help_texts
 from services.cli.flags import config_flags
 from services.cli.sources import SOURCES, ConfigFlag, JsonFlag, with_config_file
-from shared.config import DecodeConfig, GatewayConfig, PrefillConfig, ServiceConfig
+from shared.config import (
+    SECRET_SETTINGS,
+    DecodeConfig,
+    GatewayConfig,
+    PrefillConfig,
+    ServiceConfig,
+)
 from shared.config_file import MESH, ROLES, role_of, section_fields
 from shared.environment import Setting, config_from_environment, settings_from_environment
 from shared.quantity import unit_of, write_quantity
@@ -33,6 +39,9 @@ EXAMPLE_HEAD: Final = """\
 # Durations: us, ms, s, min, h. Sizes: B, KiB, MiB, GiB, TiB, kB, MB, GB. Or a plain number in the
 # unit that the name ends with: drain_s = 30.
 """
+
+HIDDEN: Final = "(hidden)"
+"""Stands for a secret."""
 
 _SECTION_HEADS: Final = {
     MESH: "What services share. A role's own section may set any of these for that role alone.",
@@ -177,6 +186,15 @@ def _show_one(config: ServiceConfig, origins: Iterable[str], as_json: bool) -> i
 
 
 def _print(settings: Mapping[str, Mapping[str, Setting]], as_json: bool) -> None:
+    settings = {
+        role: {
+            name: dataclasses.replace(one, value=HIDDEN)
+            if name in SECRET_SETTINGS and one.value
+            else one
+            for name, one in found.items()
+        }
+        for role, found in settings.items()
+    }
     if as_json:
         body = {
             role: {name: dataclasses.asdict(one) for name, one in found.items()}

@@ -20,7 +20,7 @@ from services.cli.kept_log import log_kept_on_failure
 from services.cli.receipt import receipt_table
 from services.cli.sources import ConfigFlag, with_config_file
 from services.cli.status import StatusView, status_view
-from services.cli.up import PAIR_WITHIN_S, UpConfig, plan_mesh
+from services.cli.up import OPEN_DOORS, PAIR_WITHIN_S, UpConfig, plan_mesh
 from services.local import LocalMesh, local_mesh, wait_for_pair
 from shared.config import DEMO_MODEL
 from shared.runtime.service import EXIT_OK
@@ -58,7 +58,7 @@ def demo(*, file: ConfigFlag = None) -> int:
     console = Console(highlight=False)
     interrupts = Interrupts()
     services = plan_mesh(DEMO, with_config_file(file)).services
-    services[0].env["PDMESH_API_KEYS"] = ""  # it asks itself, and has no key
+    services[0].env |= OPEN_DOORS
 
     async def main(log: Path) -> int:
         with contextlib.ExitStack() as start:

@@ -9,12 +9,12 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Final, ParamSpec, TypeVar, cast, get_type_hints
 
 from cyclopts import Group, Parameter
 
-from services.gateway.front.auth import KeyRing
+from services.gateway.front.auth import read_keys
+from services.gateway.front.quota import KeyLimits
 from shared.config import (
     DecodeConfig,
     GatewayConfig,
@@ -23,6 +23,7 @@ from shared.config import (
     WorkerConfig,
 )
 from shared.errors import InvalidRequest, MeshError
+from shared.rpc.tls import TlsFiles, server_context
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -110,17 +111,13 @@ def require_free_ports(gateway: GatewayConfig, *, http_flag: str = "--http-port"
             require_free_port(host, port, flag)
 
 
-def require_key_file(path: Path | None) -> None:
-    """Raise CannotRun or InvalidRequest if there is a file of API keys and it is unusable."""
-    if path is not None:
-        try:
-            KeyRing.read(path)
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is not text"
-            raise CannotRun(
-                f"cannot read the API keys in {path} ({reason.lower()}): `pdmesh hash-key` makes "
-                "its lines"
-            ) from None
+def require_door_files(config: GatewayConfig) -> None:
+    """Raise InvalidRequest if a file of API keys or for TLS is unusable."""
+    if config.api_keys is not None:
+        read_keys(config.api_keys, KeyLimits())
+    files = TlsFiles.given(config.tls_cert, config.tls_key, config.tls_client_ca)
+    if files is not None:
+        server_context(files)
 
 
 def require_worker_modules(engine: str) -> None:

@@ -15,7 +15,8 @@ from rich.console import Console
 
 from services.cli.client import (
     DEFAULT_URL,
-    KeyFlag,
+    NO_ACCESS,
+    Access,
     Refused,
     UrlFlag,
     address,
@@ -54,7 +55,7 @@ def generate(
     temperature: Annotated[float | None, SAMPLING] = None,
     seed: Annotated[int | None, SAMPLING] = None,
     url: UrlFlag = DEFAULT_URL,
-    api_key: KeyFlag = "",
+    access: Access = NO_ACCESS,
     receipt: Annotated[bool, _OUTPUT] = True,
 ) -> int:
     """Send a prompt to a running gateway and print the answer as it comes.
@@ -87,7 +88,7 @@ def generate(
         answer = Answer()
         has_begun = False
         try:
-            async with aclosing(stream_answer(url, body, answer, api_key=api_key)) as pieces:
+            async with aclosing(stream_answer(url, body, answer, access=access)) as pieces:
                 async for piece in pieces:
                     has_begun = True
                     print(shown(piece), end="", flush=True)
@@ -105,7 +106,7 @@ def generate(
 
 
 async def stream_answer(
-    url: str, body: Mapping[str, Any], answer: Answer, *, api_key: str = ""
+    url: str, body: Mapping[str, Any], answer: Answer, *, access: Access = NO_ACCESS
 ) -> AsyncGenerator[str]:
     """Yield the text of one generation as it arrives and fill ``answer`` in.
 
@@ -122,7 +123,7 @@ async def stream_answer(
     has_begun = False
     try:
         async with (
-            open_session(api_key, read_bufsize=MAX_EVENT_BYTES) as session,
+            open_session(access, read_bufsize=MAX_EVENT_BYTES) as session,
             session.post(address(url, f"/v1/{path}"), json=request) as response,
         ):
             if response.status != 200 or response.content_type != "text/event-stream":

@@ -56,8 +56,8 @@ pdmesh up --config mesh.toml              settings without a flag here, too
 """)
 
 GATEWAY: Final = _examples("""
-pdmesh gateway --model /models/llama --mesh-host 0.0.0.0
-pdmesh gateway --config mesh.toml --api-keys keys.txt
+pdmesh gateway --model /models/llama --host 0.0.0.0 --mesh-host 0.0.0.0 --mesh-secret-file secret
+pdmesh gateway --config mesh.toml --api-keys keys.txt --tls-cert server.pem --tls-key server.key
 pdmesh gateway --gateway-processes 2      workers: --gateway HOST:8200,HOST:8201
 """)
 
@@ -75,7 +75,7 @@ CHAT: Final = _examples(r"""
 pdmesh chat
 pdmesh chat --system "Answer in one sentence." --temperature 0
 printf 'My name is Ada.\nWhat is my name?\n' | pdmesh chat
-PDMESH_API_KEY=… pdmesh chat --url http://10.0.0.5:8000
+PDMESH_API_KEY=… pdmesh chat --url https://10.0.0.5:8000 --tls-ca ca.pem
 """)
 
 GENERATE: Final = _examples("""
@@ -133,4 +133,5 @@ pdmesh gateway --mesh-host 0.0.0.0 --mesh-secret-file secret
 
 HASH_KEY: Final = _examples("""
 pdmesh hash-key alice >> keys.txt && pdmesh up --api-keys keys.txt
+pdmesh hash-key bob --requests-per-minute 60 --concurrent-requests 4 >> keys.txt
 """)

@@ -12,6 +12,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from services.gateway.front.auth import hash_key, new_key
+from services.gateway.front.quota import KeyLimits
 from shared.errors import InvalidRequest
 from shared.mesh_secret import new_secret
 
@@ -22,6 +23,8 @@ def hash_api_key(
     *,
     key: Annotated[str, Parameter(allow_leading_hyphen=True)] = "",
     salt: str = "",
+    requests_per_minute: Annotated[int, Parameter(show_env_var=False)] = 0,
+    concurrent_requests: Annotated[int, Parameter(show_env_var=False)] = 0,
 ) -> None:
     """Make an API key; print the line for the gateway's --api-keys file.
 
@@ -36,9 +39,16 @@ def hash_api_key(
         shell's history.
     salt
         Tenant: keys with one salt share the prefix cache. Default: the name.
+    requests_per_minute
+        Of this key; 0 = what the gateway's --key-requests-per-minute says.
+    concurrent_requests
+        Of this key at once; 0 = what the gateway's --key-concurrent-requests says.
     """
+    limits = KeyLimits(
+        requests_per_minute=requests_per_minute, concurrent_requests=concurrent_requests
+    )
     secret = sys.stdin.readline().strip() if key == "-" else key or new_key()
-    line = hash_key(name, secret, salt)
+    line = hash_key(name, secret, salt, limits)
     if not key:
         print(f"the key, shown this once: {secret}", file=sys.stderr)
     print(line)

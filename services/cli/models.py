@@ -9,7 +9,15 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-from services.cli.client import DEFAULT_URL, KeyFlag, UrlFlag, get_json, open_session, require_url
+from services.cli.client import (
+    DEFAULT_URL,
+    NO_ACCESS,
+    Access,
+    UrlFlag,
+    get_json,
+    open_session,
+    require_url,
+)
 from services.cli.sources import JsonFlag
 from shared.runtime.service import EXIT_OK
 
@@ -21,12 +29,12 @@ NONE_YET: Final = "no model yet: the first worker to join brings it"
 def models(
     *,
     url: UrlFlag = DEFAULT_URL,
-    api_key: KeyFlag = "",
+    access: Access = NO_ACCESS,
     as_json: JsonFlag = False,
 ) -> int:
     """Show what a running gateway serves: the name for clients, and the longest context."""
     require_url(url)
-    answer = asyncio.run(fetch_models(url, api_key))
+    answer = asyncio.run(fetch_models(url, access))
     if as_json:
         print(orjson.dumps(answer, option=orjson.OPT_INDENT_2).decode())
         return EXIT_OK
@@ -42,7 +50,7 @@ def models(
     return EXIT_OK
 
 
-async def fetch_models(url: str, api_key: str) -> Any:
+async def fetch_models(url: str, access: Access) -> Any:
     """Return the body of GET /v1/models. Raises MeshError: see ``get_json``."""
-    async with open_session(api_key) as session:
+    async with open_session(access) as session:
         return await get_json(session, url, "/v1/models", limit_s=ANSWERS_WITHIN_S)

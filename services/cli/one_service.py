@@ -10,9 +10,9 @@ import os
 
 from services.cli.flags import (
     config_flags,
+    require_door_files,
     require_free_port,
     require_free_ports,
-    require_key_file,
     require_worker_modules,
 )
 from services.cli.sources import ConfigFlag
@@ -29,7 +29,7 @@ def gateway(*, config: GatewayConfig = GatewayConfig(), file: ConfigFlag = None)
     """
     config.check()
     require_free_ports(config)
-    require_key_file(config.api_keys)
+    require_door_files(config)
     mesh_secret(config, os.environ)
     _configure_logs("gateway", config)
     from services.gateway.process import run_gateway

@@ -19,7 +19,8 @@ from rich.live import Live
 
 from services.cli.client import (
     DEFAULT_URL,
-    KeyFlag,
+    NO_ACCESS,
+    Access,
     UrlFlag,
     get_json,
     open_session,
@@ -49,7 +50,7 @@ def top(
     ] = False,
     as_json: JsonFlag = False,
     url: UrlFlag = DEFAULT_URL,
-    api_key: KeyFlag = "",
+    access: Access = NO_ACCESS,
 ) -> int:
     """Watch a mesh: workers, their KV blocks, the queue, tokens/s, latencies, transfers.
 
@@ -74,13 +75,13 @@ def top(
     interrupts = Interrupts()
     interrupts.at_once = lambda: os._exit(128 + signal.SIGINT)
     if once or as_json or not console.is_terminal:
-        return interrupts.run(lambda: _print_once(url, api_key, as_json, console))
-    code = interrupts.run(lambda: _watch(url, api_key, interval, console))
+        return interrupts.run(lambda: _print_once(url, access, as_json, console))
+    code = interrupts.run(lambda: _watch(url, access, interval, console))
     return EXIT_OK if code == 128 + signal.SIGINT else code
 
 
-async def _print_once(url: str, api_key: str, as_json: bool, console: Console) -> int:
-    async with open_session(api_key) as session:
+async def _print_once(url: str, access: Access, as_json: bool, console: Console) -> int:
+    async with open_session(access) as session:
         view = await get_json(session, url, "/cluster", limit_s=ANSWERS_WITHIN_S)
     if as_json:
         print(orjson.dumps(view, option=orjson.OPT_INDENT_2).decode())
@@ -91,10 +92,10 @@ async def _print_once(url: str, api_key: str, as_json: bool, console: Console) -
     return EXIT_OK
 
 
-async def _watch(url: str, api_key: str, interval_s: float, console: Console) -> int:
+async def _watch(url: str, access: Access, interval_s: float, console: Console) -> int:
     leave = asyncio.Event()
     view: Any = None
-    async with open_session(api_key) as session:
+    async with open_session(access) as session:
         with _keys(leave), Live(console=console, screen=True, auto_refresh=False) as live:
             while not leave.is_set():
                 trouble = ""

@@ -27,7 +27,7 @@ from services.cli.interrupts import Interrupts
 from services.cli.kept_log import log_kept_on_failure
 from services.cli.receipt import receipt_table
 from services.cli.tour_stops import ROOT, STOPS, Stop, place_of
-from services.cli.up import PAIR_WITHIN_S, plan_mesh
+from services.cli.up import OPEN_DOORS, PAIR_WITHIN_S, plan_mesh
 from services.local import LocalMesh, Service, local_mesh, wait_for_pair
 from shared.errors import InvariantViolated
 from shared.runtime.service import EXIT_OK
@@ -38,7 +38,7 @@ STEP_TOKENS: Final = 96
 SETTINGS: Final = {
     "PDMESH_GROUP_KIB": "1",  # a frame a layer
     "PDMESH_LOG_FORMAT": "json",
-    "PDMESH_API_KEYS": "",  # the tour asks itself, and has no key
+    **OPEN_DOORS,
 }
 WARM_UP: Final = "Hello!"
 """The first request of a process pays for its threads and buffers; it is not the one that is

@@ -18,8 +18,8 @@ from rich.console import Console
 from services.cli.flags import (
     annotated,
     require,
+    require_door_files,
     require_free_ports,
-    require_key_file,
     require_worker_modules,
 )
 from services.cli.interrupts import Interrupts
@@ -87,13 +87,26 @@ class UpConfig:
     """Gateway processes that share the port."""
 
     host: Annotated[str | None, _CLIENTS] = None
-    """Where clients may come from: 0.0.0.0 = anywhere. There is no encryption."""
+    """Where clients may come from: 0.0.0.0 = anywhere. Give --tls-cert and a key then."""
 
     model_name: Annotated[str | None, _CLIENTS] = None
     """Name that clients use; default: the folder's name."""
 
+    tls_cert: Annotated[Path | None, _CLIENTS] = None
+    """Serve clients over TLS: PEM file of the certificate."""
+
+    tls_key: Annotated[Path | None, _CLIENTS] = None
+    """PEM file of its private key."""
+
+    tls_client_ca: Annotated[Path | None, _CLIENTS] = None
+    """Let in only clients with a certificate of these authorities."""
+
+    api_key: Annotated[str | None, _CLIENTS] = None
+    """One API key that clients must send; better in PDMESH_API_KEY: other users of this machine see
+    command lines."""
+
     api_keys: Annotated[Path | None, _CLIENTS] = None
-    """File of API keys (see pdmesh hash-key); without it every client is let in."""
+    """File of API keys (see pdmesh hash-key); without keys every client is let in."""
 
     engine: Annotated[Literal["torch", "fake"] | None, _WORKERS] = None
     """fake: exact and deterministic nonsense without weights, for trying things out."""
@@ -138,6 +151,16 @@ class UpConfig:
     drain_s: Annotated[float | None, _LOGS] = None
     """Seconds to finish what is in hand after the first Ctrl-C."""
 
+
+OPEN_DOORS: Final = dict.fromkeys(
+    (
+        *("PDMESH_API_KEY", "PDMESH_API_KEYS"),
+        *("PDMESH_KEY_REQUESTS_PER_MINUTE", "PDMESH_KEY_CONCURRENT_REQUESTS"),
+        *("PDMESH_TLS_CERT", "PDMESH_TLS_KEY", "PDMESH_TLS_CLIENT_CA"),
+    ),
+    "",
+)
+"""Variables of a gateway without keys and TLS: of a mesh that asks itself."""
 
 _OWN_FIELDS: Final = ("prefill", "decode", "colocated", "port", "log", "grpc_port", "host")
 
@@ -205,8 +228,8 @@ def up(
             async with local_mesh(
                 services, log=log, drain_s=plan.gateway.drain_s, on_change=change
             ) as mesh:
-                await wait_for_pair(mesh.http_url, PAIR_WITHIN_S)
-                _say_ready(view, mesh, has_keys=plan.gateway.api_keys is not None)
+                await wait_for_pair(mesh.ready_url, PAIR_WITHIN_S)
+                _say_ready(view, mesh, has_keys=plan.gateway.has_keys)
                 await asyncio.Event().wait()
             return EXIT_OK
 
@@ -240,6 +263,9 @@ def plan_mesh(config: UpConfig, environment: Mapping[str, str]) -> MeshPlan:
         param="colocated",
     )
     gateway = _gateway(config, environment)
+    if gateway.tls_client_ca is not None and not gateway.metrics_address:
+        # We have no client's certificate, and must hear when it is ready.
+        gateway = dataclasses.replace(gateway, metrics_address="127.0.0.1:0")
     here = "127.0.0.1"
     places: dict[str, Any] = {"host": here, "advertise": here, "port": 0, "metrics_port": 0}
     prefill = _with(PrefillConfig, config, environment, gateway=here, **places)
@@ -250,7 +276,7 @@ def plan_mesh(config: UpConfig, environment: Mapping[str, str]) -> MeshPlan:
     for engine in {prefill.engine, decode.engine}:
         require_worker_modules(engine)
     require_free_ports(gateway, http_flag="--port")
-    require_key_file(gateway.api_keys)
+    require_door_files(gateway)
     folder = resolve_model(gateway.model)  # a hub name is downloaded here, once
     if not gateway.model_name and "/" in gateway.model and not Path(gateway.model).is_dir():
         gateway = dataclasses.replace(gateway, model_name=gateway.model)

@@ -19,17 +19,20 @@ from services.gateway.core.routing import POLICIES
 from services.gateway.front.auth import KeyRing
 from services.gateway.front.client_metrics import ClientMetrics
 from services.gateway.front.frontdoor import FrontDoor
+from services.gateway.front.quota import KeyLimits
 from services.gateway.grpc.door import Inference
-from services.gateway.http.door import serve_http
+from services.gateway.http.door import serve_http, serve_metrics
 from services.gateway.text.text_model import TextModel
 from services.gateway.workers.answer_metrics import AnswerMetrics
 from services.gateway.workers.generation import GatewayMesh
 from services.gateway.workers.membership import Membership, membership
 from services.gateway.workers.mesh_metrics import register_mesh_metrics
 from services.gateway.workers.registry import Registry
+from shared.address import parse_address
 from shared.config import GatewayConfig
 from shared.ids import Incarnation, new_incarnation
 from shared.rpc.network import Address, RpcServer
+from shared.rpc.tls import ServerTls, TlsFiles
 from shared.runtime.loops import serve_until_stopped
 from shared.runtime.platform import Platform
 from shared.telemetry.loop_lag import watch_loop_lag
@@ -37,8 +40,9 @@ from shared.telemetry.process import register_process_metrics
 from shared.telemetry.tracing import tracing
 from shared.version import VERSION
 
-Ready = Callable[[Address, Address, Address], None]
-"""Takes the addresses of the HTTP API, of the gRPC API, and where workers join."""
+Ready = Callable[[Address, Address, Address, Address | None], None]
+"""Takes the addresses of the HTTP API, of the gRPC API, where workers join, and of the listener for
+scrapes."""
 
 TAIL_S = 2.0
 """Longest wait, once no request runs any more, for the last bytes to reach their clients."""
@@ -92,7 +96,14 @@ class Gateway:
                 text=self._text,
                 random_bytes=platform.random_bytes,
                 metrics=metrics,
-                keys=KeyRing.read(config.api_keys) if config.api_keys else None,
+                keys=KeyRing.read(
+                    config.api_keys,
+                    plain_key=config.api_key,
+                    limits=KeyLimits(
+                        requests_per_minute=config.key_requests_per_minute,
+                        concurrent_requests=config.key_concurrent_requests,
+                    ),
+                ),
                 defaults=self._defaults,
                 default_timeout_s=config.request_timeout_s,
                 max_choices=config.max_choices,
@@ -101,11 +112,14 @@ class Gateway:
                 tracer=tracer,
                 salt_key=platform.secret.derived("cache salt") if platform.secret else b"",
             )
+            files = TlsFiles.given(config.tls_cert, config.tls_key, config.tls_client_ca)
+            tls = None if files is None else ServerTls(files)
             registry = Registry(members, self.incarnation, VERSION)
             server = await stack.enter_async_context(
                 platform.network.serve(
                     Address(config.host, config.grpc_port),
                     [Inference(front).servicer()],
+                    tls=tls,
                 )
             )
             mesh_server = await stack.enter_async_context(
@@ -118,9 +132,14 @@ class Gateway:
                     own_port=config.process_port,
                     drain_s=TAIL_S,
                     reuse_port=config.share_http_port,
+                    tls=tls,
                 )
             )
-            ready(http, server.address, mesh_server.address)
+            watched = None
+            if config.metrics_address:
+                address = parse_address(config.metrics_address, param="metrics_address")
+                watched = await stack.enter_async_context(serve_metrics(front, address))
+            ready(http, server.address, mesh_server.address, watched)
 
             async def say_readiness() -> None:
                 while True:
@@ -159,6 +178,7 @@ async def serve_gateway(
     text: the tokenizer of the model that the workers serve; it stays the caller's to close.
     ready: called once, when all doors are open. defaults: the model's own
     sampling defaults. own_model: what ``text`` belongs to; workers with another one are refused.
-    Raises OSError: a port is in use. InvalidRequest: the file of API keys is unusable."""
+    Raises OSError: a port is in use. InvalidRequest: the file of API keys, or one for
+    TLS, is unusable."""
     gateway = Gateway(config, platform, text, defaults or {}, own_model)
     return await gateway.run(ready, stop or asyncio.Event())

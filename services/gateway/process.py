@@ -33,8 +33,9 @@ def run_gateway(config: GatewayConfig) -> int:
         return run_gateways(config)
 
     async def main(process: Process) -> bool:
-        def ready(http: Address, grpc: Address, mesh: Address) -> None:
-            process.ready(http_port=http.port, grpc_port=grpc.port, mesh_port=mesh.port)
+        def ready(http: Address, grpc: Address, mesh: Address, watched: Address | None) -> None:
+            more = {} if watched is None else {"metrics_address": str(watched)}
+            process.ready(http_port=http.port, grpc_port=grpc.port, mesh_port=mesh.port, **more)
 
         platform = real_platform(mesh_secret(config, os.environ))
         # A large tokenizer holds the thread for a second; signals are heard meanwhile.

@@ -28,6 +28,7 @@ from typing import Any
 import orjson
 import structlog
 
+from shared.address import Address, parse_address
 from shared.config import GatewayConfig
 from shared.environment import environment_of
 from shared.errors import MeshError
@@ -58,9 +59,7 @@ def run_gateways(config: GatewayConfig) -> int:
             async with asyncio.TaskGroup() as tasks:
                 await _start(children, tasks)
                 process.ready(
-                    http_port=children[0].facts["http_port"],
-                    grpc_port=children[0].facts["grpc_port"],
-                    mesh_port=children[0].facts["mesh_port"],
+                    **children[0].facts,
                     mesh_ports=[child.facts["mesh_port"] for child in children],
                 )
                 await process.stop.wait()
@@ -131,6 +130,7 @@ class _Child:
             grpc_port=grpc_port,
             mesh_port=mesh_port,
             process_port=config.process_port and config.process_port + self._number,
+            metrics_address=_nth(config.metrics_address, self._number),
         )
         cord_fd = {PARENT_FD: str(cord.fileno())}
         return {**os.environ, **_code(), **environment_of(own), **cord_fd}
@@ -173,6 +173,14 @@ class _Child:
                     self.facts = told
                     self.http_port = told["http_port"]
                     self.ready.set()
+
+
+def _nth(address: str, number: int) -> str:
+    """Return where process ``number`` listens if the first one listens there."""
+    if not address:
+        return ""
+    first = parse_address(address, param="metrics_address")
+    return str(Address(first.host, first.port and first.port + number))
 
 
 def _code() -> dict[str, str]:

@@ -22,6 +22,7 @@ from grpclib.server import Handler as GrpclibServerHandler
 from h2.errors import ErrorCodes
 
 from shared.errors import ShuttingDown
+from shared.rpc.complaints import Complaints
 from shared.rpc.connection import ConnectionLimits, GuardedProtocol
 from shared.rpc.descriptors import descriptors
 from shared.rpc.message_codec import MessageCodec
@@ -96,7 +97,7 @@ class _ServerProtocol(GuardedProtocol):
 
     def __init__(self, server: CallServer, limits: ConnectionLimits) -> None:
         self._calls = _CallHandler(server)
-        super().__init__(self._calls, limits, is_client=False)
+        super().__init__(self._calls, limits, is_client=False, complaints=server.complaints)
         self._server = server
 
     @property
@@ -130,6 +131,7 @@ class CallServer:
     ) -> None:
         self._limits = limits or ConnectionLimits()
         self._max_connections = max_connections
+        self.complaints = Complaints()
         self._statuses = [ServiceStatus() for _ in handlers]
         health = Health(dict(zip(handlers, ([status] for status in self._statuses), strict=True)))
         services = ServerReflection.extend([*handlers, health], pool=descriptors())

@@ -39,6 +39,7 @@ from h2.events import (
 from h2.exceptions import ProtocolError
 from h2.settings import SettingCodes, Settings
 
+from shared.rpc.complaints import Complaints
 from shared.rpc.data_frames import DataConnection, bytes_for_h2
 from shared.rpc.inbound_buffer import InboundBuffer
 from shared.rpc.message_codec import MAX_MESSAGE_BYTES
@@ -178,17 +179,27 @@ class _Budget:
 
 
 class GuardedProcessor(EventsProcessor):
-    """Dispatches HTTP/2 events; spends the connection's budget first."""
+    """Dispatches HTTP/2 events; spends the connection's budget first.
+
+    complain: logs why the connection is closed.
+    """
 
     def __init__(
-        self, handler: AbstractHandler, connection: Connection, limits: ConnectionLimits
+        self,
+        handler: AbstractHandler,
+        connection: Connection,
+        limits: ConnectionLimits,
+        complain: Callable[[str], None],
     ) -> None:
         super().__init__(handler, connection)
         self._budget = _Budget(limits, asyncio.get_running_loop().time)
+        self._complain = complain
 
     def process(self, event: Event) -> None:
+        if not hasattr(self, "processors"):  # closed: what was read with the last straw is nothing
+            return
         if self._budget.is_exceeded(event):
-            _log.warning("closing a connection that wastes our time", reason=type(event).__name__)
+            self._complain(f"too many of {type(event).__name__}")
             self.goodbye(ErrorCodes.ENHANCE_YOUR_CALM)
         elif isinstance(event, DataReceived) and not event.flow_controlled_length:
             return  # grpclib takes an empty frame for the end of the stream
@@ -211,15 +222,24 @@ class GuardedProcessor(EventsProcessor):
 
 
 class GuardedProtocol(H2Protocol):
-    """One connection, either side. ``closed`` is set when its transport is gone."""
+    """One connection, either side. ``closed`` is set when its transport is gone.
+
+    complaints: shared by all connections of a server.
+    """
 
     def __init__(
-        self, handler: AbstractHandler, limits: ConnectionLimits, *, is_client: bool
+        self,
+        handler: AbstractHandler,
+        limits: ConnectionLimits,
+        *,
+        is_client: bool,
+        complaints: Complaints | None = None,
     ) -> None:
         config = limits.configuration()
         config = config.__for_client__() if is_client else config.__for_server__()
         super().__init__(handler, config, h2_configuration(is_client=is_client))
         self._limits = limits
+        self._complaints = complaints or Complaints()
         self.closed = asyncio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -233,7 +253,9 @@ class GuardedProtocol(H2Protocol):
         )
         self.connection.flush()
         self.connection.initialize()
-        self._guarded = GuardedProcessor(self.handler, self.connection, self._limits)
+        self._guarded = GuardedProcessor(
+            self.handler, self.connection, self._limits, self._complain
+        )
         self.processor = self._guarded
 
     def _new_h2(self) -> H2Connection:
@@ -269,8 +291,17 @@ class GuardedProtocol(H2Protocol):
                     self.goodbye(ErrorCodes.FRAME_SIZE_ERROR)
         except Exception as error:  # bytes of a stranger must end nothing but their connection
             if not self.connection.is_closing():
-                _log.info("closing a connection that broke HTTP/2", error=type(error).__name__)
+                self._complain(f"not HTTP/2: {type(error).__name__}")
                 self.processor.close("Protocol error")
+
+    def _complain(self, reason: str) -> None:
+        """Say why the connection is closed, unless another one was the reason for a line just now:
+        whoever floods us must not fill the log."""
+        count = self._complaints.count(asyncio.get_running_loop().time())
+        if count is not None:
+            host, *_ = self._transport.get_extra_info("peername") or ("",)
+            more = {"count": count} if count else {}  # not told since the line before
+            _log.warning("closing a connection", reason=reason, peer=host, **more)
 
     def _has_overlong_frame(self) -> bool:
         """h2 looks at a frame's length only when all of it, up to 16 MiB, has arrived."""

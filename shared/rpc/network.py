@@ -12,6 +12,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 from shared.address import Address as Address
+from shared.rpc.tls import ServerTls
 
 
 class RpcServer(Protocol):
@@ -38,12 +39,12 @@ class Network(Protocol):
     """Serves and dials gRPC."""
 
     def serve(
-        self, address: Address, handlers: Sequence[Any]
+        self, address: Address, handlers: Sequence[Any], *, tls: ServerTls | None = None
     ) -> AbstractAsyncContextManager[RpcServer]:
         """Serve handlers (objects with grpclib's ``__mapping__``) until the block ends; health and
         reflection are added.
 
-        Raises OSError: the port is in use.
+        Raises OSError: the port is in use. InvalidRequest: a file of ``tls`` is unusable.
         """
         ...
 

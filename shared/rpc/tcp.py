@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import socket
+import ssl
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from shared.rpc.call_server import CLOSE_WITHIN_S, CallServer
 from shared.rpc.connection import ConnectionLimits, GuardedProtocol, client_protocol
 from shared.rpc.message_codec import MessageCodec
 from shared.rpc.network import Address
+from shared.rpc.tls import GRPC, HANDSHAKE_WITHIN_S, ServerTls
 
 BACKLOG = 512
 
@@ -23,9 +25,11 @@ BACKLOG = 512
 class GuardedChannel(Channel):
     """A channel whose connections have our limits; connects when a call first needs it."""
 
-    def __init__(self, address: Address, limits: ConnectionLimits) -> None:
+    def __init__(
+        self, address: Address, limits: ConnectionLimits, tls: ssl.SSLContext | None = None
+    ) -> None:
         super().__init__(  # pyright: ignore[reportUnknownMemberType]
-            address.host, address.port, codec=MessageCodec()
+            address.host, address.port, codec=MessageCodec(), ssl=tls
         )
         self._limits = limits
 
@@ -86,13 +90,21 @@ class TcpServer:
 
 
 class TcpNetwork:
-    """Serves and dials on TCP, without encryption: for private networks."""
+    """Serves and dials on TCP. client_tls: how what we dial is encrypted; None = not at all."""
 
-    def __init__(self, *, limits: ConnectionLimits | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        limits: ConnectionLimits | None = None,
+        client_tls: ssl.SSLContext | None = None,
+    ) -> None:
         self._limits = limits or ConnectionLimits()
+        self._client_tls = client_tls
 
     @contextlib.asynccontextmanager
-    async def serve(self, address: Address, handlers: Sequence[Any]) -> AsyncGenerator[TcpServer]:
+    async def serve(
+        self, address: Address, handlers: Sequence[Any], *, tls: ServerTls | None = None
+    ) -> AsyncGenerator[TcpServer]:
         """See Network."""
         loop = asyncio.get_running_loop()
         calls = CallServer(handlers, limits=self._limits)
@@ -102,7 +114,12 @@ class TcpNetwork:
         ]
         try:
             listener = await loop.create_server(
-                calls.protocol, hosts, address.port, backlog=BACKLOG
+                calls.protocol,
+                hosts,
+                address.port,
+                backlog=BACKLOG,
+                ssl=tls and tls.context(GRPC),
+                ssl_handshake_timeout=tls and HANDSHAKE_WITHIN_S,
             )
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
@@ -134,7 +151,7 @@ class TcpNetwork:
     @contextlib.asynccontextmanager
     async def channel(self, address: Address) -> AsyncGenerator[GuardedChannel]:
         """See Network."""
-        async with closing(GuardedChannel(address, self._limits)) as channel:
+        async with closing(GuardedChannel(address, self._limits, self._client_tls)) as channel:
             yield channel
 
     async def resolve(self, host: str, port: int) -> list[Address]:

@@ -48,7 +48,7 @@ async def require_refused(process: ServiceProcess, code: int, *words: str) -> No
         ("decode", {"model": "{empty}"}, EXIT_FAILED, "config.json"),
         ("gateway", {"policy": "best"}, EXIT_BAD_CONFIG, "--policy"),
         ("gateway", {"max_running": "many"}, EXIT_BAD_CONFIG, "PDMESH_MAX_RUNNING"),
-        ("gateway", {"api_keys": "/no/such/file"}, EXIT_FAILED, "/no/such/file"),
+        ("gateway", {"api_keys": "/no/such/file"}, EXIT_BAD_CONFIG, "/no/such/file"),
         ("gateway", {"grpc_port": "70000"}, EXIT_BAD_CONFIG, "--grpc-port"),
         ("decode", {"block_size": "-3"}, EXIT_BAD_CONFIG, "--block-size"),
         ("decode", {"gateway": "nowhere:x"}, EXIT_BAD_CONFIG, "gateway"),

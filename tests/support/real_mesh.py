@@ -219,7 +219,7 @@ async def real_mesh(
         text,
         {},
     )
-    async with _running(front.run) as (_, address, mesh_address):
+    async with _running(front.run) as (_, address, mesh_address, *_):
         common: dict[str, Any] = {"gateway": str(mesh_address), "staging_mib": 16}
         of_role: dict[str, Any] = {"colocated": prefill_engine is None, **(decode or {})}
         mesh = RealMesh(

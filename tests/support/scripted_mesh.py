@@ -21,6 +21,7 @@ from services.gateway.workers.cluster import cluster_body
 from shared.ids import Incarnation
 from shared.request import FinishReason, TokenLogprobs
 from shared.rpc.network import Address
+from shared.rpc.tls import ServerTls
 from tests.support.tiny_tokenizer import (
     EOS,
     NUM_TOKENS,
@@ -208,13 +209,17 @@ def front_door(
 
 @asynccontextmanager
 async def http_gateway(
-    mesh: ScriptedMesh, keys: KeyRing | None = None, *, stall_s: float = 10.0
+    mesh: ScriptedMesh,
+    keys: KeyRing | None = None,
+    *,
+    stall_s: float = 10.0,
+    tls: ServerTls | None = None,
 ) -> AsyncGenerator[str]:
     """Serve a scripted mesh over HTTP on a free port; gives the base URL."""
     front = front_door(mesh, keys=keys)
     try:
         here = Address("127.0.0.1", 0)
-        async with serve_http(front, here, drain_s=5, stall_s=stall_s) as address:
-            yield f"http://{address}"
+        async with serve_http(front, here, drain_s=5, stall_s=stall_s, tls=tls) as address:
+            yield f"{'https' if tls else 'http'}://{address}"
     finally:
         front.text.close()

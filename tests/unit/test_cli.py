@@ -26,6 +26,7 @@ from services.gateway.front.auth import KeyRing, hash_key
 from services.local import LocalMesh, Phase, Service, plan_services
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig, ServiceConfig
 from shared.environment import config_from_environment, environment_of
+from tests.support.certificates import Authority
 
 ROOT = Path(__file__).parents[2]
 
@@ -148,7 +149,13 @@ def test_a_child_reads_back_what_its_parent_wrote(config: ServiceConfig) -> None
         ("hash-key not/a/name", "a key's name is", 2),
         ("up --model /no/such/folder", "--model wants a folder", 1),
         ("up --port 0 --host 203.0.113.1", "with --host", 1),
-        ("up --port 0 --api-keys /no/such/file", "cannot read the API keys", 1),
+        ("up --port 0 --api-keys /no/such/file", "cannot read the API keys", 2),
+        ("gateway --tls-cert a.pem", "--tls-cert goes together with --tls-key", 2),
+        ("gateway --tls-client-ca a.pem", "--tls-client-ca needs --tls-cert", 2),
+        ("up --port 0 --tls-cert /no/a --tls-key /no/b", "--tls-cert: cannot read /no/a", 2),
+        ("gateway --key-requests-per-minute 3", "limits API keys: give --api-keys", 2),
+        ("gateway --metrics-address nine", "--metrics-address must be host:port", 2),
+        ("models --url https://127.0.0.1:1 --tls-ca /no/ca", "--tls-ca: cannot read /no/ca", 2),
         ("generate hi --url http://127.0.0.1:1", "pdmesh up", 1),
     ],
 )
@@ -315,6 +322,26 @@ def test_a_mesh_is_planned_from_flags_and_variables(monkeypatch: pytest.MonkeyPa
         worker = config_from_environment(DecodeConfig, service.env)
         assert (worker.port, worker.num_blocks, worker.staging_mib) == (0, 8, 32)
         assert (worker.engine, worker.threads) == ("fake", 3)
+
+
+def test_a_mesh_that_wants_client_certificates_is_asked_elsewhere_whether_it_is_ready(
+    tmp_path: Path,
+) -> None:
+    """``up`` has no client's certificate; the listener for scrapes wants none."""
+    authority = Authority(tmp_path)
+    files = authority.sign("server", client_ca=authority.path)
+    config = UpConfig(
+        port=0,
+        engine="fake",
+        tls_cert=files.cert,
+        tls_key=files.key,
+        tls_client_ca=files.client_ca,
+        api_key="k",
+    )
+    plan = plan_mesh(config, {})
+    assert plan.gateway.has_keys
+    assert plan.gateway.metrics_address == "127.0.0.1:0"
+    assert plan.services[0].env["PDMESH_TLS_CLIENT_CA"] == str(authority.path)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 from rich.console import Console
 
-from services.cli.client import Refused
+from services.cli.client import Access, Refused
 from services.cli.flags import CannotRun
 from services.cli.generate import Answer, shown, stream_answer
 from services.cli.interrupts import Interrupts
@@ -62,8 +62,8 @@ async def test_a_refusal_is_the_gateways_own_words(tmp_path: Path) -> None:
         with pytest.raises(Refused, match="PDMESH_API_KEY"):
             await said(url, HI)
         with pytest.raises(Refused, match="max_tokens"):
-            await said(url, {**HI, "max_tokens": -1}, api_key="secret")
-        assert (await said(url, HI, api_key="secret"))[0]
+            await said(url, {**HI, "max_tokens": -1}, access=Access(api_key="secret"))
+        assert (await said(url, HI, access=Access(api_key="secret")))[0]
 
 
 async def test_an_error_in_mid_stream_is_told() -> None:

@@ -322,3 +322,16 @@ def section_fields_of(kind: type[ServiceConfig]) -> dict[str, type]:
     own = section_fields(role)
     names = {field.name for field in dataclasses.fields(kind)}
     return own | {name: type_ for name, type_ in section_fields(MESH).items() if name in names}
+
+
+def test_a_secret_is_not_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``pdmesh config`` says that there is a key and where it is from, as text and as JSON."""
+    monkeypatch.setenv("PDMESH_API_KEY", "pdm-secret")
+    for options in ([], ["--json"], ["gateway"], ["gateway", "--json"]):
+        assert main(["config", *options]) == 0
+        out = capsys.readouterr().out
+        assert "pdm-secret" not in out
+        assert "(hidden)" in out
+        assert "PDMESH_API_KEY" in out

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from services.gateway.front.auth import NOBODY, KeyRing, hash_key, new_key, tenant_salt
-from shared.errors import InvalidRequest, Unauthorized
+from services.gateway.front.quota import KeyLimits
+from shared.errors import InvalidRequest, QuotaExceeded, Unauthorized
 from shared.request import MAX_SALT_BYTES
 
 SALT_KEY = bytes(range(32))
@@ -137,3 +139,89 @@ def test_a_line_that_could_not_be_read_back_is_not_made(name: str, key: str, sal
     """hash_key refuses what a key file cannot hold."""
     with pytest.raises(InvalidRequest):
         hash_key(name, key, salt)
+
+
+# --- limits, one plain key, and files that change ------------------------------------------------
+
+
+def test_a_line_says_its_keys_limits(tmp_path: Path) -> None:
+    """What it leaves out is the flag's; what hash-key writes is read back."""
+    own = KeyLimits(requests_per_minute=5, concurrent_requests=2)
+    text = (
+        f"{hash_key('a', 'k1', limits=own)}\n"
+        f"{hash_key('b', 'k2', 'team')}   concurrent_requests=9 # few\n"
+    )
+    (tmp_path / "keys").write_text(text)
+    ring = KeyRing.read(tmp_path / "keys", limits=KeyLimits(requests_per_minute=7))
+    assert ring.check("Bearer k1").quota.limits == own
+    assert ring.check("Bearer k2").quota.limits == KeyLimits(
+        requests_per_minute=7, concurrent_requests=9
+    )
+    assert ring.check("Bearer k2").cache_salt == b"team"
+
+
+@pytest.mark.parametrize(
+    "more", [" requests_per_minute", " rpm=3", " concurrent_requests=-1", " concurrent_requests=x"]
+)
+def test_a_limit_that_is_not_understood_is_refused(tmp_path: Path, more: str) -> None:
+    """A typo must not leave a key without its limit."""
+    with pytest.raises(InvalidRequest, match="keys, line 1: expected"):
+        ring_of(tmp_path, hash_key("a", "k") + more)
+
+
+def test_one_plain_key_needs_no_file(tmp_path: Path) -> None:
+    """It may stand beside a file, in which nobody may have its name."""
+    ring = KeyRing.read(None, plain_key="secret", limits=KeyLimits(concurrent_requests=3))
+    assert ring.check("Bearer secret").quota.limits.concurrent_requests == 3
+    with pytest.raises(Unauthorized):
+        ring.check("Bearer other")
+    path = tmp_path / "keys"
+    path.write_text(hash_key("alice", "k1"))
+    both = KeyRing.read(path, plain_key="secret")
+    assert {both.check(f"Bearer {key}").name for key in ("secret", "k1")} == {"api-key", "alice"}
+    path.write_text(hash_key("api-key", "k1"))
+    with pytest.raises(InvalidRequest, match="second key of this name"):
+        KeyRing.read(path, plain_key="secret")
+
+
+def test_a_changed_file_counts_from_the_next_call_on(tmp_path: Path) -> None:
+    """New keys come in, removed ones are refused, and a key that stays keeps what it has used
+    up."""
+    few = KeyLimits(requests_per_minute=1)
+    path = tmp_path / "keys"
+    path.write_text(f"{hash_key('a', 'k1', limits=few)}\n{hash_key('b', 'k2')}\n")
+    ring = KeyRing.read(path)
+    ring.check("Bearer k1").quota.take(100.0)
+    path.write_text(f"{hash_key('a', 'k1', limits=few)}\n{hash_key('c', 'k3')} # new\n")
+    with pytest.raises(QuotaExceeded):
+        ring.check("Bearer k1").quota.take(101.0)
+    assert ring.check("Bearer k3").name == "c"
+    with pytest.raises(Unauthorized):
+        ring.check("Bearer k2")
+
+
+@pytest.mark.parametrize("broken", ["pasted-secret\n", "", None])
+def test_a_broken_change_keeps_the_old_keys_and_is_one_line(
+    tmp_path: Path, broken: str | None
+) -> None:
+    """A broken line, an emptied file, a missing one: nobody is let in or out by it, and the log
+    says file and line once, never what stands there."""
+    path = tmp_path / "keys"
+    path.write_text(hash_key("a", "k1"))
+    ring = KeyRing.read(path)
+    if broken is None:
+        path.unlink()
+    else:
+        path.write_text(f"{broken and hash_key('b', 'k2')}\n{broken}")
+    with capture_logs() as lines:
+        for _ in range(3):
+            assert ring.check("Bearer k1").name == "a"
+            with pytest.raises(Unauthorized):
+                ring.check("Bearer k2")
+    (line,) = lines
+    assert line["log_level"] == "error"
+    assert str(path) in line["error"]
+    assert "line 2" in line["error"] or not broken
+    assert "pasted-secret" not in line["error"]
+    path.write_text(hash_key("b", "k2"))
+    assert ring.check("Bearer k2").name == "b"

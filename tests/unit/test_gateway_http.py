@@ -27,10 +27,10 @@ ROUTES = {
     ("GET", "/openapi.json"): Policy.KEY,
     ("GET", "/v1/models"): Policy.KEY,
     ("GET", "/v1/models/{name:.+}"): Policy.KEY,
-    ("POST", "/v1/chat/completions"): Policy.KEY,
-    ("POST", "/v1/completions"): Policy.KEY,
-    ("POST", "/tokenize"): Policy.KEY,
-    ("POST", "/detokenize"): Policy.KEY,
+    ("POST", "/v1/chat/completions"): Policy.METERED,
+    ("POST", "/v1/completions"): Policy.METERED,
+    ("POST", "/tokenize"): Policy.METERED,
+    ("POST", "/detokenize"): Policy.METERED,
 }
 
 

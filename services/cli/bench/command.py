@@ -20,7 +20,7 @@ from services.cli.bench.options import (
     UrlsFlag,
     check_urls,
 )
-from services.cli.client import DEFAULT_URL
+from services.cli.client import DEFAULT_URL, NO_ACCESS, Access
 from services.cli.flags import CannotRun
 from services.cli.interrupts import Interrupts
 from services.cli.sources import JsonFlag
@@ -38,6 +38,7 @@ def bench(
     requests: RequestFlags = RequestFlags(),  # noqa: B008
     slo: SloFlags = SloFlags(),  # noqa: B008
     server: ServerFlags = ServerFlags(),  # noqa: B008
+    access: Access = NO_ACCESS,
     output: Annotated[
         Path | None, Parameter(group=_OUTPUT, show_env_var=False, show_default=False)
     ] = None,
@@ -65,7 +66,7 @@ def bench(
     from services.cli.bench.report import build_report, write_report
     from services.cli.bench.view import report_view
 
-    measurement = Measurement(urls, source, load, requests, slo, server)
+    measurement = Measurement(urls, source, load, requests, slo, server, access)
     progress = Console(stderr=True, highlight=False)
 
     async def main() -> int:

@@ -1,7 +1,7 @@
 """What a load generator needs of a server, whatever it speaks; and how to open one by its URL.
 
-``http://`` and ``https://`` are OpenAI-compatible servers (``openai_endpoint.py``), ``grpc://`` is
-a pdmesh gateway's gRPC API (``mesh_endpoint.py``).
+``http://`` and ``https://`` are OpenAI-compatible servers (``openai_endpoint.py``), ``grpc://`` and
+``grpcs://`` (with TLS) are a pdmesh gateway's gRPC API (``mesh_endpoint.py``).
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import Literal, Protocol
 from services.cli.bench.prompts import DEFAULT_VOCAB, Prompts
 from services.cli.bench.records import Record
 from services.cli.bench.workload import Fit
+from services.cli.client import NO_ACCESS, Access
 
 Api = Literal["auto", "completions", "chat"]
 
-GRPC_SCHEME = "grpc://"
+GRPC_SCHEMES = ("grpc://", "grpcs://")
 CHAT_MARGIN = 64
 """Tokens that a chat template may add."""
 
@@ -91,7 +92,7 @@ async def open_endpoints(
     urls: Sequence[str],
     *,
     model: str = "",
-    api_key: str = "",
+    access: Access = NO_ACCESS,
     api: Api = "auto",
     vocab: int = DEFAULT_VOCAB,
     ignore_eos: bool = True,
@@ -107,13 +108,11 @@ async def open_endpoints(
     async with contextlib.AsyncExitStack() as stack:
         endpoints: list[Endpoint] = []
         for url in urls:
-            if url.startswith(GRPC_SCHEME):
-                opened = open_mesh_endpoint(
-                    url, model=model, api_key=api_key, ignore_eos=ignore_eos
-                )
+            if url.startswith(GRPC_SCHEMES):
+                opened = open_mesh_endpoint(url, model=model, access=access, ignore_eos=ignore_eos)
             else:
                 opened = open_openai_endpoint(
-                    url, model=model, api_key=api_key, api=api, vocab=vocab, ignore_eos=ignore_eos
+                    url, model=model, access=access, api=api, vocab=vocab, ignore_eos=ignore_eos
                 )
             endpoints.append(await stack.enter_async_context(opened))
         yield endpoints

@@ -17,6 +17,7 @@ from services.cli.bench.search import RateSearch
 from services.cli.bench.summary import summarize
 from services.cli.bench.view import progress_of, rate_text
 from services.cli.bench.workload import Fit, Load, Source, plan
+from services.cli.client import NO_ACCESS, Access
 from services.cli.flags import CannotRun
 
 MOST_VOID: Final = 3
@@ -33,6 +34,7 @@ class Measurement:
     requests: RequestFlags
     slo: SloFlags
     server: ServerFlags
+    access: Access = NO_ACCESS
     runs: list[Run] = field(default_factory=list[Run])
     descriptions: list[Description] = field(default_factory=list[Description])
     search: RateSearch | None = None
@@ -43,7 +45,7 @@ class Measurement:
         async with open_endpoints(
             self.urls,
             model=server.model,
-            api_key=server.api_key,
+            access=self.access,
             api=server.api,
             vocab=requests.vocab,
             ignore_eos=requests.ignore_eos,

@@ -11,17 +11,18 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Any, Final
 
-from services.cli.bench.endpoints import GRPC_SCHEME, Description
+from services.cli.bench.endpoints import Description
 from services.cli.bench.prompts import Prompts
 from services.cli.bench.records import End, Record
-from services.cli.client import CannotRun, Refused
+from services.cli.client import NO_ACCESS, Access, CannotRun, Refused
 from shared import wire
 from shared.address import Address, parse_address
-from shared.errors import MeshError, Overloaded, ShuttingDown, WorkerLost
+from shared.errors import MeshError, Overloaded, QuotaExceeded, ShuttingDown, WorkerLost
 from shared.rpc.columns import pack_u32
 from shared.rpc.methods import GENERATE, LIST_MODELS
 from shared.rpc.stream import call_unary, open_stream
 from shared.rpc.tcp import TcpNetwork
+from shared.rpc.tls import GRPC
 
 DEFAULT_PORT: Final = 8001
 STREAMS_PER_CONNECTION: Final = 500
@@ -36,12 +37,13 @@ class MeshEndpoint:
     def __init__(
         self,
         stack: contextlib.AsyncExitStack,
+        network: TcpNetwork,
         address: Address,
         metadata: dict[str, str],
         description: Description,
     ) -> None:
         self._stack = stack
-        self._network = TcpNetwork()
+        self._network = network
         self._address = address
         self._metadata = metadata
         self._channels: list[tuple[Any, list[int]]] = []
@@ -104,15 +106,16 @@ class MeshEndpoint:
 
 @contextlib.asynccontextmanager
 async def open_mesh_endpoint(
-    url: str, *, model: str = "", api_key: str = "", ignore_eos: bool = True
+    url: str, *, model: str = "", access: Access = NO_ACCESS, ignore_eos: bool = True
 ) -> AsyncGenerator[MeshEndpoint]:
     """Open a gateway. Raises CannotRun: nothing answers. Refused: its own words."""
-    name = url.removeprefix(GRPC_SCHEME).rstrip("/")
+    scheme, _, name = url.rstrip("/").partition("://")
+    network = TcpNetwork(client_tls=access.tls(alpn=GRPC) if scheme == "grpcs" else None)
     address = parse_address(name, param="url", default_port=DEFAULT_PORT)
-    metadata = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    metadata = {"authorization": f"Bearer {access.api_key}"} if access.api_key else {}
     found = Description(url=url, api="pdmesh gRPC", model=model)
     async with contextlib.AsyncExitStack() as stack:
-        endpoint = MeshEndpoint(stack, address, metadata, found)
+        endpoint = MeshEndpoint(stack, network, address, metadata, found)
         try:
             served = await endpoint.models()
         except WorkerLost as error:
@@ -137,6 +140,7 @@ async def open_mesh_endpoint(
 def _end_of(error: MeshError, record: Record) -> End:
     if record.times:
         return End.CUT
-    if isinstance(error, (Overloaded, ShuttingDown)) or error.code == "resource_exhausted":
+    is_refused = isinstance(error, (Overloaded, QuotaExceeded, ShuttingDown))
+    if is_refused or error.code == "resource_exhausted":
         return End.REFUSED
     return End.UNREACHABLE if isinstance(error, WorkerLost) else End.FAILED

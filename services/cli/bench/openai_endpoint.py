@@ -25,7 +25,16 @@ from services.cli.bench.event_lines import EventLines
 from services.cli.bench.prompts import DEFAULT_VOCAB, Prompts, one_prompt
 from services.cli.bench.records import End, Record
 from services.cli.bench.workload import Ask
-from services.cli.client import CannotRun, Refused, address, open_session, refusal, unreachable
+from services.cli.client import (
+    NO_ACCESS,
+    Access,
+    CannotRun,
+    Refused,
+    address,
+    open_session,
+    refusal,
+    unreachable,
+)
 from shared.errors import MeshError
 
 KEEPALIVE_S: Final = 2.0
@@ -136,7 +145,7 @@ async def open_openai_endpoint(
     url: str,
     *,
     model: str = "",
-    api_key: str = "",
+    access: Access = NO_ACCESS,
     api: Api = "auto",
     vocab: int = DEFAULT_VOCAB,
     ignore_eos: bool = True,
@@ -145,8 +154,8 @@ async def open_openai_endpoint(
 
     Raises CannotRun: it cannot be reached. Refused: its own words, if it answers in no dialect.
     """
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
-    async with open_session(api_key, connector=connector) as session:
+    connector = {"limit": 0, "keepalive_timeout": KEEPALIVE_S}
+    async with open_session(access, connector=connector) as session:
         model, max_model_len = await _model_of(session, url, model)
         found = Description(url=url, api="", model=model, max_model_len=max_model_len)
         trouble: MeshError = CannotRun(f"{url} answers no request that OpenAI's API has")
@@ -218,10 +227,10 @@ async def _model_of(session: aiohttp.ClientSession, url: str, model: str) -> tup
             if response.status == 401:
                 raise refusal(url, response.status, body)
             data: list[Any] = orjson.loads(body)["data"] if response.status == 200 else []
+    except aiohttp.ClientError as error:  # some are a ValueError as well
+        raise unreachable(url, error) from None
     except (ValueError, KeyError, TypeError):
         data = []
-    except aiohttp.ClientError as error:
-        raise unreachable(url, error) from None
     for entry in data:
         if not model or entry.get("id") == model:
             return str(entry["id"]), int(entry.get("max_model_len") or 0)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal
 
 from cyclopts import Group, Parameter, Token
 
-from services.cli.bench.endpoints import GRPC_SCHEME, Api
+from services.cli.bench.endpoints import GRPC_SCHEMES, Api
 from services.cli.bench.prompts import DEFAULT_VOCAB, SMALLEST_ID
 from services.cli.bench.shapes import SHAPES, Fixed
 from services.cli.bench.traces import TraceFormat, read_trace
@@ -72,7 +72,7 @@ UrlsFlag = Annotated[
         negative="",
         show_default=lambda urls: " ".join(urls),
         help="The server: http:// or https:// for OpenAI's API, grpc://host:port for pdmesh's "
-        "gRPC. Given several times, requests are spread: see --spread.",
+        "gRPC, grpcs:// with TLS. Given several times, requests are spread: see --spread.",
     ),
 ]
 
@@ -294,9 +294,6 @@ class ServerFlags:
     model: Annotated[str, _server, _quiet] = ""
     """Name to ask for; default: the first that the server names."""
 
-    api_key: Annotated[str, Parameter(group=_SERVER, show_default=False)] = ""
-    """API key; better in PDMESH_API_KEY, where other users cannot see it."""
-
     api: Annotated[Api, _server] = "auto"
     """Which of OpenAI's; auto takes completions where they are served."""
 
@@ -316,6 +313,6 @@ class ServerFlags:
 def check_urls(urls: Sequence[str]) -> list[str]:
     """Return the servers. Raises InvalidRequest."""
     for url in urls:
-        if not url.startswith(GRPC_SCHEME):
+        if not url.startswith(GRPC_SCHEMES):
             require_url(url)
     return list(urls) or [DEFAULT_URL]

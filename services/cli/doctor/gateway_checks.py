@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from services.cli.client import get_json, open_session
+from services.cli.client import NO_ACCESS, Access, get_json, open_session
 from services.cli.doctor.finding import Finding, absent, right, wrong
 from services.cli.doctor.link import is_shared_memory
 from shared.errors import MeshError
@@ -14,10 +14,10 @@ from shared.version import VERSION
 ANSWERS_WITHIN_S: Final = 4.0
 
 
-async def check_gateway(url: str, api_key: str) -> list[Finding]:
+async def check_gateway(url: str, access: Access) -> list[Finding]:
     """Ask a gateway how its mesh is."""
     try:
-        async with open_session(api_key) as session:
+        async with open_session(access) as session:
             view = await get_json(session, url, "/cluster", limit_s=ANSWERS_WITHIN_S)
     except MeshError as error:
         return [wrong("gateway", error.message, "is the URL right, and the key?")]
@@ -27,7 +27,7 @@ async def check_gateway(url: str, api_key: str) -> list[Finding]:
 async def is_ours(port: int) -> bool:
     """Whether a gateway of ours listens on this port of this machine."""
     try:
-        async with open_session("") as session:
+        async with open_session(NO_ACCESS) as session:
             url = f"http://127.0.0.1:{port}"
             answer = await get_json(session, url, "/health", limit_s=ANSWERS_WITHIN_S)
     except MeshError:

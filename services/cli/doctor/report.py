@@ -14,7 +14,7 @@ import orjson
 from cyclopts import Group, Parameter
 from rich.console import Console
 
-from services.cli.client import KeyFlag, require_url
+from services.cli.client import NO_ACCESS, Access, require_url
 from services.cli.doctor import machine_checks as checks
 from services.cli.doctor.finding import Finding, lines_of
 from services.cli.doctor.gateway_checks import check_gateway, is_ours
@@ -43,7 +43,7 @@ Sections = dict[str, list[Finding]]
 def doctor(
     *,
     gateway: Annotated[str, _GATEWAY_FLAG] = "",
-    api_key: KeyFlag = "",
+    access: Access = NO_ACCESS,
     as_json: JsonFlag = False,
 ) -> int:
     """Check this machine for what a mesh needs, and say what to do about what is wrong.
@@ -61,7 +61,7 @@ def doctor(
     sections: Sections = {}
 
     async def main() -> int:
-        sections.update(await examine(gateway, api_key))
+        sections.update(await examine(gateway, access))
         return EXIT_OK
 
     interrupts = Interrupts()
@@ -91,7 +91,7 @@ def doctor(
     return EXIT_FAILED if num_wrong else EXIT_OK
 
 
-async def examine(gateway: str, api_key: str) -> Sections:
+async def examine(gateway: str, access: Access) -> Sections:
     """Look at everything; the measurements come one after the other, so as not to disturb each
     other."""
     limit_at = asyncio.get_running_loop().time() + LIMIT_S
@@ -129,7 +129,7 @@ async def examine(gateway: str, api_key: str) -> Sections:
         ],
     }
     if gateway:
-        sections[f"Mesh at {gateway}"] = await check_gateway(gateway, api_key)
+        sections[f"Mesh at {gateway}"] = await check_gateway(gateway, access)
     return sections
 
 

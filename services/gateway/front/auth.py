@@ -1,29 +1,42 @@
-"""API keys: who may call, and whose prefix cache a caller uses.
+"""API keys: who may call, how much, and whose prefix cache a caller uses.
 
-The key file holds one key a line, ``name:sha256hex[:cache_salt]``; ``#`` begins a comment. It keeps
-digests alone: a key is shown once, when ``pdmesh hash-key`` makes it. Two names with one salt are
-two live keys of one tenant (rotation).
+The key file holds one key a line: ``name:sha256hex[:cache_salt]``, then if need be its limits,
+``requests_per_minute=60 concurrent_requests=4``; ``#`` begins a comment. It keeps digests alone: a
+key is shown once, when ``pdmesh hash-key`` makes it. Two names with one salt are two live keys of
+one tenant (rotation). A file that has changed counts from the next call on; one with a broken line
+changes nothing.
 Knows no transport: the caller hands over the value of ``authorization``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import hmac
+import os
 import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import structlog
+
+from services.gateway.front.quota import KeyLimits, Quota
 from shared.errors import InvalidRequest, Unauthorized
+from shared.watched_files import WatchedFiles
 
 MAX_KEYS = 10_000
 MAX_KEY_CHARS = 512
 
+PLAIN_KEY_NAME = "api-key"
+"""Of the key that ``--api-key`` gives."""
+
 _LINE = re.compile(
     r"(?P<name>[A-Za-z0-9._-]{1,64}):(?P<digest>[0-9a-fA-F]{64})(:(?P<salt>[!-~]{1,128}))?"
+    r"(?P<limits>(\s+(requests_per_minute|concurrent_requests)=\d{1,9})*)"
 )
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +47,10 @@ class ApiKey:
     name: str
     digest: bytes = field(repr=False)
     cache_salt: bytes = field(repr=False)
+    quota: Quota = field(repr=False, compare=False)
 
 
-NOBODY = ApiKey(name="-", digest=b"", cache_salt=b"")
+NOBODY = ApiKey(name="-", digest=b"", cache_salt=b"", quota=Quota(KeyLimits()))
 """The caller of a gateway without keys."""
 
 
@@ -45,44 +59,45 @@ class KeyRing:
 
     def __init__(self, keys: Sequence[ApiKey] = ()) -> None:
         self._keys = tuple(keys)
+        self._plain = self._keys
+        self._path: Path | None = None
+        self._watched = WatchedFiles()
+        self._limits = KeyLimits()
 
     @classmethod
-    def read(cls, path: Path) -> KeyRing:
-        """Read a key file.
+    def read(
+        cls, path: Path | None, *, plain_key: str = "", limits: KeyLimits | None = None
+    ) -> KeyRing:
+        """Read a key file. plain_key: one key more, as clients send it. limits: of keys whose line
+        says nothing else.
 
-        Raises InvalidRequest: it is no text, a line is malformed, a name occurs twice, or it holds
-        no key (an empty ring would let everybody in); the message gives the line number, never the
-        line.
-        OSError: the file cannot be read.
+        Raises InvalidRequest: see ``read_keys``.
         """
+        ring = cls([_plain_key(plain_key, limits or KeyLimits())] if plain_key else ())
+        if path is not None:
+            ring._path, ring._limits = path, limits or KeyLimits()
+            ring._watched = WatchedFiles(path)
+            ring._keys = ring._all_keys(path)
+        return ring
+
+    def _all_keys(self, path: Path) -> tuple[ApiKey, ...]:
+        return *self._plain, *read_keys(path, self._limits)
+
+    def _reload(self, path: Path) -> None:
+        """Take the file's keys; a key that was there before keeps what it has used up."""
         try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            raise InvalidRequest(f"{path} is not a text file of API keys") from None
-        keys: dict[str, ApiKey] = {}
-        for number, line in enumerate(text.splitlines(), start=1):
-            entry = line.partition("#")[0].strip()
-            if not entry:
-                continue
-            match = _LINE.fullmatch(entry)
-            if match is None:
-                raise InvalidRequest(
-                    f"{path}, line {number}: expected name:sha256hex[:cache_salt] "
-                    "(see `pdmesh hash-key`)"
-                )
-            name = match["name"]
-            if name in keys or len(keys) == MAX_KEYS:
-                raise InvalidRequest(
-                    f"{path}, line {number}: a second key of this name, or too many keys"
-                )
-            keys[name] = ApiKey(
-                name=name,
-                digest=bytes.fromhex(match["digest"]),
-                cache_salt=(match["salt"] or name).encode("ascii"),
-            )
-        if not keys:
-            raise InvalidRequest(f"{path} holds no key: leave --api-keys away to serve everybody")
-        return cls(tuple(keys.values()))
+            found = self._all_keys(path)
+        except InvalidRequest as error:
+            _log.error("the old API keys stay in use", error=error.message, param=error.param)
+            return
+        quotas = {key.name: key.quota for key in self._keys}
+        for key in found:
+            if (old := quotas.get(key.name)) is not None:
+                old.limits = key.quota.limits
+        self._keys = tuple(
+            dataclasses.replace(key, quota=quotas.get(key.name, key.quota)) for key in found
+        )
+        _log.info("took new API keys", count=len(self._keys))
 
     @property
     def is_open(self) -> bool:
@@ -96,6 +111,8 @@ class KeyRing:
         digests.
         Raises Unauthorized.
         """
+        if self._path is not None and self._watched.have_changed():
+            self._reload(self._path)
         if not self._keys:
             return NOBODY
         scheme, _, token = (authorization or "").partition(" ")
@@ -119,6 +136,61 @@ class KeyRing:
         return found
 
 
+def read_keys(path: Path, limits: KeyLimits) -> list[ApiKey]:
+    """Return the keys of a file. limits: of keys whose line says nothing else.
+
+    Raises InvalidRequest: it cannot be read, is no text, a line is malformed, a name occurs twice,
+    or it holds no key (an empty ring would let everybody in); the message gives file and line
+    number, never the line.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        reason = os.strerror(error.errno or 0).lower()
+        raise _unusable(
+            f"cannot read the API keys in {path} ({reason}): `pdmesh hash-key` makes its lines"
+        ) from None
+    except UnicodeDecodeError:
+        raise _unusable(f"{path} is not a text file of API keys") from None
+    keys: dict[str, ApiKey] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        entry = line.partition("#")[0].strip()
+        if not entry:
+            continue
+        match = _LINE.fullmatch(entry)
+        if match is None:
+            raise _unusable(
+                f"{path}, line {number}: expected name:sha256hex[:cache_salt], then "
+                "requests_per_minute=N and concurrent_requests=N if need be (`pdmesh hash-key` "
+                "makes such lines)"
+            )
+        name = match["name"]
+        if name in keys or name == PLAIN_KEY_NAME or len(keys) == MAX_KEYS:
+            raise _unusable(f"{path}, line {number}: a second key of this name, or too many keys")
+        own = dict(word.split("=") for word in match["limits"].split())
+        keys[name] = ApiKey(
+            name=name,
+            digest=bytes.fromhex(match["digest"]),
+            cache_salt=(match["salt"] or name).encode("ascii"),
+            quota=Quota(
+                dataclasses.replace(limits, **{what: int(most) for what, most in own.items()})
+            ),
+        )
+    if not keys:
+        raise _unusable(f"{path} holds no key: leave --api-keys away to serve everybody")
+    return list(keys.values())
+
+
+def _plain_key(key: str, limits: KeyLimits) -> ApiKey:
+    name = PLAIN_KEY_NAME
+    digest = hashlib.sha256(key.encode()).digest()
+    return ApiKey(name=name, digest=digest, cache_salt=name.encode(), quota=Quota(limits))
+
+
+def _unusable(message: str) -> InvalidRequest:
+    return InvalidRequest(message, param="api_keys")
+
+
 def tenant_salt(key: ApiKey, client_salt: bytes, salt_key: bytes) -> bytes:
     """Return what keys the prefix cache: the tenant's salt, narrowed (never widened) by the
     client's own, as 32 bytes; or nothing, where neither has one.
@@ -136,13 +208,19 @@ def new_key() -> str:
     return f"pdm-{secrets.token_urlsafe(32)}"
 
 
-def hash_key(name: str, key: str, cache_salt: str = "") -> str:
-    """Return the line of a key file for this key.
+def hash_key(
+    name: str,
+    key: str,
+    cache_salt: str = "",
+    limits: KeyLimits = KeyLimits(),  # noqa: B008
+) -> str:
+    """Return the line of a key file for this key; a limit of 0 is left to the gateway's flag.
 
     Raises InvalidRequest: the name or the salt has characters that the file cannot hold.
     """
     digest = hashlib.sha256(key.encode()).hexdigest()
     line = f"{name}:{digest}" + (f":{cache_salt}" if cache_salt else "")
+    line += "".join(f" {what}={most}" for what, most in dataclasses.asdict(limits).items() if most)
     if not key or _LINE.fullmatch(line) is None or "#" in line:
         raise InvalidRequest(
             "a key's name is 1 to 64 characters of A-Z a-z 0-9 . _ -, its salt 1 to 128 visible "

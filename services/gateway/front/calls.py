@@ -73,6 +73,8 @@ def recorded(
     try:
         yield call
     finally:
+        if call.caller.hold is not None:
+            call.caller.hold.release()
         metrics.running.dec()
         seconds = asyncio.get_running_loop().time() - call.caller.arrived_at
         metrics.requests.add(1, route, call.outcome)

@@ -17,6 +17,7 @@ from services.gateway import limits
 from services.gateway.front.answers import Choice
 from services.gateway.front.auth import NOBODY, ApiKey, KeyRing, tenant_salt
 from services.gateway.front.client_metrics import ClientMetrics
+from services.gateway.front.quota import Hold
 from services.gateway.limits import SamplingForm
 from services.gateway.mesh import GenerationRequest, Mesh, ServedModel
 from services.gateway.text.detokenizer import PROMPT_TAIL
@@ -30,10 +31,11 @@ from shared.telemetry.tracing import NO_SPAN, NO_TRACER, Span, Tracer
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
     """Who calls, since when, and until when at most. arrived_at, deadline_at: loop time. span: of
-    the call."""
+    the call. hold: what of the key's limits the call takes until it is over."""
 
     request_id: RequestId
     key: ApiKey = NOBODY
+    hold: Hold | None = None
     label: str = ""
     arrived_at: float
     deadline_at: float | None = None
@@ -136,10 +138,18 @@ class FrontDoor:
             span=self._tracer.request(span_name, arrived_at, headers) if span_name else NO_SPAN,
         )
 
-    def admit(self, caller: Caller, *, authorization: str | None) -> Caller:
-        """Return the caller with its key. Raises Unauthorized."""
+    def admit(
+        self, caller: Caller, *, authorization: str | None, is_metered: bool = False
+    ) -> Caller:
+        """Return the caller with its key. is_metered: the call counts against the key's limits.
+
+        Raises Unauthorized, QuotaExceeded.
+        """
         key = self.keys.check(authorization)
-        return caller if key is caller.key else replace(caller, key=key)
+        if key is caller.key:
+            return caller
+        hold = key.quota.take(asyncio.get_running_loop().time()) if is_metered else None
+        return replace(caller, key=key, hold=hold)
 
     def deadline_at(self, caller: Caller, timeout_s: float | None) -> float | None:
         """Return when a call must be over. timeout_s: the client's own, None = it has none.
@@ -212,12 +222,16 @@ class FrontDoor:
     ) -> list[Choice]:
         """Check the form and return the answers to make, prompt by prompt.
 
-        Raises InvalidRequest: the first rule that is broken.
+        Raises InvalidRequest: the first rule that is broken. QuotaExceeded: the key's limits have
+        no room for so many.
         """
         limits.checked_count(
             len(prompts), limits.MAX_PROMPTS, param=form.prompt_param, what="prompts", least=1
         )
         limits.checked_int(form.num_choices, 1, self.max_choices, param="n")
+        num_more = len(prompts) * form.num_choices - 1
+        if num_more and caller.hold is not None:
+            caller.hold.add(asyncio.get_running_loop().time(), num_more)
         stop = limits.checked_stop(form.sampling.stop)
         seed = int.from_bytes(self._random_bytes(8), "little")
         salt = tenant_salt(caller.key, form.cache_salt, self._salt_key)

@@ -71,7 +71,7 @@ class Inference:
         """The model served, if a worker has brought one."""
 
         async def answer() -> wire.ListModelsResponse:
-            self._admit(stream, call, label="")
+            self._admit(stream, call, label="", is_metered=False)
             model = self._front.mesh.model
             if model is None:
                 return wire.ListModelsResponse()
@@ -111,10 +111,16 @@ class Inference:
         call.outcome = "ok"
         return result
 
-    def _admit(self, stream: ServerStream[Any, Any], call: Call, *, label: str) -> None:
-        front = self._front
-        caller = front.admit(call.caller, authorization=stream.metadata.get("authorization"))
+    def _admit(
+        self, stream: ServerStream[Any, Any], call: Call, *, label: str, is_metered: bool = True
+    ) -> None:
+        call.caller = self._front.admit(
+            call.caller,
+            authorization=stream.metadata.get("authorization"),
+            is_metered=is_metered,
+        )
         deadline_at = stream.deadline_at
+        caller = call.caller
         call.caller = replace(
             caller,
             label=limits.checked_label(label, param="request_label"),

@@ -52,6 +52,7 @@ from shared.errors import InvalidRequest
 from shared.log import is_debugging
 from shared.rpc.network import Address
 from shared.rpc.status import openai_error_body
+from shared.rpc.tls import ServerTls
 from shared.telemetry.moments import Moment, note
 
 _CHAT = msgspec.json.Decoder(ChatBody)
@@ -70,13 +71,20 @@ def serve_http(
     drain_s: float = 30.0,
     stall_s: float = STALL_S,
     reuse_port: bool = False,
+    tls: ServerTls | None = None,
 ) -> AbstractAsyncContextManager[Address]:
     """Serve HTTP until the block ends; see ``http_server.listen``.
 
     stall_s: how long a client may leave a full stream unread before it is cut off.
     """
     app = build_app(front, HttpDoor(front, stall_s=stall_s).routes())
-    return listen(app, address, own_port=own_port, drain_s=drain_s, reuse_port=reuse_port)
+    return listen(app, address, own_port=own_port, drain_s=drain_s, reuse_port=reuse_port, tls=tls)
+
+
+def serve_metrics(front: FrontDoor, address: Address) -> AbstractAsyncContextManager[Address]:
+    """Serve what watches a gateway until the block ends: /metrics, /health and /ready, without key
+    and TLS."""
+    return listen(build_app(front, HttpDoor(front).watched_routes()), address, drain_s=0.0)
 
 
 class HttpDoor:
@@ -90,19 +98,29 @@ class HttpDoor:
     def routes(self) -> tuple[Route, ...]:
         """Return every route there is."""
         return (
-            Route("GET", "/health", Policy.ANYBODY, self.health),
-            Route("GET", "/ready", Policy.ANYBODY, self.ready),
+            *self._probes(),
             Route("GET", "/version", Policy.KEY, self.version),
             Route("GET", "/metrics", Policy.KEY, self.metrics, is_polled=True),
             Route("GET", "/cluster", Policy.KEY, self.cluster, is_polled=True),
             Route("GET", "/openapi.json", Policy.KEY, self.openapi),
             Route("GET", "/v1/models", Policy.KEY, self.models),
             Route("GET", "/v1/models/{name:.+}", Policy.KEY, self.one_model),
-            Route("POST", "/v1/chat/completions", Policy.KEY, self.chat),
-            Route("POST", "/v1/completions", Policy.KEY, self.completion),
-            Route("POST", "/tokenize", Policy.KEY, self.tokenize),
-            Route("POST", "/detokenize", Policy.KEY, self.detokenize),
+            Route("POST", "/v1/chat/completions", Policy.METERED, self.chat),
+            Route("POST", "/v1/completions", Policy.METERED, self.completion),
+            Route("POST", "/tokenize", Policy.METERED, self.tokenize),
+            Route("POST", "/detokenize", Policy.METERED, self.detokenize),
             *page_routes(),
+        )
+
+    def watched_routes(self) -> tuple[Route, ...]:
+        """Return the routes of the listener for scrapes, where nobody has a key."""
+        metrics = Route("GET", "/metrics", Policy.ANYBODY, self.metrics, is_polled=True)
+        return (*self._probes(), metrics)
+
+    def _probes(self) -> tuple[Route, ...]:
+        return (
+            Route("GET", "/health", Policy.ANYBODY, self.health),
+            Route("GET", "/ready", Policy.ANYBODY, self.ready),
         )
 
     # --- operators ------------------------------------------------------------------------------

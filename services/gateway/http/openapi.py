@@ -232,8 +232,10 @@ def _responses(route: Route, operation: Operation) -> Schema:
 
 def _error_statuses(route: Route, operation: Operation) -> set[int]:
     statuses = {400, 500}
-    if route.policy is Policy.KEY:
+    if route.policy is not Policy.ANYBODY:
         statuses.add(401)
+    if route.policy is Policy.METERED:
+        statuses.add(429)
     if operation.body is not None:
         statuses |= {413, 504}
     if operation.needs_model:
@@ -242,7 +244,7 @@ def _error_statuses(route: Route, operation: Operation) -> set[int]:
 
 
 def _error_response(status: int) -> Schema:
-    own = {401: ("www-authenticate",), 503: ("retry-after",)}.get(status, ())
+    own = {401: ("www-authenticate",), 429: ("retry-after",), 503: ("retry-after",)}.get(status, ())
     return {
         "description": ", ".join(name for name, row in STATUS_TABLE.items() if row.http == status),
         "headers": _headers(*own),

@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -37,6 +38,7 @@ from shared.errors import (
 )
 from shared.rpc.network import Address
 from shared.rpc.status import http_status_of, openai_error_body
+from shared.rpc.tls import HANDSHAKE_WITHIN_S, HTTP, ServerTls
 
 BODY_TIMEOUT_S = 30.0
 HEADER_TIMEOUT_S = 30.0
@@ -52,6 +54,7 @@ class Policy(Enum):
 
     ANYBODY = "anybody"  # even where keys are needed: only whether this process is well, and files
     KEY = "key"  # needs an API key, if the gateway has keys
+    METERED = "metered"  # likewise, and counts against the limits of that key
 
 
 Handler = Callable[[web.Request, Call], Awaitable[web.StreamResponse]]
@@ -122,7 +125,11 @@ async def _handle(
     try:
         headers = request.headers
         if route.policy is not Policy.ANYBODY:
-            call.caller = front.admit(call.caller, authorization=headers.get("Authorization"))
+            call.caller = front.admit(
+                call.caller,
+                authorization=headers.get("Authorization"),
+                is_metered=route.policy is Policy.METERED,
+            )
         timeout_s = checked_timeout(headers.get("X-Request-Timeout"), param="x-request-timeout")
         label = limits.label_or_none(headers.get("X-Request-Id", ""))
         deadline_at = front.deadline_at(call.caller, timeout_s)
@@ -269,6 +276,7 @@ async def listen(
     own_port: int = 0,
     drain_s: float = 30.0,
     reuse_port: bool = False,
+    tls: ServerTls | None = None,
 ) -> AsyncGenerator[Address]:
     """Serve until the block ends, then wait at most ``drain_s`` for running requests and cancel the
     rest.
@@ -276,7 +284,8 @@ async def listen(
     Yields the address, with the real port if 0 was asked for. reuse_port: other processes may
     listen there, too; the kernel deals connections out. own_port: a second port, which stays this
     process's own, 0 = none. A client that disconnects cancels its
-    handler at once. Raises OSError: the port is in use.
+    handler at once. Raises OSError: the port is in use. InvalidRequest: a file of ``tls`` is
+    unusable.
     """
     loop = asyncio.get_running_loop()
     runner = web.AppRunner(
@@ -305,15 +314,19 @@ async def listen(
         )
 
     try:
-        server = await loop.create_server(
-            connection, address.host, address.port, reuse_port=reuse_port or None, backlog=1024
+        create_server = partial(
+            loop.create_server,
+            connection,
+            address.host,
+            backlog=1024,
+            ssl=tls and tls.context(HTTP),
+            ssl_handshake_timeout=tls and HANDSHAKE_WITHIN_S,
         )
+        server = await create_server(address.port, reuse_port=reuse_port or None)
         servers = [server]
         try:
             if own_port:
-                servers.append(
-                    await loop.create_server(connection, address.host, own_port, backlog=1024)
-                )
+                servers.append(await create_server(own_port))
             yield Address(address.host, server.sockets[0].getsockname()[1])
         finally:
             for server in servers:

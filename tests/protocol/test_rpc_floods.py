@@ -1,0 +1,87 @@
+"""Floods over real sockets: whatever a stranger sends, the log grows by a line a minute."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable
+
+import pytest
+from hpack import Encoder
+from hyperframe.frame import DataFrame, Frame, HeadersFrame, PingFrame, PriorityFrame, SettingsFrame
+from structlog.testing import capture_logs
+
+from shared import wire
+from shared.address import Address
+from shared.rpc.complaints import Complaints
+from shared.rpc.methods import GENERATE, TOKENIZE
+from shared.rpc.stream import call_unary
+from shared.rpc.tcp import TcpNetwork
+from tests.support.echo_service import echo_server
+
+NUM_FRAMES = 50_000
+HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + SettingsFrame(0).serialize()
+CALL = HeadersFrame(
+    1,
+    Encoder().encode([
+        (":method", "POST"), (":scheme", "http"), (":path", GENERATE.path), (":authority", "x"),
+        ("content-type", "application/grpc"), ("te", "trailers"),
+    ]),
+    flags=["END_HEADERS"],
+).serialize()  # fmt: skip
+"""Opens a call on stream 1, which then waits for its request."""
+
+
+def ping() -> Frame:
+    return PingFrame(0, opaque_data=b"12345678")
+
+
+def settings() -> Frame:
+    return SettingsFrame(0)
+
+
+def priority() -> Frame:
+    return PriorityFrame(1, depends_on=0, stream_weight=3)
+
+
+def empty_data() -> Frame:
+    return DataFrame(1, b"")
+
+
+async def flood(address: Address, data: bytes) -> None:
+    """Send it all, read nothing, and go when the other side does."""
+    loop = asyncio.get_running_loop()
+    with socket.create_connection((address.host, address.port)) as link:
+        link.setblocking(False)
+        with contextlib.suppress(ConnectionError):
+            await loop.sock_sendall(link, HELLO + CALL + data)
+            while await loop.sock_recv(link, 1 << 16):
+                pass
+
+
+@pytest.mark.parametrize("frame", [ping, settings, priority, empty_data])
+async def test_a_flood_of_frames_is_one_line(frame: Callable[[], Frame]) -> None:
+    """Three floods of 50,000 frames end their connections and are one line of log; a decent client
+    is answered afterwards."""
+    network = TcpNetwork()
+    with capture_logs() as lines:
+        async with echo_server(network) as (_, server):
+            async with asyncio.timeout(60):
+                for _ in range(3):
+                    await flood(server.address, frame().serialize() * NUM_FRAMES)
+            async with network.channel(server.address) as channel:
+                reply = await call_unary(channel, TOKENIZE, wire.TokenizeRequest(text="fine"))
+            assert reply.token_ids == b"fine"
+    (line,) = lines
+    assert line["event"] == "closing a connection"
+    assert line["peer"] == "127.0.0.1"
+
+
+def test_a_line_says_how_many_were_left_out() -> None:
+    """The first of a minute is told at once; the next minute's first says what was not."""
+    complaints = Complaints()
+    assert complaints.count(100.0) == 0
+    assert [complaints.count(100.0 + second) for second in range(1, 60)] == [None] * 59
+    assert complaints.count(160.0) == 59
+    assert complaints.count(161.0) is None
