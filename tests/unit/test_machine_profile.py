@@ -54,11 +54,11 @@ def test_the_knee_is_the_shortest_prompt_near_the_best_speed(step_ms: dict[int, 
     assert tokens_per_s(samples) == pytest.approx(max(n / ms for n, ms in step_ms.items()) * 1e3)
 
 
-def test_interference_is_that_of_most_pairs():
-    """A burst of others' work comes over both of a pair, or is one pair of many; a step that was
-    quicker beside copies gained nothing by them."""
-    assert interference([10, 10, 30], [12, 12, 36]) == pytest.approx(0.2)
-    assert interference([10, 10, 10], [12, 50, 12]) == pytest.approx(0.2)
+def test_interference_is_what_the_copies_cost_and_not_what_others_do():
+    """A burst of others' work slows some steps of either kind; a step that was quicker beside
+    copies gained nothing by them."""
+    assert interference([10, 30, 11], [12.5, 13, 50]) == pytest.approx(0.2)
+    assert interference([50, 10], [40, 90]) == pytest.approx(0.75)
     assert interference([10, 12], [9, 11]) == 0.0
 
 
