@@ -348,8 +348,8 @@ class PrefillConfig(WorkerConfig):
     the next. 0 = what keeps the device busy, as measured at the first start (pdmesh profile)."""
 
     profile_file: Path | None = None
-    """File of what was measured of this machine; default: one for each device and model in the
-    user's cache folder."""
+    """File.json of what was measured of this machine, or a folder that gets one for each device and
+    model; default: a folder in the user's cache."""
 
     transfer_mode: str = "auto"
     """layerwise: KV moves while later layers compute; serialized: after them; auto: whichever

@@ -95,6 +95,10 @@ class ModelledEngine:
         for _ in range(times):
             np.dot(self._left, self._right, out=self._product)
 
+    def layer_times(self) -> Sequence[float]:
+        """Nothing is queued."""
+        return ()
+
     def step_seconds(self, rows: Sequence[StepRow]) -> float:
         return 0.0
 

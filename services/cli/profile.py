@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import Annotated, Final
+import os
+import signal
+from typing import TYPE_CHECKING, Annotated, Final
 
 import orjson
 from cyclopts import Parameter
@@ -11,11 +12,15 @@ from rich.console import Console
 from rich.table import Table
 
 from services.cli.flags import CannotRun, config_flags, require_worker_modules
+from services.cli.interrupts import Interrupts
 from services.cli.sources import ConfigFlag, JsonFlag
 from shared.config import PrefillConfig
 from shared.log import configure_logs
 from shared.profile.machine import MachineProfile
 from shared.runtime.service import EXIT_OK
+
+if TYPE_CHECKING:
+    from shared.profile.kept import KeptProfile  # loads what gateways' machines lack
 
 _FORCE: Final = Parameter(negative="")
 
@@ -45,7 +50,17 @@ def profile(
     configure_logs(service="profile", level="warning", form=config.log_format)
     from shared.runtime.worker_process import profile_machine
 
-    kept = asyncio.run(profile_machine(config, is_forced=force))
+    measured: list[KeptProfile] = []
+
+    async def main() -> int:
+        measured.append(await profile_machine(config, is_forced=force))
+        return EXIT_OK
+
+    interrupts = Interrupts()
+    interrupts.at_once = lambda: os._exit(128 + signal.SIGINT)
+    if code := interrupts.run(main):
+        return code
+    (kept,) = measured
     if as_json:
         print(orjson.dumps(kept.profile, option=orjson.OPT_INDENT_2).decode())
         return EXIT_OK
@@ -57,20 +72,17 @@ def profile(
     return EXIT_OK
 
 
-def _values(profile: MachineProfile) -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(justify="right", no_wrap=True)
-    for value, meaning in (
+def _values(profile: MachineProfile) -> str:
+    values = (
         (
             f"{profile.saturating_tokens} tokens",
             "of prompt keep the device busy: prompts share a step up to here (--batch-tokens)",
         ),
         (f"{profile.tokens_per_s:,.0f} tokens/s", "of prompt, at the best length"),
         (f"{profile.message_s * 1e6:.0f} µs", "for a frame of KV beside its bytes"),
-        (f"{profile.interference:.1%}", "of a step's speed is lost while KV is copied beside it"),
-    ):
-        table.add_row(value, meaning)
-    return table
+        (f"{profile.interference:.0%}", "of a step's speed is lost while KV is copied beside it"),
+    )
+    return "\n".join(f"{value:>18}  {meaning}" for value, meaning in values) + "\n"
 
 
 def _sweep(profile: MachineProfile) -> Table:

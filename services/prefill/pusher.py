@@ -24,7 +24,7 @@ from operator import itemgetter
 from services.prefill.pairs import Link
 from shared.engine import staging
 from shared.engine.base import Engine
-from shared.engine.worker import ComputeRunner
+from shared.engine.worker import ComputeRunner, StepDone
 from shared.errors import EngineFailed, MeshError, ShuttingDown, TransferFailed, WorkerLost
 from shared.ids import Incarnation
 from shared.profile.machine import UNMEASURED, MachineProfile
@@ -61,7 +61,9 @@ class PushStats:
 
     mode: what was done: layerwise (some computed tokens left layer by layer), serialized (none
     did), or none (nothing had to be sent). transfer_s: first frame posted until the last
-    acknowledgement. exposed_s: token sampled until the last acknowledgement.
+    acknowledgement; a frame is posted when the device has written its layers and copied them.
+    exposed_s: token sampled until the last acknowledgement; sampled when the step was over on its
+    device, not when the loop heard of it.
     """
 
     num_bytes: int = 0
@@ -75,6 +77,11 @@ class PushStats:
     def gbytes_per_s(self) -> float:
         """1e9 bytes per second over ``transfer_s``; 0 if nothing was sent."""
         return self.num_bytes / self.transfer_s / 1e9 if self.transfer_s > 0 else 0.0
+
+    @property
+    def overlap(self) -> float:
+        """Share of ``transfer_s`` that the step hid, 0 to 1."""
+        return max(0.0, 1.0 - self.exposed_s / self.transfer_s) if self.transfer_s > 0 else 0.0
 
 
 class PushHandle:
@@ -95,7 +102,7 @@ class PushHandle:
         self.key = key
         self._ended: asyncio.Future[PushStats] = asyncio.get_running_loop().create_future()
         self._ended.add_done_callback(_look_at)
-        self._sampled_at: float | None = None
+        self._computed_at: float | None = None
         self.link = link
         self.block_table = block_table
         self.num_bytes = 0
@@ -130,11 +137,18 @@ class PushHandle:
 
     def layers_ready(self, num_layers: int) -> None:
         """Layers [0, num_layers) of the newest span are written (on CUDA queued: gather waits)."""
-        note(Moment.LAYERS_WRITTEN, self.key.request_id, num_layers=num_layers)
         self._pusher.layers_ready(self.key, num_layers)
 
-    def span_computed(self) -> None:
-        """The step that computes the newest span is over: all its layers are written."""
+    def span_computed(self, done: StepDone | None = None) -> None:
+        """The step that computes the newest span is over: all its layers are written.
+
+        done: when they were, and when the step was over; None = now.
+        """
+        if done is not None:
+            self._computed_at = done.step_at
+            for layer, at_s in enumerate(done.layers_at):
+                request_id = self.key.request_id
+                note(Moment.LAYERS_WRITTEN, request_id, at_s=at_s, num_layers=layer + 1)
         self._pusher.span_computed(self.key)
 
     def commit(self, first_token: int) -> None:
@@ -142,7 +156,8 @@ class PushHandle:
 
         Raises LocalProtocolError: spans do not cover the prompt, or this is the second commit.
         """
-        self._sampled_at = asyncio.get_running_loop().time()
+        if self._computed_at is None:
+            self._computed_at = asyncio.get_running_loop().time()
         self._pusher.commit(self.key, first_token)
 
     def abort(self, error: MeshError | None = None) -> None:
@@ -188,13 +203,13 @@ class PushHandle:
         else:
             now = asyncio.get_running_loop().time()
             first_sent_at = now if self.first_sent_at is None else self.first_sent_at
-            sampled_at = now if self._sampled_at is None else self._sampled_at
+            computed_at = now if self._computed_at is None else self._computed_at
             self._ended.set_result(
                 PushStats(
                     num_bytes=self.num_bytes,
                     num_frames=self.num_frames,
                     transfer_s=now - first_sent_at,
-                    exposed_s=now - sampled_at,
+                    exposed_s=now - computed_at,
                     lane=self.link.endpoint.lane,
                     mode=self._mode_name,
                 )

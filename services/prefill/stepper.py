@@ -216,8 +216,9 @@ class Stepper:
         outcome = self._scheduler.commit(plan, results)
         for token in outcome.tokens:  # before all else: a client waits for each
             self._tell(token)
+        done = self._compute.done
         for push in pushes:
-            push.span_computed()
+            push.span_computed(done)
         for token in outcome.tokens:
             self._sampled(token)
         self._step_s.add(step_s)
@@ -399,5 +400,9 @@ def _trace_push(job: PrefillJob, push: PushHandle, *, error: str = "") -> None:
         "pdmesh.lane": push.link.endpoint.lane,
     }
     if not error:
-        attributes |= {"pdmesh.mode": job.stats.mode, "pdmesh.exposed_s": job.stats.exposed_s}
+        attributes |= {
+            "pdmesh.mode": job.stats.mode,
+            "pdmesh.exposed_s": job.stats.exposed_s,
+            "pdmesh.overlap": job.stats.overlap,
+        }
     job.span.phase("prefill.push", began_at, attributes, error=error)

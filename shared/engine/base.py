@@ -67,6 +67,12 @@ class Engine(Protocol):
         """
         ...
 
+    def layer_times(self) -> Sequence[float]:
+        """Return when the KV of each layer of the last step was written and not merely queued, in
+        ``time.monotonic``'s seconds; empty: when ``on_layer`` was called. Compute thread only, and
+        for steps with ``on_layer``."""
+        ...
+
     def step_seconds(self, rows: Sequence[StepRow]) -> float:
         """Predict the duration of a step (exact under virtual time, an estimate otherwise; 0 =
         unknown)."""

@@ -392,6 +392,10 @@ class FakeEngine:
         """See Engine: keys and values of every layer."""
         return [part for layer in self._pool for part in layer]
 
+    def layer_times(self) -> Sequence[float]:
+        """See Engine: nothing is queued."""
+        return ()
+
     def step_seconds(self, rows: Sequence[StepRow]) -> float:
         """See ``Engine.step_seconds``. A row of one token counts as a decode row."""
         if not rows:

@@ -7,13 +7,17 @@ the work is done, so every call here is empty; the engine's code is the same for
 Steps without ``on_layer`` may leave no marks (replayed ones do not, see ``decode_buckets.py``).
 That is safe: nobody copies KV of a running step but who was told of its layers by ``on_layer``, and
 once ``computing`` is left everything the step queued is done, so a later copy needs no mark.
+
+A mark is set when work is queued; when it was done only the device knows. It is asked once a step,
+after that was waited for anyway (``layer_times``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -27,6 +31,14 @@ class Streams(Protocol):
 
     def layer_written(self, layer: int) -> None:
         """Mark that the KV of a layer of the running step is queued; compute thread only."""
+        ...
+
+    def layer_times(self) -> Sequence[float]:
+        """Return when the device had written each layer of the last step, in ``time.monotonic``'s
+        seconds; empty: when ``layer_written`` was called, or a replayed step has left no marks.
+
+        Compute thread only, after ``computing`` was left.
+        """
         ...
 
     def copying(self, first_layer: int, last_layer: int) -> AbstractContextManager[None]:
@@ -49,8 +61,70 @@ class InlineStreams:
     def layer_written(self, layer: int) -> None:
         pass
 
+    def layer_times(self) -> Sequence[float]:
+        return ()
+
     def copying(self, first_layer: int, last_layer: int) -> AbstractContextManager[None]:
         return _NOTHING
+
+
+class Mark(Protocol):
+    """A point in a stream's queue that knows when the device passed it: ``torch.cuda.Event`` with
+    ``enable_timing``."""
+
+    def record(self, stream: Any) -> None: ...
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds from here to a later mark, both passed."""
+        ...
+
+
+AnyMark = TypeVar("AnyMark", bound=Mark)
+
+
+def host_times(begun_at: float, ended_at: float, elapsed_ms: Sequence[float]) -> tuple[float, ...]:
+    """Map a device's times since a step's beginning to the host's clock.
+
+    begun_at: host time at which the beginning was queued, to an idle stream. ended_at: at which the
+    host had waited for the end: nothing was done later, whatever two clocks make of it.
+    """
+    return tuple(min(begun_at + elapsed / 1e3, ended_at) for elapsed in elapsed_ms)
+
+
+class StepMarks(Generic[AnyMark]):
+    """The marks of one step after the other: its beginning, and each layer's KV."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        new_mark: Callable[[], AnyMark],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.layers = [new_mark() for _ in range(num_layers)]
+        self._beginning = new_mark()
+        self._clock = clock
+        self._begun_at = self._ended_at = 0.0
+        self._num_written = 0
+
+    def begin(self, stream: Any) -> None:
+        """A step is about to be queued; nothing of an earlier one is left in the stream."""
+        self._begun_at, self._num_written = self._clock(), 0
+        self._beginning.record(stream)
+
+    def layer_written(self, layer: int, stream: Any) -> None:
+        """The KV of a layer is queued."""
+        self.layers[layer].record(stream)
+        self._num_written = layer + 1
+
+    def end(self) -> None:
+        """The host has waited for the whole step."""
+        self._ended_at = self._clock()
+
+    def times(self) -> tuple[float, ...]:
+        """Return when the device had written each layer of the step that ended last."""
+        layers = self.layers[: self._num_written]
+        elapsed_ms = [self._beginning.elapsed_time(mark) for mark in layers]
+        return host_times(self._begun_at, self._ended_at, elapsed_ms)
 
 
 class CudaStreams:
@@ -64,23 +138,28 @@ class CudaStreams:
         self._device = device
         self._compute = torch.cuda.Stream(device)
         self._copy = torch.cuda.Stream(device)
-        self._written = [torch.cuda.Event() for _ in range(num_layers)]
+        self._marks = StepMarks(num_layers, lambda: torch.cuda.Event(enable_timing=True))
         # Weights and pools were filled on the default stream; our streams do not wait for it.
         torch.cuda.synchronize(device)
 
     @contextmanager
     def computing(self) -> Iterator[None]:
         with torch.cuda.device(self._device), torch.cuda.stream(self._compute):
+            self._marks.begin(self._compute)
             yield
             self._compute.synchronize()
+            self._marks.end()
 
     def layer_written(self, layer: int) -> None:
-        self._written[layer].record(self._compute)
+        self._marks.layer_written(layer, self._compute)
+
+    def layer_times(self) -> Sequence[float]:
+        return self._marks.times()
 
     @contextmanager
     def copying(self, first_layer: int, last_layer: int) -> Iterator[None]:
         with torch.cuda.device(self._device), torch.cuda.stream(self._copy):
             for layer in range(first_layer, last_layer):
-                self._copy.wait_event(self._written[layer])
+                self._copy.wait_event(self._marks.layers[layer])
             yield
             self._copy.synchronize()

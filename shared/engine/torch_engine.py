@@ -260,6 +260,10 @@ class TorchEngine(Engine):
         """See Engine."""
         return self._kv.arrays()
 
+    def layer_times(self) -> Sequence[float]:
+        """See Engine."""
+        return self._streams.layer_times()
+
     def step_seconds(self, rows: Sequence[StepRow]) -> float:
         """Predict from recent steps; 0 before the first few."""
         return self._step_time.predict(*_step_size(rows))

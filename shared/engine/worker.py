@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from shared.engine.base import Engine, OnLayer
 from shared.engine.work_thread import WorkThread
@@ -30,9 +30,17 @@ COMPUTE_NICENESS = 5
 """Of compute threads, where loops have 0; bench/loop_lag measured the difference."""
 
 OnLayersDone = Callable[[int], None]
-"""Called on the loop with n: KV of layers [0, n) of the running step is written. n grows within a
-step, several layers may come in one call, and the last call (n = all layers) comes before ``step``
-returns."""
+"""Called on the loop with n: KV of layers [0, n) of the running step is written, or queued on a
+device (``gather`` waits for it). n grows within a step, several layers may come in one call, and
+the last call (n = all layers) comes before ``step`` returns."""
+
+
+class StepDone(NamedTuple):
+    """When the parts of a step were done, on the device and not when the loop heard of it; loop
+    time. layers_at: KV of each layer was written. step_at: the results were there."""
+
+    layers_at: Sequence[float] = ()
+    step_at: float = 0.0
 
 
 class BegunStep(Protocol):
@@ -57,7 +65,12 @@ class BegunStep(Protocol):
 
 
 class ComputeRunner(Protocol):
-    """Runs one engine for one event loop, its steps one after the other."""
+    """Runs one engine for one event loop, its steps one after the other.
+
+    done: of the last ``step`` that somebody followed by its layers.
+    """
+
+    done: StepDone
 
     def begin(self, rows: Sequence[StepRow], to_come: ToCome = ()) -> BegunStep:
         """Take a step and return at once; it runs as soon as the one taken before it has ended,
@@ -110,6 +123,7 @@ class ThreadCompute:
         name: prefix of both threads' names, as py-spy and top show them. enter_copies: called on
         the copy thread before its first work.
         """
+        self.done = StepDone()
         self._engine = engine
         self._num_layers = engine.layout.num_layers
         self._steps = WorkThread(f"{name}-compute", _yield_to_loops)
@@ -129,8 +143,10 @@ class ThreadCompute:
         if on_layers_done is None:
             return await self._begin(rows, (), None).results()
         reports = _LayerReports(asyncio.get_running_loop(), on_layers_done)
-        results = await self._begin(rows, (), reports.written).results()
+        step = self._begin(rows, (), reports.written)
+        results = await step.results()
         reports.finish(self._num_layers)
+        self.done = StepDone(step.layers_at or reports.layers_at, step.ended_at)
         return results
 
     def _begin(
@@ -148,6 +164,9 @@ class ThreadCompute:
             began_at = time.perf_counter()
             self._last = self._engine.step(rows, on_layer)
             step.seconds = time.perf_counter() - began_at
+            if on_layer is not None:
+                step.ended_at = time.monotonic()  # the loop's clock
+                step.layers_at = self._engine.layer_times()
             self._has_failed = False
             return self._last
 
@@ -185,6 +204,8 @@ class _ThreadStep:
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self.ended_at = 0.0
+        self.layers_at: Sequence[float] = ()
         self._decided = threading.Lock()
 
     def claim(self) -> bool:
@@ -224,12 +245,14 @@ class _LayerReports:
     def __init__(self, loop: asyncio.AbstractEventLoop, on_layers_done: OnLayersDone) -> None:
         self._loop = loop
         self._on_layers_done = on_layers_done
+        self.layers_at: list[float] = []
         self._num_written = 0
         self._num_delivered = 0
         self._is_scheduled = False
 
     def written(self, layer: int) -> None:
         """Runs on the compute thread."""
+        self.layers_at.append(time.monotonic())
         # Order matters, and replaces a lock: publish the count first, look for a scheduled delivery
         # second. A delivery clears the flag first and reads the count second, so no layer is left
         # behind.
@@ -257,6 +280,7 @@ class VirtualCompute:
 
     def __init__(self, engine: Engine, *, copy_s: float = 0.0) -> None:
         """copy_s: loop time that every copy takes."""
+        self.done = StepDone()
         self._engine = engine
         self._num_layers = engine.layout.num_layers
         self._copy_s = copy_s
@@ -284,10 +308,15 @@ class VirtualCompute:
             raise
         except Exception as error:
             raise _engine_failed(error) from error
-        for num_done in range(1, self._num_layers + 1):
-            await _sleep_until(began_at + step_s * num_done / self._num_layers)
+        layers_at = [
+            began_at + step_s * num_done / self._num_layers
+            for num_done in range(1, self._num_layers + 1)
+        ]
+        for num_done, layer_at in enumerate(layers_at, 1):
+            await _sleep_until(layer_at)
             if on_layers_done is not None:
                 on_layers_done(num_done)
+        self.done = StepDone(layers_at, layers_at[-1])
         return results
 
     async def copy(self, work: Callable[[], T]) -> T:

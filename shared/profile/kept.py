@@ -70,14 +70,17 @@ async def find_or_measure(
 ) -> KeptProfile:
     """Return the profile that the file holds, or measure and write it.
 
-    path: None = one for this key in the user's cache folder. is_forced: measure in any case. A file
+    path: None = in the user's cache folder; a folder gets a file for each key. is_forced: measure in any case. A file
     that cannot be written costs a warning, and the next start its seconds.
     Raises what ``measure`` raises but TransferFailed: without a message to itself a worker starts
     all the same, and without a profile.
     """
     if not key:
         return KeptProfile(UNMEASURED)
-    path = path or _path_of(key)
+    path = path or cache_folder("profiles")
+    if path.suffix != ".json":
+        digest = hashlib.sha256(orjson.dumps(key, option=orjson.OPT_SORT_KEYS)).hexdigest()
+        path /= f"{digest[:16]}.json"
     async with _locked(path.parent):
         if not is_forced and (found := _read(path, key)) is not None:
             return _told(KeptProfile(found, path))
@@ -89,11 +92,6 @@ async def find_or_measure(
             return KeptProfile(UNMEASURED)
         seconds = time.perf_counter() - began_at
         return _told(KeptProfile(profile, path if _write(path, key, profile) else None, seconds))
-
-
-def _path_of(key: Key) -> Path:
-    digest = hashlib.sha256(orjson.dumps(key, option=orjson.OPT_SORT_KEYS)).hexdigest()
-    return cache_folder("profiles") / f"{digest[:16]}.json"
 
 
 def _told(kept: KeptProfile) -> KeptProfile:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Annotated
 
 from msgspec import Meta
@@ -29,8 +28,8 @@ class MachineProfile:
     saturating_tokens: prompt tokens that keep the device busy: a step of more takes longer by what
     they take alone, so that prompts gain nothing by sharing it (L_m of DistServe, OSDI 2024, 4.3).
     tokens_per_s: of the best length. message_s: what a frame costs beside its bytes, when it goes
-    alone. interference: share of a step's speed that is lost while KV is copied beside it (0.1: a
-    step of 10 ms takes 11). samples: of the sweep, shortest first.
+    alone. interference: share of a step's speed that is lost while KV is copied beside it, below 1.
+    samples: of the sweep, shortest first.
     """
 
     saturating_tokens: _Count = 0
@@ -56,7 +55,7 @@ def tokens_per_s(samples: Sequence[Sample]) -> float:
 
 
 def interference(alone_s: Sequence[float], beside_s: Sequence[float]) -> float:
-    """Return the share by which a step takes longer beside copies than alone, from pairs taken in
-    turn: what else the machine does comes over both of a pair."""
-    ratios = [beside / alone for alone, beside in zip(alone_s, beside_s, strict=True)]
-    return max(0.0, median(ratios) - 1.0)
+    """Return the share of its speed that a step loses beside copies: the seconds that it ends later
+    for each second that they go on. By the quickest of each: what else the machine does only ever
+    slows a step, and is not ours to keep."""
+    return max(0.0, 1.0 - min(alone_s) / min(beside_s))

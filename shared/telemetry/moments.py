@@ -49,9 +49,13 @@ class Moment(Enum):
     ENDED = "ended"  # the gateway's part is over
 
 
-def note(moment: Moment, request_id: bytes, **facts: Any) -> None:
+def note(moment: Moment, request_id: bytes, *, at_s: float | None = None, **facts: Any) -> None:
     """Log one moment of a request, if this process logs at debug level. Call it on the loop, and
-    before what tells other processes of it: theirs may run, and note what comes of it, at once."""
+    before what tells other processes of it: theirs may run, and note what comes of it, at once.
+
+    at_s: when it was, in loop time; None = now.
+    """
     if is_debugging():
-        now = asyncio.get_running_loop().time()
-        _log.debug(moment.value, request_id=request_id.hex(), at_s=now, **facts)
+        if at_s is None:
+            at_s = asyncio.get_running_loop().time()
+        _log.debug(moment.value, request_id=request_id.hex(), at_s=at_s, **facts)

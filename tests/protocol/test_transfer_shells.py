@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 
 from services.prefill.pusher import PushStats
+from shared.engine.worker import StepDone
 from shared.errors import MeshError, ShuttingDown, TooLarge, TransferFailed, WorkerLost
 from shared.ids import Incarnation
 from shared.profile.machine import MachineProfile
 from shared.rpc.heartbeat_stream import MAX_OUTBOX, HeartbeatStream
 from shared.rpc.join import DecodePeer
+from shared.telemetry.moments import Moment
 from shared.transport.base import Outcome
 from shared.transport.loopback import LoopbackFabric, LoopbackSettings, LoopbackTransport
 from tests.support.transfer_ends import (
@@ -437,6 +439,41 @@ async def test_all_prompts_of_a_step_count_for_the_mode(wire: LoopbackFabric, is
         assert [(await handle.wait()).mode for handle in handles] == [expected] * len(handles)
         for table in tables:
             ends.prefill.give_back(table)
+        await ends.settled()
+        ends.check_all_home()
+
+
+@in_virtual_time
+async def test_overlap_ends_with_the_step_and_not_when_the_loop_heard_of_it(
+    wire: LoopbackFabric, monkeypatch: pytest.MonkeyPatch
+):
+    """A loop that was busy for a second hid nothing by that; moments of layers say when the device
+    had written them."""
+    noted: list[tuple[float, int]] = []
+    monkeypatch.setattr(
+        "services.prefill.pusher.note",
+        lambda moment, _, at_s=None, **facts: (
+            noted.append((at_s, facts["num_layers"])) if moment is Moment.LAYERS_WRITTEN else None
+        ),
+    )
+    async with running_ends(wire.open) as ends:
+        now = asyncio.get_running_loop().time
+        table = await ends.prefill.take(LONG)
+        handle = ends.prefill.begin(LONG, table)
+        handle.span(0, 16)
+        for layer in range(4):
+            ends.prefill.engine.stamp(table, 0, 16, layer, LONG)
+            handle.layers_ready(layer + 1)
+        await asyncio.sleep(0.5)
+        layers_at, step_at = [now() - 0.4, now() - 0.3, now() - 0.2, now() - 0.1], now()
+        await asyncio.sleep(1.0)
+        handle.span_computed(StepDone(layers_at, step_at))
+        handle.commit(LONG % 1000)
+        stats = await handle.wait()
+        assert stats.exposed_s == pytest.approx(1.0, abs=0.02)
+        assert stats.overlap == pytest.approx(0.5 / 1.5, abs=0.02)
+        assert noted == [(at_s, layer + 1) for layer, at_s in enumerate(layers_at)]
+        ends.prefill.give_back(table)
         await ends.settled()
         ends.check_all_home()
 

@@ -75,6 +75,31 @@ async def test_layers_that_the_loop_was_too_busy_for_come_in_one_call() -> None:
     assert seen == [engine.layout.num_layers]
 
 
+async def test_layers_are_done_when_they_were_called_out_if_the_device_says_nothing() -> None:
+    """In order, by the loop's clock, and before the step was over."""
+    compute = ThreadCompute(FakeEngine(num_blocks=8))
+    now = asyncio.get_running_loop().time
+    began_at = now()
+    await compute.step([ROW], lambda _: None)
+    await compute.close()
+    times = [began_at, *compute.done.layers_at, compute.done.step_at, now()]
+    assert times == sorted(times)
+    assert len(compute.done.layers_at) == FakeEngine(num_blocks=1).layout.num_layers
+
+
+async def test_layers_are_done_when_the_device_says() -> None:
+    """Not when they were queued."""
+
+    class Device(FakeEngine):
+        def layer_times(self) -> Sequence[float]:
+            return (1.0, 2.0, 3.0, 4.0)
+
+    compute = ThreadCompute(Device(num_blocks=8))
+    await compute.step([ROW], lambda _: None)
+    await compute.close()
+    assert compute.done.layers_at == (1.0, 2.0, 3.0, 4.0)
+
+
 async def test_copies_run_beside_a_step() -> None:
     """A gather never waits for the step that runs."""
     engine = _Gate()

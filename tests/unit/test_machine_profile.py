@@ -54,11 +54,11 @@ def test_the_knee_is_the_shortest_prompt_near_the_best_speed(step_ms: dict[int, 
     assert tokens_per_s(samples) == pytest.approx(max(n / ms for n, ms in step_ms.items()) * 1e3)
 
 
-def test_interference_is_that_of_most_pairs():
-    """A burst of others' work comes over both of a pair, or is one pair of many; a step that was
-    quicker beside copies gained nothing by them."""
-    assert interference([10, 10, 30], [12, 12, 36]) == pytest.approx(0.2)
-    assert interference([10, 10, 10], [12, 50, 12]) == pytest.approx(0.2)
+def test_interference_is_what_the_copies_cost_and_not_what_others_do():
+    """A burst of others' work slows some steps of either kind; a step that was quicker beside
+    copies gained nothing by them."""
+    assert interference([10, 30, 11], [12.5, 13, 50]) == pytest.approx(0.2)
+    assert interference([50, 10], [40, 90]) == pytest.approx(0.75)
     assert interference([10, 12], [9, 11]) == 0.0
 
 
@@ -192,12 +192,19 @@ async def test_workers_that_start_together_measure_once(tmp_path: Path):
 async def test_models_and_devices_have_files_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """In the user's cache folder, if no file is named."""
+    """In the user's cache folder, or in the folder that is named."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    kept = [await find_or_measure({**KEY, "threads": str(n)}, Measurer()) for n in range(2)]
-    paths = [one.path for one in kept]
-    assert len(set(paths)) == 2
-    assert all(path is not None and path.parent == tmp_path / "pdmesh/profiles" for path in paths)
+    for named, folder in (
+        (None, tmp_path / "pdmesh/profiles"),
+        (tmp_path / "own", tmp_path / "own"),
+    ):
+        kept = [
+            await find_or_measure({**KEY, "threads": str(n)}, Measurer(), path=named)
+            for n in range(2)
+        ]
+        paths = {one.path for one in kept}
+        assert len(paths) == 2
+        assert all(path is not None and path.parent == folder for path in paths)
 
 
 async def test_without_a_message_to_itself_a_worker_starts_unmeasured(tmp_path: Path):
