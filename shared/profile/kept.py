@@ -70,8 +70,8 @@ async def find_or_measure(
 ) -> KeptProfile:
     """Return the profile that the file holds, or measure and write it.
 
-    path: None = in the user's cache folder; a folder gets a file for each key. is_forced: measure in any case. A file
-    that cannot be written costs a warning, and the next start its seconds.
+    path: None = in the user's cache folder; a folder gets a file for each key. is_forced: measure
+    in any case. A file that cannot be written costs a warning, and the next start its seconds.
     Raises what ``measure`` raises but TransferFailed: without a message to itself a worker starts
     all the same, and without a profile.
     """
