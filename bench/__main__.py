@@ -37,6 +37,7 @@ TITLES = {
     8: "how late the event loops are",
     9: "apart beside the best together",
     10: "start-up, memory",
+    11: "how long a client waits when something dies",
 }
 """What each goal's number asks."""
 

@@ -282,7 +282,8 @@ def peer_moves() -> Moves:
 def _silent(until: PeerState) -> Callable[[Watched], None]:
     def play(peer: Watched) -> None:
         before = peer.state
-        peer.now = peer.watch.next_check_at(peer.now)
+        while peer.state == before != PeerState.DEAD.value:
+            peer.now = peer.watch.next_check_at(peer.now)
         if peer.state != until.value or peer.state == before:
             raise LocalProtocolError("not the next verdict")
 

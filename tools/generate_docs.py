@@ -9,6 +9,7 @@ without a table what they do when they are played (``explored_states.py``).
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import re
 import sys
@@ -122,17 +123,42 @@ def timers() -> str:
 
 
 def errors() -> str:
-    """Each error over HTTP and gRPC, and what the gateway and a client may do about it."""
+    """Each error over HTTP, SSE and gRPC, and what the gateway and a client may do about it."""
     from shared.errors import ERROR_TYPES
     from shared.rpc.status import STATUS_TABLE
 
-    lines = ["| type | HTTP | gRPC | gateway tries | client may retry |", "|---|---|---|---|---|"]
+    lines = [
+        "| type | finer codes | HTTP | `error.type` | gRPC | gateway tries | client may retry |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    codes = finer_codes()
     for name, row in STATUS_TABLE.items():
         cls = ERROR_TYPES.get(name)
+        finer = " ".join(f"`{code}`" for code in sorted(codes.get(name, ()))) or "-"
         retry = "-" if cls is None else cls.retry.value.replace("_", " ")
         again = "yes" if row.may_retry else "no"
-        lines.append(f"| `{name}` | {row.http} | {row.grpc.name} | {retry} | {again} |")
+        cells = (f"`{name}`", finer, row.http, f"`{row.openai_type}`", row.grpc.name, retry, again)
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
+
+
+def finer_codes() -> dict[str, set[str]]:
+    """Error type -> every ``code=`` that our code gives to errors of that type."""
+    from shared.errors import ERROR_TYPES
+
+    names = {cls.__name__: cls.type for cls in ERROR_TYPES.values()}
+    found: dict[str, set[str]] = {}
+    for path in [*ROOT.glob("shared/**/*.py"), *ROOT.glob("services/**/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
+                continue
+            for keyword in node.keywords:
+                code = keyword.value
+                if keyword.arg != "code" or not isinstance(code, ast.Constant):
+                    continue
+                if node.func.id in names:
+                    found.setdefault(names[node.func.id], set()).add(str(code.value))
+    return found
 
 
 def tour() -> str:

@@ -243,7 +243,7 @@ class KvReceiver:
         """Give one transfer up: cancelled, deadline... ``release`` follows, maybe before this
         returns.
 
-        No transfer has that key: nothing follows, but an open that waits is refused.
+        No transfer has that key: nothing follows, but its open is refused, also if it comes later.
         """
         self._effects.perform(self._core.give_up(key, error, self._now()))
 

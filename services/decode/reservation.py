@@ -99,7 +99,12 @@ class Reservations:
         Returns None if it has ended already. Raises MeshError: refused at once, ``line`` has heard
         nothing."""
         now = _now()
-        self._require_admissible(request, now)
+        try:
+            self._require_admissible(request, now)
+        except MeshError as error:
+            if request.key not in self._requests:
+                self._receiver.abort(TransferKey(*request.key), error)  # prefill opens all the same
+            raise
         lease, effects = self._leases.reserve(
             request.key, request.item, request.prefill, now=now, wait_s=request.wait_s
         )

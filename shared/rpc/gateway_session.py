@@ -39,6 +39,9 @@ EVENT_BYTES = 64
 
 HELLO_WITHIN_S = 3.0
 
+OF_A_GATEWAY = LivenessRule(dead_after_s=3.0)
+"""Nobody waits for a worker to give its gateway up: that only cancels what clients still read."""
+
 
 class GatewaySession:
     """One gateway's session. ``send`` never waits; after the end it does nothing."""
@@ -59,7 +62,11 @@ class GatewaySession:
         self._drained = asyncio.Event()
         self._drained.set()
         self._stream: HeartbeatStream[Any, Any] = HeartbeatStream(
-            stream, heartbeat=heartbeat, peer="gateway", rule=rule, on_sent=self._sent
+            stream,
+            heartbeat=heartbeat,
+            peer="gateway",
+            rule=rule or OF_A_GATEWAY,
+            on_sent=self._sent,
         )
 
     @property

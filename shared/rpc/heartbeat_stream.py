@@ -1,8 +1,8 @@
 """One long-lived stream with heartbeats: an outbox that never makes its caller wait, and one end.
 
-Both ends of a pair stream use it. The peer is dead after 3 s of silence (``shared/liveness.py``);
-the outbox is bounded, and a peer that lets it fill up is as good as dead. It does not know what
-the messages mean.
+Both ends of a pair stream use it. A peer that is silent is suspect, then dead
+(``shared/liveness.py``); the outbox is bounded, and a peer that lets it fill up is as good as dead.
+It does not know what the messages mean.
 """
 
 from __future__ import annotations
@@ -164,9 +164,7 @@ class HeartbeatStream(Generic[Out, In]):
             wake_at = self._liveness.next_check_at(loop.time())
             await asyncio.sleep(wake_at - loop.time())
             now = loop.time()
-            if now - wake_at > self._liveness.rule.interval_s:
-                # This very process stood still: what the peer said meanwhile is not read yet.
-                self._liveness.heard(now)
+            self._liveness.slept(wake_at, now)
             state = self._liveness.state(now)
             self._suspect(state is not PeerState.ALIVE)
             if state is PeerState.DEAD:

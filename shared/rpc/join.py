@@ -44,10 +44,17 @@ from shared.telemetry.worker import WorkerLoad
 _log = structlog.get_logger(__name__)
 
 RESOLVE_S = 5.0
+RETURNS_S = 0.5
+"""The same while there is no gateway: the name of one that restarts may be gone for a moment."""
+
+REPORT_S = 0.5
+"""Between two statuses; a load that changed is told sooner."""
+
 FORGET_S = 10.0
 """How long a decode worker counts that no gateway names any more."""
 
-_REJOIN_S = (0.1, 0.2, 0.5, 1.0, 2.0)
+_REJOIN_S = (*[0.05] * 40, *[0.2] * 40, 1.0)
+"""A gateway that restarts is back within seconds, and its clients wait for its workers."""
 _HELLO_WITHIN_S = 3.0
 
 
@@ -122,7 +129,7 @@ class Registration:
         self._on_peers = on_peers
         self._on_drain = on_drain
         self._on_change = on_change
-        self._interval_s = (liveness or LivenessRule()).interval_s
+        self._interval_s = REPORT_S if liveness is None else liveness.interval_s
         self._resolve_s = resolve_s
         self._links: dict[Address, _Link] = {}
         self._peers: tuple[DecodePeer, ...] = ()
@@ -172,7 +179,9 @@ class Registration:
                     self._look_again.clear()
                     await self._find_gateways(tasks)
                     with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(self._resolve_s):
+                        async with asyncio.timeout(
+                            self._resolve_s if self.num_joined else RETURNS_S
+                        ):
                             await self._look_again.wait()
         raise AssertionError("unreachable")
 

@@ -49,6 +49,9 @@ from shared.transfer.messages import (
 from shared.transfer.plan import MAX_FRAMES, FrameRule
 from shared.transfer.receiver import Receiver
 
+MAX_ENDED = 4096
+"""Reservations that ended before their open came, and are remembered to refuse it."""
+
 _TAG_RANGES = 1 << 44  # ranges of MAX_FRAMES tags in 64 bits
 
 
@@ -115,6 +118,7 @@ class Receivers:
         self._free_slots = list(range(num_slots))
         self._links: dict[LinkId, tuple[Incarnation, FrameRule]] = {}
         self._waiting: dict[TransferKey, OpenWaiting] = {}
+        self._ended: dict[TransferKey, MeshError] = {}  # before their open came; oldest first
         self._receivers: dict[TransferKey, Receiver] = {}
         self._by_id: dict[tuple[LinkId, TransferId], Receiver] = {}
         self._queue: OrderedDict[TransferKey, Receiver] = OrderedDict()
@@ -145,6 +149,7 @@ class Receivers:
 
     def lease_changed(self, key: TransferKey, now: float) -> list[ReceiverEffect]:
         """The lease side has made or granted this reservation: ask it, if an open waits."""
+        self._ended.pop(key, None)
         waiting = self._waiting.get(key)
         if waiting is not None:
             self._effects.append(AskTerms(key, waiting.prefill))
@@ -230,7 +235,8 @@ class Receivers:
     def give_up(self, key: TransferKey, error: MeshError, now: float) -> list[ReceiverEffect]:
         """The lease side cancels this attempt: it gets ReleaseLease, and no ReportFailure.
 
-        Without a transfer of that key nothing follows, but a waiting open is refused.
+        Without a transfer of that key nothing follows, but its open is refused: the one that waits,
+        or the one that is still on its way.
         """
         if key in self._waiting:
             return self.refused(key, error, now)
@@ -238,6 +244,10 @@ class Receivers:
         if receiver is not None:
             receiver.gave_up(error, now, is_reported=False)
             self._settle(receiver)
+        else:
+            self._ended[key] = error
+            if len(self._ended) > MAX_ENDED:
+                del self._ended[next(iter(self._ended))]
         return self._take(now)
 
     def receive_settled(
@@ -325,6 +335,8 @@ class Receivers:
         elif known is not None:
             error = RemoteProtocolError("another pair opened this transfer", code="opened_twice")
             self._effects.append(SendReply(link, Refused(key, error)))
+        elif (ended := self._ended.pop(key, None)) is not None:
+            self._effects.append(SendReply(link, Refused(key, ended)))
         elif len(self._waiting) >= self._max_waiting:
             error = Overloaded("too many transfers wait for a reservation", code="too_many_opens")
             self._effects.append(SendReply(link, Refused(key, error)))

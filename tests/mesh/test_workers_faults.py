@@ -71,6 +71,21 @@ async def test_a_cancel_in_any_phase_frees_everything(phase: str, legs: str) -> 
 
 
 @virtual_time
+async def test_a_reservation_that_ends_before_its_transfer_opens_refuses_it() -> None:
+    """Prefill's open comes to a decode worker that was told to forget it, and is refused then, not
+    5 s later: nothing stays open at either end."""
+    async with worker_mesh(timing=SLOW, fabric=SLOW_LINK) as mesh:
+        requests = [mesh.start(a_prompt(300, seed=number), 20) for number in range(8)]
+        for request in requests:
+            request.cancel_decode()
+        async with asyncio.timeout(1.0):
+            await mesh.gateway.until(lambda: all(request.errors for request in requests))
+        assert mesh.num_transfers == 0
+        await mesh.idle()  # a step that runs is not stopped
+        mesh.assert_pools_full()
+
+
+@virtual_time
 async def test_a_cancelled_request_stops_within_one_step() -> None:
     """Decode computes at most the step that ran when the cancel came."""
     async with worker_mesh(timing=SLOW) as mesh:

@@ -13,7 +13,14 @@ from shared import wire
 from shared.address import Address
 from shared.errors import IncompatiblePeer, Overloaded
 from shared.ids import Incarnation
-from shared.rpc.join import Announcement, DecodePeer, Registration, WorkerRole, advertised
+from shared.rpc.join import (
+    RETURNS_S,
+    Announcement,
+    DecodePeer,
+    Registration,
+    WorkerRole,
+    advertised,
+)
 from shared.rpc.memory import MemoryNetwork
 from shared.telemetry.worker import WorkerLoad
 from tests.support.fake_gateway import FakeGateway, fake_gateway
@@ -156,6 +163,25 @@ async def test_a_lost_gateway_is_joined_again_and_its_peers_are_kept_meanwhile()
         await until(lambda: client.peers[-1] == (), second)
         assert asyncio.get_running_loop().time() - joined_at > 5
         assert client.peers == [(peer,), ()]
+
+    await in_world(body)
+
+
+@virtual_time
+async def test_a_gateway_that_restarts_is_joined_at_once() -> None:
+    """Its clients wait for its workers: those look for it often, though its name is gone, too."""
+
+    async def body(world: World) -> None:
+        await world.gateway("g1")
+        client = world.client("g1")
+        await client.joined(1)
+        world.network.fabric.kill("g1")
+        await client.joined(0)
+        await asyncio.sleep(1.7)
+        await world.gateway("g1")
+        began_at = asyncio.get_running_loop().time()
+        await client.joined(1)
+        assert asyncio.get_running_loop().time() - began_at <= RETURNS_S
 
     await in_world(body)
 

@@ -35,7 +35,10 @@ from tests.support.service_process import ServiceProcess, free_port
 pytestmark = [pytest.mark.process, pytest.mark.ucx, pytest.mark.asyncio(loop_scope="module")]
 
 LIMIT_S = 4.0
-"""From the fault to the client's typed error, or to its next token, whatever the fault."""
+"""From the fault to the client's typed error, whatever the fault."""
+
+PAUSE_S = 2.0
+"""From the fault to the client's next token where there is a spare."""
 
 NUM_TOKENS = 16
 STEP_S = 0.01
@@ -265,7 +268,7 @@ async def require_pause_at_most(case: Case, name_of: NameOf) -> None:
     assert answer.tokens == case.truth(name_of)
     assert answer.receipt["attempts"] == (1 if case.costs_nothing else 2)
     assert len(answer.receipt["errors"]) == answer.receipt["attempts"] - 1
-    assert case.longest_pause_s < LIMIT_S
+    assert case.longest_pause_s < PAUSE_S
     await bench.mesh.paired(bench.gateway, 1)
     await bench.home()
     unfaulted = await bench.ask(case.prompt, cache_salt="again", **SAMPLING[case.action])

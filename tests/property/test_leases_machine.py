@@ -61,8 +61,8 @@ class LeasesMachine(RuleBasedStateMachine):
                     assert Refuse not in self.told[id(lease)]
                     assert lease not in self.writing
                 case RefuseOpen(lease):
-                    # Said of those who never had blocks, once: an open waits only for them.
-                    assert Grant not in self.told[id(lease)]
+                    # Said of those who were never opened, once: an open waits, or still comes.
+                    assert lease not in self.writing
                     assert RefuseOpen not in self.told[id(lease)]
                 case AbortReceive(lease):
                     assert AbortReceive not in self.told[id(lease)]

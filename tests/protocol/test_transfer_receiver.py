@@ -44,7 +44,7 @@ from shared.transfer.messages import (
     TransferKey,
 )
 from shared.transfer.plan import MAX_FRAMES, FrameRule
-from shared.transfer.receivers import Receivers, TagRanges
+from shared.transfer.receivers import MAX_ENDED, Receivers, TagRanges
 
 LINK, OTHER_LINK = LinkId(1), LinkId(2)
 US, THEM = Incarnation(1), Incarnation(2)
@@ -250,6 +250,21 @@ def test_a_refusal_carries_the_lease_sides_reason():
     no = NoBlocks("full")
     assert end.core.refused(KEY, no, end.now) == [SendReply(LINK, Refused(KEY, no))]
     assert end.core.refused(KEY, no, end.now) == []
+
+
+def test_an_open_that_comes_after_its_reservations_end_is_refused_at_once():
+    """With the reason, and once: neither end waits for what will not come; few are remembered."""
+    end = End()
+    assert end.abort() == []
+    (effect,) = end.open()
+    assert isinstance(effect.message, Refused)
+    assert isinstance(effect.message.error, TransferFailed)
+    assert end.open() == [AskTerms(KEY, US)]
+    for number in range(MAX_ENDED + 1):
+        end.core.give_up(TransferKey(RequestId(b"%16d" % number), 0), NoBlocks("full"), end.now)
+    (oldest, newest) = (TransferKey(RequestId(b"%16d" % number), 0) for number in (0, MAX_ENDED))
+    assert kinds(end.open(oldest)) == ["AskTerms"]
+    assert kinds(end.open(newest)) == ["Refused"]
 
 
 def test_cancelling_a_waiting_open_refuses_it():

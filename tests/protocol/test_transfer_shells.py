@@ -673,7 +673,7 @@ async def test_a_silent_peer_ends_the_stream():
     peer = Peer()
     error = await peer.stream().run(lambda message: None)
     assert isinstance(error, WorkerLost)
-    assert "silent for 3.0 s" in error.message
+    assert "silent for 1.0 s" in error.message
     assert peer.sent in (["beat"] * 5, ["beat"] * 6)
     assert asyncio.get_running_loop().time() == 3.0
 

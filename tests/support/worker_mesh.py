@@ -107,6 +107,16 @@ class WorkerMesh:
             for running in (*self.prefills, *self.decodes)
         )
 
+    @property
+    def num_transfers(self) -> int:
+        """Transfers that are not settled, at both ends."""
+        ends = [running.worker.pusher.statistics() for running in self.prefills]
+        num_open = sum(end.num_transfers for end in ends)
+        for running in self.decodes:
+            end = running.worker.receiver.statistics()
+            num_open += end.num_waiting + end.num_live + end.num_settling
+        return num_open
+
     def assert_pools_full(self) -> None:
         """Every block of every living worker is free or only cached, and every count holds."""
         for running in (*self.prefills, *self.decodes):

@@ -268,6 +268,7 @@ def test_a_lost_prefill_ends_its_leases_that_have_no_transfer(desk: Desk) -> Non
     other, _ = desk.leases.reserve(a_key(4), item, THEM, now=0.0, wait_s=60.0)
     assert desk.leases.lose_prefill(US, GONE, now=1.0) == [
         Refuse(granted, GONE),
+        RefuseOpen(granted, GONE),
         Refuse(waiting, GONE),
         RefuseOpen(waiting, GONE),
         Grant(other),
@@ -282,9 +283,10 @@ def test_a_grant_that_nobody_opens_is_taken_back(desk: Desk) -> None:
     """By the clock, not by the next admission."""
     lease, _ = desk.reserve(now=1.0)
     assert desk.leases.next_event_at == 6.0
-    (effect,) = desk.leases.tick(now=6.0)
+    effect, to_prefill = desk.leases.tick(now=6.0)
     assert isinstance(effect, Refuse)
     assert isinstance(effect.error, LeaseLost)
+    assert to_prefill == RefuseOpen(lease, effect.error)
     assert (lease.state, desk.pool.num_held) == (LeaseState.RELEASED, 0)
 
 
@@ -346,9 +348,9 @@ def test_cancelling_a_waiter_lets_the_next_in(desk: Desk) -> None:
 
 
 def test_cancelling_a_grant_frees_it(desk: Desk) -> None:
-    """Nobody writes there yet; prefill's open is refused when it comes and waits in vain."""
+    """Nobody writes there yet; prefill's open may be on its way, and is refused then."""
     lease, _ = desk.reserve()
-    assert desk.leases.cancel(lease, GONE, now=0.0) == []
+    assert desk.leases.cancel(lease, GONE, now=0.0) == [RefuseOpen(lease, GONE)]
     assert desk.pool.num_held == 0
     assert desk.leases.cancel(lease, GONE, now=0.0) == []
 

@@ -93,7 +93,7 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class RefuseOpen:
-    """There will be no room: refuse the OpenTransfer, if one waits for this lease."""
+    """There will be no room: refuse the OpenTransfer for this lease, which waits or still comes."""
 
     lease: Lease
     error: MeshError

@@ -97,10 +97,9 @@ class Leases:
         An open lease gives AbortReceive; others are freed at once. The gateway is not told: the
         caller does that.
         """
-        if lease.state is LeaseState.WAITING:
-            return [*self._end(lease, error), *self.grant_waiting(now=now)]
-        if lease.state is LeaseState.GRANTED:
-            return self.release(lease, now=now)
+        if lease.state in (LeaseState.WAITING, LeaseState.GRANTED):
+            self._end(lease)
+            return [RefuseOpen(lease, error), *self.grant_waiting(now=now)]
         if lease.state is LeaseState.OPEN:
             return [self._abort(lease, error)]
         return []
@@ -164,8 +163,8 @@ class Leases:
             return []
         if lease.state is LeaseState.QUARANTINED:
             raise LocalProtocolError("blocks in quarantine may still be written")
-        gone = LeaseLost("the reservation was released", code="lease_released")
-        return [*self._end(lease, gone), *self.grant_waiting(now=now)]
+        self._end(lease)
+        return self.grant_waiting(now=now)
 
     def begin_quarantine(self, lease: Lease) -> None:
         """The receive is aborted but its operations are not settled: nobody gets these blocks."""
@@ -244,13 +243,11 @@ class Leases:
         return AbortReceive(lease, error)
 
     def _refuse(self, lease: Lease, error: MeshError) -> list[Effect]:
-        return [Refuse(lease, error), *self._end(lease, error)]
+        self._end(lease)
+        return [Refuse(lease, error), RefuseOpen(lease, error)]
 
-    def _end(self, lease: Lease, error: MeshError) -> list[Effect]:
-        """Forget the lease and free what it holds; an OpenTransfer can wait only while it does."""
-        effects: list[Effect] = []
-        if lease.state is LeaseState.WAITING:
-            effects.append(RefuseOpen(lease, error))
+    def _end(self, lease: Lease) -> None:
+        """Forget the lease and free what it holds."""
         self._waiting.pop(lease.key, None)
         del self._leases[lease.key]
         lease.state = LeaseState.RELEASED
@@ -258,7 +255,6 @@ class Leases:
             self._num_freed_blocks += len(lease.table.blocks)
             self._pool.release(lease.table)
             lease.table = None
-        return effects
 
     def _larger_than_pool(self, lease: Lease) -> NoCapacity:
         return NoCapacity(

@@ -95,6 +95,7 @@ class Membership:
             address=f"{worker.host}:{worker.port}",
             num_blocks=worker.num_blocks,
             block_size=worker.block_size,
+            at_s=asyncio.get_running_loop().time(),
         )
         self.note_change()
 
@@ -122,7 +123,13 @@ class Membership:
         self.table.leave(incarnation)
         self._session_tasks.pop(incarnation).cancel()
         self._sessions.pop(incarnation).abandon(WorkerLost(f"the worker left the mesh: {reason}"))
-        _log.warning("worker left", worker=incarnation, role=worker.role.value, reason=reason)
+        _log.warning(
+            "worker left",
+            worker=incarnation,
+            role=worker.role.value,
+            reason=reason,
+            at_s=asyncio.get_running_loop().time(),
+        )
         self.note_change()
 
     @property

@@ -230,6 +230,7 @@ class WorkerSession:
             role=self.worker.role.value,
             address=str(self._address),
             error=error.message,
+            at_s=asyncio.get_running_loop().time(),
         )
         self._fail_all(error)
 
@@ -273,6 +274,14 @@ class WorkerSession:
             self._lose(error)  # before the connection is closed, which may take a while
 
     def _suspect(self, is_suspect: bool) -> None:
+        if is_suspect:
+            _log.warning(
+                "worker suspected",
+                worker=self.worker.incarnation,
+                role=self.worker.role.value,
+                silence_s=self.silence_s,
+                at_s=asyncio.get_running_loop().time(),
+            )
         self.worker.is_suspect = is_suspect
         self._on_change()
 

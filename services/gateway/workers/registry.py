@@ -17,7 +17,6 @@ from shared import wire
 from shared.address import is_host
 from shared.errors import IncompatiblePeer, Overloaded, RemoteProtocolError, ShuttingDown
 from shared.ids import Incarnation
-from shared.liveness import DEAD_AFTER_S
 from shared.rpc import codec
 from shared.rpc.columns import unpack_u64
 from shared.rpc.methods import REGISTRY_JOIN
@@ -28,6 +27,9 @@ _ROLES = {wire.Role.PREFILL: Role.PREFILL, wire.Role.DECODE: Role.DECODE}
 
 MAX_WORKERS = 1024
 """Workers of one gateway; each costs it a connection and two tasks."""
+
+NO_REPORT_S = 6.0
+"""A worker's session tells sooner that it is gone; this ends the membership of one without."""
 
 JoinStream = ServerStream[Any, Any]
 
@@ -82,10 +84,10 @@ class Registry:
     async def _read(self, stream: JoinStream, incarnation: Incarnation) -> str:
         while True:
             try:
-                async with asyncio.timeout(2 * DEAD_AFTER_S):
+                async with asyncio.timeout(NO_REPORT_S):
                     report = await stream.receive()
             except TimeoutError:
-                return f"no report for {2 * DEAD_AFTER_S:g} s"
+                return f"no report for {NO_REPORT_S:g} s"
             if report is None:
                 return "it left"
             if report.status is not None:
