@@ -26,6 +26,7 @@ from services.local import LocalMesh, local_mesh, plan_services, wait_for_pair
 from shared import wire
 from shared.address import parse_address
 from shared.config import DEMO_MODEL, STEP_TOKENS, DecodeConfig, GatewayConfig, PrefillConfig
+from shared.errors import EngineFailed
 from shared.rpc.columns import pack_u32, unpack_u32
 from shared.rpc.methods import GENERATE
 from shared.rpc.status import RECEIPT_TRAILER
@@ -206,21 +207,23 @@ def parse() -> argparse.Namespace:
 
 
 def name_of(device: str) -> str:
-    """Return the device's name, or '' if this machine has none such."""
+    """Return the device's name. Raises EngineFailed: this machine has none such."""
     if device == "cpu":
         return "CPU"
     import torch
 
-    index = torch.device(device).index or 0
-    return torch.cuda.get_device_name(index) if index < torch.cuda.device_count() else ""
+    from shared.engine.device import resolve_device
+
+    return torch.cuda.get_device_name(resolve_device(device))
 
 
 def main() -> None:
     """Compare, print, write."""
     asked = parse()
-    name = name_of(asked.device)
-    if not name:
-        print(f"torch sees no device {asked.device}: nothing was compared")
+    try:
+        name = name_of(asked.device)
+    except EngineFailed as error:
+        print(f"{error}: nothing was compared")
         sys.exit(NOT_HERE)
     about = {"device": name, "model": Path(asked.model).name, "dtype": "bfloat16"}
     record = Record(HERE, asked.quick, about)

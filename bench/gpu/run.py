@@ -109,7 +109,7 @@ def limits(device: str, *, mib: int = 1024, size: int = 8192) -> Limits:
         def step() -> None:
             work()
             if device != "cpu":
-                torch.cuda.synchronize()
+                torch.cuda.synchronize(device)
 
         return step
 
@@ -374,6 +374,8 @@ def main() -> None:
     asked = parser.parse_args()
     import torch
 
+    from shared.engine.device import resolve_device
+
     if not torch.cuda.is_available():
         print("bench/gpu needs a CUDA device, and torch sees none: nothing was measured")
         sys.exit(NOT_HERE)
@@ -381,10 +383,10 @@ def main() -> None:
     if asked.quick:
         asked.repetitions = 3
         shape["num_hidden_layers"] = QUICK_LAYERS
-    asked.device, asked.limit_sizes = "cuda", {}
+    asked.device, asked.limit_sizes = str(resolve_device("cuda")), {}
     longest = max(asked.prompt, asked.context * max(asked.batches))
     asked.options = {"num_blocks": -(-longest // 16) + max(asked.batches)}
-    record = Record(HERE, asked.quick, {"device": torch.cuda.get_device_name()})
+    record = Record(HERE, asked.quick, {"device": torch.cuda.get_device_name(asked.device)})
     with tempfile.TemporaryDirectory() as name:
         make_folder(Path(name), shape)
         measure(asked, record, shape, Path(name))
