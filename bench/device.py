@@ -19,8 +19,11 @@ def name_or_exit(device: str) -> str:
         return "CPU"
     import torch
 
-    index = torch.device(device).index or 0
-    if index >= torch.cuda.device_count():
-        print(f"torch sees no device {device}: nothing was measured")
+    from shared.engine.device import resolve_device
+    from shared.errors import EngineFailed
+
+    try:
+        return torch.cuda.get_device_name(resolve_device(device))
+    except EngineFailed as error:
+        print(f"{error}: nothing was measured")
         sys.exit(NOT_HERE)
-    return torch.cuda.get_device_name(index)

@@ -244,7 +244,7 @@ class WorkerConfig(ServiceConfig):
     out."""
 
     device: str = "auto"
-    """cpu, cuda, or auto: cuda where torch sees one."""
+    """cpu, cuda (the first that torch sees), cuda:N, or auto: cuda where torch sees one."""
 
     dtype: str = "auto"
     """float32, bfloat16, float16, or auto: as the checkpoint says."""
@@ -257,14 +257,21 @@ class WorkerConfig(ServiceConfig):
     native or triton where they run."""
 
     kv_gib: float = 0.0
-    """Memory for KV in GiB, taken at start; 0 = 1 GiB on CPU, 85 percent of what is free on a
+    """Memory for KV in GiB, taken at start; 0 = 1 GiB on CPU, what --gpu-memory-share leaves on a
     GPU."""
+
+    gpu_memory_share: float = 0.9
+    """Part of its GPU's memory that this worker may take in all. KV gets what weights, the largest
+    step (measured at start) and staging leave of it; workers that share a GPU need a part each."""
 
     num_blocks: int = 0
     """KV blocks; overrides --kv-gib; 0 = from memory."""
 
     block_size: int = 16
     """Tokens a KV block. May differ between prefill and decode."""
+
+    staging_mib: int = 64
+    """Memory for frames on their way, in MiB."""
 
     max_model_len: int = 0
     """Longest prompt plus answer in tokens; 0 = what the model was made for."""
@@ -323,9 +330,13 @@ class WorkerConfig(ServiceConfig):
             "must be auto, native, triton or torch",
         )
         _require(bool(self.gateways), "gateway", "must name a gateway as host:port")
+        _require(
+            0 < self.gpu_memory_share <= 1, "gpu_memory_share", "must be above 0 and at most 1"
+        )
         for name, low, high in (
             ("threads", 0, 1024),
             ("kv_gib", 0, 1 << 20),
+            ("staging_mib", 16, 65536),
             ("num_blocks", 0, 1 << 24),
             ("block_size", 1, 4096),
             ("max_model_len", 0, 1 << 28),
@@ -358,9 +369,6 @@ class PrefillConfig(WorkerConfig):
     group_kib: int = 1024
     """Layers are grouped until a frame is this large, in KiB."""
 
-    staging_mib: int = 64
-    """Memory for frames on their way, in MiB."""
-
     @property
     def needs_profile(self) -> bool:
         """Whether anything is left to what is measured of the machine."""
@@ -377,7 +385,6 @@ class PrefillConfig(WorkerConfig):
             "must be auto, layerwise or serialized",
         )
         _require(1 <= self.group_kib <= 8192, "group_kib", "must be 1..8192")
-        _require(16 <= self.staging_mib <= 65536, "staging_mib", "must be 16..65536")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -419,7 +426,6 @@ class DecodeConfig(WorkerConfig):
     def check(self) -> None:
         """See ServiceConfig."""
         super(DecodeConfig, self).check()
-        _require(16 <= self.staging_mib <= 65536, "staging_mib", "must be 16..65536")
         _require(self.max_requests >= 1, "max_requests", "must be at least 1")
         _require(self.watermark_blocks >= 0, "watermark_blocks", "must be at least 0")
         _require(1 <= self.max_graph_rows <= 4096, "max_graph_rows", "must be 1..4096")

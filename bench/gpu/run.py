@@ -121,7 +121,7 @@ def limits(device: str, *, mib: int = 1024, size: int = 8192) -> Limits:
         def step() -> None:
             work()
             if device != "cpu":
-                torch.cuda.synchronize()
+                torch.cuda.synchronize(device)
 
         return step
 

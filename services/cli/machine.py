@@ -1,4 +1,4 @@
-"""What each worker of a local mesh may take of this machine: cores, GPUs and their memory.
+"""What each worker of a local mesh may take of this machine: cores and GPUs.
 
 Workers that are started together would each see all of it. Loads neither torch nor CUDA.
 """
@@ -9,82 +9,60 @@ import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-GIB = 1 << 30
-
-GPU_SHARE = 0.8
-"""Of the free memory; the rest is for activations and the libraries."""
-
-RUNTIME_GIB = 1.0
-"""What CUDA and torch take for themselves in each process."""
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """One GPU. id: as CUDA_VISIBLE_DEVICES takes it."""
-
-    id: str
-    free_gib: float
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One worker's part. gpus: for CUDA_VISIBLE_DEVICES, its own one first; '' = as it is. kv_gib:
-    0 = the worker's own default."""
+    """One worker's part. gpus: for CUDA_VISIBLE_DEVICES, its own one first; '' = as it is.
+    num_sharers: workers on its device, itself included."""
 
     threads: int
-    gpus: str = ""
-    kv_gib: float = 0.0
+    gpus: str
+    num_sharers: int
 
 
-def find_gpus(environment: Mapping[str, str]) -> list[Gpu]:
-    """Return the GPUs that we may use, [] if there is none or no nvidia-smi to ask."""
-    query = ["nvidia-smi", "--query-gpu=index,uuid,memory.free", "--format=csv,noheader,nounits"]
+def find_gpus(environment: Mapping[str, str]) -> list[str]:
+    """Return the UUIDs of the GPUs that we may use, [] if there is none or no nvidia-smi to ask.
+
+    Not their numbers: nvidia-smi counts along the bus, CUDA begins with the fastest.
+    """
+    query = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
-        rows = [[part.strip() for part in line.split(",")] for line in answer.stdout.splitlines()]
-        gpus = {index: Gpu(index, int(free) / 1024) for index, _, free in rows}
-        names = {uuid: index for index, uuid, _ in rows}
+        rows = [line.split(",") for line in answer.stdout.splitlines()]
+        uuids = {index.strip(): uuid.strip() for index, uuid in rows}
     except (OSError, subprocess.SubprocessError, ValueError):
         return []
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return list(gpus.values())
-    ids = [name.strip() for name in visible.split(",")]
-    return [gpus[names.get(i, i)] for i in ids if names.get(i, i) in gpus]
+        return list(uuids.values())
+    names = [name.strip() for name in visible.split(",")]
+    return [one for name in names if (one := uuids.get(name, name)) in uuids.values()]
 
 
-def shares(
-    num_workers: int, *, num_cores: int, gpus: Sequence[Gpu], weights_bytes: int
-) -> list[Share]:
-    """Divide the machine among workers of one model: cores equally, GPUs in turn.
+def shares(devices: Sequence[str], *, num_cores: int, gpus: Sequence[str]) -> list[Share]:
+    """Divide the machine among workers: cores equally, GPUs in turn.
 
-    Workers that share a GPU get a size for their KV, since each would otherwise take most of what
-    is free.
+    devices: what each worker was told; only auto and cuda leave a choice.
     """
-    threads = max(1, num_cores // num_workers)
-    if not gpus:
-        return [Share(threads)] * num_workers
-    parts: list[Share] = []
-    for worker in range(num_workers):
-        own = worker % len(gpus)
-        num_sharers = len(range(own, num_workers, len(gpus)))
-        kv_gib = 0.0
-        if num_sharers > 1:
-            part_gib = GPU_SHARE * gpus[own].free_gib / num_sharers
-            kv_gib = max(0.25, part_gib - weights_bytes / GIB - RUNTIME_GIB)
-        # All stay visible: without that UCX cannot copy from one GPU to the other.
-        order = [*gpus[own:], *gpus[:own]]
-        parts.append(Share(threads, ",".join(gpu.id for gpu in order), round(kv_gib, 2)))
-    return parts
+    orders: list[Sequence[str]] = []
+    num_dealt = 0
+    for device in devices:
+        order: Sequence[str] = ()
+        if gpus and device in ("auto", "cuda"):
+            own = num_dealt % len(gpus)
+            num_dealt += 1
+            # All stay visible: without that UCX cannot copy from one GPU to the other.
+            order = (*gpus[own:], *gpus[:own])
+        orders.append(order)
+    places = [order[0] if order else device for order, device in zip(orders, devices, strict=True)]
+    threads = max(1, num_cores // len(devices))
+    return [
+        Share(threads, ",".join(order), places.count(place))
+        for order, place in zip(orders, places, strict=True)
+    ]
 
 
 def num_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def weights_bytes(folder: Path) -> int:
-    """Size of the weights in a model folder."""
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))

@@ -23,7 +23,7 @@ from services.cli.flags import (
     require_worker_modules,
 )
 from services.cli.interrupts import Interrupts
-from services.cli.machine import Share, find_gpus, num_cores, shares, weights_bytes
+from services.cli.machine import Share, find_gpus, num_cores, shares
 from services.cli.sources import ConfigFlag, with_config_file
 from services.cli.status import StatusView, status_view
 from services.local import LocalMesh, Service, local_mesh, plan_services, wait_for_pair
@@ -112,7 +112,8 @@ class UpConfig:
     """fake: exact and deterministic nonsense without weights, for trying things out."""
 
     device: Annotated[str | None, _WORKERS] = None
-    """cpu, cuda, or auto: cuda where torch sees one. Several GPUs are dealt out in turn."""
+    """cpu, cuda, cuda:N, or auto: cuda where torch sees one. With auto and cuda each worker gets a
+    GPU of its own, in turn, out of those of CUDA_VISIBLE_DEVICES; cuda:N is for all of them."""
 
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"] | None, _WORKERS] = None
     """auto: as the checkpoint says."""
@@ -121,7 +122,11 @@ class UpConfig:
     """CPU threads of each worker; 0 = the cores, divided."""
 
     kv_gib: Annotated[float | None, _WORKERS] = None
-    """KV memory of each worker in GiB; 0 = 1 GiB on CPU, most of its part of a GPU."""
+    """KV memory of each worker in GiB; 0 = 1 GiB on CPU, what --gpu-memory-share leaves on a
+    GPU."""
+
+    gpu_memory_share: Annotated[float | None, _WORKERS] = None
+    """Part of each GPU's memory for its workers, divided among those that share it."""
 
     num_blocks: Annotated[int | None, _WORKERS] = None
     """KV blocks of each worker; overrides --kv-gib; 0 = from memory."""
@@ -277,7 +282,7 @@ def plan_mesh(config: UpConfig, environment: Mapping[str, str]) -> MeshPlan:
         require_worker_modules(engine)
     require_free_ports(gateway, http_flag="--port")
     require_door_files(gateway)
-    folder = resolve_model(gateway.model)  # a hub name is downloaded here, once
+    resolve_model(gateway.model)  # a hub name is downloaded here, once
     if not gateway.model_name and "/" in gateway.model and not Path(gateway.model).is_dir():
         gateway = dataclasses.replace(gateway, model_name=gateway.model)
     workers: list[PrefillConfig | DecodeConfig] = [decode] * config.colocated
@@ -285,9 +290,7 @@ def plan_mesh(config: UpConfig, environment: Mapping[str, str]) -> MeshPlan:
         workers = [*[prefill] * config.prefill, *[decode] * config.decode]
     has_choice = any(w.engine == "torch" and w.device in ("auto", "cuda") for w in workers)
     gpus = find_gpus(environment) if has_choice else []
-    parts = shares(
-        len(workers), num_cores=num_cores(), gpus=gpus, weights_bytes=weights_bytes(folder)
-    )
+    parts = shares([w.device for w in workers], num_cores=num_cores(), gpus=gpus)
     sized = [_sized(worker, part) for worker, part in zip(workers, parts, strict=True)]
     services = plan_services(
         gateway,
@@ -341,11 +344,10 @@ def _with(
 
 
 def _sized(worker: PrefillConfig | DecodeConfig, part: Share) -> PrefillConfig | DecodeConfig:
-    is_sized = worker.kv_gib or worker.num_blocks
     return dataclasses.replace(
         worker,
         threads=worker.threads or part.threads,
-        kv_gib=worker.kv_gib if is_sized else part.kv_gib,
+        gpu_memory_share=worker.gpu_memory_share / part.num_sharers,
     )
 
 

@@ -130,12 +130,10 @@ def _host_bytes(buffer: Any) -> np.ndarray:
 
 
 def _as_bytes(buffer: Any, *, is_source: bool = False) -> torch.Tensor:
-    """View a buffer (tensor, CUDA array or buffer protocol) as a flat uint8 tensor without copying;
-    a read-only source is copied, for torch knows no read-only tensors."""
+    """View a buffer (tensor or buffer protocol) as a flat uint8 tensor without copying; a read-only
+    source is copied, for torch knows no read-only tensors."""
     if isinstance(buffer, torch.Tensor):
         return buffer.view(torch.uint8).flatten()
-    if hasattr(buffer, "__cuda_array_interface__"):
-        return torch.as_tensor(buffer, device="cuda").view(torch.uint8).flatten()
     octets = np.frombuffer(buffer, np.uint8)
     if is_source and not octets.flags.writeable:
         return torch.from_numpy(octets.copy())

@@ -22,11 +22,12 @@ def load_engine(config: WorkerConfig) -> Engine:
     folder = resolve_model(config.model)
     if config.engine == "fake":
         return _fake(config, ModelFolder(folder))
+    from shared.engine.device_memory import MemoryNeeds
     from shared.engine.torch_engine import TorchEngine
 
     return TorchEngine.load(
         folder,
-        device=_device(config.device),
+        device=config.device,
         dtype=config.dtype,
         num_blocks=config.num_blocks or None,
         kv_bytes=round(config.kv_gib * (1 << 30)) or None,
@@ -35,6 +36,12 @@ def load_engine(config: WorkerConfig) -> Engine:
         num_threads=config.threads or None,
         kernels=config.kernels,
         max_graph_rows=_max_graph_rows(config),
+        memory_needs=MemoryNeeds(
+            share=config.gpu_memory_share,
+            step_tokens=config.max_step_tokens,
+            max_rows=config.max_running,
+            staging_bytes=config.staging_mib << 20,
+        ),
     )
 
 
@@ -62,11 +69,3 @@ def _fake(config: WorkerConfig, folder: ModelFolder) -> FakeEngine:
         timing=timing,
         real_time=config.fake_step_s > 0,
     )
-
-
-def _device(name: str) -> str:
-    if name != "auto":
-        return name
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"

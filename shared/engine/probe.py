@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from shared.engine.device import has_expandable_segments
+
 
 def probe() -> dict[str, Any]:
     """Return the facts; '' and empty lists stand for what is not there.
@@ -28,8 +30,7 @@ def probe() -> dict[str, Any]:
         "all_peers": True,
         "ipc_error": "",
         "has_nvml": _can_load("libnvidia-ml.so.1"),
-        "expandable_segments": "expandable_segments:true"
-        in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "").lower(),
+        "expandable_segments": has_expandable_segments(os.environ),
     }
     if not torch.cuda.is_available():
         return facts
@@ -53,7 +54,8 @@ def probe() -> dict[str, Any]:
 def _ipc_error() -> str:
     try:
         # What UCX does for its lane cuda_ipc: cudaIpcGetMemHandle on plain device memory.
-        torch.ones(1, device="cuda").untyped_storage()._share_cuda_()
+        for index in range(torch.cuda.device_count()):
+            torch.ones(1, device=f"cuda:{index}").untyped_storage()._share_cuda_()
     except RuntimeError as error:
         return str(error).splitlines()[0]
     return ""

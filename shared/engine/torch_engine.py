@@ -6,6 +6,7 @@ Puts the parts together (folder, weights, decoder, pool, sampler) and keeps to t
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,8 @@ from shared.engine.attention.triton import unsupported as triton_unsupported
 from shared.engine.base import Buffer, Engine, OnLayer
 from shared.engine.config import ModelConfig
 from shared.engine.decode_buckets import DecodeBuckets
+from shared.engine.device import current, require_shareable_memory, resolve_device
+from shared.engine.device_memory import MemoryNeeds, kv_bytes_of, measure
 from shared.engine.forward import Forward, Passed
 from shared.engine.layers import LayerOps, TorchOps
 from shared.engine.models.decoder import load_decoder
@@ -50,11 +53,17 @@ Kernels = Literal["native", "triton", "torch"]
 
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_CPU_KV_BYTES = 1 << 30
-CUDA_KV_SHARE = 0.85
-"""Share of the GPU memory left after the weights that goes to KV; the rest is for activations."""
 
 _LOGIT_ROWS = 64
 """Positions whose prompt logprobs are computed at once: bounds ``[rows, vocab_size]`` float32."""
+
+_MEMORY_REMEDY = (
+    "leave more beside KV (smaller --gpu-memory-share, --kv-gib or --num-blocks), or compute less "
+    "in a step (--token-budget, --max-running)"
+)
+_WEIGHTS_REMEDY = (
+    "the weights are larger than what is free: choose another --device, or end what else is there"
+)
 
 
 class _Wanted(NamedTuple):
@@ -123,20 +132,25 @@ class TorchEngine(Engine):
         num_threads: int | None = None,
         kernels: str = "auto",
         max_graph_rows: int = 0,
+        memory_needs: MemoryNeeds | None = None,
         name: str | None = None,
     ) -> TorchEngine:
         """Load a model folder and allocate its KV pool.
 
-        dtype: ``auto`` (what the folder says), ``float32``, ``bfloat16`` or ``float16``; weights,
-        activations and KV all use it. num_blocks or kv_bytes: size of the pool; neither = 1 GiB on
-        CPU, most of the free memory on CUDA. num_threads: torch's, for the whole process.
-        kernels: ``native`` (native/), ``triton`` (attention/triton.py, triton_layers.py),
-        ``torch``, or ``auto``: native or triton where they run. max_graph_rows: record decode steps
-        of up to so many rows and replay them (decode_buckets.py) where the kernels allow it; 0 =
-        none.
+        device: see ``resolve_device``. dtype: ``auto`` (what the folder says), ``float32``,
+        ``bfloat16`` or ``float16``; weights, activations and KV all use it. num_blocks or kv_bytes:
+        size of the pool; neither = 1 GiB on CPU, on CUDA what ``memory_needs`` (its defaults, if
+        None) leave. num_threads: torch's, for the whole process. kernels: ``native`` (native/),
+        ``triton`` (attention/triton.py, triton_layers.py), ``torch``, or ``auto``: native or triton
+        where they run. max_graph_rows: record decode steps of up to so many rows and replay them
+        (decode_buckets.py) where the kernels allow it; 0 = none.
         Raises ModelError: the folder is missing, unsupported or damaged, or an argument does not
         fit it. Raises EngineFailed: the device is missing or too small.
         """
+        with _DeviceFailures("finding the device"):
+            place = resolve_device(device)
+        if place.type == "cuda":
+            require_shareable_memory(os.environ)
         files = ModelFolder(folder)
         config = read_model_config(files)
         checkpoint = Checkpoint(files)
@@ -161,45 +175,31 @@ class TorchEngine(Engine):
             eos_token_ids=eos,
             dtype=served,
         )
-        with _DeviceFailures("loading the model"), torch.inference_mode():
-            place = torch.device(device)
+        block_bytes = layout.token_bytes * block_size
+        with _DeviceFailures("making the KV pool"), torch.inference_mode(), current(place):
             chosen = _choose_kernels(kernels, config, layout, block_size, place)
             streams: Streams = InlineStreams()
             if chosen == "native":
-                count = _choose_blocks(num_blocks, kv_bytes, layout.token_bytes * block_size, place)
+                count = _choose_blocks(num_blocks, kv_bytes, block_bytes)
                 kv = PagedKv(layout, count, block_size, place)
                 forward = NativeForward(config, checkpoint, kv, max_model_len=length)
-            else:
-                attention: AttentionBackend = SdpaAttention()
-                ops: LayerOps = TorchOps()
-                if chosen == "triton":
-                    from shared.engine.triton_layers import TritonOps
+                return cls(forward, spec, kv, streams=streams, device=place, kernels=chosen)
+            attention: AttentionBackend = SdpaAttention()
+            ops: LayerOps = TorchOps()
+            if chosen == "triton":
+                from shared.engine.triton_layers import TritonOps
 
-                    attention = TritonAttention(layout, config.num_heads, place)
-                    ops = TritonOps()
-                # Weights first: on a GPU the pool takes what they leave.
+                attention = TritonAttention(layout, config.num_heads, place)
+                ops = TritonOps()
+            # Weights first: on a GPU the pool takes what they leave.
+            with _DeviceFailures("loading the weights", _WEIGHTS_REMEDY):
                 decoder = load_decoder(
                     config, checkpoint, dtype=TORCH_DTYPES[served], device=place, ops=ops
                 )
-                num_padding = int(max_graph_rows > 0 and attention.has_static_plans)
-                block_bytes = layout.token_bytes * block_size
-                count = _choose_blocks(num_blocks, kv_bytes, block_bytes, place, num_padding)
-                kv = PagedKv(layout, count, block_size, place, num_padding=num_padding)
-                if place.type == "cuda":
-                    streams = CudaStreams(config.num_layers, place)
-                buckets = None
-                if num_padding:
-                    with streams.computing():
-                        buckets = DecodeBuckets(
-                            decoder,
-                            kv,
-                            attention,
-                            max_rows=max_graph_rows,
-                            max_model_len=length,
-                            device=place,
-                        )
-                        recorder = CudaRecorder() if place.type == "cuda" else InlineRecorder()
-                        buckets.record(recorder)
+            if place.type == "cuda":
+                streams = CudaStreams(config.num_layers, place)
+
+            def over(kv: PagedKv, buckets: DecodeBuckets | None = None) -> TorchEngine:
                 forward = TorchForward(
                     decoder,
                     kv,
@@ -209,7 +209,37 @@ class TorchEngine(Engine):
                     device=place,
                     buckets=buckets,
                 )
-        return cls(forward, spec, kv, streams=streams, device=place, kernels=chosen)
+                return cls(forward, spec, kv, streams=streams, device=place, kernels=chosen)
+
+            graph_rows = max_graph_rows if attention.has_static_plans else 0
+            num_padding = int(graph_rows > 0)
+            if place.type == "cuda" and num_blocks is None and kv_bytes is None:
+                needs = memory_needs or MemoryNeeds()
+                memory = measure(
+                    over(PagedKv(layout, 1, block_size, place)).step,
+                    needs,
+                    max_model_len=length,
+                    block_size=block_size,
+                    graph_rows=graph_rows,
+                    device=place,
+                )
+                least = (1 + num_padding) * block_bytes
+                kv_bytes = kv_bytes_of(memory, needs.share, least=least)
+            count = _choose_blocks(num_blocks, kv_bytes, block_bytes, num_padding)
+            with streams.computing():
+                kv = PagedKv(layout, count, block_size, place, num_padding=num_padding)
+                if not graph_rows:
+                    return over(kv)
+                buckets = DecodeBuckets(
+                    decoder,
+                    kv,
+                    attention,
+                    max_rows=graph_rows,
+                    max_model_len=length,
+                    device=place,
+                )
+                buckets.record(CudaRecorder() if place.type == "cuda" else InlineRecorder())
+                return over(kv, buckets)
 
     @property
     def spec(self) -> ModelSpec:
@@ -272,7 +302,9 @@ class TorchEngine(Engine):
         """See Engine."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-            torch.empty(1, device=self._device)  # the context is made by first use
+            # Neither that nor an allocation is sure to call CUDA on a new thread: torch knows the
+            # device, and has memory left. This does, and so makes the context current here.
+            torch.cuda.synchronize(self._device)
 
     def new_buffer(self, num_bytes: int) -> Buffer:
         """Return a staging buffer: a CUDA uint8 tensor, or a numpy array.
@@ -283,7 +315,8 @@ class TorchEngine(Engine):
         if self._device.type == "cuda":
             with _DeviceFailures("allocating a staging buffer"):
                 slab = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
-                torch.cuda.synchronize(self._device)  # the zeros must not overtake a copy
+                # The zeros must not overtake a copy; a step that runs need not be waited for.
+                torch.cuda.current_stream(self._device).synchronize()
                 return slab
         buffer = np.empty(num_bytes, dtype=np.uint8)
         buffer.fill(0)
@@ -371,8 +404,10 @@ class TorchEngine(Engine):
 class _DeviceFailures:
     """Turns whatever torch raises into EngineFailed; our own typed errors pass."""
 
-    def __init__(self, doing: str) -> None:
+    def __init__(self, doing: str, remedy: str = _MEMORY_REMEDY) -> None:
+        """remedy: what helps where memory is too small."""
         self._doing = doing
+        self._remedy = remedy
 
     def __enter__(self) -> None:
         pass
@@ -380,9 +415,18 @@ class _DeviceFailures:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         # RuntimeError is what torch raises for nearly everything, out of memory and lost devices
         # included; the others come from missing builds and from the host's memory.
-        if isinstance(error, (RuntimeError, MemoryError, AssertionError, NotImplementedError)):
-            text = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if not isinstance(error, (RuntimeError, MemoryError, AssertionError, NotImplementedError)):
+            return
+        text = (str(error).strip() or type(error).__name__).splitlines()[0]
+        # Libraries and graphs take memory beside torch's allocator, and fail in their own words.
+        is_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        if not is_memory and "out of memory" not in text:
             raise EngineFailed(f"{self._doing} failed: {text}") from error
+        # What was asked for, and what the device has; then torch advises what we refuse.
+        text = ". ".join(text.split(". ")[:3]).removesuffix(".")
+        raise EngineFailed(
+            f"{self._doing} failed: {text}; {self._remedy}", code="out_of_memory"
+        ) from error
 
 
 def _device_name(device: torch.device) -> str:
@@ -439,16 +483,10 @@ def _choose_len(asked: int | None, default: int, longest: int) -> int:
 
 
 def _choose_blocks(
-    num_blocks: int | None,
-    kv_bytes: int | None,
-    block_bytes: int,
-    device: torch.device,
-    num_padding: int = 0,
+    num_blocks: int | None, kv_bytes: int | None, block_bytes: int, num_padding: int = 0
 ) -> int:
     """Return how many blocks rows may use; ``num_padding`` more are to fit into the memory."""
     if num_blocks is None:
-        if kv_bytes is None and device.type == "cuda":
-            kv_bytes = int(torch.cuda.mem_get_info(device)[0] * CUDA_KV_SHARE)
         num_blocks = (kv_bytes or DEFAULT_CPU_KV_BYTES) // block_bytes - num_padding
     if num_blocks < 1:
         raise ModelError(f"the KV pool has no room for one block of {block_bytes} bytes")

@@ -42,7 +42,6 @@ def test_the_gpu_overlay_asks_for_gpus_and_keeps_the_locks(role: str) -> None:
     assert plain["environment"].items() - gpu["environment"].items() == {
         ("PDMESH_DEVICE", "auto"),
         ("PDMESH_DTYPE", "auto"),
-        ("PDMESH_KV_GIB", "0"),
         ("UCX_TLS", "sysv,tcp,self"),
     }
 

@@ -7,7 +7,9 @@ Triton run on it as well.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import aiohttp
@@ -15,6 +17,7 @@ import pytest
 
 from services.local import local_mesh, plan_services, wait_for_pair
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
+from shared.engine.device_memory import MemoryNeeds, largest_steps
 from shared.engine.torch_engine import TorchEngine
 from shared.engine.torch_forward import TorchForward
 from shared.model_folder import DEMO_FOLDER
@@ -48,6 +51,35 @@ def test_the_engine_on_cuda_continues_as_on_cpu() -> None:
     """Greedy tokens in float32 are the same on both devices."""
     prompt = [5 + 7 * index % 1200 for index in range(300)]
     assert _continuation("cuda", prompt, 24) == _continuation("cpu", prompt, 24)
+
+
+def test_kv_takes_its_share_and_the_largest_steps_still_fit() -> None:
+    """The worker stays within its part of the device, recorded steps included."""
+    free, total = torch.cuda.mem_get_info()
+    needs = MemoryNeeds(share=0.5)
+    engine = TorchEngine.load(DEMO_FOLDER, device="cuda", max_graph_rows=4, memory_needs=needs)
+    length = engine.spec.max_model_len
+    for rows in largest_steps(needs, max_model_len=length, block_size=engine.block_size):
+        engine.step(rows)
+    taken = free - torch.cuda.mem_get_info()[0]
+    engine.close()
+    assert 0.25 * total < taken <= 0.5 * total
+
+
+def test_a_thread_that_entered_the_engine_has_a_context() -> None:
+    """As CUDA's driver sees it, which is what UCX asks."""
+    engine = TorchEngine.load(DEMO_FOLDER, device="cuda", num_blocks=8)
+    driver = ctypes.CDLL("libcuda.so.1")
+
+    def context() -> int | None:
+        handle = ctypes.c_void_p()
+        assert driver.cuCtxGetCurrent(ctypes.byref(handle)) == 0
+        return handle.value
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(engine.enter_thread).result()
+        assert thread.submit(context).result()
+    engine.close()
 
 
 def _answers(num_tokens: int, **options: Any) -> list[list[int]]:

@@ -58,6 +58,7 @@ async def require_refused(process: ServiceProcess, code: int, *words: str) -> No
         ("gateway", {"mesh_port": "{port}"}, EXIT_FAILED, "in use"),
         ("prefill", {"port": "{port}"}, EXIT_FAILED, "in use"),
         ("decode", {"metrics_port": "{port}"}, EXIT_FAILED, "in use"),
+        ("prefill", {"engine": "torch", "device": "cuda:99"}, EXIT_FAILED, "torch sees"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )

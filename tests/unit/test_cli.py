@@ -19,7 +19,7 @@ from rich.console import Console
 
 from services.cli import main
 from services.cli.app import app
-from services.cli.machine import Gpu, Share, find_gpus, shares
+from services.cli.machine import Share, find_gpus, shares
 from services.cli.status import LineView
 from services.cli.up import UpConfig, plan_mesh
 from services.gateway.front.auth import KeyRing, hash_key
@@ -376,27 +376,66 @@ def test_a_hub_model_is_served_under_its_name(
 
 
 def test_workers_share_cores_and_gpus() -> None:
-    """Cores equally, GPUs in turn; all stay visible, and a shared GPU's memory is divided."""
-    assert shares(3, num_cores=8, gpus=[], weights_bytes=0) == [Share(2)] * 3
-    assert shares(4, num_cores=2, gpus=[], weights_bytes=0)[0].threads == 1
-    two = [Gpu("0", 80.0), Gpu("3", 40.0)]
-    assert shares(2, num_cores=8, gpus=two, weights_bytes=0) == [Share(4, "0,3"), Share(4, "3,0")]
-    parts = shares(3, num_cores=8, gpus=two, weights_bytes=16 << 30)
-    assert [part.gpus for part in parts] == ["0,3", "3,0", "0,3"]
-    assert parts[0].kv_gib == parts[2].kv_gib == 80 * 0.8 / 2 - 16 - 1
-    assert parts[1].kv_gib == 0  # alone on its GPU: the worker takes what is free
+    """Cores equally, GPUs in turn, all of which stay visible; who shares one is counted."""
+    assert shares(["auto"] * 3, num_cores=8, gpus=[]) == [Share(2, "", 3)] * 3
+    assert shares(["cpu"] * 4, num_cores=2, gpus=["a"])[0] == Share(1, "", 4)
+    two = shares(["auto", "cuda"], num_cores=8, gpus=["a", "b"])
+    assert two == [Share(4, "a,b", 1), Share(4, "b,a", 1)]
+    three = shares(["cuda"] * 3, num_cores=9, gpus=["a", "b"])
+    assert three == [Share(3, "a,b", 2), Share(3, "b,a", 1), Share(3, "a,b", 2)]
+    fixed = shares(["cuda:1", "cuda:0", "cuda:1"], num_cores=3, gpus=["a", "b"])
+    assert fixed == [Share(1, "", 2), Share(1, "", 1), Share(1, "", 2)]
 
 
-def test_gpus_are_those_that_we_may_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """nvidia-smi tells all; CUDA_VISIBLE_DEVICES, by index or uuid, chooses and orders."""
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert find_gpus({}) == []
+@pytest.fixture
+def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose driver knows two."""
     smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho '0, GPU-aa, 2048'\necho '1, GPU-bb, 1024'\n")
+    smi.write_text("#!/bin/sh\necho '0, GPU-aa'\necho '1, GPU-bb'\n")
     smi.chmod(0o755)
-    assert find_gpus({}) == [Gpu("0", 2.0), Gpu("1", 1.0)]
-    assert find_gpus({"CUDA_VISIBLE_DEVICES": "GPU-bb,0"}) == [Gpu("1", 1.0), Gpu("0", 2.0)]
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_gpus_are_those_that_we_may_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    """nvidia-smi tells all; CUDA_VISIBLE_DEVICES, by index or uuid, chooses and orders."""
+    assert find_gpus({}) == ["GPU-aa", "GPU-bb"]
+    assert find_gpus({"CUDA_VISIBLE_DEVICES": "GPU-bb,0"}) == ["GPU-bb", "GPU-aa"]
     assert find_gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert find_gpus({}) == []
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(
+    ("config", "environment", "visible", "memory_shares"),
+    [
+        (UpConfig(), {}, ["GPU-aa,GPU-bb", "GPU-bb,GPU-aa"], [0.9, 0.9]),
+        (
+            UpConfig(decode=2, device="cuda"),
+            {},
+            ["GPU-aa,GPU-bb", "GPU-bb,GPU-aa", "GPU-aa,GPU-bb"],
+            [0.45, 0.9, 0.45],
+        ),
+        (UpConfig(), {"CUDA_VISIBLE_DEVICES": "1"}, ["GPU-bb", "GPU-bb"], [0.45, 0.45]),
+        (UpConfig(device="cuda:1", gpu_memory_share=0.8), {}, [None, None], [0.4, 0.4]),
+    ],
+)
+def test_each_worker_of_a_mesh_gets_a_gpu(
+    config: UpConfig,
+    environment: dict[str, str],
+    visible: list[str | None],
+    memory_shares: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its own one comes first in what it sees, and so is its cuda:0; its memory is divided among
+    those that share it."""
+    monkeypatch.setattr("services.cli.up.require_worker_modules", lambda _: None)
+    config = dataclasses.replace(config, port=0)
+    _, *workers = plan_mesh(config, environment).services
+    assert [one.env.get("CUDA_VISIBLE_DEVICES") for one in workers] == visible
+    shares = [config_from_environment(DecodeConfig, one.env).gpu_memory_share for one in workers]
+    assert shares == memory_shares
 
 
 def test_without_a_terminal_every_change_is_one_line() -> None:

@@ -150,8 +150,8 @@ def check_gpu(facts: Mapping[str, Any] | None, num_driver_gpus: int) -> Finding:
     if devices:
         return right(
             "GPU",
-            ", ".join(f"{d['name']} ({d['free_gib']:.0f} of {d['total_gib']:.0f} GiB free)"
-                      for d in devices),
+            ", ".join(f"cuda:{i} {d['name']} ({d['free_gib']:.0f} of {d['total_gib']:.0f} GiB free)"
+                      for i, d in enumerate(devices)),
         )  # fmt: skip
     if not num_driver_gpus or facts is None:
         return absent("GPU", "none: models run on the CPU (a small one, for trying things out)")
@@ -180,8 +180,8 @@ def check_cuda_ipc(facts: Mapping[str, Any] | None, link: Link | None) -> Findin
     if facts["expandable_segments"]:
         return wrong(
             name,
-            "PYTORCH_CUDA_ALLOC_CONF has expandable_segments: UCX may fall back to copies",
-            "leave expandable_segments out for workers",
+            "torch is told to use expandable_segments: workers refuse to start with them",
+            "leave them out of PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF",
         )
     if link is not None and not ("cuda" in link.modules and facts["has_nvml"]):
         return wrong(

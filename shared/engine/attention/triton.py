@@ -8,7 +8,6 @@ imported at first use, and ``unsupported`` says why it cannot be used.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 
 from shared.engine.batch import PagedRows, StepBatch, flatten_rows
+from shared.engine.device import current
 from shared.engine.paged_kv import TORCH_DTYPES, PagedKv
 from shared.engine.upload import to_device
 from shared.kv.layout import KvLayout
@@ -180,7 +180,7 @@ def _try(layout: KvLayout, num_heads: int, block_size: int, device: torch.device
     rows = [StepRow((1,), 0, (0,)), StepRow((1,) * (length - 1), 1, (0, 1))]
     shape = (layout.num_kv_heads, layout.head_dim)
     dtype = TORCH_DTYPES[layout.dtype]
-    with torch.inference_mode(), _current(device):
+    with torch.inference_mode(), current(device):
         for num_programs in (1, 1 << 10):
             attention = TritonAttention(layout, num_heads, device, num_programs=num_programs)
             batch = flatten_rows(
@@ -203,11 +203,6 @@ def _full_device(device: torch.device) -> int:
     if device.type != "cuda":
         return _INTERPRETED_PROGRAMS
     return PROGRAMS_PER_CORE * int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _kernels() -> Any:
