@@ -113,6 +113,7 @@ class Gateway:
                     own_port=config.process_port,
                     drain_s=TAIL_S,
                     reuse_port=config.share_http_port,
+                    origins=config.origins,
                 )
             )
             ready(http, server.address)
