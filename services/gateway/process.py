@@ -34,6 +34,7 @@ def run_gateway(config: GatewayConfig) -> int:
         def ready(http: Address, grpc: Address) -> None:
             process.ready(http_port=http.port, grpc_port=grpc.port)
 
+        process.begins("loading the tokenizer")
         # A large tokenizer holds the thread for a second; signals are heard meanwhile.
         folder, text = await asyncio.to_thread(_load, config.model)
         try:

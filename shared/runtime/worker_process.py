@@ -57,10 +57,11 @@ def run_worker(name: str, serve: Serve[AnyConfig], config: AnyConfig) -> int:
 
     async def main(process: Process) -> bool:
         # Loading holds the thread for seconds; signals are heard meanwhile.
-        engine = await asyncio.to_thread(load_engine, config)
+        engine = await asyncio.to_thread(load_engine, config, process.begins)
         resident = Resident(engine.pool_arrays())
         try:
             resident.start()
+            process.begins("opening UCX")
 
             def enter_pump() -> None:
                 engine.enter_thread()

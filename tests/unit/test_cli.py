@@ -400,12 +400,14 @@ def test_without_a_terminal_every_change_is_one_line() -> None:
     mesh = LocalMesh(services, log_fd=2, restart=True, drain_s=0, on_change=view.show)
     gateway, prefill = services
     enter(mesh, gateway, Phase.STARTING, pid=7)
+    enter(mesh, gateway, Phase.STARTING, part="loading the tokenizer")
     enter(mesh, gateway, Phase.READY, facts={"http_port": 80, "grpc_port": 81})
     enter(mesh, prefill, Phase.CRASHED, error="out of memory, and a long line it is")
     enter(mesh, prefill, Phase.READY, pid=9, num_restarts=1, facts={"grpc_port": 5})
     view.show(mesh)
     assert out.getvalue().splitlines() == [
         "gateway    starting  pid 7",
+        "gateway    starting  pid 7, loading the tokenizer",
         "gateway    ready     pid 7, HTTP 80, gRPC 81",
         "prefill-0  crashed   out of memory, and a long line it is",
         "prefill-0  ready     pid 9, gRPC 5, 1 restart",
