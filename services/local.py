@@ -78,8 +78,8 @@ class Service:
     """One process of the mesh.
 
     env: what it gets beside our own environment. facts: what it said when it was ready (its
-    ports). error: its last word, '' if it had none. exit_code: of the last run that ended;
-    negative = the signal.
+    ports). part: of its start, which it is at. error: its last word, '' if it had none. exit_code:
+    of the last run that ended; negative = the signal.
     """
 
     name: str
@@ -89,6 +89,7 @@ class Service:
     pid: int = 0
     num_restarts: int = 0
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
+    part: str = ""
     error: str = ""
     exit_code: int | None = None
     ready: asyncio.Event = field(default_factory=asyncio.Event)
@@ -277,7 +278,7 @@ class LocalMesh:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         cord = {PARENT_FD: str(theirs.fileno())}
-        service.error, service.exit_code = "", None
+        service.part, service.error, service.exit_code = "", "", None
         try:
             with theirs:
                 process = service.process = await asyncio.create_subprocess_exec(
@@ -320,6 +321,9 @@ class LocalMesh:
                 facts: dict[str, Any] = orjson.loads(line)
                 if "error" in facts:
                     service.error = str(facts["error"])
+                elif "part" in facts:
+                    service.part = str(facts["part"])
+                    self._on_change(self)
                 elif service.phase is Phase.STARTING:
                     service.facts = facts
                     service.ready.set()
@@ -356,8 +360,8 @@ async def local_mesh(
     """Run the processes for the length of the block; entering waits until every one is ready.
 
     log: a file that takes all their output; None = this process's stderr. drain_s: longest wait,
-    at the end, for requests in hand. on_change: called at every change of a phase, the first time
-    before anything is started.
+    at the end, for requests in hand. on_change: called at every change of a phase or part, the
+    first time before anything is started.
     Raises StartFailed: one could not start; all others are stopped by then.
     """
     with contextlib.ExitStack() as stack:

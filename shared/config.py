@@ -155,6 +155,10 @@ class GatewayConfig(ServiceConfig):
     max_choices: int = 8
     """Most answers to one prompt (n)."""
 
+    cors_origins: str = ""
+    """Origins whose pages may ask from a browser, as https://example.org, separated by commas, or
+    * for any; empty: only the gateway's own page."""
+
     trust_templates: bool = False
     """Let requests bring their own chat template, as vLLM's --trust-request-chat-template: a
     program in a sandbox, but one that may take as much of the gateway's time as it likes."""
@@ -179,6 +183,11 @@ class GatewayConfig(ServiceConfig):
     def has_keys(self) -> bool:
         """Whether clients need an API key."""
         return bool(self.api_key) or self.api_keys is not None
+
+    @property
+    def origins(self) -> frozenset[str]:
+        """``cors_origins``, one by one."""
+        return frozenset(name.strip() for name in self.cors_origins.split(",") if name.strip())
 
     def check(self) -> None:
         """See ServiceConfig."""
@@ -212,6 +221,11 @@ class GatewayConfig(ServiceConfig):
         _require(self.max_running >= 1, "max_running", "must be at least 1")
         _require(self.max_waiting >= 0, "max_waiting", "must be at least 0")
         _require(0 < self.max_wait_s <= 60, "max_wait_s", "must be above 0 and at most 60 seconds")
+        _require(
+            all(re.fullmatch(r"\*|https?://[^/\s*]+", name) for name in self.origins),
+            "cors_origins",
+            "must be origins as https://example.org, or *",
+        )
         _require(1 <= self.max_choices <= 1024, "max_choices", "must be 1..1024")
         _require(1 <= self.max_attempts <= 5, "max_attempts", "must be 1..5")
         _require(0 < self.failover_wait_s <= 60, "failover_wait_s", "must be in 0..60 seconds")

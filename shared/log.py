@@ -36,7 +36,7 @@ ALLOWED_FIELDS = frozenset({
     "lane", "mode", "transport", "is_cancelled", "is_streaming", "ok",
     # how many, how long
     "prompt_tokens", "completion_tokens", "output_tokens", "cached_tokens", "num_requests",
-    "num_running", "num_waiting", "num_blocks", "free_blocks", "block_size", "num_peers",
+    "num_running", "num_waiting", "num_blocks", "free_blocks", "block_size", "num_peers", "part",
     "num_workers", "num_frames", "num_layers", "num_restarts", "num_bytes", "body_bytes", "count",
     "limit", "lag_s", "seconds", "limit_s", "wait_s", "queue_s", "silence_s", "step_s", "drain_s",
     "uptime_s", "retry_after_s", "ttft_s", "gb_per_s", "gbytes_per_s",

@@ -85,7 +85,7 @@ async def running_mesh() -> AsyncGenerator[str]:
         async with asyncio.TaskGroup() as tasks:
             async with asyncio.timeout(START_WITHIN_S):
                 async for line in up.stdout:
-                    if found := re.match(rb"ready: (http://\S+)/v1 ", line):
+                    if found := re.match(rb"ready: (http://\S+)/ ", line):
                         break
                 else:
                     raise RuntimeError("pdmesh up ended before it was ready")

@@ -23,6 +23,7 @@ from services.cli.generate import SAMPLING, Answer, shown, stream_answer
 from services.cli.interrupts import Interrupts
 from services.cli.models import NONE_YET, fetch_models
 from services.cli.receipt import receipt_table
+from shared.config import DEMO_MODEL
 from shared.errors import MeshError
 from shared.runtime.service import EXIT_FAILED, EXIT_OK
 
@@ -37,6 +38,11 @@ KEYS: Final = """\
 Enter sends. Alt-Enter, or a backslash at the end of a line, begins a new line. Ctrl-C stops an
 answer, or clears what is typed. A space before a slash sends the text as it is.
 """
+
+DEMO_NOTE: Final = (
+    "The bundled demo model finds codes that you state, adds numbers up to 99, makes small talk. "
+    "All else is nonsense, and so are soon the later turns of a conversation: /reset begins anew."
+)
 
 _CHAT = Parameter(group=Group("Conversation", sort_key=0))
 
@@ -128,6 +134,8 @@ def chat(
 
     name = f"{served[0]['id']} at {url}" if served else NONE_YET
     out.print(f"{name}  (/help, /quit)", style="dim", markup=False)
+    if served and served[0]["id"] == DEMO_MODEL:
+        out.print(DEMO_NOTE, style="dim", markup=False)
     _Dialogue(talk, out).run(typed_lines(COMMANDS, is_history_kept=history))
     return EXIT_OK
 

@@ -47,7 +47,7 @@ class Answer:
 
 
 def generate(
-    prompt: Annotated[str, Parameter(show_env_var=False, show_default=False)] = "",
+    prompt: Annotated[str | None, Parameter(show_env_var=False, show_default=False)] = None,
     /,
     *,
     chat: Annotated[bool, Parameter(negative="--raw", group=SAMPLING.group)] = True,
@@ -78,9 +78,10 @@ def generate(
         Show where the time went.
     """
     require_url(url)
-    if not prompt:
+    if prompt is None:
         require(not sys.stdin.isatty(), "give a PROMPT, or pipe one in", param="prompt")
-    text = prompt or sys.stdin.read()
+    text = sys.stdin.read() if prompt is None else prompt
+    require(bool(text.strip()), "the prompt is empty: say something", param="prompt")
     body: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     body |= {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
 

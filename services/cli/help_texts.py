@@ -97,7 +97,7 @@ pdmesh top --json | jq .window
 
 BENCH: Final = _examples("""
 pdmesh bench                              the local mesh, 1 request/s for 30 s
-pdmesh bench --rates 1,2,4,8 --output report
+pdmesh bench --rates 0.5,1,2 --scale-lengths 0.1 --output report
 pdmesh bench --goodput --slo-ttft 500ms --slo-tpot 50ms
 pdmesh bench --trace mooncake.jsonl --scale-lengths 0.1 --speed 2
 pdmesh bench http://10.0.0.5:8000 http://10.0.0.6:8000 --rate 20 --synthetic code

@@ -62,12 +62,12 @@ class LineView:
 
     def __init__(self, console: Console) -> None:
         self._out = console.file
-        self._last: dict[str, tuple[Phase, int]] = {}
+        self._last: dict[str, tuple[Phase, int, str]] = {}
 
     def show(self, mesh: LocalMesh) -> None:
         """See StatusView."""
         for service in mesh.services:
-            now = service.phase, service.num_restarts
+            now = service.phase, service.num_restarts, service.part
             if service.phase is not Phase.WAITING and self._last.get(service.name) != now:
                 self._last[service.name] = now
                 self.say(f"{service.name:<10} {service.phase.value:<9} {_facts(service)}".rstrip())
@@ -136,6 +136,8 @@ def _facts(service: Service) -> str:
         parts.append(last_word(service))
     elif service.phase not in (Phase.WAITING, Phase.STOPPED):
         parts.append(f"pid {service.pid}")
+    if service.phase is Phase.STARTING and service.part:
+        parts.append(service.part)
     if service.phase is Phase.READY:
         facts = service.facts
         parts += [f"HTTP {facts['http_port']}"] if "http_port" in facts else []

@@ -34,8 +34,9 @@ from shared.config import (
     RoutingPolicyName,
     ServiceConfig,
 )
+from shared.engine.models.registry import read_model_config
 from shared.environment import settings_from_environment
-from shared.model_folder import resolve_model
+from shared.model_folder import ModelFolder, resolve_model
 from shared.runtime.service import EXIT_OK
 
 MAX_WORKERS: Final = 64
@@ -282,7 +283,9 @@ def plan_mesh(config: UpConfig, environment: Mapping[str, str]) -> MeshPlan:
         require_worker_modules(engine)
     require_free_ports(gateway, http_flag="--port")
     require_door_files(gateway)
-    resolve_model(gateway.model)  # a hub name is downloaded here, once
+    folder = resolve_model(gateway.model)  # a hub name is downloaded here, once
+    if "torch" in (prefill.engine, decode.engine):
+        read_model_config(ModelFolder(folder))  # before the gateway finds fault with its tokenizer
     if not gateway.model_name and "/" in gateway.model and not Path(gateway.model).is_dir():
         gateway = dataclasses.replace(gateway, model_name=gateway.model)
     workers: list[PrefillConfig | DecodeConfig] = [decode] * config.colocated
@@ -358,7 +361,8 @@ def _say_ready(view: StatusView, mesh: LocalMesh, *, has_keys: bool) -> None:
     where = "" if url.endswith(":8000") else f" --url {url}"
     lines: Sequence[str] = (
         "",
-        f"ready: {url}/v1 (OpenAI's API), {mesh.grpc_target} (gRPC)",
+        f"ready: {url}/ (a page, in a browser)",
+        f"       {url}/v1 (OpenAI's API), {mesh.grpc_target} (gRPC)",
         f"try:   curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' "
         f"-d '{body}'",
         f"or:    pdmesh chat{where}",

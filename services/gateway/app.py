@@ -133,6 +133,7 @@ class Gateway:
                     drain_s=TAIL_S,
                     reuse_port=config.share_http_port,
                     tls=tls,
+                    origins=config.origins,
                 )
             )
             watched = None

@@ -38,6 +38,7 @@ def run_gateway(config: GatewayConfig) -> int:
             process.ready(http_port=http.port, grpc_port=grpc.port, mesh_port=mesh.port, **more)
 
         platform = real_platform(mesh_secret(config, os.environ))
+        process.begins("loading the tokenizer")
         # A large tokenizer holds the thread for a second; signals are heard meanwhile.
         folder, text = await asyncio.to_thread(_load, config.model)
         try:

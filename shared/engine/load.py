@@ -5,26 +5,38 @@ Imports torch only for the torch engine.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
+
 from shared.config import DecodeConfig, WorkerConfig
 from shared.engine.base import Engine
 from shared.engine.fake import FakeEngine, FakeModel, FakeTiming
+from shared.engine.models.registry import read_model_config
+from shared.engine.native.build import Unavailable, find_compiled, library, unsupported
 from shared.model_folder import ModelFolder, resolve_model
 
 FAKE_NUM_BLOCKS = 1024
 
 
-def load_engine(config: WorkerConfig) -> Engine:
+def load_engine(config: WorkerConfig, begins: Callable[[str], None] = lambda _: None) -> Engine:
     """Load the model and allocate its KV pool; takes seconds, so not on an event loop.
 
+    begins: called with each slow part as it begins.
     Raises ModelError: there is no such model, or it is unsupported or damaged. EngineFailed: the
     device is missing or too small.
     """
     folder = resolve_model(config.model)
     if config.engine == "fake":
         return _fake(config, ModelFolder(folder))
+    begins("importing torch")
     from shared.engine.device_memory import MemoryNeeds
     from shared.engine.torch_engine import TorchEngine
 
+    if _compiles_kernels(config, ModelFolder(folder)):
+        begins("compiling kernels, once for this machine")
+        with suppress(Unavailable):  # the engine says why it does without
+            library()
+    begins("loading weights")
     return TorchEngine.load(
         folder,
         device=config.device,
@@ -43,6 +55,17 @@ def load_engine(config: WorkerConfig) -> Engine:
             staging_bytes=config.staging_mib << 20,
         ),
     )
+
+
+def _compiles_kernels(config: WorkerConfig, folder: ModelFolder) -> bool:
+    """Whether the first use of this machine's native kernels is now."""
+    from shared.engine.device import resolve_device
+
+    is_native = config.kernels == "native" or (
+        config.kernels == "auto" and resolve_device(config.device).type == "cpu"
+    )
+    dtype = config.dtype if config.dtype != "auto" else read_model_config(folder).dtype
+    return is_native and dtype == "bfloat16" and not unsupported() and find_compiled() is None
 
 
 def _max_graph_rows(config: WorkerConfig) -> int:

@@ -136,6 +136,7 @@ class Registration:
         self._known: dict[Incarnation, tuple[DecodePeer, float]] = {}  # and when to forget it
         self._forgetting: asyncio.TimerHandle | None = None
         self._was_accepted = False
+        self._is_leaving = False
         self._look_again = asyncio.Event()
 
     @property
@@ -157,6 +158,15 @@ class Registration:
         """
         for link in self._links.values():
             link.has_news.set()
+
+    async def leave(self, within_s: float) -> None:
+        """Tell every gateway that this worker has drained, and wait until it has heard it: what
+        just ends looks like a crash."""
+        self._is_leaving = True
+        self.report_soon()
+        tasks = [link.task for link in self._links.values() if link.task and link.gateway]
+        if tasks:
+            await asyncio.wait(tasks, timeout=within_s)
 
     def doubt(self, gateway: Incarnation) -> None:
         """The gateway went silent elsewhere: join it anew, for this stream alone would not notice a
@@ -217,6 +227,8 @@ class Registration:
                 reason = error
             finally:
                 was_joined = self._left(link)
+            if self._is_leaving:
+                return
             if was_joined:
                 num_failures = 0
                 _log.warning("gateway lost", gateway=str(link.address), error=reason.message)
@@ -300,10 +312,14 @@ class Registration:
             raise _refusal(directive.refused)
         return check_hello(directive.hello, wire.Role.GATEWAY)
 
-    async def _report(self, link: _Link, stream: ClientStream[Any, Any]) -> NoReturn:
+    async def _report(self, link: _Link, stream: ClientStream[Any, Any]) -> None:
         while True:
             link.has_news.clear()
+            is_last = self._is_leaving
             await stream.send(wire.WorkerReport(status=_status(self._load())))
+            if is_last:
+                await stream.end()
+                return
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._interval_s):
                     await link.has_news.wait()

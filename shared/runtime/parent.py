@@ -1,7 +1,8 @@
 """The cord between a service and the process that started it (``pdmesh up``).
 
-One inherited socket, named by ``PDMESH_PARENT_FD``. The child writes one JSON line when it is ready
-(its addresses) or when it cannot start (the error); the end of file on it means that the parent is
+One inherited socket, named by ``PDMESH_PARENT_FD``. The child writes one JSON line for each slow
+part of its start (its name), when it is ready (its addresses) or when it cannot start (the error);
+the end of file on it means that the parent is
 gone, however it died, and the child stops: nothing is left behind. Without the variable nothing
 happens: a service under compose or systemd has no cord.
 """

@@ -62,6 +62,12 @@ class Process:
         self.stop = asyncio.Event()
         """Set when the process should drain and end."""
 
+    def begins(self, part: str) -> None:
+        """Tell whoever started us, and the log, which slow part of the start comes now. From any
+        thread."""
+        self._parent.tell(part=part)
+        _log.info("starting", part=part)
+
     def ready(self, **facts: Any) -> None:
         """Tell whoever started us that we serve; facts: our ports, in the gateway's words
         (``http_port``, ``grpc_port``)."""

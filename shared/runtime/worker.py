@@ -139,8 +139,14 @@ class WorkerLife:
                 ],
                 stop=stop,
                 drain=parts.drain,
-                last_words=lambda: parts.sessions.flush(FLUSH_S),
+                last_words=self._last_words,
             )
+
+    async def _last_words(self) -> None:
+        if self._parts is not None and self._registration is not None:
+            await self._parts.sessions.flush(FLUSH_S)
+            if self._parts.load().is_draining:
+                await self._registration.leave(FLUSH_S)
 
     def _announcement(self, address: Address) -> Announcement:
         engine = self._engine

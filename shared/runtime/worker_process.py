@@ -56,7 +56,8 @@ def run_worker(name: str, serve: Serve[AnyConfig], config: AnyConfig) -> int:
     """
 
     async def main(process: Process) -> bool:
-        async with _machinery(config, mesh_secret(config, os.environ)) as (engine, platform):
+        secret = mesh_secret(config, os.environ)
+        async with _machinery(config, secret, process.begins) as (engine, platform):
 
             def ready(address: Address) -> None:
                 process.ready(grpc_port=address.port, num_blocks=engine.num_blocks)
@@ -78,9 +79,14 @@ async def profile_machine(config: PrefillConfig, *, is_forced: bool) -> KeptProf
 
 @contextlib.asynccontextmanager
 async def _machinery(
-    config: WorkerConfig, secret: MeshSecret | None = None
+    config: WorkerConfig,
+    secret: MeshSecret | None = None,
+    begins: Callable[[str], None] = lambda _: None,
 ) -> AsyncGenerator[tuple[Engine, Platform]]:
-    """Load the engine and make the platform that it runs on, for the length of the block."""
+    """Load the engine and make the platform that it runs on, for the length of the block.
+
+    begins: told of each slow part.
+    """
     # The compute thread holds the GIL between its kernels: the loop asks for it ten times sooner
     # than Python's 5 ms.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -90,10 +96,11 @@ async def _machinery(
             realtime.take(RealTime.CARRIER)
 
     # Loading holds the thread for seconds; signals are heard meanwhile.
-    engine = await asyncio.to_thread(load_engine, config)
+    engine = await asyncio.to_thread(load_engine, config, begins)
     resident = Resident(engine.pool_arrays())
     try:
         resident.start()
+        begins("opening UCX")
 
         def enter_pump() -> None:
             engine.enter_thread()
@@ -104,7 +111,7 @@ async def _machinery(
         ) -> MachineProfile:
             if not isinstance(config, PrefillConfig):
                 return UNMEASURED
-            return (await _profile(config, engine, compute, transport)).profile
+            return (await _profile(config, engine, compute, transport, begins)).profile
 
         # Its operations are narrower than the protocol says: it takes its own endpoints only.
         new_transport = cast(
@@ -125,13 +132,19 @@ async def _profile(
     engine: Engine,
     compute: ComputeRunner,
     transport: Transport,
+    begins: Callable[[str], None] = lambda _: None,
     *,
     is_forced: bool = False,
 ) -> KeptProfile:
     most_tokens = config.max_step_tokens
+
+    async def measure_now() -> MachineProfile:
+        begins("measuring this machine, once")
+        return await measure(engine, compute, transport, time.perf_counter, most_tokens=most_tokens)
+
     return await find_or_measure(
         key_of(engine, most_tokens),
-        lambda: measure(engine, compute, transport, time.perf_counter, most_tokens=most_tokens),
+        measure_now,
         path=config.profile_file,
         is_forced=is_forced,
     )

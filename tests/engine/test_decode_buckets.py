@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -337,6 +338,25 @@ def test_kernels_are_chosen_by_device(
         chosen("triton", "cuda")
     with pytest.raises(ModelError, match="the native kernels cannot run here"):
         chosen("native", "cuda")
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_each_slow_part_of_loading_is_told(
+    is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it begins; compiling only where it has to be done."""
+    compiled: list[str] = []
+    monkeypatch.setattr(TorchEngine, "load", lambda *_, **__: None)
+    monkeypatch.setattr(load, "unsupported", lambda: "")
+    monkeypatch.setattr(load, "find_compiled", lambda: Path("kernels.so") if is_compiled else None)
+    monkeypatch.setattr(load, "library", lambda: compiled.append("once"))
+    parts: list[str] = []
+    load.load_engine(PrefillConfig(device="cpu"), parts.append)
+    middle = [] if is_compiled else ["compiling kernels, once for this machine"]
+    assert parts == ["importing torch", *middle, "loading weights"]
+    assert compiled == ([] if is_compiled else ["once"])
+    load.load_engine(PrefillConfig(device="cpu", dtype="float32"), parts.append)
+    assert parts[-2:] == ["importing torch", "loading weights"]
 
 
 def test_only_decode_workers_record(monkeypatch: pytest.MonkeyPatch) -> None:

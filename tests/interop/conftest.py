@@ -61,7 +61,7 @@ API_KEY = os.environ.get("PDMESH_API_KEY", "none")
 
 
 START_WITHIN_S = 120.0
-_READY = re.compile(r"ready: (http://\S+)/v1 .*, (\S+) \(gRPC\)")
+_READY = re.compile(r"(http://\S+)/v1 \(OpenAI's API\), (\S+) \(gRPC\)")
 
 
 @contextmanager

@@ -564,6 +564,23 @@ async def test_a_drained_decode_worker_loses_nothing() -> None:
         assert {t.result().receipt["attempts"] for t in asked} == {1}
 
 
+@pytest.mark.parametrize("is_orderly", [True, False])
+@virtual_time
+async def test_only_a_worker_that_is_lost_is_a_warning(is_orderly: bool) -> None:
+    """One that drained and left is news; who watches the log for warnings is not called."""
+    async with whole_mesh(num_decode=2) as mesh:
+        with structlog.testing.capture_logs() as logs:
+            if is_orderly:
+                mesh.decodes[0].stop.set()
+            else:
+                await mesh.kill(mesh.decodes[0])
+            await asyncio.sleep(10.0)
+        (left,) = (line for line in logs if line["event"] == "worker left")
+        assert left["log_level"] == ("info" if is_orderly else "warning")
+        warned = [line for line in logs if line["log_level"] == "warning"]
+        assert bool(warned) is not is_orderly, warned
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_a_storm_of_faults_replays_and_every_answer_is_exact_or_a_typed_error(seed: int) -> None:
     """Kills, partitions, hang-ups and joins at random times: the same seed, the same history."""

@@ -132,9 +132,11 @@ async def test_a_receipt_is_read_with_the_keyboard(visit: Any, running_up: Any) 
 
 
 async def test_a_conversation_remembers_its_turns(visit: Any, running_up: Any) -> None:
-    """The second question is answered from the first one; a new chat does not know it."""
+    """The second question is answered from the first one; a new chat does not know it. What this
+    model cannot do is said beforehand."""
     tab = await visit(running_up.url)
     await tab.open()
+    await expect(tab.page.locator("#demo-note")).to_contain_text("All else is nonsense")
     await tab.ask(RECALL)
     answer = await tab.ask("What is the code of the blue box?")
     await expect(answer.locator(".text")).to_have_text("The code of the blue box is 1111.")

@@ -260,6 +260,7 @@ async def test_a_mesh_without_workers_says_why_it_is_not_ready(visit: Any, serve
     await tab.status("ready")
     await expect(tab.page.locator("#alert")).to_be_hidden()
     await expect(tab.page.locator("#model")).to_have_text("tiny")
+    await expect(tab.page.locator("#demo-note")).to_be_hidden()
 
 
 async def test_settings_go_with_every_request_and_survive_a_reload(visit: Any, serve: Any) -> None:

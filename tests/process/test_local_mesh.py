@@ -200,8 +200,10 @@ async def test_a_block_of_a_mesh_reaps_all_processes(tmp_path: Path) -> None:
     """Inside it answers; afterwards there is not even a zombie."""
     services = a_plan()
     seen: list[tuple[str, Phase]] = []
+    parts: dict[str, None] = {}
 
     def changed(mesh: LocalMesh) -> None:
+        parts.update(dict.fromkeys(s.part for s in mesh.services))
         seen.extend((s.name, s.phase) for s in mesh.services if (s.name, s.phase) not in seen)
 
     async with local_mesh(services, log=tmp_path / "log", on_change=changed) as mesh:
@@ -209,6 +211,7 @@ async def test_a_block_of_a_mesh_reaps_all_processes(tmp_path: Path) -> None:
         await wait_for_pair(mesh.http_url, LIMIT_S)
         assert (await chat(mesh.http_url))["choices"]
     assert is_reaped(services)
+    assert set(parts) == {"", "loading the tokenizer", "opening UCX"}  # the fake engine has no more
     for service in services:
         assert [phase.value for name, phase in seen if name == service.name] == [
             "waiting",

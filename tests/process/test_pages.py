@@ -86,7 +86,7 @@ class Reader:
                 start_new_session=True,
             )
         until = time.monotonic() + LIMIT_S
-        while not (found := re.search(r"ready: (http://\S+)/v1", log.read_text())):
+        while not (found := re.search(r"ready: (http://\S+)/ ", log.read_text())):
             assert self._mesh.poll() is None, log.read_text()
             assert time.monotonic() < until, log.read_text()
             time.sleep(0.05)

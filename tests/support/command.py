@@ -53,7 +53,7 @@ class Command:
 
     async def url(self) -> str:
         """Wait until a request can be served; the base URL."""
-        return (await self.said(r"ready: (http://\S+)/v1"))[1]
+        return (await self.said(r"ready: (http://\S+)/ "))[1]
 
     @property
     def children(self) -> list[int]:

@@ -24,10 +24,13 @@ COLUMNS, LINES = 160, 48
 class Terminal:
     """A running command and its screen."""
 
-    def __init__(self, process: asyncio.subprocess.Process, screen: int) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, screen: int, size: tuple[int, int]
+    ) -> None:
         self.process = process
         self._screen = screen
-        self._view = pyte.Screen(COLUMNS, LINES)
+        self._view = pyte.Screen(*size)
+        self._has_ended = asyncio.Event()
         self._stream = pyte.ByteStream(self._view)
         self._grew = asyncio.Event()
         os.set_blocking(screen, False)
@@ -45,6 +48,7 @@ class Terminal:
                 os.write(self._screen, f"\x1b[{cursor.y + 1};{cursor.x + 1}R".encode())
         else:
             asyncio.get_running_loop().remove_reader(self._screen)
+            self._has_ended.set()
         self._grew.set()
 
     @property
@@ -74,9 +78,11 @@ class Terminal:
         return bool(flags & termios.ECHO and flags & termios.ICANON)
 
     async def ended(self) -> int:
-        """Wait for its end; the exit code."""
+        """Wait for its end, and for all that it wrote; the exit code."""
         async with asyncio.timeout(LIMIT_S):
-            return await self.process.wait()
+            code = await self.process.wait()
+            await self._has_ended.wait()
+            return code
 
     def close(self) -> None:
         asyncio.get_running_loop().remove_reader(self._screen)
@@ -84,10 +90,13 @@ class Terminal:
 
 
 @contextlib.asynccontextmanager
-async def on_a_terminal(*arguments: str, **variables: str) -> AsyncIterator[Terminal]:
-    """Run ``pdmesh`` on a terminal of 160 by 48; whatever is left of it at the end is killed."""
+async def on_a_terminal(
+    *arguments: str, size: tuple[int, int] = (COLUMNS, LINES), **variables: str
+) -> AsyncIterator[Terminal]:
+    """Run ``pdmesh`` on a terminal; whatever is left of it at the end is killed. size: columns and
+    lines."""
     screen, keyboard = pty.openpty()
-    fcntl.ioctl(keyboard, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
+    fcntl.ioctl(keyboard, termios.TIOCSWINSZ, struct.pack("HHHH", size[1], size[0], 0, 0))
     others = {k: v for k, v in os.environ.items() if not k.startswith("PDMESH_")}
 
     def take_terminal() -> None:
@@ -103,7 +112,7 @@ async def on_a_terminal(*arguments: str, **variables: str) -> AsyncIterator[Term
         **options,
     )
     os.close(keyboard)
-    terminal = Terminal(process, screen)
+    terminal = Terminal(process, screen, size)
     try:
         yield terminal
     finally:

@@ -159,6 +159,15 @@ def test_a_report_of_nothing_but_failures_can_be_shown(tmp_path: Path) -> None:
     assert "1 x it was unreachable" in notes_of(report)
 
 
+def test_a_void_run_is_told_with_what_to_do() -> None:
+    """Once, however many are void; a run that counts says nothing of it."""
+    good, busy, busier = (a_run(a_record(0), ended_at=2.0, cpu_s=s) for s in (0.0, 2.0, 2.1))
+    notes = notes_of(build_report(a_measurement(good, busy, busier)))
+    assert sum("VOID, the client used" in note for note in notes) == 2
+    assert sum("--scale-lengths" in note for note in notes) == 1
+    assert notes_of(build_report(a_measurement(good))) == []
+
+
 def test_charts_keep_what_they_are_given() -> None:
     """Nothing to draw is nothing; a single point, zeros on a logarithmic axis and equal values are
     drawn inside the frame."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 import os
 import socket
 import subprocess
@@ -130,6 +131,7 @@ def test_a_child_reads_back_what_its_parent_wrote(config: ServiceConfig) -> None
         ("up --engine steam", '"torch", "fake"', 2),
         ("up --device quantum", "--device must be auto, cpu, cuda or cuda:N", 2),
         ("up extra", "Unexpected argument: extra. See `pdmesh up --help`", 2),
+        ("gateway --cors-origins example.org", "--cors-origins must be origins", 2),
         ("prefill --block-size 0", "--block-size must be 1..4096", 2),
         ("decode --log-level loud", "--log-level must be debug, info, warning or error", 2),
         ("prefill --gateway 10.0.0.5:port", "--gateway must be host:port", 2),
@@ -183,6 +185,27 @@ def test_a_prompt_is_asked_for_where_nobody_pipes_one_in(
     monkeypatch.setattr(sys, "stdin", Terminal())
     assert main(["generate"]) == 2
     assert "give a PROMPT" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[""], ["  "], ["--raw", ""], []])
+def test_an_empty_prompt_is_no_question(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Given or piped, it is refused before anybody is asked."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
+    assert main(["generate", *arguments, "--url", "http://127.0.0.1:1"]) == 2
+    assert "the prompt is empty" in capsys.readouterr().err
+
+
+def test_a_family_that_is_not_served_is_told_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not that its tokenizer, which it has in another form, is missing."""
+    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 50257}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "vocab.json").write_text("{}")
+    assert main(["up", "--port", "0", "--model", str(tmp_path)]) == 1
+    assert "architecture GPT2LMHeadModel is not supported" in capsys.readouterr().err
 
 
 def test_a_wrong_variable_is_named(
@@ -446,12 +469,14 @@ def test_without_a_terminal_every_change_is_one_line() -> None:
     mesh = LocalMesh(services, log_fd=2, restart=True, drain_s=0, on_change=view.show)
     gateway, prefill = services
     enter(mesh, gateway, Phase.STARTING, pid=7)
+    enter(mesh, gateway, Phase.STARTING, part="loading the tokenizer")
     enter(mesh, gateway, Phase.READY, facts={"http_port": 80, "grpc_port": 81})
     enter(mesh, prefill, Phase.CRASHED, error="out of memory, and a long line it is")
     enter(mesh, prefill, Phase.READY, pid=9, num_restarts=1, facts={"grpc_port": 5})
     view.show(mesh)
     assert out.getvalue().splitlines() == [
         "gateway    starting  pid 7",
+        "gateway    starting  pid 7, loading the tokenizer",
         "gateway    ready     pid 7, HTTP 80, gRPC 81",
         "prefill-0  crashed   out of memory, and a long line it is",
         "prefill-0  ready     pid 9, gRPC 5, 1 restart",

@@ -104,6 +104,8 @@ async def test_probes_and_models() -> None:
         assert (await client.ask("GET", "/v1/models/tiny"))[2] == model
         status, _, body = await client.ask("GET", "/v1/models/org/other")
         assert (status, body["error"]["code"]) == (404, "model_not_found")
+        # The same words over gRPC: no route of HTTP in them.
+        assert body["error"]["message"] == "no model of this name is served here: its name is tiny"
         mesh.model, mesh.not_ready_reason = None, "no worker has joined yet"
         status, _, body = await client.ask("GET", "/ready")
         assert (status, body["reason"]) == (503, "no worker has joined yet")

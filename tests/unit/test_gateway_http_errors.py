@@ -104,8 +104,15 @@ async def test_a_generation_that_just_ends_is_our_bug() -> None:
 async def test_unknown_routes_and_methods_have_the_same_shape() -> None:
     """404 and 405 are typed errors too."""
     async with gateway(ScriptedMesh()) as client:
-        status, _, body = await client.ask("GET", "/v1/embeddings")
-        assert (status, body["error"]["code"]) == (404, "route_not_found")
+        for path, words in (
+            ("/v1/embeddings", "no route GET /v1/embeddings: OpenAI's API is POST /v1/chat"),
+            ("/v1", "no route GET /v1: OpenAI's API is"),
+            ("/v1/chat/completion", "did you mean POST /v1/chat/completions?"),
+            ("/x%3Cscript%3E", "no such route: OpenAI's API is"),
+        ):
+            status, _, body = await client.ask("GET", path)
+            assert (status, body["error"]["code"]) == (404, "route_not_found")
+            assert words in body["error"]["message"]
         status, headers, body = await client.ask("GET", "/v1/completions")
         assert (status, body["error"]["code"]) == (405, "method_not_allowed")
         assert headers["Allow"] == "POST"

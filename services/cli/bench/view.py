@@ -75,6 +75,14 @@ def report_view(report: Mapping[str, Any]) -> RenderableType:
     return Group(*parts)
 
 
+WHY_VOID: Final = (
+    "a VOID run tells of this client, not of the server: it was kept from sending or reading in "
+    "time, mostly by a server on the same cores. Lower the rates (--rates 0.2,0.5,1), shorten the "
+    "requests (--scale-lengths 0.1), leave the client a core (`pdmesh up --threads`, taskset, "
+    "nice -n -10), or measure from another machine"
+)
+
+
 def notes_of(report: Mapping[str, Any]) -> list[str]:
     """Return, in sentences, what a reader must know before believing the figures."""
     notes: list[str] = []
@@ -92,6 +100,8 @@ def notes_of(report: Mapping[str, Any]) -> list[str]:
             notes.append(f"{name}answers shorter than asked: {run['num_short']}")
         for words, count in run["errors"].items():
             notes.append(f"{name}{count} x {words}")
+    if any(run["void"] for run in report["runs"]):
+        notes.append(WHY_VOID)
     planned: Mapping[str, Any] = report["runs"][0]["workload"] if report["runs"] else {}
     if planned.get("num_skipped"):
         notes.append(

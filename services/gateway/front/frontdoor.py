@@ -175,7 +175,7 @@ class FrontDoor:
             )
         if name and name != model.name:
             raise NotFound(
-                "this model is not served here: GET /v1/models lists what is",
+                f"no model of this name is served here: its name is {model.name}",
                 param="model",
                 code="model_not_found",
             )

@@ -20,6 +20,7 @@ from services.gateway import limits
 from services.gateway.front.answers import Choice, Delta, open_answers
 from services.gateway.front.calls import Call, typed
 from services.gateway.front.frontdoor import Caller, FrontDoor, Prompt
+from services.gateway.http.cors import allow_origins
 from services.gateway.http.openai_answers import (
     AnswerFormat,
     AnswerHead,
@@ -72,12 +73,15 @@ def serve_http(
     stall_s: float = STALL_S,
     reuse_port: bool = False,
     tls: ServerTls | None = None,
+    origins: frozenset[str] = frozenset(),
 ) -> AbstractAsyncContextManager[Address]:
     """Serve HTTP until the block ends; see ``http_server.listen``.
 
-    stall_s: how long a client may leave a full stream unread before it is cut off.
+    stall_s: how long a client may leave a full stream unread before it is cut off. origins: whose
+    pages may ask, too (``cors.py``).
     """
     app = build_app(front, HttpDoor(front, stall_s=stall_s).routes())
+    allow_origins(app, origins)
     return listen(app, address, own_port=own_port, drain_s=drain_s, reuse_port=reuse_port, tls=tls)
 
 

@@ -9,8 +9,10 @@ those are in ``http.py``.
 from __future__ import annotations
 
 import asyncio
+import difflib
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from enum import Enum
@@ -46,6 +48,12 @@ KEEPALIVE_S = 75.0
 LINGER_S = 2.0
 """How long an unread body is drained after an early answer, so that its client can read that."""
 
+_PLAIN_PATH = re.compile(r"[\w./-]{1,64}", re.ASCII)
+_WHAT_THERE_IS = (
+    "OpenAI's API is POST /v1/chat/completions, POST /v1/completions and GET /v1/models, "
+    "GET /openapi.json describes all there is, and / is a page for a browser"
+)
+
 log: Any = structlog.get_logger("gateway.http")
 
 
@@ -72,7 +80,8 @@ class Route(NamedTuple):
 
 def build_app(front: FrontDoor, routes: Sequence[Route]) -> web.Application:
     """Return the application: the routes, each behind the guard, and nothing else."""
-    app = web.Application(client_max_size=limits.MAX_BODY_BYTES, middlewares=[_json_errors])
+    errors = _json_errors({route.path: route.method for route in routes})
+    app = web.Application(client_max_size=limits.MAX_BODY_BYTES, middlewares=[errors])
     for route in routes:
         guarded = _guarded(front, route)
         if route.method == "GET":
@@ -203,22 +212,36 @@ def error_response(
     return json_response(openai_error_body(error), headers=own, status=status)
 
 
-@web.middleware
-async def _json_errors(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    """Give aiohttp's own refusals (no such route, wrong method) our shape."""
-    try:
-        return await handler(request)
-    except web.HTTPMethodNotAllowed as refusal:
-        allowed = ", ".join(sorted(refusal.allowed_methods))
-        error = InvalidRequest(f"this route takes {allowed}", code="method_not_allowed")
-        return error_response(error, headers={"Allow": allowed}, status=405)
-    except web.HTTPNotFound:
-        return error_response(NotFound("there is no such route", code="route_not_found"))
-    except web.HTTPException as refusal:
-        error = InvalidRequest(refusal.reason or "bad request", code="bad_http")
-        return error_response(error, status=refusal.status)
+def _json_errors(routes: Mapping[str, str]) -> Any:
+    """Give aiohttp's own refusals (no such route, wrong method) our shape. routes: path and
+    method."""
+
+    @web.middleware
+    async def json_errors(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except web.HTTPMethodNotAllowed as refusal:
+            allowed = ", ".join(sorted(refusal.allowed_methods))
+            error = InvalidRequest(f"this route takes {allowed}", code="method_not_allowed")
+            return error_response(error, headers={"Allow": allowed}, status=405)
+        except web.HTTPNotFound:
+            return error_response(_no_route(request, routes))
+        except web.HTTPException as refusal:
+            error = InvalidRequest(refusal.reason or "bad request", code="bad_http")
+            return error_response(error, status=refusal.status)
+
+    return json_errors
+
+
+def _no_route(request: web.Request, routes: Mapping[str, str]) -> NotFound:
+    """The error that names the route, if it looks like one, and what there is instead."""
+    path = request.path if _PLAIN_PATH.fullmatch(request.path) else ""
+    near = difflib.get_close_matches(path, routes, n=1, cutoff=0.7)
+    instead = f"did you mean {routes[near[0]]} {near[0]}?" if near else _WHAT_THERE_IS
+    named = f"route {request.method} {path}" if path else "such route"
+    return NotFound(f"there is no {named}: {instead}", code="route_not_found")
 
 
 # --- the listener -------------------------------------------------------------------------------

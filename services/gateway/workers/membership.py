@@ -123,7 +123,10 @@ class Membership:
         self.table.leave(incarnation)
         self._session_tasks.pop(incarnation).cancel()
         self._sessions.pop(incarnation).abandon(WorkerLost(f"the worker left the mesh: {reason}"))
-        _log.warning(
+        is_orderly = worker.status.is_draining
+        say = _log.info if is_orderly else _log.warning
+        reason = "it has drained" if is_orderly else reason
+        say(
             "worker left",
             worker=incarnation,
             role=worker.role.value,

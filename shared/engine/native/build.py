@@ -48,11 +48,14 @@ def library() -> Path:
     """
     if reason := unsupported():
         raise Unavailable(reason)
+    return find_compiled() or compile_into(cache_folder("native"))
+
+
+def find_compiled() -> Path | None:
+    """Return the compiled kernels if they are there."""
     name = f"kernels-{_digest()}.so"
-    for folder in (HERE, cache_folder("native")):
-        if (folder / name).is_file():
-            return folder / name
-    return compile_into(cache_folder("native"))
+    found = (folder / name for folder in (HERE, cache_folder("native")))
+    return next((path for path in found if path.is_file()), None)
 
 
 def unsupported() -> str:

@@ -80,6 +80,7 @@ function show(view) {
   setStatus(view.ready ? "ready" : "waiting", view.ready ? "ready" : "not ready");
   byId("cluster-body").classList.remove("stale");
   say(byId("model"), view.model ? view.model.id : "");
+  byId("demo-note").hidden = view.model?.id !== "demo";
   byId("model").title = view.model
     ? `context of ${number(view.model.max_model_len)} tokens; pdmesh ${view.version}`
     : "";

@@ -1,0 +1,58 @@
+"""README's walk as a newcomer sees it: its commands on a terminal of 80 columns and 24 lines."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from tests.support.command import ROOT
+from tests.support.pages import Block, blocks_of
+from tests.support.terminal import on_a_terminal
+
+pytestmark = [pytest.mark.process, pytest.mark.ucx, pytest.mark.timeout(400)]
+
+SIZE = (80, 24)
+SHOWN = {
+    "generate": r"17 \+ 25 = 42\.(?s:.*)first token",
+    "top": r"● ready(?s:.*)\nprefill .* 0%\ndecode .* 0%\ndecode .* 0%\n(?s:.*) GB/s| MB/s",
+    "tour": r"services/",
+    "doctor": r"\S",
+}
+"""What stands on the screen when a command has ended."""
+
+
+def commands(block: Block) -> list[list[str]]:
+    """The lines of a block, without their comments, after ``pdmesh``."""
+    lines = [shlex.split(line, comments=True) for line in block.code.splitlines()]
+    assert all(line[0] == "pdmesh" for line in lines)
+    return [line[1:] for line in lines]
+
+
+async def test_readmes_walk_fits_a_small_terminal() -> None:
+    """Each command ends well, its lines are whole, and the address that stands there is a page."""
+    blocks = [b for b in blocks_of(Path(ROOT) / "README.md") if b.mark == "run" and not b.language]
+    first, *rest = blocks
+    assert first.detail == "stays"
+    (up_command,) = commands(first)
+    async with on_a_terminal(*up_command, size=SIZE, PDMESH_PORT="0") as up:
+        await up.shows(r"or: +pdmesh chat(?s:.*)decode-1 .*ready")
+        found = re.search(r"^ready: (http://\S+)/ \(a page, in a browser\)$", up.shown, re.M)
+        assert found, up.shown
+        url = found[1]
+        async with aiohttp.ClientSession() as session, session.get(f"{url}/") as page:
+            assert (page.status, page.content_type) == (200, "text/html")
+        walked = [command for block in rest for command in commands(block)]
+        assert {command[0] for command in walked} == set(SHOWN)
+        for command in walked:
+            async with on_a_terminal(*command, size=SIZE, PDMESH_URL=url) as terminal:
+                assert await terminal.ended() == 0, terminal.shown
+                assert re.search(SHOWN[command[0]], terminal.shown), terminal.shown
+                assert "Traceback" not in terminal.shown
+                if command[0] == "top":
+                    assert "…" not in terminal.shown
+        up.type("\x03")
+        assert await up.ended() == 130

@@ -1,0 +1,74 @@
+"""Pages of other origins: what a browser is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import aiohttp
+import pytest
+
+from services.gateway.http.door import serve_http
+from shared.rpc.network import Address
+from tests.support.http_client import HI
+from tests.support.scripted_mesh import ScriptedMesh, front_door
+
+PAGE = "https://chat.example.org"
+CHAT = "/v1/chat/completions"
+
+
+async def asked(
+    origins: set[str], method: str, path: str, origin: str, **options: Any
+) -> tuple[int, dict[str, str]]:
+    """Status and what the answer says to a browser that shows a page of ``origin``."""
+    front = front_door(ScriptedMesh())
+    headers = {"Origin": origin, **options.pop("headers", {})}
+    try:
+        async with (
+            serve_http(front, Address("127.0.0.1", 0), origins=frozenset(origins)) as address,
+            aiohttp.ClientSession() as session,
+            session.request(
+                method, f"http://{address}{path}", headers=headers, **options
+            ) as response,
+        ):
+            await response.read()
+            said = {name.lower(): value for name, value in response.headers.items()}
+            return response.status, {
+                name.removeprefix("access-control-"): value
+                for name, value in said.items()
+                if name.startswith("access-control-")
+            }
+    finally:
+        front.text.close()
+
+
+@pytest.mark.parametrize("origins", [{PAGE}, {"https://other.org", PAGE}, {"*"}])
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_an_allowed_page_may_read_answers_streams_and_errors(
+    origins: set[str], is_stream: bool
+) -> None:
+    """Its origin is named, and our headers may be read."""
+    for body, due in (({"messages": HI, "stream": is_stream}, 200), ({}, 400)):
+        status, said = await asked(origins, "POST", CHAT, PAGE, json=body)
+        assert status == due
+        assert said["allow-origin"] == PAGE
+        assert "x-request-id" in said["expose-headers"]
+
+
+async def test_a_browser_that_asks_beforehand_is_told_what_it_may_send() -> None:
+    """Without a key: it cannot send one yet."""
+    ask = {"Access-Control-Request-Method": "POST"}
+    status, said = await asked({PAGE}, "OPTIONS", CHAT, PAGE, headers=ask)
+    assert status == 204
+    assert said["allow-origin"] == PAGE
+    assert "POST" in said["allow-methods"]
+    assert "Authorization" in said["allow-headers"]
+
+
+@pytest.mark.parametrize("origins", [set[str](), {"https://other.org"}])
+async def test_other_pages_are_told_nothing(origins: set[str]) -> None:
+    """By default none may; an allowed one does not open the door to another."""
+    status, said = await asked(origins, "POST", CHAT, PAGE, json={"messages": HI})
+    assert (status, said) == (200, {})
+    ask = {"Access-Control-Request-Method": "POST"}
+    status, said = await asked(origins, "OPTIONS", CHAT, PAGE, headers=ask)
+    assert (status, said) == (405, {})
