@@ -16,6 +16,7 @@ from typing import Literal, get_args
 
 from shared.address import Address, parse_address
 from shared.errors import InvalidRequest
+from shared.lanes import read_requirement
 
 RoutingPolicyName = Literal["least_loaded", "round_robin", "random"]
 """What ``--policy`` takes; the policies are the gateway's (``core/routing.py``)."""
@@ -160,8 +161,13 @@ class WorkerConfig(ServiceConfig):
     metrics_port: int = 0
     """Port for /metrics and /health of this worker; 0 = none."""
 
-    require_shared_memory: bool = False
-    """Refuse partners whose KV would not move through shared memory; for workers on one host."""
+    require_lane: str = ""
+    """Refuse partners to which KV moves otherwise: shm (shared memory), cuda_ipc, rdma, tcp, or a
+    transport of UCX; commas separate several; '' = any."""
+
+    allow_unencrypted_transfers: bool = False
+    """Pair with workers on other hosts: KV crosses the network in the clear (UCX does not encrypt),
+    which is right on a private fabric alone."""
 
     engine: str = "torch"
     """torch, or fake: exact and deterministic without weights, for tests and for trying things
@@ -239,6 +245,7 @@ class WorkerConfig(ServiceConfig):
             "must be auto, native, triton or torch",
         )
         _require(bool(self.gateways), "gateway", "must name a gateway as host:port")
+        read_requirement(self.require_lane)
         for name, low, high in (
             ("threads", 0, 1024),
             ("kv_gib", 0, 1 << 20),

@@ -122,8 +122,13 @@ class ProcessMesh:
         self.gateway_names.append(f"127.0.0.1:{gateway.facts['grpc_port']}")
         return gateway
 
-    async def start(self, role: str, **settings: Any) -> ServiceProcess:
-        """Start a process and return at once; its environment is nobody's but ``settings``'."""
+    async def start(
+        self, role: str, *, prefix: Sequence[str] = (), **settings: Any
+    ) -> ServiceProcess:
+        """Start a process and return at once; its environment is nobody's but ``settings``'.
+
+        prefix: a command that becomes the process it is given.
+        """
         name = f"{role}-{len(self.processes)}"
         wanted: dict[str, Any] = {"log_format": "json", **settings}
         metrics_port = 0
@@ -145,7 +150,7 @@ class ProcessMesh:
         with theirs:
             _, process = await asyncio.get_running_loop().subprocess_exec(
                 lambda: ServiceProcess(name, metrics_port, ours),
-                *(sys.executable, "-m", f"services.{role}"),
+                *(*prefix, sys.executable, "-m", f"services.{role}"),
                 env={**others, **variables, PARENT_FD: str(theirs.fileno())},
                 pass_fds=(theirs.fileno(),),
                 stdin=None,
