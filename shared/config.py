@@ -16,6 +16,7 @@ from typing import Literal, get_args
 
 from shared.address import Address, is_loopback, parse_address
 from shared.errors import InvalidRequest
+from shared.lanes import read_requirement
 
 RoutingPolicyName = Literal["least_loaded", "round_robin", "random"]
 """What ``--policy`` takes; the policies are the gateway's (``core/routing.py``)."""
@@ -250,8 +251,13 @@ class WorkerConfig(ServiceConfig):
     metrics_port: int = 0
     """Port for /metrics and /health of this worker; 0 = none."""
 
-    require_shared_memory: bool = False
-    """Refuse partners whose KV would not move through shared memory; for workers on one host."""
+    require_lane: str = ""
+    """Refuse partners to which KV moves otherwise: shm (shared memory), cuda_ipc, rdma, tcp, or a
+    transport of UCX; commas separate several; '' = any."""
+
+    allow_unencrypted_transfers: bool = False
+    """Pair with workers on other hosts: KV crosses the network in the clear (UCX does not encrypt),
+    which is right on a private fabric alone."""
 
     engine: str = "torch"
     """torch, or fake: exact and deterministic without weights, for tests and for trying things
@@ -347,6 +353,7 @@ class WorkerConfig(ServiceConfig):
         _require(
             0 < self.gpu_memory_share <= 1, "gpu_memory_share", "must be above 0 and at most 1"
         )
+        read_requirement(self.require_lane)
         for name, low, high in (
             ("threads", 0, 1024),
             ("kv_gib", 0, 1 << 20),

@@ -159,7 +159,8 @@ async def send(
         await done(answer)
     took_s = time.perf_counter() - began_at
     cores = (time.process_time() - cpu_began) / took_s
-    say({"seconds": took_s, "each": times, "cores": cores, "lane": endpoint.lane})
+    lane, _ = await endpoint.find_lane(buffer, len(buffer), sends=True)
+    say({"seconds": took_s, "each": times, "cores": cores, "lane": lane})
 
 
 def settle(buffer: Any) -> None:

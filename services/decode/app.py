@@ -32,6 +32,7 @@ from shared.schedule.budget import StepBudget, TimeBudget
 from shared.telemetry.tracing import tracing
 from shared.telemetry.worker import DecodeMetrics, WorkerHoldings, WorkerLoad
 from shared.transfer.plan import DEFAULT_MAX_FRAME_BYTES
+from shared.transport.pairing import PairRules
 from shared.version import VERSION
 
 
@@ -125,7 +126,7 @@ class DecodeWorker:
                 leases=self.reservations,
                 random_bytes=platform.random_bytes,
                 num_slots=(config.staging_mib << 20) // DEFAULT_MAX_FRAME_BYTES,
-                must_share_memory=config.require_shared_memory,
+                rules=PairRules.of(config),
                 on_change=self._life.changed,
             )
             self.reservations.connect(receiver, stepper, tracer)

@@ -25,6 +25,7 @@ from shared.errors import (
     WorkerLost,
 )
 from shared.ids import Incarnation
+from shared.lanes import more_certain
 from shared.liveness import LivenessRule
 from shared.rpc import codec
 from shared.rpc.heartbeat_stream import HeartbeatStream
@@ -34,6 +35,7 @@ from shared.rpc.transfer_codec import (
     PairIdentity,
     agree,
     command_from_wire,
+    finding_of,
     hello_to_wire,
     reply_to_wire,
     windows_to_wire,
@@ -45,8 +47,9 @@ from shared.transport.base import Endpoint, Outcome, Transport
 from shared.transport.pairing import (
     CANARY_BYTES,
     HANDSHAKE_S,
+    PairRules,
     close_endpoint,
-    require_shared_memory,
+    is_refusal,
 )
 
 _log = structlog.get_logger(__name__)
@@ -63,6 +66,7 @@ class Link:
         self.id = link_id
         self.prefill = prefill
         self.endpoint = endpoint
+        self.lane = ""
         self.control: HeartbeatStream[wire.PushEvent, wire.PushCommand] | None = None
         self.lost: MeshError | None = None
         self.windows: list[WindowOffer] = []
@@ -119,11 +123,10 @@ class PairServer:
         tags: TagRanges,
         sink: LinkSink,
         liveness: LivenessRule | None,
-        must_share_memory: bool = False,
+        rules: PairRules,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """must_share_memory: refuse pairs with another lane. on_change: ``not_ready_reason`` may
-        have changed."""
+        """rules: pairs to refuse. on_change: ``not_ready_reason`` may have changed."""
         self._identity = identity
         self._engine = engine
         self._compute = compute
@@ -131,7 +134,7 @@ class PairServer:
         self._tags = tags
         self._sink = sink
         self._liveness = liveness
-        self._must_share_memory = must_share_memory
+        self._rules = rules
         self._on_change = on_change
         self._refusal = ""
         self._links: list[Link] = []
@@ -197,8 +200,9 @@ class PairServer:
             terms = agree(
                 self._identity, None if command is None else command.hello, wire.Role.PREFILL
             )
+            self._rules.check_host(terms.host)
         except MeshError as error:
-            await stream.send(wire.PushEvent(refused_pair=codec.error_to_wire(error)))
+            await self._refuse(stream, error)
             raise
         link: Link | None = None
 
@@ -211,7 +215,7 @@ class PairServer:
             self._next_link += 1
             link = Link(LinkId(self._next_link), terms.peer, endpoint)
             await stream.send(wire.PushEvent(hello=hello_to_wire(wire.Role.DECODE, self._identity)))
-            await self._try_canaries(stream, endpoint, terms.rule)
+            link.lane = await self._try_canaries(stream, endpoint, terms.rule)
             link.windows = await self._offer_windows(stream)
             self._require_running()  # still
         except BaseException:
@@ -228,8 +232,8 @@ class PairServer:
         stream: _Stream,
         endpoint: Endpoint,
         rule: FrameRule,
-    ) -> None:
-        """Receive a few test frames and say whether their bytes were right."""
+    ) -> str:
+        """Receive a few test frames, say whether their bytes were right, and return their lane."""
         num_bytes = min(CANARY_BYTES, rule.max_frame_bytes)
         buffer = self._engine.new_buffer(num_bytes)
         tag = self._tags.take()
@@ -252,14 +256,20 @@ class PairServer:
                 seconds=self._now() - asked_at,
                 tag=tag + 1 if is_whole and tag < last_tag else 0,
             )
-            if not result.tag:
-                if result.ok:
-                    await self._check_lane(stream, endpoint)
+            if not result.ok:
                 await stream.send(wire.PushEvent(canary=result))
-                break
+                raise TransferFailed("a canary arrived damaged", code="canary")
+            if not result.tag:
+                ours = await endpoint.find_lane(buffer, num_bytes, sends=False)
+                result.lane = more_certain(ours, finding_of(canary)).lane
+                try:
+                    self._rules.check_lane(result.lane)
+                except IncompatiblePeer as error:
+                    await self._refuse(stream, error)
+                    raise
+                await stream.send(wire.PushEvent(canary=result))
+                return result.lane
             tag = result.tag
-        if not result.ok:
-            raise TransferFailed("a canary arrived damaged", code="canary")
 
     async def _offer_windows(self, stream: _Stream) -> list[WindowOffer]:
         """Return the windows that prefill has mapped: all or none."""
@@ -270,16 +280,11 @@ class PairServer:
             raise RemoteProtocolError("prefill did not say whether it has mapped the windows")
         return offers if command.windows_mapped.mapped else []
 
-    async def _check_lane(self, stream: _Stream, endpoint: Endpoint) -> None:
-        if not self._must_share_memory:
-            return
-        try:
-            require_shared_memory(endpoint.lane)
-        except IncompatiblePeer as error:
+    async def _refuse(self, stream: _Stream, error: MeshError) -> None:
+        if is_refusal(error):
             self._refusal = error.message
             self._on_change()
-            await stream.send(wire.PushEvent(refused_pair=codec.error_to_wire(error)))
-            raise
+        await stream.send(wire.PushEvent(refused_pair=codec.error_to_wire(error)))
 
     def _hear(self, link: Link, command: wire.PushCommand) -> None:
         message = command_from_wire(command)

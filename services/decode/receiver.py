@@ -52,6 +52,7 @@ from shared.transfer.messages import LinkId, PushMessage, TransferKey, WindowOff
 from shared.transfer.plan import DEFAULT_MAX_FRAME_BYTES, FrameRule
 from shared.transfer.receivers import Receivers, ReceiverStatistics, TagRanges
 from shared.transport.base import Operation, Outcome, Transport
+from shared.transport.pairing import PairRules
 
 _log = structlog.get_logger(__name__)
 
@@ -149,7 +150,7 @@ class KvReceiver:
         fencing: bool = True,
         timing: ReceiverTiming | None = None,
         liveness: LivenessRule | None = None,
-        must_share_memory: bool = False,
+        rules: PairRules | None = None,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """``open`` allocates ``num_slots`` staging slots of ``max_frame_bytes`` (slots.py).
@@ -162,6 +163,7 @@ class KvReceiver:
         self._engine = engine
         self._compute = compute
         self._transport = transport
+        rules = rules or PairRules()
         self._leases = leases
         self._slots = ReceiveSlots(
             engine, compute, transport, num_slots, max_frame_bytes, random_bytes
@@ -190,6 +192,7 @@ class KvReceiver:
                 transport.address,
                 group_bytes,
                 max_frame_bytes,
+                rules.host,
             ),
             engine=engine,
             compute=compute,
@@ -197,7 +200,7 @@ class KvReceiver:
             tags=tags,
             sink=self,
             liveness=liveness,
-            must_share_memory=must_share_memory,
+            rules=rules,
             on_change=on_change,
         )
 
@@ -249,7 +252,7 @@ class KvReceiver:
 
     def lane_from(self, prefill: Incarnation) -> str:
         """What carries KV from this prefill worker; '' if there is no pair with it now."""
-        lanes = (link.endpoint.lane for link in self._links.values() if link.prefill == prefill)
+        lanes = (link.lane for link in self._links.values() if link.prefill == prefill)
         return next(lanes, "")
 
     def statistics(self) -> ReceiverStatistics:

@@ -30,6 +30,7 @@ from shared.schedule.scheduler import Scheduler
 from shared.telemetry.tracing import tracing
 from shared.telemetry.worker import PairSpeed, WorkerHoldings
 from shared.transfer.plan import DEFAULT_MAX_FRAME_BYTES, TransferMode
+from shared.transport.pairing import PairRules
 from shared.version import VERSION
 
 
@@ -79,7 +80,7 @@ class PrefillWorker:
                 random_bytes=platform.random_bytes,
                 on_change=life.changed,
                 group_bytes=config.group_kib << 10,
-                must_share_memory=config.require_shared_memory,
+                rules=PairRules.of(config),
             )
             stepper = self.stepper = Stepper(
                 engine=engine,

@@ -29,6 +29,7 @@ from shared.errors import (
     WorkerLost,
 )
 from shared.ids import Incarnation, RandomBytes
+from shared.lanes import Certainty, LaneFinding
 from shared.liveness import LivenessRule
 from shared.rpc import codec
 from shared.rpc.heartbeat_stream import HeartbeatStream
@@ -42,6 +43,7 @@ from shared.rpc.transfer_codec import (
     agree,
     command_to_wire,
     hello_to_wire,
+    lane_of,
     reply_from_wire,
     windows_from_wire,
 )
@@ -51,8 +53,9 @@ from shared.transport.base import Endpoint, Outcome, Transport
 from shared.transport.pairing import (
     CANARY_BYTES,
     HANDSHAKE_S,
+    PairRules,
     close_endpoint,
-    require_shared_memory,
+    is_refusal,
 )
 
 _log = structlog.get_logger(__name__)
@@ -75,8 +78,8 @@ class PairStatistics:
 class Link:
     """A ready pair stream, as the pusher uses it. One life: a reconnected peer has another link.
 
-    rule: how the handshake agreed to cut frames. bytes_per_s: measured; the pusher refines it.
-    windows: decode's staging, where we can write it.
+    rule: how the handshake agreed to cut frames. lane: what carried the canaries. bytes_per_s:
+    measured; the pusher refines it. windows: decode's staging, where we can write it.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class Link:
         peer: DecodePeer,
         endpoint: Endpoint,
         rule: FrameRule,
+        lane: str,
         bytes_per_s: float,
         windows: PeerWindows,
         control: HeartbeatStream[wire.PushCommand, wire.PushEvent],
@@ -93,6 +97,7 @@ class Link:
         self.peer = peer
         self.endpoint = endpoint
         self.rule = rule
+        self.lane = lane
         self.bytes_per_s = bytes_per_s
         self.windows = windows
         self._control = control
@@ -136,10 +141,10 @@ class PairTable:
         group_bytes: int = DEFAULT_GROUP_BYTES,
         max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
         liveness: LivenessRule | None = None,
-        must_share_memory: bool = False,
+        rules: PairRules | None = None,
     ) -> None:
-        """on_change: called on the loop whenever ``paired`` has changed. must_share_memory: refuse
-        pairs with another lane."""
+        """on_change: called on the loop whenever ``paired`` has changed. rules: pairs to refuse."""
+        self._rules = rules or PairRules()
         self._identity = PairIdentity(
             incarnation,
             version,
@@ -148,6 +153,7 @@ class PairTable:
             transport.address,
             group_bytes,
             max_frame_bytes,
+            self._rules.host,
         )
         self._engine = engine
         self._compute = compute
@@ -157,7 +163,6 @@ class PairTable:
         self._random_bytes = random_bytes
         self._on_change = on_change
         self._liveness = liveness
-        self._must_share_memory = must_share_memory
         self._refusal = ""
         self._peers: dict[DecodePeer, asyncio.Task[None] | None] = {}
         self._links: dict[DecodePeer, Link] = {}
@@ -202,7 +207,7 @@ class PairTable:
             PairStatistics(
                 incarnation=peer.incarnation,
                 address=peer.address,
-                lane=link.endpoint.lane,
+                lane=link.lane,
                 gbytes_per_s=link.bytes_per_s / 1e9,
             )
             for peer, link in sorted(self._links.items(), key=lambda item: str(item[0].address))
@@ -225,7 +230,7 @@ class PairTable:
                 error = WorkerLost(f"no handshake within {HANDSHAKE_S:g} s")
             if self._next_link > links_before:
                 num_failed = 0
-            if error.code == "lane":
+            if is_refusal(error):
                 self._refusal = error.message
                 self._on_change()
             note = _log.warning if isinstance(error, IncompatiblePeer) else _log.info
@@ -252,9 +257,8 @@ class PairTable:
             try:
                 terms = await self._greet(stream, peer)
                 endpoint = await self._transport.connect(terms.transport_address, on_lost)
-                bytes_per_s = await self._try_canaries(stream, endpoint, terms.rule)
-                if self._must_share_memory:
-                    require_shared_memory(endpoint.lane)
+                lane, bytes_per_s = await self._try_canaries(stream, endpoint, terms.rule)
+                self._rules.check_lane(lane)
                 windows = await self._map_windows(stream, endpoint, terms.rule)
                 patience.reschedule(None)
                 control = HeartbeatStream(
@@ -271,6 +275,7 @@ class PairTable:
                     peer,
                     endpoint,
                     terms.rule,
+                    lane,
                     bytes_per_s,
                     windows,
                     control,
@@ -299,7 +304,7 @@ class PairTable:
         _log.info(
             "pair ready",
             decode=str(link.peer.address),
-            lane=link.endpoint.lane,
+            lane=link.lane,
             mode="windows" if link.windows else "messages",
             gbytes_per_s=round(link.bytes_per_s / 1e9, 2),
         )
@@ -317,6 +322,7 @@ class PairTable:
         terms = agree(self._identity, event.hello, wire.Role.DECODE)
         if terms.peer != peer.incarnation:
             raise WorkerLost("another decode worker lives at this address now")
+        self._rules.check_host(terms.host)
         return terms
 
     async def _map_windows(
@@ -328,10 +334,13 @@ class PairTable:
         await stream.send(wire.PushCommand(windows_mapped=wire.WindowsMapped(mapped=is_mapped)))
         return windows
 
-    async def _try_canaries(self, stream: _Stream, endpoint: Endpoint, rule: FrameRule) -> float:
-        """Send test frames for as long as decode names tags for them; return the best speed.
+    async def _try_canaries(
+        self, stream: _Stream, endpoint: Endpoint, rule: FrameRule
+    ) -> tuple[str, float]:
+        """Send test frames for as long as decode names tags for them; return lane and best speed.
 
-        Bytes per second. The first frame pays for wiring up, so decode asks for more than one.
+        Bytes per second. They lie in memory of KV's kind and are as large as KV's frames, so that
+        UCX treats them alike. The first one pays for wiring up, so decode asks for more than one.
         """
         num_bytes = min(CANARY_BYTES, rule.max_frame_bytes)
         buffer = self._engine.new_buffer(num_bytes)
@@ -344,24 +353,32 @@ class PairTable:
 
         digest = await self._compute.copy(fill)
         fastest_s = float("inf")
+        found = LaneFinding("", Certainty.UNKNOWN)
         result = (await _next_event(stream)).canary
         while result is not None and result.ok and result.tag:
             began_at = loop.time()
             operation = endpoint.send(buffer, num_bytes, result.tag)
             await stream.send(
                 wire.PushCommand(
-                    canary=wire.Canary(tag=result.tag, num_bytes=num_bytes, digest=digest)
+                    canary=wire.Canary(
+                        tag=result.tag,
+                        num_bytes=num_bytes,
+                        digest=digest,
+                        lane=found.lane,
+                        certainty=found.certainty,
+                    )
                 )
             )
             result = (await _next_event(stream)).canary
             fastest_s = min(fastest_s, loop.time() - began_at)
             if await operation.settled() is not Outcome.DONE:
                 raise TransferFailed(f"a canary was not sent: {operation.error}", code="canary")
+            found = await endpoint.find_lane(buffer, num_bytes, sends=True)
         if result is None:
             raise RemoteProtocolError("decode did not answer a canary")
         if not result.ok:
             raise TransferFailed("a canary arrived damaged", code="canary")
-        return num_bytes / fastest_s if 0 < fastest_s < float("inf") else 0.0
+        return lane_of(result), num_bytes / fastest_s if 0 < fastest_s < float("inf") else 0.0
 
 
 async def _next_event(stream: _Stream) -> wire.PushEvent:

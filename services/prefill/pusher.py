@@ -210,7 +210,7 @@ class PushHandle:
                     num_frames=self.num_frames,
                     transfer_s=now - first_sent_at,
                     exposed_s=now - computed_at,
-                    lane=self.link.endpoint.lane,
+                    lane=self.link.lane,
                     mode=self._mode_name,
                 )
             )

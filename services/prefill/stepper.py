@@ -397,7 +397,7 @@ def _trace_push(job: PrefillJob, push: PushHandle, *, error: str = "") -> None:
     attributes: dict[str, Value] = {
         "pdmesh.bytes": push.num_bytes,
         "pdmesh.frames": push.num_frames,
-        "pdmesh.lane": push.link.endpoint.lane,
+        "pdmesh.lane": push.link.lane,
     }
     if not error:
         attributes |= {

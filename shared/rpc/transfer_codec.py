@@ -13,6 +13,7 @@ from shared import wire
 from shared.errors import IncompatiblePeer, RemoteProtocolError
 from shared.ids import ID_BYTES, Incarnation, LeaseToken, RequestId, TransferId
 from shared.kv.layout import KvLayout
+from shared.lanes import Certainty, LaneFinding, is_well_formed
 from shared.model_spec import ModelSpec
 from shared.rpc import codec
 from shared.transfer.messages import (
@@ -47,6 +48,7 @@ class PairIdentity(NamedTuple):
     transport_address: bytes
     group_bytes: int
     max_frame_bytes: int
+    host: bytes
 
 
 class PairTerms(NamedTuple):
@@ -55,6 +57,7 @@ class PairTerms(NamedTuple):
     peer: Incarnation
     transport_address: bytes
     rule: FrameRule
+    host: bytes
 
 
 def hello_to_wire(role: wire.Role, it: PairIdentity) -> wire.PairHello:
@@ -71,6 +74,7 @@ def hello_to_wire(role: wire.Role, it: PairIdentity) -> wire.PairHello:
         transport_address=it.transport_address,
         group_bytes=it.group_bytes,
         max_frame_bytes=it.max_frame_bytes,
+        host=it.host,
     )
 
 
@@ -100,7 +104,23 @@ def agree(it: PairIdentity, theirs: wire.PairHello | None, role: wire.Role) -> P
         group_bytes=max(1, min(it.group_bytes, _number(theirs.group_bytes, "group_bytes"))),
         max_frame_bytes=min(it.max_frame_bytes, _number(theirs.max_frame_bytes, "max_frame_bytes")),
     )
-    return PairTerms(Incarnation(hello.incarnation), address, rule)
+    return PairTerms(Incarnation(hello.incarnation), address, rule, theirs.host)
+
+
+def finding_of(canary: wire.Canary) -> LaneFinding:
+    """What prefill knows of the lane. Raises RemoteProtocolError."""
+    return LaneFinding(_lane(canary.lane), Certainty(min(canary.certainty, max(Certainty))))
+
+
+def lane_of(result: wire.CanaryResult) -> str:
+    """What both ends call the lane from now on. Raises RemoteProtocolError."""
+    return _lane(result.lane)
+
+
+def _lane(name: str) -> str:
+    if not is_well_formed(name):
+        raise RemoteProtocolError("the peer's lane has no name that may be one")
+    return name
 
 
 # --- prefill -> decode --------------------------------------------------------------------------

@@ -29,6 +29,8 @@ from collections.abc import Awaitable, Callable
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
+from shared.lanes import LaneFinding
+
 Buffer = Any
 """``__cuda_array_interface__`` or buffer protocol; contiguous; writable for receives."""
 
@@ -82,9 +84,12 @@ class Endpoint(Protocol):
     @property
     def alive(self) -> bool: ...
 
-    @property
-    def lane(self) -> str:
-        """What carries the bytes, e.g. 'sysv', 'tcp/eth0', 'loopback'; '' until known."""
+    async def find_lane(self, buffer: Buffer, num_bytes: int, *, sends: bool) -> LaneFinding:
+        """Find out what carries messages of this size from (sends) or into such a buffer.
+
+        Asked at both ends, after a message like it has crossed; ``more_certain`` says whose answer
+        counts.
+        """
         ...
 
     def send(self, buffer: Buffer, num_bytes: int, tag: int) -> Operation: ...

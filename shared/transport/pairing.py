@@ -1,13 +1,18 @@
 """What both ends of a pair agree on about its endpoint besides the bytes: how long pairing may
-take, what is sent to try it, which lanes count as shared memory, and how it is closed."""
+take, what is sent to try it, which partners and lanes are refused, and how it is closed."""
 
 from __future__ import annotations
 
 import asyncio
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import structlog
 
-from shared.errors import IncompatiblePeer
+from shared.config import WorkerConfig
+from shared.errors import IncompatiblePeer, MeshError
+from shared.lanes import read_requirement, require_lane
 from shared.transport.base import Endpoint
 
 _log = structlog.get_logger(__name__)
@@ -20,19 +25,60 @@ CANARY_BYTES = 4 << 20
 
 CLOSE_S = 5.0
 
-SHARED_MEMORY = frozenset({"sysv", "posix", "cma", "knem", "xpmem", "cuda_ipc", "loopback"})
-"""Lanes within one host. UCX falls back from them to tcp without a word."""
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-def require_shared_memory(lane: str) -> None:
-    """Raises IncompatiblePeer: no part of this lane (``Endpoint.lane``) is shared memory."""
-    if SHARED_MEMORY.isdisjoint(part.partition("/")[0] for part in lane.split("+")):
-        raise IncompatiblePeer(
-            f"KV would move over {lane or 'an unknown lane'}, not through shared memory: run both "
-            "workers on one host and in one IPC namespace (compose.yaml has it: ipc: service:ipc), "
-            "with sysv in UCX_TLS; or turn require_shared_memory off",
-            code="lane",
+def host_id() -> bytes:
+    """16 bytes that all containers of a running kernel share, and no other host; b"" if it does not
+    tell."""
+    try:
+        return uuid.UUID(_BOOT_ID.read_text().strip()).bytes
+    except (OSError, ValueError):
+        return b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairRules:
+    """Which pairs this worker enters.
+
+    required_lanes: see ``shared.lanes.require_lane``. allow_unencrypted: partners on other hosts
+    are taken, too. host: ``host_id`` of this worker.
+    """
+
+    required_lanes: tuple[str, ...] = ()
+    allow_unencrypted: bool = False
+    host: bytes = field(default_factory=host_id)
+
+    @classmethod
+    def of(cls, config: WorkerConfig) -> PairRules:
+        """What a worker was told. Raises InvalidRequest."""
+        return cls(
+            required_lanes=read_requirement(config.require_lane),
+            allow_unencrypted=config.allow_unencrypted_transfers,
         )
+
+    def check_host(self, peer: bytes) -> None:
+        """Raise IncompatiblePeer: KV would leave this host, and nobody said that it may.
+
+        Bytes between processes of one host stay in it, whatever their lane. peer: its ``host_id``.
+        """
+        if self.allow_unencrypted or (self.host and peer == self.host):
+            return
+        raise IncompatiblePeer(
+            "the partner is on another host, and UCX does not encrypt: KV, from which prompts can "
+            "be read, would cross the network in the clear. If that network is private (its own "
+            "subnet, an RDMA fabric, a VPN), say --allow-unencrypted-transfers on both workers",
+            code="unencrypted",
+        )
+
+    def check_lane(self, lane: str) -> None:
+        """Raise IncompatiblePeer: the lane that was found is none that this worker requires."""
+        require_lane(lane, self.required_lanes)
+
+
+def is_refusal(error: MeshError) -> bool:
+    """Whether ``PairRules`` refused, here or at the other end: trying again will not help."""
+    return error.code in ("lane", "unencrypted")
 
 
 async def close_endpoint(endpoint: Endpoint) -> None:

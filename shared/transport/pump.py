@@ -22,8 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 from shared.bell import LoopBell
 from shared.errors import LocalProtocolError, TransferFailed
+from shared.lanes import Certainty, LaneFinding
 from shared.transport.base import Buffer, Outcome, Window
 from shared.transport.nap import Nap
+from shared.transport.protocol_table import name_of, read_lane
 from shared.transport.settings import UcxSettings
 from shared.transport.ucp import CANCELED, OK, TagApi
 from shared.transport.windows import WindowApi
@@ -141,7 +143,7 @@ class Pump:
                 argument.settle(Outcome.FAILED, "the transport is closed")
             elif act == self.connect:
                 _fail_future(argument[2], TransferFailed("the transport is closed"))
-            elif act in (self.new_window, self.map_window):
+            elif act in (self.new_window, self.map_window, self.find_lane):
                 _fail_future(argument[1], TransferFailed("the transport is closed"))
             elif act == self.close_endpoint and argument[1] is not None:
                 _set_future(argument[1], None)
@@ -263,7 +265,6 @@ class Pump:
             self._report(_fail_future, made, TransferFailed(f"cannot connect to the peer: {error}"))
             return
         self._endpoints[endpoint] = None
-        self._name_lane(endpoint)
         self._report(_set_future, made)
 
     def new_window(self, argument: tuple[int, asyncio.Future[Window | None]]) -> None:
@@ -285,6 +286,22 @@ class Pump:
             self._report(_fail_future, mapped, error)
         except Exception as error:  # a strange key is the peer's trouble, not this thread's end
             self._report(_fail_future, mapped, TransferFailed(f"cannot map a window: {error}"))
+
+    def find_lane(
+        self, argument: tuple[tuple[UcxEndpoint, bool, str, int], asyncio.Future[LaneFinding]]
+    ) -> None:
+        (endpoint, sends, memory, num_bytes), found = argument
+        try:
+            if not endpoint.is_open:
+                raise TransferFailed("the endpoint is closed")
+            about = self._tags.describe(endpoint.handle)
+            finding = read_lane(*about, sends=sends, memory=memory, num_bytes=num_bytes)
+            if finding.certainty is Certainty.UNKNOWN:
+                finding = LaneFinding(name_of(self._tags.lanes(endpoint.handle)), Certainty.LISTED)
+            self._report(_set_future, found, finding)
+        except Exception as error:  # as above: another UCX's manners are not this thread's end
+            failure = TransferFailed(f"cannot tell what carries messages: {error}")
+            self._report(_fail_future, found, failure)
 
     def post(self, operation: UcxOperation) -> None:
         endpoint = operation.peer
@@ -319,9 +336,6 @@ class Pump:
         endpoint = operation.peer
         if status == OK and (num_bytes == operation.num_bytes or not operation.is_receive):
             self._reports.append((operation.settle, Outcome.DONE, ""))
-            if endpoint.is_open and not endpoint.is_lane_final:
-                endpoint.is_lane_final = True
-                self._name_lane(endpoint)
         elif status == OK:
             text = f"{num_bytes} bytes came where {operation.num_bytes} were due"
             self._settle(operation, Outcome.FAILED, text)
@@ -438,14 +452,6 @@ class Pump:
             self._report(_set_future, self._stopped)
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
             self.loop.call_soon_threadsafe(self._bury)
-
-    def _name_lane(self, endpoint: UcxEndpoint) -> None:
-        """Name what carries the bytes; UCX settles it while the first message travels."""
-        names = (
-            transport if device in ("", "memory") else f"{transport}/{device}"
-            for transport, device in self._tags.lanes(endpoint.handle)
-        )
-        endpoint.lane_name = "+".join(dict.fromkeys(names)) or endpoint.lane_name
 
 
 _abandoned: list[object] = []

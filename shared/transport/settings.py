@@ -23,6 +23,20 @@ class UcxSettings:
     of 1 MiB with its header takes two of them.
     spin_s: how long after the last event the pump looks on, yielding its core, before it sleeps.
     max_in_flight: operations at once; one more is refused with LocalProtocolError.
+
+    Our endpoints report dead peers (UCX's error handling), and UCX lets only some protocols do
+    that. What this means for device memory, read in the source of 1.21, not tried on a device:
+
+    - cuda_ipc is among them. It was not in 1.14's time (openucx/ucx 8916, mended by 8926 in 1.15).
+    - On GPUs without NVLink it only writes (UCX_CUDA_IPC_ENABLE_GET_ZCOPY=auto): tag messages do
+      well with that, for the receiver asks the sender to write.
+    - Where it cannot be used, pipelines through the host's memory are not either, unless
+      UCX_RNDV_PIPELINE_ERROR_HANDLING=y: frames are copied in and out piece by piece, by cuda_copy
+      on this thread. That stays UCX's default, as nobody has seen such a pipeline lose its peer.
+    - 1.21 takes device memory for as long as a context lives when both ends are one process
+      (openucx/ucx 11854): pairs are two processes.
+
+    Which of these it was is found out for each pair (``protocol_table.py``).
     """
 
     tls: str = "^posix"

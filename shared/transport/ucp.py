@@ -104,7 +104,7 @@ class TagApi:
     """Tag messages of one worker. One thread only, and all buffers must outlive their requests."""
 
     def __init__(self, worker_handle: int, on_complete: OnComplete) -> None:
-        self._lib = _load()
+        self._lib, self._ucs, self._libc = _load()
         self._worker = worker_handle
         self._on_complete = on_complete
         free = self._lib.ucp_request_free
@@ -209,12 +209,38 @@ class TagApi:
             for entry in entries[: attr.num_entries]
         ]
 
+    def describe(self, endpoint_handle: int) -> tuple[str, str]:
+        """What UCX says of an endpoint and of its worker: the tables that ``protocol_table`` reads.
+
+        UCX 1.21 prints a worker's tables only while it logs at level debug, so for this moment it
+        does.
+        """
+        endpoint = self._printed(self._lib.ucp_ep_print_info, endpoint_handle)
+        level = ctypes.create_string_buffer(64)
+        self._ucs.ucs_global_opts_get_value(b"LOG_LEVEL", level, sizeof(level))
+        self._ucs.ucs_global_opts_set_value(b"LOG_LEVEL", b"debug")
+        try:
+            return endpoint, self._printed(self._lib.ucp_worker_print_info, self._worker)
+        finally:
+            self._ucs.ucs_global_opts_set_value(b"LOG_LEVEL", level.value)
+
+    def _printed(self, print_info: Callable[[int, int], None], handle: int) -> str:
+        text, size = c_char_p(), c_size_t()
+        stream = self._libc.open_memstream(byref(text), byref(size))
+        if not stream:
+            return ""
+        print_info(handle, stream)
+        self._libc.fclose(stream)
+        printed = ctypes.string_at(text, size.value).decode(errors="replace")
+        self._libc.free(text)
+        return printed
+
     def text_of(self, status: int) -> str:
         """UCX's words for a status."""
         return self._lib.ucs_status_string(status).decode()
 
 
-def _load() -> Any:
+def _load() -> tuple[Any, Any, Any]:
     lib = ctypes.PyDLL(
         "libucp.so.0"
     )  # already in the process: resolved by soname, not searched for
@@ -236,4 +262,12 @@ def _load() -> Any:
     lib.ucp_ep_query.restype = c_int8
     lib.ucs_status_string.argtypes = (c_int8,)
     lib.ucs_status_string.restype = c_char_p
-    return lib
+    lib.ucp_ep_print_info.argtypes = lib.ucp_worker_print_info.argtypes = (c_void_p, c_void_p)
+    lib.ucp_ep_print_info.restype = lib.ucp_worker_print_info.restype = None
+    ucs = ctypes.PyDLL("libucs.so.0")
+    ucs.ucs_global_opts_get_value.argtypes = (c_char_p, c_char_p, c_size_t)
+    ucs.ucs_global_opts_set_value.argtypes = (c_char_p, c_char_p)
+    libc = ctypes.PyDLL(None)
+    libc.open_memstream.argtypes, libc.open_memstream.restype = (c_void_p, c_void_p), c_void_p
+    libc.fclose.argtypes = libc.free.argtypes = (c_void_p,)
+    return lib, ucs, libc

@@ -22,6 +22,7 @@ from ctypes import addressof, c_char
 from typing import Any
 
 from shared.errors import LocalProtocolError, TransferFailed
+from shared.lanes import LaneFinding
 from shared.transport.address import seal, unseal
 from shared.transport.base import Buffer, Outcome, Window
 from shared.transport.operation import PendingOperation, require_tag, require_usable
@@ -114,16 +115,10 @@ class UcxEndpoint:
         self.sinks: set[int] = set()
         self.settle_by = 0.0
         self.waiting_close: asyncio.Future[None] | None = None
-        self.lane_name = ""
-        self.is_lane_final = False
 
     @property
     def alive(self) -> bool:
         return self._is_alive
-
-    @property
-    def lane(self) -> str:
-        return self.lane_name
 
     def send(self, buffer: Buffer, num_bytes: int, tag: int) -> UcxOperation:
         """Order a send; on an endpoint that is closed or lost the operation settles as FAILED.
@@ -138,6 +133,12 @@ class UcxEndpoint:
         mapped: asyncio.Future[Buffer | None] = self._pump.loop.create_future()
         self._pump.order(self._pump.map_window, ((self, key), mapped))
         return await mapped
+
+    async def find_lane(self, buffer: Buffer, num_bytes: int, *, sends: bool) -> LaneFinding:
+        memory = "cuda" if hasattr(buffer, "__cuda_array_interface__") else "host"
+        found: asyncio.Future[LaneFinding] = self._pump.loop.create_future()
+        self._pump.order(self._pump.find_lane, ((self, sends, memory, num_bytes), found))
+        return await found
 
     async def close(self) -> None:
         """Abort what is in flight; all operations are settled on return. The peer may take it for

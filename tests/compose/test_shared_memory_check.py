@@ -36,9 +36,8 @@ async def test_a_lane_that_is_not_shared_memory_is_refused_with_a_reason(
     await asyncio.to_thread(private_ipc.up, ONE)
 
     (prefill,) = private_ipc.containers("prefill")
-    await asyncio.to_thread(
-        wait_until, lambda: "not through shared memory" in prefill.logs(), "prefill's log says it"
-    )
+    said = "--require-lane is shm,cuda_ipc"
+    await asyncio.to_thread(wait_until, lambda: said in prefill.logs(), "prefill's log says it")
     for worker in private_ipc.workers:
         status, reason = await asyncio.to_thread(worker.get, 9090, "/ready")
         assert status == 503, worker.name
@@ -49,7 +48,7 @@ async def test_a_lane_that_is_not_shared_memory_is_refused_with_a_reason(
     assert status == 503
     assert not gateway.is_healthy
 
-    await asyncio.to_thread(private_ipc.up, ONE, PDMESH_REQUIRE_SHARED_MEMORY="0")
+    await asyncio.to_thread(private_ipc.up, ONE, PDMESH_REQUIRE_LANE="")
     await asyncio.to_thread(private_ipc.wait_healthy, ONE)
     async with clients(private_ipc.doors, 3) as tally:
         pass

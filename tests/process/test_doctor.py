@@ -12,8 +12,9 @@ import pytest
 from services.cli.doctor import machine_checks as checks
 from services.cli.doctor import report as doctor
 from services.cli.doctor.finding import Verdict
-from services.cli.doctor.link import is_shared_memory, measure_link
+from services.cli.doctor.link import measure_link
 from shared.errors import TransferFailed
+from shared.lanes import is_within_host
 
 pytestmark = [pytest.mark.process, pytest.mark.ucx]
 
@@ -23,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 async def test_two_real_processes_are_measured() -> None:
     """On the lane that the environment asks for; a UCX that cannot start is told in words."""
     link = await measure_link({"UCX_TLS": "tcp,self"})
-    assert is_shared_memory((await measure_link({"UCX_TLS": "^posix"})).lane)
+    assert is_within_host((await measure_link({"UCX_TLS": "^posix"})).lane)
     assert link.lane.startswith("tcp")
     assert link.gb_per_s > 0
     assert link.library

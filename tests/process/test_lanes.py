@@ -1,27 +1,21 @@
-"""Workers that must share memory, with real UCX: what they do on another lane, and say of it."""
+"""Which pairs workers enter, with real UCX: the lane that carries KV, and the host it leads to."""
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
+from uuid import uuid4
+
 import aiohttp
+import orjson
 import pytest
 
-from shared.errors import IncompatiblePeer
-from shared.transport.pairing import require_shared_memory
 from tests.support.process_mesh import ROLES, ProcessMesh, a_prompt, process_mesh
 from tests.support.service_process import ServiceProcess
 
+pytestmark = [pytest.mark.process, pytest.mark.ucx]
 
-@pytest.mark.parametrize("lane", ["sysv", "posix", "cma+tcp/lo", "cuda_ipc", "loopback"])
-def test_a_lane_within_the_host_is_taken(lane: str) -> None:
-    """Any part of a lane that is shared memory will do."""
-    require_shared_memory(lane)
-
-
-@pytest.mark.parametrize("lane", ["", "tcp/lo", "rc_mlx5/mlx5_0:1", "sysvx"])
-def test_another_lane_is_refused(lane: str) -> None:
-    """Everything else is refused, and the error says what to do."""
-    with pytest.raises(IncompatiblePeer, match="ipc: service:ipc"):
-        require_shared_memory(lane)
+BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
 async def readiness(worker: ServiceProcess) -> tuple[int, str]:
@@ -31,53 +25,121 @@ async def readiness(worker: ServiceProcess) -> tuple[int, str]:
         return response.status, await response.text()
 
 
-async def start_pair(mesh: ProcessMesh, strict: str, **settings: str) -> list[ServiceProcess]:
-    return [
-        await mesh.add(role, require_shared_memory=role == strict or strict == "both", **settings)
-        for role in ROLES
-    ]
+async def refuses(mesh: ProcessMesh, worker: ServiceProcess, *words: str) -> None:
+    """Wait until a worker is not ready and says all of this."""
+
+    async def says_why() -> bool:
+        status, text = await readiness(worker)
+        return status == 503 and all(word in text for word in words)
+
+    await mesh.until(says_why)
 
 
-@pytest.mark.process
-@pytest.mark.ucx
+async def require_no_pair(mesh: ProcessMesh, gateway: ServiceProcess) -> None:
+    gauges = await mesh.gauges(gateway)
+    assert gauges["pairs"] == 0
+    assert gauges["ready"] == 0
+
+
+def pair_ready(prefill: ServiceProcess) -> dict[str, str]:
+    """What a prefill worker has logged of its pair."""
+    (line,) = (line for line in prefill.log if '"event":"pair ready"' in line)
+    return orjson.loads(line)
+
+
 @pytest.mark.parametrize("strict", ROLES)
-async def test_a_pair_on_tcp_is_refused_by_whoever_must_share_memory(
+async def test_a_pair_on_another_lane_is_refused_by_whoever_requires_one(
     strict: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """UCX was left only tcp: the strict worker is not ready, says why and what to do, and the
-    gateway has no pair."""
+    """UCX was left only tcp: the strict worker is not ready, names the lane found, those required
+    and what to do, and the gateway has no pair."""
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     async with process_mesh() as mesh:
         with mesh.explained():
             gateway = await mesh.start_gateway()
-            workers = await start_pair(mesh, strict)
+            workers = [
+                await mesh.add(role, require_lane="shm" if role == strict else "") for role in ROLES
+            ]
             worker = workers[ROLES.index(strict)]
-
-            async def says_why() -> bool:
-                status, text = await readiness(worker)
-                return status == 503 and "not through shared memory" in text
-
-            await mesh.until(says_why)
-            assert "tcp" in (await readiness(worker))[1]
-            gauges = await mesh.gauges(gateway)
-            assert gauges["pairs"] == 0
-            assert gauges["ready"] == 0
+            words = ("would move over tcp/", "--require-lane is shm", "ipc: service:ipc")
+            await refuses(mesh, worker, *words)
+            await require_no_pair(mesh, gateway)
 
 
-@pytest.mark.process
-@pytest.mark.ucx
-async def test_a_pair_on_shared_memory_serves_workers_that_must_share_it() -> None:
+async def test_a_lane_that_nobody_refuses_is_named_wherever_one_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the receipt, /cluster, the workers' metrics and the log: the same one."""
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    async with process_mesh() as mesh:
+        with mesh.explained():
+            gateway = await mesh.start_gateway()
+            prefill, decode = [await mesh.add(role) for role in ROLES]
+            await mesh.paired(gateway, 1)
+            answer = await mesh.ask(gateway, a_prompt(40), 8)
+            answer.require_whole(8)
+            lane = answer.receipt["lane"]
+            assert lane.startswith("tcp/")
+            assert pair_ready(prefill)["lane"] == lane
+            async with aiohttp.ClientSession() as session:
+                url = gateway.metrics_url.replace("/metrics", "/cluster")
+                async with session.get(url) as response:
+                    (pair,) = (await response.json())["transfers"]
+                assert pair["lane"] == lane
+                for worker in (prefill, decode):
+                    async with session.get(worker.metrics_url) as response:
+                        assert f'transfer_bytes_total{{lane="{lane}"}}' in await response.text()
+
+
+async def test_a_pair_on_the_lane_that_both_require_serves() -> None:
     """On the usual lane strict workers are ready and answer."""
     async with process_mesh() as mesh:
         with mesh.explained():
             gateway = await mesh.start_gateway()
-            workers = await start_pair(mesh, "both")
+            workers = [await mesh.add(role, require_lane="shm,cuda_ipc") for role in ROLES]
             await mesh.paired(gateway, 1)
             for worker in workers:
                 assert await readiness(worker) == (200, "ready\n")
             answer = await mesh.ask(gateway, a_prompt(40), 8)
             answer.require_whole(8)
             assert answer.receipt["lane"] == "sysv"
-            prefill = workers[ROLES.index("prefill")]
             # Silently falling back to whole messages would cost a factor, and no answer.
-            assert any('"mode":"windows"' in line for line in prefill.log)
+            assert pair_ready(workers[0])["mode"] == "windows"
+            # UCX prints its tables for us at its level debug, and for nobody else.
+            assert not [line for worker in workers for line in worker.log if "UCX" in line]
+
+
+def _on_another_host(folder: Path) -> list[str]:
+    """A command that runs another with a kernel of another name."""
+    boot_id = folder / "boot_id"
+    boot_id.write_text(f"{uuid4()}\n")
+    script = f'mount --bind {boot_id} {BOOT_ID} && exec "$@"'
+    return ["unshare", "--mount", "sh", "-c", script, "sh"]
+
+
+@pytest.mark.parametrize("careless", ["nobody", *ROLES, "both"])
+async def test_kv_leaves_a_host_only_if_both_workers_were_told_that_it_may(
+    careless: str, tmp_path: Path
+) -> None:
+    """Unless both have been told, whoever was not refuses the pair and names the flag."""
+    elsewhere = _on_another_host(tmp_path)
+    if subprocess.run([*elsewhere, "true"], capture_output=True).returncode:
+        pytest.skip("this user may not mount")
+    async with process_mesh() as mesh:
+        with mesh.explained():
+            gateway = await mesh.start_gateway()
+            prefill, decode = [
+                await mesh.add(
+                    role,
+                    prefix=elsewhere if role == "decode" else (),
+                    allow_unencrypted_transfers=careless in (role, "both"),
+                )
+                for role in ROLES
+            ]
+            if careless == "both":
+                await mesh.paired(gateway, 1)
+                (await mesh.ask(gateway, a_prompt(40), 8)).require_whole(8)
+                return
+            wary = prefill if careless == "decode" else decode
+            await refuses(mesh, wary, "does not encrypt", "--allow-unencrypted-transfers")
+            await require_no_pair(mesh, gateway)

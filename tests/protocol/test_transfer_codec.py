@@ -12,13 +12,16 @@ from shared import wire
 from shared.errors import IncompatiblePeer, NoBlocks, RemoteProtocolError
 from shared.ids import Incarnation, LeaseToken, RequestId, TransferId
 from shared.kv.layout import KvLayout
+from shared.lanes import Certainty, LaneFinding
 from shared.model_spec import ModelSpec
 from shared.rpc.transfer_codec import (
     PairIdentity,
     agree,
     command_from_wire,
     command_to_wire,
+    finding_of,
     hello_to_wire,
+    lane_of,
     reply_from_wire,
     reply_to_wire,
     windows_from_wire,
@@ -174,7 +177,7 @@ def an_identity(**changes: Any) -> PairIdentity:
         dtype="float16",
     )
     layout = KvLayout(dtype=dtype, num_layers=2, num_kv_heads=1, head_dim=8)
-    whole = PairIdentity(Incarnation(9), "1", spec, layout, b"address", 1000, 5000)
+    whole = PairIdentity(Incarnation(9), "1", spec, layout, b"address", 1000, 5000, b"h" * 16)
     return whole._replace(**changes)
 
 
@@ -185,7 +188,7 @@ def test_the_smaller_limits_count():
     same = agree(other, hello_to_wire(wire.Role.PREFILL, one), wire.Role.PREFILL)
     assert terms.rule == same.rule
     assert (terms.rule.group_bytes, terms.rule.max_frame_bytes) == (10, 5000)
-    assert (terms.peer, terms.transport_address) == (9, b"address")
+    assert (terms.peer, terms.transport_address, terms.host) == (9, b"address", b"h" * 16)
 
 
 @pytest.mark.parametrize(
@@ -220,3 +223,14 @@ def test_an_incomplete_or_misplaced_hello_is_refused():
     whole.transport_address = b""
     with pytest.raises(RemoteProtocolError):
         agree(mine, whole, wire.Role.DECODE)
+
+
+def test_what_a_canary_says_of_its_lane_is_checked():
+    """A name becomes a label; a certainty of a later release counts as the highest known."""
+    canary = wire.Canary(lane="cuda_copy+tcp/eth0", certainty=99)
+    assert finding_of(canary) == LaneFinding("cuda_copy+tcp/eth0", Certainty.KNOWN)
+    assert lane_of(wire.CanaryResult(lane="sysv")) == "sysv"
+    with pytest.raises(RemoteProtocolError):
+        finding_of(wire.Canary(lane='sysv"} 1'))
+    with pytest.raises(RemoteProtocolError):
+        lane_of(wire.CanaryResult(lane="x" * 201))

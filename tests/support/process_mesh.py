@@ -126,10 +126,14 @@ class ProcessMesh:
         self.gateway_names.append(f"127.0.0.1:{gateway.facts['mesh_port']}")
         return gateway
 
-    async def start(self, role: str, *, module: str = "", **settings: Any) -> ServiceProcess:
+    async def start(
+        self, role: str, *, module: str = "", prefix: Sequence[str] = (), **settings: Any
+    ) -> ServiceProcess:
         """Start a process and return at once; its environment is nobody's but ``settings``'.
 
-        module: runs the role in its own way (``odd_worker.py``)."""
+        module: runs the role in its own way (``odd_worker.py``). prefix: a command that becomes the
+        process it is given.
+        """
         name = f"{role}-{len(self.processes)}"
         wanted: dict[str, Any] = {"log_format": "json", "mesh_secret": self.secret, **settings}
         metrics_port = 0
@@ -151,7 +155,8 @@ class ProcessMesh:
         with theirs:
             _, process = await asyncio.get_running_loop().subprocess_exec(
                 lambda: ServiceProcess(name, metrics_port, ours),
-                *(sys.executable, "-m", *([module, role] if module else [f"services.{role}"])),
+                *(*prefix, sys.executable, "-m"),
+                *([module, role] if module else [f"services.{role}"]),
                 env={**others, **variables, PARENT_FD: str(theirs.fileno())},
                 pass_fds=(theirs.fileno(),),
                 stdin=None,

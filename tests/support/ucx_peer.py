@@ -208,8 +208,9 @@ class _Session:
     async def alive(self) -> bool:
         return self.endpoint.alive
 
-    async def lane(self) -> str:
-        return self.endpoint.lane
+    async def find_lane(self, num_bytes: int, sends: bool) -> tuple[str, int]:
+        """What carried a message like one that has crossed, and how sure that is."""
+        return await self.endpoint.find_lane(bytearray(1), num_bytes, sends=sends)
 
     async def idle_cpu_share(self, seconds: float) -> float:
         """CPU time of all threads over a wait, as a share of one core."""

@@ -13,7 +13,7 @@ from services.cli import main
 from services.cli.doctor import machine_checks as checks
 from services.cli.doctor.finding import Finding, absent, lines_of, right, wrong
 from services.cli.doctor.gateway_checks import judge_cluster
-from services.cli.doctor.link import Link, is_shared_memory
+from services.cli.doctor.link import Link
 from shared.version import VERSION
 from tests.support.stub_gateway import StubGateway, a_view
 
@@ -68,12 +68,6 @@ def test_shared_memory_is_right_only_if_it_is_the_lane(
     finding = checks.check_shared_memory_lane(link, error)
     assert verdict(finding) == wanted
     assert words in finding.text + finding.remedy
-
-
-def test_lanes_within_a_host_are_known() -> None:
-    """Alone, with a device, or beside another."""
-    assert all(map(is_shared_memory, ("sysv", "cma/memory", "tcp/lo+cuda_ipc")))
-    assert not any(map(is_shared_memory, ("", "tcp/lo", "rc_mlx5/mlx5_0:1")))
 
 
 @pytest.mark.parametrize(
@@ -186,14 +180,18 @@ def test_a_running_mesh_is_judged_by_its_own_words(
     assert sorted(f.name for f in findings if verdict(f) == "wrong") == sorted(wrong_ones)
 
 
-def test_tcp_between_two_workers_of_one_host_is_a_fault() -> None:
+@pytest.mark.parametrize(
+    ("lane", "what_to_do"),
+    [("tcp/eth0", "IPC namespace"), ("cuda_copy+sysv", "expandable_segments")],
+)
+def test_a_slow_lane_between_two_workers_of_one_host_is_a_fault(lane: str, what_to_do: str) -> None:
     """Between hosts it is not."""
     view = a_view(version=VERSION)
-    view["transfers"][0]["lane"] = "tcp/eth0"
+    view["transfers"][0]["lane"] = lane
     assert not any(f.is_wrong for f in judge_cluster("http://gw", view) if f.name == "pair")
     view["workers"][1]["address"] = "10.0.0.1:2"
     (finding,) = (f for f in judge_cluster("http://gw", view) if f.name == "pair")
-    assert "IPC namespace" in finding.remedy
+    assert what_to_do in finding.remedy
 
 
 def test_a_gateways_installation_is_told_so_without_a_fault(

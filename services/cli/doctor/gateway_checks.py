@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from services.cli.client import NO_ACCESS, Access, get_json, open_session
 from services.cli.doctor.finding import Finding, absent, right, wrong
-from services.cli.doctor.link import is_shared_memory
 from shared.errors import MeshError
+from shared.lanes import STAGING, is_within_host
 from shared.version import VERSION
 
 ANSWERS_WITHIN_S: Final = 4.0
@@ -70,8 +70,12 @@ def _pair(pair: Mapping[str, Any], addresses: Mapping[str, str]) -> Finding:
     speed = f", {rate['p50']:.2g} GB/s" if rate else ""
     text = f"{ends[0]} → {ends[1]}: lane {lane or 'unknown'}{speed}"
     hosts = {end.rpartition(":")[0] for end in ends}
-    if lane and len(hosts) == 1 and not is_shared_memory(lane):
+    if lane and len(hosts) == 1 and not is_within_host(lane):
         remedy = "both are on one host: give their containers one IPC namespace"
+        return wrong("pair", text, remedy)
+    if len(hosts) == 1 and lane.startswith(STAGING):
+        remedy = "KV of one device reaches another through the host: cuda_ipc must be in UCX_TLS,"
+        remedy += " expandable_segments off, and containers in one PID namespace"
         return wrong("pair", text, remedy)
     return right("pair", text)
 

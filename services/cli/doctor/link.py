@@ -16,6 +16,7 @@ import orjson
 
 from services.local import our_code
 from shared.errors import MeshError, TransferFailed
+from shared.lanes import Certainty, LaneFinding, more_certain
 
 MESSAGE_BYTES: Final = 8 << 20
 """As large as the largest frame."""
@@ -36,13 +37,6 @@ class Link:
     modules: tuple[str, ...]
 
 
-def is_shared_memory(lane: str) -> bool:
-    """Whether any part of a lane (as UCX names it) stays within one host."""
-    from shared.transport.pairing import SHARED_MEMORY  # the command line loads no transport
-
-    return not SHARED_MEMORY.isdisjoint(part.partition("/")[0] for part in lane.split("+"))
-
-
 async def measure_link(environment: Mapping[str, str]) -> Link:
     """Move some messages from one fresh process to another and return the median rate.
 
@@ -57,19 +51,18 @@ async def measure_link(environment: Mapping[str, str]) -> Link:
         await source.answer()
         await target.answer()
         rates: list[float] = []
-        lane = ""
+        found = LaneFinding("", Certainty.UNKNOWN)
         tag = 1
         for _ in range(1 + NUM_ROUNDS):  # the first one warms up
             job = {"num_bytes": MESSAGE_BYTES, "count": NUM_MESSAGES, "tag": tag}
             tag += NUM_MESSAGES + 1
             target.tell({**job, "sends": False})
             source.tell({**job, "sends": True})
-            answer = await source.answer()
-            await target.answer()
-            lane = str(answer["lane"])
-            rates.append(MESSAGE_BYTES * NUM_MESSAGES / answer["seconds"] / GB)
+            sent, received = await source.answer(), await target.answer()
+            found = more_certain(LaneFinding(*sent["found"]), LaneFinding(*received["found"]))
+            rates.append(MESSAGE_BYTES * NUM_MESSAGES / sent["seconds"] / GB)
     gb_per_s = statistics.median(rates[1:])
-    return Link(lane, gb_per_s, left["library"], tuple(left["modules"]))
+    return Link(found.lane, gb_per_s, left["library"], tuple(left["modules"]))
 
 
 class _End:

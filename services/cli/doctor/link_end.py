@@ -56,7 +56,8 @@ async def _send(transport: Any, endpoint: Any, *, num_bytes: int, count: int, ta
             await _done(in_flight.popleft())
         in_flight.append(endpoint.send(buffer, num_bytes, tag + index))
     await _done(*in_flight, answer)
-    return {"seconds": time.perf_counter() - began_at, "lane": endpoint.lane}
+    seconds = time.perf_counter() - began_at
+    return {"seconds": seconds, "found": await endpoint.find_lane(buffer, num_bytes, sends=True)}
 
 
 async def _receive(transport: Any, endpoint: Any, *, num_bytes: int, count: int, tag: int) -> Any:
@@ -71,7 +72,7 @@ async def _receive(transport: Any, endpoint: Any, *, num_bytes: int, count: int,
     await _done(endpoint.send(bytearray(1), 1, tag + count))
     if any(buffer.count(1) != num_bytes for buffer in buffers[:count]):
         raise TransferFailed("the bytes that arrived are not those that were sent")
-    return {}
+    return {"found": await endpoint.find_lane(buffers[0], num_bytes, sends=False)}
 
 
 async def _done(*operations: Any) -> None:

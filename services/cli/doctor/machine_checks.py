@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from services.cli.doctor.finding import Finding, absent, right, wrong
-from services.cli.doctor.link import Link, is_shared_memory
+from services.cli.doctor.link import Link
 from services.cli.machine import num_cores
+from shared.lanes import is_within_host
 from shared.runtime.realtime import RealTime
 from shared.version import VERSION
 
@@ -107,7 +108,7 @@ def check_shared_memory_lane(link: Link | None, error: str) -> Finding:
         remedy = unset or "run `python -m services.cli.doctor.link_end` to see UCX's own words"
         return wrong(name, f"two processes do not reach each other: {error}", remedy)
     text = f"{link.gb_per_s:.1f} GB/s between two processes, lane {link.lane}"
-    if not is_shared_memory(link.lane):
+    if not is_within_host(link.lane):
         remedy = unset or "allow System V shared memory here (kernel.shmmax, kernel.shmall)"
         return wrong(name, text, remedy)
     return right(name, text)

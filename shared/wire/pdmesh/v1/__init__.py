@@ -190,6 +190,16 @@ class Canary(betterproto2.Message):
 
     digest: "int" = betterproto2.field(3, betterproto2.TYPE_FIXED64)
 
+    lane: "str" = betterproto2.field(4, betterproto2.TYPE_STRING)
+    """
+    what carried the one before it, as far as prefill can tell
+    """
+
+    certainty: "int" = betterproto2.field(5, betterproto2.TYPE_UINT32)
+    """
+    of that: the surer end is right (shared/lanes.py)
+    """
+
 
 default_message_pool.register_message("pdmesh.v1", "Canary", Canary)
 
@@ -206,6 +216,11 @@ class CanaryResult(betterproto2.Message):
     tag: "int" = betterproto2.field(3, betterproto2.TYPE_FIXED64)
     """
     in the answer to hello: the tag to send the canary on
+    """
+
+    lane: "str" = betterproto2.field(4, betterproto2.TYPE_STRING)
+    """
+    in the last one: what carries KV on this pair
     """
 
 
@@ -761,6 +776,11 @@ class PairHello(betterproto2.Message):
     max_frame_bytes: "int" = betterproto2.field(6, betterproto2.TYPE_UINT32)
     """
     staging slot, header included; of both values the smaller one counts
+    """
+
+    host: "bytes" = betterproto2.field(7, betterproto2.TYPE_BYTES)
+    """
+    the same on both ends = one host; empty = not known
     """
 
 
