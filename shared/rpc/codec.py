@@ -15,23 +15,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from shared import wire
-from shared.errors import (
-    ERROR_TYPES,
-    IncompatiblePeer,
-    MeshError,
-    RemoteProtocolError,
-    WorkerLost,
-)
+from shared.errors import ERROR_TYPES, IncompatiblePeer, MeshError, RemoteProtocolError, WorkerLost
 from shared.ids import ID_BYTES, Incarnation, LeaseToken, RequestId, StreamId
 from shared.kv.layout import DTYPE_BYTES, KvLayout
 from shared.model_spec import ModelSpec
-from shared.request import (
-    MAX_SALT_BYTES,
-    FinishReason,
-    SamplingParams,
-    TokenLogprobs,
-    WorkItem,
-)
+from shared.request import MAX_SALT_BYTES, FinishReason, SamplingParams, TokenLogprobs, WorkItem
 from shared.rpc.columns import pack_f32, pack_u8, pack_u32, unpack_f32, unpack_u8, unpack_u32
 from shared.rpc.message_codec import MAX_MESSAGE_BYTES
 

@@ -31,6 +31,8 @@ def values_of(field: FieldDescriptor) -> st.SearchStrategy[Any]:
         return st.integers(0, 9)
     if field.cpp_type in _UNSIGNED:
         return st.integers(0, (1 << _UNSIGNED[field.cpp_type]) - 1)
+    if field.type == FieldDescriptor.TYPE_SINT32:
+        return st.integers(-(1 << 31), (1 << 31) - 1)
     if field.cpp_type == FieldDescriptor.CPPTYPE_FLOAT:
         return st.floats(width=32)
     if field.cpp_type == FieldDescriptor.CPPTYPE_DOUBLE:

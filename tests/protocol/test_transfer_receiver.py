@@ -261,8 +261,11 @@ def test_an_open_that_comes_after_its_reservations_end_is_refused_at_once():
     assert isinstance(effect.message.error, TransferFailed)
     assert end.open() == [AskTerms(KEY, US)]
     for number in range(MAX_ENDED + 1):
-        end.core.give_up(TransferKey(RequestId(b"%16d" % number), 0), NoBlocks("full"), end.now)
-    (oldest, newest) = (TransferKey(RequestId(b"%16d" % number), 0) for number in (0, MAX_ENDED))
+        key = KEY._replace(request_id=RequestId(b"%16d" % number))
+        end.core.give_up(key, NoBlocks("full"), end.now)
+    oldest, newest = (
+        KEY._replace(request_id=RequestId(b"%16d" % number)) for number in (0, MAX_ENDED)
+    )
     assert kinds(end.open(oldest)) == ["AskTerms"]
     assert kinds(end.open(newest)) == ["Refused"]
 
