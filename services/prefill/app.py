@@ -58,6 +58,7 @@ class PrefillWorker:
                 compute=compute,
                 num_slots=(config.staging_mib << 20) // DEFAULT_MAX_FRAME_BYTES,
                 mode=TransferMode(config.transfer_mode),
+                has_digest=config.exact or None,
             )
             pairs = PairTable(
                 incarnation=self.incarnation,

@@ -35,6 +35,7 @@ def load_engine(config: WorkerConfig) -> Engine:
         num_threads=config.threads or None,
         kernels=config.kernels,
         max_graph_rows=_max_graph_rows(config),
+        exact=config.exact,
     )
 
 
