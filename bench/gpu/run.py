@@ -370,6 +370,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=GOAL_PROMPT, help="tokens of the prompt")
     parser.add_argument("--steps", type=int, default=30, help="decode steps a sample")
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--exact", action="store_true", help="ours with exact products, attention")
     parser.add_argument("--record", action="store_true", help="write results of a quick run too")
     asked = parser.parse_args()
     import torch
@@ -383,8 +384,10 @@ def main() -> None:
         shape["num_hidden_layers"] = QUICK_LAYERS
     asked.device, asked.limit_sizes = "cuda", {}
     longest = max(asked.prompt, asked.context * max(asked.batches))
-    asked.options = {"num_blocks": -(-longest // 16) + max(asked.batches)}
-    record = Record(HERE, asked.quick, {"device": torch.cuda.get_device_name()})
+    num_blocks = -(-longest // 16) + max(asked.batches)
+    asked.options = {"num_blocks": num_blocks, "exact": asked.exact}
+    settings = {"device": torch.cuda.get_device_name(), "exact": asked.exact}
+    record = Record(HERE, asked.quick, settings)
     with tempfile.TemporaryDirectory() as name:
         make_folder(Path(name), shape)
         measure(asked, record, shape, Path(name))

@@ -58,13 +58,14 @@ class BlockTables:
         """
         if max(counts) > self._width:
             return None
-        self._make_room(tables)
         grown: list[tuple[_Kept, int]] = []
         new, at = array("i"), array("q")
         places: list[int] = []
         for table, count in zip(tables, counts, strict=True):
             kept = self._kept.get(id(table))
             if kept is None:
+                if not self._free:
+                    self._forget_all_but(tables)
                 kept = self._kept[id(table)] = _Kept(table, self._free.pop())
             if kept.num_written < count:
                 grown.append((kept, count))
@@ -80,9 +81,7 @@ class BlockTables:
                 kept.num_written = max(kept.num_written, count)
         return places
 
-    def _make_room(self, tables: Sequence[Sequence[int]]) -> None:
-        """Forget tables that this step does not name, if it names more new ones than fit."""
+    def _forget_all_but(self, tables: Sequence[Sequence[int]]) -> None:
         named = {id(table) for table in tables}
-        if len(named - self._kept.keys()) > len(self._free):
-            for key in self._kept.keys() - named:
-                self._free.append(self._kept.pop(key).place)
+        for key in self._kept.keys() - named:
+            self._free.append(self._kept.pop(key).place)

@@ -99,6 +99,7 @@ class DecodeBuckets:
         columns, self._splits_on_device, self._rows_on_device = self._device_numbers.split(sizes)
         self._columns_on_device = columns.view(_NUM_COLUMNS, max_rows)
         self._firsts = torch.arange(max_rows + 1, device=device)
+        self._counts: np.ndarray | None = None
         self._recordings: dict[int, Recording] = {}
         self._sizes: list[int] = []
 
@@ -152,9 +153,16 @@ class DecodeBuckets:
     def _write_splits(self, size: int) -> bool:
         """Write how ``size`` rows are split, by their positions; False if that are too many."""
         counts = self._columns[_POSITIONS, :size] // SPLIT_KEYS + 1
-        self._split_at[1 : size + 1] = counts.cumsum()
-        total, room = int(self._split_at[size]), self._room(size)
+        if self._counts is not None and np.array_equal(
+            counts, self._counts
+        ):  # mostly: a row has another every 256 steps
+            return True
+        self._counts = counts
+        split_at = self._split_at[: size + 1]
+        counts.cumsum(out=split_at[1:])
+        total, room = int(split_at[size]), self._room(size)
         if total > room:
+            self._counts = None
             return False
         self._split_rows[:total] = np.repeat(np.arange(size), counts)
         self._split_rows[total:room] = -1

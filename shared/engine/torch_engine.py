@@ -144,7 +144,6 @@ class TorchEngine(Engine):
         files = ModelFolder(folder)
         config = read_model_config(files)
         checkpoint = Checkpoint(files)
-        place = torch.device(device)
         length = _choose_len(max_model_len, files.max_model_len, config.longest_len)
         if block_size < 1:
             raise ModelError(f"block_size must be at least 1, not {block_size}")
@@ -152,6 +151,7 @@ class TorchEngine(Engine):
             torch.set_num_threads(num_threads)
         _keep_precision()
         with _DeviceFailures("choosing kernels"):
+            place = torch.device(device)
             layout, chosen = _choose(
                 dtype, kernels, config, checkpoint, block_size, place, exact=exact
             )
@@ -410,7 +410,7 @@ def _choose(
                                   change one, but where two tokens tie
         16 bits otherwise         neither: a tenth of the answers may differ by a token
 
-    So torch computes no 16 bits on a CPU unless told to; they are no quicker there
+    So torch computes no 16 bits on a CPU unless told to; mostly they are slower there, too
     (bench/engine). Raises ModelError: what was asked for does not exist, or cannot run here.
     """
     stored = config.dtype or checkpoint.dtype
