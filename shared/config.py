@@ -267,7 +267,8 @@ class WorkerConfig(ServiceConfig):
     """cpu, cuda (the first that torch sees), cuda:N, or auto: cuda where torch sees one."""
 
     dtype: str = "auto"
-    """float32, bfloat16, float16, or auto: as the checkpoint says."""
+    """float32, bfloat16, float16, or auto: as the checkpoint says, but float32 instead of 16 bits
+    on a CPU without native kernels."""
 
     threads: int = 0
     """CPU threads of the engine; 0 = as many as cores, shared among the local workers."""
@@ -275,6 +276,11 @@ class WorkerConfig(ServiceConfig):
     kernels: str = "auto"
     """native (CPU: bfloat16 on AVX-512 BF16, compiled at first use), triton (CUDA), torch, or auto:
     native or triton where they run."""
+
+    exact: bool = False
+    """No answer depends on what it is computed with, or the worker does not start: on a GPU by
+    products and attention of fixed shapes and a digest of every frame of KV, which is slower; on a
+    CPU that is the rule already. For all workers of a mesh."""
 
     kv_gib: float = 0.0
     """Memory for KV in GiB, taken at start; 0 = 1 GiB on CPU, what --gpu-memory-share leaves on a

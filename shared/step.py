@@ -49,7 +49,8 @@ class StepRow(NamedTuple):
                                  KV in pool  computed now       (sample: the next one)
 
     block_table: physical block of each logical block, long enough for ``start + len(token_ids)``
-    tokens. It may grow while the step runs: slice it, never take a view of it.
+    tokens. It may grow while the step runs: slice it, never take a view of it. Nothing in it ever
+    changes, so an engine may keep what it has seen of it.
     sample: None for a chunk that does not end its prompt.
     prompt_logprobs: None = off; k = logprobs of the prompt tokens that this chunk predicts, i.e. of
     tokens at positions ``start + 1 .. start + len(token_ids)`` as far as ``prompt_targets`` gives

@@ -390,6 +390,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=GOAL_PROMPT, help="tokens of the prompt")
     parser.add_argument("--steps", type=int, default=30, help="decode steps a sample")
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--exact", action="store_true", help="ours with exact products, attention")
     parser.add_argument("--record", action="store_true", help="write results of a quick run too")
     add_device(parser)
     asked = parser.parse_args()
@@ -401,8 +402,9 @@ def main() -> None:
     if asked.device == "cpu":
         asked.context, asked.prompt, asked.limit_sizes = 64, 256, {"mib": 16, "size": 256}
     longest = max(asked.prompt, asked.context * max(asked.batches))
-    asked.options = {"num_blocks": -(-longest // 16) + max(asked.batches)}
-    record = Record(HERE, asked.quick, {"device": name})
+    num_blocks = -(-longest // 16) + max(asked.batches)
+    asked.options = {"num_blocks": num_blocks, "exact": asked.exact}
+    record = Record(HERE, asked.quick, {"device": name, "exact": asked.exact})
     with tempfile.TemporaryDirectory() as folder:
         make_folder(Path(folder), shape)
         measure(asked, record, shape, Path(folder))

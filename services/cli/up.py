@@ -117,7 +117,11 @@ class UpConfig:
     GPU of its own, in turn, out of those of CUDA_VISIBLE_DEVICES; cuda:N is for all of them."""
 
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"] | None, _WORKERS] = None
-    """auto: as the checkpoint says."""
+    """auto: as the checkpoint says, but float32 instead of 16 bits on a CPU without native
+    kernels."""
+
+    exact: Annotated[bool | None, _WORKERS] = None
+    """No answer depends on what it is computed with: slower on a GPU, the rule on a CPU."""
 
     threads: Annotated[int | None, _WORKERS] = None
     """CPU threads of each worker; 0 = the cores, divided."""

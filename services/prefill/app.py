@@ -68,6 +68,7 @@ class PrefillWorker:
                 num_slots=(config.staging_mib << 20) // DEFAULT_MAX_FRAME_BYTES,
                 mode=TransferMode(config.transfer_mode),
                 profile=profile,
+                has_digest=config.exact or None,
             )
             pairs = PairTable(
                 incarnation=self.incarnation,

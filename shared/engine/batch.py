@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -44,8 +45,12 @@ class RowExtent:
         return self.start + self.last - self.first
 
 
-@dataclass(frozen=True, slots=True)
-class PagedRows:
+SPLIT_KEYS = 256
+"""Positions of a row that one program attends to, where rows are split (``PagedRows``): enough that
+what a split writes is little beside what it reads, few enough that one row fills a GPU."""
+
+
+class PagedRows(NamedTuple):
     """Where the rows lie, for kernels that walk block tables themselves; int64, on the device.
 
         tables    b b b b | b b | b b b ...       blocks of all rows, one row after the other
@@ -53,12 +58,19 @@ class PagedRows:
 
     stops: ``[num_rows]``, tokens of the sequence once the step is done. firsts: ``[num_rows + 1]``,
     flat index of each row's first token, and the number of tokens.
+
+    Single-token rows are split by position, row 0's first:
+
+        split_rows   0 0 0 | 1 | 2 2 | ...        each split's row
+        split_at     0       3   4     6          where each row's begin, and their number
     """
 
     stops: torch.Tensor
     firsts: torch.Tensor
     table_at: torch.Tensor
     tables: torch.Tensor
+    split_at: torch.Tensor
+    split_rows: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +121,20 @@ def flatten_rows(
         table_at.append(len(tables))
     num_rows, num_tokens = len(rows), firsts[-1]
     # One host buffer, one transfer to the device.
-    sizes = (num_tokens, num_tokens, num_tokens, num_rows, num_rows + 1, num_rows, len(tables))
+    num_single = len(singles)
+    splits_of = [rows[idx].start // SPLIT_KEYS + 1 for idx in singles]
+    split_at = [0, *accumulate(splits_of)]
+    sizes = (
+        *(num_tokens, num_tokens, num_tokens),
+        *(num_rows, num_rows + 1, num_rows, len(tables)),
+        *(num_single + 1, split_at[-1]),
+    )
     ends = list(accumulate(sizes))
     packed = np.empty(ends[-1], dtype=np.int64)
     parts = [packed[end - size : end] for end, size in zip(ends, sizes, strict=True)]
-    token_ids, positions, slots, stops, all_firsts, all_table_at, blocks = parts
+    token_ids, positions, slots, stops, all_firsts, all_table_at, blocks, *splits = parts
     all_firsts[:], all_table_at[:], blocks[:] = firsts, table_at[:-1], tables
+    splits[0][:], splits[1][:] = split_at, np.repeat(np.arange(num_single), splits_of)
     kv.check_blocks(blocks)
     extents: list[RowExtent] = []
     for place, idx in enumerate(order):
@@ -135,7 +155,7 @@ def flatten_rows(
         slots=on_device[2],
         paged=PagedRows(*on_device[3:]),
         extents=tuple(extents),
-        num_single=len(singles),
+        num_single=num_single,
         block_size=kv.block_size,
     )
 

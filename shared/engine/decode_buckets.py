@@ -4,9 +4,10 @@ A decode step of a small batch is hundreds of short kernels, and Python queues t
 a GPU computes them. A recorded step is queued in one call, but its shapes are fixed. So batches are
 filled up to the next of a few sizes:
 
-    rows      r0 r1 r2 r3 r4 | p  p  p       5 rows in the bucket of 8
-    tables    P | r0's blocks | r1's ...     P: the pool's padding block, where every p writes its
-                                             token's KV and reads it back, one position long
+    rows      r0 r1 r2 r3 r4 | p  p  p       5 rows in the bucket of 8; every p writes its token's
+                                             KV to the pool's padding block, one position long
+    splits    0  1 1 1 2 ... | - - - -       of long rows (``PagedRows``), in room for as many as
+                                             the pool can hold
 
 What a padding row computes nobody reads. Sampling is not recorded: logits are queued by Python
 while the device still computes the layers, and so cost no time.
@@ -15,7 +16,6 @@ while the device still computes the layers, and so cost no time.
 from __future__ import annotations
 
 import time
-from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 
@@ -24,7 +24,14 @@ import structlog
 import torch
 
 from shared.engine.attention.base import AttentionBackend
-from shared.engine.batch import PagedRows, StepBatch, check_tokens, num_blocks_needed
+from shared.engine.batch import (
+    SPLIT_KEYS,
+    PagedRows,
+    StepBatch,
+    check_tokens,
+    num_blocks_needed,
+)
+from shared.engine.block_tables import BlockTables
 from shared.engine.models.decoder import Decoder
 from shared.engine.paged_kv import PagedKv
 from shared.engine.recording import Recorder, Recording
@@ -34,11 +41,16 @@ from shared.step import StepRow
 _log = structlog.get_logger(__name__)
 
 MAX_TABLE_BLOCKS = 1 << 21
-"""Most blocks that all rows may name together (16 MiB of table); batches with more are not
-replayed."""
+"""Blocks that all rows may name together (16 MiB of tables), each as many; a batch with a row that
+names more is not replayed."""
+
+_SHARED = 2
+"""How often the splits of a full pool have room: rows with a common prefix name its blocks each."""
 
 _NUM_COLUMNS = 5
 """Per row: token id, position, slot, stop (position + 1), place of its table."""
+
+_POSITIONS = 1
 
 
 def bucket_sizes(largest: int) -> tuple[int, ...]:
@@ -69,21 +81,25 @@ class DecodeBuckets:
         self._max_rows = max_rows
         self._max_model_len = max_model_len
         blocks_per_row = -(-max_model_len // kv.block_size)
-        num_table = 1 + min(MAX_TABLE_BLOCKS, max_rows * blocks_per_row)
-        total = _NUM_COLUMNS * max_rows + num_table
-        self._device_numbers = torch.zeros(total, dtype=torch.int64, device=device)
-        host = torch.zeros(total, dtype=torch.int64, pin_memory=device.type == "cuda")
+        width = min(blocks_per_row, MAX_TABLE_BLOCKS // max_rows)
+        self._tables = BlockTables(kv, num_rows=max_rows, width=width, device=device)
+        self._splits_per_row = -(-max_model_len // SPLIT_KEYS)
+        self._splits_of_pool = _SHARED * (kv.num_blocks * kv.block_size // SPLIT_KEYS)
+        sizes = (_NUM_COLUMNS * max_rows, max_rows + 1, self._room(max_rows))
+        host = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
+        # Views of the one buffer that travels in one copy.
         self._host_numbers = host
-        # Views of the one host buffer that travels in one copy.
-        self._columns = host[: _NUM_COLUMNS * max_rows].view(_NUM_COLUMNS, max_rows).numpy()
-        self._tables = host[_NUM_COLUMNS * max_rows :].numpy()
-        padding_block = kv.num_blocks
-        padding = (0, 0, padding_block * kv.block_size, 1, 0)
+        columns, split_at, split_rows = host.split(sizes)
+        self._columns = columns.view(_NUM_COLUMNS, max_rows).numpy()
+        self._split_at, self._split_rows = split_at.numpy(), split_rows.numpy()
+        padding = (0, 0, kv.num_blocks * kv.block_size, 1, 0)
         self._padding = np.array(padding, dtype=np.int64)[:, None]
         self._columns[:] = self._padding
-        self._tables[0] = padding_block
+        self._device_numbers = torch.empty_like(host, device=device)
+        columns, self._splits_on_device, self._rows_on_device = self._device_numbers.split(sizes)
+        self._columns_on_device = columns.view(_NUM_COLUMNS, max_rows)
         self._firsts = torch.arange(max_rows + 1, device=device)
-        self._device_numbers.copy_(host)
+        self._counts: np.ndarray | None = None
         self._recordings: dict[int, Recording] = {}
         self._sizes: list[int] = []
 
@@ -97,6 +113,8 @@ class DecodeBuckets:
         wanted = bucket_sizes(self._max_rows)
         began_at = time.perf_counter()
         for done, size in enumerate(reversed(wanted)):
+            self._write_splits(size)  # of padding alone, as yet
+            self._device_numbers.copy_(self._host_numbers)
             try:
                 self._recordings[size] = recorder.record(lambda size=size: self._forward(size))
             except torch.OutOfMemoryError as error:
@@ -125,38 +143,64 @@ class DecodeBuckets:
             return None
         return self._recordings[size].replay()[: len(rows)]
 
-    def _fill(self, rows: Sequence[StepRow], size: int) -> bool:
-        """Write the rows' numbers into the static buffers; False if their tables do not fit."""
-        kv, count = self._kv, len(rows)
-        tables, table_at = array("i"), array("i")
-        for row in rows:
-            table_at.append(1 + len(tables))
-            tables.extend(row.block_table[: num_blocks_needed(row, kv, self._max_model_len)])
-        last = 1 + len(tables)
-        if last > len(self._tables):
+    def _room(self, size: int) -> int:
+        """Return for how many splits a bucket has programs; those that are not needed end at once.
+
+        Not the most that its rows could have: that many would take longer to start than the work.
+        """
+        return min(size * self._splits_per_row, size + self._splits_of_pool)
+
+    def _write_splits(self, size: int) -> bool:
+        """Write how ``size`` rows are split, by their positions; False if that are too many."""
+        counts = self._columns[_POSITIONS, :size] // SPLIT_KEYS + 1
+        if self._counts is not None and np.array_equal(
+            counts, self._counts
+        ):  # mostly: a row has another every 256 steps
+            return True
+        self._counts = counts
+        split_at = self._split_at[: size + 1]
+        counts.cumsum(out=split_at[1:])
+        total, room = int(split_at[size]), self._room(size)
+        if total > room:
+            self._counts = None
             return False
-        self._tables[1:last] = tables
-        kv.check_blocks(self._tables[1:last])
+        self._split_rows[:total] = np.repeat(np.arange(size), counts)
+        self._split_rows[total:room] = -1
+        return True
+
+    def _fill(self, rows: Sequence[StepRow], size: int) -> bool:
+        """Write the rows' numbers into the static buffers; False if they do not fit."""
+        kv, count = self._kv, len(rows)
+        counts = [num_blocks_needed(row, kv, self._max_model_len) for row in rows]
         token_ids, positions, slots, stops, at = self._columns[:, :count]
         token_ids[:] = [row.token_ids[0] for row in rows]
         check_tokens(token_ids, self._decoder.config.vocab_size)
+        places = self._tables.places([row.block_table for row in rows], counts)
+        if places is None:
+            return False
+        at[:] = places
         positions[:] = [row.start for row in rows]
-        at[:] = table_at
-        blocks = self._tables[at + positions // kv.block_size]
-        slots[:] = blocks * kv.block_size + positions % kv.block_size
+        lasts = [row.block_table[num - 1] for row, num in zip(rows, counts, strict=True)]
+        slots[:] = np.array(lasts) * kv.block_size + positions % kv.block_size
         stops[:] = positions + 1
         self._columns[:, count:size] = self._padding
+        if not self._write_splits(size):
+            return False
         # A step ends with its tokens on the host: nobody reads this buffer for the one before.
-        used = _NUM_COLUMNS * self._max_rows + last
-        self._device_numbers[:used].copy_(self._host_numbers[:used], non_blocking=True)
+        self._device_numbers.copy_(self._host_numbers, non_blocking=True)
         return True
 
     def _forward(self, size: int) -> torch.Tensor:
         """Queue one step of the first ``size`` static rows."""
-        columns = self._device_numbers[: _NUM_COLUMNS * self._max_rows]
-        token_ids, positions, slots, stops, table_at = columns.view(_NUM_COLUMNS, -1)[:, :size]
-        tables = self._device_numbers[_NUM_COLUMNS * self._max_rows :]
-        paged = PagedRows(stops, self._firsts[: size + 1], table_at, tables)
+        token_ids, positions, slots, stops, table_at = self._columns_on_device[:, :size]
+        paged = PagedRows(
+            stops=stops,
+            firsts=self._firsts[: size + 1],
+            table_at=table_at,
+            tables=self._tables.blocks,
+            split_at=self._splits_on_device[: size + 1],
+            split_rows=self._rows_on_device[: self._room(size)],
+        )
         batch = StepBatch(token_ids, positions, slots, paged, (), size, self._kv.block_size)
         # No marks for copies: see streams.py.
         return self._decoder.forward(batch, self._kv, self._attention, InlineStreams(), None)

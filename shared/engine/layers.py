@@ -1,4 +1,4 @@
-"""The arithmetic of a decoder layer: RMS norm, rotary embedding, gated feed-forward.
+"""The arithmetic of a decoder layer: products, RMS norm, rotary embedding, gated feed-forward.
 
 Each function rounds where transformers rounds, so that bfloat16 results agree as far as the matrix
 products do.
@@ -16,10 +16,16 @@ from shared.engine.config import Rope
 
 
 class LayerOps(Protocol):
-    """What a decoder layer does between its matrix products, done in one way.
+    """What a decoder layer does besides attention, done in one way.
 
-    ``TorchOps`` runs everywhere; ``triton_layers.TritonOps`` is the same in fewer kernels.
+    ``TorchOps`` runs everywhere; ``triton_layers`` has the same in fewer kernels.
     """
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return ``[num_tokens, out]`` of ``[num_tokens, in]``; weight: ``[out, in]``."""
+        ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See ``rms_norm``; x: ``[num_tokens, width]`` or ``[num_tokens, heads, width]``."""
@@ -36,6 +42,12 @@ class LayerOps(Protocol):
 
 class TorchOps:
     """See LayerOps."""
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See LayerOps."""
+        return F.linear(x, weight, bias)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See LayerOps."""

@@ -54,6 +54,7 @@ def load_engine(config: WorkerConfig, begins: Callable[[str], None] = lambda _: 
             max_rows=config.max_running,
             staging_bytes=config.staging_mib << 20,
         ),
+        exact=config.exact,
     )
 
 

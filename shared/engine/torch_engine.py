@@ -11,6 +11,7 @@ import platform
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -133,14 +134,17 @@ class TorchEngine(Engine):
         kernels: str = "auto",
         max_graph_rows: int = 0,
         memory_needs: MemoryNeeds | None = None,
+        exact: bool = False,
         name: str | None = None,
     ) -> TorchEngine:
         """Load a model folder and allocate its KV pool.
 
-        device: see ``resolve_device``. dtype: ``auto`` (what the folder says), ``float32``,
-        ``bfloat16`` or ``float16``; weights, activations and KV all use it. num_blocks or kv_bytes:
-        size of the pool; neither = 1 GiB on CPU, on CUDA what ``memory_needs`` (its defaults, if
-        None) leave. num_threads: torch's, for the whole process. kernels: ``native`` (native/),
+        device: see ``resolve_device``. dtype: ``float32``, ``bfloat16``, ``float16`` or ``auto``:
+        what the folder says, but float32 instead of 16 bits where torch would compute them on a
+        CPU; weights, activations and KV all use it. num_blocks or kv_bytes: size of the pool;
+        neither = 1 GiB on CPU, on CUDA what ``memory_needs`` (its defaults, if None) leave.
+        num_threads: torch's, for the whole process. exact: no answer depends on its batch or
+        chunks, or there is no engine (see ``_choose``). kernels: ``native`` (native/),
         ``triton`` (attention/triton.py, triton_layers.py), ``torch``, or ``auto``: native or triton
         where they run. max_graph_rows: record decode steps of up to so many rows and replay them
         (decode_buckets.py) where the kernels allow it; 0 = none.
@@ -154,18 +158,17 @@ class TorchEngine(Engine):
         files = ModelFolder(folder)
         config = read_model_config(files)
         checkpoint = Checkpoint(files)
-        served = _choose_dtype(dtype, config.dtype, checkpoint)
         length = _choose_len(max_model_len, files.max_model_len, config.longest_len)
         if block_size < 1:
             raise ModelError(f"block_size must be at least 1, not {block_size}")
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        layout = KvLayout(
-            dtype=served,
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-        )
+        _keep_precision()
+        with _DeviceFailures("choosing kernels"), current(place):
+            layout, chosen = _choose(
+                dtype, kernels, config, checkpoint, block_size, place, exact=exact
+            )
+        served = layout.dtype
         eos = files.eos_token_ids
         spec = ModelSpec(
             name=name or files.path.resolve().name,
@@ -177,7 +180,6 @@ class TorchEngine(Engine):
         )
         block_bytes = layout.token_bytes * block_size
         with _DeviceFailures("making the KV pool"), torch.inference_mode(), current(place):
-            chosen = _choose_kernels(kernels, config, layout, block_size, place)
             streams: Streams = InlineStreams()
             if chosen == "native":
                 count = _choose_blocks(num_blocks, kv_bytes, block_bytes)
@@ -187,10 +189,10 @@ class TorchEngine(Engine):
             attention: AttentionBackend = SdpaAttention()
             ops: LayerOps = TorchOps()
             if chosen == "triton":
-                from shared.engine.triton_layers import TritonOps
+                from shared.engine.triton_layers import ops_for
 
-                attention = TritonAttention(layout, config.num_heads, place)
-                ops = TritonOps()
+                attention = TritonAttention(layout, config.num_heads, is_exact=exact)
+                ops = ops_for(is_exact=exact)
             # Weights first: on a GPU the pool takes what they leave.
             with _DeviceFailures("loading the weights", _WEIGHTS_REMEDY):
                 decoder = load_decoder(
@@ -445,16 +447,75 @@ def _step_size(rows: Sequence[StepRow]) -> tuple[int, int]:
     return num_tokens, num_tokens + sum(row.start for row in rows)
 
 
-def _choose_dtype(asked: str, of_config: str, checkpoint: Checkpoint) -> str:
-    dtype = asked if asked != "auto" else of_config or checkpoint.dtype
-    if dtype not in TORCH_DTYPES:
+def _keep_precision() -> None:
+    """Have sums of a GPU's products kept in float32, whatever the dtype: torch lets its libraries
+    round parts of 16-bit sums, and the environment float32 products to TF32. For the process."""
+    products = torch.backends.cuda.matmul
+    products.allow_tf32 = False
+    products.allow_fp16_reduced_precision_reduction = False
+    products.allow_bf16_reduced_precision_reduction = False
+
+
+def _choose(
+    dtype: str,
+    kernels: str,
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    block_size: int,
+    device: torch.device,
+    *,
+    exact: bool,
+) -> tuple[KvLayout, Kernels]:
+    """Return what computes, and in which dtype; say which, and what that means for answers.
+
+        native; triton if exact   the same bits, whatever a row is computed with
+        float32                   the same tokens: logprobs differ by 1e-5 (CPU), too little to
+                                  change one, but where two tokens tie
+        16 bits otherwise         neither: a tenth of the answers may differ by a token
+
+    So torch computes no 16 bits on a CPU unless told to; mostly they are slower there, too
+    (bench/engine). Raises ModelError: what was asked for does not exist, or cannot run here.
+    """
+    stored = config.dtype or checkpoint.dtype
+    served = stored if dtype == "auto" else dtype
+    if served not in TORCH_DTYPES:
         known = ", ".join(TORCH_DTYPES)
-        raise ModelError(f"{checkpoint.folder.path}: dtype {dtype} is not supported ({known} are)")
-    return dtype
+        raise ModelError(f"{checkpoint.folder.path}: dtype {served} is not supported ({known} are)")
+    layout = KvLayout(
+        dtype=served,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+    )
+    chosen = _choose_kernels(kernels, config, layout, block_size, device, exact=exact)
+    if dtype == "auto" and chosen == "torch" and device.type == "cpu":
+        layout = replace(layout, dtype="float32")
+    if chosen == "native" or (chosen == "triton" and exact):
+        answers = "the same bits in any batch"
+    elif layout.dtype == "float32":
+        answers = "the same tokens in any batch, but where two tie"
+    elif exact:
+        raise ModelError(
+            f"--exact: sums of {layout.dtype} on torch's kernels depend on the batch; take"
+            " --dtype float32, or a machine where the native or triton kernels run"
+        )
+    else:
+        answers = "may depend on their batch and on failover" + (
+            ": --exact is slower and they do not" if chosen == "triton" else ""
+        )
+    log = _log.warning if answers.startswith("may") and device.type == "cpu" else _log.info
+    log("model is computed", dtype=layout.dtype, stored=stored, kernels=chosen, answers=answers)
+    return layout, chosen
 
 
 def _choose_kernels(
-    asked: str, config: ModelConfig, layout: KvLayout, block_size: int, device: torch.device
+    asked: str,
+    config: ModelConfig,
+    layout: KvLayout,
+    block_size: int,
+    device: torch.device,
+    *,
+    exact: bool = False,
 ) -> Kernels:
     """Return what computes. Raises ModelError: it was asked for and cannot run here."""
     if asked == "torch":
@@ -465,7 +526,9 @@ def _choose_kernels(
     if fused == "native":
         reason = native_unsupported(config, TORCH_DTYPES[layout.dtype], device)
     else:
-        reason = triton_unsupported(layout, config.num_heads, block_size=block_size, device=device)
+        reason = triton_unsupported(
+            layout, config.num_heads, block_size=block_size, device=device, is_exact=exact
+        )
     if not reason:
         return fused
     if asked != "auto":

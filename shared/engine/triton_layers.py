@@ -1,4 +1,5 @@
-"""The arithmetic of a decoder layer between its products, one Triton kernel an operation.
+"""The arithmetic of a decoder layer, one Triton kernel an operation; products are the library's,
+unless they must be exact.
 
 In plain torch a norm is eight kernels and a rotation six, each of which reads and writes everything
 once more, and takes a few microseconds however few rows there are. These round where ``layers.py``
@@ -12,13 +13,34 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch.nn import functional as F
+
+from shared.engine.attention.triton_kernels import IS_INTERPRETED
+from shared.engine.layers import LayerOps
 
 _TILE = 1024
 """Items of a program that works item by item."""
 
+_PRODUCT_TILE = 64
+"""Rows and columns of a tile of an exact product, whatever the number of rows."""
+
+
+def ops_for(*, is_exact: bool) -> LayerOps:
+    """Return a layer's operations; is_exact: a row has the same bits among any others."""
+    return ExactTritonOps() if is_exact else TritonOps()
+
 
 class TritonOps:
-    """See ``layers.LayerOps``. The last dimension of every argument is contiguous."""
+    """See ``layers.LayerOps``. The last dimension of every argument is contiguous.
+
+    Every kernel works on one token alone, so only products depend on how many there are.
+    """
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See LayerOps."""
+        return F.linear(x, weight, bias)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See LayerOps."""
@@ -54,8 +76,75 @@ class TritonOps:
         return out
 
 
+class ExactTritonOps(TritonOps):
+    """Products of one shape of tile, each walking all of its columns in order, so that a row's sums
+    do not know how many rows there are (He et al. 2025, "Defeating Nondeterminism in LLM
+    Inference"). Libraries take another shape, or cut the columns, for another number of rows.
+    """
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See LayerOps."""
+        x = x.contiguous()
+        num_tokens, width = x.shape
+        num_out = weight.shape[0]
+        out = torch.empty((num_tokens, num_out), dtype=x.dtype, device=x.device)
+        kernel: Any = _product
+        kernel[(-(-num_tokens // _PRODUCT_TILE), -(-num_out // _PRODUCT_TILE))](
+            out,
+            x,
+            weight,
+            weight if bias is None else bias,
+            num_tokens,
+            WIDTH=width,
+            NUM_OUT=num_out,
+            TILE=_PRODUCT_TILE,
+            DEPTH=128 // x.element_size(),
+            HAS_BIAS=bias is not None,
+            WIDENS=IS_INTERPRETED,
+            num_warps=4,
+            num_stages=3,
+        )
+        return out
+
+
 def _power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
+
+
+# A number of rows is 1, or divisible by 16, in one step and not in the next: it must not choose
+# another kernel.
+@triton.jit(do_not_specialize=["num_rows"])
+def _product(
+    out, x, weight, bias, num_rows,
+    WIDTH: tl.constexpr, NUM_OUT: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
+    HAS_BIAS: tl.constexpr, WIDENS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    is_row = row < num_rows
+    is_column = column < NUM_OUT
+    total = tl.zeros((TILE, TILE), tl.float32)
+    for begin in range(0, WIDTH, DEPTH):
+        at = begin + tl.arange(0, DEPTH)
+        is_at = at < WIDTH
+        left = tl.load(
+            x + row[:, None] * WIDTH + at[None, :], mask=is_row[:, None] & is_at[None, :], other=0.0
+        )
+        right = tl.load(
+            weight + column[None, :] * WIDTH + at[:, None],
+            mask=is_column[None, :] & is_at[:, None],
+            other=0.0,
+        )
+        if WIDENS:  # see attention/triton_kernels.py
+            left, right = left.to(tl.float32), right.to(tl.float32)
+        total = tl.dot(left, right, total, input_precision="ieee")
+    if HAS_BIAS:
+        total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    place = row[:, None] * NUM_OUT + column[None, :]
+    mask = is_row[:, None] & is_column[None, :]
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -146,7 +146,7 @@ def test_half_precision(
     folder = folder_of(shape, dtype=dtype)
     if kernels == "native":
         needs_native()
-    engine = TorchEngine.load(folder, num_blocks=20, kernels=kernels)
+    engine = TorchEngine.load(folder, num_blocks=20, dtype=dtype, kernels=kernels)
     assert {weight.dtype for weight in engine.forward.weights} == {getattr(torch, dtype)}
     assert engine.layout.dtype == engine.spec.dtype == dtype
     (prompt,) = prompts_for(shape, (100,))

@@ -207,6 +207,49 @@ def test_what_a_replay_samples_and_reports_is_the_same(triton_of: EngineOf) -> N
             assert tops[0] == tops[1]
 
 
+@pytest.fixture
+def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splits of 32 positions, so that short rows have several."""
+    for module in ("batch", "decode_buckets", "attention.triton_kernels"):
+        monkeypatch.setattr(f"shared.engine.{module}.SPLIT_KEYS", 32)
+
+
+@pytest.mark.usefixtures("short_splits")
+def test_exact_steps_have_the_same_bits_replayed_or_not(triton_of: EngineOf) -> None:
+    """Alone and together, in any order, in a bucket that is full or not, as chunks or as single
+    tokens."""
+    engine = triton_of(max_graph_rows=4, exact=True)
+    rows = decode_rows(engine, 3)
+    want = torch.cat([hidden_of(engine, [row], on_layer=lambda _: None) for row in rows])
+    assert torch.equal(hidden_of(engine, rows), want)
+    assert torch.equal(hidden_of(engine, rows[::-1]), want.flip(0))
+    assert torch.equal(hidden_of(engine, rows[1:2]), want[1:2])
+    table = rows[0].block_table
+    tokens = [1 + idx % 50 for idx in range(34)]
+    chunk = hidden_of(engine, [StepRow(tokens, 0, table), *rows[1:]])[:1]
+    engine.step([StepRow(tokens[:31], 0, table)])
+    for place in range(31, 34):
+        single = hidden_of(engine, [rows[2], StepRow(tokens[place : place + 1], place, table)])
+    assert torch.equal(single[1:], chunk)
+
+
+@pytest.mark.usefixtures("short_splits")
+def test_rows_with_more_splits_than_there_is_room_for_are_not_replayed(
+    triton_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step runs all the same."""
+    monkeypatch.setattr("shared.engine.decode_buckets._SHARED", 0)
+    engine = triton_of(max_graph_rows=2)
+    recorder = recorded_again(engine, CountingRecorder())
+    rows = [row for row in decode_rows(engine, 8) if row.start >= 32][:2]
+    short = [StepRow([1], 3, rows[0].block_table)] * 2
+    want = hidden_of(engine, rows, on_layer=lambda _: None)
+    assert torch.equal(hidden_of(engine, rows), want)
+    assert recorder.replayed == []
+    hidden_of(engine, short)
+    assert recorder.replayed == [2]
+
+
 def test_nothing_of_the_padding_block_reaches_a_row(triton_of: EngineOf) -> None:
     """NaN all over it changes no bit of a result."""
     engine = triton_of(max_graph_rows=4)
@@ -255,10 +298,10 @@ def test_tables_too_long_for_the_buffer_are_not_replayed(
     triton_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step runs all the same."""
-    monkeypatch.setattr("shared.engine.decode_buckets.MAX_TABLE_BLOCKS", 6)
+    monkeypatch.setattr("shared.engine.decode_buckets.MAX_TABLE_BLOCKS", 4)
     engine = triton_of(max_graph_rows=4)
     rows = decode_rows(engine, 4)
-    assert sum(len(row.block_table) for row in rows) > 6
+    assert max(len(row.block_table) for row in rows) > 1
     recorder = recorded_again(engine, CountingRecorder())
     want = hidden_of(engine, rows, on_layer=lambda _: None)
     assert torch.equal(hidden_of(engine, rows), want)

@@ -25,7 +25,7 @@ def _mappings(name: str) -> list[range]:
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's /proc")
 def test_a_weight_that_is_used_as_it_stands_is_the_file_itself() -> None:
     """Two workers that serve one folder share its pages."""
-    engine = TorchEngine.load(DEMO_FOLDER, num_blocks=8, kernels="torch")
+    engine = TorchEngine.load(DEMO_FOLDER, dtype="bfloat16", num_blocks=8, kernels="torch")
     try:
         mapped = _mappings("model.safetensors")
         shared = [

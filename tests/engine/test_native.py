@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared.engine.native import build, library
@@ -204,13 +206,15 @@ def test_bad_rows_are_refused_before_anything_runs(row: StepRow, native_of: Engi
 def test_kernels_are_chosen(
     folder_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """auto falls back to torch and says why; native insists; torch never compiles."""
+    """auto falls back to torch, in float32, and says why; native insists; torch never compiles."""
     folder = folder_of("llama-gqa2", dtype="bfloat16")
     monkeypatch.setattr(build, "unsupported", lambda: "this CPU lacks everything")
     library.load.cache_clear()
     try:
         engine = TorchEngine.load(folder, num_blocks=2)
         assert type(engine.forward).__name__ == "TorchForward"
+        assert engine.spec.dtype == engine.layout.dtype == "float32"
+        assert {weight.dtype for weight in engine.forward.weights} == {torch.float32}
         sample = SampleSpec(greedy(1), 0, (), ())
         assert engine.step([StepRow([1], 0, [0], sample)])[0].token_id >= 0
         with pytest.raises(ModelError, match="native kernels cannot run here: this CPU lacks"):
@@ -219,6 +223,51 @@ def test_kernels_are_chosen(
         library.load.cache_clear()
     with pytest.raises(ModelError, match="they compute bfloat16, not float32"):
         TorchEngine.load(folder_of("llama-gqa2"), num_blocks=2, kernels="native")
+
+
+def test_what_is_computed_is_said(folder_of: Callable[..., Path]) -> None:
+    """With what, in which dtype, and whether answers may depend on their batch: only 16 bits on
+    torch's kernels do, which on a CPU nobody gets who does not ask for them, and is warned then."""
+
+    def said(stored: str, **options: Any) -> tuple[str, str, str, str]:
+        with capture_logs() as logs:
+            TorchEngine.load(folder_of("llama-gqa2", dtype=stored), num_blocks=2, **options)
+        (line,) = (one for one in logs if one["event"] == "model is computed")
+        return line["log_level"], line["dtype"], line["kernels"], line["answers"]
+
+    tokens = "the same tokens in any batch, but where two tie"
+    any_of_them = ("float32", "bfloat16", "float16")
+    for stored in any_of_them:
+        assert said(stored, kernels="torch") == ("info", "float32", "torch", tokens)
+        assert said(stored, kernels="torch", exact=True)[3] == tokens
+    for stored in any_of_them[1:]:
+        level, dtype, _, answers = said(stored, kernels="torch", dtype=stored)
+        assert (level, dtype) == ("warning", stored)
+        assert answers == "may depend on their batch and on failover"
+        with pytest.raises(ModelError, match=f"--exact: sums of {stored} on torch's kernels"):
+            said(stored, kernels="torch", dtype=stored, exact=True)
+    needs_native()
+    bits = ("info", "bfloat16", "native", "the same bits in any batch")
+    assert said("bfloat16") == said("bfloat16", exact=True) == bits
+    assert said("float16") == ("info", "float32", "torch", tokens)
+
+
+def test_a_gpus_products_are_not_rounded_on_the_way(
+    folder_of: Callable[..., Path],
+) -> None:
+    """Whatever torch's defaults and the environment say."""
+    products = torch.backends.cuda.matmul
+    switches = (
+        "allow_tf32",
+        "allow_fp16_reduced_precision_reduction",
+        "allow_bf16_reduced_precision_reduction",
+    )
+    for name in switches:
+        setattr(products, name, True)
+    TorchEngine.load(folder_of("llama-gqa2"), num_blocks=2)
+    for name in switches:
+        # (reduced, split-k) for the reductions in newer versions of torch.
+        assert not np.any(getattr(products, name)), name
 
 
 def test_a_build_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

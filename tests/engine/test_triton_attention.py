@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.torch
 
 @dataclass(frozen=True)
 class Case:
-    """rows: (start, number of tokens). num_programs: how full the device takes single tokens."""
+    """rows: (start, number of tokens). is_exact: see ``TritonAttention``."""
 
     rows: Sequence[tuple[int, int]]
     kv_heads: int = 2
@@ -32,31 +32,37 @@ class Case:
     head_dim: int = 16
     block_size: int = 16
     window: int | None = None
-    num_programs: int = 1
     dtype: str = "float32"
+    is_exact: bool = False
 
 
 # Keys go by 64, or 32 in float32; 16-bit chunks by 64 rows of (token, head), float32 ones by 32.
 MIXED = ((0, 1), (31, 1), (32, 1), (63, 1), (64, 1), (150, 1), (0, 7), (20, 45), (63, 3), (0, 33))
+# A split is 256 positions.
+LONG = ((255, 1), (256, 1), (600, 1), (3, 1), (250, 20))
 
 CASES = {
     "mixed": Case(MIXED),
-    "mixed, split": Case(MIXED, num_programs=64),
-    "one row, most splits": Case(((200, 1),), num_programs=1 << 20, kv_heads=1),
-    "more splits than keys": Case(((0, 1), (5, 1)), num_programs=64),
-    "window": Case(MIXED, window=24, num_programs=32),
+    "mixed, exact": Case(MIXED, is_exact=True),
+    "long": Case(LONG, 1),
+    "long, exact": Case(LONG, 1, is_exact=True),
+    "long, window": Case(LONG, window=270),
+    "long, window within a split": Case(LONG, window=100, dtype="bfloat16"),
+    "long, window, exact": Case(LONG, 1, 3, window=270, is_exact=True),
+    "one long row, blocks of 7 tokens": Case(((600, 1),), 1, 4, block_size=7, dtype="bfloat16"),
+    "window": Case(MIXED, window=24),
     "window of one": Case(((40, 1), (3, 20)), window=1),
     "window beyond all": Case(MIXED[4:8], window=4096),
     "blocks of one token": Case(MIXED[2:7], block_size=1),
-    "blocks of 7 tokens": Case(MIXED[2:8], block_size=7, num_programs=32),
+    "blocks of 7 tokens": Case(MIXED[2:8], block_size=7),
     "blocks of 100 tokens": Case(MIXED[4:8], block_size=100),
-    "head_dim 80, 7 heads a group": Case(MIXED[3:8], 1, 7, 80, 5, 24, num_programs=16),
+    "head_dim 80, 7 heads a group": Case(MIXED[3:8], 1, 7, 80, 5, 24),
     "head_dim 128, no groups": Case(MIXED[4:7], 3, 1, 128),
-    "head_dim 64, 20 heads a group": Case(((40, 1), (10, 4)), 1, 20, 64, num_programs=4),
+    "head_dim 64, 20 heads a group": Case(((40, 1), (10, 4)), 1, 20, 64),
     "head_dim 256": Case(MIXED[5:7], 1, 2, 256),
-    "bfloat16": Case(MIXED, 2, 4, 64, num_programs=64, dtype="bfloat16"),
+    "bfloat16": Case(MIXED, 2, 4, 64, dtype="bfloat16"),
     "bfloat16, window": Case(MIXED, 1, 3, 80, window=40, dtype="bfloat16"),
-    "float16": Case(MIXED[2:8], 2, 1, 128, window=33, num_programs=8, dtype="float16"),
+    "float16": Case(MIXED[2:8], 2, 1, 128, window=33, dtype="float16"),
 }
 
 # Both sum in float32 and round weights and result to the dtype once, in another order, and the
@@ -67,7 +73,7 @@ TOLERANCE = {"float32": 4e-6, "bfloat16": 3 * 2**-8, "float16": 3 * 2**-11}
 
 def _random_case(seed: int) -> Case:
     rng = random.Random(seed)
-    singles = [(rng.randrange(140), 1) for _ in range(rng.randrange(4))]
+    singles = [(rng.choice((rng.randrange(140), 400)), 1) for _ in range(rng.randrange(4))]
     chunks = [(rng.choice((0, rng.randrange(60))), rng.randrange(2, 50)) for _ in range(2)]
     return Case(
         rng.sample([*singles, *chunks], len(singles) + 2),
@@ -76,8 +82,8 @@ def _random_case(seed: int) -> Case:
         head_dim=rng.choice((16, 24, 64, 80)),
         block_size=rng.choice((1, 3, 8, 16, 32)),
         window=rng.choice((None, None, 5, 33)),
-        num_programs=rng.choice((1, 8, 64)),
         dtype=rng.choice(("float32", "bfloat16")),
+        is_exact=rng.choice((False, True)),
     )
 
 
@@ -123,12 +129,7 @@ class Setting:
 
     def triton(self) -> TritonAttention:
         case = self.case
-        return TritonAttention(
-            self.layout,
-            case.kv_heads * case.group,
-            DEVICE,
-            num_programs=case.num_programs,
-        )
+        return TritonAttention(self.layout, case.kv_heads * case.group, is_exact=case.is_exact)
 
 
 def _same(case: Case) -> None:
@@ -162,10 +163,10 @@ def test_it_stores_exactly_this_steps_tokens(case: Case) -> None:
     assert torch.equal(one.kv.values[0], two.kv.values[0])
 
 
-@pytest.mark.parametrize("num_programs", [1, 64])
-def test_it_reads_only_what_its_own_rows_have_written(num_programs: int) -> None:
+@pytest.mark.parametrize("rows", [MIXED, LONG])
+def test_it_reads_only_what_its_own_rows_have_written(rows: Sequence[tuple[int, int]]) -> None:
     """NaN in every other slot, unused ends of the rows' own blocks included, reaches no result."""
-    setting = Setting(Case(MIXED, num_programs=num_programs))
+    setting = Setting(Case(rows))
     want = setting.attend(setting.triton())
     known = torch.zeros(setting.kv.keys[0].shape[0], dtype=torch.bool)
     size = setting.kv.block_size
@@ -176,6 +177,48 @@ def test_it_reads_only_what_its_own_rows_have_written(num_programs: int) -> None
         pool[~known.to(DEVICE)] = float("nan")
     assert (~known).sum() > 3 * size
     assert torch.equal(setting.attend(setting.triton()), want)
+
+
+EXACT = {
+    "float32": Case((), 1, 2, is_exact=True),
+    "bfloat16, window": Case((), 1, 7, 32, 5, window=140, dtype="bfloat16", is_exact=True),
+    "float16, no groups": Case((), 2, 1, 32, dtype="float16", is_exact=True),
+}
+
+
+@pytest.mark.parametrize("case", EXACT.values(), ids=EXACT)
+def test_exact_results_do_not_know_how_a_sequence_is_cut(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole, in chunks beside other rows, and single tokens at the edges of splits, alone and
+    beside others: the same bits."""
+    for module in ("batch", "attention.triton_kernels"):
+        monkeypatch.setattr(f"shared.engine.{module}.SPLIT_KEYS", 128)
+    length = 290
+    whole = Setting(replace(case, rows=((0, length),)))
+    want = whole.attend(whole.triton())
+    others = ((280, 1), (9, 20))
+    for start, stop in ((0, 140), (140, 141), (141, 290)):
+        assert torch.equal(_part(whole, start, stop, others), want[start:stop]), (start, stop)
+    for position in (0, 127, 128, 256, 289):
+        for company in ((), others[:1]):
+            got = _part(whole, position, position + 1, company)
+            assert torch.equal(got, want[position : position + 1]), (position, company)
+
+
+def _part(whole: Setting, start: int, stop: int, others: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Compute a part of the sequence again, in one step with rows that read its blocks too, and
+    whose queries are noise."""
+    table = whole.rows[0].block_table
+    rows = [StepRow([1] * count, first, table) for first, count in others]
+    rows.append(StepRow([1] * (stop - start), start, table))
+    batch = flatten_rows(rows, whole.kv, vocab_size=2, max_model_len=1 << 20, device=DEVICE)
+    queries = whole.noise(batch.num_tokens, *whole.queries.shape[1:])
+    own = next(extent for extent in batch.extents if extent.row_idx == len(others))
+    queries[own.first : own.last] = whole.queries[start:stop]
+    attention, window = whole.triton(), whole.case.window
+    plan = attention.plan(batch, [window], whole.dtype)[window]
+    return attention.attend(whole.kv, 0, queries, queries, queries, plan)[own.first : own.last]
 
 
 def test_why_it_cannot_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

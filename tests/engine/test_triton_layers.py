@@ -10,7 +10,7 @@ from tests.support.interpreted import DEVICE, needs_triton
 
 needs_triton()
 
-from shared.engine.triton_layers import TritonOps  # noqa: E402
+from shared.engine.triton_layers import TritonOps, ops_for  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -62,3 +62,24 @@ def test_gates(dtype: torch.dtype, width: int) -> None:
     gate_up = noise(dtype, 3, 2 * width)
     gate_up[0, :2] = torch.tensor([-300.0, 300.0])
     close(TritonOps().gate(gate_up), TorchOps().gate(gate_up))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("width", "num_out", "has_bias"), [(64, 64, False), (150, 90, True)])
+def test_exact_products(dtype: torch.dtype, width: int, num_out: int, has_bias: bool) -> None:
+    """They are those of plain torch, and a row has the same bits alone, among a few and among
+    many, at any place."""
+    x, weight = noise(dtype, 130, width), noise(dtype, num_out, width)
+    bias = noise(dtype, num_out) if has_bias else None
+    ops = ops_for(is_exact=True)
+    all_rows = ops.linear(x, weight, bias)
+    close(all_rows, TorchOps().linear(x, weight, bias), scale=4 * width**0.5)
+    for start, stop in ((0, 1), (77, 78), (3, 67), (64, 128), (129, 130)):
+        assert torch.equal(ops.linear(x[start:stop], weight, bias), all_rows[start:stop])
+
+
+def test_other_products_are_the_librarys() -> None:
+    """Bit for bit."""
+    x, weight = noise(torch.float32, 5, 80), noise(torch.float32, 16, 80)
+    ops = ops_for(is_exact=False)
+    assert torch.equal(ops.linear(x, weight, None), TorchOps().linear(x, weight, None))

@@ -108,6 +108,37 @@ def test_auto_takes_triton() -> None:
     assert engine.forward.buckets.sizes == [1, 2, 4]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_exact_answers_do_not_know_their_company(dtype: str) -> None:
+    """Greedy tokens and the bits of their logprobs: alone and whole, in a mixed batch in chunks,
+    replayed or not, and computed again from the middle."""
+    engines = [
+        TorchEngine.load(
+            DEMO_FOLDER,
+            device="cuda",
+            num_blocks=512,
+            dtype=dtype,
+            exact=True,
+            max_graph_rows=max_rows,
+        )
+        for max_rows in (0, 8)
+    ]
+    prompts = [[5 + 7 * idx % 1200 for idx in range(60 * count + 1)] for count in range(9)]
+    params = greedy(24, logprobs=2)
+
+    def said(sequence: Any, begin: int = 0) -> list[Any]:
+        return [(one.token_id, one.logprobs) for one in sequence.results[begin:]]
+
+    alone = [Driver(engines[0]).run_alone(prompt, params) for prompt in prompts]
+    for engine in engines:
+        done = Driver(engine, seed=1).run_mixed(prompts, [params] * 9, max_chunk=64, max_rows=9)
+        assert list(map(said, done)) == list(map(said, alone))
+        begun = [[*prompt, *one.output[:9]] for prompt, one in zip(prompts, alone, strict=True)]
+        rest = [greedy(15, logprobs=2)] * 9
+        done = Driver(engine, seed=2).run_mixed(begun, rest, max_chunk=300, max_rows=4)
+        assert list(map(said, done)) == [said(one, 9) for one in alone]
+
+
 def _first_difference(one: list[int], other: list[int]) -> int:
     pairs = enumerate(zip(one, other, strict=True))
     return next((place for place, (left, right) in pairs if left != right), len(one))

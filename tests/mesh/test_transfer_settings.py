@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
+import numpy as np
 import pytest
 
-from shared.engine.fake import FakeModel, FakeTiming, fake_continuation
+from shared.engine.fake import FakeEngine, FakeModel, FakeTiming, fake_continuation
 from shared.profile.machine import MachineProfile
+from shared.transfer.frames import Header, check_digest, pack_header
 from tests.support.worker_mesh import a_prompt, expected, virtual_time, worker_mesh
 
 SMALL_GROUPS = {"group_kib": 1}
@@ -109,3 +113,49 @@ async def test_staging_memory_becomes_slots_of_the_largest_frame() -> None:
         prefill, decode = mesh.prefills[0].worker, mesh.decodes[0].worker
         assert prefill.pusher.statistics().num_free_slots == 3
         assert decode.receiver.statistics().num_free_slots == 5
+
+
+class DeviceMemory(np.ndarray):
+    """Host memory that has to be handled as a device's."""
+
+    __cuda_array_interface__: ClassVar[dict[str, object]] = {}
+
+    def new_tensor(self, data: np.ndarray) -> np.ndarray:
+        return data
+
+    def cpu(self) -> DeviceMemory:
+        return self
+
+    def numpy(self) -> np.ndarray:
+        return np.asarray(self)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@virtual_time
+async def test_frames_in_device_memory_carry_a_digest_where_answers_are_exact(
+    exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It costs a way through the host, so else they carry none; decode checks each that came."""
+    packed: list[Header] = []
+    checked: list[int] = []
+
+    def pack(header: Header) -> bytes:
+        packed.append(header)
+        return pack_header(header)
+
+    def check(due: int, actual: int) -> None:
+        checked.append(actual)
+        check_digest(due, actual)
+
+    def new_buffer(self: FakeEngine, num_bytes: int) -> DeviceMemory:
+        return np.zeros(num_bytes, np.uint8).view(DeviceMemory)
+
+    monkeypatch.setattr(FakeEngine, "new_buffer", new_buffer)
+    monkeypatch.setattr("services.prefill.pusher.pack_header", pack)
+    monkeypatch.setattr("services.decode.receiver.check_digest", check)
+    prompt = a_prompt(130)
+    async with worker_mesh(prefill={"exact": exact, **SMALL_GROUPS}) as mesh:
+        assert await mesh.start(prompt, 4).finished() == expected(prompt, 4)
+    assert len(packed) > 1
+    assert checked == [header.digest for header in packed if header.digest is not None]
+    assert len(checked) == (len(packed) if exact else 0)

@@ -14,6 +14,7 @@ from triton.compiler import ASTSource, compile
 
 from shared.engine import triton_layers
 from shared.engine.attention import triton_kernels as kernels
+from shared.engine.batch import SPLIT_KEYS
 
 POINTERS = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}
 NUMBERS = dict.fromkeys(kernels._NUMBERS, "*i64")
@@ -39,16 +40,22 @@ def compiled(capability: int, kernel: Any, types: dict[str, str], **constants: A
     }
 
 
-def attend(capability: int, shape: tuple, num_splits: int, *, is_single: bool) -> dict:
+def attend(
+    capability: int,
+    shape: tuple,
+    *,
+    is_single: bool = False,
+    is_split: bool = False,
+    is_exact: bool = False,
+) -> dict:
     dtype, group, num_kv_heads, head_dim, block_size, window = shape
     item_bytes = 4 if dtype == "float32" else 2
-    tile = kernels.tile_shape(group, head_dim, item_bytes, is_single=is_single)
+    tile = kernels.tile_shape(group, head_dim, item_bytes, is_single=is_single and not is_exact)
     own = POINTERS[dtype]
-    partial = own if num_splits == 1 else "*fp32"
     types = {
         **NUMBERS,
         **dict.fromkeys(("out", "queries", "key_pool", "value_pool"), own),
-        **dict.fromkeys(("sums", "weights"), partial),
+        **dict.fromkeys(("sums", "tops", "totals"), "*fp32" if is_split else own),
         "scale": "fp32",
     }
     return compiled(
@@ -57,15 +64,17 @@ def attend(capability: int, shape: tuple, num_splits: int, *, is_single: bool) -
         types,
         HEAD_DIM=head_dim,
         DIMS=kernels._power_of_two(head_dim),
+        WINDOW=window,
+        SPLIT_KEYS=SPLIT_KEYS,
         NUM_HEADS=group * num_kv_heads,
         GROUP=group,
         BLOCK_SIZE=block_size,
-        WINDOW=window,
         TILE_QUERIES=tile.queries,
         TILE_ROWS=tile.rows,
         TILE_KEYS=tile.keys,
-        NUM_SPLITS=num_splits,
         IS_SINGLE=is_single,
+        IS_SPLIT=is_split,
+        IS_EXACT=is_exact,
         WIDENS=False,
     )
 
@@ -73,11 +82,31 @@ def attend(capability: int, shape: tuple, num_splits: int, *, is_single: bool) -
 def main(capability: int) -> None:
     done: dict[str, Any] = {}
     for name, shape in SHAPES.items():
-        done[f"attend {name} singles"] = attend(capability, shape, 1, is_single=True)
-        done[f"attend {name} split"] = attend(capability, shape, 8, is_single=True)
-        done[f"attend {name} chunks"] = attend(capability, shape, 1, is_single=False)
-    types = {"out": "*bf16", "sums": "*fp32", "weights": "*fp32"}
-    sizes = {"HEAD_DIM": 128, "DIMS": 128, "NUM_SPLITS": kernels.MAX_SPLITS}
+        done[f"attend {name} singles"] = attend(capability, shape, is_single=True)
+        done[f"attend {name} split"] = attend(capability, shape, is_single=True, is_split=True)
+        done[f"attend {name} chunks"] = attend(capability, shape)
+    for is_split in (False, True):
+        done[f"attend 8B exact {is_split}"] = attend(
+            capability, SHAPES["8B"], is_single=is_split, is_split=is_split, is_exact=True
+        )
+    for dtype, bytes_each in (("bfloat16", 2), ("float32", 4)):
+        types = {
+            **dict.fromkeys(("out", "x", "weight", "bias"), POINTERS[dtype]),
+            "num_rows": "i32",
+        }
+        done[f"product {dtype}"] = compiled(
+            capability,
+            triton_layers._product,
+            types,
+            WIDTH=4096,
+            NUM_OUT=6144,
+            TILE=triton_layers._PRODUCT_TILE,
+            DEPTH=128 // bytes_each,
+            HAS_BIAS=True,
+            WIDENS=False,
+        )
+    types = {**NUMBERS, "out": "*bf16", **dict.fromkeys(("sums", "tops", "totals"), "*fp32")}
+    sizes = {"HEAD_DIM": 128, "DIMS": 128, "WINDOW": 0, "SPLIT_KEYS": SPLIT_KEYS}
     done["sum_splits"] = compiled(capability, kernels._sum_splits, types, **sizes)
     types = {**NUMBERS, "key_stride": "i32", "value_stride": "i32"}
     types |= dict.fromkeys(("keys", "values", "key_pool", "value_pool"), "*bf16")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -32,15 +33,11 @@ class DecoderNames:
     HEAD = "lm_head"
 
 
-@dataclass(frozen=True, slots=True)
-class Linear:
+class Linear(NamedTuple):
     """A matrix ``[out, in]`` and its bias."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,22 +119,23 @@ class Decoder:
                 on_layer(idx)
             plan = plans[self.config.windows[idx]]
             mixed = attention.attend(kv, idx, queries, keys, values, plan)
-            x = x + layer.out(mixed.flatten(1))
+            x = x + self._ops.linear(mixed.flatten(1), *layer.out)
             normed = self._ops.rms_norm(x, layer.mlp_norm, self.config.rms_norm_eps)
             # SwiGLU (Shazeer 2020); gate and up are one matrix.
-            x = x + layer.down(self._ops.gate(layer.gate_up(normed)))
+            gated = self._ops.gate(self._ops.linear(normed, *layer.gate_up))
+            x = x + self._ops.linear(gated, *layer.down)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return float32 logits ``[n, vocab_size]`` of hidden states ``[n, hidden_size]``."""
         normed = self._ops.rms_norm(hidden, self._norm, self.config.rms_norm_eps)
-        return F.linear(normed, self._head).float()
+        return self._ops.linear(normed, self._head, None).float()
 
     def _project(
         self, layer: Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         config, ops = self.config, self._ops
-        heads = layer.qkv(x).view(x.shape[0], -1, config.head_dim)
+        heads = ops.linear(x, *layer.qkv).view(x.shape[0], -1, config.head_dim)
         queries, keys, values = heads.split(
             (config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1
         )
