@@ -300,7 +300,9 @@ def measure(asked: argparse.Namespace, record: Record, shape: dict[str, Any], fo
                 by_kernel = ours.decode(batch, asked.context, is_replayed=False)
                 take("kernel by kernel", what, by_kernel)
             take(ours.name, prefill, ours.prefill(asked.prompt))
-    if importlib.util.find_spec("transformers") is None:
+    if asked.quick or asked.exact:
+        print("no peers with --quick or --exact")
+    elif importlib.util.find_spec("transformers") is None:
         print("transformers is not installed: left out")
     else:
         for is_compiled in (False, True):
@@ -362,6 +364,7 @@ def set_goals(record: Record, asked: argparse.Namespace, num_layers: int) -> Non
     A model cut to fewer layers says so: it is another goal than the whole one's.
     """
     of = "" if num_layers == SHAPE["num_hidden_layers"] else f", {num_layers} layers"
+    of += ", exact" if asked.exact else ""
     ours = {row["what"]: row for row in record.rows if row.get("who") == OurEnd.name}
     decode, prefill = f"decode batch 1 at {asked.context}", f"prefill {GOAL_PROMPT}"
     if decode in ours:
@@ -383,7 +386,7 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument(
-        "--quick", action="store_true", help=f"{QUICK_LAYERS} layers, 3 repetitions"
+        "--quick", action="store_true", help=f"{QUICK_LAYERS} layers, 3 repetitions, no peers"
     )
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 128])
     parser.add_argument("--context", type=int, default=1024, help="tokens a decoded sequence has")

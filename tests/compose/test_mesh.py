@@ -57,7 +57,9 @@ async def test_scaling_down_and_up_under_load(mesh: Project) -> None:
             await tally.more(NUM_CLIENTS)
     tally.check()
     print(f"{tally.num_right} answers right, {dict(tally.errors)}")
-    assert mesh.exit_codes(began_at) == {"prefill": [0], "decode": [0]}
+    ended = mesh.exit_codes(began_at)
+    assert set(ended.pop("secret")) == {0}  # looks each time whether there is one
+    assert ended == {"prefill": [0], "decode": [0]}
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -13,7 +13,7 @@ from bench.gpu.idle import Gap, Span, busy_and_gaps, fills_from
 from bench.gpu.run import SHAPE, Limits, Sample, report, set_goals
 from bench.record import Record
 
-ASKED = argparse.Namespace(context=1024)
+ASKED = argparse.Namespace(context=1024, exact=False)
 DECODE, PREFILL = "decode batch 1 at 1024", "prefill 4096"
 
 
