@@ -33,6 +33,8 @@ class UcxSettings:
     - Where it cannot be used, pipelines through the host's memory are not either, unless
       UCX_RNDV_PIPELINE_ERROR_HANDLING=y: frames are copied in and out piece by piece, by cuda_copy
       on this thread. That stays UCX's default, as nobody has seen such a pipeline lose its peer.
+    - cuda_copy is no lane of rendezvous for them, as it cannot take a write back; openucx/ucx 11319
+      (open) would allow it within one process only.
     - 1.21 takes device memory for as long as a context lives when both ends are one process
       (openucx/ucx 11854): pairs are two processes.
 
