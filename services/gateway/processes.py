@@ -169,7 +169,7 @@ class _Child:
                 told: dict[str, Any] = orjson.loads(line)
                 if "error" in told:
                     self._error = str(told["error"])
-                else:
+                elif "part" not in told:  # of its start, which the log tells
                     self.facts = told
                     self.http_port = told["http_port"]
                     self.ready.set()

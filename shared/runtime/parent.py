@@ -2,9 +2,9 @@
 
 One inherited socket, named by ``PDMESH_PARENT_FD``. The child writes one JSON line for each slow
 part of its start (its name), when it is ready (its addresses) or when it cannot start (the error);
-the end of file on it means that the parent is
-gone, however it died, and the child stops: nothing is left behind. Without the variable nothing
-happens: a service under compose or systemd has no cord.
+the end of file on it means that the parent is gone, however it died, and the child stops: nothing
+is left behind. Without the variable nothing happens: a service under compose or systemd has no
+cord.
 """
 
 from __future__ import annotations

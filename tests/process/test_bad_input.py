@@ -208,7 +208,7 @@ BAD_REQUESTS: dict[str, tuple[tuple[str, Any], int, str, str | None]] = {
         "messages[0].content[0]",
     ),
     "odd role": (
-        chat(messages=[{"role": "Us er", "content": "a"}]), 400, "invalid_request",
+        chat(messages=[{"role": "Us er", "content": "a"}]), 400, "unsupported",
         "messages[0].role",
     ),
     "tools": (chat(tools=[{}]), 400, "unsupported", "tools"),
