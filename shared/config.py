@@ -30,6 +30,9 @@ STEP_TOKENS = 2048
 SECRET_SETTINGS = frozenset({"api_key"})
 """Never shown, not even to who asks what is configured."""
 
+MESH_TLS_SETTINGS = ("mesh_tls_cert", "mesh_tls_key", "mesh_tls_ca")
+"""All of them or none."""
+
 DEMO_MODEL = "demo"
 """Name that ``--model`` takes for the bundled model."""
 
@@ -62,6 +65,18 @@ class ServiceConfig:
     """File with the mesh's secret (pdmesh secret), the same for the gateway and all workers; or the
     variable PDMESH_MESH_SECRET. Needed where the mesh leaves this machine, or with API keys."""
 
+    mesh_tls_cert: Path | None = None
+    """Encrypt what services say to each other, with certificates at both ends: PEM file of this
+    service's, and those that lead to its authority. All services of a mesh or none; a renewed file
+    counts from the next connection on."""
+
+    mesh_tls_key: Path | None = None
+    """PEM file with that certificate's private key."""
+
+    mesh_tls_ca: Path | None = None
+    """PEM file of the authorities that sign the certificates of the mesh's services, and of nobody
+    else."""
+
     realtime: bool = False
     """Real-time priority for the event loop and the threads that carry KV: they run when they wake,
     not when a busy core has time for them. Linux; as root, or with an rtprio limit of 2."""
@@ -79,6 +94,10 @@ class ServiceConfig:
             "must be auto, json or pretty",
         )
         _require(0 <= self.drain_s <= 3600, "drain_s", "must be 0..3600 seconds")
+        missing = [name for name in MESH_TLS_SETTINGS if getattr(self, name) is None]
+        if 0 < len(missing) < len(MESH_TLS_SETTINGS):
+            rule = "is missing: --mesh-tls-cert, --mesh-tls-key and --mesh-tls-ca go together"
+            _require(False, missing[0], rule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from shared.config import (
     WorkerConfig,
 )
 from shared.errors import InvalidRequest, MeshError
-from shared.rpc.tls import TlsFiles, server_context
+from shared.rpc.tls import MeshTls, TlsFiles, server_context
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -113,6 +113,7 @@ def require_free_ports(gateway: GatewayConfig, *, http_flag: str = "--http-port"
 
 def require_door_files(config: GatewayConfig) -> None:
     """Raise InvalidRequest if a file of API keys or for TLS is unusable."""
+    MeshTls.of(config)
     if config.api_keys is not None:
         read_keys(config.api_keys, KeyLimits())
     files = TlsFiles.given(config.tls_cert, config.tls_key, config.tls_client_ca)

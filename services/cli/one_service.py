@@ -19,6 +19,7 @@ from services.cli.sources import ConfigFlag
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig, ServiceConfig, WorkerConfig
 from shared.log import configure_logs
 from shared.mesh_secret import mesh_secret
+from shared.rpc.tls import MeshTls
 
 
 @config_flags
@@ -68,6 +69,7 @@ def decode(*, config: DecodeConfig = DecodeConfig(), file: ConfigFlag = None) ->
 def _check_worker(config: WorkerConfig) -> None:
     config.check()
     mesh_secret(config, os.environ)
+    MeshTls.of(config)
     require_worker_modules(config.engine)
     require_free_port(config.host, config.port, "--port")
     require_free_port(config.host, config.metrics_port, "--metrics-port")

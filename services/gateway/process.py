@@ -13,6 +13,7 @@ from shared.config import GatewayConfig
 from shared.mesh_secret import mesh_secret
 from shared.model_folder import ModelFolder, resolve_model
 from shared.rpc.network import Address
+from shared.rpc.tls import MeshTls
 from shared.runtime.platform import real_platform
 from shared.runtime.service import Process, run_service
 
@@ -37,7 +38,7 @@ def run_gateway(config: GatewayConfig) -> int:
             more = {} if watched is None else {"metrics_address": str(watched)}
             process.ready(http_port=http.port, grpc_port=grpc.port, mesh_port=mesh.port, **more)
 
-        platform = real_platform(mesh_secret(config, os.environ))
+        platform = real_platform(mesh_secret(config, os.environ), MeshTls.of(config))
         process.begins("loading the tokenizer")
         # A large tokenizer holds the thread for a second; signals are heard meanwhile.
         folder, text = await asyncio.to_thread(_load, config.model)

@@ -26,10 +26,14 @@ from shared.rpc.complaints import Complaints
 from shared.rpc.connection import ConnectionLimits, GuardedProtocol
 from shared.rpc.descriptors import descriptors
 from shared.rpc.message_codec import MessageCodec
+from shared.rpc.network import IsKnown
 from shared.rpc.service import DEADLINE_KEY, refuse
 
 CLOSE_WITHIN_S = 5.0
 """Cancelled handlers get this long to clean up."""
+
+KNOWN_WITHIN_S = 10.0
+"""A stranger's connection lives so long: time for a proof, and for a health check."""
 
 _STANDARD_SERVICES = ("/grpc.health.", "/grpc.reflection.")
 
@@ -99,6 +103,7 @@ class _ServerProtocol(GuardedProtocol):
         self._calls = _CallHandler(server)
         super().__init__(self._calls, limits, is_client=False, complaints=server.complaints)
         self._server = server
+        self._judging: asyncio.TimerHandle | None = None
 
     @property
     def calls(self) -> list[asyncio.Task[None]]:
@@ -109,9 +114,18 @@ class _ServerProtocol(GuardedProtocol):
         super().connection_made(transport)
         if not self._server.connected(self):
             self.goodbye(ErrorCodes.REFUSED_STREAM)
+        elif (is_known := self._server.is_known) is not None:
+            loop = asyncio.get_running_loop()
+            self._judging = loop.call_later(KNOWN_WITHIN_S, self._close_stranger, is_known)
+
+    def _close_stranger(self, is_known: IsKnown) -> None:
+        if not is_known(self.connection):
+            self.goodbye()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
+        if self._judging is not None:
+            self._judging.cancel()
         self._server.disconnected(self)
 
 
@@ -128,9 +142,12 @@ class CallServer:
         *,
         limits: ConnectionLimits | None = None,
         max_connections: int = 1024,
+        is_known: IsKnown | None = None,
     ) -> None:
+        """is_known: see ``Network.serve``."""
         self._limits = limits or ConnectionLimits()
         self._max_connections = max_connections
+        self.is_known = is_known
         self.complaints = Complaints()
         self._statuses = [ServiceStatus() for _ in handlers]
         health = Health(dict(zip(handlers, ([status] for status in self._statuses), strict=True)))

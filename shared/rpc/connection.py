@@ -222,7 +222,8 @@ class GuardedProcessor(EventsProcessor):
 
 
 class GuardedProtocol(H2Protocol):
-    """One connection, either side. ``closed`` is set when its transport is gone.
+    """One connection, either side. ``closed`` is set when its transport is gone. has_heard: whether
+    one byte has come from the other end.
 
     complaints: shared by all connections of a server.
     """
@@ -241,6 +242,7 @@ class GuardedProtocol(H2Protocol):
         self._limits = limits
         self._complaints = complaints or Complaints()
         self.closed = asyncio.Event()
+        self.has_heard = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         writer: Any = TurnWriter(cast("asyncio.Transport", transport))
@@ -279,6 +281,7 @@ class GuardedProtocol(H2Protocol):
 
     def data_received(self, data: bytes) -> None:
         connection, streams, at = self._link, self._guarded.streams, 0
+        self.has_heard = True
         try:
             while not connection.is_closing():
                 at = connection.feed_data(streams, data, at)

@@ -20,7 +20,7 @@ from grpclib.protocol import H2Protocol
 from shared.errors import LocalProtocolError
 from shared.rpc.call_server import CallServer
 from shared.rpc.connection import ConnectionLimits, GuardedProtocol
-from shared.rpc.network import Address
+from shared.rpc.network import Address, IsKnown
 from shared.rpc.tcp import GuardedChannel, closing
 from shared.rpc.tls import ServerTls
 
@@ -268,14 +268,19 @@ class MemoryNetwork:
 
     @contextlib.asynccontextmanager
     async def serve(
-        self, address: Address, handlers: Sequence[Any], *, tls: ServerTls | None = None
+        self,
+        address: Address,
+        handlers: Sequence[Any],
+        *,
+        tls: ServerTls | None = None,
+        is_known: IsKnown | None = None,
     ) -> AsyncGenerator[MemoryServer]:
         """See Network. An empty, wildcard or loopback host is this host; there is no TLS."""
         if tls is not None:
             raise LocalProtocolError("there is no TLS in memory")
         if address.host in _OWN_HOST:
             address = Address(self.host, address.port)
-        calls = CallServer(handlers, limits=self._limits)
+        calls = CallServer(handlers, limits=self._limits, is_known=is_known)
         address = self.fabric.listen(address, calls)
         try:
             yield MemoryServer(calls, address)

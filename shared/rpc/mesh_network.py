@@ -75,7 +75,8 @@ class MeshNetwork:
         """See Network. options: of the one below."""
         prove = Servicer(bind(MESH_PROVE, self._answer))
         guarded = [_Guarded(handler, self._why_refused) for handler in handlers]
-        return self._network.serve(address, [*guarded, prove], **options)
+        known = self._proven.__contains__
+        return self._network.serve(address, [*guarded, prove], is_known=known, **options)
 
     @contextlib.asynccontextmanager
     async def channel(self, address: Address) -> AsyncGenerator[StampedChannel]:

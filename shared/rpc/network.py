@@ -7,12 +7,15 @@ through memory, so that the whole mesh can run in one process under virtual time
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 from shared.address import Address as Address
 from shared.rpc.tls import ServerTls
+
+IsKnown = Callable[[Any], bool]
+"""Whether a connection (``ServerStream.connection``) is somebody's that we know."""
 
 
 class RpcServer(Protocol):
@@ -39,10 +42,16 @@ class Network(Protocol):
     """Serves and dials gRPC."""
 
     def serve(
-        self, address: Address, handlers: Sequence[Any], *, tls: ServerTls | None = None
+        self,
+        address: Address,
+        handlers: Sequence[Any],
+        *,
+        tls: ServerTls | None = None,
+        is_known: IsKnown | None = None,
     ) -> AbstractAsyncContextManager[RpcServer]:
         """Serve handlers (objects with grpclib's ``__mapping__``) until the block ends; health and
-        reflection are added.
+        reflection are added. is_known: a connection that it does not hold for known 10 s after
+        its beginning is closed (``KNOWN_WITHIN_S``); None = all are known.
 
         Raises OSError: the port is in use. InvalidRequest: a file of ``tls`` is unusable.
         """

@@ -16,7 +16,7 @@ from grpclib.protocol import H2Protocol
 from shared.rpc.call_server import CLOSE_WITHIN_S, CallServer
 from shared.rpc.connection import ConnectionLimits, GuardedProtocol, client_protocol
 from shared.rpc.message_codec import MessageCodec
-from shared.rpc.network import Address
+from shared.rpc.network import Address, IsKnown
 from shared.rpc.tls import GRPC, HANDSHAKE_WITHIN_S, ServerTls
 
 BACKLOG = 512
@@ -103,11 +103,16 @@ class TcpNetwork:
 
     @contextlib.asynccontextmanager
     async def serve(
-        self, address: Address, handlers: Sequence[Any], *, tls: ServerTls | None = None
+        self,
+        address: Address,
+        handlers: Sequence[Any],
+        *,
+        tls: ServerTls | None = None,
+        is_known: IsKnown | None = None,
     ) -> AsyncGenerator[TcpServer]:
         """See Network."""
         loop = asyncio.get_running_loop()
-        calls = CallServer(handlers, limits=self._limits)
+        calls = CallServer(handlers, limits=self._limits, is_known=is_known)
         # With port 0 every family would get a port of its own, so only one is asked for.
         hosts = [found.host for found in await self._passive(address)][
             : 1 if not address.port else None

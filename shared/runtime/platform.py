@@ -22,6 +22,7 @@ from shared.mesh_secret import MeshSecret
 from shared.profile.machine import UNMEASURED, MachineProfile
 from shared.rpc.mesh_network import mesh_network
 from shared.rpc.network import Network
+from shared.rpc.tls import MeshTls
 from shared.version import VERSION
 
 if TYPE_CHECKING:
@@ -57,7 +58,8 @@ class Platform:
 
     new_transport: opens the process's data plane; called once. compute: makes the runner of an
     engine; called once an engine. stopwatch: seconds, for measuring only; whatever is decided goes
-    by the loop's clock. secret: the mesh's; None = it has none. profile: what this machine can do,
+    by the loop's clock. secret: the mesh's; None = it has none. between: the network between
+    services; None = ``network``. profile: what this machine can do,
     awaited before a worker's first step.
     """
 
@@ -67,13 +69,14 @@ class Platform:
     random_bytes: RandomBytes = secrets.token_bytes
     stopwatch: Callable[[], float] = _loop_time
     secret: MeshSecret | None = None
+    between: Network | None = None
     profile: Profiler = _unmeasured
 
     def mesh_network(self, role: str, incarnation: Incarnation) -> Network:
         """Return the network between services, where this process is a gateway, prefill or decode.
         Where the mesh has a secret it begins every connection with a proof."""
         return mesh_network(
-            self.network,
+            self.between or self.network,
             self.secret,
             role=role,
             incarnation=incarnation,
@@ -84,12 +87,15 @@ class Platform:
 
 def real_platform(
     secret: MeshSecret | None = None,
+    tls: MeshTls | None = None,
     *,
     new_transport: TransportFactory = _no_transport,
     compute: ComputeFactory = _no_compute,
     profile: Profiler = _unmeasured,
 ) -> Platform:
-    """Return the platform of production: sockets and the system's random bytes."""
+    """Return the platform of production: sockets and the system's random bytes. tls: between
+    services."""
+    from shared.rpc.mesh_tls import ServiceNetwork
     from shared.rpc.tcp import TcpNetwork
 
     return Platform(
@@ -98,5 +104,6 @@ def real_platform(
         compute,
         stopwatch=time.perf_counter,
         secret=secret,
+        between=ServiceNetwork(tls),
         profile=profile,
     )

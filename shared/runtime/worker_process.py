@@ -21,6 +21,7 @@ from shared.mesh_secret import MeshSecret, mesh_secret
 from shared.profile.kept import KeptProfile, find_or_measure, key_of
 from shared.profile.machine import UNMEASURED, MachineProfile
 from shared.profile.measure import measure
+from shared.rpc.tls import MeshTls
 from shared.runtime import realtime
 from shared.runtime.platform import Platform, real_platform
 from shared.runtime.realtime import RealTime
@@ -56,8 +57,8 @@ def run_worker(name: str, serve: Serve[AnyConfig], config: AnyConfig) -> int:
     """
 
     async def main(process: Process) -> bool:
-        secret = mesh_secret(config, os.environ)
-        async with _machinery(config, secret, process.begins) as (engine, platform):
+        secret, tls = mesh_secret(config, os.environ), MeshTls.of(config)
+        async with _machinery(config, secret, tls, process.begins) as (engine, platform):
 
             def ready(address: Address) -> None:
                 process.ready(grpc_port=address.port, num_blocks=engine.num_blocks)
@@ -81,6 +82,7 @@ async def profile_machine(config: PrefillConfig, *, is_forced: bool) -> KeptProf
 async def _machinery(
     config: WorkerConfig,
     secret: MeshSecret | None = None,
+    tls: MeshTls | None = None,
     begins: Callable[[str], None] = lambda _: None,
 ) -> AsyncGenerator[tuple[Engine, Platform]]:
     """Load the engine and make the platform that it runs on, for the length of the block.
@@ -120,7 +122,9 @@ async def _machinery(
         compute = functools.partial(ThreadCompute, enter_copies=carry)
         yield (
             engine,
-            real_platform(secret, new_transport=new_transport, compute=compute, profile=profile),
+            real_platform(
+                secret, tls, new_transport=new_transport, compute=compute, profile=profile
+            ),
         )
     finally:
         resident.close()

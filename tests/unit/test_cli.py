@@ -154,6 +154,9 @@ def test_a_child_reads_back_what_its_parent_wrote(config: ServiceConfig) -> None
         ("up --port 0 --api-keys /no/such/file", "cannot read the API keys", 2),
         ("gateway --tls-cert a.pem", "--tls-cert goes together with --tls-key", 2),
         ("gateway --tls-client-ca a.pem", "--tls-client-ca needs --tls-cert", 2),
+        ("gateway --mesh-tls-cert a.pem", "--mesh-tls-key is missing: --mesh-tls-cert, ", 2),
+        ("gateway --mesh-tls-cert /no/a --mesh-tls-key /no/b --mesh-tls-ca /no/c", "read /no/a", 2),
+        ("decode --mesh-tls-cert /no/a --mesh-tls-key /no/b --mesh-tls-ca /no/c", "read /no/a", 2),
         ("up --port 0 --tls-cert /no/a --tls-key /no/b", "--tls-cert: cannot read /no/a", 2),
         ("gateway --key-requests-per-minute 3", "limits API keys: give --api-keys", 2),
         ("gateway --metrics-address nine", "--metrics-address must be host:port", 2),
@@ -365,6 +368,20 @@ def test_a_mesh_that_wants_client_certificates_is_asked_elsewhere_whether_it_is_
     assert plan.gateway.has_keys
     assert plan.gateway.metrics_address == "127.0.0.1:0"
     assert plan.services[0].env["PDMESH_TLS_CLIENT_CA"] == str(authority.path)
+
+
+def test_all_services_of_a_plan_get_the_tls_between_them(tmp_path: Path) -> None:
+    """From the file or the variables that ``up`` was given; it has no flags for it."""
+    authority = Authority(tmp_path)
+    files = authority.sign("service")
+    given = {
+        "PDMESH_MESH_TLS_CERT": str(files.cert),
+        "PDMESH_MESH_TLS_KEY": str(files.key),
+        "PDMESH_MESH_TLS_CA": str(authority.path),
+    }
+    services = plan_mesh(UpConfig(port=0, engine="fake"), given).services
+    assert len(services) == 3
+    assert all(given.items() <= service.env.items() for service in services)
 
 
 @pytest.mark.parametrize(
