@@ -7,8 +7,10 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
 
 import torch
 
@@ -39,6 +41,17 @@ def resolve_device(name: str) -> torch.device:
         among = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
         raise EngineFailed(f"--device {name}: torch sees {there}{among}", code="no_device")
     return torch.device("cuda", index)
+
+
+def name_of(device: torch.device) -> str:
+    """Return its maker's name for it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with suppress(OSError):  # Linux alone has it, and not for every CPU
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:

@@ -7,13 +7,10 @@ Puts the parts together (folder, weights, decoder, pool, sampler) and keeps to t
 from __future__ import annotations
 
 import os
-import platform
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import structlog
@@ -23,18 +20,16 @@ from shared.engine import sampler
 from shared.engine.attention.base import AttentionBackend
 from shared.engine.attention.sdpa import SdpaAttention
 from shared.engine.attention.triton import TritonAttention
-from shared.engine.attention.triton import unsupported as triton_unsupported
 from shared.engine.base import Buffer, Engine, OnLayer
-from shared.engine.config import ModelConfig
+from shared.engine.computing import Kernels, choose, keep_precision
 from shared.engine.decode_buckets import DecodeBuckets
-from shared.engine.device import current, require_shareable_memory, resolve_device
+from shared.engine.device import current, name_of, require_shareable_memory, resolve_device
 from shared.engine.device_memory import MemoryNeeds, kv_bytes_of, measure
 from shared.engine.forward import Forward, Passed
 from shared.engine.layers import LayerOps, TorchOps
 from shared.engine.models.decoder import load_decoder
 from shared.engine.models.registry import read_model_config
 from shared.engine.native.forward import NativeForward
-from shared.engine.native.forward import unsupported as native_unsupported
 from shared.engine.paged_kv import TORCH_DTYPES, PagedKv
 from shared.engine.recording import CudaRecorder, InlineRecorder
 from shared.engine.step_time import StepTimeModel
@@ -49,8 +44,6 @@ from shared.request import TokenLogprobs
 from shared.step import RowResult, SampleSpec, StepRow
 
 _log = structlog.get_logger(__name__)
-
-Kernels = Literal["native", "triton", "torch"]
 
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_CPU_KV_BYTES = 1 << 30
@@ -163,9 +156,9 @@ class TorchEngine(Engine):
             raise ModelError(f"block_size must be at least 1, not {block_size}")
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        _keep_precision()
+        keep_precision()
         with _DeviceFailures("choosing kernels"), current(place):
-            layout, chosen = _choose(
+            layout, chosen = choose(
                 dtype, kernels, config, checkpoint, block_size, place, exact=exact
             )
         served = layout.dtype
@@ -282,7 +275,7 @@ class TorchEngine(Engine):
     def machine(self) -> Mapping[str, str]:
         """See Engine."""
         return {
-            "device": _device_name(self._device),
+            "device": name_of(self._device),
             "kernels": self._kernels,
             "threads": str(torch.get_num_threads()),
             "torch": torch.__version__,
@@ -431,110 +424,10 @@ class _DeviceFailures:
         ) from error
 
 
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    with suppress(OSError):  # Linux alone has it, and not for every CPU
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
 def _step_size(rows: Sequence[StepRow]) -> tuple[int, int]:
     """Tokens computed, and tokens of KV read."""
     num_tokens = sum(len(row.token_ids) for row in rows)
     return num_tokens, num_tokens + sum(row.start for row in rows)
-
-
-def _keep_precision() -> None:
-    """Have sums of a GPU's products kept in float32, whatever the dtype: torch lets its libraries
-    round parts of 16-bit sums, and the environment float32 products to TF32. For the process."""
-    products = torch.backends.cuda.matmul
-    products.allow_tf32 = False
-    products.allow_fp16_reduced_precision_reduction = False
-    products.allow_bf16_reduced_precision_reduction = False
-
-
-def _choose(
-    dtype: str,
-    kernels: str,
-    config: ModelConfig,
-    checkpoint: Checkpoint,
-    block_size: int,
-    device: torch.device,
-    *,
-    exact: bool,
-) -> tuple[KvLayout, Kernels]:
-    """Return what computes, and in which dtype; say which, and what that means for answers.
-
-        native; triton if exact   the same bits, whatever a row is computed with
-        float32                   the same tokens: logprobs differ by 1e-5 (CPU), too little to
-                                  change one, but where two tokens tie
-        16 bits otherwise         neither: a tenth of the answers may differ by a token
-
-    So torch computes no 16 bits on a CPU unless told to; mostly they are slower there, too
-    (bench/engine). Raises ModelError: what was asked for does not exist, or cannot run here.
-    """
-    stored = config.dtype or checkpoint.dtype
-    served = stored if dtype == "auto" else dtype
-    if served not in TORCH_DTYPES:
-        known = ", ".join(TORCH_DTYPES)
-        raise ModelError(f"{checkpoint.folder.path}: dtype {served} is not supported ({known} are)")
-    layout = KvLayout(
-        dtype=served,
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-    )
-    chosen = _choose_kernels(kernels, config, layout, block_size, device, exact=exact)
-    if dtype == "auto" and chosen == "torch" and device.type == "cpu":
-        layout = replace(layout, dtype="float32")
-    if chosen == "native" or (chosen == "triton" and exact):
-        answers = "the same bits in any batch"
-    elif layout.dtype == "float32":
-        answers = "the same tokens in any batch, but where two tie"
-    elif exact:
-        raise ModelError(
-            f"--exact: sums of {layout.dtype} on torch's kernels depend on the batch; take"
-            " --dtype float32, or a machine where the native or triton kernels run"
-        )
-    else:
-        answers = "may depend on their batch and on failover" + (
-            ": --exact is slower and they do not" if chosen == "triton" else ""
-        )
-    log = _log.warning if answers.startswith("may") and device.type == "cpu" else _log.info
-    log("model is computed", dtype=layout.dtype, stored=stored, kernels=chosen, answers=answers)
-    return layout, chosen
-
-
-def _choose_kernels(
-    asked: str,
-    config: ModelConfig,
-    layout: KvLayout,
-    block_size: int,
-    device: torch.device,
-    *,
-    exact: bool = False,
-) -> Kernels:
-    """Return what computes. Raises ModelError: it was asked for and cannot run here."""
-    if asked == "torch":
-        return "torch"
-    fused: Kernels = "triton" if device.type == "cuda" else "native"
-    if asked in ("native", "triton"):
-        fused = asked
-    if fused == "native":
-        reason = native_unsupported(config, TORCH_DTYPES[layout.dtype], device)
-    else:
-        reason = triton_unsupported(
-            layout, config.num_heads, block_size=block_size, device=device, is_exact=exact
-        )
-    if not reason:
-        return fused
-    if asked != "auto":
-        raise ModelError(f"the {fused} kernels cannot run here: {reason}")
-    _log.info(f"{fused} kernels not used, torch computes", reason=reason)
-    return "torch"
 
 
 def _choose_len(asked: int | None, default: int, longest: int) -> int:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shared.config import DecodeConfig, PrefillConfig
-from shared.engine import load, torch_engine
+from shared.engine import computing, load
 from shared.engine.decode_buckets import DecodeBuckets, bucket_sizes
 from shared.engine.recording import InlineRecorder, Recording, Work
 from shared.engine.torch_engine import TorchEngine
@@ -369,13 +369,13 @@ def test_kernels_are_chosen_by_device(
     layout = triton_of().layout
 
     def chosen(asked: str, device: str) -> str:
-        return torch_engine._choose_kernels(asked, config, layout, 16, torch.device(device))
+        return computing.choose_kernels(asked, config, layout, 16, torch.device(device))
 
-    monkeypatch.setattr(torch_engine, "triton_unsupported", lambda *_, **__: "")
+    monkeypatch.setattr(computing, "triton_unsupported", lambda *_, **__: "")
     assert chosen("auto", "cuda") == "triton"
     assert chosen("torch", "cuda") == "torch"
     assert chosen("auto", "cpu") == "torch"  # float32: native does not compute it
-    monkeypatch.setattr(torch_engine, "triton_unsupported", lambda *_, **__: "no triton here")
+    monkeypatch.setattr(computing, "triton_unsupported", lambda *_, **__: "no triton here")
     assert chosen("auto", "cuda") == "torch"
     with pytest.raises(ModelError, match="the triton kernels cannot run here: no triton here"):
         chosen("triton", "cuda")
