@@ -274,7 +274,7 @@ class WorkerConfig(ServiceConfig):
     """Refuse partners to which KV moves otherwise: shm (shared memory), cuda_ipc, rdma, tcp, or a
     transport of UCX; commas separate several; '' = any."""
 
-    allow_unencrypted_transfers: bool = False
+    allow_unencrypted_kv: bool = False
     """Pair with workers on other hosts: KV crosses the network in the clear (UCX does not encrypt),
     which is right on a private fabric alone."""
 

@@ -54,7 +54,7 @@ class PairRules:
         """What a worker was told. Raises InvalidRequest."""
         return cls(
             required_lanes=read_requirement(config.require_lane),
-            allow_unencrypted=config.allow_unencrypted_transfers,
+            allow_unencrypted=config.allow_unencrypted_kv,
         )
 
     def check_host(self, peer: bytes) -> None:
@@ -67,7 +67,7 @@ class PairRules:
         raise IncompatiblePeer(
             "the partner is on another host, and UCX does not encrypt: KV, from which prompts can "
             "be read, would cross the network in the clear. If that network is private (its own "
-            "subnet, an RDMA fabric, a VPN), say --allow-unencrypted-transfers on both workers",
+            "subnet, an RDMA fabric, a VPN), say --allow-unencrypted-kv on both workers",
             code="unencrypted",
         )
 

@@ -133,7 +133,7 @@ async def test_kv_leaves_a_host_only_if_both_workers_were_told_that_it_may(
                 await mesh.add(
                     role,
                     prefix=elsewhere if role == "decode" else (),
-                    allow_unencrypted_transfers=careless in (role, "both"),
+                    allow_unencrypted_kv=careless in (role, "both"),
                 )
                 for role in ROLES
             ]
@@ -142,5 +142,5 @@ async def test_kv_leaves_a_host_only_if_both_workers_were_told_that_it_may(
                 (await mesh.ask(gateway, a_prompt(40), 8)).require_whole(8)
                 return
             wary = prefill if careless == "decode" else decode
-            await refuses(mesh, wary, "does not encrypt", "--allow-unencrypted-transfers")
+            await refuses(mesh, wary, "does not encrypt", "--allow-unencrypted-kv")
             await require_no_pair(mesh, gateway)
