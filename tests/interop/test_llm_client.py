@@ -73,7 +73,7 @@ async def test_llm_says_what_is_wrong(llm: Llm) -> None:
     """Our message arrives on the terminal, with an exit code."""
     missing = await llm.run("-m", "other", "Hello!")
     assert missing.code == 1
-    assert "not served here" in missing.words
+    assert "no model of this name is served here" in missing.words
     long = await llm.run("-m", "mesh", "-o", "max_tokens", "1000000", "Hello!")
     assert long.code == 1
     assert "maximum context length is 2048 tokens" in long.words
