@@ -42,7 +42,7 @@ async def test_a_lane_that_is_not_shared_memory_is_refused_with_a_reason(
         status, reason = await asyncio.to_thread(worker.get, 9090, "/ready")
         assert status == 503, worker.name
         assert "one IPC namespace" in reason, worker.name
-        assert not worker.is_healthy, worker.name
+        await asyncio.to_thread(wait_until, lambda one=worker: not one.is_healthy, "it is unwell")
     (gateway,) = private_ipc.containers("gateway")
     status, _ = await asyncio.to_thread(get, f"http://{gateway.door.http}/ready")
     assert status == 503
