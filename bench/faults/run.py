@@ -93,7 +93,7 @@ class Faults:
         self.mesh = mesh
         self.random = random.Random(seed)
         self._log_level = log_level
-        self._ports = {"http_port": free_port(), "grpc_port": free_port()}
+        self._ports = {name: free_port() for name in ("http_port", "grpc_port", "mesh_port")}
         self._num_prompts = 0
         text = TextModel.load(ModelFolder(resolve_model("demo")))
         self._name_of = lambda token_id: text.piece(token_id).completion_name
@@ -382,6 +382,8 @@ def main() -> None:
         return
     if asked.quick:
         asked.faults, asked.load_s = 3, 10.0
+    # A gateway that restarts finds its modules compiled, as wherever pip has installed it.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     record = Record(HERE, asked.quick)
     asyncio.run(campaign(asked, record))
     record.finish(write=True if asked.record else None)
