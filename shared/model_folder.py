@@ -154,8 +154,14 @@ class ModelFolder:
         """Rows of the embedding; the tokenizer may know fewer tokens."""
         return self._positive("vocab_size")
 
+    @property
+    def text_config(self) -> dict[str, Any]:
+        """config.json's part about text: of models that also see or hear a part of its own."""
+        part = self.config.get("text_config")
+        return cast("dict[str, Any]", part) if isinstance(part, dict) else self.config
+
     def _positive(self, key: str) -> int:
-        value = self.config.get(key)
+        value = self.config.get(key, self.text_config.get(key))
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ModelError(
                 f"{self.path}/config.json: {key} must be a positive integer, not {value!r}"

@@ -10,7 +10,9 @@ class ModelSpec:
     """One loaded model.
 
     fingerprint: 32 bytes, SHA-256 over the canonical config and the weights' identity; equal
-    fingerprints mean the same function. max_model_len: prompt plus generated tokens.
+    fingerprints mean the same function. max_model_len: prompt plus generated tokens. engine: what
+    computes that function, with its release: two engines round differently, so that a token may
+    change where an answer moves from one to the other.
     """
 
     name: str
@@ -19,3 +21,4 @@ class ModelSpec:
     max_model_len: int
     eos_token_ids: frozenset[int]
     dtype: str
+    engine: str = "torch"

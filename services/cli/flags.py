@@ -22,6 +22,7 @@ from shared.config import (
     ServiceConfig,
     WorkerConfig,
 )
+from shared.engine.vllm.release import release
 from shared.errors import InvalidRequest, MeshError
 from shared.rpc.tls import MeshTls, TlsFiles, server_context
 
@@ -123,8 +124,10 @@ def require_door_files(config: GatewayConfig) -> None:
 
 def require_worker_modules(engine: str) -> None:
     """Raise CannotRun, with the command that helps, if this is an installation for gateways."""
-    wanted = (*_TORCH_MODULES, *_WORKER_MODULES) if engine == "torch" else _WORKER_MODULES
+    wanted = _WORKER_MODULES if engine == "fake" else (*_TORCH_MODULES, *_WORKER_MODULES)
     missing = [module for module in wanted if find_spec(module) is None]
+    if engine == "vllm":
+        release()
     if missing:
         first = "torch first (pytorch.org), then " if "torch" in missing else ""
         raise CannotRun(

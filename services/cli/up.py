@@ -109,8 +109,12 @@ class UpConfig:
     api_keys: Annotated[Path | None, _CLIENTS] = None
     """File of API keys (see pdmesh hash-key); without keys every client is let in."""
 
-    engine: Annotated[Literal["torch", "fake"] | None, _WORKERS] = None
-    """fake: exact and deterministic nonsense without weights, for trying things out."""
+    engine: Annotated[Literal["torch", "vllm", "fake"] | None, _WORKERS] = None
+    """torch: our own, for four families; vllm: all that vLLM computes by attention; fake: exact and
+    deterministic nonsense without weights, for trying things out."""
+
+    vllm_args: Annotated[str | None, _WORKERS] = None
+    """vLLM's own arguments: key=value with spaces between them, or a file of them (docs/vllm.md)."""
 
     device: Annotated[str | None, _WORKERS] = None
     """cpu, cuda, cuda:N, or auto: cuda where torch sees one. With auto and cuda each worker gets a
@@ -295,7 +299,7 @@ def plan_mesh(config: UpConfig, environment: Mapping[str, str]) -> MeshPlan:
     workers: list[PrefillConfig | DecodeConfig] = [decode] * config.colocated
     if not is_colocated:
         workers = [*[prefill] * config.prefill, *[decode] * config.decode]
-    has_choice = any(w.engine == "torch" and w.device in ("auto", "cuda") for w in workers)
+    has_choice = any(w.engine != "fake" and w.device in ("auto", "cuda") for w in workers)
     gpus = find_gpus(environment) if has_choice else []
     parts = shares([w.device for w in workers], num_cores=num_cores(), gpus=gpus)
     sized = [_sized(worker, part) for worker, part in zip(workers, parts, strict=True)]

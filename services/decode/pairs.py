@@ -201,6 +201,7 @@ class PairServer:
                 self._identity, None if command is None else command.hello, wire.Role.PREFILL
             )
             self._rules.check_host(terms.host)
+            self._rules.check_engine(self._identity.spec.engine, terms.engine)
         except MeshError as error:
             await self._refuse(stream, error)
             raise

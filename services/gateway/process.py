@@ -50,7 +50,11 @@ def run_gateway(config: GatewayConfig) -> int:
                 ready,
                 process.stop,
                 defaults=folder.generation_defaults,
-                own_model=OwnModel(name=config.model, vocab_size=folder.vocab_size),
+                own_model=OwnModel(
+                    name=config.model,
+                    vocab_size=folder.vocab_size,
+                    allow_mixed_engines=config.allow_mixed_engines,
+                ),
             )
         finally:
             text.close()

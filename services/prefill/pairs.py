@@ -323,6 +323,7 @@ class PairTable:
         if terms.peer != peer.incarnation:
             raise WorkerLost("another decode worker lives at this address now")
         self._rules.check_host(terms.host)
+        self._rules.check_engine(self._identity.spec.engine, terms.engine)
         return terms
 
     async def _map_windows(

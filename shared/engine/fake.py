@@ -99,6 +99,7 @@ class FakeModel:
             max_model_len=self.max_model_len,
             eos_token_ids=frozenset(self.eos_token_ids),
             dtype="uint8",
+            engine="fake",
         )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 from shared.config import DecodeConfig, WorkerConfig
 from shared.engine.base import Engine
@@ -16,6 +17,7 @@ from shared.engine.native.build import Unavailable, find_compiled, library, unsu
 from shared.model_folder import ModelFolder, resolve_model
 
 FAKE_NUM_BLOCKS = 1024
+DEFAULT_BLOCK_SIZE = 16
 
 
 def load_engine(config: WorkerConfig, begins: Callable[[str], None] = lambda _: None) -> Engine:
@@ -28,6 +30,8 @@ def load_engine(config: WorkerConfig, begins: Callable[[str], None] = lambda _: 
     folder = resolve_model(config.model)
     if config.engine == "fake":
         return _fake(config, ModelFolder(folder))
+    if config.engine == "vllm":
+        return _vllm(config, folder, begins)
     begins("importing torch")
     from shared.engine.device_memory import MemoryNeeds
     from shared.engine.torch_engine import TorchEngine
@@ -43,7 +47,7 @@ def load_engine(config: WorkerConfig, begins: Callable[[str], None] = lambda _: 
         dtype=config.dtype,
         num_blocks=config.num_blocks or None,
         kv_bytes=round(config.kv_gib * (1 << 30)) or None,
-        block_size=config.block_size,
+        block_size=config.block_size or DEFAULT_BLOCK_SIZE,
         max_model_len=config.max_model_len or None,
         num_threads=config.threads or None,
         kernels=config.kernels,
@@ -56,6 +60,20 @@ def load_engine(config: WorkerConfig, begins: Callable[[str], None] = lambda _: 
         ),
         exact=config.exact,
     )
+
+
+def _vllm(config: WorkerConfig, folder: Path, begins: Callable[[str], None]) -> Engine:
+    from shared.engine.vllm.release import prepare_environment, release
+    from shared.engine.vllm.settings import num_ranks, read_arguments
+
+    installed = release()
+    arguments = read_arguments(config.vllm_args)
+    ranks = num_ranks(arguments)
+    prepare_environment(config.threads // ranks, ranks)
+    begins("importing vllm")
+    from shared.engine.vllm.load import load_vllm
+
+    return load_vllm(folder, config, arguments, installed, begins)
 
 
 def _compiles_kernels(config: WorkerConfig, folder: ModelFolder) -> bool:
@@ -89,7 +107,7 @@ def _fake(config: WorkerConfig, folder: ModelFolder) -> FakeEngine:
     return FakeEngine(
         model=model,
         num_blocks=config.num_blocks or FAKE_NUM_BLOCKS,
-        block_size=config.block_size,
+        block_size=config.block_size or DEFAULT_BLOCK_SIZE,
         timing=timing,
         real_time=config.fake_step_s > 0,
     )

@@ -42,6 +42,20 @@ def slots_of(
     return slots[start - skipped : stop - skipped]
 
 
+def check_blocks(blocks: np.ndarray, num_blocks: int) -> None:
+    """Raise LocalProtocolError if a block is not of a pool of so many."""
+    if blocks.size and (int(blocks.min()) < 0 or int(blocks.max()) >= num_blocks):
+        raise LocalProtocolError(f"block outside this pool of {num_blocks} blocks")
+
+
+def check_copy(start: int, stop: int, first_layer: int, last_layer: int, layout: KvLayout) -> None:
+    """Raise LocalProtocolError unless [start, stop) and [first_layer, last_layer) can be copied."""
+    if not 0 <= start < stop:
+        raise LocalProtocolError(f"[{start}, {stop}) is no range of positions")
+    if not 0 <= first_layer < last_layer <= layout.num_layers:
+        raise LocalProtocolError(f"[{first_layer}, {last_layer}) is no range of layers")
+
+
 class PagedKv:
     """Keys and values of every layer, addressed by slot.
 
@@ -91,8 +105,7 @@ class PagedKv:
 
     def check_blocks(self, blocks: np.ndarray) -> None:
         """Raise LocalProtocolError if a block is not of this pool."""
-        if blocks.size and (int(blocks.min()) < 0 or int(blocks.max()) >= self.num_blocks):
-            raise LocalProtocolError(f"block outside this pool of {self.num_blocks} blocks")
+        check_blocks(blocks, self.num_blocks)
 
     def gather(
         self,
@@ -128,10 +141,7 @@ class PagedKv:
         first_layer: int,
         last_layer: int,
     ) -> np.ndarray:
-        if not 0 <= start < stop:
-            raise LocalProtocolError(f"[{start}, {stop}) is no range of positions")
-        if not 0 <= first_layer < last_layer <= self.layout.num_layers:
-            raise LocalProtocolError(f"[{first_layer}, {last_layer}) is no range of layers")
+        check_copy(start, stop, first_layer, last_layer, self.layout)
         slots = slots_of(block_table, start, stop, self.block_size)
         self.check_blocks(slots // self.block_size)
         return slots

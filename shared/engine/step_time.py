@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+
+from shared.step import StepRow
 
 _KEEP = 0.98
 """Weight of the past per step: about the last 50 steps count."""
@@ -65,3 +69,9 @@ class StepTimeModel:
 def _features(num_tokens: int, num_context: int) -> tuple[float, float, float]:
     # Scaled to the same order of magnitude, so that the ridge weighs them alike.
     return 1.0, num_tokens / 64, num_context / 4096
+
+
+def step_size(rows: Sequence[StepRow]) -> tuple[int, int]:
+    """Tokens computed, and tokens of KV read."""
+    num_tokens = sum(len(row.token_ids) for row in rows)
+    return num_tokens, num_tokens + sum(row.start for row in rows)

@@ -23,8 +23,16 @@ from shared.engine.attention.triton import TritonAttention
 from shared.engine.base import Buffer, Engine, OnLayer
 from shared.engine.computing import Kernels, choose, keep_precision
 from shared.engine.decode_buckets import DecodeBuckets
-from shared.engine.device import current, name_of, require_shareable_memory, resolve_device
+from shared.engine.device import (
+    current,
+    enter_thread,
+    name_of,
+    new_staging,
+    require_shareable_memory,
+    resolve_device,
+)
 from shared.engine.device_memory import MemoryNeeds, kv_bytes_of, measure
+from shared.engine.failures import DeviceFailures
 from shared.engine.forward import Forward, Passed
 from shared.engine.layers import LayerOps, TorchOps
 from shared.engine.models.decoder import load_decoder
@@ -32,11 +40,11 @@ from shared.engine.models.registry import read_model_config
 from shared.engine.native.forward import NativeForward
 from shared.engine.paged_kv import TORCH_DTYPES, PagedKv
 from shared.engine.recording import CudaRecorder, InlineRecorder
-from shared.engine.step_time import StepTimeModel
+from shared.engine.step_time import StepTimeModel, step_size
 from shared.engine.streams import CudaStreams, InlineStreams, Streams
 from shared.engine.torch_forward import TorchForward
 from shared.engine.weights import Checkpoint
-from shared.errors import EngineFailed, LocalProtocolError, ModelError
+from shared.errors import LocalProtocolError, ModelError
 from shared.kv.layout import KvLayout
 from shared.model_folder import ModelFolder
 from shared.model_spec import ModelSpec
@@ -51,10 +59,6 @@ DEFAULT_CPU_KV_BYTES = 1 << 30
 _LOGIT_ROWS = 64
 """Positions whose prompt logprobs are computed at once: bounds ``[rows, vocab_size]`` float32."""
 
-_MEMORY_REMEDY = (
-    "leave more beside KV (smaller --gpu-memory-share, --kv-gib or --num-blocks), or compute less "
-    "in a step (--token-budget, --max-running)"
-)
 _WEIGHTS_REMEDY = (
     "the weights are larger than what is free: choose another --device, or end what else is there"
 )
@@ -88,7 +92,7 @@ class _Wanted(NamedTuple):
             if row.prompt_logprobs is not None and row.prompt_targets:
                 prompts.append((idx, row))
         is_plain_greedy = all(map(sampler.is_plain_greedy, specs))
-        return cls(len(rows), samples, specs, is_plain_greedy, prompts, _step_size(rows))
+        return cls(len(rows), samples, specs, is_plain_greedy, prompts, step_size(rows))
 
 
 class TorchEngine(Engine):
@@ -144,7 +148,7 @@ class TorchEngine(Engine):
         Raises ModelError: the folder is missing, unsupported or damaged, or an argument does not
         fit it. Raises EngineFailed: the device is missing or too small.
         """
-        with _DeviceFailures("finding the device"):
+        with DeviceFailures("finding the device"):
             place = resolve_device(device)
         if place.type == "cuda":
             require_shareable_memory(os.environ)
@@ -157,7 +161,7 @@ class TorchEngine(Engine):
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         keep_precision()
-        with _DeviceFailures("choosing kernels"), current(place):
+        with DeviceFailures("choosing kernels"), current(place):
             layout, chosen = choose(
                 dtype, kernels, config, checkpoint, block_size, place, exact=exact
             )
@@ -172,7 +176,7 @@ class TorchEngine(Engine):
             dtype=served,
         )
         block_bytes = layout.token_bytes * block_size
-        with _DeviceFailures("making the KV pool"), torch.inference_mode(), current(place):
+        with DeviceFailures("making the KV pool"), torch.inference_mode(), current(place):
             streams: Streams = InlineStreams()
             if chosen == "native":
                 count = _choose_blocks(num_blocks, kv_bytes, block_bytes)
@@ -187,7 +191,7 @@ class TorchEngine(Engine):
                 attention = TritonAttention(layout, config.num_heads, is_exact=exact)
                 ops = ops_for(is_exact=exact)
             # Weights first: on a GPU the pool takes what they leave.
-            with _DeviceFailures("loading the weights", _WEIGHTS_REMEDY):
+            with DeviceFailures("loading the weights", _WEIGHTS_REMEDY):
                 decoder = load_decoder(
                     config, checkpoint, dtype=TORCH_DTYPES[served], device=place, ops=ops
                 )
@@ -266,7 +270,7 @@ class TorchEngine(Engine):
             return []
         began_at = time.perf_counter()
         wanted = _Wanted.of(rows)
-        with _DeviceFailures("a step"), self._streams.computing():
+        with DeviceFailures("a step"), self._streams.computing():
             results = self._results(wanted, self._forward.run(rows, wanted.samples, on_layer))
         self._step_time.observe(*wanted.step_size, time.perf_counter() - began_at)
         return results
@@ -291,31 +295,16 @@ class TorchEngine(Engine):
 
     def step_seconds(self, rows: Sequence[StepRow]) -> float:
         """Predict from recent steps; 0 before the first few."""
-        return self._step_time.predict(*_step_size(rows))
+        return self._step_time.predict(*step_size(rows))
 
     def enter_thread(self) -> None:
         """See Engine."""
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-            # Neither that nor an allocation is sure to call CUDA on a new thread: torch knows the
-            # device, and has memory left. This does, and so makes the context current here.
-            torch.cuda.synchronize(self._device)
+        enter_thread(self._device)
 
     def new_buffer(self, num_bytes: int) -> Buffer:
-        """Return a staging buffer: a CUDA uint8 tensor, or a numpy array.
-
-        numpy asks for huge pages for large arrays; writing zeros maps them now, so that no transfer
-        pays for page faults.
-        """
-        if self._device.type == "cuda":
-            with _DeviceFailures("allocating a staging buffer"):
-                slab = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
-                # The zeros must not overtake a copy; a step that runs need not be waited for.
-                torch.cuda.current_stream(self._device).synchronize()
-                return slab
-        buffer = np.empty(num_bytes, dtype=np.uint8)
-        buffer.fill(0)
-        return buffer
+        """See Engine."""
+        with DeviceFailures("allocating a staging buffer"):
+            return new_staging(num_bytes, self._device)
 
     def gather(
         self,
@@ -328,7 +317,7 @@ class TorchEngine(Engine):
     ) -> None:
         """Copy KV out of the pool; ``out`` may be longer than the frame."""
         with (
-            _DeviceFailures("a gather"),
+            DeviceFailures("a gather"),
             torch.inference_mode(),
             self._streams.copying(first_layer, last_layer),
         ):
@@ -345,7 +334,7 @@ class TorchEngine(Engine):
     ) -> None:
         """Copy a frame into the pool; ``data`` may be longer than the frame."""
         with (
-            _DeviceFailures("a scatter"),
+            DeviceFailures("a scatter"),
             torch.inference_mode(),
             # No layer to wait for: nobody else writes or reads these blocks.
             self._streams.copying(0, 0),
@@ -394,40 +383,6 @@ class TorchEngine(Engine):
                 logits = self._forward.logits(hidden[begin : begin + len(part)])
                 entries += sampler.logprobs_of(logits, part, num_top)
         return tuple(entries)
-
-
-class _DeviceFailures:
-    """Turns whatever torch raises into EngineFailed; our own typed errors pass."""
-
-    def __init__(self, doing: str, remedy: str = _MEMORY_REMEDY) -> None:
-        """remedy: what helps where memory is too small."""
-        self._doing = doing
-        self._remedy = remedy
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        # RuntimeError is what torch raises for nearly everything, out of memory and lost devices
-        # included; the others come from missing builds and from the host's memory.
-        if not isinstance(error, (RuntimeError, MemoryError, AssertionError, NotImplementedError)):
-            return
-        text = (str(error).strip() or type(error).__name__).splitlines()[0]
-        # Libraries and graphs take memory beside torch's allocator, and fail in their own words.
-        is_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-        if not is_memory and "out of memory" not in text:
-            raise EngineFailed(f"{self._doing} failed: {text}") from error
-        # What was asked for, and what the device has; then torch advises what we refuse.
-        text = ". ".join(text.split(". ")[:3]).removesuffix(".")
-        raise EngineFailed(
-            f"{self._doing} failed: {text}; {self._remedy}", code="out_of_memory"
-        ) from error
-
-
-def _step_size(rows: Sequence[StepRow]) -> tuple[int, int]:
-    """Tokens computed, and tokens of KV read."""
-    num_tokens = sum(len(row.token_ids) for row in rows)
-    return num_tokens, num_tokens + sum(row.start for row in rows)
 
 
 def _choose_len(asked: int | None, default: int, longest: int) -> int:

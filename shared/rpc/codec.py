@@ -23,7 +23,7 @@ from shared.request import MAX_SALT_BYTES, FinishReason, SamplingParams, TokenLo
 from shared.rpc.columns import pack_f32, pack_u8, pack_u32, unpack_f32, unpack_u8, unpack_u32
 from shared.rpc.message_codec import MAX_MESSAGE_BYTES
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Grows when a message changes its meaning; peers of different versions do not work together."""
 
 FINGERPRINT_BYTES = 32
@@ -191,6 +191,7 @@ def layout_to_wire(layout: KvLayout) -> wire.KvLayout:
         num_layers=layout.num_layers,
         num_kv_heads=layout.num_kv_heads,
         head_dim=layout.head_dim,
+        parts=layout.parts,
     )
 
 
@@ -204,6 +205,7 @@ def layout_from_wire(layout: wire.KvLayout | None) -> KvLayout:
         num_layers=_int(layout.num_layers, 1, 4096, "num_layers"),
         num_kv_heads=_int(layout.num_kv_heads, 1, 4096, "num_kv_heads"),
         head_dim=_int(layout.head_dim, 1, 65536, "head_dim"),
+        parts=_int(layout.parts, 1, 2, "parts"),
     )
 
 
@@ -215,6 +217,7 @@ def model_to_wire(spec: ModelSpec) -> wire.ModelInfo:
         vocab_size=spec.vocab_size,
         max_model_len=spec.max_model_len,
         dtype=spec.dtype,
+        engine=spec.engine,
     )
 
 
@@ -224,7 +227,9 @@ def model_from_wire(model: wire.ModelInfo | None) -> ModelSpec:
         raise RemoteProtocolError("must be given", param="model")
     fingerprint_ok = _is_a(model.fingerprint, bytes) and len(model.fingerprint) == FINGERPRINT_BYTES
     _require(fingerprint_ok, f"must be {FINGERPRINT_BYTES} bytes", "fingerprint")
-    _require(_is_a(model.name, str) and len(model.name) <= 256, "must be a short name", "name")
+    for field in ("name", "engine"):
+        name = getattr(model, field)
+        _require(_is_a(name, str) and len(name) <= 256, "must be a short name", field)
     return ModelSpec(
         name=model.name,
         fingerprint=model.fingerprint,
@@ -232,6 +237,7 @@ def model_from_wire(model: wire.ModelInfo | None) -> ModelSpec:
         max_model_len=_int(model.max_model_len, 1, 1 << 28, "max_model_len"),
         eos_token_ids=frozenset(),
         dtype=str(model.dtype),
+        engine=model.engine,
     )
 
 

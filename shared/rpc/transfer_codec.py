@@ -58,6 +58,7 @@ class PairTerms(NamedTuple):
     transport_address: bytes
     rule: FrameRule
     host: bytes
+    engine: str
 
 
 def hello_to_wire(role: wire.Role, it: PairIdentity) -> wire.PairHello:
@@ -104,7 +105,7 @@ def agree(it: PairIdentity, theirs: wire.PairHello | None, role: wire.Role) -> P
         group_bytes=max(1, min(it.group_bytes, _number(theirs.group_bytes, "group_bytes"))),
         max_frame_bytes=min(it.max_frame_bytes, _number(theirs.max_frame_bytes, "max_frame_bytes")),
     )
-    return PairTerms(Incarnation(hello.incarnation), address, rule, theirs.host)
+    return PairTerms(Incarnation(hello.incarnation), address, rule, theirs.host, model.engine)
 
 
 def finding_of(canary: wire.Canary) -> LaneFinding:

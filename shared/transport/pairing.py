@@ -42,11 +42,13 @@ class PairRules:
     """Which pairs this worker enters.
 
     required_lanes: see ``shared.lanes.require_lane``. allow_unencrypted: partners on other hosts
-    are taken, too. host: ``host_id`` of this worker.
+    are taken, too. allow_mixed_engines: and those that compute with another engine. host:
+    ``host_id`` of this worker.
     """
 
     required_lanes: tuple[str, ...] = ()
     allow_unencrypted: bool = False
+    allow_mixed_engines: bool = False
     host: bytes = field(default_factory=host_id)
 
     @classmethod
@@ -55,6 +57,7 @@ class PairRules:
         return cls(
             required_lanes=read_requirement(config.require_lane),
             allow_unencrypted=config.allow_unencrypted_kv,
+            allow_mixed_engines=config.allow_mixed_engines,
         )
 
     def check_host(self, peer: bytes) -> None:
@@ -71,6 +74,19 @@ class PairRules:
             code="unencrypted",
         )
 
+    def check_engine(self, own: str, peer: str) -> None:
+        """Raise IncompatiblePeer: another engine would continue what this one has begun, or the
+        reverse, and nobody said that it may."""
+        if self.allow_mixed_engines or own == peer:
+            return
+        raise IncompatiblePeer(
+            f"the partner computes with {peer or 'an engine without a name'}, this worker with "
+            f"{own}: they round differently, so that answers in 16 bits depend on who computes "
+            "them. Start both with one --engine of one release, or say --allow-mixed-engines on "
+            "the gateway and on all workers",
+            code="mixed_engines",
+        )
+
     def check_lane(self, lane: str) -> None:
         """Raise IncompatiblePeer: the lane that was found is none that this worker requires."""
         require_lane(lane, self.required_lanes)
@@ -78,7 +94,7 @@ class PairRules:
 
 def is_refusal(error: MeshError) -> bool:
     """Whether ``PairRules`` refused, here or at the other end: trying again will not help."""
-    return error.code in ("lane", "unencrypted")
+    return error.code in ("lane", "unencrypted", "mixed_engines")
 
 
 async def close_endpoint(endpoint: Endpoint) -> None:

@@ -213,6 +213,7 @@ def test_the_mode_is_the_cheaper_one(
     layerwise_s = ended_at - compute_s + interference * beside_s
     serialized_s = num_bytes / bytes_per_s + cost.message_s
     mode = choose_mode(num_bytes, num_groups, compute_s=compute_s, cost=cost)
-    if abs(layerwise_s - serialized_s) > 1e-9 * (layerwise_s + serialized_s):
+    rounding_s = 1e-9 * (layerwise_s + serialized_s) + 1e-12 * compute_s
+    if abs(layerwise_s - serialized_s) > rounding_s:
         cheaper = PushMode.LAYERWISE if layerwise_s < serialized_s else PushMode.SERIALIZED
         assert mode is cheaper

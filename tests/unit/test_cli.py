@@ -132,7 +132,7 @@ def test_a_child_reads_back_what_its_parent_wrote(config: ServiceConfig) -> None
         ("up --device quantum", "--device must be auto, cpu, cuda or cuda:N", 2),
         ("up extra", "Unexpected argument: extra. See `pdmesh up --help`", 2),
         ("gateway --cors-origins example.org", "--cors-origins must be origins", 2),
-        ("prefill --block-size 0", "--block-size must be 1..4096", 2),
+        ("prefill --block-size 5000", "--block-size must be 0..4096", 2),
         ("decode --log-level loud", "--log-level must be debug, info, warning or error", 2),
         ("prefill --gateway 10.0.0.5:port", "--gateway must be host:port", 2),
         ("generate hi --url ftp://x", "--url must be http://", 2),

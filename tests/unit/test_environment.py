@@ -42,7 +42,7 @@ def test_an_optional_path_is_read() -> None:
         ("PDMESH_MAX_JOBS", "many", "PDMESH_MAX_JOBS must be a whole number"),
         ("PDMESH_KV_GIB", "x", "PDMESH_KV_GIB must be a number"),
         ("PDMESH_CACHE_PREFIXES", "perhaps", "PDMESH_CACHE_PREFIXES must be true or false"),
-        ("PDMESH_BLOCK_SIZE", "0", "--block-size"),
+        ("PDMESH_BLOCK_SIZE", "5000", "--block-size"),
     ],
 )
 def test_a_wrong_value_is_named(variable: str, value: str, words: str) -> None:

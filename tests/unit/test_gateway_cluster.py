@@ -192,8 +192,13 @@ def a_worker(role: Role, incarnation: int, **fields: object) -> Worker:
         host="10.0.0.5",
         port=8001,
         model=JoinedModel(
-            name="m", fingerprint=b"f", vocab_size=10, max_model_len=64, dtype="float32"
-        ),
+            name="m",
+            fingerprint=b"f",
+            vocab_size=10,
+            max_model_len=64,
+            dtype="float32",
+            engine="torch",
+        ),  # fmt: skip
         layout=LAYOUT,
         num_blocks=100,
         block_size=16,

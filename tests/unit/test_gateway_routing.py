@@ -26,8 +26,9 @@ LAYOUT = KvLayout(dtype="float32", num_layers=2, num_kv_heads=2, head_dim=8)
 
 def a_worker(role: Role, incarnation: int, **changes: object) -> Worker:
     model = ServedModel(
-        name="m", fingerprint=b"f" * 32, vocab_size=100, max_model_len=512, dtype="float32"
-    )
+        name="m", fingerprint=b"f" * 32, vocab_size=100, max_model_len=512, dtype="float32",
+        engine="torch",
+    )  # fmt: skip
     fields: dict[str, object] = {
         "role": role,
         "incarnation": Incarnation(incarnation),
@@ -188,8 +189,9 @@ def test_a_worker_with_another_model_or_layout_is_refused() -> None:
     """The sentence names the difference and the remedy."""
     table = a_mesh(num_prefill=1, num_decode=0)
     other_model = ServedModel(
-        name="x", fingerprint=b"g" * 32, vocab_size=100, max_model_len=512, dtype="float32"
-    )
+        name="x", fingerprint=b"g" * 32, vocab_size=100, max_model_len=512, dtype="float32",
+        engine="torch",
+    )  # fmt: skip
     with pytest.raises(IncompatiblePeer, match=r"\[mesh\] model = .* \(--model, PDMESH_MODEL\)"):
         table.join(a_worker(Role.DECODE, 7, model=other_model))
     other_layout = KvLayout(dtype="bfloat16", num_layers=2, num_kv_heads=2, head_dim=8)
@@ -200,7 +202,7 @@ def test_a_worker_with_another_model_or_layout_is_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"dtype": "uint8"}, "engine: this decode worker has 'fake', the mesh has 'torch': set "
+        ({"engine": "fake"}, "engine: this decode worker has 'fake', the mesh has 'torch': set "
          "[mesh] engine = 'torch' here (--engine, PDMESH_ENGINE)"),
         ({"dtype": "bfloat16"}, "dtype: this decode worker has 'bfloat16', the mesh has 'float32'"),
         ({"name": "other"}, "model: this decode worker has 'other', the mesh has 'm'"),
@@ -215,7 +217,7 @@ def test_what_must_agree_is_named_with_both_values(change: dict[str, object], wo
     table.join(a_worker(Role.PREFILL, 1))
     fields: dict[str, object] = {
         "name": "m", "fingerprint": b"g" * 32, "vocab_size": 100, "max_model_len": 512,
-        "dtype": "float32",
+        "dtype": "float32", "engine": "torch",
     }  # fmt: skip
     stranger = a_worker(Role.DECODE, 2, model=ServedModel(**(fields | change)))  # type: ignore[arg-type]
     with pytest.raises(IncompatiblePeer) as caught:
@@ -227,10 +229,39 @@ def test_what_must_agree_is_named_with_both_values(change: dict[str, object], wo
         PeerTable(OwnModel(name="x", vocab_size=99)).join(a_worker(Role.PREFILL, 1))
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs", "words"),
+    [
+        ("torch", "vllm 0.32.0", "engine: this decode worker has 'vllm', the mesh has 'torch'"),
+        ("vllm 0.32.1", "vllm 0.32.0", "computes with vllm 0.32.0, the mesh with vllm 0.32.1"),
+    ],
+)
+def test_engines_that_differ_serve_together_only_if_told_to(
+    ours: str, theirs: str, words: str
+) -> None:
+    """They round differently: by default the second one is refused, and told the flag."""
+    fields = {"name": "m", "fingerprint": b"f" * 32, "vocab_size": 100, "max_model_len": 512}
+    workers = [
+        a_worker(role, idx, model=ServedModel(**fields, dtype="float32", engine=engine))  # type: ignore[arg-type]
+        for idx, (role, engine) in enumerate(((Role.PREFILL, ours), (Role.DECODE, theirs)), 1)
+    ]
+    strict = PeerTable(OwnModel(name="m", vocab_size=100))
+    strict.join(workers[0])
+    with pytest.raises(IncompatiblePeer) as caught:
+        strict.join(workers[1])
+    assert words in caught.value.message
+    lenient = PeerTable(OwnModel(name="m", vocab_size=100, allow_mixed_engines=True))
+    for worker in workers:
+        lenient.join(worker)
+    fake = a_worker(Role.DECODE, 3, model=ServedModel(**fields, dtype="float32", engine="fake"))  # type: ignore[arg-type]
+    with pytest.raises(IncompatiblePeer, match="engine"):
+        lenient.join(fake)
+
+
 def test_fake_engines_of_another_context_are_told_so() -> None:
     """Their fingerprint counts it."""
     table = PeerTable()
-    fields = {"name": "fake", "vocab_size": 100, "dtype": "uint8"}
+    fields = {"name": "fake", "vocab_size": 100, "dtype": "uint8", "engine": "fake"}
     for incarnation, length in ((1, 512), (2, 256)):
         model = ServedModel(fingerprint=bytes([incarnation]) * 32, max_model_len=length, **fields)  # type: ignore[arg-type]
         worker = a_worker(Role.DECODE, incarnation, model=model)

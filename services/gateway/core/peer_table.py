@@ -14,9 +14,6 @@ from shared.errors import IncompatiblePeer
 from shared.ids import Incarnation
 from shared.kv.layout import KvLayout
 
-_FAKE_DTYPE = "uint8"
-"""The fake engine's, and nobody else's (``shared/kv/layout.py``)."""
-
 
 class Role(Enum):
     """What a worker does."""
@@ -34,14 +31,19 @@ class ServedModel:
     vocab_size: int
     max_model_len: int
     dtype: str
+    engine: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnModel:
-    """The model whose tokenizer the gateway has. name: as the operator gave it."""
+    """The model whose tokenizer the gateway has. name: as the operator gave it.
+
+    allow_mixed_engines: its workers may compute with different engines.
+    """
 
     name: str
     vocab_size: int
+    allow_mixed_engines: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +115,7 @@ class PeerTable:
 
     def __init__(self, own_model: OwnModel | None = None) -> None:
         self._own_model = own_model
+        self._allow_mixed_engines = own_model is not None and own_model.allow_mixed_engines
         self._workers: dict[Incarnation, Worker] = {}
 
     def __len__(self) -> int:
@@ -130,7 +133,7 @@ class PeerTable:
             _require_tokenizer(worker, self._own_model)
         for other in self._workers.values():
             if other.incarnation != worker.incarnation:
-                _require_compatible(worker, other)
+                _require_compatible(worker, other, allow_mixed_engines=self._allow_mixed_engines)
         old = self._workers.get(worker.incarnation)
         if old is not None:
             worker.has_session = old.has_session
@@ -200,17 +203,27 @@ def _require_tokenizer(worker: Worker, own: OwnModel) -> None:
         )
 
 
-def _require_compatible(worker: Worker, other: Worker) -> None:
+def _require_compatible(worker: Worker, other: Worker, *, allow_mixed_engines: bool) -> None:
     ours, theirs = other.model, worker.model
     who = f"this {worker.role.value} worker"
-    if _engine(theirs) != _engine(ours):
-        raise _mismatch("engine", who, _engine(theirs), _engine(ours))
+    kinds = theirs.engine.partition(" ")[0], ours.engine.partition(" ")[0]
+    may_differ = allow_mixed_engines and "fake" not in kinds
+    if kinds[0] != kinds[1] and not may_differ:
+        raise _mismatch("engine", who, *kinds)
+    if theirs.engine != ours.engine and not may_differ:
+        raise IncompatiblePeer(
+            f"engine: {who} computes with {theirs.engine}, the mesh with {ours.engine}, and two "
+            "releases may round differently: install one on all machines, or say "
+            "--allow-mixed-engines on the gateway and on all workers",
+            param="engine",
+            code="mesh_engine",
+        )
     if theirs.dtype != ours.dtype:
         raise _mismatch("dtype", who, theirs.dtype, ours.dtype)
     if theirs.name != ours.name and theirs.fingerprint != ours.fingerprint:
         raise _mismatch("model", who, theirs.name, ours.name)
     if theirs.fingerprint != ours.fingerprint:
-        if _engine(ours) == "fake" and theirs.max_model_len != ours.max_model_len:
+        if kinds[1] == "fake" and theirs.max_model_len != ours.max_model_len:
             raise _mismatch("max_model_len", who, theirs.max_model_len, ours.max_model_len)
         raise IncompatiblePeer(
             f"model: {who} has {theirs.name!r} with fingerprint {_short(theirs)}, the mesh has "
@@ -230,10 +243,6 @@ def _mismatch(setting: str, who: str, theirs: object, ours: object) -> Incompati
         param=setting,
         code=f"mesh_{setting}",
     )
-
-
-def _engine(model: ServedModel) -> str:
-    return "fake" if model.dtype == _FAKE_DTYPE else "torch"
 
 
 def _short(model: ServedModel) -> str:

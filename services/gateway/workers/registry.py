@@ -140,6 +140,7 @@ def _worker(announce: wire.WorkerAnnounce, peer_host: str) -> Worker:
             vocab_size=model.vocab_size,
             max_model_len=model.max_model_len,
             dtype=model.dtype,
+            engine=model.engine,
         ),
         layout=codec.layout_from_wire(announce.layout),
         num_blocks=announce.num_blocks,

@@ -682,7 +682,7 @@ class KvLayout(betterproto2.Message):
 
     dtype: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
     """
-    float32 | bfloat16 | float16 | uint8 (fake engine)
+    float32 | bfloat16 | float16 | fp8_e4m3 | fp8_e5m2 | uint8 (fake engine)
     """
 
     num_layers: "int" = betterproto2.field(2, betterproto2.TYPE_UINT32)
@@ -690,6 +690,11 @@ class KvLayout(betterproto2.Message):
     num_kv_heads: "int" = betterproto2.field(3, betterproto2.TYPE_UINT32)
 
     head_dim: "int" = betterproto2.field(4, betterproto2.TYPE_UINT32)
+
+    parts: "int" = betterproto2.field(5, betterproto2.TYPE_UINT32)
+    """
+    2: key and value; 1: one latent vector (MLA)
+    """
 
 
 default_message_pool.register_message("pdmesh.v1", "KvLayout", KvLayout)
@@ -728,6 +733,11 @@ class ModelInfo(betterproto2.Message):
     """
 
     dtype: "str" = betterproto2.field(5, betterproto2.TYPE_STRING)
+
+    engine: "str" = betterproto2.field(6, betterproto2.TYPE_STRING)
+    """
+    what computes it; only equal ones serve together, unless told to
+    """
 
 
 default_message_pool.register_message("pdmesh.v1", "ModelInfo", ModelInfo)

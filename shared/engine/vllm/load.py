@@ -1,0 +1,307 @@
+"""Makes the engine: from a model folder and our settings to vLLM's executor with our plug-ins."""
+
+# vLLM is in an environment of its own.
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+
+from shared.config import DecodeConfig, WorkerConfig
+from shared.engine.device import require_shareable_memory, resolve_device
+from shared.engine.failures import DeviceFailures
+from shared.engine.models.registry import read_model_config
+from shared.engine.streams import CudaStreams, InlineStreams, Streams
+from shared.engine.vllm import settings
+from shared.engine.vllm.engine import VllmEngine
+from shared.engine.vllm.plugins import RANKS, STEP
+from shared.engine.vllm.pools import DevicePools, HostPools, Pools
+from shared.engine.vllm.ranks import LayerEvents, map_pools
+from shared.engine.weights import Checkpoint
+from shared.errors import EngineFailed, MeshError, ModelError
+from shared.kv.layout import KvLayout
+from shared.model_folder import ModelFolder
+from shared.model_spec import ModelSpec
+
+_log = structlog.get_logger(__name__)
+
+DEFAULT_CPU_KV_BYTES = 1 << 30
+
+_KV_DTYPES = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
+_FP8 = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
+
+
+def load_vllm(
+    folder: Path,
+    config: WorkerConfig,
+    arguments: Mapping[str, Any],
+    release: str,
+    begins: Callable[[str], None],
+) -> VllmEngine:
+    """Load a model folder into vLLM and return the engine over it; once a process.
+
+    arguments: what ``--vllm-args`` says. release: of the vLLM that is installed. begins: told of
+    each slow part.
+    Raises ModelError: the model or a setting does not go with this engine. InvalidRequest: a
+    setting is wrong. EngineFailed: the device is missing or too small.
+    """
+    if STEP.pools:
+        raise EngineFailed("a process holds one vLLM engine, and this one has it already")
+    files = ModelFolder(folder)
+    num_ranks = settings.num_ranks(arguments)
+    device = resolve_device(config.device)
+    _require_possible(config, arguments, device, num_ranks)
+    if config.threads:
+        torch.set_num_threads(max(1, config.threads // num_ranks))
+    with contextlib.ExitStack() as stack:
+        meeting = _meeting(stack) if num_ranks > 1 else None
+        events = None
+        if meeting is not None:
+            events = LayerEvents(meeting, num_ranks)
+            stack.callback(events.close)
+        wanted = _configured(files, config, arguments, device, meeting)
+        core = _core(wanted, begins)
+        stack.callback(core.shutdown)
+        group = _only_group(core, folder)
+        layout = _layout(wanted, group)
+        spec = _spec(files, wanted, layout, release)
+        pools: Pools
+        streams: Streams = InlineStreams()
+        if device.type == "cuda":
+            pools = DevicePools(STEP.pools, layout)
+            streams = CudaStreams(layout.num_layers, device)
+        else:
+            ranks = [STEP.pools] if meeting is None else map_pools(meeting, num_ranks)
+            pools = HostPools(ranks, layout, has_packed_keys=layout.parts == 2)
+        compiled = "eager" if wanted.model_config.enforce_eager else "compiled"
+        facts = {
+            "kernels": f"vllm {release}, {compiled}",
+            "threads": str(config.threads or torch.get_num_threads()),
+            "torch": torch.__version__,
+            "ranks": str(num_ranks),
+        }
+        _log.info(
+            "model is computed by vllm", engine=spec.engine, dtype=layout.dtype, mode=compiled
+        )
+        return VllmEngine(
+            core,
+            spec,
+            layout,
+            pools,
+            num_blocks=wanted.cache_config.num_gpu_blocks - 1,
+            block_size=wanted.cache_config.block_size,
+            device=device,
+            streams=streams,
+            facts=facts,
+            events=events,
+            resources=stack.pop_all(),
+        )
+
+
+def _require_possible(
+    config: WorkerConfig, arguments: Mapping[str, Any], device: torch.device, num_ranks: int
+) -> None:
+    if config.exact:
+        raise ModelError(
+            "--exact: vLLM's kernels do not promise the same bits for any batch; take --dtype "
+            "float32, or --engine torch for the families that it knows",
+            code="vllm_exact",
+        )
+    if device.type == "cuda":
+        require_shareable_memory(os.environ)
+        if num_ranks > 1:
+            raise ModelError(
+                "--vllm-args tensor_parallel_size: ranks on GPUs are not supported yet; on CPU "
+                "they are (docs/vllm.md)",
+                code="vllm_ranks",
+            )
+        return
+    if torch.cpu._is_amx_tile_supported():
+        raise ModelError(
+            "--engine vllm: on this CPU vLLM packs KV for AMX, in a layout that no other worker "
+            "can read; take --engine torch, or a CPU without AMX",
+            code="vllm_amx",
+        )
+    if not arguments.get("enforce_eager") and _compiler() is None:
+        raise ModelError(
+            "--engine vllm: vLLM compiles the model with a C++ compiler, and there is none: "
+            "install g++, or say --vllm-args enforce_eager=true, which is a little slower",
+            code="vllm_compiler",
+        )
+
+
+def _compiler() -> str | None:
+    return shutil.which(os.environ.get("CXX", "")) or shutil.which("g++") or shutil.which("clang++")
+
+
+def _meeting(stack: contextlib.ExitStack) -> Path:
+    """A folder of this user's alone, where ranks say where their KV is."""
+    folder = Path(tempfile.mkdtemp(prefix="pdmesh-ranks-"))
+    stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _configured(
+    files: ModelFolder,
+    config: WorkerConfig,
+    arguments: Mapping[str, Any],
+    device: torch.device,
+    meeting: Path | None,
+) -> Any:
+    """Return vLLM's configuration for our settings. Raises ModelError: it refuses them."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    is_cpu = device.type == "cpu"
+    follows_layers = not isinstance(config, DecodeConfig)
+    kv_bytes = round(config.kv_gib * (1 << 30)) or (DEFAULT_CPU_KV_BYTES if is_cpu else None)
+    model_len = config.max_model_len or None
+    common: dict[str, Any] = {
+        "model": str(files.path),
+        "dtype": config.dtype,
+        "skip_tokenizer_init": True,
+        "max_model_len": model_len,
+        "max_num_seqs": config.max_running,
+        "max_num_batched_tokens": max(config.max_step_tokens, config.max_running),
+        "enable_prefix_caching": False,
+        "disable_hybrid_kv_cache_manager": True,
+        "async_scheduling": False,
+        "disable_log_stats": True,
+        "load_format": "safetensors",
+        "num_gpu_blocks_override": config.num_blocks + 1 if config.num_blocks else None,
+        "kv_cache_memory_bytes": kv_bytes,
+        "scheduler_cls": "shared.engine.vllm.plugins.RowScheduler",
+        "logits_processors": ["shared.engine.vllm.plugins:RowSampler"],
+        "kv_transfer_config": {
+            "kv_connector": "LayerTap",
+            "kv_connector_module_path": "shared.engine.vllm.plugins",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                RANKS: "" if meeting is None else str(meeting),
+                "eos_token_ids": sorted(files.eos_token_ids),
+                "follows_layers": follows_layers,
+            },
+        },
+    }
+    if not is_cpu:
+        common["gpu_memory_utilization"] = config.gpu_memory_share
+    block_size = settings.block_size_of(
+        config, is_cpu=is_cpu, has_latent_kv="kv_lora_rank" in files.text_config
+    )
+    try:
+        made = EngineArgs(**common, block_size=block_size, **arguments).create_engine_config()
+    except MeshError:
+        raise
+    except Exception as error:
+        raise ModelError(f"vLLM refuses this model or --vllm-args: {_told(error)}") from error
+    _require_served(made.model_config, files)
+    return made
+
+
+def _require_served(model: Any, files: ModelFolder) -> None:
+    """Raises ModelError: the model keeps another state than KV of all its tokens."""
+    for name, what in (
+        ("is_hybrid", "layers without attention (Mamba, linear attention)"),
+        ("is_attention_free", "no attention"),
+        ("has_inner_state", "a state that is not KV"),
+        ("is_encoder_decoder", "an encoder"),
+    ):
+        if getattr(model, name, False):
+            raise ModelError(
+                f"{files.path}: {', '.join(model.architectures)} has {what}: its state cannot be "
+                "handed from prefill to decode block by block. docs/models.md says what can",
+                code="vllm_model",
+            )
+    if model.runner_type != "generate":
+        raise ModelError(
+            f"{files.path}: {', '.join(model.architectures)} generates no text",
+            code="vllm_model",
+        )
+
+
+def _core(wanted: Any, begins: Callable[[str], None]) -> Any:
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor import Executor
+
+    eager = wanted.model_config.enforce_eager
+    begins("vllm: loading weights" + ("" if eager else ", compiling (a minute or more)"))
+    try:
+        with DeviceFailures("starting vLLM"):
+            return EngineCore(wanted, Executor.get_class(wanted), log_stats=False)
+    except MeshError:
+        raise
+    except Exception as error:
+        raise ModelError(f"vLLM cannot load this model: {_told(error)}") from error
+
+
+def _told(error: Exception) -> str:
+    """The first lines of what vLLM says that say something."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    told = [line for line in lines if line and not line.startswith("For further information")]
+    return " ".join(told[:3])[:600] or type(error).__name__
+
+
+def _only_group(core: Any, folder: Path) -> Any:
+    """Return the specification of the one kind of KV. Raises ModelError: there are several."""
+    groups = core.scheduler.kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        core.shutdown()
+        raise ModelError(
+            f"{folder}: its layers keep {len(groups)} kinds of KV, and a block here is one kind",
+            code="vllm_model",
+        )
+    return groups[0].kv_cache_spec
+
+
+def _layout(wanted: Any, group: Any) -> KvLayout:
+    model = wanted.model_config
+    cached = wanted.cache_config.cache_dtype
+    dtype = _FP8.get(cached) or _KV_DTYPES[group.dtype]
+    num_layers = model.get_num_layers(wanted.parallel_config)
+    if model.use_mla:
+        return KvLayout(
+            dtype=dtype, num_layers=num_layers, num_kv_heads=1, head_dim=group.head_size, parts=1
+        )
+    return KvLayout(
+        dtype=dtype,
+        num_layers=num_layers,
+        num_kv_heads=model.get_total_num_kv_heads(),
+        head_dim=group.head_size,
+    )
+
+
+def _spec(files: ModelFolder, wanted: Any, layout: KvLayout, release: str) -> ModelSpec:
+    model = wanted.model_config
+    served = str(model.dtype).removeprefix("torch.")
+    eos = files.eos_token_ids
+    return ModelSpec(
+        name=files.path.resolve().name,
+        fingerprint=Checkpoint(files).digest(_canonical(files), served, repr(sorted(eos))),
+        vocab_size=model.get_vocab_size(),
+        max_model_len=model.max_model_len,
+        eos_token_ids=eos,
+        dtype=served,
+        engine=f"vllm {release}",
+    )
+
+
+def _canonical(files: ModelFolder) -> str:
+    """What the function is: of families that our own engine knows in its words, so that both may
+    serve one mesh; of others config.json itself."""
+    try:
+        return read_model_config(files).canonical()
+    except ModelError:
+        return hashlib.sha256((files.path / "config.json").read_bytes()).hexdigest()

@@ -1,0 +1,244 @@
+"""What vLLM calls while it computes a step that we planned: a scheduler that hands the step over, a
+connector that hears of every layer, and our sampler as a logits processor.
+
+vLLM makes these objects itself, by name; in tensor parallel it does so in the processes of its
+ranks. So what they share is ``STEP``, one a process.
+"""
+
+# vLLM is in an environment of its own.
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+)
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
+
+from shared.engine import sampler
+from shared.engine.base import OnLayer
+from shared.engine.vllm.ranks import RankEnd
+from shared.step import SampleSpec
+
+ROW = "row"
+"""Key of a row's name in vLLM's sampling parameters."""
+
+RANKS = "ranks"
+"""Key of the folder where ranks meet in the connector's configuration; '' = one rank, here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What the rows of a step want besides their most likely token, by row name.
+
+    specs: choose by our sampler. forced: take this token, so that vLLM tells its logprob.
+    """
+
+    specs: Mapping[str, SampleSpec] = field(default_factory=dict[str, SampleSpec])
+    forced: Mapping[str, int] = field(default_factory=dict[str, int])
+
+
+class StepMeta(KVConnectorMetadata):
+    """Travels with a step to every rank. step: counts up. follows_layers: somebody wants to hear
+    of each layer."""
+
+    def __init__(self, step: int, choices: Choices, *, follows_layers: bool) -> None:
+        self.step = step
+        self.choices = choices
+        self.follows_layers = follows_layers
+
+
+@dataclass(slots=True)
+class _Step:
+    """What the plug-ins of this process share.
+
+    pools: KV by layer. on_layer: where events go that are not another process's to hear.
+    """
+
+    pools: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    on_layer: OnLayer | None = None
+    choices: Choices = field(default_factory=Choices)
+    eos_token_ids: frozenset[int] = frozenset()
+
+
+STEP = _Step()
+
+
+class RowScheduler(SchedulerInterface):
+    """Stands where vLLM's scheduler would: ``rows.py`` gives the executor its steps itself."""
+
+    connector = None
+    ec_connector = None
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, *_: Any, **__: Any) -> None:
+        self.kv_cache_config = kv_cache_config
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        raise AssertionError("pdmesh schedules")
+
+    def get_grammar_bitmask(self, scheduler_output: Any) -> None:
+        return None
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
+        return {}
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None: ...
+
+    def update_draft_token_ids_in_output(
+        self, draft_token_ids: Any, scheduler_output: Any
+    ) -> None: ...
+
+    def add_request(self, request: Any) -> None: ...
+
+    def finish_requests(self, request_ids: Any, finished_status: Any) -> list[Any]:
+        return []
+
+    def get_num_unfinished_requests(self) -> int:
+        return 0
+
+    def has_finished_requests(self) -> bool:
+        return False
+
+    @property
+    def pause_state(self) -> PauseState:
+        return PauseState.UNPAUSED
+
+    def set_pause_state(self, pause_state: PauseState) -> None: ...
+
+    def reset_prefix_cache(self, *_: Any, **__: Any) -> bool:
+        return True
+
+    def reset_encoder_cache(self) -> None: ...
+
+    def get_request_counts(self) -> tuple[int, int]:
+        return 0, 0
+
+    def make_stats(self) -> None:
+        return None
+
+    def shutdown(self) -> None: ...
+
+
+class LayerTap(KVConnectorBase_V1):
+    """A connector that moves nothing: it hears where KV lies and when a layer's is written.
+
+    vLLM calls ``save_kv_layer`` behind every attention layer, compiled or not; a whole CUDA graph
+    would leave it out, so whoever follows layers asks for graphs in pieces.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self._ranks: str = extra.get(RANKS, "")
+        self._eos = frozenset(extra.get("eos_token_ids", ()))
+        self._end: RankEnd | None = None
+        self._indices: dict[str, int] = {}
+        self._step = 0
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        names = sorted(kv_caches, key=extract_layer_index)
+        self._indices = {name: idx for idx, name in enumerate(names)}
+        STEP.pools = [kv_caches[name] for name in names]
+        STEP.eos_token_ids = self._eos
+        if self._ranks:
+            self._end = RankEnd.open(self._ranks, STEP.pools)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, StepMeta)
+        STEP.choices = connector_metadata.choices
+        if self._end is not None:
+            number, end = connector_metadata.step, self._end
+            STEP.on_layer = (
+                (lambda layer: end.tell(number, layer))
+                if connector_metadata.follows_layers
+                else None
+            )
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **_: Any
+    ) -> None:
+        if STEP.on_layer is not None:
+            STEP.on_layer(self._indices[layer_name])
+
+    def start_load_kv(self, forward_context: Any, **_: Any) -> None: ...
+
+    def wait_for_layer_load(self, layer_name: str) -> None: ...
+
+    def wait_for_save(self) -> None: ...
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        return 0, False
+
+    def update_state_after_alloc(
+        self, request: Any, blocks: Any, num_external_tokens: int
+    ) -> None: ...
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return KVConnectorMetadata()
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return bool(extra_config.get("follows_layers", True))
+
+
+class RowSampler(LogitsProcessor):
+    """Our sampler in front of vLLM's (its V1 model runner): a row that chooses by other rules than
+    the most likely token gets logits in which the chosen token is the most likely. So vLLM's own
+    argmax finds it, on every rank alike, and its logprobs, taken before, are the raw ones."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self._names: dict[int, str] = {}
+
+    @classmethod
+    def validate_params(cls, sampling_params: Any) -> None: ...
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        if batch_update is None:
+            return
+        names = self._names
+        for idx in batch_update.removed:
+            names.pop(idx, None)
+        for idx, params, _, _ in batch_update.added:
+            names[idx] = params.extra_args[ROW]
+        for source, target, direction in batch_update.moved:
+            moved, replaced = names.pop(source, None), names.pop(target, None)
+            if moved is not None:
+                names[target] = moved
+            if direction is MoveDirectionality.SWAP and replaced is not None:
+                names[source] = replaced
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        choices = STEP.choices
+        if not choices.specs and not choices.forced:
+            return logits
+        rows = [(idx, name) for idx, name in self._names.items() if idx < logits.shape[0]]
+        drawn = [(idx, choices.specs[name]) for idx, name in rows if name in choices.specs]
+        chosen = [(idx, choices.forced[name]) for idx, name in rows if name in choices.forced]
+        if drawn:
+            places = torch.tensor([idx for idx, _ in drawn], device=logits.device)
+            picked = sampler.sample(
+                logits.index_select(0, places).float(),
+                [spec for _, spec in drawn],
+                eos_token_ids=STEP.eos_token_ids,
+            )
+            chosen += [(idx, one.token_id) for (idx, _), one in zip(drawn, picked, strict=True)]
+        places = torch.tensor([idx for idx, _ in chosen], device=logits.device)
+        tokens = torch.tensor([token_id for _, token_id in chosen], device=logits.device)
+        logits[places] = float("-inf")
+        logits[places, tokens] = 0.0
+        return logits

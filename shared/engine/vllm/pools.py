@@ -1,0 +1,216 @@
+"""KV between the layouts that vLLM keeps it in and the wire's (``shared/kv/layout.py``).
+
+The wire has all heads of a token side by side, so it does not matter over how many ranks either end
+divides them: every pool here holds its own heads, and copies its own part of a frame. Knows no
+vLLM.
+
+A rank's pool of one layer, as vLLM registers it with a connector:
+
+    attention   [num_blocks, heads, block_size, 2 * head_dim]
+                CPU: in a block and head the keys, transposed [head_dim, block_size], then the
+                values [block_size, head_dim]; elsewhere a key and its value side by side
+    MLA         [num_blocks, block_size, width]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from shared.engine.staging import is_on_device
+from shared.errors import EngineFailed
+from shared.kv.layout import DTYPE_BYTES, KvLayout
+
+_OCTETS = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.int16), 4: (torch.int32, np.int32)}
+"""Bytes of an element -> types that hold its bits: copies look at no value, and numpy knows neither
+bfloat16 nor fp8."""
+
+
+class _Part(NamedTuple):
+    """One kind of KV of one layer and one rank: what to index with (block, offset).
+
+    part: 0 = keys or the only one, 1 = values. heads: those of the wire that lie here.
+    is_transposed: the pool's axes are [block, head, dim, offset], else [block, head, offset, dim].
+    """
+
+    pool: Any
+    part: int
+    heads: slice
+    is_transposed: bool
+
+
+class Pools(Protocol):
+    """All KV of one engine."""
+
+    def gather(
+        self, blocks: np.ndarray, offsets: np.ndarray, first_layer: int, last_layer: int, out: Any
+    ) -> None:
+        """Copy the tokens at (block, offset) of these layers into the first bytes of ``out``."""
+        ...
+
+    def scatter(
+        self, blocks: np.ndarray, offsets: np.ndarray, first_layer: int, last_layer: int, data: Any
+    ) -> None:
+        """Copy a frame from the first bytes of ``data`` to the tokens at (block, offset)."""
+        ...
+
+    def arrays(self) -> list[np.ndarray]:
+        """See ``Engine.pool_arrays``."""
+        ...
+
+
+class HostPools:
+    """Pools in memory of this host: this process's, or mapped from its ranks'."""
+
+    def __init__(
+        self, ranks: Sequence[Sequence[torch.Tensor]], layout: KvLayout, *, has_packed_keys: bool
+    ) -> None:
+        """ranks: [rank][layer]. has_packed_keys: keys are transposed, as vLLM's CPU kernels like
+        them."""
+        self._layout = layout
+        _, self._dtype = _OCTETS[DTYPE_BYTES[layout.dtype]]
+        self._pools = [pool for pools in ranks for pool in pools]
+        self._layers: list[list[_Part]] = []
+        for pools in zip(*ranks, strict=True):
+            parts: list[_Part] = []
+            for heads, pool in zip(_heads(len(ranks), layout), pools, strict=True):
+                parts += _host_parts(pool, heads, layout, has_packed_keys=has_packed_keys)
+            self._layers.append(parts)
+
+    def gather(
+        self, blocks: np.ndarray, offsets: np.ndarray, first_layer: int, last_layer: int, out: Any
+    ) -> None:
+        """See Pools."""
+        for wire, it in self._each(first_layer, last_layer, len(blocks), out):
+            wire[:] = it.pool[_index(it, blocks, offsets)]
+
+    def scatter(
+        self, blocks: np.ndarray, offsets: np.ndarray, first_layer: int, last_layer: int, data: Any
+    ) -> None:
+        """See Pools."""
+        for wire, it in self._each(first_layer, last_layer, len(blocks), data):
+            it.pool[_index(it, blocks, offsets)] = wire
+
+    def arrays(self) -> list[np.ndarray]:
+        """See Pools."""
+        return [pool.view(torch.uint8).numpy() for pool in self._pools]
+
+    def _each(
+        self, first_layer: int, last_layer: int, num_tokens: int, buffer: Any
+    ) -> Iterator[tuple[np.ndarray, _Part]]:
+        shape = _frame_shape(self._layout, last_layer - first_layer, num_tokens)
+        num_bytes = int(np.prod(shape)) * np.dtype(self._dtype).itemsize
+        octets = np.frombuffer(memoryview(buffer).cast("B"), np.uint8, count=num_bytes)
+        frame = octets.view(self._dtype).reshape(shape)
+        for layer in range(first_layer, last_layer):
+            for it in self._layers[layer]:
+                yield frame[layer - first_layer, it.part, :, it.heads], it
+
+
+class DevicePools:
+    """Pools of one rank on a device, where a key and its value lie side by side."""
+
+    def __init__(self, pools: Sequence[torch.Tensor], layout: KvLayout) -> None:
+        """pools: one a layer."""
+        self._layout = layout
+        self._type, _ = _OCTETS[DTYPE_BYTES[layout.dtype]]
+        every_head = slice(0, layout.num_kv_heads)
+        self._layers = [
+            [
+                _Part(part, idx, every_head, is_transposed=False)
+                for idx, part in enumerate(_side_by_side(pool.view(self._type), layout))
+            ]
+            for pool in pools
+        ]
+
+    def gather(
+        self, blocks: np.ndarray, offsets: np.ndarray, first_layer: int, last_layer: int, out: Any
+    ) -> None:
+        """See Pools."""
+        frame = self._frame(first_layer, last_layer, len(blocks), out)
+        at = self._places(blocks, offsets)
+        for layer in range(first_layer, last_layer):
+            for it in self._layers[layer]:
+                frame[layer - first_layer, it.part].copy_(it.pool[at[0], :, at[1]])
+
+    def scatter(
+        self, blocks: np.ndarray, offsets: np.ndarray, first_layer: int, last_layer: int, data: Any
+    ) -> None:
+        """See Pools."""
+        frame = self._frame(first_layer, last_layer, len(blocks), data)
+        at = self._places(blocks, offsets)
+        for layer in range(first_layer, last_layer):
+            for it in self._layers[layer]:
+                it.pool[at[0], :, at[1]] = frame[layer - first_layer, it.part]
+
+    def arrays(self) -> list[np.ndarray]:
+        """See Pools."""
+        return []
+
+    def _places(self, blocks: np.ndarray, offsets: np.ndarray) -> list[torch.Tensor]:
+        device = self._layers[0][0].pool.device
+        return [torch.from_numpy(numbers).to(device) for numbers in (blocks, offsets)]
+
+    def _frame(
+        self, first_layer: int, last_layer: int, num_tokens: int, buffer: Any
+    ) -> torch.Tensor:
+        shape = _frame_shape(self._layout, last_layer - first_layer, num_tokens)
+        octets = (
+            buffer if is_on_device(buffer) else torch.from_numpy(np.frombuffer(buffer, np.uint8))
+        )
+        num_bytes = int(np.prod(shape)) * self._type.itemsize
+        return octets[:num_bytes].view(self._type).view(shape)
+
+
+def _frame_shape(layout: KvLayout, num_layers: int, num_tokens: int) -> tuple[int, ...]:
+    return num_layers, layout.parts, num_tokens, layout.num_kv_heads, layout.head_dim
+
+
+def _heads(num_ranks: int, layout: KvLayout) -> list[slice]:
+    """The wire's heads of each rank. Where there are more ranks than heads (a latent vector has
+    one), each has a whole copy, and writes the same bytes."""
+    if num_ranks >= layout.num_kv_heads:
+        copies = num_ranks // layout.num_kv_heads
+        firsts = [rank // copies for rank in range(num_ranks)]
+        return [slice(first, first + 1) for first in firsts]
+    each = layout.num_kv_heads // num_ranks
+    return [slice(rank * each, (rank + 1) * each) for rank in range(num_ranks)]
+
+
+def _host_parts(
+    pool: torch.Tensor, heads: slice, layout: KvLayout, *, has_packed_keys: bool
+) -> list[_Part]:
+    bits, _ = _OCTETS[pool.element_size()]
+    if layout.parts == 1 or not has_packed_keys:
+        views = _side_by_side(pool.view(bits), layout)
+        return [
+            _Part(view.numpy(), idx, heads, is_transposed=False) for idx, view in enumerate(views)
+        ]
+    num_blocks, num_heads, block_size, width = pool.shape
+    halves = pool.view(bits).numpy().reshape(num_blocks, num_heads, 2, block_size * width // 2)
+    keys = halves[:, :, 0].reshape(num_blocks, num_heads, width // 2, block_size)
+    values = halves[:, :, 1].reshape(num_blocks, num_heads, block_size, width // 2)
+    if not (np.shares_memory(keys, halves) and np.shares_memory(values, halves)):
+        raise EngineFailed("vLLM's KV is not laid out as this release expects")
+    return [
+        _Part(keys, 0, heads, is_transposed=True),
+        _Part(values, 1, heads, is_transposed=False),
+    ]
+
+
+def _side_by_side(pool: torch.Tensor, layout: KvLayout) -> Sequence[torch.Tensor]:
+    """Views [block, head, offset, dim] of a pool in which the parts of a token lie side by side."""
+    if pool.dim() == 3:
+        pool = pool.unsqueeze(1)  # a latent vector: one head
+    if pool.shape[-1] != layout.parts * layout.head_dim:
+        raise EngineFailed(f"vLLM's KV has {pool.shape[-1]} numbers a token and head, which is odd")
+    return pool.split(layout.head_dim, dim=-1)
+
+
+def _index(it: _Part, blocks: np.ndarray, offsets: np.ndarray) -> tuple[Any, ...]:
+    """What picks ``[token, head, dim]``: numpy puts the indexed axes first."""
+    every = slice(None)
+    return (blocks, every, every, offsets) if it.is_transposed else (blocks, every, offsets)

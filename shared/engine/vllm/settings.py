@@ -1,0 +1,146 @@
+"""Our settings and ``--vllm-args`` as the arguments of vLLM's engine; each is set in one place.
+
+What both sides know is ours, and refused in ``--vllm-args`` with the flag that sets it: vLLM must
+not believe in other blocks or lengths than our scheduler. Knows no vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shared.config import WorkerConfig
+from shared.errors import InvalidRequest
+
+_OURS: Mapping[str, str] = {
+    "model": "--model",
+    "tokenizer": "--model",
+    "dtype": "--dtype",
+    "device": "--device",
+    "max_model_len": "--max-model-len",
+    "max_num_seqs": "--max-running",
+    "max_num_batched_tokens": "--token-budget",
+    "block_size": "--block-size",
+    "gpu_memory_utilization": "--gpu-memory-share",
+    "num_gpu_blocks_override": "--num-blocks",
+    "kv_cache_memory_bytes": "--kv-gib",
+    "enable_prefix_caching": "--cache-prefixes",
+    "seed": "a request's seed",
+}
+"""What a flag of ours sets."""
+
+_REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("scheduler_cls", "async_scheduling", "scheduling_policy", "enable_chunked_prefill"),
+        "pdmesh schedules",
+    ),
+    **dict.fromkeys(
+        ("kv_transfer_config", "kv_events_config", "ec_transfer_config"), "pdmesh moves KV"
+    ),
+    "logits_processors": "pdmesh samples",
+    "logprobs_mode": "logprobs are those of the raw distribution",
+    "speculative_config": "speculative decoding is not supported",
+    "enable_lora": "LoRA is not supported",
+    "trust_remote_code": "code from a model folder is never run",
+    "disable_hybrid_kv_cache_manager": "all layers share one kind of block",
+    "pipeline_parallel_size": "a layer's KV must be ready before the next layer's, which stages in "
+    "a pipeline do not keep to; tensor_parallel_size is served",
+    "data_parallel_size": "start more workers instead",
+    "enable_expert_parallel": "experts on several devices need steps in lock-step",
+    "distributed_executor_backend": "ranks are processes of this host",
+    "load_format": "safetensors alone are loaded",
+    "skip_tokenizer_init": "the gateway has the tokenizer",
+}
+"""What does not go together with what pdmesh does, and why."""
+
+
+def read_arguments(text: str) -> dict[str, Any]:
+    """Return what ``--vllm-args`` names: ``key=value`` with spaces between them, or a file of such
+    lines ('#' begins a comment) or of one JSON object. A value is JSON, or text.
+
+    Raises InvalidRequest: a part is no key=value, names what is ours, or is refused.
+    """
+    path = Path(text).expanduser()
+    if text and "=" not in text:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise _wrong(
+                f"{path} is neither key=value nor a file that can be read ({error})"
+            ) from None
+        if text.lstrip().startswith("{"):
+            return _checked(_object(text, path))
+    try:
+        parts = shlex.split(text, comments=True)
+    except ValueError as error:
+        raise _wrong(f"cannot be split into key=value: {error}") from None
+    found: dict[str, Any] = {}
+    for part in parts:
+        key, equals, value = part.removeprefix("--").partition("=")
+        if not equals or not key:
+            raise _wrong(f"{part!r} is no key=value")
+        found[key.replace("-", "_")] = _value(value)
+    return _checked(found)
+
+
+def num_ranks(arguments: Mapping[str, Any]) -> int:
+    """Return how many ranks compute together. Raises InvalidRequest."""
+    ranks = arguments.get("tensor_parallel_size", 1)
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or not 1 <= ranks <= 64:
+        raise _wrong(f"tensor_parallel_size must be 1..64, not {ranks!r}")
+    return ranks
+
+
+def block_size_of(config: WorkerConfig, *, is_cpu: bool, has_latent_kv: bool) -> int:
+    """Return the tokens of a block: what was asked for, else what vLLM's attention likes best.
+
+    Raises InvalidRequest: vLLM's kernels cannot have such blocks."""
+    if is_cpu and has_latent_kv:
+        sizes, default = "16", 16
+        is_right = config.block_size in (0, 16)
+    elif is_cpu:
+        sizes, default = "a multiple of 32", 32
+        is_right = config.block_size % 32 == 0
+    else:
+        sizes, default = "a multiple of 16", 16
+        is_right = config.block_size % 16 == 0
+    if not is_right:
+        raise InvalidRequest(
+            f"--block-size must be {sizes} with --engine vllm here, or 0 for its choice",
+            param="block_size",
+        )
+    return config.block_size or default
+
+
+def _object(text: str, path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise _wrong(f"{path} is no JSON object: {error}") from None
+
+
+def _value(text: str) -> Any:
+    lowered = text.lower()
+    if lowered in ("true", "false"):
+        return lowered == "true"
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _checked(arguments: dict[str, Any]) -> dict[str, Any]:
+    for key in arguments:
+        if key in _OURS:
+            raise _wrong(f"{key} is set by {_OURS[key]}")
+        if key in _REFUSED and arguments[key] not in (1, False, None):
+            raise _wrong(f"{key}: {_REFUSED[key]}")
+    num_ranks(arguments)
+    return arguments
+
+
+def _wrong(text: str) -> InvalidRequest:
+    return InvalidRequest(f"--vllm-args: {text}", param="vllm_args")
