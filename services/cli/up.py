@@ -114,7 +114,7 @@ class UpConfig:
     deterministic nonsense without weights, for trying things out."""
 
     vllm_args: Annotated[str | None, _WORKERS] = None
-    """vLLM's own arguments: key=value with spaces between them, or a file of them (docs/vllm.md)."""
+    """vLLM's own arguments: key=value with spaces between, or a file of them (docs/vllm.md)."""
 
     device: Annotated[str | None, _WORKERS] = None
     """cpu, cuda, cuda:N, or auto: cuda where torch sees one. With auto and cuda each worker gets a

@@ -44,7 +44,7 @@ class Running:
         return StepRow(
             tokens[self.num_computed : stop],
             self.num_computed,
-            tuple(self.block_table),
+            self.block_table,
             sample,
             self.params.prompt_logprobs,
             targets,

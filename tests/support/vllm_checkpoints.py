@@ -63,6 +63,7 @@ _WINDOW = 48
 
 FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("Llama", _HEADS),
+    "qwen3": ("Qwen3", _HEADS),
     "mistral": ("Mistral", {**_HEADS, "sliding_window": _WINDOW}),
     "mixtral": (
         "Mixtral",
@@ -107,7 +108,10 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "DeepseekV2",
         {**_LATENT, "q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
     ),
-    "deepseek_v3": ("DeepseekV3", {**_LATENT, "q_lora_rank": 64, "n_group": 1, "topk_group": 1}),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {**_LATENT, "q_lora_rank": 64, "topk_method": "noaux_tc", "n_group": 1, "topk_group": 1},
+    ),
     "mamba2": (
         "Mamba2",
         {
@@ -202,7 +206,7 @@ class _Matrices(torch.nn.Module):
                 yield name, parameter
 
 
-def _spread(model: torch.nn.Module) -> None:
+def _spread(model: Any) -> None:
     """Seeded weights as ``randomise`` has them; state-space parameters keep the values that keep
     them stable, and experts in one tensor get their spread by what they sum over."""
     kept = ("A_log", "dt_bias", ".D", "conv1d.weight")
@@ -219,6 +223,11 @@ def _spread(model: torch.nn.Module) -> None:
                 parameter.copy_(fresh[name])
             elif name.endswith("sinks"):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
+            elif (
+                name.endswith("embed_tokens.weight")
+                and parameter is model.get_output_embeddings().weight
+            ):
+                parameter.mul_(0.05)  # else each token's best successor is itself
             elif "norm" in name and name.endswith("weight"):
                 parameter.copy_(1 + 0.2 * torch.randn(parameter.shape, generator=generator))
             elif parameter.dim() == 3:
