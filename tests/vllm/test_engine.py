@@ -107,13 +107,9 @@ def test_kv_that_moved_goes_on_where_it_was(
             for layer in range(layers):
                 for start, stop in ((0, len(prompt) // 2), (len(prompt) // 2, len(prompt))):
                     if start < stop:
-                        part = engine.new_buffer(
-                            engine.layout.token_layer_bytes * (stop - start)
-                        )
+                        part = engine.new_buffer(engine.layout.token_layer_bytes * (stop - start))
                         engine.gather(first.block_table, start, stop, layer, layer + 1, part)
-                        other.engine.scatter(
-                            moved.block_table, start, stop, layer, layer + 1, part
-                        )
+                        other.engine.scatter(moved.block_table, start, stop, layer, layer + 1, part)
             back = other.engine.new_buffer(len(frame))
             other.engine.gather(moved.block_table, 0, len(prompt), 0, layers, back)
             assert np.array_equal(frame, np.asarray(back))
@@ -206,6 +202,6 @@ def test_what_a_row_must_not_name_is_refused_before_anything_ran(engine_of: Engi
     engine = engine_of("llama")
     params = greedy(1)
     for ids, table in (([1, 1 << 20], [0]), ([1, 2], [NUM_BLOCKS]), ([1] * 40, [0])):
-        with pytest.raises(Exception, match="outside|no room"):
+        with pytest.raises(Exception, match=r"outside|no room"):
             engine.step([StepRow(ids, 0, table, SampleSpec(params, 0, ids, []))])
     Driver(engine).run_alone([1, 2, 3], params)

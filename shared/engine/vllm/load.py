@@ -97,6 +97,11 @@ def load_vllm(
         _log.info(
             "model is computed by vllm", engine=spec.engine, dtype=layout.dtype, mode=compiled
         )
+        if device.type == "cpu" and layout.parts == 1:
+            _log.warning(
+                "vllm's latent attention on a CPU is for trying things out: its answers depend on "
+                "what else is in a step"
+            )
         return VllmEngine(
             core,
             spec,

@@ -1,0 +1,134 @@
+"""Families, attentions and quantisations: our engine over vLLM answers as vLLM alone does."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shared.errors import ModelError
+from tests.support.engine_driver import Driver, greedy
+from tests.support.vllm_checkpoints import reference
+from tests.vllm.conftest import EngineOf
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+NUM_NEW = 12
+LENGTHS = (5, 33, 100, 300)
+
+MODELS: dict[str, dict[str, Any]] = {
+    # mixtures of experts
+    "mixtral": {},
+    "qwen3_moe": {},
+    # sliding windows: of all layers, of every other one
+    "mistral": {},
+    "gemma3": {},
+    "gpt_oss": {},
+    # dense families that our own engine does not know
+    "phi3": {},
+    "glm4": {},
+    "olmo2": {},
+    # quantised weights
+    "w8a8": {},
+    "w4a16": {"dtype": "bfloat16"},
+    "awq": {"dtype": "bfloat16"},
+    "gptq": {"dtype": "bfloat16"},
+}
+"""Family -> settings beside float32."""
+
+LATENT = ("deepseek_v2", "deepseek_v3")
+"""A latent vector instead of keys and values. vLLM's backend for it on a CPU calls itself a
+reference: even in vLLM alone two equal prompts of one batch get different answers. So each prompt
+is asked alone and whole here."""
+
+
+def prompts() -> list[list[int]]:
+    source = random.Random(9)
+    return [[source.randrange(3, 500) for _ in range(length)] for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def truth(folder_of: Callable[[str], Path]) -> Callable[..., list[list[int]]]:
+    """What vLLM alone says."""
+
+    def answers(
+        family: str, asked: list[list[int]] | None = None, **others: Any
+    ) -> list[list[int]]:
+        return reference(folder_of(family), asked or prompts(), NUM_NEW, **others)
+
+    return answers
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_model_says_what_vllm_alone_says(
+    family: str, engine_of: EngineOf, truth: Callable[..., list[list[int]]]
+) -> None:
+    """Alone, in chunks, beside others, and after its KV has moved to other blocks."""
+    settings = MODELS[family]
+    want = truth(family, **settings)
+    driver = Driver(engine_of(family, **settings))
+    params = greedy(NUM_NEW)
+    require_alone_and_moved(driver, want)
+    assert [driver.run_alone(prompt, params, chunk=40).output for prompt in prompts()] == want
+    mixed = driver.run_mixed(prompts(), [params] * len(want), max_chunk=90)
+    assert [one.output for one in mixed] == want
+
+
+@pytest.mark.parametrize("family", LATENT)
+def test_a_latent_vector_moves_as_keys_and_values_do(
+    family: str, engine_of: EngineOf, truth: Callable[..., list[list[int]]]
+) -> None:
+    """One part of one head, in blocks of 16: alone as vLLM alone, and the same after a move."""
+    driver = Driver(engine_of(family))
+    layout = driver.engine.layout
+    assert (layout.parts, layout.num_kv_heads, layout.head_dim) == (1, 1, 576)
+    assert driver.engine.block_size == 16
+    one_by_one = [truth(family, [prompt], block_size=16)[0] for prompt in prompts()]
+    require_alone_and_moved(driver, one_by_one)
+
+
+def require_alone_and_moved(driver: Driver, want: list[list[int]]) -> None:
+    """A prompt alone and whole, and what goes on from its KV in other blocks, say this."""
+    engine, params = driver.engine, greedy(NUM_NEW)
+    assert [driver.run_alone(prompt, params).output for prompt in prompts()] == want
+    for prompt, answer in zip(prompts(), want, strict=True):
+        first, moved = driver.start(prompt, params), driver.start(prompt, params)
+        row = first.row(1 << 30)
+        first.commit(row, engine.step([row])[0])
+        at = (0, len(prompt), 0, engine.layout.num_layers)
+        frame = engine.new_buffer(engine.layout.token_bytes * len(prompt))
+        engine.gather(first.block_table, *at, frame)
+        assert np.count_nonzero(frame)
+        engine.scatter(moved.block_table, *at, frame)
+        moved.num_computed, moved.output = len(prompt), list(first.output)
+        while not moved.is_done:
+            row = moved.row(1)
+            moved.commit(row, engine.step([row])[0])
+        assert moved.output == answer
+        driver.finish(first)
+        driver.finish(moved)
+
+
+@pytest.mark.parametrize("family", ["mamba2", "bamba"])
+def test_a_model_whose_state_is_not_kv_is_refused(family: str, engine_of: EngineOf) -> None:
+    """With a sentence that says what it has."""
+    with pytest.raises(ModelError, match=r"cannot be handed|attention"):
+        engine_of(family)
+
+
+def test_kv_in_fp8_moves_with_its_bits(engine_of: EngineOf) -> None:
+    """Half the bytes of a 16-bit layout, and the tokens that the engine says without a move; a
+    layout of another dtype is another one."""
+    plain = engine_of("llama", dtype="bfloat16")
+    driver = Driver(engine_of("llama", dtype="bfloat16", vllm_args="kv_cache_dtype=fp8_e4m3"))
+    layout = driver.engine.layout
+    assert layout.dtype == "fp8_e4m3"
+    assert layout.token_bytes * 2 == plain.layout.token_bytes
+    assert layout.digest != plain.layout.digest
+    params = greedy(NUM_NEW)
+    want = [driver.run_alone(prompt, params).output for prompt in prompts()]
+    require_alone_and_moved(driver, want)
