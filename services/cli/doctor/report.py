@@ -113,6 +113,12 @@ async def examine(gateway: str, access: Access) -> Sections:
             checks.check_pdmesh(),
             checks.check_uvloop(),
             checks.check_torch(facts, torch_error),
+            checks.check_vllm(
+                facts,
+                has_amx=checks.has_amx(),
+                has_numa=checks.has_numa(),
+                compiler=checks.find_compiler(),
+            ),
         ],
         "Link between workers": link_findings,
         "GPU": [
