@@ -110,7 +110,7 @@ def check_vllm(
                      "install libnuma1 (numactl-libs)")  # fmt: skip
     if not compiler:
         return wrong("vLLM", f"{text}: it compiles models, and there is no C++ compiler",
-                     "install g++, or start workers with --vllm-args enforce_eager=true")  # fmt: skip
+                     "install g++, or say --vllm-args enforce_eager=true")  # fmt: skip
     return right("vLLM", f"{text}, compiles with {compiler}")
 
 
