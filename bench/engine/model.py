@@ -24,6 +24,17 @@ SIZES = {
 }
 
 
+LARGER = {
+    **SIZES,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+}
+"""1.1 B parameters, of TinyLlama's shape."""
+
+
 def linear_flops_per_token() -> int:
     """Multiplications and additions of the layers' matrices; without the output head."""
     hidden, mlp = SIZES["hidden_size"], SIZES["intermediate_size"]
@@ -32,14 +43,14 @@ def linear_flops_per_token() -> int:
     return 2 * SIZES["num_hidden_layers"] * per_layer
 
 
-def make(folder: Path) -> None:
+def make(folder: Path, sizes: dict[str, int] = SIZES) -> None:
     """Write the checkpoint as transformers does."""
     import torch
     import transformers
 
     transformers.logging.disable_progress_bar()
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**SIZES, bos_token_id=None, eos_token_id=None)
+    config = transformers.LlamaConfig(**sizes, bos_token_id=None, eos_token_id=None)
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 

@@ -15,12 +15,16 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import uvloop
 
+from bench.engine.model import MAX_LEN
 from services.decode.stepper import Stepper
+from shared.config import DecodeConfig
+from shared.engine.base import Engine
+from shared.engine.load import load_engine
 from shared.engine.torch_engine import TorchEngine
 from shared.engine.worker import ThreadCompute
 from shared.errors import MeshError
@@ -36,9 +40,10 @@ from shared.telemetry.worker import DecodeMetrics, WorkerLoad
 class KernelClock:
     """Adds up the time inside the kernels, by standing in front of their calls."""
 
-    def __init__(self, engine: TorchEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.seconds = 0.0
-        library = getattr(engine.forward, "_library", None)
+        forward = engine.forward if isinstance(engine, TorchEngine) else None
+        library = getattr(forward, "_library", None)
         for name in ("forward", "embed", "first_half", "second_half", "logits") if library else ():
             setattr(library, name, self._timed(getattr(library, name)))
 
@@ -75,7 +80,7 @@ class Sink:
 class End:
     """One engine; a scheduler for each question."""
 
-    def __init__(self, engine: TorchEngine, vocab: int) -> None:
+    def __init__(self, engine: Engine, vocab: int) -> None:
         self.engine, self.vocab = engine, vocab
         self.rng = random.Random(0)
         self.clock = KernelClock(engine)
@@ -154,40 +159,53 @@ class End:
         return {"seconds": took[1:]}
 
 
-async def serve(end: End) -> None:
+async def serve(end: End, out: TextIO) -> None:
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while line := await reader.readline():
         job = json.loads(line)
         answer = await getattr(end, job["do"])(job)
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(answer), file=out, flush=True)
 
 
 def main() -> None:
+    out, sys.stdout = sys.stdout, sys.stderr  # answers alone, no log line
     parser = argparse.ArgumentParser()
     parser.add_argument("folder")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--engine", default="torch")
+    parser.add_argument("--vllm-args", default="")
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--num-blocks", type=int, default=64 * 140)
     parser.add_argument("--vocab", type=int, required=True)
     asked = parser.parse_args()
-    engine = TorchEngine.load(
-        asked.folder,
-        device="cpu",
-        dtype="bfloat16",
-        num_threads=asked.threads,
-        num_blocks=asked.num_blocks,
-        kernels=asked.kernels,
+    engine = load_engine(
+        DecodeConfig(
+            engine=asked.engine,
+            vllm_args=asked.vllm_args,
+            model=asked.folder,
+            device="cpu",
+            dtype="bfloat16",
+            threads=asked.threads,
+            num_blocks=asked.num_blocks,
+            kernels=asked.kernels,
+            max_running=64,
+            token_budget=MAX_LEN,
+        )
     )
-    assert {weight.dtype for weight in engine.forward.weights} == {torch.bfloat16}
-    print(json.dumps({"forward": type(engine.forward).__name__}), flush=True)
+    assert engine.spec.dtype == "bfloat16"
+    about = dict(engine.machine)
+    if isinstance(engine, TorchEngine):
+        assert {weight.dtype for weight in engine.forward.weights} == {torch.bfloat16}
+        about = {"forward": type(engine.forward).__name__}
+    print(json.dumps(about), file=out, flush=True)
     # As the decode service's process does.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.collect()
     gc.freeze()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(End(engine, asked.vocab)))
+        runner.run(serve(End(engine, asked.vocab), out))
 
 
 if __name__ == "__main__":
