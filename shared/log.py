@@ -25,15 +25,16 @@ _RECORD_FIELDS = frozenset({"event", "level", "timestamp", "logger", "exception"
 ALLOWED_FIELDS = frozenset({
     # who (``key``: the name of an API key)
     "service", "version", "pid", "incarnation", "peer", "gateway", "worker", "prefill", "decode",
-    "role", "address", "host", "port", "http_port", "grpc_port", "mesh_port", "metrics_port",
-    "metrics_address", "addresses", "key",
+    "role", "address", "host", "port", "http_port", "grpc_port", "mesh_port", "mesh_ports",
+    "metrics_port", "metrics_address", "addresses", "key", "number",
     # which request
     "request_id", "label", "attempt", "stream_id", "transfer_id", "epoch", "route", "method",
     "status", "model", "endpoint",
     # what and why
     "error", "error_type", "reason", "code", "param", "phase", "state", "signal", "failpoint",
     "finish_reason", "policy", "decision", "outcome", "type", "device", "dtype", "engine",
-    "lane", "mode", "transport", "is_cancelled", "is_streaming", "ok",
+    "lane", "mode", "transport", "is_cancelled", "is_streaming", "ok", "stored",
+    "kernels", "answers",
     # how many, how long
     "prompt_tokens", "completion_tokens", "output_tokens", "cached_tokens", "num_requests",
     "num_running", "num_waiting", "num_blocks", "free_blocks", "block_size", "num_peers", "part",
@@ -42,6 +43,8 @@ ALLOWED_FIELDS = frozenset({
     "uptime_s", "retry_after_s", "ttft_s", "gb_per_s", "gbytes_per_s",
     # what a machine can do
     "file", "other", "saturating_tokens", "tokens_per_s", "message_us", "interference",
+    # a GPU's memory, and the steps recorded on it
+    "total", "free", "held", "step", "graphs", "staging", "num_rows", "done", "of", "sizes",
     # the one line of a request
     "receipts", "trace_id",
     # a moment of a request (telemetry/moments.py): when, and which tokens, layers and frame

@@ -32,9 +32,11 @@ On three hosts:
 pdmesh secret --out secret                copy it to all, and there:
 export PDMESH_MESH_SECRET_FILE=secret
 pdmesh gateway --host 0.0.0.0 --mesh-host 0.0.0.0
-pdmesh prefill --host 0.0.0.0 --gateway 10.0.0.5:8200
-pdmesh decode  --host 0.0.0.0 --gateway 10.0.0.5:8200
+pdmesh prefill --host 0.0.0.0 --gateway 10.0.0.5:8200 --allow-unencrypted-kv
+pdmesh decode  --host 0.0.0.0 --gateway 10.0.0.5:8200 --allow-unencrypted-kv
 ```
+
+UCX does not encrypt: the last flag says that the network between the two workers is private.
 
 A setting is a flag (--max-running), a variable (PDMESH_MAX_RUNNING) or a line of the file that
 --config or PDMESH_CONFIG names; the first of these that is there wins. `pdmesh config` shows the
@@ -61,13 +63,15 @@ pdmesh gateway --config mesh.toml --api-keys keys.txt --tls-cert server.pem --tl
 pdmesh gateway --gateway-processes 2      workers: --gateway HOST:8200,HOST:8201
 """)
 
-PREFILL: Final = _examples("""
-pdmesh prefill --model /models/llama --host 0.0.0.0 --gateway 10.0.0.5:8200
+PREFILL: Final = _examples(r"""
+pdmesh prefill --model /models/llama --host 0.0.0.0 --gateway 10.0.0.5:8200 \
+    --mesh-secret-file secret --allow-unencrypted-kv
 pdmesh prefill --config mesh.toml --device cuda:1 --metrics-port 9100
 """)
 
-DECODE: Final = _examples("""
-pdmesh decode --model /models/llama --host 0.0.0.0 --gateway 10.0.0.5:8200
+DECODE: Final = _examples(r"""
+pdmesh decode --model /models/llama --host 0.0.0.0 --gateway 10.0.0.5:8200 \
+    --mesh-secret-file secret --allow-unencrypted-kv
 pdmesh decode --config mesh.toml --kv-gib 24
 """)
 

@@ -109,6 +109,10 @@ class UpConfig:
     api_keys: Annotated[Path | None, _CLIENTS] = None
     """File of API keys (see pdmesh hash-key); without keys every client is let in."""
 
+    cors_origins: Annotated[str | None, _CLIENTS] = None
+    """Origins whose pages may ask from a browser, as https://example.org, separated by commas, or
+    * for any; empty: only the gateway's own page."""
+
     engine: Annotated[Literal["torch", "vllm", "fake"] | None, _WORKERS] = None
     """torch: our own, for four families; vllm: all that vLLM computes by attention; fake: exact and
     deterministic nonsense without weights, for trying things out."""

@@ -4,6 +4,8 @@ betterproto2 accepts what no protobuf parser should (wrong wire types, cut field
 overflowing integers) and is slow at it: 900 kB of unknown fields would hold the event loop for
 seconds. So every message first passes protobuf's own C parser, which refuses damage, drops unknown
 fields and has the values that betterproto2's messages are then made of (``message_bridge.py``).
+Only in what clients ask for an unknown field is refused: dropped, it might be a wish that the
+answer does not fulfil.
 This module knows no transport.
 """
 
@@ -17,11 +19,14 @@ from typing import Any
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError
+from google.protobuf.unknown_fields import UnknownFieldSet
 
-from shared.errors import RemoteProtocolError, TooLarge
+from shared.errors import InvalidRequest, RemoteProtocolError, TooLarge
 
 MAX_ELEMENTS = 1 << 16
 """Repeated and map entries in one message; each is a Python object to the message library."""
+
+_OF_CLIENTS = frozenset({"GenerateRequest", "TokenizeRequest"})
 
 
 @cache
@@ -84,6 +89,20 @@ def _count_elements(descriptor: Descriptor) -> Callable[[Any], int]:
     return count
 
 
+def _refuse_unknown(message: Any) -> None:
+    for field in UnknownFieldSet(message):
+        raise InvalidRequest(
+            f"{message.DESCRIPTOR.name} has no field {field.field_number} in this release: what it "
+            "asks for would be left out",
+            param=str(field.field_number),
+            code="unsupported",
+        )
+    for field, value in message.ListFields():
+        if field.message_type is not None and not _is_map(field.message_type):
+            for inner in value if field.is_repeated else (value,):
+                _refuse_unknown(inner)
+
+
 def _is_map(descriptor: Descriptor) -> bool:
     return bool(descriptor.GetOptions().map_entry)
 
@@ -108,7 +127,7 @@ def gate(name: str) -> Callable[[bytes], Any]:
     it; unknown fields are still in it, but among no fields it lists.
 
     It raises RemoteProtocolError: these bytes are no such message. TooLarge: over MAX_ELEMENTS
-    entries.
+    entries. InvalidRequest: a client asks for something that we do not know.
     """
     parse = message_class(name).FromString
     descriptor: Descriptor = message_class(name).DESCRIPTOR
@@ -123,6 +142,8 @@ def gate(name: str) -> Callable[[bytes], Any]:
             ) from error
         if count_elements is not None and count_elements(message) > MAX_ELEMENTS:
             raise TooLarge(f"a {name} may hold at most {MAX_ELEMENTS} repeated entries")
+        if name in _OF_CLIENTS:
+            _refuse_unknown(message)
         return message
 
     return checked

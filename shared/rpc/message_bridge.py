@@ -34,7 +34,7 @@ def encoded(message: betterproto2.Message) -> bytes:
 def decoder(message_type: type[betterproto2.Message]) -> Callable[[bytes], Any]:
     """Return a function from bytes to one of our messages, without unknown fields.
 
-    It raises RemoteProtocolError, TooLarge: see ``descriptors.gate``.
+    It raises RemoteProtocolError, TooLarge, InvalidRequest: see ``descriptors.gate``.
     """
     checked = gate(message_type.__name__)
     try:

@@ -16,7 +16,7 @@ import betterproto2
 from google.protobuf.message import DecodeError
 from grpclib.encoding.base import CodecBase
 
-from shared.errors import RemoteProtocolError, TooLarge
+from shared.errors import MeshError, RemoteProtocolError, TooLarge
 from shared.rpc.inbound_buffer import PREFIX_BYTES
 from shared.rpc.message_bridge import decoder, encoded
 
@@ -29,7 +29,7 @@ Message = TypeVar("Message")
 class MessageCodec(CodecBase):
     """Encodes and decodes our messages, and those of the standard services (health, reflection).
 
-    Raises TooLarge when sending, RemoteProtocolError or TooLarge when reading.
+    Raises TooLarge when sending, RemoteProtocolError, TooLarge or InvalidRequest when reading.
     """
 
     @property
@@ -52,7 +52,7 @@ class MessageCodec(CodecBase):
     def decode(self, data: bytes, message_type: Any) -> Any:
         try:
             return _decoder(message_type)(data)
-        except (RemoteProtocolError, TooLarge):
+        except MeshError:
             raise
         except (DecodeError, Exception) as error:
             raise RemoteProtocolError(

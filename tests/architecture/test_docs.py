@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from services.cli import help_texts
 from tests.support.pages import Block, blocks_of
 
 ROOT = Path(__file__).parents[2]
@@ -85,6 +86,34 @@ def _lacks_mark(block: Block) -> bool:
     if block.mark == "not run":
         return not block.detail
     return block.needs_mark and block.mark != "run"
+
+
+_LEAVES_THE_MACHINE = re.compile(
+    r"--api-keys? |--mesh-host (?!127\.)|(?:prefill|decode) .*--(?:host|gateway) (?!127\.|local)"
+)
+_SERVICE = re.compile(r"^.*\bpdmesh (?:gateway|prefill|decode) .*$", re.MULTILINE)
+
+
+def test_every_service_that_a_page_starts_beyond_one_machine_would_start() -> None:
+    """It has the secret that it needs, and workers on several hosts the flag without which they
+    pair with nobody. An ellipsis stands for further flags, of which the secret may be one."""
+    helps = {name: text for name, text in vars(help_texts).items() if isinstance(text, str)}
+    blocks = {f"{page}:{b.line}": b.code for page in DOCUMENTS for b in blocks_of(ROOT / page)}
+    lacking: list[str] = []
+    num_checked = 0
+    for where, text in {**blocks, **helps}.items():
+        for command in _SERVICE.findall(text.replace("\\\n", " ")):
+            if not _LEAVES_THE_MACHINE.search(command):
+                continue
+            num_checked += 1
+            has_more = re.search("--config|--mesh-secret-file|…", command)
+            if not has_more and "PDMESH_MESH_SECRET" not in text:
+                lacking.append(f"{where}: a secret: {command}")
+            is_worker = "pdmesh gateway" not in command
+            if is_worker and not re.search("--allow-unencrypted-kv|--config|…$", command):
+                lacking.append(f"{where}: --allow-unencrypted-kv: {command}")
+    assert num_checked > 9
+    assert lacking == []
 
 
 _TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")

@@ -292,6 +292,10 @@ BAD_CALLS: dict[str, tuple[wire.GenerateRequest, Status, str]] = {
     "bias": (
         sampled(logit_bias={1 << 31: 1.0}), Status.INVALID_ARGUMENT, "logit_bias",
     ),
+    "of a later release": (
+        generate(text="a", params=wire.GenerateParams.parse(b"\xf8\x7f\x01")),
+        Status.INVALID_ARGUMENT, "2047",
+    ),
 }  # fmt: skip
 
 

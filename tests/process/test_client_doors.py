@@ -28,10 +28,10 @@ from shared.runtime.service import EXIT_BAD_CONFIG
 from tests.protocol.test_rpc_floods import flood
 from tests.support.certificates import LAST_YEAR, Authority
 from tests.support.command import pdmesh, run_pdmesh
-from tests.support.process_mesh import process_mesh
+from tests.support.process_mesh import ROLES, process_mesh
 from tests.support.service_process import ServiceProcess
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.ucx]
 
 
 def settings_of(files: TlsFiles) -> dict[str, Any]:
@@ -210,6 +210,31 @@ async def test_a_keys_limits_hold_on_both_doors_together(tmp_path: Path) -> None
             await client.tokenize("k1")
         assert caught.value.retry_after_s > 0
         assert (await client.ask("/tokenize", "k2", body))[0] != 429
+
+
+async def test_what_the_http_door_is_told_reaches_it() -> None:
+    """Whose pages may ask, how many answers, and whether a request may bring its template."""
+    page = "https://chat.example.org"
+    settings = {"cors_origins": page, "max_choices": 2, "trust_templates": True}
+    async with process_mesh() as mesh:
+        with mesh.explained():
+            gateway = await mesh.start_gateway(**settings)
+            for role in ROLES:
+                await mesh.add(role)
+            await mesh.paired(gateway, 1)
+            url = f"http://127.0.0.1:{gateway.facts['http_port']}/v1/chat/completions"
+            told: dict[str, Any] = {
+                "messages": [{"role": "user", "content": "hi"}],
+                "max_tokens": 1,
+            }
+            async with aiohttp.ClientSession(headers={"Origin": page}) as session:
+                for fields, status in (
+                    ({"n": 2, "chat_template": "{{ messages[0].content }}"}, 200),
+                    ({"n": 3}, 400),
+                ):
+                    async with session.post(url, json=told | fields) as answer:
+                        assert answer.status == status, await answer.text()
+                        assert answer.headers["Access-Control-Allow-Origin"] == page
 
 
 async def test_our_commands_speak_tls_with_the_gateway(tmp_path: Path) -> None:

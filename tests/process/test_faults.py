@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -324,8 +325,8 @@ async def require_served(bench: Bench, worker: ServiceProcess, name_of: NameOf) 
 
 
 async def test_clients_that_hang_up_leave_nothing_behind(benches: Benches, name_of: NameOf) -> None:
-    """Before the first token, amid the answer, many at once: all is home, and the next answer is
-    right."""
+    """Before the first token, amid the answer, many at once: all is home, transfers that were not
+    opened yet included, and the next answer is right."""
     bench = benches["decode", True]
 
     async def leave_before_the_first_token() -> bool:
@@ -341,6 +342,7 @@ async def test_clients_that_hang_up_leave_nothing_behind(benches: Benches, name_
     with bench.mesh.explained():
         await bench.mesh.until(leave_before_the_first_token)
         await bench.home()
+        await storm_of_cancels(bench)
         async with asyncio.TaskGroup() as tasks:
             for number in range(24):
                 bench.num_prompts += 1
@@ -354,6 +356,23 @@ async def test_clients_that_hang_up_leave_nothing_behind(benches: Benches, name_
         answer = await bench.ask(prompt)
         answer.require_whole(NUM_TOKENS)
         assert answer.tokens == [name_of(token_id) for token_id in fake_ids(prompt, NUM_TOKENS)]
+
+
+async def storm_of_cancels(bench: Bench) -> None:
+    """Clients that lose their patience at once, some between the reservation's end and prefill's
+    open. All must be home before prefill would give up an open that nobody answers (5 s)."""
+    source = random.Random(20)
+
+    async def ask_in_a_hurry() -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(source.uniform(0.0, 0.12)):
+                await bench.ask(bench.new_prompt())
+
+    for _ in range(5):
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(60):
+                tasks.create_task(ask_in_a_hurry())
+        await bench.home(limit_s=PAUSE_S)
 
 
 # --- gateways -----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 from uuid import uuid4
@@ -10,6 +11,8 @@ import aiohttp
 import orjson
 import pytest
 
+from shared.config import DecodeConfig, PrefillConfig
+from tests.support.command import ROOT
 from tests.support.process_mesh import ROLES, ProcessMesh, a_prompt, process_mesh
 from tests.support.service_process import ServiceProcess
 
@@ -108,6 +111,29 @@ async def test_a_pair_on_the_lane_that_both_require_serves() -> None:
             # UCX prints its tables for us at its level debug, and for nobody else.
             lines = [line for worker in workers for line in worker.log if "UCX" in line]
             assert not [line for line in lines if "opening UCX" not in line]
+
+
+def segments(process: ServiceProcess) -> list[int]:
+    """Bytes of each System V segment that a process has made."""
+    head, *rows = map(str.split, Path("/proc/sysvipc/shm").read_text().splitlines())
+    maker, size = head.index("cpid"), head.index("size")
+    return [int(row[size]) for row in rows if int(row[maker]) == process.pid]
+
+
+async def test_shared_memory_is_what_the_page_of_containers_says() -> None:
+    """Counted by the kernel, with the staging that workers have by default; whoever bounds a
+    namespace reads the figures there."""
+    page = (ROOT / "docs" / "compose.md").read_text()
+    said = re.search(r"Two prefill and two decode workers hold (\d+) segments and (\d+) MiB", page)
+    assert said
+    staging = {"prefill": PrefillConfig().staging_mib, "decode": DecodeConfig().staging_mib}
+    async with process_mesh() as mesh:
+        with mesh.explained():
+            gateway = await mesh.start_gateway()
+            workers = [await mesh.add(role, staging_mib=staging[role]) for role in ROLES]
+            await mesh.paired(gateway, 1)
+            found = [size for worker in workers for size in segments(worker)]
+    assert (2 * len(found), round(2 * sum(found) / 2**20)) == (int(said[1]), int(said[2]))
 
 
 def _on_another_host(folder: Path) -> list[str]:

@@ -15,6 +15,7 @@ from shared import wire
 from shared.errors import (
     ERROR_TYPES,
     IncompatiblePeer,
+    InvalidRequest,
     LocalProtocolError,
     RemoteProtocolError,
     TooLarge,
@@ -297,11 +298,30 @@ def test_values_that_do_not_fit_are_our_own_fault() -> None:
         columns.unpack_f32(columns.pack_f32([math.nan]), is_finite=True)
 
 
+UNKNOWN = b"\xf8\x7f\x01"
+"""Field 2047, which no message has."""
+
+
 def test_unknown_fields_are_dropped_before_parsing() -> None:
     """A field of a later release does not reach the message library."""
-    unknown = b"\xf8\x7f\x01"
-    message = CODEC.decode(unknown + bytes(wire.Granted(stream_id=3)) + unknown, wire.Granted)
+    message = CODEC.decode(UNKNOWN + bytes(wire.Granted(stream_id=3)) + UNKNOWN, wire.Granted)
     assert bytes(message) == bytes(wire.Granted(stream_id=3))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        wire.GenerateRequest.parse(UNKNOWN),
+        wire.GenerateRequest(params=wire.GenerateParams.parse(UNKNOWN)),
+        wire.GenerateRequest(messages=[wire.ChatMessage(), wire.ChatMessage.parse(UNKNOWN)]),
+        wire.TokenizeRequest(rendering=wire.Rendering.parse(UNKNOWN)),
+    ],
+)
+def test_what_a_client_asks_for_in_an_unknown_field_is_refused(message: Any) -> None:
+    """At every depth and by its number: a later release may read a wish there."""
+    with pytest.raises(InvalidRequest, match="has no field 2047 in this release") as refusal:
+        CODEC.decode(bytes(message), type(message))
+    assert (refusal.value.param, refusal.value.code) == ("2047", "unsupported")
 
 
 def test_entries_are_counted_at_every_depth() -> None:

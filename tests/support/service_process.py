@@ -91,6 +91,7 @@ class ServiceProcess(asyncio.SubprocessProtocol):
         assert self._transport is not None
         code = self._transport.get_returncode()
         assert code is not None
+        assert not [line for line in self.log if '"refused_fields"' in line], self.name
         return code
 
     def send(self, number: signal.Signals) -> None:

@@ -338,12 +338,12 @@ def test_a_mesh_is_planned_from_flags_and_variables(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PDMESH_MAX_WAITING", "5")
     monkeypatch.setenv("PDMESH_PORT", "1")  # ours, and no worker's
     monkeypatch.setenv("PDMESH_STAGING_MIB", "32")
-    config = UpConfig(prefill=1, decode=2, port=0, engine="fake", num_blocks=8, policy="random")
+    config = UpConfig(prefill=1, decode=2, port=0, engine="fake", num_blocks=8, cors_origins="*")
     services = plan_mesh(config, os.environ).services
     assert [s.name for s in services] == ["gateway", "prefill-0", "decode-0", "decode-1"]
     assert [s.module for s in services][1:3] == ["services.prefill", "services.decode"]
     gateway = config_from_environment(GatewayConfig, services[0].env)
-    assert (gateway.policy, gateway.max_waiting, gateway.http_port) == ("random", 5, 0)
+    assert (gateway.origins, gateway.max_waiting, gateway.http_port) == ({"*"}, 5, 0)
     for service in services[1:]:
         worker = config_from_environment(DecodeConfig, service.env)
         assert (worker.port, worker.num_blocks, worker.staging_mib) == (0, 8, 32)

@@ -149,6 +149,9 @@ async def test_the_listener_for_scrapes_needs_no_key_and_serves_nothing_else(
         for path in ("/metrics", "/health", "/ready", "/cluster", "/v1/models", "/", "/version"):
             async with session.get(path) as answer:
                 statuses[path] = answer.status
+                if answer.status == 404:
+                    words = (await answer.json())["error"]["message"]
+                    assert "here are /health, /ready, /metrics; clients" in words
         async with session.post("/tokenize", json={"prompt": "a"}) as answer:
             statuses["/tokenize"] = answer.status
     served = ("/metrics", "/health", "/ready")

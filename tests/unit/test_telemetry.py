@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import io
 import json
 import logging
 import math
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import orjson
 import pytest
@@ -22,6 +25,7 @@ from shared.telemetry.loop_lag import INTERVAL_S, LagWindow, watch_loop_lag
 from tests.support.virtual_loop import run_virtual
 
 GAP = st.floats(0, 100)
+_LOGGING = re.compile(r"(self\._)?note|log|_?log\.(debug|info|warning|error|exception|log)")
 
 
 @given(st.lists(GAP, min_size=6, max_size=6), GAP, GAP)
@@ -189,6 +193,23 @@ def test_only_allowed_fields_are_logged(lines: io.StringIO) -> None:
     assert (record["service"], record["peer"], record["seconds"]) == ("test", "p", 1.5)
     assert record["refused_fields"] == "prompt"
     assert "secret" not in lines.getvalue()
+
+
+def test_every_field_that_we_log_is_allowed() -> None:
+    """Else its value would be missing, and only who reads the log would notice."""
+    root = Path(__file__).parents[2]
+    refused: list[str] = []
+    num_calls = 0
+    for module in (*root.glob("services/**/*.py"), *root.glob("shared/**/*.py")):
+        for call in ast.walk(ast.parse(module.read_text())):
+            if not isinstance(call, ast.Call) or not call.args:
+                continue
+            if _LOGGING.fullmatch(ast.unparse(call.func)):
+                num_calls += 1
+                names = {word.arg for word in call.keywords if word.arg not in (None, "exc_info")}
+                refused += [f"{module}:{call.lineno}: {n}" for n in names - log.ALLOWED_FIELDS]
+    assert num_calls > 50
+    assert refused == []
 
 
 def test_control_characters_cannot_forge_lines(lines: io.StringIO) -> None:

@@ -49,7 +49,7 @@ LINGER_S = 2.0
 """How long an unread body is drained after an early answer, so that its client can read that."""
 
 _PLAIN_PATH = re.compile(r"[\w./-]{1,64}", re.ASCII)
-_WHAT_THERE_IS = (
+_FOR_CLIENTS = (
     "OpenAI's API is POST /v1/chat/completions, POST /v1/completions and GET /v1/models, "
     "GET /openapi.json describes all there is, and / is a page for a browser"
 )
@@ -239,7 +239,12 @@ def _no_route(request: web.Request, routes: Mapping[str, str]) -> NotFound:
     """The error that names the route, if it looks like one, and what there is instead."""
     path = request.path if _PLAIN_PATH.fullmatch(request.path) else ""
     near = difflib.get_close_matches(path, routes, n=1, cutoff=0.7)
-    instead = f"did you mean {routes[near[0]]} {near[0]}?" if near else _WHAT_THERE_IS
+    if near:
+        instead = f"did you mean {routes[near[0]]} {near[0]}?"
+    elif "/openapi.json" in routes:
+        instead = _FOR_CLIENTS
+    else:
+        instead = f"here are {', '.join(routes)}; clients have another port"
     named = f"route {request.method} {path}" if path else "such route"
     return NotFound(f"there is no {named}: {instead}", code="route_not_found")
 
