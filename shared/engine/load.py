@@ -63,13 +63,14 @@ def load_engine(config: WorkerConfig, begins: Callable[[str], None] = lambda _: 
 
 
 def _vllm(config: WorkerConfig, folder: Path, begins: Callable[[str], None]) -> Engine:
-    from shared.engine.vllm.release import prepare_environment, release
+    from shared.engine.vllm.release import prepare_environment, release, silence_start
     from shared.engine.vllm.settings import num_ranks, read_arguments
 
     installed = release()
     arguments = read_arguments(config.vllm_args)
     ranks = num_ranks(arguments)
     prepare_environment(config.threads // ranks, ranks)
+    silence_start()
     begins("importing vllm")
     from shared.engine.vllm.load import load_vllm
 

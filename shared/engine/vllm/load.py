@@ -185,6 +185,7 @@ def _configured(
         "disable_hybrid_kv_cache_manager": True,
         "async_scheduling": False,
         "disable_log_stats": True,
+        "use_tqdm_on_load": False,
         "load_format": "safetensors",
         "num_gpu_blocks_override": config.num_blocks + 1 if config.num_blocks else None,
         "kv_cache_memory_bytes": kv_bytes,

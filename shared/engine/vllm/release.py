@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import warnings
 from importlib import metadata
 from importlib.util import find_spec
 
@@ -58,8 +60,19 @@ def prepare_environment(num_threads: int, num_ranks: int) -> None:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         # The runner that the sampler in plugins.py is for.
         "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     if num_threads:
         settings["OMP_NUM_THREADS"] = str(num_threads)
     for name, value in settings.items():
         os.environ.setdefault(name, value)
+
+
+def silence_start() -> None:
+    """Keep vLLM's and torch's advice at a start out of the log, errors excepted: it is about what
+    we have chosen for them. With ``--log-level debug`` all of it is there."""
+    if logging.getLogger().isEnabledFor(logging.DEBUG):
+        return
+    for name in ("vllm", "torch._library.triton"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\..*")
