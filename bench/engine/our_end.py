@@ -26,6 +26,7 @@ from shared.config import DecodeConfig
 from shared.engine.base import Engine
 from shared.engine.load import load_engine
 from shared.engine.torch_engine import TorchEngine
+from shared.engine.work_thread import run_and_end
 from shared.engine.worker import ThreadCompute
 from shared.errors import MeshError
 from shared.kv.pool import BlockPool
@@ -180,20 +181,19 @@ def main() -> None:
     parser.add_argument("--num-blocks", type=int, default=64 * 140)
     parser.add_argument("--vocab", type=int, required=True)
     asked = parser.parse_args()
-    engine = load_engine(
-        DecodeConfig(
-            engine=asked.engine,
-            vllm_args=asked.vllm_args,
-            model=asked.folder,
-            device="cpu",
-            dtype="bfloat16",
-            threads=asked.threads,
-            num_blocks=asked.num_blocks,
-            kernels=asked.kernels,
-            max_running=64,
-            token_budget=MAX_LEN,
-        )
+    config = DecodeConfig(
+        engine=asked.engine,
+        vllm_args=asked.vllm_args,
+        model=asked.folder,
+        device="cpu",
+        dtype="bfloat16",
+        threads=asked.threads,
+        num_blocks=asked.num_blocks,
+        kernels=asked.kernels,
+        max_running=64,
+        token_budget=MAX_LEN,
     )
+    engine = asyncio.run(run_and_end("load", lambda: load_engine(config)))
     assert engine.spec.dtype == "bfloat16"
     about = dict(engine.machine)
     if isinstance(engine, TorchEngine):

@@ -16,6 +16,7 @@ from shared.config import PrefillConfig, WorkerConfig
 from shared.engine.base import Engine
 from shared.engine.load import load_engine
 from shared.engine.resident import Resident
+from shared.engine.work_thread import run_and_end
 from shared.engine.worker import ComputeRunner, ThreadCompute
 from shared.mesh_secret import MeshSecret, mesh_secret
 from shared.profile.kept import KeptProfile, find_or_measure, key_of
@@ -98,7 +99,7 @@ async def _machinery(
             realtime.take(RealTime.CARRIER)
 
     # Loading holds the thread for seconds; signals are heard meanwhile.
-    engine = await asyncio.to_thread(load_engine, config, begins)
+    engine = await run_and_end("pdmesh-load", lambda: load_engine(config, begins))
     resident = Resident(engine.pool_arrays())
     try:
         resident.start()

@@ -46,6 +46,33 @@ def test_the_gpu_overlay_asks_for_gpus_and_keeps_the_locks(role: str) -> None:
     }
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_the_vllm_overlay_builds_other_images_and_keeps_the_locks(role: str) -> None:
+    """Workers get vLLM, what it compiles with and places to write; they may no more than before."""
+    services = configuration("compose.vllm.yaml")
+    plain, vllm = configuration()[role], services[role]
+    assert vllm["image"] not in (plain["image"], configuration("compose.gpu.yaml")[role]["image"])
+    arguments = vllm["build"]["args"]
+    assert arguments["EXTRA"] == "vllm-cpu"
+    assert {"g++", "libnuma1"} <= {*arguments["RUN_PACKAGES"].split()}
+    given = vllm["environment"]
+    assert given["PDMESH_ENGINE"] == "vllm"
+    (cache,) = (
+        one for one in vllm["volumes"] if one["type"] == "volume" and one["source"] == "vllm"
+    )
+    assert given["XDG_CACHE_HOME"] == cache["target"]
+    assert given["TORCHINDUCTOR_CACHE_DIR"].startswith(f"{cache['target']}/")
+    assert any(one.startswith(f"{given['TMPDIR']}:size=1g") for one in vllm["tmpfs"])
+    assert {*plain["tmpfs"]} < {*vllm["tmpfs"]}
+    assert plain["environment"].items() <= given.items()
+    assert vllm["healthcheck"]["test"] == plain["healthcheck"]["test"]
+    for name in ("read_only", "cap_drop", "security_opt", "ulimits", "restart", "ipc"):
+        assert vllm[name] == plain[name], name
+    assert [*vllm["networks"]] == ["mesh"]
+    # Ranks keep their KV in /dev/shm, which is that of the namespace.
+    assert "shm_size" in services["ipc"]
+
+
 def test_the_overlay_for_observing_fits() -> None:
     """Prometheus is in the network of the workers."""
     services = configuration("compose.observe.yaml")

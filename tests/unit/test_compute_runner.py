@@ -11,7 +11,7 @@ import pytest
 
 from shared.engine.base import OnLayer
 from shared.engine.fake import FakeEngine
-from shared.engine.work_thread import WorkThread
+from shared.engine.work_thread import WorkThread, run_and_end
 from shared.engine.worker import ThreadCompute
 from shared.errors import EngineFailed, NoCapacity
 from shared.step import RowResult, StepRow
@@ -183,3 +183,22 @@ async def test_finished_work_holds_nothing() -> None:
     del memory
     assert await asyncio.to_thread(gone.wait, 30)
     await asyncio.to_thread(thread.close)
+
+
+async def test_who_loads_leaves_no_thread_behind() -> None:
+    """A thread that has computed keeps its team of OpenMP's for as long as it lives."""
+    seen: list[threading.Thread] = []
+
+    def load() -> int:
+        seen.append(threading.current_thread())
+        return 7
+
+    assert await run_and_end("load", load) == 7
+    assert seen[0] is not threading.current_thread()
+    assert not seen[0].is_alive()
+
+    def fail() -> None:
+        raise KeyError("no model")
+
+    with pytest.raises(KeyError, match="no model"):
+        await run_and_end("load", fail)
