@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,18 @@ def truth(folder_of: Callable[[str], Path]) -> Callable[..., list[list[int]]]:
     return answers
 
 
-@pytest.mark.parametrize("family", MODELS)
+QUICK = ("mixtral", "gemma3", "w8a8", "awq", "deepseek_v2")
+"""One of each kind; the others are slow, all together."""
+
+
+def each(families: Iterable[str]) -> list[Any]:
+    return [
+        family if family in QUICK else pytest.param(family, marks=pytest.mark.slow)
+        for family in families
+    ]
+
+
+@pytest.mark.parametrize("family", each(MODELS))
 def test_a_model_says_what_vllm_alone_says(
     family: str, engine_of: EngineOf, truth: Callable[..., list[list[int]]]
 ) -> None:
@@ -78,7 +89,7 @@ def test_a_model_says_what_vllm_alone_says(
     assert [one.output for one in mixed] == want
 
 
-@pytest.mark.parametrize("family", LATENT)
+@pytest.mark.parametrize("family", each(LATENT))
 def test_a_latent_vector_moves_as_keys_and_values_do(
     family: str, engine_of: EngineOf, truth: Callable[..., list[list[int]]]
 ) -> None:
