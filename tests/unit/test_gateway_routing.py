@@ -232,8 +232,8 @@ def test_what_must_agree_is_named_with_both_values(change: dict[str, object], wo
 @pytest.mark.parametrize(
     ("ours", "theirs", "words"),
     [
-        ("torch", "vllm 0.32.0", "engine: this decode worker has 'vllm', the mesh has 'torch'"),
-        ("vllm 0.32.1", "vllm 0.32.0", "computes with vllm 0.32.0, the mesh with vllm 0.32.1"),
+        ("torch", "vllm 0.32.0", "computes with 'vllm 0.32.0', the mesh with 'torch'"),
+        ("vllm 0.32.1", "vllm 0.32.0", "computes with 'vllm 0.32.0', the mesh with 'vllm 0.32.1'"),
     ],
 )
 def test_engines_that_differ_serve_together_only_if_told_to(

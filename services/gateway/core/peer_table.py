@@ -208,13 +208,13 @@ def _require_compatible(worker: Worker, other: Worker, *, allow_mixed_engines: b
     who = f"this {worker.role.value} worker"
     kinds = theirs.engine.partition(" ")[0], ours.engine.partition(" ")[0]
     may_differ = allow_mixed_engines and "fake" not in kinds
-    if kinds[0] != kinds[1] and not may_differ:
+    if kinds[0] != kinds[1] and "fake" in kinds:
         raise _mismatch("engine", who, *kinds)
     if theirs.engine != ours.engine and not may_differ:
         raise IncompatiblePeer(
-            f"engine: {who} computes with {theirs.engine}, the mesh with {ours.engine}, and two "
-            "releases may round differently: install one on all machines, or say "
-            "--allow-mixed-engines on the gateway and on all workers",
+            f"engine: {who} computes with {theirs.engine!r}, the mesh with {ours.engine!r}, and "
+            "they round differently: start all with one [mesh] engine of one release (--engine, "
+            "PDMESH_ENGINE), or say --allow-mixed-engines on the gateway and on all workers",
             param="engine",
             code="mesh_engine",
         )

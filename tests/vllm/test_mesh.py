@@ -1,0 +1,227 @@
+"""Whole meshes of real processes with vLLM below: faults, engines side by side, ranks, and starts
+that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.engine.torch_engine import TorchEngine
+from shared.model_folder import DEMO_FOLDER
+from shared.runtime.service import EXIT_BAD_CONFIG, EXIT_FAILED
+from tests.process.test_refused_starts import require_refused
+from tests.support.engine_driver import Driver, greedy
+from tests.support.process_mesh import Answer, ProcessMesh, process_mesh
+from tests.support.service_process import ServiceProcess
+from tests.vllm.conftest import EAGER
+
+pytestmark = [
+    *(pytest.mark.vllm, pytest.mark.process, pytest.mark.ucx),
+    pytest.mark.timeout(600),
+]
+
+VLLM = {"vllm_args": EAGER, "num_blocks": 160, "dtype": "float32"}
+TORCH = {"engine": "torch", "num_blocks": 400, "dtype": "float32"}
+NUM_TOKENS = 48
+NUM_ANSWERS = 20
+HAS_BEGUN = 5
+
+
+def prompts(seed: int = 0) -> list[list[int]]:
+    source = random.Random(seed)
+    lengths = [source.randint(5, 200) for _ in range(NUM_ANSWERS)]
+    return [[source.randrange(3, 1200) for _ in range(length)] for length in lengths]
+
+
+async def ask_all(
+    mesh: ProcessMesh,
+    gateway: ServiceProcess,
+    asked: Sequence[list[int]],
+    begun: asyncio.Event | None = None,
+) -> list[Answer]:
+    """All at once, half of them greedy. begun: set when some are amid their answers."""
+
+    def watch(answer: Answer) -> None:
+        if begun is not None and len(answer.tokens) >= HAS_BEGUN:
+            begun.set()
+
+    async def ask(idx: int, prompt: list[int]) -> Answer:
+        params = {"temperature": 0.9, "top_p": 0.95, "seed": idx} if idx % 2 else {}
+        answer = await mesh.ask(gateway, prompt, NUM_TOKENS, on_token=watch, **params)
+        answer.require_whole(NUM_TOKENS)
+        return answer
+
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(ask(idx, prompt)) for idx, prompt in enumerate(asked)]
+    return [one.result() for one in running]
+
+
+async def a_mesh(mesh: ProcessMesh, gateway: dict[str, Any], *workers: tuple[str, Any]) -> Any:
+    """A gateway, and these workers, paired."""
+    started = await mesh.start_gateway(**gateway)
+    running = [await mesh.start(role, **settings) for role, settings in workers]
+    await mesh.ready(*running)
+    roles = [role for role, _ in workers]
+    await mesh.paired(started, roles.count("prefill") * roles.count("decode"))
+    return started, running
+
+
+async def test_killed_and_stopped_workers_cost_no_token() -> None:
+    """Amid 20 answers, of either role: the same text as without, and nothing is held behind."""
+    async with process_mesh("vllm") as mesh:
+        workers = [(role, VLLM) for role in ("prefill", "decode") for _ in range(2)]
+        gateway, running = await a_mesh(mesh, {}, *workers)
+        asked = prompts()
+        one_by_one = [(await ask_all(mesh, gateway, [prompt]))[0] for prompt in asked[:1]]
+        want = [one.tokens for one in await ask_all(mesh, gateway, asked)]
+        assert one_by_one[0].tokens == want[0]
+        for role in ("decode", "prefill"):
+            for number in (signal.SIGKILL, signal.SIGSTOP):
+                victim = next(one for one in running if one.name.startswith(role))
+                begun = asyncio.Event()
+                async with asyncio.TaskGroup() as tasks:
+                    asking = tasks.create_task(ask_all(mesh, gateway, asked, begun))
+                    await begun.wait()
+                    victim.send(number)
+                assert [one.tokens for one in asking.result()] == want
+                await victim.end_at_once()
+                mesh.processes.remove(victim)
+                running.remove(victim)
+                running.append(await mesh.add(role, **VLLM))
+                await mesh.paired(gateway, 4)
+        await mesh.home([gateway], running)
+
+
+@pytest.fixture(scope="module")
+def truth() -> list[list[str]]:
+    """What our own engine says in float32, greedily."""
+    engine = TorchEngine.load(DEMO_FOLDER, dtype="float32", num_blocks=400, num_threads=1)
+    driver = Driver(engine)
+    return [driver.run_alone(prompt, greedy(NUM_TOKENS)).output for prompt in prompts()[:6]]
+
+
+@pytest.mark.parametrize("apart", [("vllm", "torch"), ("torch", "vllm")])
+async def test_two_engines_serve_together_where_that_is_allowed(
+    apart: tuple[str, str], truth: list[list[int]]
+) -> None:
+    """And then exactly in float32; else the second one is refused and told of the flag."""
+    settings = {"vllm": {"engine": "vllm", **VLLM}, "torch": TORCH}
+    prefill, decode = (settings[engine] for engine in apart)
+    allowed = {"allow_mixed_engines": "1"}
+    async with process_mesh("vllm") as mesh:
+        gateway = await mesh.start_gateway()
+        first = await mesh.add("prefill", **prefill)
+        await mesh.usable(gateway, 1)
+        await require_refused(
+            await mesh.start("decode", **decode), EXIT_FAILED, "--allow-mixed-engines", "vllm 0."
+        )
+        assert first.is_alive
+    async with process_mesh("vllm") as mesh:
+        workers = ("prefill", prefill | allowed), ("decode", decode | allowed)
+        gateway, _ = await a_mesh(mesh, allowed, *workers)
+        for prompt, answer in zip(prompts(), truth, strict=False):
+            ids, receipt = await mesh.ask_grpc(gateway, prompt, NUM_TOKENS)
+            assert ids == answer
+            assert receipt["transfer_bytes"] > 0
+            assert receipt["mode"] == "layerwise"
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes that a process has started, and theirs."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in task.read_text().split():
+            found += [int(child), *children_of(int(child))]
+    return found
+
+
+def is_there(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def meetings() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("pdmesh-ranks-*"))
+
+
+async def test_a_rank_that_dies_ends_its_worker_and_no_answer() -> None:
+    """Two ranks prefill for one that decodes, and say what one rank says. With one of them gone the
+    worker says so in one line and ends with all its processes; its prompts move."""
+    before = meetings()
+    async with process_mesh("vllm") as mesh:
+        two = VLLM | {"vllm_args": f"{EAGER} tensor_parallel_size=2"}
+        gateway, (ranks, _) = await a_mesh(mesh, {}, ("prefill", two), ("decode", VLLM))
+        alone = [one.tokens for one in await ask_all(mesh, gateway, prompts())]
+        await mesh.add("prefill", **VLLM)
+        await mesh.paired(gateway, 2)
+        processes = children_of(ranks.pid)
+        workers = [
+            pid for pid in processes if "Worker" in Path(f"/proc/{pid}/comm").read_text()
+        ] or processes[-2:]
+        assert len(processes) >= 2
+        asking = asyncio.ensure_future(  # noqa: TID251 - ended below
+            ask_all(mesh, gateway, prompts())
+        )
+        os.kill(workers[-1], signal.SIGKILL)
+        assert [one.tokens for one in await asking] == alone
+        assert await ranks.ended() != 0
+        errors = [line for line in ranks.log if '"level":"error"' in line]
+        assert len(errors) == 1, errors
+        assert "rank" in errors[0]
+        assert not [pid for pid in processes if is_there(pid)]
+    assert meetings() == before
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_a_worker_that_is_told_to_end_leaves_nothing(ranks: int) -> None:
+    """SIGTERM: it drains, its ranks end, and so does the folder where they met."""
+    before = meetings()
+    async with process_mesh("vllm") as mesh:
+        await mesh.start_gateway()
+        arguments = f"{EAGER} tensor_parallel_size={ranks}"
+        worker = await mesh.add("decode", **(VLLM | {"vllm_args": arguments}))
+        processes = children_of(worker.pid)
+        await worker.stop()
+        assert not [pid for pid in processes if is_there(pid)]
+    assert meetings() == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "words"),
+    [
+        ({"vllm_args": "max_model_len=5"}, EXIT_BAD_CONFIG, ["--max-model-len"]),
+        ({"vllm_args": f"{EAGER} pipeline_parallel_size=2"}, EXIT_BAD_CONFIG, ["pipeline"]),
+        ({"vllm_args": f"{EAGER} no_such_thing=1"}, EXIT_FAILED, ["no_such_thing"]),
+        ({"vllm_args": "/no/such/file"}, EXIT_BAD_CONFIG, ["/no/such/file"]),
+        ({"vllm_args": EAGER, "exact": "1"}, EXIT_FAILED, ["--exact"]),
+        ({"vllm_args": EAGER, "block_size": 17}, EXIT_BAD_CONFIG, ["--block-size", "32"]),
+        ({"vllm_args": EAGER, "kv_gib": 100000, "num_blocks": 0}, EXIT_FAILED, ["memory"]),
+        ({"vllm_args": EAGER, "engine": "torch"}, EXIT_BAD_CONFIG, ["--vllm-args"]),
+    ],
+)
+async def test_a_start_that_cannot_be_is_one_line(
+    settings: dict[str, Any], code: int, words: list[str]
+) -> None:
+    """And the exit code of its kind; nobody waits for a gateway first."""
+    async with process_mesh("vllm") as mesh:
+        await mesh.start_gateway()
+        await require_refused(await mesh.start("decode", **(VLLM | settings)), code, *words)
+
+
+async def test_without_a_compiler_the_flag_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM compiles the model unless it is told not to."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    async with process_mesh("vllm") as mesh:
+        await mesh.start_gateway()
+        worker = await mesh.start("decode", **(VLLM | {"vllm_args": ""}))
+        await require_refused(worker, EXIT_FAILED, "g++", "enforce_eager=true")
