@@ -136,10 +136,18 @@ def _checked(arguments: dict[str, Any]) -> dict[str, Any]:
     for key in arguments:
         if key in _OURS:
             raise _wrong(f"{key} is set by {_OURS[key]}")
-        if key in _REFUSED and arguments[key] not in (1, False, None):
+        if key in _REFUSED and not _changes_nothing(key, arguments[key]):
             raise _wrong(f"{key}: {_REFUSED[key]}")
     num_ranks(arguments)
     return arguments
+
+
+def _changes_nothing(key: str, value: Any) -> bool:
+    """Whether a refused argument is set to what holds anyway. True equals 1, and a switch that is
+    on is not a size of one."""
+    if key.endswith("_size"):
+        return value is None or (value == 1 and not isinstance(value, bool))
+    return value in (False, None)
 
 
 def _wrong(text: str) -> InvalidRequest:
