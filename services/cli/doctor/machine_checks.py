@@ -3,13 +3,11 @@ anything: each function looks at one thing and judges it."""
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import importlib.metadata
 import os
 import platform
 import resource
-import shutil
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,8 +18,6 @@ from typing import Any, Final
 from services.cli.doctor.finding import Finding, absent, right, wrong
 from services.cli.doctor.link import Link
 from services.cli.machine import num_cores
-from shared.engine.vllm.release import INSTALL, release
-from shared.errors import ModelError
 from shared.lanes import is_within_host
 from shared.runtime.realtime import RealTime
 from shared.version import VERSION
@@ -84,58 +80,6 @@ def check_torch(facts: Mapping[str, Any] | None, error: str) -> Finding:
     build = f"built for CUDA {facts['cuda_built']}" if facts["cuda_built"] else "CPU build"
     text = f"{facts['version']}, {build}, {facts['threads']} threads on {num_cores()} cores"
     return right("torch", text)
-
-
-def check_vllm(
-    facts: Mapping[str, Any] | None, *, has_amx: bool, has_numa: bool, compiler: str
-) -> Finding:
-    """Whether ``--engine vllm`` runs here. facts: see ``check_torch``. has_amx, has_numa, compiler:
-    what the CPU build looks at; '' = there is no C++ compiler."""
-    if find_spec("vllm") is None:
-        return absent("vLLM", f"not installed; only --engine vllm needs it: {INSTALL}")
-    try:
-        text = f"{release()}, for --engine vllm"
-    except ModelError as error:
-        return wrong("vLLM", error.message.removeprefix("--engine vllm: "), INSTALL)
-    if facts is None or facts["devices"]:
-        return right("vLLM", text)
-    if has_amx:
-        return wrong(
-            "vLLM",
-            f"{text}: this CPU has AMX, for which vLLM packs KV in a layout of its own",
-            "take --engine torch on this machine, or --engine vllm on a CPU without AMX",
-        )
-    if not has_numa:
-        return wrong("vLLM", f"{text}: its CPU build loads libnuma, and there is none",
-                     "install libnuma1 (numactl-libs)")  # fmt: skip
-    if not compiler:
-        return wrong("vLLM", f"{text}: it compiles models, and there is no C++ compiler",
-                     "install g++, or say --vllm-args enforce_eager=true")  # fmt: skip
-    return right("vLLM", f"{text}, compiles with {compiler}")
-
-
-def has_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether this CPU has Intel's matrix units."""
-    try:
-        flags = next(line for line in cpuinfo.read_text().splitlines() if line.startswith("flags"))
-    except (OSError, StopIteration):
-        return False
-    return "amx_tile" in flags.split()
-
-
-def has_numa() -> bool:
-    """Whether the library is here that vLLM's CPU build is linked with."""
-    try:
-        ctypes.CDLL("libnuma.so.1")
-    except OSError:
-        return False
-    return True
-
-
-def find_compiler() -> str:
-    """Return the C++ compiler that vLLM takes on a CPU, '' if there is none."""
-    named = os.environ.get("CXX", "")
-    return next((name for name in (named, "g++", "clang++") if name and shutil.which(name)), "")
 
 
 def is_ucx_installed() -> bool:

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from services.cli.client import NO_ACCESS, Access, require_url
 from services.cli.doctor import machine_checks as checks
+from services.cli.doctor import vllm_checks
 from services.cli.doctor.finding import Finding, lines_of
 from services.cli.doctor.gateway_checks import check_gateway, is_ours
 from services.cli.doctor.link import Link, measure_link
@@ -113,11 +114,11 @@ async def examine(gateway: str, access: Access) -> Sections:
             checks.check_pdmesh(),
             checks.check_uvloop(),
             checks.check_torch(facts, torch_error),
-            checks.check_vllm(
+            vllm_checks.check_vllm(
                 facts,
-                has_amx=checks.has_amx(),
-                has_numa=checks.has_numa(),
-                compiler=checks.find_compiler(),
+                has_amx=vllm_checks.has_amx(),
+                has_numa=vllm_checks.has_numa(),
+                compiler=vllm_checks.find_compiler(),
             ),
         ],
         "Link between workers": link_findings,
