@@ -75,7 +75,7 @@ class StepTimes:
         Raises EngineFailed: the device failed.
         """
         began_at = stopwatch()
-        room = min(engine.spec.max_model_len, engine.num_blocks * engine.block_size)
+        room = min(engine.spec.max_model_len - 1, engine.num_blocks * engine.block_size)
         for depth in DEPTHS:
             size = SMALLEST
             while size <= max_tokens and depth + size <= room:

@@ -81,7 +81,6 @@ class FakeModel:
 
     @property
     def layout(self) -> KvLayout:
-        """Shape of the KV."""
         return KvLayout(
             dtype="uint8",
             num_layers=self.num_layers,

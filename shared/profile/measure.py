@@ -75,7 +75,7 @@ async def sweep(
     first length is timed, or a shorter one if the pool is that small.
     Raises EngineFailed: the device failed.
     """
-    room = min(engine.spec.max_model_len, engine.num_blocks * engine.block_size)
+    room = min(engine.spec.max_model_len - 1, engine.num_blocks * engine.block_size)
     rows = [_prompt(engine, min(count, room)) for count in lengths[:1]]
     rows += [_prompt(engine, count) for count in lengths[1:] if count <= room]
     await _step_s(compute, rows[0])  # kernels are compiled at their first use

@@ -235,7 +235,6 @@ def test_a_pool_of_another_width_is_refused(on_device: bool) -> None:
         kind.pools(ranks, on_device=on_device)
 
 
-@pytest.mark.xfail(reason="only the second reshape is looked at", strict=True)
 def test_packed_pools_that_are_no_whole_blocks_are_refused() -> None:
     """Keys and values would be views of copies, and writes would be lost."""
     kind = DENSE[0]

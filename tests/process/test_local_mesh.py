@@ -225,7 +225,7 @@ async def test_a_block_of_a_mesh_reaps_all_processes(tmp_path: Path) -> None:
 async def test_a_failure_to_start_is_the_childs_own_last_word(tmp_path: Path) -> None:
     """It ends all others at once, and nothing is restarted."""
     services = a_plan()
-    services[1].env["PDMESH_BLOCK_SIZE"] = "0"
+    services[1].env["PDMESH_BLOCK_SIZE"] = "5000"
     with pytest.raises(StartFailed, match="prefill-0 could not start: --block-size must be"):
         async with local_mesh(services, log=tmp_path / "log"):
             pytest.fail("it must not be entered")

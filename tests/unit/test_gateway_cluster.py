@@ -198,7 +198,7 @@ def a_worker(role: Role, incarnation: int, **fields: object) -> Worker:
             max_model_len=64,
             dtype="float32",
             engine="torch",
-        ),  # fmt: skip
+        ),
         layout=LAYOUT,
         num_blocks=100,
         block_size=16,

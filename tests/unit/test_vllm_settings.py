@@ -272,7 +272,6 @@ def test_variables_that_somebody_set_stay(monkeypatch: pytest.MonkeyPatch) -> No
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
 
 
-@pytest.mark.xfail(reason="True equals 1, so it counts as off", strict=True)
 @pytest.mark.parametrize(
     "argument", ["trust_remote_code=true", "enable_lora=true", "enable_expert_parallel=true"]
 )

@@ -115,7 +115,9 @@ class VllmEngine(Engine):
             if min(ids) < 0 or max(ids) >= self._spec.vocab_size:
                 raise LocalProtocolError(f"a token is outside the {self._spec.vocab_size} known")
             num_blocks = -(-row.stop // self._block_size)
-            if len(row.block_table) < num_blocks or row.stop > self._spec.max_model_len:
+            # What samples nothing is followed by at least one token.
+            longest = self._spec.max_model_len - int(row.sample is None)
+            if len(row.block_table) < num_blocks or row.stop > longest:
                 raise LocalProtocolError(f"a row of {row.stop} tokens has no room")
             check_blocks(np.asarray(row.block_table[:num_blocks]), self._num_blocks)
 

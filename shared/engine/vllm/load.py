@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import shutil
@@ -102,6 +103,9 @@ def load_vllm(
                 "vllm's latent attention on a CPU is for trying things out: its answers depend on "
                 "what else is in a step"
             )
+        if events is not None and meeting is not None:
+            events.watch(functools.partial(_end_without_ranks, meeting))
+            stack.callback(events.watch, None)  # from here on they may end
         return VllmEngine(
             core,
             spec,
@@ -151,6 +155,18 @@ def _require_possible(
 
 def _compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "")) or shutil.which("g++") or shutil.which("clang++")
+
+
+def _end_without_ranks(meeting: Path) -> None:
+    """A rank has ended. The others wait for it without end, and vLLM for them, so no error would
+    reach anybody: the process ends here, and its requests move."""
+    _log.error(
+        "stopped",
+        error="a rank of this worker has ended (out of memory?), and with it the worker",
+        error_type=EngineFailed.__name__,
+    )
+    shutil.rmtree(meeting, ignore_errors=True)
+    os._exit(1)
 
 
 def _meeting(stack: contextlib.ExitStack) -> Path:

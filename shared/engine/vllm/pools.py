@@ -193,7 +193,8 @@ def _host_parts(
     halves = pool.view(bits).numpy().reshape(num_blocks, num_heads, 2, block_size * width // 2)
     keys = halves[:, :, 0].reshape(num_blocks, num_heads, width // 2, block_size)
     values = halves[:, :, 1].reshape(num_blocks, num_heads, block_size, width // 2)
-    if not (np.shares_memory(keys, halves) and np.shares_memory(values, halves)):
+    whole = pool.view(bits).numpy()
+    if not (np.shares_memory(keys, whole) and np.shares_memory(values, whole)):
         raise EngineFailed("vLLM's KV is not laid out as this release expects")
     return [
         _Part(keys, 0, heads, is_transposed=True),

@@ -1,7 +1,7 @@
 """Tensor parallel: ranks are vLLM's processes, and their KV is mapped into the worker's.
 
     rank process    its KV pools are made shared memory; the file `rank-N.json` says where they are,
-                    and a datagram a layer says that it is written
+                    and a word a layer says that it is written
     worker          maps all pools, so that gather and scatter reach them like its own; a layer is
                     written when every rank has written it
 
@@ -14,11 +14,15 @@ ranks, and both ends of a transfer may have different numbers of them. Knows no 
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import selectors
+import signal
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -45,12 +49,20 @@ _DTYPES = {
 
 
 class RankEnd:
-    """The end in a rank's process."""
+    """The end in a rank's process, which does not outlive the worker's: vLLM's ranks wait for each
+    other without end where one of them is gone."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._rank = rank
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._path = str(folder / _SOCKET)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.connect(str(folder / _SOCKET))
+        threading.Thread(target=self._follow, name="pdmesh-worker", daemon=True).start()
+
+    def _follow(self) -> None:
+        with contextlib.suppress(OSError):
+            while self._socket.recv(1):
+                pass
+        os.kill(os.getpid(), signal.SIGKILL)
 
     @classmethod
     def open(cls, folder: str, pools: Sequence[torch.Tensor]) -> RankEnd:
@@ -89,7 +101,7 @@ class RankEnd:
 
     def tell(self, step: int, layer: int) -> None:
         """This rank has written a layer's KV of a step."""
-        self._socket.sendto(_EVENT.pack(self._rank, layer, step), self._path)
+        self._socket.send(_EVENT.pack(self._rank, layer, step))
 
 
 def map_pools(folder: Path, num_ranks: int) -> list[list[torch.Tensor]]:
@@ -121,11 +133,13 @@ class LayerEvents:
 
     def __init__(self, folder: Path, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._path = folder / _SOCKET
-        self._socket.bind(str(self._path))
+        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._door.bind(str(folder / _SOCKET))
+        self._door.listen(num_ranks)
+        self._stop, self._stopped = socket.socketpair()
         self._lock = threading.Lock()
         self._all_written = threading.Event()
+        self._on_lost: Callable[[], None] | None = None
         self._step = 0
         self._num_layers = 0
         self._on_layer: OnLayer | None = None
@@ -150,19 +164,48 @@ class LayerEvents:
         if not self._all_written.wait(LAYER_WITHIN_S):
             raise EngineFailed("a rank has not written its KV though the step has ended")
 
+    def watch(self, on_lost: Callable[[], None] | None) -> None:
+        """Call this, on the hearing thread, when a rank ends; None: they are about to."""
+        self._on_lost = on_lost
+
     def close(self) -> None:
-        """End the thread."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as last:
-            last.sendto(b"", str(self._path))
+        """End the thread; ranks that are left end, too."""
+        self._stop.close()
         self._thread.join()
-        self._socket.close()
 
     def _hear(self) -> None:
-        while data := self._socket.recv(_EVENT.size):
-            rank, layer, step = _EVENT.unpack(data)
-            with self._lock:
-                if step == self._step and self._on_layer is not None:
-                    self._take(rank, layer)
+        with contextlib.ExitStack() as stack, selectors.DefaultSelector() as ready:
+            for one in (self._door, self._stopped):
+                stack.callback(one.close)
+                ready.register(one, selectors.EVENT_READ)
+            while True:
+                for key, _ in ready.select():
+                    if key.fileobj is self._stopped:
+                        return
+                    if key.fileobj is self._door:
+                        rank, _ = self._door.accept()
+                        stack.callback(rank.close)
+                        ready.register(rank, selectors.EVENT_READ)
+                    else:
+                        assert isinstance(key.fileobj, socket.socket)
+                        if not self._receive(key.fileobj):
+                            ready.unregister(key.fileobj)
+                            if self._on_lost is not None:
+                                self._on_lost()
+
+    def _receive(self, rank: socket.socket) -> bool:
+        """Take one word of a rank; False: it has ended."""
+        try:
+            data = rank.recv(_EVENT.size)
+        except OSError:
+            data = b""
+        if not data:
+            return False
+        with self._lock:
+            number, layer, step = _EVENT.unpack(data)
+            if step == self._step and self._on_layer is not None:
+                self._take(number, layer)
+        return True
 
     def _take(self, rank: int, layer: int) -> None:
         assert self._on_layer is not None
