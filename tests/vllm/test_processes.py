@@ -1,8 +1,10 @@
-"""Starts that an environment or an argument does not allow: a vLLM that is missing or another one,
-and what is not vLLM's to choose."""
+"""A whole mesh on vLLM beside one on our own engine, a worker that does both parts, and an
+environment whose vLLM is missing or another one."""
 
 from __future__ import annotations
 
+import asyncio
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,8 @@ import pytest
 
 from shared.runtime.service import EXIT_BAD_CONFIG, EXIT_FAILED
 from tests.process.test_refused_starts import require_refused
-from tests.support.process_mesh import process_mesh
+from tests.support.process_mesh import Answer, ProcessMesh, process_mesh
+from tests.support.service_process import ServiceProcess
 from tests.vllm.conftest import EAGER
 
 pytestmark = [
@@ -19,6 +22,102 @@ pytestmark = [
 ]
 
 VLLM = {"vllm_args": EAGER, "num_blocks": 160, "dtype": "float32"}
+RANKS = VLLM | {"vllm_args": f"{EAGER} tensor_parallel_size=2"}
+TORCH = {"engine": "torch", "num_blocks": 400, "dtype": "float32"}
+NUM_TOKENS = 24
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.8, "top_p": 0.9, "seed": 7},
+    {"temperature": 0.9, "seed": 3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
+]
+"""Each of the prompts is asked in one of these ways."""
+
+
+def questions() -> list[tuple[list[int], dict[str, Any]]]:
+    source = random.Random(3)
+    lengths = [5, 31, 32, 33, 64, 90, 130, 200, 260, 300, 17, 48]
+    prompts = [[source.randrange(3, 1200) for _ in range(length)] for length in lengths]
+    return [(prompt, KINDS[idx % len(KINDS)]) for idx, prompt in enumerate(prompts)]
+
+
+async def answers(mesh: ProcessMesh, gateway: ServiceProcess, *, salt: str) -> list[Answer]:
+    """All at once. salt: nobody's prefix cache shortens them."""
+    async with asyncio.TaskGroup() as tasks:
+        asked = [
+            tasks.create_task(mesh.ask(gateway, prompt, NUM_TOKENS, cache_salt=salt, **kind))
+            for prompt, kind in questions()
+        ]
+    found = [task.result() for task in asked]
+    for answer in found:
+        answer.require_whole(NUM_TOKENS)
+    return found
+
+
+async def a_pair(
+    mesh: ProcessMesh, prefill: dict[str, Any], decode: dict[str, Any]
+) -> tuple[ServiceProcess, list[ServiceProcess]]:
+    gateway = await mesh.start_gateway()
+    workers = [await mesh.start("prefill", **prefill), await mesh.start("decode", **decode)]
+    await mesh.ready(*workers)
+    await mesh.paired(gateway, 1)
+    return gateway, workers
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, list[list[str]]]:
+    """What a mesh on our own engine answers, kept for the file."""
+    return {}
+
+
+async def of_our_engine(known: dict[str, list[list[str]]]) -> list[list[str]]:
+    if "ours" not in known:
+        async with process_mesh("torch") as mesh:
+            gateway, _ = await a_pair(mesh, TORCH, TORCH)
+            known["ours"] = [one.tokens for one in await answers(mesh, gateway, salt="a")]
+    return known["ours"]
+
+
+async def test_a_mesh_on_vllm_says_what_a_mesh_on_our_engine_says(
+    known: dict[str, list[list[str]]],
+) -> None:
+    """In float32, greedy, drawn and with penalties, one at a time and all at once, each pushed
+    layer by layer; and then nothing is held."""
+    ours = await of_our_engine(known)
+    async with process_mesh("vllm") as mesh:
+        with mesh.explained():
+            gateway, workers = await a_pair(mesh, VLLM, VLLM)
+            together = await answers(mesh, gateway, salt="a")
+            assert [one.tokens for one in together] == ours
+            assert {one.receipt["mode"] for one in together} == {"layerwise"}
+            for (prompt, kind), before in zip(questions(), together, strict=True):
+                alone = await mesh.ask(gateway, prompt, NUM_TOKENS, cache_salt="b", **kind)
+                assert (alone.text, alone.tokens) == (before.text, before.tokens)
+            await mesh.home([gateway], workers)
+
+
+async def test_one_rank_may_feed_two(known: dict[str, list[list[str]]]) -> None:
+    """Decode divides the heads over two processes, prefill does not: the same tokens."""
+    ours = await of_our_engine(known)
+    async with process_mesh("vllm") as mesh:
+        with mesh.explained():
+            gateway, workers = await a_pair(mesh, VLLM, RANKS)
+            found = await answers(mesh, gateway, salt="a")
+            assert [one.tokens for one in found] == ours
+            await mesh.home([gateway], workers)
+
+
+async def test_a_colocated_worker_says_the_same_alone(known: dict[str, list[list[str]]]) -> None:
+    """No prefill worker is there, and its receipt says so."""
+    ours = await of_our_engine(known)
+    async with process_mesh("vllm") as mesh:
+        with mesh.explained():
+            gateway = await mesh.start_gateway()
+            worker = await mesh.add("decode", colocated=True, token_budget=64, **VLLM)
+            await mesh.paired(gateway, 1)
+            found = await answers(mesh, gateway, salt="a")
+            assert [one.tokens for one in found] == ours
+            assert {one.receipt["mode"] for one in found} == {"colocated"}
+            await mesh.home([gateway], [worker])
 
 
 async def test_another_release_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
