@@ -47,7 +47,11 @@ FAKE_STEP_S = 0.005
 ENGINES: dict[str, dict[str, Any]] = {
     "demo": {"threads": 1},
     "fake": {"threads": 1, "engine": "fake", "fake_step_s": FAKE_STEP_S},
+    "vllm": {"threads": 1, "engine": "vllm", "vllm_args": "enforce_eager=true"},
 }
+"""vllm: if asked for, with the interpreter that ``make setup-vllm`` makes."""
+
+BY_DEFAULT = ("demo", "fake")
 LOADS = {"unloaded": 0.0, "loaded": 8.0}
 """Answers a second, on average (Poisson); 0 = one after the other, with pauses."""
 
@@ -341,7 +345,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--quick", action="store_true", help="one short repetition, not recorded")
     parser.add_argument("--stages", action="store_true", help="only where the time goes")
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=BY_DEFAULT)
     parser.add_argument("--seconds", type=float, default=10.0, help="of one load")
     parser.add_argument("--repetitions", type=int, default=5)
     add_priorities(parser)

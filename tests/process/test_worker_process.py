@@ -206,7 +206,7 @@ async def test_a_stopped_prefill_worker_is_given_up_after_three_seconds() -> Non
     [
         ({"model": "/no/such/folder"}, 1, "no model folder"),
         ({"max_running": "many"}, 2, "PDMESH_MAX_RUNNING"),
-        ({"block_size": "0"}, 2, "block-size"),
+        ({"block_size": "5000"}, 2, "block-size"),
     ],
 )
 async def test_what_keeps_a_worker_from_starting_is_one_line_and_an_exit_code(
