@@ -38,6 +38,7 @@ TITLES = {
     9: "apart beside the best together",
     10: "start-up, memory",
     11: "how long a client waits when something dies",
+    12: "steps over vLLM beside vLLM",
 }
 """What each goal's number asks."""
 

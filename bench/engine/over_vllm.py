@@ -3,7 +3,7 @@
     make setup-vllm
     python -m bench.engine.over_vllm [--sizes 125m 1.1b] [--batches 1 16 64] [--prefills 1024]
 
-Both run in the environment that ``make setup-vllm`` makes, with vLLM's default settings (compiled),
+Prints and writes nothing. Both run in the environment that ``make setup-vllm`` makes, with vLLM's default settings (compiled),
 asked in turn as in ``run.py``. What the numbers mean: README.md beside this file.
 """
 
@@ -103,7 +103,7 @@ def main() -> None:
             finally:
                 for end in ends:
                     end.close()
-    record.finish()
+    record.finish(write=False)
 
 
 if __name__ == "__main__":
