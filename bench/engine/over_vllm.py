@@ -3,8 +3,9 @@
     make setup-vllm
     python -m bench.engine.over_vllm [--sizes 125m 1.1b] [--batches 1 16 64] [--prefills 1024]
 
-Prints and writes nothing. Both run in the environment that ``make setup-vllm`` makes, with vLLM's default settings (compiled),
-asked in turn as in ``run.py``. What the numbers mean: README.md beside this file.
+Prints, and writes nothing. Both run in the environment that ``make setup-vllm`` makes, with vLLM's
+default settings (compiled), asked in turn as in ``run.py``. What the numbers mean: README.md beside
+this file.
 """
 
 from __future__ import annotations
