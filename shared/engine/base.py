@@ -22,6 +22,9 @@ Buffer = Any
 """An object with ``__cuda_array_interface__`` or the buffer protocol; contiguous, writable, one
 byte per item."""
 
+DEFAULT_BLOCK_SIZE = 16
+DEFAULT_CPU_KV_BYTES = 1 << 30
+
 OnLayer = Callable[[int], None]
 """Called on the compute thread after layer ``i``'s KV of the running step is written (0-based, in
 order).

@@ -10,14 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from shared.config import DecodeConfig, WorkerConfig
-from shared.engine.base import Engine
+from shared.engine.base import DEFAULT_BLOCK_SIZE, Engine
 from shared.engine.fake import FakeEngine, FakeModel, FakeTiming
 from shared.engine.models.registry import read_model_config
 from shared.engine.native.build import Unavailable, find_compiled, library, unsupported
 from shared.model_folder import ModelFolder, resolve_model
 
 FAKE_NUM_BLOCKS = 1024
-DEFAULT_BLOCK_SIZE = 16
 
 
 def load_engine(config: WorkerConfig, begins: Callable[[str], None] = lambda _: None) -> Engine:

@@ -20,7 +20,13 @@ from shared.engine import sampler
 from shared.engine.attention.base import AttentionBackend
 from shared.engine.attention.sdpa import SdpaAttention
 from shared.engine.attention.triton import TritonAttention
-from shared.engine.base import Buffer, Engine, OnLayer
+from shared.engine.base import (
+    DEFAULT_BLOCK_SIZE,
+    DEFAULT_CPU_KV_BYTES,
+    Buffer,
+    Engine,
+    OnLayer,
+)
 from shared.engine.computing import Kernels, choose, keep_precision
 from shared.engine.decode_buckets import DecodeBuckets
 from shared.engine.device import (
@@ -52,9 +58,6 @@ from shared.request import TokenLogprobs
 from shared.step import RowResult, SampleSpec, StepRow
 
 _log = structlog.get_logger(__name__)
-
-DEFAULT_BLOCK_SIZE = 16
-DEFAULT_CPU_KV_BYTES = 1 << 30
 
 _LOGIT_ROWS = 64
 """Positions whose prompt logprobs are computed at once: bounds ``[rows, vocab_size]`` float32."""

@@ -19,6 +19,7 @@ import structlog
 import torch
 
 from shared.config import DecodeConfig, WorkerConfig
+from shared.engine.base import DEFAULT_CPU_KV_BYTES
 from shared.engine.device import require_shareable_memory, resolve_device
 from shared.engine.failures import DeviceFailures
 from shared.engine.models.registry import read_model_config
@@ -35,8 +36,6 @@ from shared.model_folder import ModelFolder
 from shared.model_spec import ModelSpec
 
 _log = structlog.get_logger(__name__)
-
-DEFAULT_CPU_KV_BYTES = 1 << 30
 
 _KV_DTYPES = {
     torch.float32: "float32",

@@ -139,7 +139,8 @@ def _checked(arguments: dict[str, Any]) -> dict[str, Any]:
         if key in _REFUSED and not _changes_nothing(key, arguments[key]):
             raise _wrong(f"{key}: {_REFUSED[key]}")
     num_ranks(arguments)
-    return arguments
+    # What is as it is anyway is said to vLLM by us.
+    return {key: value for key, value in arguments.items() if key not in _REFUSED}
 
 
 def _changes_nothing(key: str, value: Any) -> bool:
