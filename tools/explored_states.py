@@ -12,14 +12,15 @@ import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from services.decode.core.lease import LeaseKey, LeasePolicy, LeaseState
-from services.decode.core.leases import Leases
 from services.gateway.core.lifecycle import ArrivedToken, Leg, Lifecycle, State
 from shared.errors import DeadlinePassed, InvalidRequest, LocalProtocolError, MeshError, WorkerLost
 from shared.ids import Incarnation, LeaseToken, RequestId
 from shared.kv.pool import BlockPool
 from shared.liveness import Liveness, PeerState
 from shared.request import FinishReason, SamplingParams, WorkItem
+from shared.transfer.messages import TransferKey
+from shared.worker.core.lease import LeasePolicy, LeaseState
+from shared.worker.core.leases import Leases
 
 Moves = dict[str, dict[str, list[str]]]
 """State -> event -> states after it, the same one included; in the order in which they were found.
@@ -178,8 +179,8 @@ class LeaseRoom:
         return f"{self.state} {self.other.state.value} {self.now} {self.ours.expires_at}"
 
 
-def _key(number: int) -> LeaseKey:
-    return LeaseKey(RequestId(bytes([number] * 16)), 0, LeaseToken(bytes(16)))
+def _key(number: int) -> TransferKey:
+    return TransferKey(RequestId(bytes([number] * 16)), 0, LeaseToken(bytes(16)))
 
 
 def lease_moves() -> Moves:

@@ -2,7 +2,7 @@
 end.
 
 Prefill.Session and Decode.Session differ in their messages alone; what a command means is the
-host's business (``services/prefill/intake.py``, ``services/decode/intake.py``). Heartbeats are
+host's business (``shared/worker/doors.py``, ``shared/worker/doors.py``). Heartbeats are
 ``heartbeat_stream.py``'s. A gateway that does not read is dropped: a worker cannot slow down one
 gateway's tokens without slowing all others, so beyond ``max_outbox_bytes`` of unsent events its
 session ends and its requests are cancelled.

@@ -1,8 +1,7 @@
 """What every worker is besides its work: a server, a member of every gateway's mesh, an operator's
 door, and a life with an end.
 
-``services/prefill/app.py`` and ``services/decode/app.py`` say what serves, runs and drains; nothing
-here knows which of the two it is.
+``shared/worker/worker.py`` says what serves, runs and drains; nothing here knows what that is.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class WorkerParts:
     """
 
     servicers: Sequence[Servicer]
-    sessions: GatewaySessions
+    sessions: Sequence[GatewaySessions]
     metrics: WorkerMetrics
     load: Callable[[], WorkerLoad]
     loops: Sequence[Loop]
@@ -144,7 +143,8 @@ class WorkerLife:
 
     async def _last_words(self) -> None:
         if self._parts is not None and self._registration is not None:
-            await self._parts.sessions.flush(FLUSH_S)
+            for sessions in self._parts.sessions:
+                await sessions.flush(FLUSH_S)
             if self._parts.load().is_draining:
                 await self._registration.leave(FLUSH_S)
 

@@ -9,7 +9,7 @@ prefill worker that announces and then stalls cannot take them all.
     slots = free + posted + placing          (``check_integrity``)
 
 Slots of a transfer that ends badly stay in "posted" or "placing" (quarantined) until the very
-operation has settled. Pure. The shell is services/decode/receiver.py.
+operation has settled. Pure. The shell is shared/worker/receiver.py.
 """
 
 from __future__ import annotations

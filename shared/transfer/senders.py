@@ -6,7 +6,7 @@ posted a receive, so it comes home without help from any other transfer.
 
     slots = free + in flight          (``check_integrity``)
 
-Pure. The shell is services/prefill/pusher.py.
+Pure. The shell is shared/worker/pusher.py.
 """
 
 from __future__ import annotations

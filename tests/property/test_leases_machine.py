@@ -6,29 +6,29 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.decode.core.lease import (
+from shared.errors import LeaseLost, RemoteProtocolError, WorkerLost
+from shared.ids import Incarnation, RequestId
+from shared.kv.pool import BlockPool, BlockTable
+from shared.schedule.sequence import Sequence
+from shared.transfer.messages import TransferKey
+from shared.worker.core.lease import (
     AbortReceive,
     Effect,
     Grant,
     Lease,
-    LeaseKey,
     LeasePolicy,
     LeaseState,
     Refuse,
     RefuseOpen,
 )
-from services.decode.core.leases import Leases
-from shared.errors import LeaseLost, RemoteProtocolError, WorkerLost
-from shared.ids import Incarnation, RequestId
-from shared.kv.pool import BlockPool, BlockTable
-from shared.schedule.sequence import Sequence
+from shared.worker.core.leases import Leases
 from tests.support.cores import an_item
 
 POLICY = LeasePolicy(open_wait_s=5.0, growth_tokens=2, max_waiting=3, max_leases=5)
 GONE = WorkerLost("gone")
 PREFILLS = st.sampled_from([Incarnation(1), Incarnation(2)])
 KEYS = st.builds(
-    LeaseKey,
+    TransferKey,
     st.integers(0, 5).map(lambda number: RequestId(bytes([number]) * 16)),
     st.integers(0, 1),
 )
@@ -86,7 +86,7 @@ class LeasesMachine(RuleBasedStateMachine):
     )
     def reserve(
         self,
-        key: LeaseKey,
+        key: TransferKey,
         prefill: Incarnation,
         prompt: tuple[int, ...],
         max_tokens: int,

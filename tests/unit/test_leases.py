@@ -6,18 +6,6 @@ from typing import Any
 
 import pytest
 
-from services.decode.core.lease import (
-    AbortReceive,
-    Effect,
-    Grant,
-    Lease,
-    LeaseKey,
-    LeasePolicy,
-    LeaseState,
-    Refuse,
-    RefuseOpen,
-)
-from services.decode.core.leases import Leases
 from shared.errors import (
     LeaseLost,
     LocalProtocolError,
@@ -30,15 +18,27 @@ from shared.errors import (
 )
 from shared.ids import Incarnation, LeaseToken, RequestId
 from shared.kv.pool import BlockPool
+from shared.transfer.messages import TransferKey
+from shared.worker.core.lease import (
+    AbortReceive,
+    Effect,
+    Grant,
+    Lease,
+    LeasePolicy,
+    LeaseState,
+    Refuse,
+    RefuseOpen,
+)
+from shared.worker.core.leases import Leases
 from tests.support.cores import an_item
 
 US, THEM = Incarnation(1), Incarnation(2)
 GONE = WorkerLost("gone")
 
 
-def a_key(number: int, attempt: int = 0) -> LeaseKey:
+def a_key(number: int, attempt: int = 0) -> TransferKey:
     """The key of request ``number``."""
-    return LeaseKey(RequestId(number.to_bytes(16, "little")), attempt, LeaseToken(bytes(16)))
+    return TransferKey(RequestId(number.to_bytes(16, "little")), attempt, LeaseToken(bytes(16)))
 
 
 class Desk:

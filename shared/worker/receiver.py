@@ -15,8 +15,6 @@ from typing import Any, Protocol
 
 import structlog
 
-from services.decode.pairs import Link, PairServer
-from services.decode.slots import ReceiveSlots
 from shared.engine import staging
 from shared.engine.base import Engine
 from shared.engine.worker import ComputeRunner
@@ -53,6 +51,8 @@ from shared.transfer.plan import DEFAULT_MAX_FRAME_BYTES, FrameRule
 from shared.transfer.receivers import Receivers, ReceiverStatistics, TagRanges
 from shared.transport.base import Operation, Outcome, Transport
 from shared.transport.pairing import PairRules
+from shared.worker.accept import Link, PairServer
+from shared.worker.slots import ReceiveSlots
 
 _log = structlog.get_logger(__name__)
 
@@ -95,7 +95,7 @@ class LeaseBook(Protocol):
     ``KvReceiver.abort(key, ...)`` and waits for ``release``.
     """
 
-    def attach(self, key: TransferKey, prefill: Incarnation) -> LeaseTerms | NoTermsYet:
+    def attach(self, key: TransferKey, source: Incarnation) -> LeaseTerms | NoTermsYet:
         """Prefill opened this transfer. Return the terms, once per lease.
 
         Raises MeshError: refuse (not reserved for that prefill incarnation, already attached,
@@ -103,7 +103,7 @@ class LeaseBook(Protocol):
         """
         ...
 
-    def prefill_lost(self, prefill: Incarnation, error: MeshError) -> None:
+    def source_lost(self, source: Incarnation, error: MeshError) -> None:
         """No pair with this prefill worker is left: leases of it that are not attached fail now.
         The others were reported by ``failed``."""
         ...
@@ -319,7 +319,7 @@ class KvReceiver:
                 del self._block_tables[key]
                 self._leases.release(key)
             case EndLeases(prefill=prefill, error=error):
-                self._leases.prefill_lost(prefill, error)
+                self._leases.source_lost(prefill, error)
             case CloseLink(link=link_id, reason=reason):
                 if (link := self._links.get(link_id)) is not None:
                     link.close(reason)

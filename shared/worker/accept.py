@@ -1,7 +1,7 @@
 """Serves ``Transfer.Push``: shakes hands with prefill workers, tries canaries, keeps their streams.
 
 What flows over a pair is the receiver's business (``LinkSink``). The counterpart is
-``services/prefill/pairs.py``.
+``shared/worker/dial.py``.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
-from services.prefill.pairs import Link
 from shared.engine import staging
 from shared.engine.base import Engine
 from shared.engine.worker import ComputeRunner, StepDone
@@ -51,6 +50,7 @@ from shared.transfer.plan import (
 )
 from shared.transfer.senders import Senders, SenderStatistics
 from shared.transport.base import Outcome
+from shared.worker.dial import Link
 
 _SPEED_WEIGHT = 0.1  # of a new measurement in a link's moving mean
 

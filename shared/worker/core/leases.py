@@ -11,18 +11,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-from services.decode.core.lease import (
-    AbortReceive,
-    Effect,
-    Grant,
-    Lease,
-    LeaseKey,
-    LeasePolicy,
-    LeaseState,
-    LeaseStatistics,
-    Refuse,
-    RefuseOpen,
-)
 from shared.errors import (
     InvariantViolated,
     LeaseLost,
@@ -37,6 +25,18 @@ from shared.ids import Incarnation
 from shared.kv.pool import BlockPool, BlockTable
 from shared.request import WorkItem
 from shared.schedule.sequence import Sequence
+from shared.transfer.messages import TransferKey
+from shared.worker.core.lease import (
+    AbortReceive,
+    Effect,
+    Grant,
+    Lease,
+    LeasePolicy,
+    LeaseState,
+    LeaseStatistics,
+    Refuse,
+    RefuseOpen,
+)
 
 
 class Leases:
@@ -46,8 +46,8 @@ class Leases:
     def __init__(self, pool: BlockPool, policy: LeasePolicy) -> None:
         self._pool = pool
         self._policy = policy
-        self._leases: dict[LeaseKey, Lease] = {}
-        self._waiting: dict[LeaseKey, Lease] = {}  # first come first; each is in _leases too
+        self._leases: dict[TransferKey, Lease] = {}
+        self._waiting: dict[TransferKey, Lease] = {}  # first come first; each is in _leases too
         self._num_reserved_blocks = 0
         self._num_freed_blocks = 0
         self._num_joined_blocks = 0
@@ -55,7 +55,7 @@ class Leases:
     # --- the gateway's side --------------------------------------------------------------------
 
     def reserve(
-        self, key: LeaseKey, item: WorkItem, prefill: Incarnation, *, now: float, wait_s: float
+        self, key: TransferKey, item: WorkItem, prefill: Incarnation, *, now: float, wait_s: float
     ) -> tuple[Lease, list[Effect]]:
         """Promise room for the item's KV, now or within ``wait_s``; only ``prefill`` may push.
 

@@ -15,7 +15,6 @@ from typing import Protocol
 
 import structlog
 
-from services.prefill.windows import PeerWindows
 from shared import wire
 from shared.address import Address
 from shared.engine import staging
@@ -57,6 +56,7 @@ from shared.transport.pairing import (
     close_endpoint,
     is_refusal,
 )
+from shared.worker.windows import PeerWindows
 
 _log = structlog.get_logger(__name__)
 
