@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from shared.kv.events import BlockStored, KvEvent
 from shared.telemetry.loop_lag import LagWindow
 
 STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -104,6 +105,12 @@ class WorkerMetrics:
         self.cached_tokens = Counter(
             f"{prefix}_cached_tokens", "Tokens found in the prefix cache", registry=registry
         )
+        self.kv_stored = Counter(
+            f"{prefix}_kv_blocks_stored", "KV blocks that became findable", registry=registry
+        )
+        self.kv_removed = Counter(
+            f"{prefix}_kv_blocks_removed", "Findable KV blocks that went", registry=registry
+        )
         self.requests = Counter(
             f"{prefix}_requests", "Attempts by how they ended", ["outcome"], registry=registry
         )
@@ -124,6 +131,10 @@ class WorkerMetrics:
         """Take in how late a timer of the loop was."""
         self.loop_lag_seconds.observe(lag_s)
         self.loop_lag.add(lag_s)
+
+    def kv_changed(self, event: KvEvent) -> None:
+        """See ``KvListener``."""
+        (self.kv_stored if isinstance(event, BlockStored) else self.kv_removed).inc()
 
     def preempted(self, number: int) -> None:
         """Take in that so many sequences lost their blocks; prompts for other workers never do."""

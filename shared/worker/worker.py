@@ -29,6 +29,7 @@ from shared.telemetry.worker import (
     PrefillMetrics,
     WorkerHoldings,
     WorkerLoad,
+    WorkerMetrics,
 )
 from shared.transfer.plan import DEFAULT_MAX_FRAME_BYTES, TransferMode
 from shared.transport.base import Transport
@@ -106,6 +107,12 @@ class Worker:
             registry = self.answer_metrics.registry if self.role.pushes else None
             self.prompt_metrics = PrefillMetrics(registry=registry)
 
+    @property
+    def _home_metrics(self) -> WorkerMetrics:
+        """What is one worker's, whatever it does, is counted by the role it was launched for."""
+        launched_for = self.role.home
+        return self.prompt_metrics if launched_for is WorkerRole.PREFILL else self.answer_metrics
+
     async def run(self, ready: Callable[[Address], None], stop: asyncio.Event) -> bool:
         """Serve until ``stop`` is set (then drain), or until cancelled (then do not). Returns False
         if the drain limit came first.
@@ -121,9 +128,7 @@ class Worker:
             profile = await self._profile(compute, transport)
             self._open_books(profile)
             self._open_shells(profile, compute, transport, tracer)
-            metrics = (
-                self.prompt_metrics if self.home is WorkerRole.PREFILL else self.answer_metrics
-            )
+            metrics = self._home_metrics
             metrics.holdings = lambda: self._holdings(transport)
             self.prompt_metrics.pairs = self._pair_speeds
             with contextlib.ExitStack() as stack:
@@ -173,6 +178,7 @@ class Worker:
             watermark_blocks=config.watermark_blocks,
             budget=self._budget(profile),
         )
+        self.pool.listen(self._home_metrics.kv_changed)
         self.leases = Leases(self.pool, LeasePolicy(max_leases=config.max_requests))
         self.requests = Requests(
             tasks=self.role.tasks,
