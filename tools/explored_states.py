@@ -242,7 +242,7 @@ _LEASE_EVENTS = (
     ),
     Event("nothing can write any more", _unless_over(_settled)),
     Event(
-        "prefill lost", _unless_over(lambda r: r.leases.lose_prefill(_PREFILL, _GONE, now=r.now))
+        "prefill lost", _unless_over(lambda r: r.leases.lose_source(_PREFILL, _GONE, now=r.now))
     ),
     Event("wait over", _unless_over(_wait_over)),
 )

@@ -429,7 +429,7 @@ class Requests:
 
     def source_lost(self, source: Incarnation, error: MeshError) -> None:
         """See ``LeaseBook``."""
-        self._perform_leases(self._leases.lose_prefill(source, error, now=_now()))
+        self._perform_leases(self._leases.lose_source(source, error, now=_now()))
 
     def placed(self, key: TransferKey, first_token: int, stats: ReceiveStats) -> None:
         """See ``LeaseBook``."""
@@ -461,7 +461,7 @@ class Requests:
         if request.life.state is LifeState.CLOSED:
             return  # cancelled in the same instant: its last word is said
         assert self._receiver is not None
-        lane = self._receiver.lane_from(lease.prefill)
+        lane = self._receiver.lane_from(lease.source)
         if stats.num_bytes:
             self._answer_metrics.transfer_bytes.labels(lane).inc(stats.num_bytes)
             self._answer_metrics.transfer_seconds.labels(lane).observe(stats.receive_s)

@@ -147,7 +147,7 @@ class LeasesMachine(RuleBasedStateMachine):
     @rule(prefill=PREFILLS)
     def lose(self, prefill: Incarnation) -> None:
         """The last pair with it ends; its transfers report for themselves."""
-        self.perform(self.leases.lose_prefill(prefill, GONE, now=self.now))
+        self.perform(self.leases.lose_source(prefill, GONE, now=self.now))
         for lease in [lease for lease in self.known if lease.prefill == prefill]:
             assert lease.state not in (LeaseState.WAITING, LeaseState.GRANTED)
             self.perform(self.leases.cancel(lease, GONE, now=self.now))

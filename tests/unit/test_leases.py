@@ -266,7 +266,7 @@ def test_a_lost_prefill_ends_its_leases_that_have_no_transfer(desk: Desk) -> Non
     waiting, _ = desk.reserve(3, prompt=20, wait_s=60.0)
     item = an_item(tuple(range(900, 920)))
     other, _ = desk.leases.reserve(a_key(4), item, THEM, now=0.0, wait_s=60.0)
-    assert desk.leases.lose_prefill(US, GONE, now=1.0) == [
+    assert desk.leases.lose_source(US, GONE, now=1.0) == [
         Refuse(granted, GONE),
         RefuseOpen(granted, GONE),
         Refuse(waiting, GONE),

@@ -42,7 +42,7 @@ class Lease:
 
     key: TransferKey
     item: WorkItem
-    prefill: Incarnation
+    source: Incarnation
     chain: PrefixChain = field(repr=False)
     reserved_at: float
     give_up_at: float
