@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from services.gateway.core import routing  # noqa: E402
-from services.gateway.core.peer_table import Role  # noqa: E402
+from services.gateway.core.worker import Role  # noqa: E402
 from shared.engine.models import registry  # noqa: E402
 from shared.engine.torch_engine import TorchEngine  # noqa: E402
 from shared.ids import Incarnation  # noqa: E402

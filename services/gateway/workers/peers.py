@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import structlog
 
 from services.gateway.core.lifecycle import ArrivedToken, Leg
-from services.gateway.core.peer_table import Role, Worker
+from services.gateway.core.worker import Role, Worker
 from shared import wire
 from shared.errors import MeshError, WorkerLost
 from shared.ids import Incarnation, LeaseToken, StreamId

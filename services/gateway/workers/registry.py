@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from services.gateway.core.peer_table import Role, ServedModel, Worker, WorkerStatus
+from services.gateway.core.worker import Role, ServedModel, Worker, WorkerStatus
 from services.gateway.workers.membership import Membership
 from shared import wire
 from shared.address import is_host

@@ -25,8 +25,8 @@ from services.gateway.core.lifecycle import (
     Lifecycle,
     Reroute,
 )
-from services.gateway.core.peer_table import Worker
 from services.gateway.core.routing import RouteDecision
+from services.gateway.core.worker import Worker
 from services.gateway.mesh import GenerationRequest, TokenBatch
 from services.gateway.workers.delivery import Delivery
 from services.gateway.workers.membership import Membership
