@@ -23,7 +23,7 @@ from shared.request import MAX_SALT_BYTES, FinishReason, SamplingParams, TokenLo
 from shared.rpc.columns import pack_f32, pack_u8, pack_u32, unpack_f32, unpack_u8, unpack_u32
 from shared.rpc.message_codec import MAX_MESSAGE_BYTES
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Grows when a message changes its meaning; peers of different versions do not work together."""
 
 FINGERPRINT_BYTES = 32

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -94,8 +95,8 @@ def test_least_loaded_joins_the_shortest_queue() -> None:
     table = a_mesh()
     busy_prefill, idle_prefill = table.all(Role.PREFILL)
     busy_decode, idle_decode = table.all(Role.DECODE)
-    busy_prefill.own_tokens = 500
-    busy_decode.own_blocks = 10
+    busy_prefill.report(replace(busy_prefill.status, pending_tokens=500))
+    busy_decode.report(replace(busy_decode.status, reserved_blocks=10))
     decision = route(
         POLICIES["least_loaded"](),
         RouteRequest(num_tokens=1, max_new_tokens=1),
@@ -126,10 +127,12 @@ def test_two_sides_choose_as_the_list_of_all_pairs_would(seed: int) -> None:
         if role is Role.DECODE:
             partners = [incarnation] if source.random() < 0.3 else []
         worker = a_worker(role, incarnation, num_blocks=source.choice([4, 8, 64]))
-        worker.status = WorkerStatus(
-            pending_tokens=source.choice([0, 10, 20]),
-            reserved_blocks=source.choice([0, 1, 2]),
-            paired=frozenset(map(Incarnation, partners)),
+        worker.report(
+            WorkerStatus(
+                pending_tokens=source.choice([0, 10, 20]),
+                reserved_blocks=source.choice([0, 1, 2]),
+                paired=frozenset(map(Incarnation, partners)),
+            )
         )
         table.join(worker)
     everyone = [*table.all(Role.PREFILL), *table.all(Role.DECODE)]
@@ -178,7 +181,7 @@ def test_a_decision_keeps_the_best_few_of_each_side() -> None:
     """Best first, equal ones in joining order, and how many there were."""
     table = a_mesh(num_prefill=20, num_decode=10)
     for idx, worker in enumerate(table.all(Role.PREFILL)):
-        worker.own_tokens = (7 * idx) % 20
+        worker.report(replace(worker.status, pending_tokens=(7 * idx) % 20))
     decision = route(
         POLICIES["least_loaded"](), RouteRequest(num_tokens=1, max_new_tokens=1), table.sides, 0.0
     )
@@ -247,7 +250,7 @@ def test_only_pairs_whose_canary_crossed_are_used() -> None:
 
 def a_colocated_worker(incarnation: int, **status: int) -> Worker:
     worker = a_worker(Role.DECODE, incarnation)
-    worker.status = WorkerStatus(paired=frozenset({worker.incarnation}), **status)
+    worker.report(WorkerStatus(paired=frozenset({worker.incarnation}), **status))
     return worker
 
 

@@ -59,8 +59,7 @@ class PeerTable:
                 _require_compatible(worker, other, allow_mixed_engines=self._allow_mixed_engines)
         old = self._workers.get(worker.incarnation)
         if old is not None:
-            worker.has_session, worker.bit = old.has_session, old.bit
-            worker.own_tokens, worker.own_blocks = old.own_tokens, old.own_blocks
+            worker.take_over(old)
         else:
             worker.bit = ~self._used_bits & (self._used_bits + 1)  # the lowest that is free
             self._used_bits |= worker.bit
@@ -83,7 +82,8 @@ class PeerTable:
 
     def report(self, worker: Worker, status: WorkerStatus) -> bool:
         """Take a worker's report; returns whether it changes who may be chosen, load apart."""
-        before, worker.status = worker.status, status
+        before = worker.status
+        worker.report(status)
         is_same = status.paired is before.paired or status.paired == before.paired
         if is_same and status.is_draining is before.is_draining:
             return False
