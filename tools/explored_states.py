@@ -241,9 +241,7 @@ _LEASE_EVENTS = (
         "receives still settle", _unless_over(lambda room: room.leases.begin_quarantine(room.ours))
     ),
     Event("nothing can write any more", _unless_over(_settled)),
-    Event(
-        "prefill lost", _unless_over(lambda r: r.leases.lose_source(_PREFILL, _GONE, now=r.now))
-    ),
+    Event("prefill lost", _unless_over(lambda r: r.leases.lose_source(_PREFILL, _GONE, now=r.now))),
     Event("wait over", _unless_over(_wait_over)),
 )
 

@@ -88,10 +88,10 @@ STOPS: tuple[Stop, ...] = (
         Moment.ROUTED,
         "gateway",
         "route",
-        "One decision chooses both workers, and is kept as a record with the scores of every pair.",
-        "{decision[policy]}: {decision[candidates][0][prefill_score]:.0f} tokens pending on "
-        "prefill, {decision[candidates][0][decode_score]:.0%} of decode's blocks taken; "
-        "{decision[num_candidates]} pair(s) to choose from",
+        "One decision chooses both workers, and is kept as a record with the best scores.",
+        "{decision[policy]}: {decision[prefills][0][score]:.0f} tokens pending on prefill, "
+        "{decision[decodes][0][score]:.0%} of decode's blocks taken; {decision[num_prefills]} "
+        "prefill and {decision[num_decodes]} decode worker(s) to choose from",
         "services.gateway.core.routing:route",
         "services.gateway.workers.membership:Membership.route",
     ),

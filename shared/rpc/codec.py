@@ -24,7 +24,7 @@ from shared.rpc.columns import pack_f32, pack_u8, pack_u32, unpack_f32, unpack_u
 from shared.rpc.message_codec import MAX_MESSAGE_BYTES
 from shared.transfer.messages import TransferKey
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Grows when a message changes its meaning; peers of different versions do not work together."""
 
 FINGERPRINT_BYTES = 32

@@ -128,7 +128,7 @@ class LeasesMachine(RuleBasedStateMachine):
         try:
             is_open = self.leases.open(lease, prefill)
         except LeaseLost:
-            assert lease.prefill != prefill
+            assert lease.source != prefill
         except RemoteProtocolError:
             assert before not in (LeaseState.WAITING, LeaseState.GRANTED)
         else:
@@ -141,14 +141,14 @@ class LeasesMachine(RuleBasedStateMachine):
         """The right prefill worker opens its lease."""
         lease = self.some(data, LeaseState.GRANTED)
         if lease is not None:
-            assert self.leases.open(lease, lease.prefill)
+            assert self.leases.open(lease, lease.source)
             self.writing.append(lease)
 
     @rule(prefill=PREFILLS)
     def lose(self, prefill: Incarnation) -> None:
         """The last pair with it ends; its transfers report for themselves."""
         self.perform(self.leases.lose_source(prefill, GONE, now=self.now))
-        for lease in [lease for lease in self.known if lease.prefill == prefill]:
+        for lease in [lease for lease in self.known if lease.source == prefill]:
             assert lease.state not in (LeaseState.WAITING, LeaseState.GRANTED)
             self.perform(self.leases.cancel(lease, GONE, now=self.now))
 

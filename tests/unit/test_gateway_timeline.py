@@ -14,9 +14,7 @@ from shared.telemetry.lifetime import TTFT_PHASES, Receipt
 from shared.telemetry.tracing import CANCELLED
 from tests.support.worker_mesh import virtual_time
 
-PAIR = RouteDecision(
-    policy="test", prefill=Incarnation(0xA), decode=Incarnation(0xB), candidates=()
-)
+PAIR = RouteDecision(policy="test", prefill=Incarnation(0xA), decode=Incarnation(0xB))
 
 
 @virtual_time

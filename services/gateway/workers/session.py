@@ -25,8 +25,8 @@ from services.gateway.core.lifecycle import (
     Lifecycle,
     Reroute,
 )
-from services.gateway.core.peer_table import Worker
 from services.gateway.core.routing import RouteDecision
+from services.gateway.core.worker import Worker
 from services.gateway.mesh import GenerationRequest, TokenBatch
 from services.gateway.workers.delivery import Delivery
 from services.gateway.workers.membership import Membership
@@ -52,8 +52,7 @@ several tokens' text, and the text of more would hold the loop."""
 
 
 class _LegShell:
-    """One leg of one attempt: passes events on with their attempt's number, and gives its load
-    back once."""
+    """One leg of one attempt: passes events on with their attempt's number."""
 
     def __init__(
         self, request: RequestShell, attempt: int, leg: Leg, session: WorkerSession
@@ -63,41 +62,16 @@ class _LegShell:
         self._attempt = attempt
         self.session = session
         self.stream_id = StreamId(0)
-        self._own_tokens = 0
-        self._own_blocks = 0
 
     @property
     def worker(self) -> Worker:
         return self.session.worker
 
-    def take_load(self, num_tokens: int) -> None:
-        """Count this leg on its worker: prompt tokens until ``drop_tokens``, where a prompt is
-        computed, and blocks until ``drop_load``, where an answer grows."""
-        if self.leg is not Leg.DECODE:
-            self._own_tokens = num_tokens
-            self.worker.own_tokens += num_tokens
-        if self.leg is not Leg.PREFILL:
-            self._own_blocks = self.worker.blocks_for(num_tokens + 1)
-            self.worker.own_blocks += self._own_blocks
-
-    def drop_tokens(self) -> None:
-        """The prompt is computed; idempotent."""
-        self.worker.own_tokens -= self._own_tokens
-        self._own_tokens = 0
-
-    def drop_load(self) -> None:
-        """Give all load back; idempotent."""
-        self.drop_tokens()
-        self.worker.own_blocks -= self._own_blocks
-        self._own_blocks = 0
-
     def cancel(self) -> None:
         """Stop the worker's part."""
         self.session.cancel(self.stream_id)
-        self.drop_load()
 
     def tokens(self, tokens: tuple[ArrivedToken, ...]) -> None:
-        self.drop_tokens()
         self._request.apply(self._request.lifecycle.tokens_arrived(self._attempt, self.leg, tokens))
 
     def next_token(self, position: int, token_id: int) -> bool:
@@ -113,7 +87,6 @@ class _LegShell:
         )
 
     def pushed(self, event: wire.PrefillDone) -> None:
-        self.drop_load()
         self._request.timeline.pushed(
             num_bytes=event.bytes_sent,
             transfer_s=event.transfer_s,
@@ -134,7 +107,6 @@ class _LegShell:
         self._request.lifecycle.joined(self._attempt)
 
     def failed(self, error: MeshError, *, lost: bool) -> None:
-        self.drop_load()
         self._request.apply(
             self._request.lifecycle.leg_failed(self._attempt, self.leg, error, lost=lost)
         )
@@ -327,7 +299,6 @@ class RequestShell:
     async def _dispatch_again(self, reroute: Reroute) -> None:
         self._reroute = None
         legs = list(self._legs.values())
-        self._drop_legs()
         self._avoid |= {leg.worker.incarnation for leg in legs if leg.leg in reroute.avoid}
         if len(reroute.avoid) == len(legs) == 2:
             self._membership.pair_failed(*(leg.worker.incarnation for leg in legs))
@@ -362,7 +333,7 @@ class RequestShell:
             changed = self._membership.changed
             decision = self._membership.route(
                 num_tokens=num_tokens,
-                max_new_tokens=self._request.sampling.max_tokens,
+                max_new_tokens=self.lifecycle.num_tokens_left,
                 avoid=frozenset(self._avoid),
             )
             if decision is not None:
@@ -412,7 +383,6 @@ class RequestShell:
             return
         prefill = _LegShell(self, attempt, Leg.PREFILL, self._membership.session(decision.prefill))
         self._legs = {Leg.PREFILL: prefill}
-        prefill.take_load(len(token_ids))
         prefill.stream_id = prefill.session.start_prefill(
             prefill, order, decision.decode if needs_decode else Incarnation(0)
         )
@@ -424,7 +394,6 @@ class RequestShell:
         now = asyncio.get_running_loop().time()
         session = self._membership.session(decision.decode)
         shell = self._legs[leg] = _LegShell(self, order.attempt, leg, session)
-        shell.take_load(len(self.lifecycle.token_ids))
         shell.stream_id = session.reserve(
             shell, order, decision.prefill, wait_s=max(LEAST_WAIT_S, self._blocks_by - now)
         )
@@ -453,17 +422,12 @@ class RequestShell:
                 case End():
                     self._end = effect
                     self._note(Moment.ENDED, finish_reason=self.finish_reason.name.lower())
-                    self._drop_legs()
                     self.timeline.ended(effect.error)
         if effects and (self._is_due_now or self._reroute is not None):
             self._wake.set()
 
     def _note(self, moment: Moment, **facts: Any) -> None:
         note(moment, self._request.request_id, **facts)
-
-    def _drop_legs(self) -> None:
-        for shell in self._legs.values():
-            shell.drop_load()
 
     def fail(self, error: MeshError) -> None:
         """End the request with this error; after its end, do nothing."""
