@@ -151,7 +151,7 @@ def test_random_bytes_break_a_rule_or_nothing(name: str, data: bytes) -> None:
     try:
         message = CODEC.decode(data, getattr(wire, name))
         READERS.get(name, lambda _: None)(message)
-    except (RemoteProtocolError, TooLarge, IncompatiblePeer):
+    except (RemoteProtocolError, TooLarge, IncompatiblePeer, InvalidRequest):
         return
 
 
