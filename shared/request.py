@@ -80,6 +80,20 @@ class TokenLogprobs(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()
 
 
+class AnswerToken(NamedTuple):
+    """A token of an answer, as a worker tells it and a gateway hands it on.
+
+    position: in the answer, from 0. prompt_logprobs: with an attempt's first token if asked for,
+    one entry a prompt token, the first NaN.
+    """
+
+    position: int
+    token_id: int
+    finish_reason: FinishReason = FinishReason.NONE
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
 MAX_SALT_BYTES = 64
 """Longest ``cache_salt``."""
 

@@ -12,12 +12,12 @@ import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from services.gateway.core.lifecycle import ArrivedToken, Leg, Lifecycle, State
+from services.gateway.core.lifecycle import Leg, Lifecycle, State
 from shared.errors import DeadlinePassed, InvalidRequest, LocalProtocolError, MeshError, WorkerLost
 from shared.ids import Incarnation, LeaseToken, RequestId
 from shared.kv.pool import BlockPool
 from shared.liveness import Liveness, PeerState
-from shared.request import FinishReason, SamplingParams, WorkItem
+from shared.request import AnswerToken, FinishReason, SamplingParams, WorkItem
 from shared.transfer.messages import TransferKey
 from shared.worker.core.lease import LeasePolicy, LeaseState
 from shared.worker.core.leases import Leases
@@ -98,8 +98,8 @@ def _tokens(leg: Leg, finish: FinishReason) -> Callable[[Lifecycle], None]:
         position = request.num_output_tokens
         if position >= MAX_TOKENS:
             raise LocalProtocolError("the answer is over")
-        token = ArrivedToken(position, 7, finish)
-        if request.tokens_arrived(_attempt(request), leg, (token,)) == [] and not _holds(request):
+        token = AnswerToken(position, 7, finish)
+        if request.token_arrived(_attempt(request), leg, token) == [] and not _holds(request):
             raise LocalProtocolError("dropped")
 
     return play

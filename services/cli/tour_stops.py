@@ -207,7 +207,7 @@ STOPS: tuple[Stop, ...] = (
         "egress",
         "Decode has room, so token 1 may leave: an answer that has begun can no longer be refused.",
         "token {index} leaves",
-        "services.gateway.core.lifecycle:Lifecycle.tokens_arrived",
+        "services.gateway.core.lifecycle:Lifecycle.token_arrived",
         "services.gateway.workers.session:RequestShell.apply",
     ),
     Stop(

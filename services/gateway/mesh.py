@@ -7,7 +7,7 @@ Neither side knows the other's words: no HTTP, no protobuf and no tokenizer here
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -63,13 +63,12 @@ class Generation(Protocol):
 
     def __aiter__(self) -> AsyncIterator[TokenBatch]: ...
 
-    def offer_to(self, take: Callable[[Sequence[int]], bool]) -> None:
-        """Offer tokens in the middle of the answer to ``take`` as they arrive, rather than wake
-        who iterates.
+    def offer_to(self, take: Callable[[TokenBatch], bool]) -> None:
+        """Offer batches to ``take`` as they arrive, rather than wake who iterates.
 
-        ``take`` must return at once. True = they are done with; False = they, and all that follow
-        until they have left, come out of the iterator. The answer's first and last tokens, and
-        those with logprobs, always do. What it raises comes out of the iterator.
+        ``take`` must return at once. True = the batch is done with; False = it comes out of the
+        iterator, with all that follows until it has left. What it raises comes out, too, and
+        nothing is offered any more.
         """
         ...
 

@@ -19,9 +19,17 @@ from shared.errors import ERROR_TYPES, IncompatiblePeer, MeshError, RemoteProtoc
 from shared.ids import ID_BYTES, Incarnation, LeaseToken, RequestId, StreamId
 from shared.kv.layout import DTYPE_BYTES, KvLayout
 from shared.model_spec import ModelSpec
-from shared.request import MAX_SALT_BYTES, FinishReason, SamplingParams, TokenLogprobs, WorkItem
+from shared.request import (
+    MAX_SALT_BYTES,
+    AnswerToken,
+    FinishReason,
+    SamplingParams,
+    TokenLogprobs,
+    WorkItem,
+)
 from shared.rpc.columns import pack_f32, pack_u8, pack_u32, unpack_f32, unpack_u8, unpack_u32
 from shared.rpc.message_codec import MAX_MESSAGE_BYTES
+from shared.schedule.plan import NewToken, PromptTimes
 from shared.transfer.messages import TransferKey
 
 PROTOCOL_VERSION = 5
@@ -53,16 +61,6 @@ class Order(NamedTuple):
     trace_context: str = ""
 
 
-class StepToken(NamedTuple):
-    """One row of ``StepTokens``."""
-
-    stream_id: StreamId
-    position: int
-    token_id: int
-    finish_reason: FinishReason
-    logprobs: TokenLogprobs | None = None
-
-
 class StepColumns(NamedTuple):
     """A checked ``StepTokens``, not yet cut into rows: row i is value i of each column.
 
@@ -74,16 +72,6 @@ class StepColumns(NamedTuple):
     token_ids: Sequence[int]
     finish_reasons: Sequence[int]
     logprobs: Sequence[TokenLogprobs | None] | None
-
-
-class FirstToken(NamedTuple):
-    """The token of a ``PrefillToken``."""
-
-    position: int
-    token_id: int
-    finish_reason: FinishReason
-    logprobs: TokenLogprobs | None
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None
 
 
 # --- checks ---------------------------------------------------------------------------------------
@@ -389,16 +377,16 @@ def _unflatten(
     return rows
 
 
-def step_tokens_to_wire(tokens: Sequence[StepToken]) -> wire.StepTokens:
+def step_tokens_to_wire(rows: Sequence[tuple[StreamId, NewToken]]) -> wire.StepTokens:
     """Pack one step's tokens; the logprob columns stay empty if no row has any."""
     message = wire.StepTokens(
-        stream_ids=pack_u32([token.stream_id for token in tokens]),
-        indices=pack_u32([token.position for token in tokens]),
-        token_ids=pack_u32([token.token_id for token in tokens]),
-        finish_reasons=pack_u8([token.finish_reason for token in tokens]),
+        stream_ids=pack_u32([stream_id for stream_id, _ in rows]),
+        indices=pack_u32([token.index for _, token in rows]),
+        token_ids=pack_u32([token.token_id for _, token in rows]),
+        finish_reasons=pack_u8([token.finish_reason for _, token in rows]),
     )
-    if any(token.logprobs is not None for token in tokens):
-        columns = _flatten(token.logprobs for token in tokens)
+    if any(token.logprobs is not None for _, token in rows):
+        columns = _flatten(token.logprobs for _, token in rows)
         message.logprobs, message.top_counts, message.top_ids, message.top_logprobs = columns
     return message
 
@@ -420,28 +408,25 @@ def step_columns_from_wire(step: wire.StepTokens) -> StepColumns:
 
 
 def prefill_token_to_wire(
-    *,
-    stream_id: StreamId,
-    position: int,
-    token_id: int,
-    finish_reason: FinishReason,
-    logprobs: TokenLogprobs | None,
-    prompt_logprobs: Sequence[TokenLogprobs] | None,
+    stream_id: StreamId, token: NewToken, times: PromptTimes
 ) -> wire.PrefillToken:
-    """Pack the first token of an attempt; the worker adds its times."""
+    """Pack the first token of an attempt, and how its prompt was computed."""
     message = wire.PrefillToken(
         stream_id=stream_id,
-        index=position,
-        token_id=token_id,
-        finish_reason=wire.FinishReason(int(finish_reason)),
+        index=token.index,
+        token_id=token.token_id,
+        finish_reason=wire.FinishReason(int(token.finish_reason)),
         logprob=_NAN,
+        queue_s=times.queue_s,
+        compute_s=times.compute_s,
+        cached_tokens=times.cached_tokens,
     )
-    if logprobs is not None:
+    if (logprobs := token.logprobs) is not None:
         message.logprob = logprobs.logprob
         message.top_ids = pack_u32(token_id for token_id, _ in logprobs.top)
         message.top_logprobs = pack_f32(value for _, value in logprobs.top)
-    if prompt_logprobs is not None:
-        values, counts, top_ids, top_logprobs = _flatten(prompt_logprobs)
+    if token.prompt_logprobs:
+        values, counts, top_ids, top_logprobs = _flatten(token.prompt_logprobs)
         message.prompt_logprobs = wire.PromptLogprobs(
             logprobs=values, top_counts=counts, top_ids=top_ids, top_logprobs=top_logprobs
         )
@@ -457,7 +442,7 @@ def require_times(
         _seconds(getattr(event, name), name)
 
 
-def prefill_token_from_wire(event: wire.PrefillToken) -> FirstToken:
+def prefill_token_from_wire(event: wire.PrefillToken) -> AnswerToken:
     """Unpack and check the first token of an attempt, and the worker's times in it."""
     require_times(event, "queue_s", "compute_s")
     top_ids = unpack_u32(event.top_ids, name="top_ids")
@@ -471,7 +456,7 @@ def prefill_token_from_wire(event: wire.PrefillToken) -> FirstToken:
         prompt_logprobs = tuple(
             _unflatten(num_rows, rows.logprobs, rows.top_counts, rows.top_ids, rows.top_logprobs)
         )
-    return FirstToken(
+    return AnswerToken(
         _int(event.index, 0, _MAX_U32, "index"),
         _int(event.token_id, 0, _MAX_U32, "token_id"),
         _finish(event.finish_reason),

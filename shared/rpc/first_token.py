@@ -22,17 +22,7 @@ def first_token_to_wire(
     stream_id: StreamId, token: NewToken, times: PromptTimes
 ) -> tuple[wire.PrefillToken, int]:
     """Return the message, and what it counts for in an outbox."""
-    message = codec.prefill_token_to_wire(
-        stream_id=stream_id,
-        position=token.index,
-        token_id=token.token_id,
-        finish_reason=token.finish_reason,
-        logprobs=token.logprobs,
-        prompt_logprobs=token.prompt_logprobs or None,
-    )
-    message.queue_s = times.queue_s
-    message.compute_s = times.compute_s
-    message.cached_tokens = times.cached_tokens
+    message = codec.prefill_token_to_wire(stream_id, token, times)
     num_bytes = EVENT_BYTES + 2 * len(message.top_ids)
     if (rows := message.prompt_logprobs) is not None:
         num_bytes += 2 * (len(rows.logprobs) + len(rows.top_ids))

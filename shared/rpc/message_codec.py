@@ -13,15 +13,17 @@ from functools import cache
 from typing import Any, TypeVar, cast
 
 import betterproto2
-from google.protobuf.message import DecodeError
 from grpclib.encoding.base import CodecBase
 
 from shared.errors import MeshError, RemoteProtocolError, TooLarge
 from shared.rpc.inbound_buffer import PREFIX_BYTES
-from shared.rpc.message_bridge import decoder, encoded
+from shared.rpc.wire_format import Room, reader, writer
 
 MAX_MESSAGE_BYTES = 4 << 20
 """Both ways; what gRPC implementations accept by default."""
+
+_OF_CLIENTS = ("GenerateRequest", "TokenizeRequest")
+"""Messages in which an unknown field is refused."""
 
 Message = TypeVar("Message")
 
@@ -41,8 +43,7 @@ class MessageCodec(CodecBase):
             raise TypeError(
                 f"this call sends {message_type.__name__}, not {type(message).__name__}"
             )
-        is_ours = isinstance(message, betterproto2.Message)
-        data = encoded(message) if is_ours else cast("bytes", message.SerializeToString())
+        data = _encoder(message_type)(message)
         if len(data) > MAX_MESSAGE_BYTES:
             raise TooLarge(
                 f"a message of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}"
@@ -54,7 +55,7 @@ class MessageCodec(CodecBase):
             return _decoder(message_type)(data)
         except MeshError:
             raise
-        except (DecodeError, Exception) as error:
+        except Exception as error:
             raise RemoteProtocolError(
                 f"the bytes are not a {message_type.__name__}: {type(error).__name__}",
                 code="malformed_message",
@@ -62,9 +63,23 @@ class MessageCodec(CodecBase):
 
 
 @cache
+def _encoder(message_type: Any) -> Callable[[Any], bytes]:
+    if not issubclass(message_type, betterproto2.Message):
+        return lambda message: cast("bytes", message.SerializeToString())
+    write = writer(message_type)
+    return lambda message: bytes(write(message))
+
+
+@cache
 def _decoder(message_type: Any) -> Callable[[bytes], Any]:
-    is_ours = issubclass(message_type, betterproto2.Message)
-    return decoder(message_type) if is_ours else message_type.FromString
+    if not issubclass(message_type, betterproto2.Message):
+        return message_type.FromString
+    read, is_of_client = reader(message_type), message_type.__name__ in _OF_CLIENTS
+
+    def decode(data: bytes) -> Any:
+        return read(data, 0, len(data), None, Room(is_of_client=is_of_client))
+
+    return decode
 
 
 def framed(data: bytes) -> bytes:

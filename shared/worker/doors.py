@@ -189,13 +189,7 @@ class SessionLine:
 
     def step_tokens(self, tokens: Sequence[tuple[StreamId, NewToken]]) -> None:
         """See ``Line``."""
-        rows = [
-            codec.StepToken(
-                stream_id, token.index, token.token_id, token.finish_reason, token.logprobs
-            )
-            for stream_id, token in tokens
-        ]
-        for part in _messages(rows):
+        for part in _messages(tokens):
             step = codec.step_tokens_to_wire(part)
             num_bytes = EVENT_BYTES + _ROW_BYTES * len(part)
             num_bytes += 2 * (len(step.logprobs) + len(step.top_ids))
@@ -224,13 +218,15 @@ class SessionLine:
         self.requests.pop(stream_id, None)
 
 
-def _messages(rows: Sequence[codec.StepToken]) -> Iterator[Sequence[codec.StepToken]]:
+def _messages(
+    rows: Sequence[tuple[StreamId, NewToken]],
+) -> Iterator[Sequence[tuple[StreamId, NewToken]]]:
     """Cut a step whose logprobs would not fit one message; any other step is one message."""
     first, num_bytes = 0, 0
-    for idx, row in enumerate(rows):
+    for idx, (_, token) in enumerate(rows):
         row_bytes = _ROW_BYTES
-        if row.logprobs is not None:
-            row_bytes += codec.logprobs_bytes(1, len(row.logprobs.top))
+        if token.logprobs is not None:
+            row_bytes += codec.logprobs_bytes(1, len(token.logprobs.top))
         if num_bytes + row_bytes > _STEP_BYTES and idx > first:
             yield rows[first:idx]
             first, num_bytes = idx, 0

@@ -132,7 +132,7 @@ def test_a_step_with_more_logprobs_than_a_message_holds_is_cut() -> None:
         assert len(bytes(event)) < MAX_MESSAGE_BYTES
         assert len(bytes(event)) == pytest.approx(num_bytes, rel=0.01)
         assert event.tokens is not None
-        seen += [row.stream_id for row in step_tokens_from_wire(event.tokens)]
+        seen += [stream_id for stream_id, _ in step_tokens_from_wire(event.tokens)]
     assert seen == list(range(1200))
 
 

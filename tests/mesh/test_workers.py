@@ -273,7 +273,7 @@ async def test_logprobs_come_with_their_tokens_from_both_workers() -> None:
         reference = fake_prompt_logprobs(prompt, 1, model=MODEL)
         assert first.prompt_logprobs[1].logprob == pytest.approx(reference[0].logprob, rel=1e-6)
         steps = [event.tokens for event in request.events if getattr(event, "tokens", None)]
-        rows = [row for step in steps for row in step_tokens_from_wire(step)]
+        rows = [token for step in steps for _, token in step_tokens_from_wire(step)]
         assert [len(row.logprobs.top) for row in rows if row.logprobs is not None] == [2, 2, 2]
 
 

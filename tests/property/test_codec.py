@@ -24,10 +24,12 @@ from shared.errors import (
 from shared.ids import StreamId
 from shared.kv.layout import DTYPE_BYTES, KvLayout
 from shared.model_spec import ModelSpec
-from shared.request import FinishReason, SamplingParams, TokenLogprobs
+from shared.request import AnswerToken, FinishReason, SamplingParams, TokenLogprobs, WorkItem
 from shared.rpc import codec, columns, transfer_codec
 from shared.rpc.message_codec import MessageCodec
 from shared.rpc.methods import ALL_METHODS
+from shared.schedule.plan import NewToken
+from shared.schedule.sequence import Sequence as TokenSequence
 from tests.support.step_rows import step_tokens_from_wire
 
 U32 = st.integers(0, 2**32 - 1)
@@ -75,6 +77,11 @@ SAMPLING = st.builds(
 LOGPROBS = st.builds(TokenLogprobs, FINITE, st.lists(st.tuples(U32, FINITE), max_size=4).map(tuple))
 
 
+TOKENS = st.builds(
+    AnswerToken, U32, U32, st.sampled_from(FinishReason), st.none() | LOGPROBS, st.none()
+)
+
+
 def over_the_wire(message: Any) -> Any:
     """Encode and decode, as a call does."""
     return CODEC.decode(CODEC.encode(message, type(message)), type(message))
@@ -108,20 +115,24 @@ def test_model_survives_the_wire() -> None:
 
 @given(
     st.lists(
-        st.builds(
-            codec.StepToken,
+        st.tuples(
             U32.map(StreamId),
-            U32,
-            U32,
-            st.sampled_from(FinishReason),
-            st.none() | LOGPROBS,
+            TOKENS,
         ),
         max_size=6,
     )
 )
-def test_step_tokens_survive_the_wire(tokens: list[codec.StepToken]) -> None:
+def test_step_tokens_survive_the_wire(rows: list[tuple[StreamId, AnswerToken]]) -> None:
     """One step's tokens come back equal and in order."""
-    assert step_tokens_from_wire(over_the_wire(codec.step_tokens_to_wire(tokens))) == tokens
+    sent = codec.step_tokens_to_wire([(stream_id, _sampled(token)) for stream_id, token in rows])
+    assert step_tokens_from_wire(over_the_wire(sent)) == rows
+
+
+def _sampled(token: AnswerToken) -> NewToken:
+    """The token as the worker that sampled it has it."""
+    item = WorkItem(token_ids=(1,), num_prompt_tokens=1, sampling=SamplingParams())
+    position, token_id, finish_reason, logprobs, _ = token
+    return NewToken(TokenSequence(item), token_id, position, finish_reason, logprobs, ())
 
 
 @given(st.sampled_from(sorted(ERROR_TYPES)), st.text(), st.text(), st.floats(0, 1e5))
@@ -151,7 +162,7 @@ def test_random_bytes_break_a_rule_or_nothing(name: str, data: bytes) -> None:
     try:
         message = CODEC.decode(data, getattr(wire, name))
         READERS.get(name, lambda _: None)(message)
-    except (RemoteProtocolError, TooLarge, IncompatiblePeer):
+    except (RemoteProtocolError, TooLarge, IncompatiblePeer, InvalidRequest):
         return
 
 
@@ -169,7 +180,12 @@ def test_damaged_messages_break_a_rule_or_nothing(name: str, data: st.DataObject
             lease_token=bytes(16),
         ),
         "StepTokens": codec.step_tokens_to_wire(
-            [codec.StepToken(StreamId(1), 2, 3, FinishReason.STOP, TokenLogprobs(-0.5, ((1, -1),)))]
+            [
+                (
+                    StreamId(1),
+                    _sampled(AnswerToken(2, 3, FinishReason.STOP, TokenLogprobs(-0.5, ((1, -1),)))),
+                )
+            ]
         ),
         "PushCommand": wire.PushCommand(
             open=wire.OpenTransfer(request_id=bytes(16), attempt=1, lease_token=bytes(16))

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from services.gateway.core.lifecycle import (
-    ArrivedToken,
     CancelLeg,
     Effect,
     Emit,
@@ -22,7 +21,7 @@ from services.gateway.core.lifecycle import (
     State,
 )
 from shared.errors import InvalidRequest, MeshError, NoBlocks, WorkerLost
-from shared.request import FinishReason, SamplingParams
+from shared.request import AnswerToken, FinishReason, SamplingParams
 
 MAX_TOKENS = 6
 MAX_ATTEMPTS = 3
@@ -37,7 +36,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         super().__init__()
         params = SamplingParams(max_tokens=MAX_TOKENS)
         self.life = Lifecycle((1, 2), params, max_attempts=MAX_ATTEMPTS)
-        self.emitted: list[ArrivedToken] = []
+        self.emitted: list[AnswerToken] = []
         self.ends: list[End] = []
         self.must_dispatch = True
         self.attempts: list[int] = []
@@ -105,7 +104,9 @@ class LifecycleMachine(RuleBasedStateMachine):
             return
         if leg is not Leg.PREFILL and attempt == self.attempts[-1] and leg in self.open_legs:
             self.is_granted = True
-        effects = self.life.tokens_arrived(attempt, leg, tuple(_token(p) for p in positions))
+        effects: list[Effect] = []
+        for position in positions:
+            effects += self.life.token_arrived(attempt, leg, _token(position))
         has_ended = any(isinstance(effect, End) for effect in effects)
         for own in (Leg.DECODE, Leg.WHOLE):
             if has_ended and CancelLeg(own) not in effects:
@@ -168,10 +169,10 @@ class LifecycleMachine(RuleBasedStateMachine):
         assert len(self.attempts) <= MAX_ATTEMPTS
 
 
-def _token(position: int) -> ArrivedToken:
+def _token(position: int) -> AnswerToken:
     is_last = position == MAX_TOKENS - 1
     finish = FinishReason.LENGTH if is_last else FinishReason.NONE
-    return ArrivedToken(position, 100 + position, finish)
+    return AnswerToken(position, 100 + position, finish)
 
 
 TestLifecycle = LifecycleMachine.TestCase

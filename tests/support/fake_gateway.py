@@ -79,9 +79,9 @@ class FakeRequest:
         self.gateway.sessions[self.decode].send(wire.DecodeCommand(cancel=cancel))
 
     def add_tokens(self, step: wire.StepTokens) -> None:
-        for row in step_tokens_from_wire(step):
-            if row.stream_id == self.stream_id:
-                self._add(row.position, row.token_id, row.finish_reason)
+        for stream_id, token in step_tokens_from_wire(step):
+            if stream_id == self.stream_id:
+                self._add(token.position, token.token_id, token.finish_reason)
 
     def add_first(self, event: wire.PrefillToken) -> None:
         self.token = event

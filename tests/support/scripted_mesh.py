@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -47,7 +47,7 @@ class ScriptedGeneration:
         self._num_prompt_tokens = len(request.token_ids)
         self._batches = batches
         self._receipt = receipt
-        self._take: Callable[[Sequence[int]], bool] | None = None
+        self._take: Callable[[TokenBatch], bool] | None = None
         self.num_taken = 0
         self.is_over = False
 
@@ -57,13 +57,12 @@ class ScriptedGeneration:
                 yield batch
 
     def _is_taken(self, batch: TokenBatch) -> bool:
-        is_plain = batch.first_index and batch.logprobs is None and not batch.finish_reason
-        if not is_plain or self._take is None or not self._take(batch.token_ids):
+        if self._take is None or not self._take(batch):
             return False
         self.num_taken += len(batch.token_ids)
         return True
 
-    def offer_to(self, take: Callable[[Sequence[int]], bool]) -> None:
+    def offer_to(self, take: Callable[[TokenBatch], bool]) -> None:
         self._take = take
 
     def hold(self) -> None:

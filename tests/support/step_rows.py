@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from shared import wire
 from shared.ids import StreamId
-from shared.request import FinishReason
+from shared.request import AnswerToken, FinishReason
 from shared.rpc import codec
-from shared.rpc.codec import StepToken
 
 
-def step_tokens_from_wire(step: wire.StepTokens) -> list[StepToken]:
+def step_tokens_from_wire(step: wire.StepTokens) -> list[tuple[StreamId, AnswerToken]]:
     """Unpack and check one step's tokens."""
     ids, positions, token_ids, reasons, logprobs = codec.step_columns_from_wire(step)
     rows = zip(ids, positions, token_ids, reasons, logprobs or [None] * len(ids), strict=True)
     return [
-        StepToken(StreamId(stream_id), position, token_id, FinishReason(reason), logprob)
+        (StreamId(stream_id), AnswerToken(position, token_id, FinishReason(reason), logprob))
         for stream_id, position, token_id, reason, logprob in rows
     ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from services.gateway.core.lifecycle import (
-    ArrivedToken,
     CancelLeg,
     Emit,
     End,
@@ -25,7 +24,7 @@ from shared.errors import (
     TransferFailed,
     WorkerLost,
 )
-from shared.request import FinishReason, SamplingParams
+from shared.request import AnswerToken, FinishReason, SamplingParams
 
 LOST = WorkerLost("gone")
 BOTH = (Leg.PREFILL, Leg.DECODE)
@@ -38,23 +37,23 @@ def a_request(max_tokens: int = 4, **sampling: object) -> Lifecycle:
 
 def token(
     position: int, token_id: int = 7, finish: FinishReason = FinishReason.NONE
-) -> ArrivedToken:
-    return ArrivedToken(position, token_id, finish)
+) -> AnswerToken:
+    return AnswerToken(position, token_id, finish)
 
 
 def test_tokens_of_both_legs_leave_in_order() -> None:
     """A decode token that overtakes prefill's first token waits for it."""
     life = a_request()
     attempt = life.dispatched()
-    assert life.tokens_arrived(attempt, Leg.DECODE, (token(1),)) == []
-    assert life.tokens_arrived(attempt, Leg.PREFILL, (token(0),)) == [Emit((token(0), token(1)))]
+    assert life.token_arrived(attempt, Leg.DECODE, token(1)) == []
+    assert life.token_arrived(attempt, Leg.PREFILL, token(0)) == [Emit((token(0), token(1)))]
 
 
 def test_the_first_token_waits_until_decode_has_room() -> None:
     """An answer that has begun could not be refused any more."""
     life = a_request()
     attempt = life.dispatched()
-    assert life.tokens_arrived(attempt, Leg.PREFILL, (token(0),)) == []
+    assert life.token_arrived(attempt, Leg.PREFILL, token(0)) == []
     assert life.granted(attempt) == [Emit((token(0),))]
 
 
@@ -62,7 +61,7 @@ def test_without_room_the_held_token_is_dropped_with_its_attempt() -> None:
     """The retry computes it again, from the prompt alone."""
     life = a_request()
     attempt = life.dispatched()
-    life.tokens_arrived(attempt, Leg.PREFILL, (token(0),))
+    life.token_arrived(attempt, Leg.PREFILL, token(0))
     effects = life.leg_failed(attempt, Leg.DECODE, NoBlocks("full"), lost=False)
     assert [type(effect) for effect in effects] == [CancelLeg, Reroute]
     assert life.num_output_tokens == 0
@@ -72,7 +71,7 @@ def test_prefill_lost_before_a_grant_is_retried_at_once() -> None:
     """Decode, which has no room yet, has nothing of the answer."""
     life = a_request()
     attempt = life.dispatched()
-    life.tokens_arrived(attempt, Leg.PREFILL, (token(0),))
+    life.token_arrived(attempt, Leg.PREFILL, token(0))
     effects = life.leg_failed(attempt, Leg.PREFILL, LOST, lost=True)
     assert effects == [CancelLeg(Leg.DECODE), Reroute(LOST, (Leg.PREFILL,))]
 
@@ -82,7 +81,7 @@ def test_the_last_token_ends_the_request_and_cancels_what_is_open() -> None:
     life = a_request()
     attempt = life.dispatched()
     last = token(0, finish=FinishReason.STOP)
-    effects = life.tokens_arrived(attempt, Leg.PREFILL, (last,))
+    effects = life.token_arrived(attempt, Leg.PREFILL, last)
     assert effects == [Emit((last,)), CancelLeg(Leg.PREFILL), CancelLeg(Leg.DECODE), End(None)]
     assert life.state is State.FINISHED
 
@@ -91,8 +90,8 @@ def test_nothing_follows_the_end() -> None:
     """Late tokens, failures and cancels of a finished request have no effect."""
     life = a_request(max_tokens=1)
     attempt = life.dispatched()
-    life.tokens_arrived(attempt, Leg.PREFILL, (token(0, finish=FinishReason.LENGTH),))
-    assert life.tokens_arrived(attempt, Leg.DECODE, (token(1),)) == []
+    life.token_arrived(attempt, Leg.PREFILL, token(0, finish=FinishReason.LENGTH))
+    assert life.token_arrived(attempt, Leg.DECODE, token(1)) == []
     assert life.leg_failed(attempt, Leg.PREFILL, LOST, lost=True) == []
     assert life.cancel() == []
     assert life.fail(LOST) == []
@@ -103,17 +102,17 @@ def test_a_lost_decode_worker_means_another_attempt_with_the_tokens_so_far() -> 
     life = a_request(max_tokens=8)
     first = life.dispatched()
     life.granted(first)
-    life.tokens_arrived(first, Leg.PREFILL, (token(0, 10),))
+    life.token_arrived(first, Leg.PREFILL, token(0, 10))
     life.prefill_done(first)
     life.joined(first)
-    life.tokens_arrived(first, Leg.DECODE, (token(1, 11),))
+    life.token_arrived(first, Leg.DECODE, token(1, 11))
     assert life.leg_failed(first, Leg.DECODE, LOST, lost=True) == [Reroute(LOST, (Leg.DECODE,))]
     assert life.token_ids == (1, 2, 3, 10, 11)
     second = life.dispatched()
-    assert life.tokens_arrived(first, Leg.DECODE, (token(2, 99),)) == []
+    assert life.token_arrived(first, Leg.DECODE, token(2, 99)) == []
     assert life.num_dropped == 1
     life.granted(second)
-    assert life.tokens_arrived(second, Leg.PREFILL, (token(2, 12),)) == [Emit((token(2, 12),))]
+    assert life.token_arrived(second, Leg.PREFILL, token(2, 12)) == [Emit((token(2, 12),))]
 
 
 def test_prefill_lost_before_its_token_cancels_decode_and_retries() -> None:
@@ -131,7 +130,7 @@ def test_prefill_lost_after_its_token_leaves_the_verdict_to_decode() -> None:
     life = a_request()
     attempt = life.dispatched()
     life.granted(attempt)
-    life.tokens_arrived(attempt, Leg.PREFILL, (token(0),))
+    life.token_arrived(attempt, Leg.PREFILL, token(0))
     assert life.leg_failed(attempt, Leg.PREFILL, LOST, lost=True) == []
     assert life.leg_failed(attempt, Leg.DECODE, LOST, lost=False) == [Reroute(LOST, BOTH)]
 
@@ -141,7 +140,8 @@ def test_prefill_lost_with_its_token_on_the_way_is_retried_though_decode_has_all
     life = a_request()
     attempt = life.dispatched()
     life.joined(attempt)
-    assert life.tokens_arrived(attempt, Leg.DECODE, (token(1), token(2))) == []
+    for early in (token(1), token(2)):
+        assert life.token_arrived(attempt, Leg.DECODE, early) == []
     effects = life.leg_failed(attempt, Leg.PREFILL, LOST, lost=True)
     assert effects == [CancelLeg(Leg.DECODE), Reroute(LOST, (Leg.PREFILL,))]
 
@@ -202,7 +202,7 @@ def test_one_token_needs_no_decode_worker() -> None:
     assert life.needs_decode
     attempt = life.dispatched()
     life.granted(attempt)
-    life.tokens_arrived(attempt, Leg.PREFILL, (token(0),))
+    life.token_arrived(attempt, Leg.PREFILL, token(0))
     life.leg_failed(attempt, Leg.DECODE, LOST, lost=True)
     assert not life.needs_decode
 
@@ -213,7 +213,7 @@ def test_prompt_logprobs_are_asked_for_once() -> None:
     attempt = life.dispatched()
     assert life.sampling.prompt_logprobs == 0
     life.granted(attempt)
-    life.tokens_arrived(attempt, Leg.PREFILL, (token(0),))
+    life.token_arrived(attempt, Leg.PREFILL, token(0))
     life.leg_failed(attempt, Leg.DECODE, LOST, lost=True)
     assert life.sampling.prompt_logprobs is None
 
@@ -231,8 +231,8 @@ def test_a_duplicated_token_is_dropped() -> None:
     life = a_request()
     attempt = life.dispatched()
     life.granted(attempt)
-    life.tokens_arrived(attempt, Leg.PREFILL, (token(0),))
-    assert life.tokens_arrived(attempt, Leg.DECODE, (token(0),)) == []
+    life.token_arrived(attempt, Leg.PREFILL, token(0))
+    assert life.token_arrived(attempt, Leg.DECODE, token(0)) == []
     assert life.num_dropped == 1
 
 
@@ -240,21 +240,21 @@ def test_a_colocated_worker_is_one_leg_with_nothing_to_wait_for() -> None:
     """Its tokens leave at once, and its last one leaves nothing to cancel."""
     life = a_request(max_tokens=2)
     attempt = life.dispatched(is_whole=True)
-    assert life.tokens_arrived(attempt, Leg.WHOLE, (token(0),)) == [Emit((token(0),))]
+    assert life.token_arrived(attempt, Leg.WHOLE, token(0)) == [Emit((token(0),))]
     last = token(1, finish=FinishReason.LENGTH)
-    assert life.tokens_arrived(attempt, Leg.WHOLE, (last,)) == [Emit((last,)), End(None)]
+    assert life.token_arrived(attempt, Leg.WHOLE, last) == [Emit((last,)), End(None)]
 
 
 def test_a_colocated_worker_that_fails_is_the_only_one_to_avoid() -> None:
     """Whatever it says, nobody else was there; a pair may take over."""
     life = a_request()
     attempt = life.dispatched(is_whole=True)
-    life.tokens_arrived(attempt, Leg.WHOLE, (token(0),))
+    life.token_arrived(attempt, Leg.WHOLE, token(0))
     error = TransferFailed("no")
     assert life.leg_failed(attempt, Leg.WHOLE, error, lost=False) == [Reroute(error, (Leg.WHOLE,))]
     again = life.dispatched()
     life.granted(again)
-    assert life.tokens_arrived(again, Leg.PREFILL, (token(1),)) == [Emit((token(1),))]
+    assert life.token_arrived(again, Leg.PREFILL, token(1)) == [Emit((token(1),))]
 
 
 @pytest.mark.parametrize("finish", [FinishReason.NONE, FinishReason.STOP])
@@ -263,13 +263,13 @@ def test_prefill_brings_the_first_token_alone(finish: FinishReason, is_decode_go
     """A worker that says otherwise breaks the protocol, whatever became of the other leg."""
     request = a_request()
     attempt = request.dispatched()
-    request.tokens_arrived(attempt, Leg.PREFILL, (token(0),))
+    request.token_arrived(attempt, Leg.PREFILL, token(0))
     request.granted(attempt)
     if is_decode_gone:
         request.leg_failed(attempt, Leg.DECODE, LOST, lost=True)
         attempt = request.dispatched()
         with pytest.raises(RemoteProtocolError):
-            request.tokens_arrived(attempt, Leg.PREFILL, (token(3, finish=finish),))
+            request.token_arrived(attempt, Leg.PREFILL, token(3, finish=finish))
         return
     with pytest.raises(RemoteProtocolError):
-        request.tokens_arrived(attempt, Leg.PREFILL, (token(1, finish=finish),))
+        request.token_arrived(attempt, Leg.PREFILL, token(1, finish=finish))

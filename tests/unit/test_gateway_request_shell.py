@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
 
-from services.gateway.core.lifecycle import ArrivedToken, Leg
+from services.gateway.core.lifecycle import Leg
 from services.gateway.mesh import GenerationRequest, TokenBatch
 from services.gateway.workers.delivery import Delivery
 from services.gateway.workers.session import HELD_TOKENS, RequestShell
 from services.gateway.workers.timeline import Timeline
 from shared.errors import WorkerLost
 from shared.ids import RequestId
-from shared.request import FinishReason, SamplingParams
+from shared.request import AnswerToken, FinishReason, SamplingParams
 
 
 def a_shell(max_tokens: int = 1000) -> RequestShell:
@@ -43,16 +42,15 @@ def a_shell(max_tokens: int = 1000) -> RequestShell:
 
 
 def arrive(shell: RequestShell, position: int, finish: FinishReason = FinishReason.NONE) -> None:
-    """Bring a token by the long way."""
-    token = ArrivedToken(position, position, finish)
-    shell.apply(shell.lifecycle.tokens_arrived(0, Leg.WHOLE, (token,)))
+    """Bring a token."""
+    token = AnswerToken(position, position, finish)
+    shell.apply(shell.lifecycle.token_arrived(0, Leg.WHOLE, token))
 
 
-def step(shell: RequestShell, position: int) -> None:
-    """Bring a token by the short way, at the end of the loop's turn."""
-    assert shell.lifecycle.take_next(0, Leg.WHOLE, position, position)
-    shell.took(position)
-    shell.deliver()
+async def step(shell: RequestShell, position: int) -> None:
+    """Bring a token, and deliver it at the end of the loop's turn."""
+    arrive(shell, position)
+    await asyncio.sleep(0)
 
 
 async def next_batch(shell: RequestShell) -> TokenBatch | None:
@@ -70,14 +68,14 @@ async def next_batch(shell: RequestShell) -> TokenBatch | None:
 async def test_a_failed_sink_is_heard_before_what_came_after_it() -> None:
     """Its tokens are lost: an answer that went on to its end would have a hole."""
 
-    def refuse(token_ids: Sequence[int]) -> bool:
-        raise ValueError(f"token {token_ids[0]}")
+    def refuse(batch: TokenBatch) -> bool:
+        raise ValueError(f"token {batch.token_ids[0]}")
 
     shell = a_shell()
     arrive(shell, 0)
     assert (await anext(shell)).token_ids == (0,)
     shell.offer_to(refuse)
-    step(shell, 1)
+    await step(shell, 1)
     arrive(shell, 2, FinishReason.STOP)
     with pytest.raises(ValueError, match="token 1"):
         await anext(shell)
@@ -89,13 +87,13 @@ async def test_who_reads_no_part_is_woken_for_many_tokens_or_the_end() -> None:
     shell.hold()
     arrive(shell, 0)
     for position in range(1, HELD_TOKENS - 1):
-        step(shell, position)
+        await step(shell, position)
     assert await next_batch(shell) is None
-    step(shell, HELD_TOKENS - 1)
+    await step(shell, HELD_TOKENS - 1)
     batch = await next_batch(shell)
     assert batch is not None
     assert batch.token_ids == tuple(range(HELD_TOKENS))
-    step(shell, HELD_TOKENS)
+    await step(shell, HELD_TOKENS)
     assert await next_batch(shell) is None
     arrive(shell, HELD_TOKENS + 1, FinishReason.STOP)
     batch = await next_batch(shell)

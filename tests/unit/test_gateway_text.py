@@ -137,7 +137,10 @@ def test_texts_are_looked_up_only_where_tokens_are_bytes() -> None:
     assert WholeTexts.is_for(TOKENIZER)
     assert not WholeTexts.is_for(sentencepiece_style())
     assert (
-        TextModel(sentencepiece_style(), None).new_answer(SamplingParams()).feed_plain([256, 257])
+        TextModel(sentencepiece_style(), None)
+        .new_answer(SamplingParams())
+        .feed([256, 257], FinishReason.NONE)
+        .text
         == "the fox"
     )
 

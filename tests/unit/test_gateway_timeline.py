@@ -14,6 +14,12 @@ from shared.telemetry.lifetime import TTFT_PHASES, Receipt
 from shared.telemetry.tracing import CANCELLED
 from tests.support.worker_mesh import virtual_time
 
+
+def emit(timeline: Timeline, num_tokens: int) -> tuple[float, int]:
+    """Hand tokens on now."""
+    return timeline.emitted(asyncio.get_running_loop().time(), num_tokens)
+
+
 PAIR = RouteDecision(policy="test", prefill=Incarnation(0xA), decode=Incarnation(0xB))
 
 
@@ -30,9 +36,9 @@ async def test_phases_of_a_retried_request_add_up_to_its_ttft() -> None:
     timeline.dispatched(PAIR, has_decode=True)
     await asyncio.sleep(0.8)
     timeline.prefilled(queue_s=0.1, compute_s=0.5, cached_tokens=3)
-    timeline.emitted(1)
+    emit(timeline, 1)
     await asyncio.sleep(0.05)
-    timeline.emitted(2)
+    emit(timeline, 2)
     timeline.ended(None)
     receipt = timeline.receipt()
     phases = [getattr(receipt, name) for name in TTFT_PHASES]
@@ -50,12 +56,12 @@ async def test_a_retry_after_the_first_token_leaves_its_phases_alone() -> None:
     timeline.dispatched(PAIR, has_decode=True)
     await asyncio.sleep(0.3)
     timeline.prefilled(queue_s=0.0, compute_s=0.3, cached_tokens=0)
-    timeline.emitted(1)
+    emit(timeline, 1)
     await asyncio.sleep(5.0)
     timeline.rerouted(WorkerLost("gone"))
     timeline.dispatched(PAIR, has_decode=False)
     timeline.prefilled(queue_s=9.0, compute_s=9.0, cached_tokens=7)
-    timeline.emitted(1)
+    emit(timeline, 1)
     timeline.ended(None)
     receipt = timeline.receipt()
     assert receipt.ttft_s == pytest.approx(0.3)
@@ -70,7 +76,7 @@ async def test_two_tokens_at_once_have_no_first_step() -> None:
     """Tokens that arrive together are given the same instant."""
     timeline = Timeline(asyncio.get_running_loop().time())
     timeline.dispatched(PAIR, has_decode=True)
-    timeline.emitted(2)
+    emit(timeline, 2)
     assert timeline.receipt().first_step_s == 0.0
 
 
@@ -103,11 +109,11 @@ async def test_watchers_hear_of_tokens_as_they_come() -> None:
     timeline.admitted()
     timeline.dispatched(PAIR, has_decode=True)
     await asyncio.sleep(0.25)
-    timeline.emitted(2)
+    assert emit(timeline, 2) == (0.25, 1)  # who delivers tells of what follows the first
     await asyncio.sleep(0.5)
-    timeline.emitted(3)
+    assert emit(timeline, 3) == (0.25, 3)
     timeline.ended(None)
-    heard = [("first", 0.25, 7, 2), ("later", 1, 0.0), ("later", 3, 0.5), ("ended", "")]
+    heard = [("first", 0.25, 7, 2), ("ended", "")]
     assert one.heard == two.heard == heard
     assert one.last == timeline.receipt()
     assert (one.last.attempts, one.last.output_tokens, one.last.e2e_s) == (1, 5, 0.75)

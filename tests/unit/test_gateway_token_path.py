@@ -1,4 +1,5 @@
-"""The fast path of a token: from a step's message to the client's socket without waking a task."""
+"""The way of a token: from a step's message to the client's socket, without waking a task where
+that is not needed."""
 
 from __future__ import annotations
 
@@ -7,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from services.gateway.core.lifecycle import ArrivedToken, Emit, Leg, Lifecycle
+from services.gateway.core.lifecycle import Emit, Leg, Lifecycle
 from services.gateway.http.sse import BUFFER_BYTES, EventStream
 from services.gateway.text.detokenizer import AnswerText, StreamDetokenizer
 from services.gateway.workers.delivery import DELIVERIES_A_TURN, Delivery
 from shared.errors import WorkerLost
-from shared.request import FinishReason, SamplingParams
+from shared.request import AnswerToken, FinishReason, SamplingParams
 from shared.telemetry.lifetime import Receipt
 from tests.support.http_client import gateway, parse_events, post_bytes, raw_connection
 from tests.support.scripted_mesh import ScriptedMesh, http_gateway, saying
@@ -27,16 +28,17 @@ def running() -> Lifecycle:
     lifecycle = Lifecycle((1, 2), SamplingParams(max_tokens=8), max_attempts=2)
     assert lifecycle.dispatched() == 0
     lifecycle.granted(0)
-    effects = lifecycle.tokens_arrived(0, Leg.PREFILL, (ArrivedToken(0, 50),))
-    assert effects == [Emit((ArrivedToken(0, 50),))]
+    effects = lifecycle.token_arrived(0, Leg.PREFILL, AnswerToken(0, 50))
+    assert effects == [Emit((AnswerToken(0, 50),))]
     return lifecycle
 
 
-def test_a_token_in_turn_is_taken_without_effects() -> None:
-    """It counts as the client's: the next attempt would begin after it."""
+def test_a_token_in_turn_is_the_clients() -> None:
+    """The next attempt would begin after it."""
     lifecycle = running()
-    assert lifecycle.take_next(0, Leg.DECODE, 1, 51)
-    assert lifecycle.take_next(0, Leg.DECODE, 2, 52)
+    for position, token_id in ((1, 51), (2, 52)):
+        token = AnswerToken(position, token_id)
+        assert lifecycle.token_arrived(0, Leg.DECODE, token) == [Emit((token,))]
     assert lifecycle.token_ids == (1, 2, 50, 51, 52)
 
 
@@ -49,36 +51,35 @@ def test_a_token_in_turn_is_taken_without_effects() -> None:
         (0, Leg.WHOLE, 1),  # a leg that there is not
     ],
 )
-def test_a_token_out_of_turn_is_not_taken(attempt: int, leg: Leg, position: int) -> None:
-    """Nothing changes: ``tokens_arrived`` decides."""
+def test_a_token_out_of_turn_is_not_handed_on(attempt: int, leg: Leg, position: int) -> None:
+    """It waits, or nobody wants it."""
     lifecycle = running()
-    assert not lifecycle.take_next(attempt, leg, position, 51)
+    assert lifecycle.token_arrived(attempt, leg, AnswerToken(position, 51)) == []
     assert lifecycle.num_output_tokens == 1
 
 
-def test_no_token_is_taken_past_one_that_waits() -> None:
-    """Tokens that came early keep their turn."""
+def test_tokens_that_came_early_keep_their_turn() -> None:
+    """Both leave with the one that was missing."""
     lifecycle = running()
-    assert lifecycle.tokens_arrived(0, Leg.DECODE, (ArrivedToken(2, 52),)) == []
-    assert not lifecycle.take_next(0, Leg.DECODE, 1, 51)
-    tokens = (ArrivedToken(1, 51), ArrivedToken(2, 52))
-    assert lifecycle.tokens_arrived(0, Leg.DECODE, tokens[:1]) == [Emit(tokens)]
+    assert lifecycle.token_arrived(0, Leg.DECODE, AnswerToken(2, 52)) == []
+    tokens = (AnswerToken(1, 51), AnswerToken(2, 52))
+    assert lifecycle.token_arrived(0, Leg.DECODE, tokens[0]) == [Emit(tokens)]
 
 
-def test_no_token_is_taken_before_decode_has_room() -> None:
-    """Nor the very first one, which begins the answer."""
+def test_a_decode_token_before_the_grant_waits_for_the_first() -> None:
+    """It says that there is room; the answer begins with prefill's token all the same."""
     lifecycle = Lifecycle((1,), SamplingParams(max_tokens=8), max_attempts=2)
     lifecycle.dispatched()
-    assert not lifecycle.take_next(0, Leg.DECODE, 0, 50)
-    lifecycle.granted(0)
-    assert not lifecycle.take_next(0, Leg.DECODE, 0, 50)
+    assert lifecycle.token_arrived(0, Leg.DECODE, AnswerToken(1, 51)) == []
+    tokens = (AnswerToken(0, 50), AnswerToken(1, 51))
+    assert lifecycle.token_arrived(0, Leg.PREFILL, tokens[0]) == [Emit(tokens)]
 
 
-def test_no_token_is_taken_after_the_end() -> None:
+def test_nothing_is_handed_on_after_the_end() -> None:
     """A failed attempt's worker may still speak."""
     lifecycle = running()
     lifecycle.leg_failed(0, Leg.DECODE, WorkerLost("gone"), lost=True)
-    assert not lifecycle.take_next(0, Leg.DECODE, 1, 51)
+    assert lifecycle.token_arrived(0, Leg.DECODE, AnswerToken(1, 51)) == []
 
 
 # --- delivery -------------------------------------------------------------------------------------
@@ -87,21 +88,15 @@ def test_no_token_is_taken_after_the_end() -> None:
 class Recipient:
     """Counts its deliveries. last_at: when its token before was there."""
 
-    def __init__(self, last_at: float = 0.0) -> None:
+    def __init__(self, last_at: float = 0.0, num_tokens: int = 1) -> None:
         self.count = 0
         self.is_due = False
-        self.last_at = last_at
-        self.stepped_at: list[float] = []
-        self.stepped = self.step
+        self.told = last_at, num_tokens
 
-    def step(self, now: float) -> float:
-        self.stepped_at.append(now)
-        last_at, self.last_at = self.last_at, now
-        return last_at
-
-    def deliver(self) -> None:
+    def deliver(self, now: float) -> tuple[float, int]:
         self.is_due = False
         self.count += 1
+        return self.told
 
 
 class Watcher:
@@ -125,8 +120,8 @@ async def test_each_is_delivered_once_and_others_have_their_turn_between() -> No
     delivery = Delivery()
     recipients = [Recipient() for _ in range(2 * DELIVERIES_A_TURN + 1)]
     for recipient in recipients:
-        delivery.took(recipient)
-        delivery.took(recipient)
+        delivery.due(recipient)
+        delivery.due(recipient)
     counts: list[int] = []
     for _ in range(4):
         await asyncio.sleep(0)
@@ -141,27 +136,44 @@ async def test_gaps_of_a_whole_batch_are_told_together() -> None:
     watcher = Watcher()
     delivery = Delivery((watcher,))
     await asyncio.sleep(10.0)
-    recipients = [Recipient(last_at) for last_at in (9.0, 9.0, 9.5, 9.0)]
-    for recipient in recipients:
-        delivery.took(recipient)
-        assert recipient.stepped_at == [10.0]
+    answers = ((9.0, 1), (9.0, 1), (9.5, 1), (9.0, 1), (9.0, 2), (10.0, 0))
+    for last_at, num_tokens in answers:
+        delivery.due(Recipient(last_at, num_tokens))
     await asyncio.sleep(0)
-    assert watcher.told == [(10.0, 3, 3.0), (10.0, 1, 0.5)]
+    assert watcher.told == [(10.0, 3, 3.0), (10.0, 1, 0.5), (10.0, 2, 1.0)]
+
+
+@virtual_time
+async def test_what_is_over_is_delivered_at_once_and_not_again() -> None:
+    """Its last token is told before its end."""
+    watcher = Watcher()
+    delivery = Delivery((watcher,))
+    await asyncio.sleep(10.0)
+    recipient = Recipient(9.0)
+    delivery.due(recipient)
+    delivery.deliver(recipient)
+    assert watcher.told == [(10.0, 1, 1.0)]
+    await asyncio.sleep(0)
+    assert recipient.count == 1
 
 
 # --- text and HTTP --------------------------------------------------------------------------------
 
 
-def test_plain_text_is_what_a_batch_would_give() -> None:
-    """However the tokens are cut, also within a character."""
+def test_text_does_not_depend_on_how_tokens_are_cut() -> None:
+    """Also within a character, and whether or not stop strings are looked for."""
     ids = tiny_tokenizer().encode("the \U0001f98a and é the", add_special_tokens=False).ids
-    whole = AnswerText(StreamDetokenizer(tiny_tokenizer()))
-    cut = AnswerText(StreamDetokenizer(tiny_tokenizer()))
-    assert cut.is_plain
-    text = whole.feed(ids, FinishReason.NONE).text
-    assert cut.feed_plain(ids[:2]) + "".join(cut.feed_plain([one]) for one in ids[2:]) == text
-    assert cut.num_tokens == whole.num_tokens
-    assert not AnswerText(StreamDetokenizer(tiny_tokenizer()), stop=("and",)).is_plain
+    texts: list[str] = []
+    for stop in ((), ("nowhere",)):
+        whole = AnswerText(StreamDetokenizer(tiny_tokenizer()), stop=stop)
+        cut = AnswerText(StreamDetokenizer(tiny_tokenizer()), stop=stop)
+        texts.append(whole.feed(ids, FinishReason.LENGTH).text)
+        *pieces, last = [ids[:2], *([one] for one in ids[2:])]
+        text = "".join(cut.feed(piece, FinishReason.NONE).text for piece in pieces)
+        assert text + cut.feed(last, FinishReason.LENGTH).text == texts[-1]
+        assert cut.num_tokens == whole.num_tokens == len(ids)
+        assert cut.has_stop is bool(stop)
+    assert texts[0] == texts[1]
 
 
 TEXT = "the and the and hello the end"
@@ -169,7 +181,7 @@ TEXT = "the and the and hello the end"
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """What leaves by the fast path."""
+    """What leaves past the task that waits for the answer."""
     found: list[bytes] = []
     write_nowait = EventStream.write_nowait
 
@@ -182,22 +194,22 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 
 @pytest.mark.parametrize(
-    ("more", "is_fast"),
+    ("more", "is_at_once"),
     [
         ({}, True),
-        ({"stop": ["nowhere"]}, False),
-        ({"logprobs": 1}, False),
+        ({"stop": ["nowhere"]}, True),
+        ({"logprobs": 1}, True),
         ({"n": 2}, False),
         ({"stream_options": {"include_usage": True}}, True),
-        ({"stream_options": {"include_usage": True, "continuous_usage_stats": True}}, False),
+        ({"stream_options": {"include_usage": True, "continuous_usage_stats": True}}, True),
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_the_fast_path_says_the_same(
-    path: str, more: dict[str, Any], is_fast: bool, written: list[bytes]
+async def test_what_leaves_at_once_says_the_same(
+    path: str, more: dict[str, Any], is_at_once: bool, written: list[bytes]
 ) -> None:
-    """Whether tokens take it or not, the answer is the one without streaming; it is taken where
-    a chunk says nothing but text."""
+    """The answer is the one without streaming, whatever its chunks say; several answers at once
+    meet in their task."""
     body: dict[str, Any] = {"temperature": 0, **more}
     if path.endswith("chat/completions"):
         body["messages"] = [{"role": "user", "content": "a"}]
@@ -215,12 +227,12 @@ async def test_the_fast_path_says_the_same(
             texts[choice["index"]] += choice["text"] if delta is None else delta.get("content", "")
     assert texts[0] == TEXT
     assert texts[1] == (TEXT if "n" in more else "")
-    assert bool(written) is is_fast
+    assert bool(written) is is_at_once
     assert events[-1] == "[DONE]"
 
 
 async def test_a_client_of_http_1_0_gets_no_chunks(written: list[bytes]) -> None:
-    """The fast path frames as the rest of the response does: here not at all."""
+    """What leaves at once is framed as the rest of the response is: here not at all."""
     request = post_bytes("/v1/completions", {"prompt": "a", "stream": True, "temperature": 0})
     async with (
         http_gateway(ScriptedMesh(saying(TEXT, per_batch=1))) as url,

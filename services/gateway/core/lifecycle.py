@@ -30,7 +30,7 @@ from shared.errors import (
     RemoteProtocolError,
     Retry,
 )
-from shared.request import FinishReason, SamplingParams, TokenLogprobs
+from shared.request import AnswerToken, FinishReason, SamplingParams
 
 
 class State(Enum):
@@ -50,23 +50,13 @@ class Leg(Enum):
     WHOLE = "whole"
 
 
-class ArrivedToken(NamedTuple):
-    """One token as a worker reported it; position counts from the first token of the answer."""
-
-    position: int
-    token_id: int
-    finish_reason: FinishReason = FinishReason.NONE
-    logprobs: TokenLogprobs | None = None
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-
-
 # Effects: orders to the shell, in the order in which they must be carried out.
 
 
 class Emit(NamedTuple):
     """Hand these tokens to the client."""
 
-    tokens: tuple[ArrivedToken, ...]
+    tokens: tuple[AnswerToken, ...]
 
 
 class CancelLeg(NamedTuple):
@@ -121,7 +111,7 @@ class Lifecycle:
         self._sampling = sampling
         self._max_attempts = max_attempts
         self._output: list[int] = []
-        self._early: dict[int, ArrivedToken] = {}
+        self._early: dict[int, AnswerToken] = {}
         self._attempt: _Attempt | None = None
         self._num_attempts = 0
 
@@ -178,48 +168,32 @@ class Lifecycle:
         self.state = State.RUNNING
         return self._attempt.number
 
-    def tokens_arrived(
-        self, attempt: int, leg: Leg, tokens: tuple[ArrivedToken, ...]
-    ) -> list[Effect]:
-        """A leg reported tokens.
+    def token_arrived(self, attempt: int, leg: Leg, token: AnswerToken) -> list[Effect]:
+        """A leg reported a token.
 
         Raises RemoteProtocolError: prefill's token is not the attempt's first.
         """
-        current = self._current(attempt)
-        if current is None or leg not in current.open_legs:
-            self.num_dropped += len(tokens)
+        current = self._attempt
+        if current is None or current.number != attempt or leg not in current.open_legs:
+            self.num_dropped += 1
             return []
         if leg is Leg.PREFILL:
-            if any(token.position != current.first_position for token in tokens):
+            if token.position != current.first_position:
                 raise RemoteProtocolError("prefill brings the first token alone", param="index")
             current.has_first_token = True
         else:
             current.is_granted = True
-        for token in tokens:
-            if token.position >= len(self._output) and token.position not in self._early:
-                self._early[token.position] = token
-            else:
-                self.num_dropped += 1
+        num_output = len(self._output)
+        if token.position < num_output or token.position in self._early:
+            self.num_dropped += 1
+            return []
+        is_alone = token.position == num_output and not self._early and not token.finish_reason
+        if is_alone and current.is_granted:
+            # Nothing waits for it, as for nearly all: there is nothing else to decide.
+            self._output.append(token.token_id)
+            return [Emit((token,))]
+        self._early[token.position] = token
         return self._release(current)
-
-    def take_next(self, attempt: int, leg: Leg, position: int, token_id: int) -> bool:
-        """Take a token that neither ends the answer nor comes out of turn: nearly all do not.
-
-        True = it is the client's, as after ``Emit`` alone. False = nothing has changed; report it
-        by ``tokens_arrived``.
-        """
-        current = self._attempt
-        if (
-            current is None
-            or current.number != attempt
-            or leg not in current.open_legs
-            or self._early
-            or not current.is_granted
-            or not 0 < position == len(self._output)
-        ):
-            return False
-        self._output.append(token_id)
-        return True
 
     def granted(self, attempt: int) -> list[Effect]:
         """Decode has room."""
@@ -237,7 +211,7 @@ class Lifecycle:
         is_last = following.finish_reason is not FinishReason.NONE
         if self.needs_decode and not current.is_granted and not is_last:
             return []
-        ready: list[ArrivedToken] = []
+        ready: list[AnswerToken] = []
         while (token := self._early.pop(len(self._output), None)) is not None:
             self._output.append(token.token_id)
             ready.append(token)

@@ -9,7 +9,7 @@ first failure ends all of them, and comes out as one MeshError. Knows no JSON an
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, cast
@@ -18,6 +18,8 @@ from services.gateway.mesh import Generation, GenerationRequest, Mesh, TokenBatc
 from services.gateway.text.detokenizer import AnswerText
 from shared.errors import InvariantViolated, MeshError
 from shared.request import FinishReason, TokenLogprobs
+
+_ENDLESS = "a generation ended without a finish reason"
 
 
 class Delta(NamedTuple):
@@ -93,16 +95,20 @@ class Choice:
         )
 
 
-class TextSink(Protocol):
-    """Where text of a running answer may go at once, past the task that waits for it."""
+class DeltaSink(Protocol):
+    """Where a running answer may go at once, past the task that waits for it."""
 
     def has_room(self) -> bool:
         """Whether ``write`` may be called now: the answer has begun and nothing has to wait."""
         ...
 
-    def write(self, text: str) -> None:
-        """Take text, at once."""
+    def write(self, delta: Delta) -> None:
+        """Take a delta, at once."""
         ...
+
+
+class _IsComplete(Exception):
+    """The answer ended at a stop string, of which the mesh knows nothing."""
 
 
 class Answers:
@@ -118,9 +124,9 @@ class Answers:
         """
         raise NotImplementedError
 
-    def write_to(self, sink: TextSink) -> None:
-        """Give text to the sink whenever it has room, where that is all a delta would say: in the
-        middle of one single answer without stop strings. All else still comes from ``next``."""
+    def write_to(self, sink: DeltaSink) -> None:
+        """Give deltas of one single answer to the sink whenever it has room; all others still come
+        from ``next``."""
 
     def hold(self) -> None:
         """Nobody reads a part of an answer: ``next`` may wait for more of it. It does not where a
@@ -170,25 +176,26 @@ class _OneAnswer(Answers):
     async def next(self) -> list[Delta]:
         if self._choice.is_done:
             return []
-        return [self._choice.take(await _next_batch(self._batches))]
+        try:
+            return [self._choice.take(await anext(self._batches))]
+        except (StopAsyncIteration, _IsComplete):
+            if not self._choice.is_done:
+                raise InvariantViolated(_ENDLESS) from None
+            return []  # the sink has had the last one
 
-    def write_to(self, sink: TextSink) -> None:
-        answer = self._choice.text
-        if not answer.is_plain or self._choice.is_echo_only:
-            return
-
-        def take(token_ids: Sequence[int]) -> bool:
+    def write_to(self, sink: DeltaSink) -> None:
+        def take(batch: TokenBatch) -> bool:
             if not sink.has_room():
                 return False
-            text = answer.feed_plain(token_ids)
-            if text:
-                sink.write(text)
+            sink.write(self._choice.take(batch))
+            if self._choice.is_done and not batch.finish_reason:
+                raise _IsComplete
             return True
 
         self._generation.offer_to(take)
 
     def hold(self) -> None:
-        if self._choice.text.is_plain:
+        if not self._choice.text.has_stop:
             self._generation.hold()
 
 
@@ -213,7 +220,11 @@ class _ManyAnswers(Answers):
             choice.generation = generation
             batches = aiter(generation)
             while not choice.is_done:
-                await self._queue.put(choice.take(await _next_batch(batches)))
+                try:
+                    batch = await anext(batches)
+                except StopAsyncIteration:
+                    raise InvariantViolated(_ENDLESS) from None
+                await self._queue.put(choice.take(batch))
 
 
 @asynccontextmanager
@@ -242,13 +253,6 @@ async def open_answers(mesh: Mesh, choices: Sequence[Choice]) -> AsyncGenerator[
                 task.cancel()
     except BaseExceptionGroup as failures:
         raise _first(failures) from None
-
-
-async def _next_batch(batches: AsyncIterator[TokenBatch]) -> TokenBatch:
-    try:
-        return await anext(batches)
-    except StopAsyncIteration:
-        raise InvariantViolated("a generation ended without a finish reason") from None
 
 
 def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -17,7 +17,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from services.gateway import limits
-from services.gateway.front.answers import Choice, Delta, open_answers
+from services.gateway.front.answers import Answers, Choice, Delta, open_answers
 from services.gateway.front.calls import Call, typed
 from services.gateway.front.frontdoor import Caller, FrontDoor, Prompt
 from services.gateway.http.cors import allow_origins
@@ -316,15 +316,12 @@ class HttpDoor:
         try:
             async with open_answers(self._front.mesh, choices) as answers:
                 call.answers = answers
-                if answer_format.has_plain_chunks:
-                    answers.write_to(_Chunks(events, answer_format, call))
+                chunks = _Chunks(events, answer_format, call, answers)
+                answers.write_to(chunks)
                 while deltas := await answers.next():
                     call.note()
-                    usage = answers.usage if answer_format.continuous_usage else None
-                    chunks = answer_format.chunks(deltas, usage)
-                    if chunks:
-                        await events.write(chunks)
-                        note(Moment.WRITTEN, call.caller.request_id, num_bytes=len(chunks))
+                    if events_now := chunks.of(deltas):
+                        await events.write(events_now)
             usage = answers.usage if has_usage else None
             receipts = answers.receipts() if has_receipt else ()
             await events.end(answer_format.closing(usage, receipts))
@@ -341,19 +338,30 @@ class HttpDoor:
 
 
 class _Chunks:
-    """Text that becomes a chunk and leaves at once (the ``TextSink`` of a stream)."""
+    """Deltas that become events, and leave at once where there is room (the ``DeltaSink`` of a
+    stream)."""
 
-    def __init__(self, events: EventStream, answer_format: AnswerFormat, call: Call) -> None:
+    def __init__(
+        self, events: EventStream, answer_format: AnswerFormat, call: Call, answers: Answers
+    ) -> None:
         self.has_room = events.has_room
         self._write = events.write_nowait
-        self._chunk_of = answer_format.text_chunk
+        self._format = answer_format
         self._request_id = call.caller.request_id
+        self._answers = answers
 
-    def write(self, text: str) -> None:
-        chunk = self._chunk_of(text)
-        self._write(chunk)
-        if is_debugging():
-            note(Moment.WRITTEN, self._request_id, num_bytes=len(chunk))
+    def of(self, deltas: Sequence[Delta]) -> bytes:
+        """Return the events of these deltas, about to be written."""
+        usage = self._answers.usage if self._format.continuous_usage else None
+        chunks = self._format.chunks(deltas, usage)
+        if chunks and is_debugging():
+            note(Moment.WRITTEN, self._request_id, num_bytes=len(chunks))
+        return chunks
+
+    def write(self, delta: Delta) -> None:
+        """See ``DeltaSink``."""
+        if chunks := self.of((delta,)):
+            self._write(chunks)
 
 
 def _head(caller: Caller, model: ServedModel, prefix: str) -> AnswerHead:

@@ -94,7 +94,6 @@ class AnswerFormat:
             self._opening + self._choice_prefix(index) for index in range(num_choices)
         ]
         self._suffix = self._choice_suffix + b',"logprobs":null,"finish_reason":null}'
-        self._text_ending = self._suffix + self._ending
 
     # --- streams --------------------------------------------------------------------------------
 
@@ -119,15 +118,6 @@ class AnswerFormat:
                 prefix = self._prefixes[delta.choice]
                 events.append(prefix + orjson.dumps(delta.text) + self._suffix + ending)
         return b"".join(events)
-
-    @property
-    def has_plain_chunks(self) -> bool:
-        """Whether a chunk in the middle of an answer says nothing but text."""
-        return not self._has_logprobs and not self.continuous_usage
-
-    def text_chunk(self, text: str) -> bytes:
-        """Return the event of a delta of the first answer that is nothing but text."""
-        return self._prefixes[0] + orjson.dumps(text) + self._text_ending
 
     def closing(self, usage: Usage | None, receipts: Sequence[dict[str, Any]]) -> bytes:
         """Return the end of a stream: the chunk without choices, if usage or receipts were asked

@@ -52,7 +52,7 @@ class EventStream:
         """What the handler returns."""
         return self._response
 
-    # --- the fast path of a step ----------------------------------------------------------------
+    # --- at once --------------------------------------------------------------------------------
 
     def has_room(self) -> bool:
         """Whether ``write_nowait`` may be called: the stream has begun, nobody waits to write, and
@@ -76,7 +76,7 @@ class EventStream:
             data = b"%x\r\n%b\r\n" % (len(data), data)
         self._transport.write(data)
 
-    # --- all else -------------------------------------------------------------------------------
+    # --- what may have to wait ------------------------------------------------------------------
 
     async def write(self, data: bytes) -> None:
         """Send complete events.

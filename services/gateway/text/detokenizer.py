@@ -242,21 +242,17 @@ class AnswerText:
         self.num_tokens = 0
 
     @property
-    def is_plain(self) -> bool:
-        """Whether no text can end the answer: there are no stop strings."""
-        return not self._matcher.has_stop
-
-    def feed_plain(self, token_ids: Sequence[int]) -> str:
-        """Take tokens from the middle of a plain answer and return their text: what ``feed`` would
-        do."""
-        self.num_tokens += len(token_ids)
-        step = self._detokenizer.step
-        if len(token_ids) == 1:
-            return step(token_ids[0])
-        return "".join([step(token_id) for token_id in token_ids])
+    def has_stop(self) -> bool:
+        """Whether text can end the answer: there are stop strings."""
+        return self._matcher.has_stop
 
     def feed(self, token_ids: Sequence[int], finish_reason: FinishReason) -> TextStep:
         """Take a batch; the answer is over once a finish reason comes back."""
+        if finish_reason is FinishReason.NONE and not self._matcher.has_stop:
+            self.num_tokens += len(token_ids)
+            step = self._detokenizer.step
+            text = "".join([step(token_id) for token_id in token_ids])
+            return TextStep(text, len(token_ids), finish_reason)
         pieces: list[str] = []
         last = len(token_ids) - 1
         stop_reason: int | None = None

@@ -1,10 +1,9 @@
-"""The fast room of the token path: one delivery an answer and step, however many tokens came.
+"""The way of a token out of the mesh: one delivery an answer and turn, however many tokens came.
 
-A decode worker's message brings one token for each of its answers. Nearly all of them are in turn
-and end nothing, so they skip the effects of the lifecycle core (``Lifecycle.take_next``), wake no
-task, and are told to metrics together: of the answers of a batch all had their last token at the
-same instant. At the end of the loop's turn each answer that got tokens is delivered once; what has
-arrived by then leaves in one write.
+A decode worker's message brings one token for each of its answers. At the end of the loop's turn
+each answer that got tokens is delivered once: what has arrived by then leaves in one write, wakes
+nobody where its consumer takes it at once, and is told to metrics together: of the answers of a
+batch all had their last token at the same instant.
 
 Knows no request: who gets what is the recipients' affair. Figures: bench/gateway/README.md.
 """
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
 from typing import Protocol
 
 from services.gateway.workers.timeline import AnswerWatcher
@@ -23,17 +21,17 @@ DELIVERIES_A_TURN = 64
 
 
 class Recipient(Protocol):
-    """An answer that gets tokens.
-
-    is_due: whether it will be delivered at the end of this turn; ``Delivery`` sets it, ``deliver``
-    clears it. stepped: see ``Timeline.stepped``.
-    """
+    """An answer that gets tokens. is_due: whether it will be delivered at the end of this turn;
+    ``Delivery`` sets it, ``deliver`` clears it."""
 
     is_due: bool
-    stepped: Callable[[float], float]
 
-    def deliver(self) -> None:
-        """Hand on what has arrived; returns at once and never raises."""
+    def deliver(self, now: float) -> tuple[float, int]:
+        """Hand on what has arrived; returns at once and never raises.
+
+        Returns (when the token before was handed on, how many followed it): see
+        ``Timeline.emitted``.
+        """
         ...
 
 
@@ -46,33 +44,41 @@ class Delivery:
     def __init__(self, watchers: tuple[AnswerWatcher, ...] = ()) -> None:
         self._watchers = watchers
         self._recipients: deque[Recipient] = deque()
-        self._num_tokens: dict[float, int] = {}  # by when the token before was there
-        self._is_due = False
-        self._now = 0.0
+        self._is_running = False
 
-    def took(self, recipient: Recipient) -> None:
-        """A token of this turn came for this answer: count it, and deliver at the turn's end."""
-        if not self._is_due:
-            self._is_due = True
-            loop = asyncio.get_running_loop()
-            self._now = loop.time()  # one reading for all tokens of the turn
-            loop.call_soon(self._run)
-        last_at = recipient.stepped(self._now)
-        self._num_tokens[last_at] = self._num_tokens.get(last_at, 0) + 1
+    def due(self, recipient: Recipient) -> None:
+        """Tokens came for this answer: deliver it at the turn's end."""
         if not recipient.is_due:
             recipient.is_due = True
             self._recipients.append(recipient)
+            if not self._is_running:
+                self._is_running = True
+                asyncio.get_running_loop().call_soon(self._run)
+
+    def deliver(self, recipient: Recipient) -> None:
+        """Deliver an answer now, because it is over."""
+        if recipient.is_due:
+            now = asyncio.get_running_loop().time()
+            self._tell(now, {recipient.deliver(now): 1})
 
     def _run(self) -> None:
-        counts, self._num_tokens = self._num_tokens, {}
-        for last_at, num_tokens in counts.items():
-            for watcher in self._watchers:
-                watcher.later_tokens(self._now, num_tokens, num_tokens * (self._now - last_at))
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        followed: dict[tuple[float, int], int] = {}
         recipients = self._recipients
         for _ in range(min(len(recipients), DELIVERIES_A_TURN)):
-            recipients.popleft().deliver()
-        self._is_due = bool(recipients)
+            recipient = recipients.popleft()
+            if recipient.is_due:
+                told = recipient.deliver(now)
+                followed[told] = followed.get(told, 0) + 1
+        self._tell(now, followed)
+        self._is_running = bool(recipients)
         if recipients:
-            loop = asyncio.get_running_loop()
-            self._now = loop.time()
             loop.call_soon(self._run)
+
+    def _tell(self, now: float, followed: dict[tuple[float, int], int]) -> None:
+        for (last_at, num_tokens), num_answers in followed.items():
+            if num_tokens:
+                gaps_s = num_answers * (now - last_at)
+                for watcher in self._watchers:
+                    watcher.later_tokens(now, num_answers * num_tokens, gaps_s)

@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import structlog
 
-from services.gateway.core.lifecycle import ArrivedToken, Leg
+from services.gateway.core.lifecycle import Leg
 from services.gateway.core.worker import Role, Worker
 from shared import wire
 from shared.errors import MeshError, WorkerLost
-from shared.ids import Incarnation, LeaseToken, StreamId
-from shared.request import FinishReason
+from shared.ids import Incarnation, StreamId
+from shared.request import AnswerToken, FinishReason
 from shared.rpc import codec
 from shared.rpc.heartbeat_stream import HeartbeatStream
 from shared.rpc.methods import DECODE_SESSION, PREFILL_SESSION
@@ -29,6 +28,9 @@ from shared.rpc.network import Address, Network
 from shared.rpc.stream import ClientStream, open_stream
 
 _log = structlog.get_logger(__name__)
+
+_REASONS = tuple(FinishReason)
+"""By their numbers: a column's are checked."""
 
 _REDIAL_S = (0.05, 0.2, 0.5, 1.0)
 
@@ -40,17 +42,12 @@ class LegEvents(Protocol):
     @property
     def leg(self) -> Leg: ...
 
-    def tokens(self, tokens: tuple[ArrivedToken, ...]) -> None:
-        """Tokens arrived."""
-        ...
-
-    def next_token(self, position: int, token_id: int) -> bool:
-        """A token of a step arrived that does not end the answer and has no logprobs; False = not
-        taken, tell it by ``tokens``."""
+    def token(self, token: AnswerToken) -> None:
+        """A token arrived."""
         ...
 
     def prefilled(self, event: wire.PrefillToken) -> None:
-        """Prefill's own times and cache hits, with its token (``tokens`` follows)."""
+        """Prefill's own times and cache hits, with its token (``token`` follows)."""
         ...
 
     def pushed(self, event: wire.PrefillDone) -> None:
@@ -68,30 +65,6 @@ class LegEvents(Protocol):
     def failed(self, error: MeshError, *, lost: bool) -> None:
         """The worker reported a failure, or is gone."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptOrder:
-    """What both legs of an attempt are told alike.
-
-    token_column: packed token ids, prompt and what the client already has. deadline_s: seconds
-    left, 0 = none. trace_context: see ``tracing.Span.context``.
-    """
-
-    request_id: bytes
-    attempt: int
-    token_column: bytes
-    num_prompt_tokens: int
-    sampling: wire.SamplingParams
-    deadline_s: float
-    cache_salt: bytes
-    trace_context: str
-    lease_token: LeaseToken
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of which KV is needed before the next one can be computed."""
-        return len(self.token_column) // 4
 
 
 class WorkerSession:
@@ -138,57 +111,23 @@ class WorkerSession:
 
     # --- what requests do -----------------------------------------------------------------------
 
-    def start_prefill(self, leg: LegEvents, order: AttemptOrder, decode: Incarnation) -> StreamId:
-        """Send a prompt; events come to ``leg`` until its end, a failure or ``cancel``."""
-        num_blocks = self.worker.blocks_for(order.num_tokens)
-        stream_id = self._attach(leg, order.num_tokens, num_blocks)
-        self._post(
-            wire.PrefillCommand(
-                start=wire.StartPrefill(
-                    stream_id=stream_id,
-                    request_id=order.request_id,
-                    attempt=order.attempt,
-                    token_ids=order.token_column,
-                    num_prompt_tokens=order.num_prompt_tokens,
-                    sampling=order.sampling,
-                    deadline_s=order.deadline_s,
-                    decode_incarnation=decode,
-                    cache_salt=order.cache_salt,
-                    trace_context=order.trace_context,
-                    lease_token=order.lease_token,
-                )
-            )
-        )
+    def start_prefill(self, leg: LegEvents, order: wire.StartPrefill) -> StreamId:
+        """Send a prompt under a new stream id; events come to ``leg`` until its end, a failure or
+        ``cancel``."""
+        num_tokens = len(order.token_ids) // 4
+        num_blocks = self.worker.blocks_for(num_tokens)
+        order.stream_id = stream_id = self._attach(leg, num_tokens, num_blocks)
+        self._post(wire.PrefillCommand(start=order))
         return stream_id
 
-    def reserve(
-        self, leg: LegEvents, order: AttemptOrder, prefill: Incarnation, *, wait_s: float
-    ) -> StreamId:
-        """Ask for room; events come to ``leg`` until its end, a failure or ``cancel``.
-
-        prefill: who may push; this very worker (if it is colocated): it computes the prompt, too.
-        """
-        num_prompt = order.num_tokens if leg.leg is Leg.WHOLE else 0
-        num_blocks = self.worker.blocks_for(order.num_tokens + 1)
-        stream_id = self._attach(leg, num_prompt, num_blocks)
-        self._post(
-            wire.DecodeCommand(
-                reserve=wire.Reserve(
-                    stream_id=stream_id,
-                    request_id=order.request_id,
-                    attempt=order.attempt,
-                    token_ids=order.token_column,
-                    num_prompt_tokens=order.num_prompt_tokens,
-                    sampling=order.sampling,
-                    deadline_s=order.deadline_s,
-                    wait_s=wait_s,
-                    prefill_incarnation=prefill,
-                    cache_salt=order.cache_salt,
-                    trace_context=order.trace_context,
-                    lease_token=order.lease_token,
-                )
-            )
-        )
+    def reserve(self, leg: LegEvents, order: wire.Reserve) -> StreamId:
+        """Ask for room under a new stream id; events come likewise. If the order names this very
+        worker as its prefill worker (it is colocated), it computes the prompt, too."""
+        num_tokens = len(order.token_ids) // 4
+        num_prompt = num_tokens if leg.leg is Leg.WHOLE else 0
+        num_blocks = self.worker.blocks_for(num_tokens + 1)
+        order.stream_id = stream_id = self._attach(leg, num_prompt, num_blocks)
+        self._post(wire.DecodeCommand(reserve=order))
         return stream_id
 
     def cancel(self, stream_id: StreamId) -> None:
@@ -350,12 +289,12 @@ class WorkerSession:
         leg = self._legs.get(stream_id)
         if leg is None:
             return
-        token = _prefill_token(event)
+        token = codec.prefill_token_from_wire(event)
         self.worker.computed(self._role, stream_id)
         if leg.leg is Leg.WHOLE and token.finish_reason is not FinishReason.NONE:
             self._close(stream_id)  # of a prefill leg PrefillDone is the last word
         leg.prefilled(event)
-        leg.tokens((token,))
+        leg.token(token)
 
     def _on_failed(self, stream_id: int, error: wire.Error | None) -> None:
         leg = self._close(StreamId(stream_id))
@@ -372,17 +311,7 @@ class WorkerSession:
         legs: dict[Any, LegEvents] = self._legs
         for stream_id, position, token_id, reason, row_logprobs in rows:
             leg = legs.get(stream_id)
-            if leg is None:
-                continue
-            if reason or row_logprobs is not None or not leg.next_token(position, token_id):
+            if leg is not None:
                 if reason:
                     self._close(StreamId(stream_id))
-                finish = FinishReason(reason)
-                leg.tokens((ArrivedToken(position, token_id, finish, row_logprobs),))
-
-
-def _prefill_token(event: wire.PrefillToken) -> ArrivedToken:
-    token = codec.prefill_token_from_wire(event)
-    return ArrivedToken(
-        token.position, token.token_id, token.finish_reason, token.logprobs, token.prompt_logprobs
-    )
+                leg.token(AnswerToken(position, token_id, _REASONS[reason], row_logprobs))

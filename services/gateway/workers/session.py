@@ -9,14 +9,13 @@ and dispatches again when an attempt has failed. Leaving the block in any way ca
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import Any, Self
 
 import structlog
 
 from services.gateway.core.lifecycle import (
-    ArrivedToken,
     CancelLeg,
     Effect,
     Emit,
@@ -30,13 +29,13 @@ from services.gateway.core.worker import Worker
 from services.gateway.mesh import GenerationRequest, TokenBatch
 from services.gateway.workers.delivery import Delivery
 from services.gateway.workers.membership import Membership
-from services.gateway.workers.peers import AttemptOrder, WorkerSession
+from services.gateway.workers.peers import WorkerSession
 from services.gateway.workers.timeline import Timeline
 from shared import wire
 from shared.errors import DeadlinePassed, MeshError, NoBlocks, WorkerLost
 from shared.ids import Incarnation, StreamId
 from shared.log import is_debugging, is_informing
-from shared.request import FinishReason, TokenLogprobs
+from shared.request import AnswerToken, FinishReason
 from shared.rpc import codec
 from shared.rpc.columns import pack_u32
 from shared.telemetry.moments import Moment, note
@@ -71,15 +70,9 @@ class _LegShell:
         """Stop the worker's part."""
         self.session.cancel(self.stream_id)
 
-    def tokens(self, tokens: tuple[ArrivedToken, ...]) -> None:
-        self._request.apply(self._request.lifecycle.tokens_arrived(self._attempt, self.leg, tokens))
-
-    def next_token(self, position: int, token_id: int) -> bool:
+    def token(self, token: AnswerToken) -> None:
         request = self._request
-        if not request.lifecycle.take_next(self._attempt, self.leg, position, token_id):
-            return False
-        request.took(token_id)
-        return True
+        request.apply(request.lifecycle.token_arrived(self._attempt, self.leg, token))
 
     def prefilled(self, event: wire.PrefillToken) -> None:
         self._request.timeline.prefilled(
@@ -112,34 +105,6 @@ class _LegShell:
         )
 
 
-class _Pending:
-    """Tokens of one answer that have arrived and not been handed on."""
-
-    __slots__ = ("finish_reason", "is_plain", "logprobs", "prompt_logprobs", "token_ids")
-
-    def __init__(self) -> None:
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
-        self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-        self.finish_reason = FinishReason.NONE
-        self.is_plain = True
-        """Whether all came by ``RequestShell.took``: nothing but ids in the middle of an answer."""
-
-    def add(self, tokens: tuple[ArrivedToken, ...]) -> None:
-        """Add what the core emitted."""
-        self.is_plain = False
-        for token in tokens:
-            self.token_ids.append(token.token_id)
-            if token.logprobs is not None:
-                self.logprobs.append(token.logprobs)
-        self.finish_reason = tokens[-1].finish_reason
-        if tokens[0].prompt_logprobs is not None:
-            self.prompt_logprobs = tokens[0].prompt_logprobs
-
-    def __bool__(self) -> bool:
-        return bool(self.token_ids)
-
-
 class RequestShell:
     """One running answer (the ``Generation`` of ``mesh.py``): dispatched on entry to its block,
     cancelled on exit."""
@@ -162,19 +127,18 @@ class RequestShell:
         self._pair_wait_s = pair_wait_s
         self._failover_wait_s = failover_wait_s
         self._delivery = delivery
-        self._pending = _Pending()
-        self._take: Callable[[Sequence[int]], bool] | None = None
+        self._pending: list[AnswerToken] = []  # have arrived, and not been handed on
+        self._num_new = 0  # of them since the last delivery
+        self._take: Callable[[TokenBatch], bool] | None = None
         self._is_held = False
         self._failure: Exception | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self.is_due = False
-        self.stepped = timeline.stepped
         self._wake = asyncio.Event()
         self._end: End | None = None
         self._reroute: Reroute | None = None
         self._legs: dict[Leg, _LegShell] = {}
         self._avoid: set[Incarnation] = set()
-        self._num_handed_on = 0
         self._blocks_by = 0.0
         """Loop time until which decode workers may let the request wait for blocks."""
 
@@ -216,19 +180,24 @@ class RequestShell:
                 continue
             await self._wake.wait()
             self._wake.clear()
-        pending, self._pending = self._pending, _Pending()
-        first_index = self._num_handed_on
-        self._num_handed_on += len(pending.token_ids)
-        has_logprobs = self._request.sampling.logprobs is not None
+        return self._next_batch()
+
+    def _next_batch(self) -> TokenBatch:
+        """Return all that is pending, at least one token, as one batch."""
+        tokens, self._pending = self._pending, []
+        first, last = tokens[0], tokens[-1]
+        logprobs = None
+        if self._request.sampling.logprobs is not None:
+            logprobs = tuple(token.logprobs for token in tokens if token.logprobs is not None)
         return TokenBatch(
-            first_index=first_index,
-            token_ids=tuple(pending.token_ids),
-            logprobs=tuple(pending.logprobs) if has_logprobs else None,
-            finish_reason=pending.finish_reason,
-            prompt_logprobs=pending.prompt_logprobs,
+            first.position,
+            tuple([token.token_id for token in tokens]),
+            logprobs,
+            last.finish_reason,
+            first.prompt_logprobs,
         )
 
-    def offer_to(self, take: Callable[[Sequence[int]], bool]) -> None:
+    def offer_to(self, take: Callable[[TokenBatch], bool]) -> None:
         self._take = take
 
     def hold(self) -> None:
@@ -237,38 +206,27 @@ class RequestShell:
     @property
     def _is_due_now(self) -> bool:
         """Whether who iterates is to be woken for what has arrived."""
-        return (
-            not self._is_held
-            or self._end is not None
-            or len(self._pending.token_ids) >= HELD_TOKENS
-        )
+        return not self._is_held or self._end is not None or len(self._pending) >= HELD_TOKENS
 
-    # --- the fast path of a step (delivery.py) --------------------------------------------------
-
-    def took(self, token_id: int) -> None:
-        """The core took a token in the middle of the answer: deliver it at the turn's end."""
-        self._pending.token_ids.append(token_id)
-        self._delivery.took(self)
-
-    def deliver(self) -> None:
+    def deliver(self, now: float) -> tuple[float, int]:
+        """See ``Recipient``: what is pending is the consumer's, or wakes who iterates."""
         self.is_due = False
-        pending = self._pending
-        if not pending:
-            return
-        num_tokens = len(pending.token_ids)
+        num_new, self._num_new = self._num_new, 0
+        told = self.timeline.emitted(now, num_new)
         if is_debugging():
-            self._note(Moment.EMITTED, index=self._num_handed_on, num_tokens=num_tokens)
-        if self._take is not None and pending.is_plain:
+            first_index = self.lifecycle.num_output_tokens - num_new
+            self._note(Moment.EMITTED, index=first_index, num_tokens=num_new)
+        pending = self._pending
+        if self._take is not None and self._failure is None and pending:
             try:
-                if self._take(pending.token_ids):
-                    self._num_handed_on += num_tokens
-                    pending.token_ids.clear()
-                    return
+                if self._take(self._next_batch()):
+                    return told
+                self._pending = pending
             except Exception as failure:
                 self._failure = failure
-                pending.token_ids.clear()
         if self._failure is not None or self._is_due_now:
             self._wake.set()
+        return told
 
     @property
     def cached_tokens(self) -> int:
@@ -366,38 +324,36 @@ class RequestShell:
                 attempt=attempt,
                 decision=decision.as_dict(),
             )
-        order = AttemptOrder(
-            request_id=self._request.request_id,
-            attempt=attempt,
-            token_column=pack_u32(token_ids),
-            num_prompt_tokens=lifecycle.num_prompt_tokens,
-            sampling=codec.sampling_to_wire(sampling),
-            deadline_s=self._remaining_s(),
-            cache_salt=self._request.cache_salt,
-            trace_context=trace_context,
-            lease_token=self._membership.new_lease_token(),
-        )
-        if decision.is_colocated:
-            self._legs = {}
-            self._reserve(Leg.WHOLE, order, decision)
-            return
-        prefill = _LegShell(self, attempt, Leg.PREFILL, self._membership.session(decision.prefill))
-        self._legs = {Leg.PREFILL: prefill}
-        prefill.stream_id = prefill.session.start_prefill(
-            prefill, order, decision.decode if needs_decode else Incarnation(0)
-        )
-        if needs_decode:
-            self._reserve(Leg.DECODE, order, decision)
+        order: dict[str, Any] = {
+            "request_id": self._request.request_id,
+            "attempt": attempt,
+            "token_ids": pack_u32(token_ids),
+            "num_prompt_tokens": lifecycle.num_prompt_tokens,
+            "sampling": codec.sampling_to_wire(sampling),
+            "deadline_s": self._remaining_s(),
+            "cache_salt": self._request.cache_salt,
+            "trace_context": trace_context,
+            "lease_token": self._membership.new_lease_token(),
+        }
+        self._legs = {}
+        if not decision.is_colocated:
+            leg = self._leg(Leg.PREFILL, attempt, decision.prefill)
+            decode = decision.decode if needs_decode else Incarnation(0)
+            start = wire.StartPrefill(**order, decode_incarnation=decode)
+            leg.stream_id = leg.session.start_prefill(leg, start)
+        if needs_decode or decision.is_colocated:
+            kind = Leg.WHOLE if decision.is_colocated else Leg.DECODE
+            leg = self._leg(kind, attempt, decision.decode)
+            wait_s = max(LEAST_WAIT_S, self._blocks_by - asyncio.get_running_loop().time())
+            reserve = wire.Reserve(**order, prefill_incarnation=decision.prefill, wait_s=wait_s)
+            leg.stream_id = leg.session.reserve(leg, reserve)
+            self._note(Moment.DISPATCHED, attempt=attempt)
 
-    def _reserve(self, leg: Leg, order: AttemptOrder, decision: RouteDecision) -> None:
-        """Send the decode worker's leg; it is the whole attempt if the worker is colocated."""
-        now = asyncio.get_running_loop().time()
-        session = self._membership.session(decision.decode)
-        shell = self._legs[leg] = _LegShell(self, order.attempt, leg, session)
-        shell.stream_id = session.reserve(
-            shell, order, decision.prefill, wait_s=max(LEAST_WAIT_S, self._blocks_by - now)
-        )
-        self._note(Moment.DISPATCHED, attempt=order.attempt)
+    def _leg(self, leg: Leg, attempt: int, worker: Incarnation) -> _LegShell:
+        """Return a leg of a new attempt."""
+        shell = _LegShell(self, attempt, leg, self._membership.session(worker))
+        self._legs[leg] = shell
+        return shell
 
     def _remaining_s(self) -> float:
         if self._request.deadline_at is None:
@@ -411,20 +367,21 @@ class RequestShell:
         for effect in effects:
             match effect:
                 case Emit(tokens):
-                    self._note(Moment.EMITTED, index=tokens[0].position, num_tokens=len(tokens))
-                    self.timeline.emitted(len(tokens))
-                    self._pending.add(tokens)
+                    self._pending += tokens
+                    self._num_new += len(tokens)
+                    self._delivery.due(self)
                 case CancelLeg(leg):
                     self._legs[leg].cancel()
                 case Reroute():
                     self._reroute = effect
                     self.timeline.attempt_failed(effect.error)
+                    self._wake.set()
                 case End():
                     self._end = effect
+                    self._delivery.deliver(self)
                     self._note(Moment.ENDED, finish_reason=self.finish_reason.name.lower())
                     self.timeline.ended(effect.error)
-        if effects and (self._is_due_now or self._reroute is not None):
-            self._wake.set()
+                    self._wake.set()
 
     def _note(self, moment: Moment, **facts: Any) -> None:
         note(moment, self._request.request_id, **facts)

@@ -169,31 +169,23 @@ class Timeline:
             for watcher in self._watchers:
                 watcher.transferred(now, receipt)
 
-    def emitted(self, num_tokens: int) -> None:
-        """Tokens, at least one, were handed to the client's side."""
-        marks = self._marks
-        now = _now()
-        last_at, self._last_token_at = self._last_token_at, now
+    def emitted(self, now: float, num_tokens: int) -> tuple[float, int]:
+        """Tokens, at least one, were handed to the client's side.
+
+        Returns (when the one before was, how many followed it), of the first token (now, all but
+        that one). Who calls tells the watchers: of many answers at once (``delivery.py``).
+        """
         self._output_tokens += num_tokens
+        last_at, self._last_token_at = self._last_token_at, now
         if last_at is None:
-            last_at = marks["first_token_at"] = now
+            last_at = self._marks["first_token_at"] = now
             num_tokens -= 1
             receipt = self.receipt()
             for watcher in self._watchers:
                 watcher.first_token(now, receipt)
         if num_tokens:
-            marks.setdefault("second_token_at", now)
-            for watcher in self._watchers:
-                watcher.later_tokens(now, num_tokens, now - last_at)
-
-    def stepped(self, now: float) -> float:
-        """One more token, not the first, was handed on; return when the one before was. Who calls
-        it tells the watchers: of many answers at once (``delivery.py``)."""
-        last_at, self._last_token_at = self._last_token_at, now
-        assert last_at is not None
-        self._output_tokens += 1
-        self._marks.setdefault("second_token_at", now)
-        return last_at
+            self._marks.setdefault("second_token_at", now)
+        return last_at, num_tokens
 
     def abandoned(self) -> None:
         """The client left before the end."""
