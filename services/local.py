@@ -31,11 +31,11 @@ import orjson
 
 from shared.address import Address
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
-from shared.environment import environment_of
 from shared.errors import MeshError, WorkerLost
 from shared.mesh_secret import SECRET_VARIABLE, new_secret
 from shared.runtime.groups import plain_errors
 from shared.runtime.parent import PARENT_FD
+from shared.settings import environment_of
 
 RESTART_BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0)
 """Pauses before the restarts of a process that keeps crashing; the last one repeats."""

@@ -35,9 +35,9 @@ from shared.config import (
     ServiceConfig,
 )
 from shared.engine.models.registry import read_model_config
-from shared.environment import settings_from_environment
 from shared.model_folder import ModelFolder, resolve_model
 from shared.runtime.service import EXIT_OK
+from shared.settings import read_settings
 
 MAX_WORKERS: Final = 64
 PAIR_WITHIN_S: Final = 60.0
@@ -321,7 +321,7 @@ def plan_mesh(config: UpConfig, environment: Mapping[str, str]) -> MeshPlan:
 def _gateway(config: UpConfig, environment: Mapping[str, str]) -> GatewayConfig:
     """The gRPC port follows the HTTP port unless somebody has set it; the mesh's is any free
     one."""
-    settings = settings_from_environment(GatewayConfig, environment)
+    settings = read_settings(GatewayConfig, environment)
     host = config.host if config.host is not None else settings["host"].value
     port = config.port if config.port is not None else settings["http_port"].value
     require(0 <= port < 65536, "--port must be a port, 0..65535", param="port")
@@ -345,10 +345,7 @@ def _with(
 ) -> Config:
     """Return a service's configuration: of our flags those that were given and it knows, the rest
     from the environment."""
-    values = {
-        name: setting.value
-        for name, setting in settings_from_environment(kind, environment).items()
-    }
+    values = {name: setting.value for name, setting in read_settings(kind, environment).items()}
     for field in dataclasses.fields(config):
         given = getattr(config, field.name)
         if field.name in values and field.name not in _OWN_FIELDS and given is not None:

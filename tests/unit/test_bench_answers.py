@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.cli.bench.answers import AnswerReader
-from services.cli.bench.event_lines import EventLines
+from services.cli.bench.answers import AnswerReader, EventLines
 from services.cli.bench.records import End, Record
 from services.cli.bench.workload import Ask
 

@@ -1,4 +1,4 @@
-"""Reads the chunks of one OpenAI-style answer into its record: when tokens came, and how many.
+"""Reads one OpenAI-style stream of events into its record: when tokens came, and how many.
 
 Where the server counts in every chunk (``continuous_usage_stats``), counts are exact. Else a chunk
 with text is one token, until the usage at the end says how many there were. Tokens of one chunk
@@ -14,7 +14,28 @@ import orjson
 from services.cli.bench.records import End, Record
 
 REFUSALS = (429, 503)
+MOST_LINE_BYTES = 8 << 20
 _TEXT_FIELDS = ("content", "reasoning_content", "reasoning")
+
+
+class EventLines:
+    """The payloads of one stream of server-sent events, however it is cut; a payload of several
+    ``data:`` lines is not made by any of these servers."""
+
+    __slots__ = ("_rest",)
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the payloads of all lines that are complete now.
+
+        Raises ValueError: a line without an end.
+        """
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > MOST_LINE_BYTES:
+            raise ValueError("a line of the stream does not end")
+        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
 
 class AnswerReader:

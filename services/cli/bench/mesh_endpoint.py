@@ -32,7 +32,7 @@ PROBE_WITHIN_S: Final = 60.0
 
 
 class MeshEndpoint:
-    """See Endpoint."""
+    """See ServerEndpoint."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class MeshEndpoint:
         self.description = description
 
     def prepare(self, prompts: Prompts, index: int) -> bytes:
-        """See Endpoint."""
+        """See ServerEndpoint."""
         num_output = prompts.workload.asks[index].num_output
         params = wire.GenerateParams(max_tokens=num_output, temperature=0.0)
         if self.description.is_length_fixed:
@@ -61,7 +61,7 @@ class MeshEndpoint:
         return bytes(request)
 
     async def answer(self, request: bytes, record: Record) -> None:
-        """See Endpoint."""
+        """See ServerEndpoint."""
         channel, num_open = await self._channel()
         num_open[0] += 1
         record.is_counted = True

@@ -19,9 +19,8 @@ from typing import Any, Final
 import aiohttp
 import orjson
 
-from services.cli.bench.answers import REFUSALS, AnswerReader
+from services.cli.bench.answers import REFUSALS, AnswerReader, EventLines
 from services.cli.bench.endpoints import Api, Description
-from services.cli.bench.event_lines import EventLines
 from services.cli.bench.prompts import DEFAULT_VOCAB, Prompts, one_prompt
 from services.cli.bench.records import End, Record
 from services.cli.bench.workload import Ask
@@ -31,9 +30,8 @@ from services.cli.client import (
     CannotRun,
     Refused,
     address,
+    get_json,
     open_session,
-    refusal,
-    unreachable,
 )
 from shared.errors import MeshError
 
@@ -97,7 +95,7 @@ DIALECTS: Final = (
 
 
 class OpenAiEndpoint:
-    """See Endpoint. One task a request; connections are reused and never limited."""
+    """See ServerEndpoint. One task a request; connections are reused and never limited."""
 
     def __init__(
         self, session: aiohttp.ClientSession, url: str, dialect: Dialect, description: Description
@@ -108,12 +106,12 @@ class OpenAiEndpoint:
         self.description = description
 
     def prepare(self, prompts: Prompts, index: int) -> bytes:
-        """See Endpoint."""
+        """See ServerEndpoint."""
         ask = prompts.workload.asks[index]
         return self._dialect.body(self.description.model, prompts, index, ask.num_output)
 
     async def answer(self, request: bytes, record: Record) -> None:
-        """See Endpoint."""
+        """See ServerEndpoint."""
         try:
             async with self._session.post(self._address, data=request, headers=_JSON) as response:
                 await self._read(response, record)
@@ -188,8 +186,11 @@ async def _probe(endpoint: OpenAiEndpoint, dialect: Dialect, vocab: int) -> Desc
     known = endpoint.description
     body = dialect.body(known.model, prompts, 0, PROBE_OUTPUT)
     record = Record(Ask(num_input=PROBE_INPUT, num_output=PROBE_OUTPUT), 0, 0.0, known.url)
-    async with _timeout(known.url):
-        await endpoint.answer(body, record)
+    try:
+        async with asyncio.timeout(PROBE_WITHIN_S):
+            await endpoint.answer(body, record)
+    except TimeoutError:
+        raise CannotRun(f"{known.url} does not answer within {PROBE_WITHIN_S:g} s") from None
     if record.end is End.UNREACHABLE or record.end is End.CLIENT:
         raise CannotRun(f"nothing answers at {known.url} ({record.error})")
     if record.end is not End.COMPLETE:
@@ -222,30 +223,20 @@ def _tokens_per_word(record: Record, prompts: Prompts) -> float:
 async def _model_of(session: aiohttp.ClientSession, url: str, model: str) -> tuple[str, int]:
     """Return the model's name and its context, 0 = not said."""
     try:
-        async with _timeout(url), session.get(address(url, "/v1/models")) as response:
-            body = await response.content.read(1 << 22)
-            if response.status == 401:
-                raise refusal(url, response.status, body)
-            data: list[Any] = orjson.loads(body)["data"] if response.status == 200 else []
-    except aiohttp.ClientError as error:  # some are a ValueError as well
-        raise unreachable(url, error) from None
-    except (ValueError, KeyError, TypeError):
-        data = []
-    for entry in data:
-        if not model or entry.get("id") == model:
-            return str(entry["id"]), int(entry.get("max_model_len") or 0)
-    if model:
-        return model, 0
-    raise CannotRun(f"{url} does not say what it serves: name the model with --model")
-
-
-@contextlib.asynccontextmanager
-async def _timeout(url: str) -> AsyncGenerator[None]:
-    try:
-        async with asyncio.timeout(PROBE_WITHIN_S):
-            yield
-    except TimeoutError:
-        raise CannotRun(f"{url} does not answer within {PROBE_WITHIN_S:g} s") from None
+        answer = await get_json(session, url, "/v1/models", limit_s=PROBE_WITHIN_S)
+        served = {
+            str(entry["id"]): int(entry.get("max_model_len") or 0) for entry in answer["data"]
+        }
+    except MeshError as error:
+        if not model:
+            raise CannotRun(f"{error.message} (--model NAME spares this question)") from None
+        served = {}
+    except (KeyError, TypeError, ValueError):
+        served = {}
+    if not model and not served:
+        raise CannotRun(f"{url} does not say what it serves: name the model with --model")
+    model = model or next(iter(served))
+    return model, served.get(model, 0)
 
 
 def _words(body: bytes) -> str:

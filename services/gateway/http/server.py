@@ -20,13 +20,13 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 import msgspec
-import orjson
 import structlog
 from aiohttp import web
 
 from services.gateway import limits
 from services.gateway.front.calls import Call, recorded, typed
 from services.gateway.front.frontdoor import FrontDoor, checked_timeout
+from services.gateway.http.bodies import ErrorBody
 from services.gateway.http.json_body import Body, parse_body
 from services.gateway.http.sse import BUFFER_BYTES
 from services.gateway.http.stalls import unless_stalled
@@ -39,7 +39,7 @@ from shared.errors import (
     TooLarge,
 )
 from shared.rpc.network import Address
-from shared.rpc.status import http_status_of, openai_error_body
+from shared.rpc.status import http_status_of
 from shared.rpc.tls import HANDSHAKE_WITHIN_S, HTTP, ServerTls
 
 BODY_TIMEOUT_S = 30.0
@@ -187,7 +187,7 @@ def json_response(
     value: Any, *, headers: dict[str, str] | None = None, status: int = 200
 ) -> web.Response:
     """Return a JSON response; bytes are taken as JSON already."""
-    body = value if isinstance(value, bytes) else orjson.dumps(value)
+    body = value if isinstance(value, bytes) else msgspec.json.encode(value)
     return web.Response(body=body, status=status, headers=headers, content_type="application/json")
 
 
@@ -209,7 +209,7 @@ def error_response(
     status = status or http_status_of(error)
     if status == 401:
         own["WWW-Authenticate"] = "Bearer"
-    return json_response(openai_error_body(error), headers=own, status=status)
+    return json_response(ErrorBody.of(error), headers=own, status=status)
 
 
 def _json_errors(routes: Mapping[str, str]) -> Any:
