@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import orjson
@@ -83,17 +84,30 @@ class AnswerFormat:
         self._has_logprobs = has_logprobs
         self.continuous_usage = continuous_usage
         self._begun: set[int] = set()
-        self._opening = b'data: {"id":%s,"object":%s,"created":%d,"model":%s,"choices":[' % (
-            orjson.dumps(head.id),
+        self._usage_field = usage_field
+
+    # --- what every chunk has: made for the first one, and not where there is none --------------
+
+    @cached_property
+    def _opening(self) -> bytes:
+        return b'data: {"id":%s,"object":%s,"created":%d,"model":%s,"choices":[' % (
+            orjson.dumps(self._head.id),
             orjson.dumps(self.chunk_name),
-            head.created,
-            orjson.dumps(head.model),
+            self._head.created,
+            orjson.dumps(self._head.model),
         )
-        self._ending = b'],"usage":null}\n\n' if usage_field else b"]}\n\n"
-        self._prefixes = [
-            self._opening + self._choice_prefix(index) for index in range(num_choices)
-        ]
-        self._suffix = self._choice_suffix + b',"logprobs":null,"finish_reason":null}'
+
+    @cached_property
+    def _ending(self) -> bytes:
+        return b'],"usage":null}\n\n' if self._usage_field else b"]}\n\n"
+
+    @cached_property
+    def _prefixes(self) -> list[bytes]:
+        return [self._opening + self._choice_prefix(index) for index in range(self._num_choices)]
+
+    @cached_property
+    def _suffix(self) -> bytes:
+        return self._choice_suffix + b',"logprobs":null,"finish_reason":null}'
 
     # --- streams --------------------------------------------------------------------------------
 
