@@ -344,6 +344,58 @@ class WorkerConfig(ServiceConfig):
     fake_step_s: float = 0.0
     """Fake engine only: seconds that a step takes."""
 
+    movable: bool = False
+    """Do the other role's work, too, whenever the mesh needs it, and change the role for good when
+    told (pdmesh role)."""
+
+    # What follows is for prompts whose KV goes elsewhere.
+
+    max_jobs: int = 256
+    """Prompts in hand at once; more are refused."""
+
+    batch_tokens: int = 0
+    """Prompts share a step up to so many tokens in all; what is longer is computed alone, before
+    the next. 0 = what keeps the device busy, as measured at the first start (pdmesh profile)."""
+
+    profile_file: Path | None = None
+    """File.json of what was measured of this machine, or a folder that gets one for each device and
+    model; default: a folder in the user's cache."""
+
+    transfer_mode: str = "auto"
+    """layerwise: KV moves while later layers compute; serialized: after them; auto: whichever
+    exposes less."""
+
+    group_kib: int = 1024
+    """Layers are grouped until a frame is this large, in KiB."""
+
+    # What follows is for answers.
+
+    max_requests: int = 1024
+    """Answers in hand at once, waiting ones included; more are refused."""
+
+    watermark_blocks: int = 0
+    """Blocks that reservations leave free for running answers to grow into."""
+
+    tbt_target_s: float = 0.05
+    """Colocated or movable only: how long a step may take while answers run, and so the time
+    between tokens; prompts get what those leave of it. An explicit --token-budget is obeyed
+    instead."""
+
+    cuda_graphs: bool = True
+    """Record decode steps as CUDA graphs at start and replay them; on a GPU with triton kernels
+    only."""
+
+    max_graph_rows: int = 256
+    """Largest batch that is recorded; larger ones run kernel by kernel."""
+
+    look_ahead: bool = True
+    """Plan a step while the one before it runs, so that the device need not wait for it."""
+
+    @property
+    def needs_profile(self) -> bool:
+        """Whether anything is left to what is measured of the machine."""
+        return not self.batch_tokens or self.transfer_mode == "auto"
+
     @property
     def max_step_tokens(self) -> int:
         """Most tokens a step computes."""
@@ -401,48 +453,27 @@ class WorkerConfig(ServiceConfig):
             ("token_budget", 0, 1 << 24),
             ("max_running", 1, 1 << 16),
             ("fake_step_s", 0, 60),
+            ("max_jobs", 1, 1 << 24),
+            ("batch_tokens", 0, 1 << 24),
+            ("group_kib", 1, 8192),
+            ("max_requests", 1, 1 << 24),
+            ("watermark_blocks", 0, 1 << 24),
+            ("max_graph_rows", 1, 4096),
         ):
             _require(low <= getattr(self, name) <= high, name, f"must be {low}..{high}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillConfig(WorkerConfig):
-    """A prefill worker: computes prompts and pushes their KV."""
-
-    max_jobs: int = 256
-    """Prompts in hand at once; more are refused."""
-
-    batch_tokens: int = 0
-    """Prompts share a step up to so many tokens in all; what is longer is computed alone, before
-    the next. 0 = what keeps the device busy, as measured at the first start (pdmesh profile)."""
-
-    profile_file: Path | None = None
-    """File.json of what was measured of this machine, or a folder that gets one for each device and
-    model; default: a folder in the user's cache."""
-
-    transfer_mode: str = "auto"
-    """layerwise: KV moves while later layers compute; serialized: after them; auto: whichever
-    exposes less."""
-
-    group_kib: int = 1024
-    """Layers are grouped until a frame is this large, in KiB."""
-
-    @property
-    def needs_profile(self) -> bool:
-        """Whether anything is left to what is measured of the machine."""
-        return not self.batch_tokens or self.transfer_mode == "auto"
-
-    def check(self) -> None:
-        """See ServiceConfig."""
-        super(PrefillConfig, self).check()
-        _require(self.max_jobs >= 1, "max_jobs", "must be at least 1")
-        _require(0 <= self.batch_tokens <= 1 << 24, "batch_tokens", "must be 0..16777216")
         _require(
             self.transfer_mode in ("auto", "layerwise", "serialized"),
             "transfer_mode",
             "must be auto, layerwise or serialized",
         )
-        _require(1 <= self.group_kib <= 8192, "group_kib", "must be 1..8192")
+        _require(
+            0 < self.tbt_target_s <= 60, "tbt_target_s", "must be above 0 and at most 60 seconds"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillConfig(WorkerConfig):
+    """A prefill worker: computes prompts and pushes their KV."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -452,41 +483,6 @@ class DecodeConfig(WorkerConfig):
     staging_mib: int = 128
     """Memory for frames that arrive, in MiB."""
 
-    max_requests: int = 1024
-    """Requests in hand at once, waiting ones included; more are refused."""
-
-    watermark_blocks: int = 0
-    """Blocks that reservations leave free for running answers to grow into."""
-
     colocated: bool = False
     """Take whole requests as well: prompts are computed here, in chunks between the tokens of
     running answers, and no KV is transferred."""
-
-    tbt_target_s: float = 0.05
-    """Colocated only: how long a step may take while answers run, and so the time between tokens;
-    prompts get what those leave of it. An explicit --token-budget is obeyed instead."""
-
-    cuda_graphs: bool = True
-    """Record decode steps as CUDA graphs at start and replay them; on a GPU with triton kernels
-    only."""
-
-    max_graph_rows: int = 256
-    """Largest batch that is recorded; larger ones run kernel by kernel."""
-
-    look_ahead: bool = True
-    """Plan a step while the one before it runs, so that the device need not wait for it."""
-
-    @property
-    def is_bound_by_time(self) -> bool:
-        """Whether steps are cut by ``tbt_target_s`` and not by a number of tokens."""
-        return self.colocated and not self.token_budget
-
-    def check(self) -> None:
-        """See ServiceConfig."""
-        super(DecodeConfig, self).check()
-        _require(self.max_requests >= 1, "max_requests", "must be at least 1")
-        _require(self.watermark_blocks >= 0, "watermark_blocks", "must be at least 0")
-        _require(1 <= self.max_graph_rows <= 4096, "max_graph_rows", "must be 1..4096")
-        _require(
-            0 < self.tbt_target_s <= 60, "tbt_target_s", "must be above 0 and at most 60 seconds"
-        )

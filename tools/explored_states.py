@@ -12,14 +12,15 @@ import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from services.decode.core.lease import LeaseKey, LeasePolicy, LeaseState
-from services.decode.core.leases import Leases
 from services.gateway.core.lifecycle import Leg, Lifecycle, State
 from shared.errors import DeadlinePassed, InvalidRequest, LocalProtocolError, MeshError, WorkerLost
 from shared.ids import Incarnation, LeaseToken, RequestId
 from shared.kv.pool import BlockPool
 from shared.liveness import Liveness, PeerState
 from shared.request import AnswerToken, FinishReason, SamplingParams, WorkItem
+from shared.transfer.messages import TransferKey
+from shared.worker.core.lease import LeasePolicy, LeaseState
+from shared.worker.core.leases import Leases
 
 Moves = dict[str, dict[str, list[str]]]
 """State -> event -> states after it, the same one included; in the order in which they were found.
@@ -178,8 +179,8 @@ class LeaseRoom:
         return f"{self.state} {self.other.state.value} {self.now} {self.ours.expires_at}"
 
 
-def _key(number: int) -> LeaseKey:
-    return LeaseKey(RequestId(bytes([number] * 16)), 0, LeaseToken(bytes(16)))
+def _key(number: int) -> TransferKey:
+    return TransferKey(RequestId(bytes([number] * 16)), 0, LeaseToken(bytes(16)))
 
 
 def lease_moves() -> Moves:
@@ -240,9 +241,7 @@ _LEASE_EVENTS = (
         "receives still settle", _unless_over(lambda room: room.leases.begin_quarantine(room.ours))
     ),
     Event("nothing can write any more", _unless_over(_settled)),
-    Event(
-        "prefill lost", _unless_over(lambda r: r.leases.lose_prefill(_PREFILL, _GONE, now=r.now))
-    ),
+    Event("prefill lost", _unless_over(lambda r: r.leases.lose_source(_PREFILL, _GONE, now=r.now))),
     Event("wait over", _unless_over(_wait_over)),
 )
 

@@ -74,16 +74,16 @@ def receiver() -> str:
     return states(_of_table(RECEIVER_TABLE))
 
 
-def job() -> str:
-    """A prompt on a prefill worker."""
-    from services.prefill.core.jobs import IGNORED, MOVES, JobEvent, JobState
+def life() -> str:
+    """A request on a worker."""
+    from shared.worker.core.life import IGNORED, MOVES, LifeEvent, LifeState
 
-    moves: dict[str, dict[str, list[str]]] = {state.value: {} for state in JobState}
-    for state in JobState:
-        for event in JobEvent:
+    moves: dict[str, dict[str, list[str]]] = {state.value: {} for state in LifeState}
+    for state in LifeState:
+        for event in LifeEvent:
             if (move := MOVES.get((state, event))) is not None:
                 moves[state.value][event.value] = [move.to.value]
-            elif (state, event) in IGNORED and state is not JobState.CLOSED:
+            elif (state, event) in IGNORED and state is not LifeState.CLOSED:
                 moves[state.value][event.value] = [state.value]
     return states(moves)
 
@@ -182,7 +182,7 @@ def tour() -> str:
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "protocol.md": {"sender": sender, "receiver": receiver, "timers": timers, "errors": errors},
-    "states.md": {"request": request, "job": job, "lease": lease, "peer": peer},
+    "states.md": {"request": request, "life": life, "lease": lease, "peer": peer},
     "tour.md": {"tour": tour},
 }
 

@@ -21,7 +21,6 @@ import torch
 import uvloop
 
 from bench.engine.model import MAX_LEN
-from services.decode.stepper import Stepper
 from shared.config import DecodeConfig
 from shared.engine.base import Engine
 from shared.engine.load import load_engine
@@ -32,10 +31,11 @@ from shared.errors import MeshError
 from shared.kv.pool import BlockPool
 from shared.request import SamplingParams, WorkItem
 from shared.runtime.worker_process import SWITCH_INTERVAL_S
-from shared.schedule.plan import Failure, NewToken
+from shared.schedule.plan import Failure, NewToken, StepPlan
 from shared.schedule.scheduler import SchedulePolicy, Scheduler
 from shared.schedule.sequence import Sequence as TokenSequence
-from shared.telemetry.worker import DecodeMetrics, WorkerLoad
+from shared.telemetry.worker import DecodeMetrics
+from shared.worker.stepper import Stepper
 
 
 class KernelClock:
@@ -66,7 +66,13 @@ class Sink:
         self.stopped = asyncio.Event()
         self.steps: list[tuple[float, float, int]] = []  # at, seconds in kernels so far, tokens
 
-    def step_done(self, tokens: Sequence[NewToken]) -> None:
+    def admitted(self, sequences: Sequence[TokenSequence]) -> None:
+        pass
+
+    def announce(self, plan: StepPlan) -> tuple[()]:
+        return ()
+
+    def step_done(self, tokens: Sequence[NewToken], pushes: object, done: object) -> None:
         self.steps.append((time.perf_counter(), self.clock.seconds, len(tokens)))
         if len(self.steps) == self.wanted:
             self.stopped.set()
@@ -120,7 +126,7 @@ class End:
     async def decode(self, job: dict[str, Any]) -> dict[str, Any]:
         sink = Sink(self.clock)
         sink.wanted = job["steps"] + 1
-        metrics = DecodeMetrics(WorkerLoad)
+        metrics = DecodeMetrics()
         stepper = Stepper(
             compute=self.compute,
             scheduler=self.running,

@@ -34,9 +34,6 @@ from bench.plots import Panel, Pictures, save
 from bench.record import Record, ratios, run, spread
 from bench.transfer.pairs import ucx_root, without_ucx
 from bench.transfer.run import LANES, congestion_control
-from services.decode.receiver import KvReceiver, LeaseTerms, ReceiveStats
-from services.prefill.pairs import PairTable
-from services.prefill.pusher import Pusher
 from shared.address import Address
 from shared.engine.worker import ThreadCompute
 from shared.errors import MeshError
@@ -48,6 +45,9 @@ from shared.transfer.messages import TransferKey
 from shared.transfer.plan import TransferMode
 from shared.transport.settings import UcxSettings
 from shared.transport.ucxx import open_ucx
+from shared.worker.dial import PairTable
+from shared.worker.pusher import Pusher
+from shared.worker.receiver import KvReceiver, LeaseTerms, ReceiveStats
 
 NUM_LAYERS = 32
 KV_SHARE = 0.15

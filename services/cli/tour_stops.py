@@ -88,10 +88,10 @@ STOPS: tuple[Stop, ...] = (
         Moment.ROUTED,
         "gateway",
         "route",
-        "One decision chooses both workers, and is kept as a record with the scores of every pair.",
-        "{decision[policy]}: {decision[candidates][0][prefill_score]:.0f} tokens pending on "
-        "prefill, {decision[candidates][0][decode_score]:.0%} of decode's blocks taken; "
-        "{decision[num_candidates]} pair(s) to choose from",
+        "One decision chooses both workers, and is kept as a record with the best scores.",
+        "{decision[policy]}: {decision[prefills][0][score]:.0f} tokens pending on prefill, "
+        "{decision[decodes][0][score]:.0%} of decode's blocks taken; {decision[num_prefills]} "
+        "prefill and {decision[num_decodes]} decode worker(s) to choose from",
         "services.gateway.core.routing:route",
         "services.gateway.workers.membership:Membership.route",
     ),
@@ -110,8 +110,8 @@ STOPS: tuple[Stop, ...] = (
         "reserve",
         "Decode reserves every block that the prompt needs, or none, and promises them as a lease.",
         "{num_blocks} blocks, {cached_tokens} tokens in the cache already",
-        "services.decode.core.leases:Leases.reserve",
-        "services.decode.reservation:Reservations.reserve",
+        "shared.worker.core.leases:Leases.reserve",
+        "shared.worker.requests:Requests._reserve",
     ),
     Stop(
         Moment.QUEUED,
@@ -119,8 +119,8 @@ STOPS: tuple[Stop, ...] = (
         "prefill",
         "Prefill takes the prompt as a job and asks decode to open the transfer of its KV.",
         "{num_tokens} tokens",
-        "services.prefill.core.jobs:Job",
-        "services.prefill.stepper:Stepper.submit",
+        "shared.worker.core.life:Life",
+        "shared.worker.requests:Requests._compute",
     ),
     Stop(
         Moment.OPENED,
@@ -129,7 +129,7 @@ STOPS: tuple[Stop, ...] = (
         "The open meets its lease: decode grants the transfer an id, an epoch and tags of its own.",
         "",
         "shared.transfer.receivers:Receivers.attached",
-        "services.decode.receiver:KvReceiver._attach",
+        "shared.worker.receiver:KvReceiver._attach",
     ),
     Stop(
         Moment.PLANNED,
@@ -138,7 +138,7 @@ STOPS: tuple[Stop, ...] = (
         "A step is planned under the token budget, and its span of tokens announced to decode.",
         "tokens [{start}, {stop})",
         "shared.schedule.scheduler:Scheduler.plan",
-        "services.prefill.stepper:Stepper._announce",
+        "shared.worker.requests:Requests.announce",
         each=True,
     ),
     Stop(
@@ -149,7 +149,7 @@ STOPS: tuple[Stop, ...] = (
         "and says so: that is credit.",
         "receive for frame {frame_idx}",
         "shared.transfer.receiver:Receiver.span_announced",
-        "services.decode.receiver:KvReceiver._post",
+        "shared.worker.receiver:KvReceiver._post",
     ),
     Stop(
         Moment.LAYERS_WRITTEN,
@@ -158,7 +158,7 @@ STOPS: tuple[Stop, ...] = (
         "A layer of the step is computed: its KV is in prefill's blocks.",
         "layers [0, {num_layers}) written",
         "shared.transfer.sender:Sender.layers_ready",
-        "services.prefill.stepper:Stepper._step",
+        "shared.worker.stepper:Stepper._step",
         each=True,
     ),
     Stop(
@@ -170,7 +170,7 @@ STOPS: tuple[Stop, ...] = (
         "frame {frame_idx}: layers [{first_layer}, {last_layer}) of tokens [{start}, {stop}), "
         "{num_bytes} bytes",
         "shared.transfer.sender:Sender.slot_given",
-        "services.prefill.pusher:Pusher._gather_and_send",
+        "shared.worker.pusher:Pusher._gather_and_send",
         each=True,
     ),
     Stop(
@@ -181,7 +181,7 @@ STOPS: tuple[Stop, ...] = (
         "blocks, and it is acknowledged.",
         "frame {frame_idx} placed",
         "shared.transfer.receiver:Receiver.frame_placed",
-        "services.decode.receiver:KvReceiver._place",
+        "shared.worker.receiver:KvReceiver._place",
     ),
     Stop(
         Moment.SAMPLED,
@@ -190,7 +190,7 @@ STOPS: tuple[Stop, ...] = (
         "The last step is over: token 1 is sampled, and goes to the gateway at once.",
         "{seconds:.4f} s of steps",
         "shared.schedule.scheduler:Scheduler.commit",
-        "services.prefill.stepper:Stepper._sampled",
+        "shared.worker.requests:Requests._tell_first",
     ),
     Stop(
         Moment.COMMITTED,
@@ -199,7 +199,7 @@ STOPS: tuple[Stop, ...] = (
         "The commit tells decode how many frames there are, and with which token to go on.",
         "",
         "shared.transfer.sender:Sender.commit",
-        "services.prefill.pusher:PushHandle.commit",
+        "shared.worker.pusher:PushHandle.commit",
     ),
     Stop(
         Moment.EMITTED,
@@ -226,8 +226,8 @@ STOPS: tuple[Stop, ...] = (
         "The last frame is placed: the blocks go from the lease to a sequence, which is in the "
         "batch from the next step on.",
         "{num_frames} frames",
-        "services.decode.core.leases:Leases.join",
-        "services.decode.reservation:Reservations.placed",
+        "shared.worker.core.leases:Leases.join",
+        "shared.worker.requests:Requests.placed",
     ),
     Stop(
         Moment.ACKNOWLEDGED,
@@ -236,7 +236,7 @@ STOPS: tuple[Stop, ...] = (
         "Prefill hears that decode has everything: from here on the answer does not need it.",
         "{num_frames} frames",
         "shared.transfer.sender:Sender.acked",
-        "services.prefill.stepper:Stepper._watch_push",
+        "shared.worker.requests:Requests._watch_push",
     ),
     Stop(
         Moment.PREFILL_CLOSED,
@@ -245,8 +245,8 @@ STOPS: tuple[Stop, ...] = (
         "Only now are prefill's blocks released; full ones stay as cache for a prompt that begins "
         "alike.",
         "{free_blocks} blocks available",
-        "services.prefill.core.jobs:Job.handle",
-        "services.prefill.stepper:Stepper._close",
+        "shared.worker.core.life:Life.handle",
+        "shared.worker.requests:Requests._close",
     ),
     Stop(
         Moment.STEPPED,
@@ -256,7 +256,7 @@ STOPS: tuple[Stop, ...] = (
         "tokens of a gateway.",
         "token {index} made",
         "shared.schedule.scheduler:Scheduler.plan",
-        "services.decode.stepper:Stepper._step",
+        "shared.worker.stepper:Stepper._step",
     ),
     Stop(
         Moment.DECODE_CLOSED,
@@ -265,7 +265,7 @@ STOPS: tuple[Stop, ...] = (
         "The answer has ended: decode releases the blocks, and grants them to whoever waits.",
         "{reason}",
         "shared.kv.pool:BlockPool.release",
-        "services.decode.reservation:Reservations._end",
+        "shared.worker.requests:Requests._close_answer",
     ),
     Stop(
         Moment.ENDED,

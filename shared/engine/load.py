@@ -89,7 +89,8 @@ def _compiles_kernels(config: WorkerConfig, folder: ModelFolder) -> bool:
 
 def _max_graph_rows(config: WorkerConfig) -> int:
     """Largest decode batch to record; 0 = none: prefill's steps are never the same twice."""
-    if not isinstance(config, DecodeConfig) or not config.cuda_graphs:
+    decodes = isinstance(config, DecodeConfig) or config.movable
+    if not decodes or not config.cuda_graphs:
         return 0
     return min(config.max_graph_rows, config.max_running)
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from shared.engine.base import Engine, OnLayer
+from shared.engine.base import Engine
 from shared.engine.work_thread import WorkThread
 from shared.errors import EngineFailed, MeshError
 from shared.step import RowResult, StepRow, ToCome
@@ -46,10 +46,12 @@ class StepDone(NamedTuple):
 class BegunStep(Protocol):
     """A step that a compute runner has taken: it runs, or waits for the one before it.
 
-    seconds: how long it took, once it has ended.
+    seconds: how long it took, once it has ended. done: when its parts were, if its layers were
+    followed.
     """
 
     seconds: float
+    done: StepDone
 
     async def results(self) -> list[RowResult]:
         """Wait for the results, in row order; once.
@@ -65,14 +67,14 @@ class BegunStep(Protocol):
 
 
 class ComputeRunner(Protocol):
-    """Runs one engine for one event loop, its steps one after the other.
+    """Runs one engine for one event loop, its steps one after the other."""
 
-    done: of the last ``step`` that somebody followed by its layers.
-    """
-
-    done: StepDone
-
-    def begin(self, rows: Sequence[StepRow], to_come: ToCome = ()) -> BegunStep:
+    def begin(
+        self,
+        rows: Sequence[StepRow],
+        to_come: ToCome = (),
+        on_layers_done: OnLayersDone | None = None,
+    ) -> BegunStep:
         """Take a step and return at once; it runs as soon as the one taken before it has ended,
         without waiting for the loop, and at most one may wait so.
 
@@ -83,7 +85,7 @@ class ComputeRunner(Protocol):
     async def step(
         self, rows: Sequence[StepRow], on_layers_done: OnLayersDone | None = None
     ) -> list[RowResult]:
-        """Run one engine step; results in row order. Never called while another step is under way.
+        """Begin one engine step and wait for its results, in row order.
 
         Cancelling this wait does not end the step: ``close`` waits for it.
         Raises EngineFailed: whatever the engine raised; the process should end.
@@ -123,7 +125,6 @@ class ThreadCompute:
         name: prefix of both threads' names, as py-spy and top show them. enter_copies: called on
         the copy thread before its first work.
         """
-        self.done = StepDone()
         self._engine = engine
         self._num_layers = engine.layout.num_layers
         self._steps = WorkThread(f"{name}-compute", _yield_to_loops)
@@ -132,27 +133,18 @@ class ThreadCompute:
         self._last: list[RowResult] = []
         self._has_failed = False
 
-    def begin(self, rows: Sequence[StepRow], to_come: ToCome = ()) -> BegunStep:
+    def begin(
+        self,
+        rows: Sequence[StepRow],
+        to_come: ToCome = (),
+        on_layers_done: OnLayersDone | None = None,
+    ) -> BegunStep:
         """See ComputeRunner."""
-        return self._begin(rows, to_come, None)
-
-    async def step(
-        self, rows: Sequence[StepRow], on_layers_done: OnLayersDone | None = None
-    ) -> list[RowResult]:
-        """See ComputeRunner."""
-        if on_layers_done is None:
-            return await self._begin(rows, (), None).results()
-        reports = _LayerReports(asyncio.get_running_loop(), on_layers_done)
-        step = self._begin(rows, (), reports.written)
-        results = await step.results()
-        reports.finish(self._num_layers)
-        self.done = StepDone(step.layers_at or reports.layers_at, step.ended_at)
-        return results
-
-    def _begin(
-        self, rows: Sequence[StepRow], to_come: ToCome, on_layer: OnLayer | None
-    ) -> _ThreadStep:
-        step = _ThreadStep()
+        reports, on_layer = None, None
+        if on_layers_done is not None:
+            reports = _LayerReports(asyncio.get_running_loop(), self._num_layers, on_layers_done)
+            on_layer = reports.written
+        step = _ThreadStep(reports)
 
         def run() -> list[RowResult]:
             if not step.claim():
@@ -164,15 +156,21 @@ class ThreadCompute:
             began_at = time.perf_counter()
             self._last = self._engine.step(rows, on_layer)
             step.seconds = time.perf_counter() - began_at
-            if on_layer is not None:
-                step.ended_at = time.monotonic()  # the loop's clock
-                step.layers_at = self._engine.layer_times()
+            if reports is not None:
+                layers_at = self._engine.layer_times() or reports.layers_at
+                step.done = StepDone(layers_at, time.monotonic())  # the loop's clock
             self._has_failed = False
             return self._last
 
         step.outcome = self._steps.run(run)
         step.outcome.add_done_callback(_look_at)
         return step
+
+    async def step(
+        self, rows: Sequence[StepRow], on_layers_done: OnLayersDone | None = None
+    ) -> list[RowResult]:
+        """See ComputeRunner."""
+        return await self.begin(rows, (), on_layers_done).results()
 
     async def copy(self, work: Callable[[], T]) -> T:
         """See ComputeRunner."""
@@ -202,10 +200,10 @@ class _ThreadStep:
 
     outcome: asyncio.Future[list[RowResult]]
 
-    def __init__(self) -> None:
+    def __init__(self, reports: _LayerReports | None) -> None:
         self.seconds = 0.0
-        self.ended_at = 0.0
-        self.layers_at: Sequence[float] = ()
+        self.done = StepDone()
+        self._reports = reports
         self._decided = threading.Lock()
 
     def claim(self) -> bool:
@@ -214,11 +212,14 @@ class _ThreadStep:
 
     async def results(self) -> list[RowResult]:
         try:
-            return await self.outcome
+            results = await self.outcome
         except MeshError:
             raise
         except Exception as error:
             raise _engine_failed(error) from error
+        if self._reports is not None:
+            self._reports.finish()
+        return results
 
     def withdraw(self) -> bool:
         if not self.claim():
@@ -242,8 +243,11 @@ class _LayerReports:
     the last.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, on_layers_done: OnLayersDone) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, num_layers: int, on_layers_done: OnLayersDone
+    ) -> None:
         self._loop = loop
+        self._num_layers = num_layers
         self._on_layers_done = on_layers_done
         self.layers_at: list[float] = []
         self._num_written = 0
@@ -263,10 +267,13 @@ class _LayerReports:
 
     def _deliver(self) -> None:
         self._is_scheduled = False
-        self.finish(self._num_written)
+        self._report(self._num_written)
 
-    def finish(self, num_layers: int) -> None:
-        """Deliver up to ``num_layers`` unless that has happened; runs on the loop."""
+    def finish(self) -> None:
+        """Deliver all layers that are not delivered yet; runs on the loop."""
+        self._report(self._num_layers)
+
+    def _report(self, num_layers: int) -> None:
         if num_layers > self._num_delivered:
             self._num_delivered = num_layers
             self._on_layers_done(num_layers)
@@ -280,26 +287,30 @@ class VirtualCompute:
 
     def __init__(self, engine: Engine, *, copy_s: float = 0.0) -> None:
         """copy_s: loop time that every copy takes."""
-        self.done = StepDone()
         self._engine = engine
         self._num_layers = engine.layout.num_layers
         self._copy_s = copy_s
         self._last: Sequence[RowResult] = ()
 
-    def begin(self, rows: Sequence[StepRow], to_come: ToCome = ()) -> BegunStep:
+    def begin(
+        self,
+        rows: Sequence[StepRow],
+        to_come: ToCome = (),
+        on_layers_done: OnLayersDone | None = None,
+    ) -> BegunStep:
         """See ComputeRunner."""
-
-        async def run() -> list[RowResult]:
-            _fill(to_come, self._last)
-            self._last = results = await self.step(rows)
-            return results
-
-        return _VirtualStep(run)
+        return _VirtualStep(lambda: self._run(rows, to_come, on_layers_done))
 
     async def step(
         self, rows: Sequence[StepRow], on_layers_done: OnLayersDone | None = None
     ) -> list[RowResult]:
         """See ComputeRunner."""
+        return await self.begin(rows, (), on_layers_done).results()
+
+    async def _run(
+        self, rows: Sequence[StepRow], to_come: ToCome, on_layers_done: OnLayersDone | None
+    ) -> tuple[list[RowResult], StepDone]:
+        _fill(to_come, self._last)
         began_at = asyncio.get_running_loop().time()
         step_s = self._engine.step_seconds(rows)
         try:
@@ -316,8 +327,8 @@ class VirtualCompute:
             await _sleep_until(layer_at)
             if on_layers_done is not None:
                 on_layers_done(num_done)
-        self.done = StepDone(layers_at, layers_at[-1])
-        return results
+        self._last = results
+        return results, StepDone(layers_at, layers_at[-1])
 
     async def copy(self, work: Callable[[], T]) -> T:
         """See ComputeRunner."""
@@ -337,8 +348,11 @@ class _VirtualStep:
     """See BegunStep. It begins when its results are waited for: whoever takes steps waits for one
     after the other, and between them no virtual time passes."""
 
-    def __init__(self, run: Callable[[], Coroutine[Any, Any, list[RowResult]]]) -> None:
+    def __init__(
+        self, run: Callable[[], Coroutine[Any, Any, tuple[list[RowResult], StepDone]]]
+    ) -> None:
         self.seconds = 0.0
+        self.done = StepDone()
         self._run = run
         self._has_begun = False
 
@@ -346,7 +360,7 @@ class _VirtualStep:
         self._has_begun = True
         loop = asyncio.get_running_loop()
         began_at = loop.time()
-        results = await self._run()
+        results, self.done = await self._run()
         self.seconds = loop.time() - began_at
         return results
 

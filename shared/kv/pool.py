@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from shared.errors import InvariantViolated, LocalProtocolError
 from shared.kv.allocator import BlockAllocator
+from shared.kv.events import KvListener
 from shared.kv.prefix_cache import PrefixCache
 from shared.kv.prefix_hash import PrefixChain, root_hash
 
@@ -130,6 +131,10 @@ class BlockPool:
         """Set how many blocks are spoken for by sequences that run here but wait for room (not
         additive)."""
         self._num_claimed = num_blocks
+
+    def listen(self, listener: KvListener) -> None:
+        """Tell it of every prefix that becomes findable or goes, from now on."""
+        self._cache.listeners.append(listener)
 
     # --- handing out and taking back -------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from shared.errors import InvariantViolated, LocalProtocolError
+from shared.kv.events import BlockRemoved, BlockStored, KvListener
 
 
 class PrefixCache:
@@ -19,6 +20,7 @@ class PrefixCache:
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
         self._idle: dict[int, None] = {}  # a dict is an ordered set
+        self.listeners: list[KvListener] = []
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -59,6 +61,8 @@ class PrefixCache:
             return False
         self._block_of[block_hash] = block
         self._hash_of[block] = block_hash
+        for tell in self.listeners:
+            tell(BlockStored(block_hash, block))
         return True
 
     def set_idle(self, block: int) -> None:
@@ -73,7 +77,10 @@ class PrefixCache:
         """Forget the block that has been idle longest and return it."""
         block = next(iter(self._idle))
         del self._idle[block]
-        del self._block_of[self._hash_of.pop(block)]
+        key = self._hash_of.pop(block)
+        del self._block_of[key]
+        for tell in self.listeners:
+            tell(BlockRemoved(key, block))
         return block
 
     def check_integrity(self) -> None:

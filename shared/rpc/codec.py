@@ -30,8 +30,9 @@ from shared.request import (
 from shared.rpc.columns import pack_f32, pack_u8, pack_u32, unpack_f32, unpack_u8, unpack_u32
 from shared.rpc.message_codec import MAX_MESSAGE_BYTES
 from shared.schedule.plan import NewToken, PromptTimes
+from shared.transfer.messages import TransferKey
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Grows when a message changes its meaning; peers of different versions do not work together."""
 
 FINGERPRINT_BYTES = 32
@@ -43,30 +44,20 @@ _NAN = math.nan
 _TRACE_CONTEXT = re.compile("00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
-class PrefillOrder(NamedTuple):
-    """A checked ``StartPrefill``. decode_incarnation: None = no KV is pushed."""
+class Order(NamedTuple):
+    """A checked ``StartPrefill`` or ``Reserve``: one attempt, as its worker is told of it.
+
+    peer: the worker at the other end of its KV; of a prompt None = no KV is pushed. wait_s: how
+    long a reservation may wait for blocks. deadline_s: seconds left, None = no limit.
+    trace_context: see ``tracing.Span.context``.
+    """
 
     stream_id: StreamId
-    request_id: RequestId
-    attempt: int
+    key: TransferKey
     item: WorkItem
-    deadline_s: float | None
-    decode_incarnation: Incarnation | None
-    lease_token: LeaseToken
-    trace_context: str = ""
-
-
-class ReserveOrder(NamedTuple):
-    """A checked ``Reserve``."""
-
-    stream_id: StreamId
-    request_id: RequestId
-    attempt: int
-    item: WorkItem
-    deadline_s: float | None
-    wait_s: float
-    prefill_incarnation: Incarnation
-    lease_token: LeaseToken
+    peer: Incarnation | None
+    deadline_s: float | None = None
+    wait_s: float = 0.0
     trace_context: str = ""
 
 
@@ -303,35 +294,28 @@ def _trace_context(value: str) -> str:
     return value
 
 
-def _deadline(value: float) -> float | None:
-    return _seconds(value, "deadline_s") or None
-
-
-def start_prefill_from_wire(command: wire.StartPrefill) -> PrefillOrder:
+def start_prefill_from_wire(command: wire.StartPrefill) -> Order:
     """Check and return an order to prefill."""
-    return PrefillOrder(
-        stream_id=StreamId(_int(command.stream_id, 0, _MAX_U32, "stream_id")),
-        request_id=RequestId(_id(command.request_id, "request_id")),
-        attempt=_int(command.attempt, 0, 1000, "attempt"),
-        item=_work_item(command),
-        deadline_s=_deadline(command.deadline_s),
-        decode_incarnation=Incarnation(command.decode_incarnation) or None,
-        lease_token=LeaseToken(_id(command.lease_token, "lease_token")),
-        trace_context=_trace_context(command.trace_context),
-    )
+    return _order(command, Incarnation(command.decode_incarnation) or None)
 
 
-def reserve_from_wire(command: wire.Reserve) -> ReserveOrder:
+def reserve_from_wire(command: wire.Reserve) -> Order:
     """Check and return an order to reserve."""
-    return ReserveOrder(
+    wait_s = _seconds(command.wait_s, "wait_s")
+    return _order(command, Incarnation(command.prefill_incarnation))._replace(wait_s=wait_s)
+
+
+def _order(command: wire.StartPrefill | wire.Reserve, peer: Incarnation | None) -> Order:
+    return Order(
         stream_id=StreamId(_int(command.stream_id, 0, _MAX_U32, "stream_id")),
-        request_id=RequestId(_id(command.request_id, "request_id")),
-        attempt=_int(command.attempt, 0, 1000, "attempt"),
+        key=TransferKey(
+            RequestId(_id(command.request_id, "request_id")),
+            _int(command.attempt, 0, 1000, "attempt"),
+            LeaseToken(_id(command.lease_token, "lease_token")),
+        ),
         item=_work_item(command),
-        deadline_s=_deadline(command.deadline_s),
-        wait_s=_seconds(command.wait_s, "wait_s"),
-        prefill_incarnation=Incarnation(command.prefill_incarnation),
-        lease_token=LeaseToken(_id(command.lease_token, "lease_token")),
+        peer=peer,
+        deadline_s=_seconds(command.deadline_s, "deadline_s") or None,
         trace_context=_trace_context(command.trace_context),
     )
 

@@ -2,7 +2,7 @@
 end.
 
 Prefill.Session and Decode.Session differ in their messages alone; what a command means is the
-host's business (``services/prefill/intake.py``, ``services/decode/intake.py``). Heartbeats are
+host's business (``shared/worker/doors.py``, ``shared/worker/doors.py``). Heartbeats are
 ``heartbeat_stream.py``'s. A gateway that does not read is dropped: a worker cannot slow down one
 gateway's tokens without slowing all others, so beyond ``max_outbox_bytes`` of unsent events its
 session ends and its requests are cancelled.
@@ -20,12 +20,12 @@ import structlog
 
 from shared import wire
 from shared.errors import MeshError, RemoteProtocolError, WorkerLost
-from shared.ids import Incarnation
+from shared.ids import Incarnation, StreamId
 from shared.liveness import LivenessRule
 from shared.rpc import codec
 from shared.rpc.heartbeat_stream import HeartbeatStream
 from shared.rpc.message_codec import MAX_MESSAGE_BYTES
-from shared.rpc.methods import Method
+from shared.rpc.methods import DECODE_SESSION, PREFILL_SESSION, Method
 from shared.rpc.service import ServerStream, Servicer, bind
 
 _log = structlog.get_logger(__name__)
@@ -38,6 +38,9 @@ EVENT_BYTES = 64
 """What a small event counts for in the outbox, before its columns."""
 
 HELLO_WITHIN_S = 3.0
+
+_ORDERS = {PREFILL_SESSION: "start", DECODE_SESSION: "reserve"}
+"""The field of a session's commands that holds an order."""
 
 OF_A_GATEWAY = LivenessRule(dead_after_s=3.0)
 """Nobody waits for a worker to give its gateway up: that only cancels what clients still read."""
@@ -52,10 +55,15 @@ class GatewaySession:
         stream: ServerStream[Any, Any],
         *,
         heartbeat: Any,
+        orders: str,
         rule: LivenessRule | None = None,
         max_outbox_bytes: int = MAX_OUTBOX_BYTES,
     ) -> None:
+        """orders: the field of a command that holds an order."""
         self.gateway = gateway
+        self.seen = StreamId(0)
+        """The last order that the host has heard of."""
+        self._orders = orders
         self._max_outbox_bytes = max_outbox_bytes
         self._sizes: deque[int] = deque()
         self._outbox_bytes = 0
@@ -101,8 +109,12 @@ class GatewaySession:
         def on_message(command: Any) -> None:
             if command.hello is not None:
                 raise RemoteProtocolError("hello comes once, and first")
-            if command.heartbeat is None:
-                on_command(command)
+            if command.heartbeat is not None:
+                return
+            order = getattr(command, self._orders)
+            if order is not None:
+                self.seen = StreamId(order.stream_id)
+            on_command(command)
 
         try:
             return await self._stream.run(on_message)
@@ -158,6 +170,8 @@ class GatewaySessions:
         """method, event_type: PREFILL_SESSION with PrefillEvent, or DECODE_SESSION with
         DecodeEvent."""
         self._host = host
+        self.method = method
+        self._orders = _ORDERS[method]
         self._event_type = event_type
         self._hello = wire.Hello(
             protocol_version=codec.PROTOCOL_VERSION,
@@ -172,6 +186,11 @@ class GatewaySessions:
 
     def __len__(self) -> int:
         return len(self._sessions)
+
+    def seen(self, gateway: Incarnation) -> StreamId:
+        """Return the last order of a gateway that the host has heard of; 0 = none."""
+        found = (session.seen for session in self._sessions if session.gateway == gateway)
+        return max(found, default=StreamId(0))
 
     async def flush(self, limit_s: float) -> None:
         """Wait until every event was given to its connection, or the limit came."""
@@ -191,6 +210,7 @@ class GatewaySessions:
             gateway,
             stream,
             heartbeat=self._event_type(heartbeat=wire.Heartbeat()),
+            orders=self._orders,
             rule=self._rule,
             max_outbox_bytes=self._max_outbox_bytes,
         )

@@ -15,7 +15,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import structlog
 
@@ -28,7 +28,7 @@ from shared.errors import (
     RemoteProtocolError,
     WorkerLost,
 )
-from shared.ids import Incarnation
+from shared.ids import Incarnation, StreamId
 from shared.kv.layout import KvLayout
 from shared.liveness import LivenessRule
 from shared.model_spec import ModelSpec
@@ -92,6 +92,13 @@ class DecodePeer:
     address: Address
 
 
+class SeenOrders(NamedTuple):
+    """The last orders of one gateway that a worker's load counts, one for each of its sessions."""
+
+    prefill: StreamId = StreamId(0)
+    decode: StreamId = StreamId(0)
+
+
 def advertised(advertise: str, listening: Address) -> Address:
     """Return where others reach a worker that listens there.
 
@@ -105,8 +112,9 @@ def advertised(advertise: str, listening: Address) -> Address:
 class Registration:
     """All gateways of one worker. ``run`` owns every task.
 
-    load: read whenever a status is due. on_peers: called with the merged list whenever it has
-    changed. on_drain: a gateway asked this worker to drain. on_change: ``num_joined`` has changed.
+    load: read whenever a status is due, and with it ``seen``: what of a gateway's orders it
+    counts. on_peers: called with the merged list whenever it has changed. on_drain: a gateway asked
+    this worker to drain. on_change: ``num_joined`` has changed.
     """
 
     def __init__(
@@ -116,6 +124,7 @@ class Registration:
         gateways: Sequence[Address],
         announcement: Announcement,
         load: Callable[[], WorkerLoad],
+        seen: Callable[[Incarnation], SeenOrders] = lambda _: SeenOrders(),
         on_peers: Callable[[Sequence[DecodePeer]], None] = lambda _: None,
         on_drain: Callable[[], None] = lambda: None,
         on_change: Callable[[], None] = lambda: None,
@@ -126,6 +135,7 @@ class Registration:
         self._gateways = tuple(gateways)
         self._announcement = announcement
         self._load = load
+        self._seen = seen
         self._on_peers = on_peers
         self._on_drain = on_drain
         self._on_change = on_change
@@ -316,7 +326,8 @@ class Registration:
         while True:
             link.has_news.clear()
             is_last = self._is_leaving
-            await stream.send(wire.WorkerReport(status=_status(self._load())))
+            seen = SeenOrders() if link.gateway is None else self._seen(link.gateway)
+            await stream.send(wire.WorkerReport(status=_status(self._load(), seen)))
             if is_last:
                 await stream.end()
                 return
@@ -376,7 +387,7 @@ class _Link:
         self.task: asyncio.Task[None] | None = None
 
 
-def _status(load: WorkerLoad) -> wire.WorkerStatus:
+def _status(load: WorkerLoad, seen: SeenOrders) -> wire.WorkerStatus:
     return wire.WorkerStatus(
         pending_tokens=load.pending_tokens,
         num_waiting=load.num_waiting,
@@ -387,6 +398,8 @@ def _status(load: WorkerLoad) -> wire.WorkerStatus:
         step_s=load.step_s,
         draining=load.is_draining,
         paired=pack_u64(load.paired),
+        seen_prefill_id=seen.prefill,
+        seen_decode_id=seen.decode,
     )
 
 

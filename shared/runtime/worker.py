@@ -1,8 +1,7 @@
 """What every worker is besides its work: a server, a member of every gateway's mesh, an operator's
 door, and a life with an end.
 
-``services/prefill/app.py`` and ``services/decode/app.py`` say what serves, runs and drains; nothing
-here knows which of the two it is.
+``shared/worker/worker.py`` says what serves, runs and drains; nothing here knows what that is.
 """
 
 from __future__ import annotations
@@ -16,10 +15,18 @@ from shared.address import Address
 from shared.config import WorkerConfig
 from shared.engine.base import Engine
 from shared.engine.worker import ComputeRunner
-from shared.ids import Incarnation
+from shared.ids import Incarnation, StreamId
 from shared.kv.pool import BlockPool
 from shared.rpc.gateway_session import GatewaySessions
-from shared.rpc.join import Announcement, DecodePeer, Registration, WorkerRole, advertised
+from shared.rpc.join import (
+    Announcement,
+    DecodePeer,
+    Registration,
+    SeenOrders,
+    WorkerRole,
+    advertised,
+)
+from shared.rpc.methods import DECODE_SESSION, PREFILL_SESSION
 from shared.rpc.network import RpcServer
 from shared.rpc.service import Servicer
 from shared.runtime.loops import serve_until_stopped
@@ -49,7 +56,7 @@ class WorkerParts:
     """
 
     servicers: Sequence[Servicer]
-    sessions: GatewaySessions
+    sessions: Sequence[GatewaySessions]
     metrics: WorkerMetrics
     load: Callable[[], WorkerLoad]
     loops: Sequence[Loop]
@@ -109,6 +116,7 @@ class WorkerLife:
                 gateways=config.gateways,
                 announcement=self._announcement(self._server.address),
                 load=parts.load,
+                seen=self._seen,
                 on_peers=parts.on_peers,
                 on_drain=stop.set,
                 on_change=self._show_readiness,
@@ -142,9 +150,16 @@ class WorkerLife:
                 last_words=self._last_words,
             )
 
+    def _seen(self, gateway: Incarnation) -> SeenOrders:
+        sessions = self._parts.sessions if self._parts is not None else ()
+        last = {each.method: each.seen(gateway) for each in sessions}
+        none = StreamId(0)
+        return SeenOrders(last.get(PREFILL_SESSION, none), last.get(DECODE_SESSION, none))
+
     async def _last_words(self) -> None:
         if self._parts is not None and self._registration is not None:
-            await self._parts.sessions.flush(FLUSH_S)
+            for sessions in self._parts.sessions:
+                await sessions.flush(FLUSH_S)
             if self._parts.load().is_draining:
                 await self._registration.leave(FLUSH_S)
 

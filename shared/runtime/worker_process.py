@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Protocol, TypeVar, cast
 
 from shared.address import Address
-from shared.config import PrefillConfig, WorkerConfig
+from shared.config import WorkerConfig
 from shared.engine.base import Engine
 from shared.engine.load import load_engine
 from shared.engine.resident import Resident
@@ -20,7 +20,7 @@ from shared.engine.work_thread import run_and_end
 from shared.engine.worker import ComputeRunner, ThreadCompute
 from shared.mesh_secret import MeshSecret, mesh_secret
 from shared.profile.kept import KeptProfile, find_or_measure, key_of
-from shared.profile.machine import UNMEASURED, MachineProfile
+from shared.profile.machine import MachineProfile
 from shared.profile.measure import measure
 from shared.rpc.tls import MeshTls
 from shared.runtime import realtime
@@ -69,7 +69,7 @@ def run_worker(name: str, serve: Serve[AnyConfig], config: AnyConfig) -> int:
     return run_service(name, main, drain_s=config.drain_s, is_realtime=config.realtime)
 
 
-async def profile_machine(config: PrefillConfig, *, is_forced: bool) -> KeptProfile:
+async def profile_machine(config: WorkerConfig, *, is_forced: bool) -> KeptProfile:
     """Do what a prefill worker does at its start and no more: load, then find or measure what this
     machine can do. is_forced: measure in any case.
 
@@ -112,8 +112,6 @@ async def _machinery(
         async def profile(
             engine: Engine, compute: ComputeRunner, transport: Transport
         ) -> MachineProfile:
-            if not isinstance(config, PrefillConfig):
-                return UNMEASURED
             return (await _profile(config, engine, compute, transport, begins)).profile
 
         # Its operations are narrower than the protocol says: it takes its own endpoints only.
@@ -133,7 +131,7 @@ async def _machinery(
 
 
 async def _profile(
-    config: PrefillConfig,
+    config: WorkerConfig,
     engine: Engine,
     compute: ComputeRunner,
     transport: Transport,

@@ -116,3 +116,28 @@ class TimeBudget:
             else:
                 too_many = middle
         return fits - fits % TILE if fits > TILE else fits
+
+
+@dataclass(frozen=True, slots=True)
+class EitherBudget:
+    """Of a worker that may be either: ``beside`` while it has answers in hand, else ``alone``.
+
+    A mixed machine of Splitwise (arXiv 2311.18677, 4.1) whose steps keep to the target for the time
+    between tokens, and at home in the prompt pool a prefill worker like any other.
+    """
+
+    alone: StepBudget
+    beside: StepBudget
+    has_answers: Callable[[], bool]
+
+    @property
+    def _now(self) -> StepBudget:
+        return self.beside if self.has_answers() else self.alone
+
+    def least(self, num_decodes: int) -> int:
+        """See ``StepBudget``."""
+        return self._now.least(num_decodes)
+
+    def room(self, num_tokens: int, num_attended: int, start: int) -> int:
+        """See ``StepBudget``."""
+        return self._now.room(num_tokens, num_attended, start)

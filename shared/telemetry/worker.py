@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from shared.kv.events import BlockStored, KvEvent
 from shared.telemetry.loop_lag import LagWindow
 
 STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -78,8 +79,15 @@ class WorkerMetrics:
     """What both roles count: counters and histograms that the shells feed, and gauges read when
     scraped, from ``load`` and from ``holdings``, which whoever puts the worker together sets."""
 
-    def __init__(self, role: str, load: Callable[[], WorkerLoad]) -> None:
-        self.registry = registry = CollectorRegistry()
+    def __init__(
+        self,
+        role: str,
+        load: Callable[[], WorkerLoad] | None = None,
+        registry: CollectorRegistry | None = None,
+    ) -> None:
+        """load: None = gauges and the loop's lateness are another's, of the same worker. registry:
+        of that one."""
+        self.registry = registry = registry or CollectorRegistry()
         self.prefix = prefix = f"pdmesh_{role}"
         self.step_seconds = Histogram(
             f"{prefix}_step_seconds", "Time of one engine step", buckets=STEP_BUCKETS,
@@ -97,6 +105,12 @@ class WorkerMetrics:
         self.cached_tokens = Counter(
             f"{prefix}_cached_tokens", "Tokens found in the prefix cache", registry=registry
         )
+        self.kv_stored = Counter(
+            f"{prefix}_kv_blocks_stored", "KV blocks that became findable", registry=registry
+        )
+        self.kv_removed = Counter(
+            f"{prefix}_kv_blocks_removed", "Findable KV blocks that went", registry=registry
+        )
         self.requests = Counter(
             f"{prefix}_requests", "Attempts by how they ended", ["outcome"], registry=registry
         )
@@ -110,19 +124,31 @@ class WorkerMetrics:
         )  # fmt: skip
         self.loop_lag = LagWindow()
         self.holdings: Callable[[], WorkerHoldings] = WorkerHoldings
-        registry.register(_LoadCollector(prefix, load, lambda: self.holdings()))
+        if load is not None:
+            registry.register(_LoadCollector(prefix, load, lambda: self.holdings()))
 
     def observe_loop_lag(self, lag_s: float) -> None:
         """Take in how late a timer of the loop was."""
         self.loop_lag_seconds.observe(lag_s)
         self.loop_lag.add(lag_s)
 
+    def kv_changed(self, event: KvEvent) -> None:
+        """See ``KvListener``."""
+        (self.kv_stored if isinstance(event, BlockStored) else self.kv_removed).inc()
+
+    def preempted(self, number: int) -> None:
+        """Take in that so many sequences lost their blocks; prompts for other workers never do."""
+
 
 class PrefillMetrics(WorkerMetrics):
     """A prefill worker's. pairs: read when scraped; whoever puts the worker together sets it."""
 
-    def __init__(self, load: Callable[[], WorkerLoad]) -> None:
-        super().__init__("prefill", load)
+    def __init__(
+        self,
+        load: Callable[[], WorkerLoad] | None = None,
+        registry: CollectorRegistry | None = None,
+    ) -> None:
+        super().__init__("prefill", load, registry)
         prefix, registry = self.prefix, self.registry
         self._transfer_bytes = Counter(
             f"{prefix}_transfer_bytes", "KV bytes pushed", ["lane"], registry=registry
@@ -160,8 +186,12 @@ class PrefillMetrics(WorkerMetrics):
 class DecodeMetrics(WorkerMetrics):
     """A decode worker's."""
 
-    def __init__(self, load: Callable[[], WorkerLoad]) -> None:
-        super().__init__("decode", load)
+    def __init__(
+        self,
+        load: Callable[[], WorkerLoad] | None = None,
+        registry: CollectorRegistry | None = None,
+    ) -> None:
+        super().__init__("decode", load, registry)
         self.preemptions = Counter(
             f"{self.prefix}_preemptions", "Sequences that lost their blocks to others",
             registry=self.registry,
@@ -173,6 +203,10 @@ class DecodeMetrics(WorkerMetrics):
             f"{self.prefix}_transfer_seconds", "First frame announced to last one placed", ["lane"],
             buckets=TRANSFER_BUCKETS, registry=self.registry,
         )  # fmt: skip
+
+    def preempted(self, number: int) -> None:
+        """See ``WorkerMetrics``."""
+        self.preemptions.inc(number)
 
 
 class _LoadCollector(Collector):

@@ -15,7 +15,7 @@ from shared.transfer.messages import LinkId, PushMessage, PushReply, TransferKey
 from shared.transfer.plan import Frame
 
 MAX_RESERVE_WAIT_S = 60.0
-"""Longest wait for blocks that a gateway may ask for on decode, and so of an open for its grant."""
+"""Longest wait for blocks that a gateway may ask for, and so of an open for its grant."""
 
 # --- both ends ----------------------------------------------------------------------------------
 
@@ -27,7 +27,7 @@ class CloseLink(NamedTuple):
     reason: str
 
 
-# --- prefill ------------------------------------------------------------------------------------
+# --- the source ---------------------------------------------------------------------------------
 
 
 class SendMessage(NamedTuple):
@@ -40,8 +40,8 @@ class SendMessage(NamedTuple):
 class GatherAndSend(NamedTuple):
     """Gather the frame into the slot, write its header, send it on the tag.
 
-    peer_slot: decode's slot for it; where prefill has that mapped, it is gathered into that, and
-    the header alone is sent. Answer: ``send_settled``, also when gathering failed.
+    peer_slot: the sink's slot for it; where the source has that mapped, it is gathered into that,
+    and the header alone is sent. Answer: ``send_settled``, also when gathering failed.
     """
 
     key: TransferKey
@@ -57,7 +57,7 @@ class GatherAndSend(NamedTuple):
 class EndTransfer(NamedTuple):
     """Tell the caller, once, that the source blocks are free.
 
-    error: None = decode has the KV, or was_needed is False and nothing had to be sent.
+    error: None = the sink has the KV, or was_needed is False and nothing had to be sent.
     """
 
     key: TransferKey
@@ -70,10 +70,10 @@ SenderEffect: TypeAlias = SendMessage | GatherAndSend | EndTransfer | CloseLink
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SenderTiming:
-    """Patience of prefill, in seconds.
+    """Patience of the source, in seconds.
 
-    open_s: decode answers an open within this, however long its reservation may wait.
-    stall_s: credit, receipts or sends make some progress within this while decode owes any.
+    open_s: the sink answers an open within this, however long its reservation may wait.
+    stall_s: credit, receipts or sends make some progress within this while the sink owes any.
     settle_s: sends settle within this once the transfer has ended, else the pair is closed.
     """
 
@@ -82,7 +82,7 @@ class SenderTiming:
     settle_s: float = 5.0
 
 
-# --- decode -------------------------------------------------------------------------------------
+# --- the sink -------------------------------------------------------------------------------------
 
 
 class SendReply(NamedTuple):
@@ -93,13 +93,13 @@ class SendReply(NamedTuple):
 
 
 class AskTerms(NamedTuple):
-    """Prefill opened this transfer: ask the lease side for its terms.
+    """The source opened this transfer: ask the lease side for its terms.
 
     Answer: ``attached``, ``refused``, or ``must_wait``.
     """
 
     key: TransferKey
-    prefill: Incarnation
+    source: Incarnation
 
 
 class PostReceive(NamedTuple):
@@ -165,9 +165,9 @@ class ReleaseLease(NamedTuple):
 
 
 class EndLeases(NamedTuple):
-    """No pair with this prefill worker is left: end its leases that have no transfer."""
+    """No pair with this source is left: end its leases that have no transfer."""
 
-    prefill: Incarnation
+    source: Incarnation
     error: MeshError
 
 
@@ -188,7 +188,7 @@ ReceiverEffect: TypeAlias = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiverTiming:
-    """Patience of decode, in seconds.
+    """Patience of the sink, in seconds.
 
     open_s: an open waits this long to be reserved for; from then on it waits with its reservation.
     stall_s: a posted frame arrives within this, or another one does.

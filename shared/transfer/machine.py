@@ -1,7 +1,7 @@
 """The two ends of a transfer as tables: first the states and what may happen, then the code that
 only reads them.
 
-A transfer moves the KV of one attempt of one request from prefill (the sender) to decode (the
+A transfer moves the KV of one attempt of one request from the source (the sender) to the sink (the
 receiver). Two laws:
 
 1. Every (state, event) either moves by its table or raises: RemoteProtocolError if the event came
@@ -27,13 +27,13 @@ from shared.errors import LocalProtocolError, RemoteProtocolError
 
 
 class SenderState(Enum):
-    """Prefill's end."""
+    """The source's end."""
 
     NEW = "new"
-    OPENING = "opening"  # asked for room; prefill already computes
+    OPENING = "opening"  # asked for room; the source already computes
     PUSHING = "pushing"  # granted: spans are announced, frames flow as credit and layers allow
     COMMITTING = "committing"  # commit is sent; the last frames flow
-    FINISHING = "finishing"  # decode has everything; our last sends settle
+    FINISHING = "finishing"  # the sink has everything; our last sends settle
     WITHDRAWING = "withdrawing"  # given up before the grant: if it comes, it is handed back
     ABORTING = "aborting"  # given up: nothing new is sent, what was sent lands or fails
     LOSING = "losing"  # the peer is gone: our sends settle as its endpoint closes
@@ -43,7 +43,7 @@ class SenderState(Enum):
 
 
 class SenderEvent(Enum):
-    """What may happen to prefill's end."""
+    """What may happen to the source's end."""
 
     OPENED = "opened"
     GRANTED = "granted"
@@ -62,7 +62,7 @@ class SenderEvent(Enum):
 
 
 class ReceiverState(Enum):
-    """Decode's end. Blocks and slots are fenced from RESERVED until DONE or FREED."""
+    """The sink's end. Blocks and slots are fenced from RESERVED until DONE or FREED."""
 
     RESERVED = "reserved"  # granted; nothing announced
     RECEIVING = "receiving"
@@ -74,7 +74,7 @@ class ReceiverState(Enum):
 
 
 class ReceiverEvent(Enum):
-    """What may happen to decode's end."""
+    """What may happen to the sink's end."""
 
     SPAN_ANNOUNCED = "span_announced"
     COMMITTED = "committed"
@@ -143,7 +143,7 @@ SENDER_TABLE: Table[SenderState, SenderEvent] = MappingProxyType(
             _SE.SEND_SETTLED: _S.FINISHING,
             _SE.ACKED: _S.FINISHING,
             _SE.DONE_ACKED: _S.FINISHING,
-            _SE.GAVE_UP: _S.FINISHING,  # too late: decode owns the sequence
+            _SE.GAVE_UP: _S.FINISHING,  # too late: the sink owns the sequence
             _SE.PEER_LOST: _S.FINISHING,
             _SE.DRAINED: _S.DONE,
         },
@@ -285,10 +285,10 @@ class Machine(Generic[State, Event]):
 
 
 def sender_machine() -> Machine[SenderState, SenderEvent]:
-    """Prefill's end of one transfer, before it is opened."""
+    """The source's end of one transfer, before it is opened."""
     return Machine(SENDER_TABLE, SenderState.NEW)
 
 
 def receiver_machine() -> Machine[ReceiverState, ReceiverEvent]:
-    """Decode's end of one transfer, just granted."""
+    """The sink's end of one transfer, just granted."""
     return Machine(RECEIVER_TABLE, ReceiverState.RESERVED)

@@ -24,11 +24,11 @@ class TransferKey(NamedTuple):
     token: LeaseToken
 
 
-# --- prefill -> decode --------------------------------------------------------------------------
+# --- source -> sink --------------------------------------------------------------------------
 
 
 class Open(NamedTuple):
-    """Prefill will push this attempt's KV as soon as decode has room for it."""
+    """The source will push this attempt's KV as soon as the sink has room for it."""
 
     key: TransferKey
 
@@ -43,7 +43,7 @@ class Span(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """All spans are announced and prefill has sampled the next token. ``num_frames`` counts the
+    """All spans are announced and the source has sampled the next token. ``num_frames`` counts the
     whole transfer."""
 
     transfer_id: TransferId
@@ -54,9 +54,9 @@ class Commit(NamedTuple):
 class Abort(NamedTuple):
     """This side gave the transfer up.
 
-    error: None = a clean end, nothing went wrong (the answer needed no decode).
-    frames: from prefill: frames [0, frames) have been or will be sent, later ones never; decode
-    lets the former land and cancels the receives of the latter. From decode: 0.
+    error: None = a clean end, nothing went wrong (the answer needed no sink).
+    frames: from the source: frames [0, frames) have been or will be sent, later ones never; the
+    sink lets the former land and cancels the receives of the latter. From the sink: 0.
     """
 
     transfer_id: TransferId
@@ -64,11 +64,11 @@ class Abort(NamedTuple):
     frames: int = 0
 
 
-# --- decode -> prefill --------------------------------------------------------------------------
+# --- sink -> source --------------------------------------------------------------------------
 
 
 class WindowOffer(NamedTuple):
-    """Decode's staging slot, to be mapped and written by prefill. Shells alone use it.
+    """The sink's staging slot, to be mapped and written by the source. Shells alone use it.
 
     key: of the transport. proof: 16 random bytes that stand at its end, so that who has mapped it
     knows that it is the right memory.
@@ -98,10 +98,10 @@ class Refused(NamedTuple):
 
 
 class Credit(NamedTuple):
-    """Receives are posted for frames [0, frames): prefill sends no other.
+    """Receives are posted for frames [0, frames): the source sends no other.
 
-    slots: decode's staging slots of the frames that the last credit did not have, in order. They
-    matter where prefill writes into decode's slots by itself.
+    slots: the sink's staging slots of the frames that the last credit did not have, in order. They
+    matter where the source writes into the sink's slots by itself.
     """
 
     transfer_id: TransferId
@@ -119,7 +119,7 @@ class Ack(NamedTuple):
 
 
 PushMessage: TypeAlias = Open | Span | Commit | Abort
-"""Prefill to decode."""
+"""From the source to the sink."""
 
 PushReply: TypeAlias = Grant | Refused | Credit | Ack | Abort
-"""Decode to prefill."""
+"""From the sink to the source."""

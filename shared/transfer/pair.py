@@ -58,7 +58,7 @@ Choice: TypeAlias = tuple[str, *tuple[object, ...]]
 
 
 class TransferPair:
-    """One prefill and one decode process with one pair, and everything between them."""
+    """One source and one sink process with one pair, and everything between them."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class TransferPair:
         fencing: bool = True,
         has_windows: bool = False,
     ) -> None:
-        """has_windows: prefill gathers into decode's slots by itself, and only its word travels."""
+        """has_windows: the source gathers into the sink's slots, and only its word travels."""
         self._layout = layout
         self._has_windows = has_windows
         self._rule = FrameRule(
@@ -99,7 +99,7 @@ class TransferPair:
         self.num_handed_over = 0
         self.num_refused_frames = 0
         self._send_slots: list[SlotBytes | None] = [None] * send_slots
-        self._memory_of = list(range(receive_slots))  # decode's slots -> memory
+        self._memory_of = list(range(receive_slots))  # the sink's slots -> memory
         self._receive_memory: dict[int, SlotBytes | None] = {}
         self._sends: dict[int, Send] = {}
         self._receives: dict[int, Receive] = {}
@@ -137,7 +137,7 @@ class TransferPair:
         self._is_prefill_up = self._is_decode_up = True
 
     def begin(self, key: TransferKey, num_tokens: int, hit: int) -> bool:
-        """Start a request on prefill, the first ``hit`` tokens from its cache; False: no room."""
+        """Start a request at the source, ``hit`` tokens of it from its cache; False: no room."""
         table = self.prefill_pool.take(num_tokens)
         if table is None or not self._is_prefill_up:
             if table is not None:
@@ -153,7 +153,7 @@ class TransferPair:
         return True
 
     def reserve(self, key: TransferKey, num_tokens: int, skip: int) -> bool:
-        """Reserve room on decode, the first ``skip`` tokens from its cache; False: no room."""
+        """Reserve room on the sink, the first ``skip`` tokens from its cache; False: no room."""
         table = self.decode_pool.take(num_tokens)
         if table is None:
             return False
@@ -168,7 +168,7 @@ class TransferPair:
         return True
 
     def finish(self, key: TransferKey) -> None:
-        """The sequence that decode runs has ended: check its KV for the last time, free it."""
+        """The sequence that the sink runs has ended: check its KV for the last time, free it."""
         job = self.jobs[key]
         assert job.decode_table is not None
         self._require_own_kv(key)
@@ -176,7 +176,7 @@ class TransferPair:
         job.decode_table = None
 
     def abort_prefill(self, key: TransferKey, error: MeshError | None) -> None:
-        """Prefill's step loop gives the request up."""
+        """The source's step loop gives the request up."""
         self._do_all(self.senders.give_up(key, error, self.now))
 
     def abort_decode(self, key: TransferKey) -> None:
@@ -262,7 +262,7 @@ class TransferPair:
                 is_cancelled = (receive := self._receives.pop(tag)).is_cancelled
                 order = receive.order
                 if self._has_windows and how == "receive_cancelled" and not is_cancelled:
-                    # No word came: prefill may write yet, so the slot gets new memory.
+                    # No word came: the source may write yet, so the slot gets new memory.
                     self._num_memories += 1
                     self._memory_of[order.slot] = self._num_memories
                 error = None if how == "receive_settled" else TransferFailed("cancelled")

@@ -1,7 +1,7 @@
 """Which frames carry a span, and whether they leave while it is computed or after.
 
     tokens of the prompt   0 ........ skip ......... start ................ stop
-                           decode has these          |  one span             |
+                           the sink has these          |  one span             |
     layers                 [0, g) [g, 2g) ...        one frame each: header + payload
 
 The frame list is a pure function of (span, skip, layout, rule), so both ends know every size and

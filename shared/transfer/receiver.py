@@ -1,10 +1,10 @@
-"""Decode's end of one transfer: receives posted in frame order, verified, placed, acknowledged.
+"""The sink's end of one transfer: receives posted in frame order, verified, placed, acknowledged.
 
 A frame walks  announced -> posted (slot) -> arrived -> placing (slot) -> placed.  Ending badly is
 the longer half of this module: a receive that was cancelled may still write, so slots and blocks
-stay fenced until every one of its operations has settled. Receives whose frame prefill has sent
-are left to land (their bytes are thrown away), because cancelling them would leave prefill's sends
-hanging for ever; only receives whose frame will never come are cancelled. Prefill's own Abort
+stay fenced until every one of its operations has settled. Receives whose frame the source has sent
+are left to land (their bytes are thrown away), because cancelling them would leave its sends
+hanging for ever; only receives whose frame will never come are cancelled. The source's own Abort
 says which is which.
 
 Pure: it knows no buffer, no block and no socket; ``now`` is an argument.
@@ -106,7 +106,7 @@ class Receiver:
         self._last_span: Span | None = None
         self._next_start = 0
         self._next_post = 0
-        self._uncredited: list[int] = []  # slots of the newest receives, prefill does not know yet
+        self._uncredited: list[int] = []  # slots of the newest receives, not told yet
         self._posted: dict[int, int] = {}  # frame index -> slot that the transport may write
         self._placing: dict[int, int] = {}  # frame index -> slot that a copy reads
         self._placed: set[int] = set()  # beyond the prefix
@@ -204,7 +204,7 @@ class Receiver:
             self._acknowledge()
 
     def peer_aborted(self, abort: Abort, now: float) -> None:
-        """Prefill gave up, or answers our own abort: frames beyond ``abort.frames`` never come."""
+        """The source gave up, or answers our abort: frames beyond ``abort.frames`` never come."""
         was_live = self.state in _LIVE
         self._machine.step(ReceiverEvent.PEER_ABORTED)
         if self._peer_sent is None:
@@ -230,7 +230,7 @@ class Receiver:
     # --- events of the shell and the lease side ---
 
     def gave_up(self, error: MeshError, now: float, *, is_reported: bool) -> None:
-        """End it from this side; prefill is told. is_reported: the lease side does not know yet.
+        """End it from this side; the source is told. is_reported: the lease side does not know yet.
 
         Does nothing if it is ending already.
         """
@@ -258,7 +258,7 @@ class Receiver:
         self._effects.append(PostReceive(self.key, self.link, frame, slot, tag))
 
     def say_credit(self) -> None:
-        """Tell prefill how many receives are posted, and where the new ones point."""
+        """Tell the source how many receives are posted, and where the new ones point."""
         self._say(Credit(self.grant.transfer_id, self._next_post, tuple(self._uncredited)))
         self._uncredited.clear()
 

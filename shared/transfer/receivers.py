@@ -1,15 +1,15 @@
-"""All transfers into one decode process: opens meet reservations, slots go round, ids are made.
+"""All transfers into one sink process: opens meet reservations, slots go round, ids are made.
 
-A transfer starts when prefill has opened it *and* the lease side has reserved room for it; either
-may come first. An open waits a few seconds for its reservation, and then as long as that one waits
-for room. Staging slots are few and shared: a transfer with announced frames queues for one slot at
+A transfer starts when the source has opened it *and* the lease side has reserved room for it;
+either may come first. An open waits a few seconds for its reservation, and then as long as that
+waits for room. Staging slots are few and shared: a transfer with announced frames queues for one at
 a time, in the order of its first wish, and holds at most ``window``; so slots go round, and a
-prefill worker that announces and then stalls cannot take them all.
+source that announces and then stalls cannot take them all.
 
     slots = free + posted + placing          (``check_integrity``)
 
 Slots of a transfer that ends badly stay in "posted" or "placing" (quarantined) until the very
-operation has settled. Pure. The shell is services/decode/receiver.py.
+operation has settled. Pure. The shell is shared/worker/receiver.py.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class OpenWaiting(NamedTuple):
     """An open that waits for its reservation; expires_at: None = for as long as that waits."""
 
     link: LinkId
-    prefill: Incarnation
+    source: Incarnation
     expires_at: float | None
 
 
@@ -128,20 +128,20 @@ class Receivers:
 
     # --- links ---
 
-    def link_up(self, link: LinkId, prefill: Incarnation, rule: FrameRule) -> None:
-        """A prefill worker has connected; ``rule`` is what the handshake agreed on."""
-        self._links[link] = (prefill, rule)
+    def link_up(self, link: LinkId, source: Incarnation, rule: FrameRule) -> None:
+        """A source has connected; ``rule`` is what the handshake agreed on."""
+        self._links[link] = (source, rule)
 
     def link_lost(self, link: LinkId, error: MeshError, now: float) -> list[ReceiverEffect]:
         """A pair is gone: its opens are forgotten and its transfers end with ``error``; with the
-        last pair of a prefill worker all leases of that worker end."""
+        last pair of a source all leases of that worker end."""
         lost = self._links.pop(link, None)
         for key in [key for key, waiting in self._waiting.items() if waiting.link == link]:
             del self._waiting[key]
         for receiver in [r for r in self._receivers.values() if r.link == link]:
             receiver.peer_lost(error, now)
             self._settle(receiver)
-        if lost is not None and all(prefill != lost[0] for prefill, _ in self._links.values()):
+        if lost is not None and all(source != lost[0] for source, _ in self._links.values()):
             self._effects.append(EndLeases(lost[0], error))
         return self._take(now)
 
@@ -152,7 +152,7 @@ class Receivers:
         self._ended.pop(key, None)
         waiting = self._waiting.get(key)
         if waiting is not None:
-            self._effects.append(AskTerms(key, waiting.prefill))
+            self._effects.append(AskTerms(key, waiting.source))
         return self._take(now)
 
     def must_wait(self, key: TransferKey, now: float, *, is_reserved: bool) -> None:
@@ -207,7 +207,7 @@ class Receivers:
     # --- the peer, the lease side and the shell ---
 
     def message(self, link: LinkId, message: PushMessage, now: float) -> list[ReceiverEffect]:
-        """Prefill said something.
+        """The source said something.
 
         A message about no transfer of this link is late and dropped; one that breaks the rules
         ends its transfer and no other.
@@ -341,10 +341,10 @@ class Receivers:
             error = Overloaded("too many transfers wait for a reservation", code="too_many_opens")
             self._effects.append(SendReply(link, Refused(key, error)))
         else:
-            prefill, expires_at = self._links[link][0], now + self._timing.open_s
-            self._waiting[key] = OpenWaiting(link, prefill, expires_at)
+            source, expires_at = self._links[link][0], now + self._timing.open_s
+            self._waiting[key] = OpenWaiting(link, source, expires_at)
             self._note_deadline(expires_at)
-            self._effects.append(AskTerms(key, prefill))
+            self._effects.append(AskTerms(key, source))
 
     def _of_operation(self, key: TransferKey) -> Receiver | None:
         receiver = self._receivers.get(key)

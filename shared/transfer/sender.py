@@ -1,4 +1,4 @@
-"""Prefill's end of one transfer: spans in, frames out, never more than decode has receives for.
+"""The source's end of one transfer: spans in, frames out, never more than there are receives for.
 
 Spans and layers come from the step loop, the grant, credit and receipts from decode. A frame goes
 when it is granted, credited, its layers are written, every earlier frame is on its way, and there
@@ -103,7 +103,7 @@ class Sender:
         self._frames: list[Frame] = []
         self._span_of_frame: list[_SpanState] = []
         self._grant: Grant | None = None
-        self._peer_slots: list[int] = []  # decode's, one a credited frame
+        self._peer_slots: list[int] = []  # the sink's, one a credited frame
         self._next_frame = 0
         self._acked = 0
         self._in_flight: dict[int, int] = {}  # frame index -> slot
@@ -122,12 +122,12 @@ class Sender:
 
     @property
     def transfer_id(self) -> TransferId | None:
-        """Decode's name for it; None before the grant."""
+        """The sink's name for it; None before the grant."""
         return None if self._grant is None else self._grant.transfer_id
 
     @property
     def skip_tokens(self) -> int:
-        """Tokens at the front that decode has and nobody sends; 0 while it has not said so."""
+        """Tokens at the front that the sink has and nobody sends; 0 while it has not said so."""
         return 0 if self._grant is None else self._grant.skip_tokens
 
     @property
@@ -181,12 +181,12 @@ class Sender:
 
     @property
     def _credit(self) -> int:
-        """Decode has receives for so many frames."""
+        """The sink has receives for so many frames."""
         return len(self._peer_slots)
 
     @property
     def _is_starved(self) -> bool:
-        """Whether a frame is ready and decode gives no credit for it."""
+        """Whether a frame is ready and the sink gives no credit for it."""
         idx = self._next_frame
         return (
             self._credit <= idx < len(self._frames)
@@ -196,7 +196,7 @@ class Sender:
     # --- events of the step loop ---
 
     def open(self, now: float) -> None:
-        """Ask decode for room."""
+        """Ask the sink for room."""
         self._machine.step(SenderEvent.OPENED)
         self._progress_at = now
         self._say(Open(self.key))
@@ -274,7 +274,7 @@ class Sender:
     # --- events of the peer ---
 
     def granted(self, grant: Grant, now: float) -> None:
-        """Decode has room: announce what is planned, and hand the grant back if we withdrew."""
+        """The sink has room: announce what is planned, and hand the grant back if we withdrew."""
         withdrawn = self.state is SenderState.WITHDRAWING
         self._machine.step(SenderEvent.GRANTED)
         if self._grant is not None:
@@ -298,7 +298,7 @@ class Sender:
             self._say_commit(now)
 
     def refused(self, error: MeshError) -> None:
-        """Decode has no room."""
+        """The sink has no room."""
         self._machine.step(SenderEvent.REFUSED)
         self._error = self._error or error
         self._end()
@@ -329,7 +329,7 @@ class Sender:
             self._drain()
 
     def peer_aborted(self, abort: Abort, now: float) -> None:
-        """Decode gave up. Answer with what we have sent, so that it knows what may still arrive."""
+        """The sink gave up. Answer with what we have sent: it must know what may still arrive."""
         before = self.state
         self._machine.step(SenderEvent.PEER_ABORTED)
         if before is self.state:

@@ -1,12 +1,12 @@
-"""All transfers of one prefill process: who gets the next staging slot, and which message is whose.
+"""All transfers of one source process: who gets the next staging slot, and which message is whose.
 
 Staging slots are few and shared. A transfer that can send queues for one slot at a time, so slots
-go round all transfers and none waits forever: a slot is held only by a frame for which decode has
+go round all transfers and none waits forever: a slot is held only by a frame for which the sink has
 posted a receive, so it comes home without help from any other transfer.
 
     slots = free + in flight          (``check_integrity``)
 
-Pure. The shell is services/prefill/pusher.py.
+Pure. The shell is shared/worker/pusher.py.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Senders:
     # --- the peer and the shell ---
 
     def message(self, link: LinkId, message: PushReply, now: float) -> list[SenderEffect]:
-        """Decode said something. A message about no transfer of this link is late and dropped."""
+        """The sink said something. A message about no transfer of this link is late and dropped."""
         match message:
             case Grant(key=key) | Refused(key=key):
                 sender = self._senders.get(key)
@@ -183,7 +183,7 @@ class Senders:
 
     def frames_of(self, key: TransferKey, start: int, stop: int) -> list[Frame]:
         """Return what tokens [start, stop) would send as far as this end knows: nothing of a
-        transfer that has ended, nor of tokens that decode has."""
+        transfer that has ended, nor of tokens that the sink has."""
         sender = self._senders.get(key)
         if sender is None or sender.is_ended:
             return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from services.gateway.core import routing  # noqa: E402
-from services.gateway.core.peer_table import Role  # noqa: E402
+from services.gateway.core.worker import Role  # noqa: E402
 from shared.engine.models import registry  # noqa: E402
 from shared.engine.torch_engine import TorchEngine  # noqa: E402
 from shared.ids import Incarnation  # noqa: E402
@@ -44,6 +45,7 @@ def test_the_policy_of_the_page_passes_the_test_of_the_page(
         "Counter": Counter,
         "Role": Role,
         "Incarnation": Incarnation,
+        "replace": replace,
     }
     exec(code_of(page, "def test_two_choices"), names)
     names["test_two_choices_takes_the_less_loaded_of_two"]()

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from services.decode.core.lease import LeasePolicy
 from services.gateway.text.text_model import TextModel
 from shared.engine.torch_engine import TorchEngine
 from shared.model_folder import DEMO_FOLDER
 from shared.request import TokenLogprobs
+from shared.worker.core.lease import LeasePolicy
 from tests.exactness.reference import LOGPROB_TOLERANCE
 from tests.support.engine_driver import Driver, Running, greedy
 from tests.support.native import needs_native

@@ -17,10 +17,10 @@ from typing import Any, Protocol
 
 import pytest
 
-from services.decode.core.lease import LeasePolicy
 from services.gateway.text.text_model import TextModel
 from shared.engine.torch_engine import TorchEngine
 from shared.kv.pool import BlockPool
+from shared.worker.core.lease import LeasePolicy
 from tests.exactness.conftest import FolderOf
 from tests.exactness.reference import NUM_NEW, NUM_TOP, Reference, Tally
 from tests.support.checkpoints import SHAPES

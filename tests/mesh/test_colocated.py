@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from services.decode.step_times import StepTimes
 from shared.engine.fake import FakeEngine, FakeTiming
 from shared.engine.worker import VirtualCompute
 from shared.errors import DeadlinePassed, InvalidRequest, Overloaded, WorkerLost
 from shared.schedule.budget import attended
 from shared.schedule.plan import StepPlan
+from shared.worker.step_times import StepTimes
 from tests.support.cores import Worker, a_sequence
 from tests.support.storm import sampled, storm
 from tests.support.whole_mesh import Answer, WholeMesh, whole_mesh

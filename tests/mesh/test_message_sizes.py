@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from services.decode.intake import _Line  # pyright: ignore[reportPrivateUsage]
 from shared import wire
 from shared.engine.fake import FakeModel
 from shared.errors import Retry, TooLarge
@@ -24,6 +23,7 @@ from shared.rpc import codec
 from shared.rpc.message_codec import MAX_MESSAGE_BYTES
 from shared.schedule.plan import NewToken
 from shared.schedule.sequence import Sequence as TokenSequence
+from shared.worker.doors import SessionLine
 from tests.support.step_rows import step_tokens_from_wire
 from tests.support.worker_mesh import a_prompt, expected, virtual_time, worker_mesh
 
@@ -47,7 +47,7 @@ async def test_prompt_logprobs_beyond_one_message_fail_their_request_alone() -> 
             await too_long.finished()
         assert caught.value.retry is Retry.NEVER
         assert caught.value.param == "prompt_logprobs"
-        assert mesh.prefills[0].worker.stepper.num_jobs <= 1
+        assert mesh.prefills[0].worker.requests.num_prompts <= 1
         too_long.cancel_decode()
         assert await neighbour.finished() == expected(prompt, 40)
         assert mesh.gateway.sessions[mesh.prefills[0].incarnation].is_open
@@ -109,7 +109,7 @@ class _Outbox:
 
 def _say(rows: Sequence[tuple[StreamId, NewToken]]) -> _Outbox:
     outbox: Any = _Outbox()
-    _Line(outbox).step_tokens(rows)
+    SessionLine(outbox, wire.DecodeEvent).step_tokens(rows)
     return outbox
 
 

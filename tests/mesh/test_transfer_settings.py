@@ -151,8 +151,8 @@ async def test_frames_in_device_memory_carry_a_digest_where_answers_are_exact(
         return np.zeros(num_bytes, np.uint8).view(DeviceMemory)
 
     monkeypatch.setattr(FakeEngine, "new_buffer", new_buffer)
-    monkeypatch.setattr("services.prefill.pusher.pack_header", pack)
-    monkeypatch.setattr("services.decode.receiver.check_digest", check)
+    monkeypatch.setattr("shared.worker.pusher.pack_header", pack)
+    monkeypatch.setattr("shared.worker.receiver.check_digest", check)
     prompt = a_prompt(130)
     async with worker_mesh(prefill={"exact": exact, **SMALL_GROUPS}) as mesh:
         assert await mesh.start(prompt, 4).finished() == expected(prompt, 4)

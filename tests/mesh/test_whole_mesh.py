@@ -509,8 +509,9 @@ async def test_every_decision_is_logged_with_its_candidates() -> None:
         (routed,) = (record for record in records if record["event"] == "routed")
         decision = routed["decision"]
         assert decision["policy"] == "least_loaded"
-        assert decision["num_candidates"] == len(decision["candidates"]) == 2
-        assert decision["decode"] in {c["decode"] for c in decision["candidates"]}
+        assert decision["num_prefills"] == len(decision["prefills"]) == 1
+        assert decision["num_decodes"] == len(decision["decodes"]) == 2
+        assert decision["decode"] in {candidate["worker"] for candidate in decision["decodes"]}
 
 
 @virtual_time

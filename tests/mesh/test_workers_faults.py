@@ -117,7 +117,7 @@ async def test_a_lost_gateway_session_cancels_its_requests_only(role: str) -> No
         reset_at = loop.time()
         await mesh.other_gateway.until(
             lambda: (
-                (worker.stepper.num_jobs if role == "prefill" else worker.reservations.num_requests)
+                (worker.requests.num_prompts if role == "prefill" else worker.requests.num_answers)
                 == 1
             )
         )
@@ -159,10 +159,10 @@ async def test_a_gateway_that_does_not_read_is_dropped_and_slows_nobody() -> Non
         request = mesh.start(a_prompt(10), sampling=many_bytes)
         other = mesh.start(prompt, 900, by=mesh.other_gateway, request_id=b"o" * 16)
         await request.until(lambda r: r.joined)
-        for line in decode.worker.intake._lines:
+        for line in decode.worker.doors[0]._lines:
             line._max_outbox_bytes = 100_000
         session.may_read.clear()
-        await mesh.other_gateway.until(lambda: decode.worker.reservations.num_requests == 1)
+        await mesh.other_gateway.until(lambda: decode.worker.requests.num_answers == 1)
         assert decode.worker.scheduler.statistics().num_steps < 800
         assert await other.finished() == expected(prompt, 900)
         session.may_read.set()

@@ -6,29 +6,29 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.decode.core.lease import (
+from shared.errors import LeaseLost, RemoteProtocolError, WorkerLost
+from shared.ids import Incarnation, RequestId
+from shared.kv.pool import BlockPool, BlockTable
+from shared.schedule.sequence import Sequence
+from shared.transfer.messages import TransferKey
+from shared.worker.core.lease import (
     AbortReceive,
     Effect,
     Grant,
     Lease,
-    LeaseKey,
     LeasePolicy,
     LeaseState,
     Refuse,
     RefuseOpen,
 )
-from services.decode.core.leases import Leases
-from shared.errors import LeaseLost, RemoteProtocolError, WorkerLost
-from shared.ids import Incarnation, RequestId
-from shared.kv.pool import BlockPool, BlockTable
-from shared.schedule.sequence import Sequence
+from shared.worker.core.leases import Leases
 from tests.support.cores import an_item
 
 POLICY = LeasePolicy(open_wait_s=5.0, growth_tokens=2, max_waiting=3, max_leases=5)
 GONE = WorkerLost("gone")
 PREFILLS = st.sampled_from([Incarnation(1), Incarnation(2)])
 KEYS = st.builds(
-    LeaseKey,
+    TransferKey,
     st.integers(0, 5).map(lambda number: RequestId(bytes([number]) * 16)),
     st.integers(0, 1),
 )
@@ -86,7 +86,7 @@ class LeasesMachine(RuleBasedStateMachine):
     )
     def reserve(
         self,
-        key: LeaseKey,
+        key: TransferKey,
         prefill: Incarnation,
         prompt: tuple[int, ...],
         max_tokens: int,
@@ -128,7 +128,7 @@ class LeasesMachine(RuleBasedStateMachine):
         try:
             is_open = self.leases.open(lease, prefill)
         except LeaseLost:
-            assert lease.prefill != prefill
+            assert lease.source != prefill
         except RemoteProtocolError:
             assert before not in (LeaseState.WAITING, LeaseState.GRANTED)
         else:
@@ -141,14 +141,14 @@ class LeasesMachine(RuleBasedStateMachine):
         """The right prefill worker opens its lease."""
         lease = self.some(data, LeaseState.GRANTED)
         if lease is not None:
-            assert self.leases.open(lease, lease.prefill)
+            assert self.leases.open(lease, lease.source)
             self.writing.append(lease)
 
     @rule(prefill=PREFILLS)
     def lose(self, prefill: Incarnation) -> None:
         """The last pair with it ends; its transfers report for themselves."""
-        self.perform(self.leases.lose_prefill(prefill, GONE, now=self.now))
-        for lease in [lease for lease in self.known if lease.prefill == prefill]:
+        self.perform(self.leases.lose_source(prefill, GONE, now=self.now))
+        for lease in [lease for lease in self.known if lease.source == prefill]:
             assert lease.state not in (LeaseState.WAITING, LeaseState.GRANTED)
             self.perform(self.leases.cancel(lease, GONE, now=self.now))
 

@@ -110,6 +110,34 @@ async def test_an_event_is_on_its_way_when_send_returns(kind: Any) -> None:
     assert events == [granted(0), granted(1), granted(2), large, granted(3), granted(4)]
 
 
+async def test_the_last_order_that_the_host_has_heard_of_is_told() -> None:
+    """What a report counts of this gateway's orders; a cancel is none, another gateway has its
+    own, and a session that has ended has seen nothing."""
+    host = Host()
+    network = MemoryNetwork()
+    sessions = sessions_of(host, PATIENT)
+    async with network.serve(ANY_PORT, [sessions.servicer]) as server:
+        assert sessions.seen(Incarnation(1)) == 0
+        async with (
+            network.channel(server.address) as channel,
+            open_stream(channel, DECODE_SESSION) as stream,
+        ):
+            await shake_hands(stream)
+            gateway = host.sessions[0].gateway
+            for count, command in enumerate(
+                (reserve(3), reserve(8), wire.DecodeCommand(cancel=wire.CancelDecode(stream_id=9))),
+                1,
+            ):
+                await stream.send(command)
+                while host.num_commands < count:
+                    await asyncio.sleep(0.001)
+                assert sessions.seen(gateway) == (3, 8, 8)[count - 1]
+            assert sessions.seen(Incarnation(int(gateway) + 1)) == 0
+        while host.sessions:
+            await asyncio.sleep(0.001)
+        assert sessions.seen(gateway) == 0
+
+
 async def test_heartbeats_and_what_comes_after_the_end_wait_for_nobody() -> None:
     """Only events are counted; after the end nothing is, so that nobody waits for it."""
     host = Host()

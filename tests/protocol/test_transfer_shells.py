@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.prefill.pusher import PushStats
 from shared.engine.worker import StepDone
 from shared.errors import MeshError, ShuttingDown, TooLarge, TransferFailed, WorkerLost
 from shared.ids import Incarnation
@@ -21,6 +20,7 @@ from shared.rpc.join import DecodePeer
 from shared.telemetry.moments import Moment
 from shared.transport.base import Outcome
 from shared.transport.loopback import LoopbackFabric, LoopbackSettings, LoopbackTransport
+from shared.worker.pusher import PushStats
 from tests.support.transfer_ends import (
     ADDRESS,
     Ends,
@@ -451,7 +451,7 @@ async def test_overlap_ends_with_the_step_and_not_when_the_loop_heard_of_it(
     had written them."""
     noted: list[tuple[float, int]] = []
     monkeypatch.setattr(
-        "services.prefill.pusher.note",
+        "shared.worker.pusher.note",
         lambda moment, _, at_s=None, **facts: (
             noted.append((at_s, facts["num_layers"])) if moment is Moment.LAYERS_WRITTEN else None
         ),

@@ -18,9 +18,6 @@ from typing import Any
 
 import structlog
 
-from services.decode.receiver import KvReceiver
-from services.prefill.pairs import PairTable
-from services.prefill.pusher import Pusher
 from shared.address import Address
 from shared.engine.worker import ThreadCompute
 from shared.errors import MeshError, TransferFailed
@@ -30,6 +27,9 @@ from shared.rpc.tcp import TcpNetwork
 from shared.transfer.effects import SenderTiming
 from shared.transfer.messages import TransferKey
 from shared.transport.ucxx import open_ucx
+from shared.worker.dial import PairTable
+from shared.worker.pusher import Pusher
+from shared.worker.receiver import KvReceiver
 from tests.support.ledger_end import LedgerEnd
 from tests.support.stamped_kv import StampedKv
 from tests.support.transfer_ends import PrefillEnd

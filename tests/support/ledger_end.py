@@ -11,18 +11,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from services.decode.core.lease import LeaseKey, LeasePolicy, LeaseState
-from services.decode.core.leases import Leases
-from services.decode.receiver import KvReceiver, LeaseTerms, NoTermsYet, ReceiveStats
-from services.decode.reservation import DecodeRequest, Reservations, ReserveRequest
 from shared.errors import MeshError
 from shared.ids import Incarnation, StreamId
 from shared.kv.pool import BlockPool
 from shared.request import FinishReason, SamplingParams, WorkItem
+from shared.rpc.codec import Order
 from shared.schedule.plan import NewToken
 from shared.schedule.sequence import Sequence as TokenSequence
-from shared.telemetry.worker import DecodeMetrics, WorkerLoad
+from shared.telemetry.worker import DecodeMetrics, PrefillMetrics
 from shared.transfer.messages import TransferKey
+from shared.worker.core.lease import LeasePolicy, LeaseState
+from shared.worker.core.leases import Leases
+from shared.worker.core.life import Task
+from shared.worker.receiver import KvReceiver, LeaseTerms, NoTermsYet, ReceiveStats
+from shared.worker.request import Request
+from shared.worker.requests import Requests
 from tests.support.stamped_kv import StampedKv
 from tests.support.transfer_ends import RUNNING, num_tokens_of, request_of
 
@@ -31,7 +34,7 @@ STEP_S = 0.003
 WAIT_S = 50.0
 
 
-class Reserving(Reservations):
+class Reserving(Requests):
     """Production's reservations. on_open: prefill asked for what nobody has reserved; on_attach:
     it may push from now on; on_release: blocks of a transfer that failed are coming home."""
 
@@ -80,12 +83,17 @@ class LedgerEnd:
             on_open=self._open,
             on_attach=on_attach,
             on_release=self._release,
+            tasks=frozenset({Task.ANSWER}),
+            scheduler=self,
+            pool=self.pool,
             leases=self.leases,
             spec=engine.spec,
-            metrics=DecodeMetrics(WorkerLoad),
-            max_requests=1 << 10,
+            prompt_metrics=PrefillMetrics(),
+            answer_metrics=DecodeMetrics(),
+            max_prompts=1,
+            max_answers=1 << 10,
         )
-        self._requests: dict[TransferKey, DecodeRequest | None] = {}
+        self._requests: dict[TransferKey, Request | None] = {}
         self._num_runs = 0
         self.num_placed = 0
         self.num_released = 0
@@ -95,7 +103,7 @@ class LedgerEnd:
 
     def connect(self, receiver: KvReceiver) -> None:
         """Close the circle."""
-        self.reservations.connect(receiver, self)  # type: ignore[arg-type]
+        self.reservations.connect(self, receiver=receiver)  # type: ignore[arg-type]
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until an event here has made the condition true."""
@@ -106,7 +114,7 @@ class LedgerEnd:
     @property
     def is_home(self) -> bool:
         """Whether no request is left and every block is free."""
-        return not self.reservations.num_requests and not self.pool.num_held
+        return not self.reservations.num_answers and not self.pool.num_held
 
     def check_integrity(self) -> None:
         """Raise InvariantViolated unless every block that was reserved is accounted for, once."""
@@ -122,18 +130,18 @@ class LedgerEnd:
 
     def _reserve(self, key: TransferKey, prefill: Incarnation) -> None:
         num_tokens = num_tokens_of(request_of(key), self._most_tokens)
-        request = ReserveRequest(
-            key=LeaseKey(*key),
+        order = Order(
+            stream_id=StreamId(request_of(key)),
+            key=key,
             item=WorkItem(
                 token_ids=tuple(range(num_tokens)),
                 num_prompt_tokens=num_tokens,
                 sampling=SamplingParams(max_tokens=2),
             ),
-            prefill=prefill,
+            peer=prefill,
             wait_s=WAIT_S,
-            deadline_at=None,
         )
-        self._requests[key] = self.reservations.reserve(request, self, StreamId(request_of(key)))
+        self._requests[key] = self.reservations.take(Task.ANSWER, order, self)
 
     def cancel(self, key: TransferKey) -> bool:
         """Cancel the request; False: it has no transfer any more."""
@@ -144,7 +152,7 @@ class LedgerEnd:
         return True
 
     def granted(self, stream_id: StreamId, *, cached_tokens: int, wait_s: float) -> None:
-        """See ``AnswerLine``; so are the next four."""
+        """See ``Line``; so are the next four."""
 
     def joined(self, stream_id: StreamId, stats: ReceiveStats, lane: str) -> None:
         self.num_placed += 1
@@ -160,8 +168,8 @@ class LedgerEnd:
 
     # --- the step loop ---------------------------------------------------------------------------
 
-    def add(self, sequence: TokenSequence) -> None:
-        """See ``Stepper``; so are the next two."""
+    def add_ready(self, sequence: TokenSequence) -> None:
+        """See ``Scheduler``; so is the next one."""
         self._read(sequence)
         # Ends a little later, so that late writes of others would be seen.
         asyncio.get_running_loop().call_later(READ_AGAIN_S, self._finish, sequence)
@@ -169,11 +177,14 @@ class LedgerEnd:
     def abort(self, sequence: TokenSequence) -> None:
         raise AssertionError("nobody cancels a sequence that runs")
 
+    def changed(self) -> None:
+        """See ``Stepper``; so is the next one."""
+
     def wake(self) -> None:
         pass
 
     def _read(self, sequence: TokenSequence) -> None:
-        stream_id = self.reservations._by_sequence[sequence].stream_id
+        stream_id = self.reservations._by_sequence[sequence].order.stream_id
         self.num_foreign += self._engine.num_foreign(
             sequence.block_table, 0, sequence.num_computed_tokens, stream_id
         )
@@ -183,7 +194,9 @@ class LedgerEnd:
         assert sequence.table is not None
         self.pool.release(sequence.table)
         sequence.finish_reason = FinishReason.STOP
-        self.reservations.step_done([NewToken(sequence, 1, 1, FinishReason.STOP, None, ())])
+        self.reservations.step_done(
+            [NewToken(sequence, 1, 1, FinishReason.STOP, None, ())], (), None
+        )
 
     def _release(self, release: Callable[[], None]) -> None:
         """A lease's blocks come home, and what runs here needs all that is free."""
@@ -202,7 +215,7 @@ class LedgerEnd:
         def end() -> None:
             self.num_foreign += self._engine.num_foreign(table.blocks, 0, num_tokens, name)
             self.pool.release(table)
-            self.reservations.step_done([])
+            self.reservations.step_done((), (), None)
             self.changed.set()
 
         asyncio.get_running_loop().call_later(STEP_S, end)

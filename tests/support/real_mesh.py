@@ -14,14 +14,14 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from services.decode.app import DecodeWorker
+from services.decode.app import role_of as decode_role
 from services.gateway.app import Gateway
 from services.gateway.text.text_model import TextModel
-from services.prefill.app import PrefillWorker
+from services.prefill.app import role_of as prefill_role
 from shared import wire
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
 from shared.engine.base import Engine
-from shared.engine.worker import OnLayersDone, ThreadCompute
+from shared.engine.worker import BegunStep, OnLayersDone, StepDone, ThreadCompute
 from shared.request import TokenLogprobs
 from shared.rpc.columns import pack_u32, unpack_f32, unpack_u32
 from shared.rpc.methods import GENERATE
@@ -31,9 +31,10 @@ from shared.rpc.stream import open_stream
 from shared.rpc.tcp import TcpNetwork
 from shared.runtime.groups import plain_errors
 from shared.runtime.platform import real_platform
-from shared.step import RowResult, StepRow
+from shared.step import RowResult, StepRow, ToCome
 from shared.transport.base import TransportFactory
 from shared.transport.ucxx import open_ucx
+from shared.worker.worker import Worker
 
 STARTED_WITHIN_S = 60.0
 HAPPENS_WITHIN_S = 60.0
@@ -86,11 +87,36 @@ class GatedCompute(ThreadCompute):
         super().__init__(engine)
         self._gate = gate
 
-    async def step(
-        self, rows: Sequence[StepRow], on_layers_done: OnLayersDone | None = None
-    ) -> list[RowResult]:
+    def begin(
+        self,
+        rows: Sequence[StepRow],
+        to_come: ToCome = (),
+        on_layers_done: OnLayersDone | None = None,
+    ) -> BegunStep:
+        begin = super().begin
+        if self._gate.is_set():
+            return begin(rows, to_come, on_layers_done)
+        return _GatedStep(self._gate, lambda: begin(rows, to_come, on_layers_done))
+
+
+class _GatedStep:
+    """Begins when the gate opens; whoever waits for it waits for both."""
+
+    def __init__(self, gate: asyncio.Event, begin: Callable[[], BegunStep]) -> None:
+        self.seconds = 0.0
+        self.done = StepDone()
+        self._gate = gate
+        self._begin = begin
+
+    async def results(self) -> list[RowResult]:
         await self._gate.wait()
-        return await super().step(rows, on_layers_done)
+        begun = self._begin()
+        results = await begun.results()
+        self.seconds, self.done = begun.seconds, begun.done
+        return results
+
+    def withdraw(self) -> bool:
+        return False
 
 
 @dataclass
@@ -102,7 +128,7 @@ class RealMesh:
     address: Address
     gateway: Gateway
     prefill: Any
-    decode: DecodeWorker
+    decode: Worker
     prefill_gate: asyncio.Event
 
     async def ask(
@@ -222,16 +248,17 @@ async def real_mesh(
     async with _running(front.run) as (_, address, mesh_address, *_):
         common: dict[str, Any] = {"gateway": str(mesh_address), "staging_mib": 16}
         of_role: dict[str, Any] = {"colocated": prefill_engine is None, **(decode or {})}
+        decode_config = DecodeConfig(**common, **of_role)
+        prefill_worker = None
+        if prefill_engine is not None:
+            config = PrefillConfig(**common, **(prefill or {}))
+            prefill_worker = Worker(prefill_role(config), config, of_prefill, prefill_engine)
         mesh = RealMesh(
             network,
             address,
             front,
-            None
-            if prefill_engine is None
-            else PrefillWorker(
-                PrefillConfig(**common, **(prefill or {})), of_prefill, prefill_engine
-            ),
-            DecodeWorker(DecodeConfig(**common, **of_role), of_decode, decode_engine),
+            prefill_worker,
+            Worker(decode_role(decode_config), decode_config, of_decode, decode_engine),
             gate,
         )
         async with contextlib.AsyncExitStack() as stack:

@@ -16,9 +16,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.decode.receiver import KvReceiver, LeaseTerms, NoTermsYet, ReceiveStats
-from services.prefill.pairs import PairTable
-from services.prefill.pusher import Pusher, PushHandle
 from shared.address import Address
 from shared.errors import MeshError, TransferFailed
 from shared.ids import Incarnation, LeaseToken, RequestId
@@ -27,6 +24,9 @@ from shared.rpc.join import DecodePeer
 from shared.rpc.memory import MemoryFabric, MemoryNetwork
 from shared.transfer.messages import TransferKey
 from shared.transport.base import Transport
+from shared.worker.dial import PairTable
+from shared.worker.pusher import Pusher, PushHandle
+from shared.worker.receiver import KvReceiver, LeaseTerms, NoTermsYet, ReceiveStats
 from tests.support.stamped_kv import Blocks, StampedKv
 from tests.support.virtual_loop import run_virtual
 
@@ -146,7 +146,7 @@ class DecodeEnd:
         skip = self.skip(request_of(key))
         return LeaseTerms(num_tokens=lease.num_tokens, skip_tokens=skip, block_table=lease.blocks)
 
-    def prefill_lost(self, prefill: Incarnation, error: MeshError) -> None:
+    def source_lost(self, source: Incarnation, error: MeshError) -> None:
         for key in [key for key, lease in self.leases.items() if lease.state == "waiting"]:
             self._note("lost", key)
             self.cancel(key)

@@ -180,11 +180,13 @@ class WholeMesh:
                 continue
             counts = running.mesh.statistics
             assert (counts.num_running, counts.num_waiting) == (0, 0)
-            remembered = running.members._usable_pairs  # pyright: ignore[reportPrivateUsage]
-            assert remembered in (None, running.members.table.usable_pairs())
+            table = running.members.table
+            remembered = table.sides
+            table.note_usability()
+            assert table.sides == remembered
             for session in running.members.sessions:
                 assert session.num_legs == 0, session.worker
-                assert (session.worker.own_tokens, session.worker.own_blocks) == (0, 0)
+                assert not any(session.worker.orders.values()), session.worker
 
 
 @contextlib.asynccontextmanager

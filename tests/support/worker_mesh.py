@@ -15,8 +15,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.decode.app import DecodeWorker
-from services.prefill.app import PrefillWorker
+from services.decode.app import role_of as decode_role
+from services.prefill.app import role_of as prefill_role
 from shared.address import Address
 from shared.config import DecodeConfig, PrefillConfig
 from shared.engine.fake import FakeEngine, FakeModel, FakeTiming, fake_continuation
@@ -27,6 +27,7 @@ from shared.request import SamplingParams
 from shared.rpc.memory import MemoryNetwork
 from shared.runtime.platform import Platform
 from shared.transport.loopback import LoopbackFabric, LoopbackSettings
+from shared.worker.worker import Worker
 from tests.support.fake_gateway import FakeGateway, FakeRequest, fake_gateway
 from tests.support.virtual_loop import run_virtual
 
@@ -194,9 +195,11 @@ async def launch_worker(
     fields = {"engine": "fake", "host": host, "port": 9000, "advertise": host, **settings}
     worker: Any
     if kind == "prefill":
-        worker = PrefillWorker(PrefillConfig(**fields), platform, engine)
+        config = PrefillConfig(**fields)
+        worker = Worker(prefill_role(config), config, platform, engine)
     else:
-        worker = DecodeWorker(DecodeConfig(**fields), platform, engine)
+        decode_config = DecodeConfig(**fields)
+        worker = Worker(decode_role(decode_config), decode_config, platform, engine)
     running = RunningWorker(host, worker, engine, transport.address, asyncio.Event())
     is_up = asyncio.Event()
 

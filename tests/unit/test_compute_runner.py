@@ -80,11 +80,12 @@ async def test_layers_are_done_when_they_were_called_out_if_the_device_says_noth
     compute = ThreadCompute(FakeEngine(num_blocks=8))
     now = asyncio.get_running_loop().time
     began_at = now()
-    await compute.step([ROW], lambda _: None)
+    step = compute.begin([ROW], (), lambda _: None)
+    await step.results()
     await compute.close()
-    times = [began_at, *compute.done.layers_at, compute.done.step_at, now()]
+    times = [began_at, *step.done.layers_at, step.done.step_at, now()]
     assert times == sorted(times)
-    assert len(compute.done.layers_at) == FakeEngine(num_blocks=1).layout.num_layers
+    assert len(step.done.layers_at) == FakeEngine(num_blocks=1).layout.num_layers
 
 
 async def test_layers_are_done_when_the_device_says() -> None:
@@ -95,9 +96,10 @@ async def test_layers_are_done_when_the_device_says() -> None:
             return (1.0, 2.0, 3.0, 4.0)
 
     compute = ThreadCompute(Device(num_blocks=8))
-    await compute.step([ROW], lambda _: None)
+    step = compute.begin([ROW], (), lambda _: None)
+    await step.results()
     await compute.close()
-    assert compute.done.layers_at == (1.0, 2.0, 3.0, 4.0)
+    assert step.done.layers_at == (1.0, 2.0, 3.0, 4.0)
 
 
 async def test_copies_run_beside_a_step() -> None:

@@ -12,7 +12,6 @@ from collections.abc import AsyncGenerator, Sequence
 
 import pytest
 
-from services.decode.stepper import Stepper
 from shared.engine.base import OnLayer
 from shared.engine.fake import FakeEngine, fake_answer
 from shared.engine.worker import ThreadCompute
@@ -20,7 +19,8 @@ from shared.errors import EngineFailed, MeshError
 from shared.schedule.plan import Failure, NewToken
 from shared.schedule.sequence import Sequence as TokenSequence
 from shared.step import RowResult, StepRow
-from shared.telemetry.worker import DecodeMetrics, WorkerLoad
+from shared.telemetry.worker import DecodeMetrics
+from shared.worker.stepper import Stepper
 from tests.support.cores import MODEL, Worker, a_sequence, answer_of
 
 
@@ -52,7 +52,11 @@ class _Sink:
     def admitted(self, sequences: Sequence[TokenSequence]) -> None:
         """Nothing to do."""
 
-    def step_done(self, tokens: Sequence[NewToken]) -> None:
+    def announce(self, plan: object) -> tuple[()]:
+        """Nobody pushes."""
+        return ()
+
+    def step_done(self, tokens: Sequence[NewToken], pushes: object, done: object) -> None:
         """Tokens came."""
         self.tokens += tokens
 
@@ -76,7 +80,7 @@ class Loop:
         self.stepper = Stepper(
             compute=self.compute,
             scheduler=self.scheduler,
-            metrics=DecodeMetrics(WorkerLoad),
+            metrics=DecodeMetrics(),
             sink=self.sink,
             look_ahead=look_ahead,
         )
@@ -85,7 +89,8 @@ class Loop:
         """Add a prompt of four tokens."""
         prompt = tuple(range(first, first + 4))
         sequence = a_sequence(prompt, max_tokens=max_tokens, ignore_eos=True)
-        self.stepper.add_prompt(sequence)
+        self.scheduler.add(sequence)
+        self.stepper.changed()
         return sequence
 
     def ready(self, first: int, max_tokens: int = 20) -> TokenSequence:
@@ -105,8 +110,14 @@ class Loop:
         self.engine.scatter(table.blocks, 0, 4, 0, MODEL.num_layers, frame)
         sequence.table, sequence.chain, sequence.num_computed_tokens = table, chain, 4
         sequence.tokens.append(expected[0])
-        self.stepper.add(sequence)
+        self.scheduler.add_ready(sequence)
+        self.stepper.changed()
         return sequence
+
+    def abort(self, sequence: TokenSequence) -> None:
+        """Take it out."""
+        self.scheduler.abort(sequence)
+        self.stepper.changed()
 
     async def begun(self, num_steps: int) -> None:
         """Wait until so many steps have begun."""
@@ -188,7 +199,7 @@ async def test_who_is_aborted_while_a_step_runs_is_not_in_the_next() -> None:
     async with a_loop() as loop:
         first, second = loop.ready(1), loop.ready(11)
         await loop.begun(1)
-        loop.stepper.abort(second)
+        loop.abort(second)
         await asyncio.sleep(0)
         loop.engine.may_end.release(1)
         await loop.begun(2)
@@ -220,7 +231,7 @@ async def test_what_the_thread_has_begun_is_not_taken_back() -> None:
         await asyncio.sleep(0)
         loop.engine.may_end.release(1)
         loop.held_until(2)
-        loop.stepper.abort(second)
+        loop.abort(second)
         third = loop.ready(21)
         await loop.got(1)
         assert second.table is not None

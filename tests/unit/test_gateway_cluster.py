@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.gateway.core.admission import AdmissionStatistics
-from services.gateway.core.peer_table import PeerTable, Role, Worker, WorkerStatus
-from services.gateway.core.peer_table import ServedModel as JoinedModel
+from services.gateway.core.peer_table import PeerTable
 from services.gateway.core.window import (
     MAX_PAIRS,
     NUM_BINS,
@@ -19,6 +18,8 @@ from services.gateway.core.window import (
     Summary,
     Window,
 )
+from services.gateway.core.worker import Role, Worker, WorkerStatus
+from services.gateway.core.worker import ServedModel as JoinedModel
 from services.gateway.front.auth import KeyRing, hash_key
 from services.gateway.mesh import ServedModel
 from services.gateway.workers.cluster import cluster_body, state_of

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from dataclasses import replace
 from typing import get_args
 
 import pytest
 
-from services.gateway.core.peer_table import (
-    OwnModel,
-    PeerTable,
-    Role,
-    ServedModel,
-    Worker,
-    WorkerStatus,
-)
-from services.gateway.core.routing import POLICIES, RouteRequest, route
+from services.gateway.core.peer_table import OwnModel, PeerTable
+from services.gateway.core.routing import MAX_RECORDED, POLICIES, Candidate, RouteRequest, route
+from services.gateway.core.worker import Role, ServedModel, Worker, WorkerStatus
 from shared.config import RoutingPolicyName
 from shared.errors import IncompatiblePeer
 from shared.ids import Incarnation
@@ -55,12 +51,24 @@ def a_mesh(num_prefill: int = 2, num_decode: int = 2) -> PeerTable:
     return table
 
 
+def pairs_of(table: PeerTable) -> list[tuple[int, int]]:
+    """Every pair that may be chosen, in joining order."""
+    sides = table.sides
+    pairs = [
+        (int(prefill.incarnation), int(sides.decodes[place].incarnation))
+        for idx, prefill in enumerate(sides.prefills)
+        for place in sides.partners_of(idx)
+    ]
+    assert len(pairs) == sides.num_pairs
+    return pairs
+
+
 def pairs_chosen(policy_name: str, table: PeerTable, n: int) -> Counter[tuple[int, int]]:
     policy = POLICIES[policy_name]()
     chosen: Counter[tuple[int, int]] = Counter()
     for i in range(n):
         request = RouteRequest(num_tokens=10, max_new_tokens=5)
-        decision = route(policy, request, table.usable_pairs(), (i * 0.37) % 1)
+        decision = route(policy, request, table.sides, (i * 0.37) % 1)
         assert decision is not None
         chosen[(decision.prefill, decision.decode)] += 1
     return chosen
@@ -87,12 +95,12 @@ def test_least_loaded_joins_the_shortest_queue() -> None:
     table = a_mesh()
     busy_prefill, idle_prefill = table.all(Role.PREFILL)
     busy_decode, idle_decode = table.all(Role.DECODE)
-    busy_prefill.own_tokens = 500
-    busy_decode.own_blocks = 10
+    busy_prefill.report(replace(busy_prefill.status, pending_tokens=500))
+    busy_decode.report(replace(busy_decode.status, reserved_blocks=10))
     decision = route(
         POLICIES["least_loaded"](),
         RouteRequest(num_tokens=1, max_new_tokens=1),
-        table.usable_pairs(),
+        table.sides,
         0.0,
     )
     assert decision is not None
@@ -100,7 +108,123 @@ def test_least_loaded_joins_the_shortest_queue() -> None:
         idle_prefill.incarnation,
         idle_decode.incarnation,
     )
-    assert len(decision.candidates) == 4
+    assert decision.prefills == (Candidate(0, Incarnation(2)), Candidate(500, Incarnation(1)))
+    assert [candidate.worker for candidate in decision.decodes] == [101, 100]
+    assert (decision.num_prefills, decision.num_decodes) == (2, 2)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_two_sides_choose_as_the_list_of_all_pairs_would(seed: int) -> None:
+    """Partly paired workers of several sizes and loads, some colocated, some to be avoided: the
+    choice is the best of all pairs that can take the request, and ``random`` reaches each of them
+    equally often."""
+    source = random.Random(seed)
+    table = PeerTable()
+    decodes = [Incarnation(100 + i) for i in range(source.randrange(1, 6))]
+    for incarnation in (*range(1, source.randrange(1, 6)), *decodes):
+        role = Role.DECODE if incarnation in decodes else Role.PREFILL
+        partners = source.sample(decodes, source.randrange(len(decodes) + 1))
+        if role is Role.DECODE:
+            partners = [incarnation] if source.random() < 0.3 else []
+        worker = a_worker(role, incarnation, num_blocks=source.choice([4, 8, 64]))
+        worker.report(
+            WorkerStatus(
+                pending_tokens=source.choice([0, 10, 20]),
+                reserved_blocks=source.choice([0, 1, 2]),
+                paired=frozenset(map(Incarnation, partners)),
+            )
+        )
+        table.join(worker)
+    everyone = [*table.all(Role.PREFILL), *table.all(Role.DECODE)]
+    avoid = frozenset(w.incarnation for w in source.sample(everyone, len(everyone) // 3))
+    request = RouteRequest(num_tokens=source.choice([1, 70, 127]), max_new_tokens=1, avoid=avoid)
+
+    pairs = [
+        (prefill, decode)
+        for prefill in everyone
+        for decode in table.all(Role.DECODE)
+        if decode.incarnation in prefill.status.paired
+        and prefill.blocks_for(request.num_tokens) <= prefill.num_blocks
+        and decode.blocks_for(request.num_tokens + 1) <= decode.num_blocks
+    ]
+    counts = [sum(worker.incarnation in avoid for worker in pair) for pair in pairs]
+    pairs = [pair for pair, n in zip(pairs, counts, strict=True) if n == min(counts)]
+    if not pairs:
+        assert route(POLICIES["random"](), request, table.sides, 0.0) is None
+        return
+
+    policy = POLICIES["least_loaded"]()
+    last_chosen: Counter[int] = Counter()
+    for turn in range(1, 8):
+        decision = route(policy, request, table.sides, 0.0)
+        assert decision is not None
+        want = min(
+            pairs,
+            key=lambda pair: (
+                pair[0].pending_tokens,
+                pair[1].reserved_blocks / pair[1].num_blocks,
+                last_chosen[pair[0].incarnation],
+                last_chosen[pair[1].incarnation],
+            ),
+        )
+        assert (decision.prefill, decision.decode) == tuple(w.incarnation for w in want)
+        last_chosen |= {worker.incarnation: turn for worker in want}
+    reached: Counter[tuple[int, int]] = Counter()
+    for pick in range(len(pairs)):
+        decision = route(POLICIES["random"](), request, table.sides, (pick + 0.5) / len(pairs))
+        assert decision is not None
+        reached[decision.prefill, decision.decode] += 1
+    assert reached == {(p.incarnation, d.incarnation): 1 for p, d in pairs}
+
+
+def test_a_decision_keeps_the_best_few_of_each_side() -> None:
+    """Best first, equal ones in joining order, and how many there were."""
+    table = a_mesh(num_prefill=20, num_decode=10)
+    for idx, worker in enumerate(table.all(Role.PREFILL)):
+        worker.report(replace(worker.status, pending_tokens=(7 * idx) % 20))
+    decision = route(
+        POLICIES["least_loaded"](), RouteRequest(num_tokens=1, max_new_tokens=1), table.sides, 0.0
+    )
+    assert decision is not None
+    assert (decision.num_prefills, decision.num_decodes) == (20, 10)
+    assert [candidate.score for candidate in decision.prefills] == list(range(MAX_RECORDED))
+    assert [candidate.worker for candidate in decision.decodes] == list(range(100, 108))
+    body = decision.as_dict()
+    assert body["prefills"][0] == {"worker": f"{decision.prefill:016x}", "score": 0}
+    assert len(body["decodes"]) == MAX_RECORDED
+
+
+def test_partners_follow_who_joins_leaves_and_reports() -> None:
+    """A pair may be named before its decode worker joins; a place that is free is used again."""
+    table = a_mesh(num_prefill=2, num_decode=1)
+    first, second = table.all(Role.PREFILL)
+    table.report(first, WorkerStatus(paired=frozenset({Incarnation(100), Incarnation(200)})))
+    assert pairs_of(table) == [(1, 100), (2, 100)]
+    table.leave(Incarnation(100))
+    assert pairs_of(table) == []
+    table.join(a_worker(Role.DECODE, 200))
+    assert pairs_of(table) == [(1, 200)]
+    assert table.report(second, WorkerStatus(paired=frozenset({Incarnation(200)})))
+    assert pairs_of(table) == [(1, 200), (2, 200)]
+    again = a_worker(Role.PREFILL, 1)
+    table.join(again)
+    assert pairs_of(table) == [(2, 200)]
+    table.report(again, WorkerStatus(paired=frozenset({Incarnation(200)})))
+    assert pairs_of(table) == [(1, 200), (2, 200)]
+
+
+def test_a_report_of_load_changes_nobodys_usability() -> None:
+    """Whatever its numbers; draining does, and another list of pairs."""
+    table = a_mesh(num_prefill=1)
+    (worker,) = table.all(Role.PREFILL)
+    pairs = worker.status.paired
+    sides = table.sides
+    assert not table.report(worker, WorkerStatus(pending_tokens=9, paired=frozenset(pairs)))
+    assert table.sides is sides
+    assert table.report(worker, WorkerStatus(is_draining=True, paired=pairs))
+    assert pairs_of(table) == []
+    assert table.report(worker, WorkerStatus(paired=pairs))
+    assert pairs_of(table) == [(1, 100), (1, 101)]
 
 
 def test_a_worker_that_failed_is_avoided_while_another_is_there() -> None:
@@ -108,25 +232,25 @@ def test_a_worker_that_failed_is_avoided_while_another_is_there() -> None:
     table = a_mesh(num_prefill=1)
     request = RouteRequest(num_tokens=1, max_new_tokens=1, avoid=frozenset({Incarnation(100)}))
     for _ in range(3):
-        decision = route(POLICIES["round_robin"](), request, table.usable_pairs(), 0.0)
+        decision = route(POLICIES["round_robin"](), request, table.sides, 0.0)
         assert decision is not None
         assert decision.decode == 101
     everyone = frozenset(Incarnation(i) for i in (1, 100, 101))
     request = RouteRequest(num_tokens=1, max_new_tokens=1, avoid=everyone)
-    assert route(POLICIES["random"](), request, table.usable_pairs(), 0.0) is not None
+    assert route(POLICIES["random"](), request, table.sides, 0.0) is not None
 
 
 def test_only_pairs_whose_canary_crossed_are_used() -> None:
     """A prefill worker that reaches no decode worker takes no work, and the reason is said."""
     table = a_mesh(num_prefill=1)
-    table.all(Role.PREFILL)[0].status = WorkerStatus()
-    assert table.usable_pairs() == []
+    table.report(table.all(Role.PREFILL)[0], WorkerStatus())
+    assert pairs_of(table) == []
     assert "has reached a decode worker" in table.why_not_ready()
 
 
 def a_colocated_worker(incarnation: int, **status: int) -> Worker:
     worker = a_worker(Role.DECODE, incarnation)
-    worker.status = WorkerStatus(paired=frozenset({worker.incarnation}), **status)
+    worker.report(WorkerStatus(paired=frozenset({worker.incarnation}), **status))
     return worker
 
 
@@ -138,10 +262,10 @@ def test_a_colocated_worker_is_a_pair_with_itself() -> None:
     busy, idle = a_colocated_worker(1, pending_tokens=10), a_colocated_worker(2)
     table.join(busy)
     table.join(idle)
-    assert table.usable_pairs() == [(busy, busy), (idle, idle)]
+    assert pairs_of(table) == [(1, 1), (2, 2)]
     assert table.why_not_ready() == ""
     request = RouteRequest(num_tokens=10, max_new_tokens=1)
-    decision = route(POLICIES["least_loaded"](), request, table.usable_pairs(), 0.0)
+    decision = route(POLICIES["least_loaded"](), request, table.sides, 0.0)
     assert decision is not None
     assert decision.is_colocated
     assert decision.decode == idle.incarnation
@@ -149,8 +273,9 @@ def test_a_colocated_worker_is_a_pair_with_itself() -> None:
     prefill = a_worker(Role.PREFILL, 3)
     prefill.status = WorkerStatus(paired=frozenset({busy.incarnation}))
     table.join(prefill)
-    assert table.usable_pairs() == [(busy, busy), (idle, idle), (prefill, busy)]
+    assert pairs_of(table) == [(1, 1), (2, 2), (3, 1)]
     idle.has_session = busy.has_session = False
+    table.note_usability()
     assert "no decode worker is usable" in table.why_not_ready()
 
 
@@ -165,12 +290,12 @@ def test_a_colocated_worker_that_is_not_usable_is_said_to_be_so() -> None:
 
 def test_a_request_larger_than_a_decode_pool_finds_no_pair() -> None:
     """64 blocks of 16 hold 1,023 prompt tokens and the next."""
-    pairs = a_mesh().usable_pairs()
+    sides = a_mesh().sides
     policy = POLICIES["random"]()
     fits = RouteRequest(num_tokens=1023, max_new_tokens=1)
     too_large = RouteRequest(num_tokens=1024, max_new_tokens=1)
-    assert route(policy, fits, pairs, 0.0) is not None
-    assert route(policy, too_large, pairs, 0.0) is None
+    assert route(policy, fits, sides, 0.0) is not None
+    assert route(policy, too_large, sides, 0.0) is None
 
 
 @pytest.mark.parametrize("state", ["has_session", "is_suspect", "is_draining"])
@@ -179,10 +304,11 @@ def test_unusable_workers_get_nothing_new(state: str) -> None:
     table = a_mesh(num_prefill=1)
     prefill = table.all(Role.PREFILL)[0]
     if state == "is_draining":
-        prefill.status = WorkerStatus(is_draining=True, paired=prefill.status.paired)
+        table.report(prefill, WorkerStatus(is_draining=True, paired=prefill.status.paired))
     else:
         setattr(prefill, state, state == "is_suspect")
-    assert table.usable_pairs() == []
+        table.note_usability()
+    assert pairs_of(table) == []
 
 
 def test_a_worker_with_another_model_or_layout_is_refused() -> None:

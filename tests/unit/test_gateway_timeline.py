@@ -20,9 +20,7 @@ def emit(timeline: Timeline, num_tokens: int) -> tuple[float, int]:
     return timeline.emitted(asyncio.get_running_loop().time(), num_tokens)
 
 
-PAIR = RouteDecision(
-    policy="test", prefill=Incarnation(0xA), decode=Incarnation(0xB), candidates=()
-)
+PAIR = RouteDecision(policy="test", prefill=Incarnation(0xA), decode=Incarnation(0xB))
 
 
 @virtual_time

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from services.gateway.core.peer_table import Role
+from services.gateway.core.worker import Role
 from services.gateway.workers.peers import WorkerSession
 from services.gateway.workers.registry import _worker
 from shared import wire

@@ -6,18 +6,6 @@ from typing import Any
 
 import pytest
 
-from services.decode.core.lease import (
-    AbortReceive,
-    Effect,
-    Grant,
-    Lease,
-    LeaseKey,
-    LeasePolicy,
-    LeaseState,
-    Refuse,
-    RefuseOpen,
-)
-from services.decode.core.leases import Leases
 from shared.errors import (
     LeaseLost,
     LocalProtocolError,
@@ -30,15 +18,27 @@ from shared.errors import (
 )
 from shared.ids import Incarnation, LeaseToken, RequestId
 from shared.kv.pool import BlockPool
+from shared.transfer.messages import TransferKey
+from shared.worker.core.lease import (
+    AbortReceive,
+    Effect,
+    Grant,
+    Lease,
+    LeasePolicy,
+    LeaseState,
+    Refuse,
+    RefuseOpen,
+)
+from shared.worker.core.leases import Leases
 from tests.support.cores import an_item
 
 US, THEM = Incarnation(1), Incarnation(2)
 GONE = WorkerLost("gone")
 
 
-def a_key(number: int, attempt: int = 0) -> LeaseKey:
+def a_key(number: int, attempt: int = 0) -> TransferKey:
     """The key of request ``number``."""
-    return LeaseKey(RequestId(number.to_bytes(16, "little")), attempt, LeaseToken(bytes(16)))
+    return TransferKey(RequestId(number.to_bytes(16, "little")), attempt, LeaseToken(bytes(16)))
 
 
 class Desk:
@@ -266,7 +266,7 @@ def test_a_lost_prefill_ends_its_leases_that_have_no_transfer(desk: Desk) -> Non
     waiting, _ = desk.reserve(3, prompt=20, wait_s=60.0)
     item = an_item(tuple(range(900, 920)))
     other, _ = desk.leases.reserve(a_key(4), item, THEM, now=0.0, wait_s=60.0)
-    assert desk.leases.lose_prefill(US, GONE, now=1.0) == [
+    assert desk.leases.lose_source(US, GONE, now=1.0) == [
         Refuse(granted, GONE),
         RefuseOpen(granted, GONE),
         Refuse(waiting, GONE),

@@ -136,9 +136,14 @@ class Lifecycle:
         return len(self._prompt)
 
     @property
+    def num_tokens_left(self) -> int:
+        """The most tokens that the next attempt may bring."""
+        return self._sampling.max_tokens - len(self._output)
+
+    @property
     def needs_decode(self) -> bool:
         """Whether a decode worker takes part: not if the next token must be the last."""
-        return self._sampling.max_tokens - len(self._output) > 1
+        return self.num_tokens_left > 1
 
     @property
     def sampling(self) -> SamplingParams:

@@ -1,37 +1,18 @@
 """What the gateway believes about its workers: who is there, how they are, who may push to whom.
 
-Soft state alone: it is rebuilt from the workers' own reports after a restart. Pure; a worker is
-usable when it has joined, its session is up, it is not draining, and (for a pair) its canary has
-crossed.
+Soft state alone: it is rebuilt from the workers' own reports after a restart. Pure. The two sides
+that routing chooses from are kept, too: made again at the first decision after a worker came, went,
+or became usable or not, and never for a change of load.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 
+from services.gateway.core.sides import Sides, sides_of
+from services.gateway.core.worker import Role, ServedModel, Worker, WorkerStatus
 from shared.errors import IncompatiblePeer
 from shared.ids import Incarnation
-from shared.kv.layout import KvLayout
-
-
-class Role(Enum):
-    """What a worker does."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServedModel:
-    """The one model that all workers of a mesh serve."""
-
-    name: str
-    fingerprint: bytes
-    vocab_size: int
-    max_model_len: int
-    dtype: str
-    engine: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,67 +27,6 @@ class OwnModel:
     allow_mixed_engines: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerStatus:
-    """A worker's latest report; tokens and blocks are counts, ``step_s`` a moving mean."""
-
-    pending_tokens: int = 0
-    num_waiting: int = 0
-    num_running: int = 0
-    free_blocks: int = 0
-    reserved_blocks: int = 0
-    quarantined_blocks: int = 0
-    step_s: float = 0.0
-    is_draining: bool = False
-    paired: frozenset[Incarnation] = frozenset()
-
-
-@dataclass(slots=True, kw_only=True)
-class Worker:
-    """One worker process."""
-
-    role: Role
-    incarnation: Incarnation
-    host: str
-    port: int
-    model: ServedModel
-    layout: KvLayout
-    num_blocks: int
-    block_size: int
-    status: WorkerStatus = field(default_factory=WorkerStatus)
-    has_session: bool = False
-    is_suspect: bool = False
-    own_tokens: int = 0
-    """Tokens of this gateway's requests in their prefill here."""
-    own_blocks: int = 0
-    """Blocks that this gateway's requests need here."""
-
-    @property
-    def is_colocated(self) -> bool:
-        """Whether this decode worker is its own prefill worker, too: it is paired with itself."""
-        return self.incarnation in self.status.paired
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether new work may be sent here."""
-        return self.has_session and not self.is_suspect and not self.status.is_draining
-
-    @property
-    def pending_tokens(self) -> int:
-        """Prompt tokens queued here. Reports lag behind dispatch, so the own count is a lower
-        bound."""
-        return max(self.status.pending_tokens, self.own_tokens)
-
-    @property
-    def reserved_blocks(self) -> int:
-        """Blocks taken here; the own count is a lower bound."""
-        return max(self.status.reserved_blocks, self.own_blocks)
-
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that a sequence of this many tokens fills."""
-        return -(-num_tokens // self.block_size)
-
-
 class PeerTable:
     """All workers, by incarnation, in the order in which they joined.
 
@@ -117,6 +37,9 @@ class PeerTable:
         self._own_model = own_model
         self._allow_mixed_engines = own_model is not None and own_model.allow_mixed_engines
         self._workers: dict[Incarnation, Worker] = {}
+        self._used_bits = 0
+        self._sides: Sides | None = None
+        self._max_model_len = 0
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -136,13 +59,50 @@ class PeerTable:
                 _require_compatible(worker, other, allow_mixed_engines=self._allow_mixed_engines)
         old = self._workers.get(worker.incarnation)
         if old is not None:
-            worker.has_session = old.has_session
-            worker.own_tokens, worker.own_blocks = old.own_tokens, old.own_blocks
+            worker.take_over(old)
+        else:
+            worker.bit = ~self._used_bits & (self._used_bits + 1)  # the lowest that is free
+            self._used_bits |= worker.bit
+            for other in self._workers.values():
+                if worker.incarnation in other.status.paired:
+                    other.partners |= worker.bit
         self._workers[worker.incarnation] = worker
+        worker.partners = self._bits_of(worker)
+        self._count()
 
     def leave(self, incarnation: Incarnation) -> Worker | None:
         """Remove a worker; None if it is not here."""
-        return self._workers.pop(incarnation, None)
+        worker = self._workers.pop(incarnation, None)
+        if worker is not None:
+            self._used_bits ^= worker.bit
+            for other in self._workers.values():
+                other.partners &= ~worker.bit
+            self._count()
+        return worker
+
+    def report(self, worker: Worker, status: WorkerStatus) -> bool:
+        """Take a worker's report; returns whether it changes who may be chosen, load apart."""
+        before = worker.status
+        worker.report(status)
+        is_same = status.paired is before.paired or status.paired == before.paired
+        if is_same and status.is_draining is before.is_draining:
+            return False
+        worker.partners = self._bits_of(worker)
+        self.note_usability()
+        return True
+
+    def note_usability(self) -> None:
+        """A worker's session came, went, fell silent or speaks again."""
+        self._sides = None
+
+    def _bits_of(self, worker: Worker) -> int:
+        partners = filter(None, map(self._workers.get, worker.status.paired))
+        return sum(partner.bit for partner in partners)
+
+    def _count(self) -> None:
+        lengths = (worker.model.max_model_len for worker in self._workers.values())
+        self._max_model_len = min(lengths, default=0)
+        self.note_usability()
 
     def get(self, incarnation: Incarnation) -> Worker | None:
         """Return a worker, or None."""
@@ -162,23 +122,21 @@ class PeerTable:
     @property
     def max_model_len(self) -> int:
         """The longest sequence that every worker takes; 0 while no worker is here."""
-        return min((w.model.max_model_len for w in self._workers.values()), default=0)
+        return self._max_model_len
 
-    def usable_pairs(self) -> list[tuple[Worker, Worker]]:
-        """Return every (prefill, decode) pair that may take new work, in joining order; a
-        colocated worker is both of one."""
-        decodes = [worker for worker in self.all(Role.DECODE) if worker.is_usable]
-        return [
-            (prefill, decode)
-            for prefill in self._workers.values()
-            if prefill.is_usable
-            for decode in decodes
-            if decode.incarnation in prefill.status.paired
-        ]
+    @property
+    def sides(self) -> Sides:
+        """Who may take new work; a colocated worker stands on both sides."""
+        if self._sides is None:
+            usable = [worker for worker in self._workers.values() if worker.is_usable]
+            prefills = [(worker, worker.partners) for worker in usable]
+            decodes = [worker for worker in usable if worker.role is Role.DECODE]
+            self._sides = sides_of(prefills, decodes)
+        return self._sides
 
     def why_not_ready(self) -> str:
         """Return '' if a pair can take work, else one sentence that says what is missing."""
-        if self.usable_pairs():
+        if self.sides:
             return ""
         for role in (Role.PREFILL, Role.DECODE):
             workers = self.all(role)

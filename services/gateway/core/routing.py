@@ -1,6 +1,7 @@
 """Routing: choose the pair (prefill, decode) for a request in one decision.
 
-A colocated worker is a pair with itself and competes as any other pair does.
+The two sides are scored apart and each worker once; of those that are paired, the policy takes one
+of each. A colocated worker is a pair with itself and competes as any other does.
 
 A policy is a pure function of the workers' views, the request's size and one random number; its
 answer is a record that can be logged and replayed. JSQ as in Splitwise (arXiv 2311.18677, section
@@ -10,20 +11,21 @@ simulator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from heapq import nsmallest
+from operator import attrgetter
+from typing import Any, NamedTuple, Protocol
 
-from services.gateway.core.peer_table import Worker
+from services.gateway.core.sides import Sides
+from services.gateway.core.worker import Worker
 from shared.ids import Incarnation
-
-Pair = tuple[Worker, Worker]
 
 MAX_REMEMBERED = 4096
 """Workers whose last choice is remembered; more than can be here at once."""
 
-MAX_LOGGED = 8
-"""Candidates in a logged decision."""
+MAX_RECORDED = 8
+"""Candidates of a side in a decision's record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,24 +37,24 @@ class RouteRequest:
     avoid: frozenset[Incarnation] = frozenset()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """One pair and its scores; lower is better."""
+class Candidate(NamedTuple):
+    """One worker of a side and its score there; lower is better."""
 
-    prefill: Incarnation
-    decode: Incarnation
-    prefill_score: float
-    decode_score: float
+    score: float
+    worker: Incarnation
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouteDecision:
-    """Which pair, and why: the whole table of candidates that the policy saw."""
+class RouteDecision(NamedTuple):
+    """Which pair, and why: of each side the best few that the policy saw, best first, and how many
+    there were."""
 
     policy: str
     prefill: Incarnation
     decode: Incarnation
-    candidates: tuple[Candidate, ...]
+    prefills: tuple[Candidate, ...] = ()
+    decodes: tuple[Candidate, ...] = ()
+    num_prefills: int = 0
+    num_decodes: int = 0
 
     @property
     def is_colocated(self) -> bool:
@@ -60,75 +62,89 @@ class RouteDecision:
         return self.prefill == self.decode
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the record as it is logged: of many candidates the best few, and how many there
-        were. Incarnations in hexadecimal."""
-        best = sorted(self.candidates, key=lambda c: (c.prefill_score, c.decode_score))
+        """Return the record as it is logged: incarnations in hexadecimal."""
         return {
             "policy": self.policy,
             "prefill": f"{self.prefill:016x}",
             "decode": f"{self.decode:016x}",
-            "num_candidates": len(self.candidates),
-            "candidates": [
-                {
-                    "prefill": f"{c.prefill:016x}",
-                    "decode": f"{c.decode:016x}",
-                    "prefill_score": c.prefill_score,
-                    "decode_score": round(c.decode_score, 4),
-                }
-                for c in best[:MAX_LOGGED]
-            ],
+            "num_prefills": self.num_prefills,
+            "prefills": [_candidate_body(candidate) for candidate in self.prefills],
+            "num_decodes": self.num_decodes,
+            "decodes": [_candidate_body(candidate) for candidate in self.decodes],
         }
 
 
+def _candidate_body(candidate: Candidate) -> dict[str, Any]:
+    return {"worker": f"{candidate.worker:016x}", "score": round(candidate.score, 4)}
+
+
+Places = tuple[int, int]
+"""A prefill and a decode worker, by their places in the two lists of ``Sides``."""
+
+
+class Scores(NamedTuple):
+    """What a policy compares: one number for each place of a side; lower is better."""
+
+    prefills: Sequence[float]
+    decodes: Sequence[float]
+
+
 class RoutingPolicy(Protocol):
-    """Chooses among pairs that can all take the request; never called with an empty list."""
+    """Chooses among workers that can all take the request; never called with empty sides."""
 
     name: str
 
-    def choose(self, request: RouteRequest, pairs: Sequence[Pair], random: float) -> Pair:
-        """Return one of ``pairs``. random: uniform in [0, 1), drawn by the shell for this
-        decision."""
+    score_prefill: Callable[[Worker], float]
+    """What this policy compares of a worker that would compute the prompt."""
+    score_decode: Callable[[Worker], float]
+    """What it compares of one that would continue the answer."""
+
+    def choose(self, request: RouteRequest, sides: Sides, scores: Scores, random: float) -> Places:
+        """Return a prefill worker and one of its partners. random: uniform in [0, 1), drawn by
+        the shell for this decision."""
         ...
 
-    def score(self, pair: Pair) -> tuple[float, float]:
-        """Return the numbers that this policy compares, for the record."""
-        ...
+
+def _nothing(worker: Worker) -> float:
+    """The score of a policy that compares nothing."""
+    return 0.0
 
 
 class RoundRobin:
     """Each role in turn, each with its own counter, so that 2 x 2 workers see all four pairs."""
 
     name = "round_robin"
+    score_prefill = staticmethod(_nothing)
+    score_decode = staticmethod(_nothing)
 
     def __init__(self) -> None:
         self._num_decisions = 0
 
-    def choose(self, request: RouteRequest, pairs: Sequence[Pair], random: float) -> Pair:
+    def choose(self, request: RouteRequest, sides: Sides, scores: Scores, random: float) -> Places:
         """Return the next pair."""
         turn = self._num_decisions
         self._num_decisions += 1
-        prefills = _distinct(prefill for prefill, _ in pairs)
-        prefill = prefills[turn % len(prefills)]
-        decodes = [decode for p, decode in pairs if p is prefill]
-        return prefill, decodes[(turn // len(prefills)) % len(decodes)]
-
-    def score(self, pair: Pair) -> tuple[float, float]:
-        """Round robin compares nothing."""
-        return 0.0, 0.0
+        round_number, prefill = divmod(turn, len(sides.prefills))
+        partners = sides.partners_of(prefill)
+        return prefill, partners[round_number % len(partners)]
 
 
 class Random:
     """Any pair with equal probability."""
 
     name = "random"
+    score_prefill = staticmethod(_nothing)
+    score_decode = staticmethod(_nothing)
 
-    def choose(self, request: RouteRequest, pairs: Sequence[Pair], random: float) -> Pair:
+    def choose(self, request: RouteRequest, sides: Sides, scores: Scores, random: float) -> Places:
         """Return a random pair."""
-        return pairs[min(int(random * len(pairs)), len(pairs) - 1)]
-
-    def score(self, pair: Pair) -> tuple[float, float]:
-        """A random choice compares nothing."""
-        return 0.0, 0.0
+        num_pairs = sides.num_pairs
+        pick = min(int(random * num_pairs), num_pairs - 1)
+        prefill = 0
+        while pick >= (num_partners := sides.partners[prefill].bit_count()):
+            pick -= num_partners
+            prefill += 1
+        return prefill, sides.partners_of(prefill)[pick]
 
 
 class LeastLoaded:
@@ -138,37 +154,52 @@ class LeastLoaded:
     """
 
     name = "least_loaded"
+    score_prefill = staticmethod(attrgetter("pending_tokens"))
+    score_decode = staticmethod(attrgetter("reserved_share"))
 
     def __init__(self) -> None:
         self._num_decisions = 0
         self._last_chosen: dict[Incarnation, int] = {}
 
-    def choose(self, request: RouteRequest, pairs: Sequence[Pair], random: float) -> Pair:
-        """Return the pair with the shortest prefill queue, then the emptiest decode worker."""
+    def choose(self, request: RouteRequest, sides: Sides, scores: Scores, random: float) -> Places:
+        """Return the shortest prefill queue, then the emptiest decode worker that it reaches; of
+        equal queues one that reaches the emptiest."""
+        prefills, partners, decodes = sides.prefills, sides.partners, sides.decodes
+        shortest = _least(scores.prefills, range(len(prefills)))
+        reached = 0
+        for place in shortest:
+            reached |= partners[place]
+        emptiest = _least(scores.decodes, sides.places_of(reached))
+        if len(shortest) > 1:
+            best = sum(decodes[place].bit for place in emptiest)
+            shortest = [place for place in shortest if partners[place] & best]
+        prefill = self._longest_ago(prefills, shortest)
+        mask = partners[prefill]
+        emptiest = [place for place in emptiest if decodes[place].bit & mask]
+        decode = self._longest_ago(decodes, emptiest)
+        self._remember(prefills[prefill].incarnation, decodes[decode].incarnation)
+        return prefill, decode
+
+    def _longest_ago(self, workers: Sequence[Worker], places: Sequence[int]) -> int:
+        if len(places) == 1:
+            return places[0]
+        last_chosen = self._last_chosen.get
+        return min(places, key=lambda place: last_chosen(workers[place].incarnation, 0))
+
+    def _remember(self, *chosen: Incarnation) -> None:
         self._num_decisions += 1
-
-        def key(pair: Pair) -> tuple[float, float, int, int]:
-            prefill, decode = pair
-            prefill_score, decode_score = self.score(pair)
-            return (
-                prefill_score,
-                decode_score,
-                self._last_chosen.get(prefill.incarnation, 0),
-                self._last_chosen.get(decode.incarnation, 0),
-            )
-
-        chosen = min(pairs, key=key)
-        for worker in chosen:
-            self._last_chosen.pop(worker.incarnation, None)
-            self._last_chosen[worker.incarnation] = self._num_decisions
+        for incarnation in chosen:
+            self._last_chosen.pop(incarnation, None)
+            self._last_chosen[incarnation] = self._num_decisions
         if len(self._last_chosen) > MAX_REMEMBERED:  # the one chosen longest ago has left
             del self._last_chosen[next(iter(self._last_chosen))]
-        return chosen
 
-    def score(self, pair: Pair) -> tuple[float, float]:
-        """Return (pending tokens, share of blocks reserved)."""
-        prefill, decode = pair
-        return float(prefill.pending_tokens), decode.reserved_blocks / max(1, decode.num_blocks)
+
+def _least(scores: Sequence[float], places: Iterable[int]) -> list[int]:
+    """Return those of these places that have the lowest score of them, in order."""
+    places = list(places)
+    least = min([scores[place] for place in places])
+    return [place for place in places if scores[place] == least]
 
 
 POLICIES: dict[str, Callable[[], RoutingPolicy]] = {
@@ -180,49 +211,45 @@ POLICIES: dict[str, Callable[[], RoutingPolicy]] = {
 
 
 def route(
-    policy: RoutingPolicy, request: RouteRequest, pairs: Sequence[Pair], random: float
+    policy: RoutingPolicy, request: RouteRequest, sides: Sides, random: float
 ) -> RouteDecision | None:
     """Choose a pair, or return None if none can take the request now.
 
-    Pairs whose decode worker is too small for the prompt are left out; workers to avoid are used
-    only if nothing else is left.
+    Workers too small for the prompt are left out; pairs with workers to avoid are used only if
+    nothing else is left.
     """
-    fitting = [
-        (prefill, decode)
-        for prefill, decode in pairs
-        if decode.blocks_for(request.num_tokens + 1) <= decode.num_blocks
-        and prefill.blocks_for(request.num_tokens) <= prefill.num_blocks
-    ]
-    usable = _avoiding(fitting, request.avoid)
-    if not usable:
+    sides = sides.fitting(request.num_tokens)
+    if request.avoid:
+        sides = _avoiding(sides, request)
+    if not sides:
         return None
-    table = tuple(
-        Candidate(
-            prefill=prefill.incarnation,
-            decode=decode.incarnation,
-            prefill_score=scores[0],
-            decode_score=scores[1],
-        )
-        for prefill, decode in usable
-        for scores in (policy.score((prefill, decode)),)
+    scores = Scores(
+        list(map(policy.score_prefill, sides.prefills)),
+        list(map(policy.score_decode, sides.decodes)),
     )
-    prefill, decode = policy.choose(request, usable, random)
+    prefill, decode = policy.choose(request, sides, scores, random)
     return RouteDecision(
         policy=policy.name,
-        prefill=prefill.incarnation,
-        decode=decode.incarnation,
-        candidates=table,
+        prefill=sides.prefills[prefill].incarnation,
+        decode=sides.decodes[decode].incarnation,
+        prefills=_best(scores.prefills, sides.prefills),
+        decodes=_best(scores.decodes, sides.decodes),
+        num_prefills=len(sides.prefills),
+        num_decodes=len(sides.decodes),
     )
 
 
-def _avoiding(pairs: Sequence[Pair], avoid: Collection[Incarnation]) -> list[Pair]:
-    """Drop the pairs with most avoided workers while something is left."""
-    if not pairs:
-        return []
-    num_avoided = [sum(worker.incarnation in avoid for worker in pair) for pair in pairs]
-    fewest = min(num_avoided)
-    return [pair for pair, count in zip(pairs, num_avoided, strict=True) if count == fewest]
+def _best(scores: Sequence[float], workers: Sequence[Worker]) -> tuple[Candidate, ...]:
+    """Return the best few of a side, equal ones in joining order."""
+    ranked = zip(scores, range(len(scores)), strict=True)
+    best = sorted(ranked) if len(scores) <= MAX_RECORDED else nsmallest(MAX_RECORDED, ranked)
+    return tuple(Candidate(score, workers[place].incarnation) for score, place in best)
 
 
-def _distinct(workers: Iterable[Worker]) -> list[Worker]:
-    return list({worker.incarnation: worker for worker in workers}.values())
+def _avoiding(sides: Sides, request: RouteRequest) -> Sides:
+    """Drop the pairs with most workers to avoid while something is left."""
+    for most in (0, 1):
+        better = sides.without(request.avoid, most=most)
+        if better:
+            return better
+    return sides

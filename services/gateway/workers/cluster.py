@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from services.gateway.core.admission import AdmissionStatistics
-from services.gateway.core.peer_table import PeerTable, Role, Worker
+from services.gateway.core.peer_table import PeerTable
 from services.gateway.core.routing import RouteDecision
 from services.gateway.core.window import SECONDS, Histogram, Pair, Summary, Transfers, Window
+from services.gateway.core.worker import Role, Worker
 from services.gateway.mesh import ServedModel
 from services.gateway.workers.timeline import Transfer
 from shared.address import Address

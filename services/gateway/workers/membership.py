@@ -15,14 +15,9 @@ from dataclasses import replace
 
 import structlog
 
-from services.gateway.core.peer_table import OwnModel, PeerTable, Role, Worker, WorkerStatus
-from services.gateway.core.routing import (
-    Pair,
-    RouteDecision,
-    RouteRequest,
-    RoutingPolicy,
-    route,
-)
+from services.gateway.core.peer_table import OwnModel, PeerTable
+from services.gateway.core.routing import RouteDecision, RouteRequest, RoutingPolicy, route
+from services.gateway.core.worker import Role, Worker, WorkerStatus
 from services.gateway.workers.peers import WorkerSession
 from shared.errors import WorkerLost
 from shared.ids import Incarnation, LeaseToken, RandomBytes, new_lease_token
@@ -59,7 +54,6 @@ class Membership:
         self._sessions: dict[Incarnation, WorkerSession] = {}
         self._session_tasks: dict[Incarnation, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
-        self._usable_pairs: list[Pair] | None = None
 
     def new_lease_token(self) -> LeaseToken:
         """Return what the two workers of an attempt, and nobody else, know of it."""
@@ -103,7 +97,7 @@ class Membership:
         """Take a worker's report."""
         worker = self.table.get(incarnation)
         if worker is not None:
-            worker.status = status
+            self.table.report(worker, status)
             self.note_change()
 
     def pair_failed(self, prefill: Incarnation, decode: Incarnation) -> None:
@@ -112,7 +106,7 @@ class Membership:
         worker = self.table.get(prefill)
         if worker is not None:
             paired = worker.status.paired - {decode}
-            worker.status = replace(worker.status, paired=paired)
+            self.table.report(worker, replace(worker.status, paired=paired))
             self.note_change()
 
     def leave(self, worker: Worker, reason: str) -> None:
@@ -142,7 +136,7 @@ class Membership:
 
     def note_change(self) -> None:
         """Wake everybody who waits for a change. Called after every change of who is usable."""
-        self._usable_pairs = None
+        self.table.note_usability()
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -156,10 +150,8 @@ class Membership:
         self, *, num_tokens: int, max_new_tokens: int, avoid: frozenset[Incarnation]
     ) -> RouteDecision | None:
         """Choose a pair, or None if none can take the request now."""
-        if self._usable_pairs is None:
-            self._usable_pairs = self.table.usable_pairs()
         request = RouteRequest(num_tokens=num_tokens, max_new_tokens=max_new_tokens, avoid=avoid)
-        return route(self._policy, request, self._usable_pairs, self._random())
+        return route(self._policy, request, self.table.sides, self._random())
 
     @property
     def sessions(self) -> list[WorkerSession]:
@@ -183,7 +175,7 @@ class Membership:
     @property
     def num_pairs(self) -> int:
         """Pairs that take new work."""
-        return len(self.table.usable_pairs())
+        return self.table.sides.num_pairs
 
     @property
     def why_not_ready(self) -> str:

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from services.gateway.core.peer_table import Role
+from services.gateway.core.worker import Role
 from services.gateway.workers.generation import GatewayMesh
 from services.gateway.workers.membership import Membership
 from shared.telemetry.worker import LAG_BUCKETS

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import structlog
 
 from services.gateway.core.lifecycle import Leg
-from services.gateway.core.peer_table import Role, Worker
+from services.gateway.core.worker import Role, Worker
 from shared import wire
 from shared.errors import MeshError, WorkerLost
 from shared.ids import Incarnation, StreamId
@@ -92,6 +92,7 @@ class WorkerSession:
             version=version,
         )
         self._on_change = on_change
+        self._role = worker.role
         self._legs: dict[StreamId, LegEvents] = {}
         self._control: HeartbeatStream[Any, Any] | None = None
         self._next_stream_id = 1
@@ -113,31 +114,45 @@ class WorkerSession:
     def start_prefill(self, leg: LegEvents, order: wire.StartPrefill) -> StreamId:
         """Send a prompt under a new stream id; events come to ``leg`` until its end, a failure or
         ``cancel``."""
-        order.stream_id = stream_id = self._attach(leg)
+        num_tokens = len(order.token_ids) // 4
+        num_blocks = self.worker.blocks_for(num_tokens)
+        order.stream_id = stream_id = self._attach(leg, num_tokens, num_blocks)
         self._post(wire.PrefillCommand(start=order))
         return stream_id
 
     def reserve(self, leg: LegEvents, order: wire.Reserve) -> StreamId:
         """Ask for room under a new stream id; events come likewise. If the order names this very
         worker as its prefill worker (it is colocated), it computes the prompt, too."""
-        order.stream_id = stream_id = self._attach(leg)
+        num_tokens = len(order.token_ids) // 4
+        num_prompt = num_tokens if leg.leg is Leg.WHOLE else 0
+        num_blocks = self.worker.blocks_for(num_tokens + 1)
+        order.stream_id = stream_id = self._attach(leg, num_prompt, num_blocks)
         self._post(wire.DecodeCommand(reserve=order))
         return stream_id
 
     def cancel(self, stream_id: StreamId) -> None:
         """Tell the worker to stop this leg, and forget it. Idempotent."""
-        if self._legs.pop(stream_id, None) is None or not self.worker.has_session:
+        if self._close(stream_id) is None or not self.worker.has_session:
             return
-        if self.worker.role is Role.PREFILL:
+        if self._role is Role.PREFILL:
             self._post(wire.PrefillCommand(cancel=wire.CancelPrefill(stream_id=stream_id)))
         else:
             self._post(wire.DecodeCommand(cancel=wire.CancelDecode(stream_id=stream_id)))
 
-    def _attach(self, leg: LegEvents) -> StreamId:
+    def _attach(self, leg: LegEvents, num_tokens: int, num_blocks: int) -> StreamId:
+        """Open a leg, which counts as the worker's load until its report has seen it."""
         stream_id = StreamId(self._next_stream_id)
         self._next_stream_id += 1
         self._legs[stream_id] = leg
+        self.worker.sent(self._role, stream_id, num_tokens=num_tokens, num_blocks=num_blocks)
         return stream_id
+
+    def _close(self, stream_id: StreamId) -> LegEvents | None:
+        """Forget a leg and its load; None if it is not open."""
+        leg = self._legs.pop(stream_id, None)
+        if leg is not None:
+            self.worker.ended(self._role, stream_id)
+        return leg
 
     def _post(self, command: Any) -> None:
         if self._control is not None:
@@ -187,11 +202,12 @@ class WorkerSession:
                 f"the {self.worker.role.value} worker's session broke: {error.message}"
             )
         legs, self._legs = list(self._legs.values()), {}
+        self.worker.lost(self._role)
         for leg in legs:
             leg.failed(error, lost=True)
 
     async def _run_once(self) -> None:
-        is_prefill = self.worker.role is Role.PREFILL
+        is_prefill = self._role is Role.PREFILL
         method: Any = PREFILL_SESSION if is_prefill else DECODE_SESSION
         command: Any = wire.PrefillCommand if is_prefill else wire.DecodeCommand
         async with (
@@ -244,7 +260,7 @@ class WorkerSession:
             self._on_first_token(event.token)
         elif event.done is not None:
             codec.require_times(event.done, "transfer_s", "exposed_s")
-            leg = self._legs.pop(StreamId(event.done.stream_id), None)
+            leg = self._close(StreamId(event.done.stream_id))
             if leg is not None:
                 leg.pushed(event.done)
         elif event.failed is not None:
@@ -274,13 +290,14 @@ class WorkerSession:
         if leg is None:
             return
         token = codec.prefill_token_from_wire(event)
+        self.worker.computed(self._role, stream_id)
         if leg.leg is Leg.WHOLE and token.finish_reason is not FinishReason.NONE:
-            self._legs.pop(stream_id)  # of a prefill leg PrefillDone is the last word
+            self._close(stream_id)  # of a prefill leg PrefillDone is the last word
         leg.prefilled(event)
         leg.token(token)
 
     def _on_failed(self, stream_id: int, error: wire.Error | None) -> None:
-        leg = self._legs.pop(StreamId(stream_id), None)
+        leg = self._close(StreamId(stream_id))
         if leg is not None:
             reason = (
                 codec.error_from_wire(error) if error is not None else WorkerLost("no reason given")
@@ -296,5 +313,5 @@ class WorkerSession:
             leg = legs.get(stream_id)
             if leg is not None:
                 if reason:
-                    del legs[stream_id]
+                    self._close(StreamId(stream_id))
                 leg.token(AnswerToken(position, token_id, _REASONS[reason], row_logprobs))

@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from services.gateway.core.peer_table import Role, ServedModel, Worker, WorkerStatus
+from services.gateway.core.worker import Role, ServedModel, Worker, WorkerStatus
 from services.gateway.workers.membership import Membership
 from shared import wire
 from shared.address import is_host
 from shared.errors import IncompatiblePeer, Overloaded, RemoteProtocolError, ShuttingDown
-from shared.ids import Incarnation
+from shared.ids import Incarnation, StreamId
 from shared.rpc import codec
 from shared.rpc.columns import unpack_u64
 from shared.rpc.methods import REGISTRY_JOIN
@@ -159,4 +159,8 @@ def _status(status: wire.WorkerStatus) -> WorkerStatus:
         step_s=status.step_s,
         is_draining=status.draining,
         paired=frozenset(Incarnation(i) for i in unpack_u64(status.paired, name="paired")),
+        seen={
+            Role.PREFILL: StreamId(status.seen_prefill_id),
+            Role.DECODE: StreamId(status.seen_decode_id),
+        },
     )

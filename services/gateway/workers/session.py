@@ -22,8 +22,8 @@ from services.gateway.core.lifecycle import (
     Lifecycle,
     Reroute,
 )
-from services.gateway.core.peer_table import Worker
 from services.gateway.core.routing import RouteDecision
+from services.gateway.core.worker import Worker
 from services.gateway.mesh import GenerationRequest, TokenBatch
 from services.gateway.workers.delivery import Delivery
 from services.gateway.workers.membership import Membership
@@ -45,8 +45,7 @@ several tokens' text, and the text of more would hold the loop."""
 
 
 class _LegShell:
-    """One leg of one attempt: passes events on with their attempt's number, and gives its load
-    back once."""
+    """One leg of one attempt: passes events on with their attempt's number."""
 
     def __init__(
         self, request: RequestShell, attempt: int, leg: Leg, session: WorkerSession
@@ -56,42 +55,16 @@ class _LegShell:
         self._attempt = attempt
         self.session = session
         self.stream_id = StreamId(0)
-        self._own_tokens = 0
-        self._own_blocks = 0
 
     @property
     def worker(self) -> Worker:
         return self.session.worker
 
-    def take_load(self, num_tokens: int) -> None:
-        """Count this leg on its worker: prompt tokens until ``drop_tokens``, where a prompt is
-        computed, and blocks until ``drop_load``, where an answer grows."""
-        if self.leg is not Leg.DECODE:
-            self._own_tokens = num_tokens
-            self.worker.own_tokens += num_tokens
-        if self.leg is not Leg.PREFILL:
-            self._own_blocks = self.worker.blocks_for(num_tokens + 1)
-            self.worker.own_blocks += self._own_blocks
-
-    def drop_tokens(self) -> None:
-        """The prompt is computed; idempotent."""
-        self.worker.own_tokens -= self._own_tokens
-        self._own_tokens = 0
-
-    def drop_load(self) -> None:
-        """Give all load back; idempotent."""
-        self.drop_tokens()
-        self.worker.own_blocks -= self._own_blocks
-        self._own_blocks = 0
-
     def cancel(self) -> None:
         """Stop the worker's part."""
         self.session.cancel(self.stream_id)
-        self.drop_load()
 
     def token(self, token: AnswerToken) -> None:
-        if self._own_tokens:
-            self.drop_tokens()
         request = self._request
         request.apply(request.lifecycle.token_arrived(self._attempt, self.leg, token))
 
@@ -101,7 +74,6 @@ class _LegShell:
         )
 
     def pushed(self, event: wire.PrefillDone) -> None:
-        self.drop_load()
         self._request.timeline.pushed(
             Transfer(event.bytes_sent, event.transfer_s, event.exposed_s, event.lane, event.mode)
         )
@@ -118,7 +90,6 @@ class _LegShell:
         self._request.lifecycle.joined(self._attempt)
 
     def failed(self, error: MeshError, *, lost: bool) -> None:
-        self.drop_load()
         self._request.apply(
             self._request.lifecycle.leg_failed(self._attempt, self.leg, error, lost=lost)
         )
@@ -273,7 +244,6 @@ class RequestShell:
     async def _dispatch_again(self, reroute: Reroute) -> None:
         self._reroute = None
         legs = list(self._legs.values())
-        self._drop_legs()
         self._avoid |= {leg.worker.incarnation for leg in legs if leg.leg in reroute.avoid}
         if len(reroute.avoid) == len(legs) == 2:
             self._membership.pair_failed(*(leg.worker.incarnation for leg in legs))
@@ -308,7 +278,7 @@ class RequestShell:
             changed = self._membership.changed
             decision = self._membership.route(
                 num_tokens=num_tokens,
-                max_new_tokens=self._request.sampling.max_tokens,
+                max_new_tokens=self.lifecycle.num_tokens_left,
                 avoid=frozenset(self._avoid),
             )
             if decision is not None:
@@ -358,10 +328,9 @@ class RequestShell:
             leg.stream_id = leg.session.reserve(leg, reserve)
 
     def _leg(self, leg: Leg, attempt: int, worker: Incarnation) -> _LegShell:
-        """Return a leg of a new attempt, counted on its worker."""
+        """Return a leg of a new attempt."""
         shell = _LegShell(self, attempt, leg, self._membership.session(worker))
         self._legs[leg] = shell
-        shell.take_load(len(self.lifecycle.token_ids))
         return shell
 
     def _remaining_s(self) -> float:
@@ -388,13 +357,8 @@ class RequestShell:
                 case End():
                     self._end = effect
                     self._delivery.deliver(self)
-                    self._drop_legs()
                     self.timeline.ended(effect.error, self.finish_reason)
                     self._wake.set()
-
-    def _drop_legs(self) -> None:
-        for shell in self._legs.values():
-            shell.drop_load()
 
     def fail(self, error: MeshError) -> None:
         """End the request with this error; after its end, do nothing."""

@@ -186,7 +186,7 @@ def _configured(
     from vllm.engine.arg_utils import EngineArgs
 
     is_cpu = device.type == "cpu"
-    follows_layers = not isinstance(config, DecodeConfig)
+    follows_layers = config.movable or not isinstance(config, DecodeConfig)
     kv_bytes = round(config.kv_gib * (1 << 30)) or (DEFAULT_CPU_KV_BYTES if is_cpu else None)
     model_len = config.max_model_len or None
     common: dict[str, Any] = {

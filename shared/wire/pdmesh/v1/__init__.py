@@ -1690,5 +1690,15 @@ class WorkerStatus(betterproto2.Message):
     u64 column of incarnations: decode workers whose canary crossed; a colocated decode worker: itself
     """
 
+    seen_prefill_id: "int" = betterproto2.field(10, betterproto2.TYPE_UINT32)
+    """
+    stream_id of this gateway's last StartPrefill that this report counts; 0 = none
+    """
+
+    seen_decode_id: "int" = betterproto2.field(11, betterproto2.TYPE_UINT32)
+    """
+    the same of Reserve
+    """
+
 
 default_message_pool.register_message("pdmesh.v1", "WorkerStatus", WorkerStatus)

@@ -1,9 +1,9 @@
-"""The decode loop: plan -> run -> commit, continuous batching over every sequence that has joined.
+"""The step loop: plan -> run -> commit, continuous batching over all that a worker computes.
 
 Iteration-level scheduling (Orca, OSDI'22) is the scheduler core's; this shell runs its plans and
-hands each step's tokens on in one call. On a colocated worker the same steps carry prompt chunks.
-It is woken by events and never polls. It knows no gateway and no transfer: where tokens go is its
-``TokenSink``, how sequences come is ``reservation.py``.
+hands each step's tokens on in one call. Prompts for other workers, prompts for here and answers may
+share a step. It is woken by events and never polls. It knows no gateway and no transfer: what a
+step is for knows its ``StepSink``.
 
 While one step runs the next is planned and given to the compute thread, which goes from one to the
 other by itself (bench/engine has what that is worth):
@@ -23,24 +23,32 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn, Protocol
 
-from shared.engine.worker import BegunStep, ComputeRunner
+from shared.engine.worker import BegunStep, ComputeRunner, StepDone
 from shared.errors import MeshError
 from shared.failpoints import failpoint
 from shared.schedule.plan import Failure, NewToken, StepPlan
 from shared.schedule.scheduler import Scheduler
 from shared.schedule.sequence import Sequence as TokenSequence
-from shared.telemetry.worker import DecodeMetrics, MovingMean
+from shared.telemetry.worker import MovingMean, WorkerMetrics
+from shared.worker.pusher import PushHandle
 
 
-class TokenSink(Protocol):
+class StepSink(Protocol):
     """Who owns the sequences; every call is on the loop and returns at once."""
 
     def admitted(self, sequences: Sequence[TokenSequence]) -> None:
         """These got blocks, for the first time or again: their prompts are computed from now on."""
         ...
 
-    def step_done(self, tokens: Sequence[NewToken]) -> None:
-        """A step's new tokens, in row order. Blocks may have come free."""
+    def announce(self, plan: StepPlan) -> Sequence[PushHandle]:
+        """This step is about to run: say which pushes follow its layers."""
+        ...
+
+    def step_done(
+        self, tokens: Sequence[NewToken], pushes: Sequence[PushHandle], done: StepDone | None
+    ) -> None:
+        """A step's new tokens, in row order; what was announced of it, and when its layers were
+        written. Blocks may have come free."""
         ...
 
     def sequences_failed(self, failures: Sequence[Failure]) -> None:
@@ -53,10 +61,10 @@ class TokenSink(Protocol):
 
 
 class Stepper:
-    """The loop. ``add*`` and ``abort`` are synchronous and allowed at any time.
+    """The loop. ``changed`` and ``wake`` are synchronous and allowed at any time.
 
     on_step: told of every step and its seconds. look_ahead: plan a step while the one before it
-    runs.
+    runs. metrics: of a step that gives answers tokens, and of one that has prompts alone.
     """
 
     def __init__(
@@ -64,14 +72,16 @@ class Stepper:
         *,
         compute: ComputeRunner,
         scheduler: Scheduler,
-        metrics: DecodeMetrics,
-        sink: TokenSink,
+        metrics: WorkerMetrics,
+        prompt_metrics: WorkerMetrics | None = None,
+        sink: StepSink,
         on_step: Callable[[StepPlan, float], None] | None = None,
         look_ahead: bool = True,
     ) -> None:
         self._compute = compute
         self._scheduler = scheduler
         self._metrics = metrics
+        self._prompt_metrics = prompt_metrics or metrics
         self._sink = sink
         self._on_step = on_step
         self._look_ahead = look_ahead
@@ -84,23 +94,14 @@ class Stepper:
         self._quiet.set()
         self._step_s = MovingMean()
 
-    def add(self, sequence: TokenSequence) -> None:
-        """Take a sequence whose KV is placed: it runs from the next step on that has not begun."""
-        self._scheduler.add_ready(sequence)
-        self._changed()
-
-    def add_prompt(self, sequence: TokenSequence) -> None:
-        """Take a sequence whose prompt is computed here, between the steps of those that run.
-
-        Raises NoCapacity: it does not fit into the whole pool.
-        """
-        self._scheduler.add(sequence)
-        self._changed()
-
-    def abort(self, sequence: TokenSequence) -> None:
-        """Never run it again; its blocks are free now, or when the steps end that have begun."""
-        self._scheduler.abort(sequence)
-        self._changed()
+    def changed(self) -> None:
+        """A sequence was added or aborted: plan the next step again, once for all who come and go
+        in this turn."""
+        self._wake.set()
+        self._withdraw()
+        if self._running is not None and not self._is_to_plan_next:
+            self._is_to_plan_next = True
+            asyncio.get_running_loop().call_soon(self._plan_next)
 
     def wake(self) -> None:
         """Blocks came free: sequences that lack room may run."""
@@ -139,14 +140,23 @@ class Stepper:
     def _begin(self) -> bool:
         """Begin a step if there is anything to compute."""
         plan = self._scheduler.plan()
-        self._metrics.preemptions.inc(len(plan.preempted))
+        if plan.preempted:
+            self._metrics.preempted(len(plan.preempted))
         if plan.admitted:
             self._sink.admitted(plan.admitted)
         if plan.failed:
             self._sink.sequences_failed(plan.failed)
         if plan.is_empty:
             return False
-        self._running = _Step(plan, self._compute.begin(plan.rows))
+        pushes = self._sink.announce(plan)
+
+        def layers_ready(num_layers: int) -> None:
+            for push in pushes:
+                push.layers_ready(num_layers)
+            failpoint("prefill.mid_push")
+
+        begun = self._compute.begin(plan.rows, (), layers_ready if pushes else None)
+        self._running = _Step(plan, begun, pushes)
         self._quiet.clear()
         return True
 
@@ -154,18 +164,20 @@ class Stepper:
         """Wait for the step that runs, and hand its tokens on."""
         self._plan_next()
         assert self._running is not None
-        plan, step = self._running
+        plan, step, pushes = self._running
         results = await step.results()
         self._running, self._next = self._next, None
         outcome = self._scheduler.commit(plan, results)
-        failpoint("decode.mid_decode")
-        self._sink.step_done(outcome.tokens)
+        if plan.num_decode_rows:
+            failpoint("decode.mid_decode")
+        self._sink.step_done(outcome.tokens, pushes, step.done if pushes else None)
         if self._on_step is not None:
             self._on_step(plan, step.seconds)
         self._step_s.add(step.seconds)
-        self._metrics.step_seconds.observe(step.seconds)
-        self._metrics.step_rows.inc(len(plan.rows))
-        self._metrics.step_tokens.inc(plan.num_decode_rows + plan.num_prefill_tokens)
+        metrics = self._metrics if plan.num_decode_rows else self._prompt_metrics
+        metrics.step_seconds.observe(step.seconds)
+        metrics.step_rows.inc(len(plan.rows))
+        metrics.step_tokens.inc(plan.num_decode_rows + plan.num_prefill_tokens)
 
     # --- the step after the running one ----------------------------------------------------------
 
@@ -183,15 +195,8 @@ class Stepper:
             self._next = None
             self._scheduler.withdraw()
 
-    def _changed(self) -> None:
-        """Somebody came or went: plan the next step again, once for all who do so in this turn."""
-        self._wake.set()
-        self._withdraw()
-        if self._running is not None and not self._is_to_plan_next:
-            self._is_to_plan_next = True
-            asyncio.get_running_loop().call_soon(self._plan_next)
-
 
 class _Step(NamedTuple):
     plan: StepPlan
     begun: BegunStep
+    pushes: Sequence[PushHandle] = ()

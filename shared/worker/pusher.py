@@ -1,6 +1,6 @@
-"""Pushes KV of finished layers to decode workers: drives the sender cores, gathers, and sends.
+"""Pushes KV of finished layers to sinks: drives the sender cores, gathers, and sends.
 
-    handle = pusher.begin(key, decode, num_tokens=n, block_table=lambda: table)
+    handle = pusher.begin(key, sink, num_tokens=n, block_table=lambda: table)
     handle.span(0, hit, is_cached=True)      # what the own prefix cache already holds
     handle.span(hit, hit + chunk)            # before each step
     handle.layers_ready(i)                   # OnLayersDone of that step
@@ -9,7 +9,7 @@
     stats = await handle.wait()              # keep the blocks until this returns or raises
 
 Every decision is in ``shared/transfer/senders.py``; this shell knows no scheduling, and links to
-decode workers come from ``pairs.py``.
+sinks come from ``pairs.py``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
-from services.prefill.pairs import Link
 from shared.engine import staging
 from shared.engine.base import Engine
 from shared.engine.worker import ComputeRunner, StepDone
@@ -51,6 +50,7 @@ from shared.transfer.plan import (
 )
 from shared.transfer.senders import Senders, SenderStatistics
 from shared.transport.base import Outcome
+from shared.worker.dial import Link
 
 _SPEED_WEIGHT = 0.1  # of a new measurement in a link's moving mean
 
@@ -163,8 +163,8 @@ class PushHandle:
     def abort(self, error: MeshError | None = None) -> None:
         """Give up; idempotent. error: what ``wait`` then raises.
 
-        None = a clean end, the answer needs no decode worker: ``wait`` returns stats with mode
-        "none", and decode releases its lease without an error.
+        None = a clean end, the answer needs no sink: ``wait`` returns stats with mode
+        "none", and the sink releases its lease without an error.
         """
         self._pusher.give_up(self.key, error)
 
@@ -228,7 +228,7 @@ PlannedSpan = tuple[PushHandle, int, int]
 
 
 class Pusher:
-    """All transfers of this prefill worker; the ``LinkSink`` of its ``PairTable``.
+    """All transfers of this source; the ``LinkSink`` of its ``PairTable``.
 
     One per process. ``run`` owns every task and must be running before the first link is up.
     """
@@ -248,7 +248,7 @@ class Pusher:
         """Allocate ``num_slots`` staging buffers of ``max_frame_bytes`` on the engine's device.
 
         max_frame_bytes: the same number as given to the PairTable. mode: when the frames of a
-        computed span leave; decode does not care. has_digest: None = yes in host memory, no on a
+        computed span leave; the sink does not care. has_digest: None = yes in host memory, no on a
         device. profile: what a message costs here, and a step beside copies.
         """
         self.mode = mode
@@ -290,7 +290,7 @@ class Pusher:
 
         block_table: asked whenever a frame is gathered; must cover all tokens announced so far,
         and those blocks must stay the sequence's own until ``wait`` has ended.
-        Raises WorkerLost: no link to that decode worker now. LocalProtocolError: this attempt has
+        Raises WorkerLost: no link to that sink now. LocalProtocolError: this attempt has
         a transfer already.
         """
         link = next(
@@ -368,7 +368,7 @@ class Pusher:
         self._core.link_up(link.id, link.rule)
 
     def link_message(self, link: Link, message: PushReply) -> None:
-        """Decode said something."""
+        """The sink said something."""
         self._effects.perform(self._core.message(link.id, message, self._now()))
 
     def link_lost(self, link: Link, error: MeshError) -> None:
@@ -408,11 +408,11 @@ class Pusher:
         frame, slot = order.frame, self._slots[order.slot]
         if (link := self._links.get(order.link)) is None:
             return WorkerLost("the pair was lost before the frame was gathered")
-        # Where decode's staging is mapped, KV goes there at once, and the message is the header.
+        # Where the sink's staging is mapped, KV goes there at once, and the message is the header.
         try:
             window = await link.windows.at(order.peer_slot) if link.windows else None
         except TransferFailed as error:
-            link.close(error.message)  # decode waits for this frame: only the pair's end ends that
+            link.close(error.message)  # the sink waits for this frame: only the end ends that
             return error
         target = slot if window is None else window
         block_table = handle.block_table()

@@ -1,5 +1,5 @@
-"""Decode's staging slots: windows that prefill writes by itself where processes share memory, else
-buffers of the engine for whole messages.
+"""The sink's staging slots: windows that the source writes by itself where processes share
+memory, else buffers of the engine for whole messages.
 
 A window whose writer is lost is given up for a new one: the old memory may still be written, by a
 process that was stopped and goes on, and then nobody reads it. This module knows no frame and no
@@ -50,7 +50,7 @@ class ReceiveSlots:
 
     @property
     def offers(self) -> list[WindowOffer]:
-        """What prefill needs to write the slots; empty = only by messages."""
+        """What the source needs to write the slots; empty = only by messages."""
         return list(self._offers.values())
 
     @property

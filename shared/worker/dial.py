@@ -1,8 +1,8 @@
-"""Keeps one live pair stream to every decode worker: dial, handshake, canary, heartbeats,
+"""Keeps one live pair stream to every sink: dial, handshake, canary, heartbeats,
 reconnect.
 
 A pair is ready when canary frames crossed and came back as "right bytes". What flows over it
-then is the pusher's business (``LinkSink``); which decode workers exist is the gateway's
+then is the pusher's business (``LinkSink``); which sinks exist is the gateway's
 (``set_peers``). A lost pair is dialled again for as long as its peer is listed.
 """
 
@@ -15,7 +15,6 @@ from typing import Protocol
 
 import structlog
 
-from services.prefill.windows import PeerWindows
 from shared import wire
 from shared.address import Address
 from shared.engine import staging
@@ -57,6 +56,7 @@ from shared.transport.pairing import (
     close_endpoint,
     is_refusal,
 )
+from shared.worker.windows import PeerWindows
 
 _log = structlog.get_logger(__name__)
 
@@ -79,7 +79,7 @@ class Link:
     """A ready pair stream, as the pusher uses it. One life: a reconnected peer has another link.
 
     rule: how the handshake agreed to cut frames. lane: what carried the canaries. bytes_per_s:
-    measured; the pusher refines it. windows: decode's staging, where we can write it.
+    measured; the pusher refines it. windows: the sink's staging, where we can write it.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class LinkSink(Protocol):
 
 
 class PairTable:
-    """All pairs of this prefill worker. ``run`` owns every task."""
+    """All pairs of this source. ``run`` owns every task."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class PairTable:
 
     @property
     def paired(self) -> tuple[Incarnation, ...]:
-        """Decode workers whose canary has crossed and whose stream lives, ascending."""
+        """Sinks whose canary has crossed and whose stream lives, ascending."""
         return tuple(sorted({peer.incarnation for peer in self._links}))
 
     @property
@@ -338,10 +338,10 @@ class PairTable:
     async def _try_canaries(
         self, stream: _Stream, endpoint: Endpoint, rule: FrameRule
     ) -> tuple[str, float]:
-        """Send test frames for as long as decode names tags for them; return lane and best speed.
+        """Send test frames for as long as the sink names tags for them; return lane and best speed.
 
         Bytes per second. They lie in memory of KV's kind and are as large as KV's frames, so that
-        UCX treats them alike. The first one pays for wiring up, so decode asks for more than one.
+        UCX treats them alike. The first one pays for wiring up, so the sink asks for more than one.
         """
         num_bytes = min(CANARY_BYTES, rule.max_frame_bytes)
         buffer = self._engine.new_buffer(num_bytes)

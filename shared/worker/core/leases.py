@@ -11,18 +11,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-from services.decode.core.lease import (
-    AbortReceive,
-    Effect,
-    Grant,
-    Lease,
-    LeaseKey,
-    LeasePolicy,
-    LeaseState,
-    LeaseStatistics,
-    Refuse,
-    RefuseOpen,
-)
 from shared.errors import (
     InvariantViolated,
     LeaseLost,
@@ -37,6 +25,18 @@ from shared.ids import Incarnation
 from shared.kv.pool import BlockPool, BlockTable
 from shared.request import WorkItem
 from shared.schedule.sequence import Sequence
+from shared.transfer.messages import TransferKey
+from shared.worker.core.lease import (
+    AbortReceive,
+    Effect,
+    Grant,
+    Lease,
+    LeasePolicy,
+    LeaseState,
+    LeaseStatistics,
+    Refuse,
+    RefuseOpen,
+)
 
 
 class Leases:
@@ -46,8 +46,8 @@ class Leases:
     def __init__(self, pool: BlockPool, policy: LeasePolicy) -> None:
         self._pool = pool
         self._policy = policy
-        self._leases: dict[LeaseKey, Lease] = {}
-        self._waiting: dict[LeaseKey, Lease] = {}  # first come first; each is in _leases too
+        self._leases: dict[TransferKey, Lease] = {}
+        self._waiting: dict[TransferKey, Lease] = {}  # first come first; each is in _leases too
         self._num_reserved_blocks = 0
         self._num_freed_blocks = 0
         self._num_joined_blocks = 0
@@ -55,7 +55,7 @@ class Leases:
     # --- the gateway's side --------------------------------------------------------------------
 
     def reserve(
-        self, key: LeaseKey, item: WorkItem, prefill: Incarnation, *, now: float, wait_s: float
+        self, key: TransferKey, item: WorkItem, source: Incarnation, *, now: float, wait_s: float
     ) -> tuple[Lease, list[Effect]]:
         """Promise room for the item's KV, now or within ``wait_s``; only ``prefill`` may push.
 
@@ -68,7 +68,7 @@ class Leases:
         lease = Lease(
             key,
             item,
-            prefill,
+            source,
             self._pool.new_chain(item.cache_salt),
             reserved_at=now,
             give_up_at=now + wait_s,
@@ -106,13 +106,13 @@ class Leases:
 
     # --- the prefill worker's side -------------------------------------------------------------
 
-    def open(self, lease: Lease, prefill: Incarnation) -> bool:
+    def open(self, lease: Lease, source: Incarnation) -> bool:
         """The prefill worker asks for its lease. True: it may push from now on, and the blocks are
         its transfer's until ``join`` or ``release``; False: the lease still waits for blocks.
 
         Raises LeaseLost: the lease is for another one. RemoteProtocolError: opened before.
         """
-        if lease.prefill != prefill:
+        if lease.source != source:
             raise LeaseLost("the reservation names another prefill worker", code="other_prefill")
         if lease.state is LeaseState.WAITING:
             return False
@@ -121,7 +121,7 @@ class Leases:
         lease.state = LeaseState.OPEN
         return True
 
-    def lose_prefill(self, prefill: Incarnation, error: MeshError, *, now: float) -> list[Effect]:
+    def lose_source(self, source: Incarnation, error: MeshError, *, now: float) -> list[Effect]:
         """No pair with it is left: refuse its leases that have no transfer, for none will come.
 
         The end of an open one is its transfer's to tell (``cancel``).
@@ -129,7 +129,7 @@ class Leases:
         effects: list[Effect] = []
         for lease in [*self._leases.values()]:
             has_no_transfer = lease.state in (LeaseState.WAITING, LeaseState.GRANTED)
-            if lease.prefill == prefill and has_no_transfer:
+            if lease.source == source and has_no_transfer:
                 effects += self._refuse(lease, error)
         return effects + self.grant_waiting(now=now)
 

@@ -1,7 +1,7 @@
-"""Decode's staging slots as prefill sees them: memory of another process, mapped for writing.
+"""The sink's staging slots as the source sees them: memory of another process, mapped for writing.
 
 All of a pair's windows are mapped when it is made, or none; a slot that gets new memory later is
-mapped while its first frame waits. Each is believed only when the proof that decode put at its
+mapped while its first frame waits. Each is believed only when the proof that the sink put at its
 end can be read there. This module knows no frame.
 """
 
@@ -21,7 +21,7 @@ _log = structlog.get_logger(__name__)
 
 
 class PeerWindows:
-    """Windows of one pair, by decode's slot number; falsy if frames must go as messages.
+    """Windows of one pair, by the sink's slot number; falsy if frames must go as messages.
 
     A mapping lives until nothing refers to it: a gather under way keeps its own.
     """
@@ -54,9 +54,9 @@ class PeerWindows:
         self._offers.update((offer.slot, offer) for offer in offers)
 
     async def at(self, slot: int) -> Buffer:
-        """Return the memory of decode's slot.
+        """Return the memory of the sink's slot.
 
-        Raises TransferFailed: decode has no such slot, or its new memory cannot be mapped.
+        Raises TransferFailed: the sink has no such slot, or its new memory cannot be mapped.
         """
         if (offer := self._offers.get(slot)) is not None:
             window = await self._map(offer)

@@ -15,8 +15,6 @@ from typing import Any, Protocol
 
 import structlog
 
-from services.decode.pairs import Link, PairServer
-from services.decode.slots import ReceiveSlots
 from shared.engine import staging
 from shared.engine.base import Engine
 from shared.engine.worker import ComputeRunner
@@ -53,6 +51,8 @@ from shared.transfer.plan import DEFAULT_MAX_FRAME_BYTES, FrameRule
 from shared.transfer.receivers import Receivers, ReceiverStatistics, TagRanges
 from shared.transport.base import Operation, Outcome, Transport
 from shared.transport.pairing import PairRules
+from shared.worker.accept import Link, PairServer
+from shared.worker.slots import ReceiveSlots
 
 _log = structlog.get_logger(__name__)
 
@@ -95,16 +95,16 @@ class LeaseBook(Protocol):
     ``KvReceiver.abort(key, ...)`` and waits for ``release``.
     """
 
-    def attach(self, key: TransferKey, prefill: Incarnation) -> LeaseTerms | NoTermsYet:
-        """Prefill opened this transfer. Return the terms, once per lease.
+    def attach(self, key: TransferKey, source: Incarnation) -> LeaseTerms | NoTermsYet:
+        """The source opened this transfer. Return the terms, once per lease.
 
-        Raises MeshError: refuse (not reserved for that prefill incarnation, already attached,
+        Raises MeshError: refuse (not reserved for that source, already attached,
         cancelled).
         """
         ...
 
-    def prefill_lost(self, prefill: Incarnation, error: MeshError) -> None:
-        """No pair with this prefill worker is left: leases of it that are not attached fail now.
+    def source_lost(self, source: Incarnation, error: MeshError) -> None:
+        """No pair with this source is left: leases of it that are not attached fail now.
         The others were reported by ``failed``."""
         ...
 
@@ -124,14 +124,14 @@ class LeaseBook(Protocol):
         ...
 
     def release(self, key: TransferKey) -> None:
-        """Nothing touches the blocks any more. Also called after a clean end without decode (no
+        """Nothing touches the blocks any more. Also called after a clean end without the sink (no
         ``failed`` before): then the lease simply goes. May be called before ``KvReceiver.abort``
         returns."""
         ...
 
 
 class KvReceiver:
-    """All transfers into this decode worker. One per process; ``run`` owns every task."""
+    """All transfers into this sink. One per process; ``run`` owns every task."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class KvReceiver:
         self._links: dict[LinkId, Link] = {}
         self._block_tables: dict[TransferKey, Sequence[int]] = {}
         self._receives: dict[tuple[TransferKey, int], Operation] = {}
-        self._withdrawn: set[Operation] = set()  # prefill will never send these frames
+        self._withdrawn: set[Operation] = set()  # the source will never send these frames
         self._effects: EffectLoop[ReceiverEffect] = EffectLoop(self._core, self._do)
         self._tasks: asyncio.TaskGroup | None = None
         self._pairs = PairServer(
@@ -206,7 +206,7 @@ class KvReceiver:
 
     @property
     def not_ready_reason(self) -> str:
-        """Why no pair may be used although prefill workers came; '' otherwise."""
+        """Why no pair may be used although sources came; '' otherwise."""
         return self._pairs.not_ready_reason
 
     @property
@@ -238,7 +238,7 @@ class KvReceiver:
             self.close()
 
     def lease_changed(self, key: TransferKey) -> None:
-        """The lease side has made or granted this reservation: if prefill's open waits, ``attach``
+        """The lease side has made or granted this reservation: if an open waits, ``attach``
         follows."""
         self._effects.perform(self._core.lease_changed(key, self._now()))
 
@@ -250,9 +250,9 @@ class KvReceiver:
         """
         self._effects.perform(self._core.give_up(key, error, self._now()))
 
-    def lane_from(self, prefill: Incarnation) -> str:
-        """What carries KV from this prefill worker; '' if there is no pair with it now."""
-        lanes = (link.lane for link in self._links.values() if link.prefill == prefill)
+    def lane_from(self, source: Incarnation) -> str:
+        """What carries KV from this source; '' if there is no pair with it now."""
+        lanes = (link.lane for link in self._links.values() if link.source == source)
         return next(lanes, "")
 
     def statistics(self) -> ReceiverStatistics:
@@ -271,13 +271,13 @@ class KvReceiver:
         return self._slots.offers, self._slots.memory
 
     def link_up(self, link: Link, rule: FrameRule) -> None:
-        """A prefill worker has paired up."""
+        """A source has paired up."""
         self._links[link.id] = link
         link.offer([offer for offer in self._slots.offers if offer not in link.windows])
-        self._core.link_up(link.id, link.prefill, rule)
+        self._core.link_up(link.id, link.source, rule)
 
     def link_message(self, link: Link, message: PushMessage) -> None:
-        """Prefill said something."""
+        """The source said something."""
         self._effects.perform(self._core.message(link.id, message, self._now()))
 
     def link_lost(self, link: Link, error: MeshError) -> None:
@@ -300,9 +300,9 @@ class KvReceiver:
                     operation.cancel()
             case VerifyAndPlace(key=key):
                 self._spawn(self._place(effect, self._block_tables[key]))
-            case AskTerms(key=key, prefill=prefill):
+            case AskTerms(key=key, source=source):
                 if self._core.is_waiting(key):  # since it was ordered the open may have ended
-                    self._attach(key, prefill)
+                    self._attach(key, source)
             case HandOver(key=key):
                 del self._block_tables[key]
                 stats = ReceiveStats(
@@ -318,15 +318,15 @@ class KvReceiver:
             case ReleaseLease(key=key):
                 del self._block_tables[key]
                 self._leases.release(key)
-            case EndLeases(prefill=prefill, error=error):
-                self._leases.prefill_lost(prefill, error)
+            case EndLeases(source=source, error=error):
+                self._leases.source_lost(source, error)
             case CloseLink(link=link_id, reason=reason):
                 if (link := self._links.get(link_id)) is not None:
                     link.close(reason)
 
-    def _attach(self, key: TransferKey, prefill: Incarnation) -> None:
+    def _attach(self, key: TransferKey, source: Incarnation) -> None:
         try:
-            terms = self._leases.attach(key, prefill)
+            terms = self._leases.attach(key, source)
         except MeshError as error:
             self._effects.perform(self._core.refused(key, error, self._now()))
             return

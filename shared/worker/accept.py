@@ -1,7 +1,7 @@
-"""Serves ``Transfer.Push``: shakes hands with prefill workers, tries canaries, keeps their streams.
+"""Serves ``Transfer.Push``: shakes hands with sources, tries canaries, keeps their streams.
 
 What flows over a pair is the receiver's business (``LinkSink``). The counterpart is
-``services/prefill/pairs.py``.
+``shared/worker/dial.py``.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ _Stream = ServerStream[wire.PushCommand, wire.PushEvent]
 
 
 class Link:
-    """One life of one pair stream, from decode's side."""
+    """One life of one pair stream, from the sink's side."""
 
-    def __init__(self, link_id: LinkId, prefill: Incarnation, endpoint: Endpoint) -> None:
+    def __init__(self, link_id: LinkId, source: Incarnation, endpoint: Endpoint) -> None:
         self.id = link_id
-        self.prefill = prefill
+        self.source = source
         self.endpoint = endpoint
         self.lane = ""
         self.control: HeartbeatStream[wire.PushEvent, wire.PushCommand] | None = None
         self.lost: MeshError | None = None
         self.windows: list[WindowOffer] = []
-        """What prefill has mapped and writes; empty: its frames come as whole messages."""
+        """What the source has mapped and writes; empty: its frames come as whole messages."""
 
     def send(self, reply: PushReply) -> None:
         """Send a control message; never waits. On a link that is lost it goes nowhere."""
@@ -78,7 +78,7 @@ class Link:
             self.control.send(reply_to_wire(reply))
 
     def offer(self, windows: Sequence[WindowOffer]) -> None:
-        """Have prefill map these, too, before any credit that names them."""
+        """Have the source map these, too, before any credit that names them."""
         if self.windows and windows and self.control is not None:
             self.control.send(windows_to_wire(windows))
 
@@ -98,7 +98,7 @@ class LinkSink(Protocol):
 
     @property
     def windows(self) -> tuple[list[WindowOffer], object]:
-        """Staging that prefill may write, as it is now; and what keeps it so while it is held."""
+        """Staging that the source may write, as it is now; and what keeps it so while held."""
         ...
 
     def link_up(self, link: Link, rule: FrameRule) -> None: ...
@@ -111,7 +111,7 @@ class LinkSink(Protocol):
 
 
 class PairServer:
-    """All pairs of this decode worker. ``run`` owns what outlives a call."""
+    """All pairs of this sink. ``run`` owns what outlives a call."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class PairServer:
 
     @property
     def not_ready_reason(self) -> str:
-        """Why no pair may be used although prefill workers came; '' otherwise."""
+        """Why no pair may be used although sources came; '' otherwise."""
         return "" if self._links else self._refusal
 
     async def run(self) -> None:
@@ -190,7 +190,7 @@ class PairServer:
         finally:
             self._lose(link, error)
             self._close_later(link.endpoint)
-            _log.info("pair lost", prefill=f"{link.prefill:016x}", error=error.message)
+            _log.info("pair lost", prefill=f"{link.source:016x}", error=error.message)
 
     async def _pair(self, stream: _Stream) -> tuple[Link, FrameRule]:
         """Shake hands and try canaries. Raises MeshError: the pair is refused, and why."""
@@ -273,7 +273,7 @@ class PairServer:
             tag = result.tag
 
     async def _offer_windows(self, stream: _Stream) -> list[WindowOffer]:
-        """Return the windows that prefill has mapped: all or none."""
+        """Return the windows that the source has mapped: all or none."""
         offers, _held = self._sink.windows  # a slot may be replaced meanwhile: link_up tells
         await stream.send(windows_to_wire(offers))
         command = await stream.receive()

@@ -11,21 +11,13 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
 
 from shared.errors import MeshError
-from shared.ids import Incarnation, LeaseToken, RequestId
+from shared.ids import Incarnation
 from shared.kv.pool import BlockTable
 from shared.kv.prefix_hash import PrefixChain
 from shared.request import WorkItem
-
-
-class LeaseKey(NamedTuple):
-    """What a reservation and an OpenTransfer have in common."""
-
-    request_id: RequestId
-    attempt: int
-    token: LeaseToken
+from shared.transfer.messages import TransferKey
 
 
 class LeaseState(Enum):
@@ -48,9 +40,9 @@ class Lease:
     prefill has opened it.
     """
 
-    key: LeaseKey
+    key: TransferKey
     item: WorkItem
-    prefill: Incarnation
+    source: Incarnation
     chain: PrefixChain = field(repr=False)
     reserved_at: float
     give_up_at: float

@@ -1,1 +1,0 @@
-"""What a decode worker decides: who has blocks, and until when. Pure."""

@@ -1,1 +1,0 @@
-"""What a prefill worker decides: the life of a job. Pure."""

@@ -1,0 +1,1 @@
+"""What a worker decides: the life of a request, and who gets blocks. Pure."""

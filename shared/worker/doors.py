@@ -1,0 +1,234 @@
+"""Serves ``Prefill.Session`` and ``Decode.Session``: one stream per gateway and kind carries its
+orders in and its tokens out.
+
+What a request is and when it ends is ``requests.py``'s; here is only its wire form. One
+``StepTokens`` per step and gateway holds the tokens of all its sequences as packed columns, so the
+cost of streaming does not grow with the batch. Losing a session cancels its requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from shared import wire
+from shared.errors import MeshError, RemoteProtocolError
+from shared.ids import Incarnation, StreamId
+from shared.liveness import LivenessRule
+from shared.rpc import codec
+from shared.rpc.codec import Order
+from shared.rpc.first_token import first_token_to_wire, require_sendable
+from shared.rpc.gateway_session import (
+    EVENT_BYTES,
+    MAX_OUTBOX_BYTES,
+    GatewaySession,
+    GatewaySessions,
+)
+from shared.rpc.message_codec import MAX_MESSAGE_BYTES
+from shared.rpc.methods import DECODE_SESSION, PREFILL_SESSION
+from shared.schedule.plan import NewToken, PromptTimes
+from shared.worker.core.life import Task
+from shared.worker.pusher import PushStats
+from shared.worker.receiver import ReceiveStats
+from shared.worker.request import Request
+from shared.worker.requests import Requests
+
+_ROW_BYTES = 13
+_STEP_BYTES = MAX_MESSAGE_BYTES // 2
+"""Where a step's message is cut: so far below the limit that what is not counted never matters."""
+
+
+class Door:
+    """The sessions of all gateways at one of a worker's two doors. on_silent: a gateway stopped
+    talking; its incarnation."""
+
+    role: wire.Role
+    method: Any
+    event: Callable[..., Any]
+
+    def __init__(
+        self,
+        requests: Requests,
+        incarnation: Incarnation,
+        version: str,
+        *,
+        on_silent: Callable[[Incarnation], None] = lambda _: None,
+        liveness: LivenessRule | None = None,
+        max_outbox_bytes: int = MAX_OUTBOX_BYTES,
+    ) -> None:
+        self.requests = requests
+        self.incarnation = incarnation
+        self._on_silent = on_silent
+        self._lines: dict[GatewaySession, SessionLine] = {}
+        self.sessions = GatewaySessions(
+            self,
+            method=self.method,
+            event_type=self.event,
+            role=self.role,
+            incarnation=incarnation,
+            version=version,
+            rule=liveness,
+            max_outbox_bytes=max_outbox_bytes,
+        )
+
+    def order_of(self, command: Any) -> tuple[int, Callable[[], tuple[Task, Order]]] | None:
+        """Return the stream id of an order and what reads it; None: the command is no order."""
+        raise NotImplementedError
+
+    # --- SessionHost -----------------------------------------------------------------------------
+
+    def session_opened(self, session: GatewaySession) -> None:
+        """See ``SessionHost``."""
+        self._lines[session] = SessionLine(session, self.event)
+
+    def session_command(self, session: GatewaySession, command: Any) -> None:
+        """See ``SessionHost``."""
+        line = self._lines[session]
+        order = self.order_of(command)
+        if order is not None:
+            self._take(line, StreamId(order[0]), order[1])
+        elif command.cancel is not None:
+            request = line.requests.get(StreamId(command.cancel.stream_id))
+            if request is not None:
+                self.requests.cancel(request)
+        else:
+            raise RemoteProtocolError("a command of no known kind")
+
+    def session_closed(self, session: GatewaySession, *, is_silent: bool) -> None:
+        """See ``SessionHost``."""
+        for request in list(self._lines.pop(session).requests.values()):
+            self.requests.cancel(request)
+        if is_silent:
+            self._on_silent(session.gateway)
+
+    def _take(
+        self, line: SessionLine, stream_id: StreamId, read: Callable[[], tuple[Task, Order]]
+    ) -> None:
+        if stream_id in line.requests:
+            raise RemoteProtocolError("a stream_id is used once", param="stream_id")
+        try:
+            task, order = read()
+            if task is not Task.ANSWER:
+                require_sendable(order.item)
+            request = self.requests.take(task, order, line)
+        except MeshError as error:
+            line.failed(stream_id, error)
+            return
+        if request is not None:
+            line.requests[stream_id] = request
+
+
+class PromptDoor(Door):
+    """Where gateways order prompts."""
+
+    role = wire.Role.PREFILL
+    method = PREFILL_SESSION
+    event = wire.PrefillEvent
+
+    def order_of(self, command: Any) -> tuple[int, Callable[[], tuple[Task, Order]]] | None:
+        """See ``Door``."""
+        start = command.start
+        if start is None:
+            return None
+        return start.stream_id, lambda: (Task.PROMPT, codec.start_prefill_from_wire(start))
+
+
+class AnswerDoor(Door):
+    """Where gateways order answers: with KV that another worker pushes, or whole."""
+
+    role = wire.Role.DECODE
+    method = DECODE_SESSION
+    event = wire.DecodeEvent
+
+    def order_of(self, command: Any) -> tuple[int, Callable[[], tuple[Task, Order]]] | None:
+        """See ``Door``."""
+        reserve = command.reserve
+        if reserve is None:
+            return None
+
+        def read() -> tuple[Task, Order]:
+            order = codec.reserve_from_wire(reserve)
+            return Task.WHOLE if order.peer == self.incarnation else Task.ANSWER, order
+
+        return reserve.stream_id, read
+
+
+class SessionLine:
+    """One gateway's ``Line``: events become wire messages in its session's outbox.
+
+    event: ``PrefillEvent`` or ``DecodeEvent``; where they say the same, they differ in names.
+    """
+
+    def __init__(self, session: GatewaySession, event: Callable[..., Any]) -> None:
+        self._session = session
+        self._event = event
+        self._is_prompt = event is wire.PrefillEvent
+        self.requests: dict[StreamId, Request] = {}
+
+    def granted(self, stream_id: StreamId, *, cached_tokens: int, wait_s: float) -> None:
+        """See ``Line``."""
+        granted = wire.Granted(stream_id=stream_id, cached_tokens=cached_tokens, wait_s=wait_s)
+        self._session.send(wire.DecodeEvent(granted=granted))
+
+    def joined(self, stream_id: StreamId, stats: ReceiveStats, lane: str) -> None:
+        """See ``Line``."""
+        joined = wire.Joined(
+            stream_id=stream_id,
+            bytes_received=stats.num_bytes,
+            num_frames=stats.num_frames,
+            receive_s=stats.receive_s,
+            lane=lane,
+        )
+        self._session.send(wire.DecodeEvent(joined=joined))
+
+    def first_token(self, stream_id: StreamId, token: NewToken, times: PromptTimes) -> None:
+        """See ``Line``."""
+        message, num_bytes = first_token_to_wire(stream_id, token, times)
+        name = "token" if self._is_prompt else "first"
+        self._session.send(self._event(**{name: message}), num_bytes)
+
+    def step_tokens(self, tokens: Sequence[tuple[StreamId, NewToken]]) -> None:
+        """See ``Line``."""
+        for part in _messages(tokens):
+            step = codec.step_tokens_to_wire(part)
+            num_bytes = EVENT_BYTES + _ROW_BYTES * len(part)
+            num_bytes += 2 * (len(step.logprobs) + len(step.top_ids))
+            self._session.send(wire.DecodeEvent(tokens=step), num_bytes)
+
+    def pushed(self, stream_id: StreamId, stats: PushStats) -> None:
+        """See ``Line``."""
+        done = wire.PrefillDone(
+            stream_id=stream_id,
+            bytes_sent=stats.num_bytes,
+            transfer_s=stats.transfer_s,
+            exposed_s=stats.exposed_s,
+            lane=stats.lane,
+            mode=stats.mode,
+        )
+        self._session.send(wire.PrefillEvent(done=done))
+
+    def failed(self, stream_id: StreamId, error: MeshError) -> None:
+        """See ``Line``."""
+        kind = wire.PrefillFailed if self._is_prompt else wire.DecodeFailed
+        failed = kind(stream_id=stream_id, error=codec.error_to_wire(error))
+        self._session.send(self._event(failed=failed), EVENT_BYTES + len(error.message))
+
+    def ended(self, stream_id: StreamId) -> None:
+        """See ``Line``."""
+        self.requests.pop(stream_id, None)
+
+
+def _messages(
+    rows: Sequence[tuple[StreamId, NewToken]],
+) -> Iterator[Sequence[tuple[StreamId, NewToken]]]:
+    """Cut a step whose logprobs would not fit one message; any other step is one message."""
+    first, num_bytes = 0, 0
+    for idx, (_, token) in enumerate(rows):
+        row_bytes = _ROW_BYTES
+        if token.logprobs is not None:
+            row_bytes += codec.logprobs_bytes(1, len(token.logprobs.top))
+        if num_bytes + row_bytes > _STEP_BYTES and idx > first:
+            yield rows[first:idx]
+            first, num_bytes = idx, 0
+        num_bytes += row_bytes
+    yield rows[first:]

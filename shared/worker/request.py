@@ -1,0 +1,81 @@
+"""One request on a worker: what was ordered, what it holds, and whom it tells. Records and one
+protocol."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from shared.errors import MeshError
+from shared.ids import StreamId
+from shared.rpc.codec import Order
+from shared.schedule.plan import NewToken, PromptTimes
+from shared.schedule.sequence import Sequence as TokenSequence
+from shared.telemetry.tracing import Phases, Span
+from shared.worker.core.lease import Lease
+from shared.worker.core.life import Life, Task
+from shared.worker.pusher import PushHandle, PushStats
+from shared.worker.receiver import ReceiveStats
+
+
+class Line(Protocol):
+    """One gateway, as its requests speak to it; every call returns at once."""
+
+    def granted(self, stream_id: StreamId, *, cached_tokens: int, wait_s: float) -> None:
+        """Room is promised."""
+        ...
+
+    def joined(self, stream_id: StreamId, stats: ReceiveStats, lane: str) -> None:
+        """All KV is placed: tokens follow from the next step on. lane: what carried it."""
+        ...
+
+    def first_token(self, stream_id: StreamId, token: NewToken, times: PromptTimes) -> None:
+        """Token 1 of a prompt that was computed here."""
+        ...
+
+    def step_tokens(self, tokens: Sequence[tuple[StreamId, NewToken]]) -> None:
+        """One step's tokens of this gateway; a finish reason is a request's last word."""
+        ...
+
+    def pushed(self, stream_id: StreamId, stats: PushStats) -> None:
+        """A prompt's KV is where it belongs, or not needed; its last word."""
+        ...
+
+    def failed(self, stream_id: StreamId, error: MeshError) -> None:
+        """The request has failed; its last word."""
+        ...
+
+    def ended(self, stream_id: StreamId) -> None:
+        """The request holds nothing and will say nothing any more."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request and what it holds. Identity is the object.
+
+    An answer holds a lease until its KV is here, then a sequence; all others hold a sequence from
+    the start. started_at: its first step was planned; None = it waits. error: type of what ended
+    it.
+    """
+
+    order: Order
+    line: Line
+    life: Life
+    arrived_at: float
+    span: Span
+    phases: Phases
+    started_at: float | None = None
+    sequence: TokenSequence | None = None
+    lease: Lease | None = None
+    push: PushHandle | None = None
+    stats: PushStats = field(default_factory=PushStats)
+    deadline: asyncio.TimerHandle | None = None
+    error: str = ""
+
+    @property
+    def task(self) -> Task:
+        """What this worker does for it."""
+        return self.life.task

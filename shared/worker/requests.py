@@ -1,0 +1,670 @@
+"""All requests of one worker: prompts for others, answers with KV from others, and whole ones.
+
+What happens to a request is decided by ``core/life.py`` (its life), ``core/leases.py`` (who gets
+blocks, and until when) and ``shared/schedule`` (its steps); this shell performs their effects,
+tells the gateways, and keeps the two clocks that nothing else keeps: deadlines, and leases that
+expire. No wire format here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+
+import structlog
+
+from shared.engine.worker import StepDone
+from shared.errors import (
+    DeadlinePassed,
+    LeaseLost,
+    MeshError,
+    RemoteProtocolError,
+    ShuttingDown,
+)
+from shared.failpoints import failpoint
+from shared.ids import Incarnation, StreamId
+from shared.kv.pool import BlockPool
+from shared.model_spec import ModelSpec
+from shared.request import FinishReason
+from shared.rpc.codec import Order
+from shared.runtime.groups import plain_errors
+from shared.schedule.admission import Duty, require_admissible
+from shared.schedule.plan import Failure, NewToken, PromptTimes, StepPlan
+from shared.schedule.scheduler import Scheduler
+from shared.schedule.sequence import Sequence as TokenSequence
+from shared.step import StepRow
+from shared.telemetry.moments import Moment, note
+from shared.telemetry.tracing import CANCELLED, NO_TRACER, Phases, Tracer, Value
+from shared.telemetry.worker import DecodeMetrics, PrefillMetrics
+from shared.transfer.effects import MAX_RESERVE_WAIT_S
+from shared.transfer.messages import TransferKey
+from shared.worker.core.lease import (
+    AbortReceive,
+    Grant,
+    Lease,
+    LeaseState,
+    Refuse,
+    RefuseOpen,
+)
+from shared.worker.core.lease import Effect as LeaseEffect
+from shared.worker.core.leases import Leases
+from shared.worker.core.life import (
+    AbortPush,
+    CancelLease,
+    Close,
+    Effect,
+    Life,
+    LifeEvent,
+    LifeState,
+    Outcome,
+    ReportDone,
+    ReportFailed,
+    StopCompute,
+    Task,
+)
+from shared.worker.pusher import PlannedSpan, Pusher, PushHandle
+from shared.worker.receiver import KvReceiver, LeaseTerms, NoTermsYet, ReceiveStats
+from shared.worker.request import Line, Request
+from shared.worker.stepper import Stepper
+
+_log = structlog.get_logger(__name__)
+
+
+class Requests:
+    """The ``LeaseBook`` of the worker's receiver and the ``StepSink`` of its stepper.
+
+    Call ``connect`` before any request comes. tasks: what this worker does. max_prompts,
+    max_answers: more at once are refused. on_change: the load has changed.
+    """
+
+    def __init__(
+        self,
+        *,
+        tasks: frozenset[Task],
+        scheduler: Scheduler,
+        pool: BlockPool,
+        leases: Leases,
+        spec: ModelSpec,
+        prompt_metrics: PrefillMetrics,
+        answer_metrics: DecodeMetrics,
+        max_prompts: int,
+        max_answers: int,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._tasks = tasks
+        self._scheduler = scheduler
+        self._pool = pool
+        self._leases = leases
+        self._spec = spec
+        self._prompt_metrics = prompt_metrics
+        self._answer_metrics = answer_metrics
+        self._max_prompts = max_prompts
+        self._max_answers = max_answers
+        self._on_change = on_change
+        self._prompts: dict[Request, None] = {}
+        self._answers: dict[TransferKey, Request] = {}  # whole ones, too
+        self._by_sequence: dict[TokenSequence, Request] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._watchers: asyncio.TaskGroup | None = None
+        self.is_draining = False
+
+    def connect(
+        self,
+        stepper: Stepper,
+        *,
+        pusher: Pusher | None = None,
+        receiver: KvReceiver | None = None,
+        step_seconds: Callable[[Sequence[StepRow]], float] = lambda _: 0.0,
+        tracer: Tracer = NO_TRACER,
+    ) -> None:
+        """Close the circle: all of these need this object, and this object needs them.
+
+        step_seconds: predicts a step, 0 = unknown; it decides how KV is pushed.
+        """
+        self._stepper = stepper
+        self._pusher = pusher
+        self._receiver = receiver
+        self._step_seconds = step_seconds
+        self._tracer = tracer
+
+    async def run(self) -> None:
+        """Watch the pushes until cancelled, and the clock of the leases with them."""
+        with plain_errors():
+            async with asyncio.TaskGroup() as tasks:
+                self._watchers = tasks
+                try:
+                    await asyncio.get_running_loop().create_future()
+                finally:
+                    self._watchers = None
+                    if self._timer is not None:
+                        self._timer.cancel()
+
+    # --- what gateways ask -----------------------------------------------------------------------
+
+    def take(self, task: Task, order: Order, line: Line) -> Request | None:
+        """Take a request; its first word may come before this returns. None: it has ended already.
+
+        Raises MeshError: refused at once, ``line`` has heard nothing. ShuttingDown, Overloaded,
+        InvalidRequest (too long), NoCapacity (larger than the pool), WorkerLost (no link to the
+        worker that decodes it), DeadlinePassed; RemoteProtocolError: this worker does no such
+        thing, or has this attempt already.
+        """
+        now = _now()
+        try:
+            self._require_admissible(task, order, now)
+        except MeshError as error:
+            if task is Task.ANSWER and order.key not in self._answers and self._receiver:
+                self._receiver.abort(order.key, error)  # the prompt's worker opens all the same
+            raise
+        if task is Task.ANSWER:
+            return self._reserve(order, line, now)
+        return self._compute(task, order, line, now)
+
+    def _require_admissible(self, task: Task, order: Order, now: float) -> None:
+        if task not in self._tasks:
+            doing = "computes no prompts" if task is not Task.ANSWER else "takes no KV over"
+            raise RemoteProtocolError(f"this worker {doing}", code="colocated")
+        if task is Task.PROMPT:
+            duty = Duty("prefill", len(self._prompts), self._max_prompts, self.is_draining)
+        else:
+            duty = Duty("decode", len(self._answers), self._max_answers, self.is_draining)
+        deadline_at = None if order.deadline_s is None else now + order.deadline_s
+        require_admissible(order.item, self._spec, duty, deadline_at=deadline_at, now=now)
+        if task is not Task.PROMPT and order.key in self._answers:
+            raise RemoteProtocolError("this attempt has a reservation already", code="reserved")
+
+    def _reserve(self, order: Order, line: Line, now: float) -> Request | None:
+        assert order.peer is not None
+        lease, effects = self._leases.reserve(
+            order.key,
+            order.item,
+            order.peer,
+            now=now,
+            wait_s=min(order.wait_s, MAX_RESERVE_WAIT_S),
+        )
+        request = self._begin(order, line, Life(Task.ANSWER), "decode.reserve", now)
+        request.lease = lease
+        self._answers[order.key] = request
+        self._perform_leases(effects)
+        if lease.state is LeaseState.WAITING:
+            self._arm(lease.give_up_at)
+            self._lease_changed(lease)
+        return request if self._answers.get(order.key) is request else None
+
+    def _compute(self, task: Task, order: Order, line: Line, now: float) -> Request:
+        sequence = TokenSequence(order.item)
+        push: PushHandle | None = None
+        if task is Task.PROMPT:
+            self._scheduler.add_prefill(sequence)
+            note(Moment.QUEUED, order.key.request_id, num_tokens=len(order.item.token_ids))
+            try:
+                push = self._begin_push(order, sequence)
+            except MeshError:
+                self._scheduler.release(sequence)
+                raise
+        else:
+            self._scheduler.add(sequence)
+        life = Life(task, has_push=push is not None)
+        request = self._begin(order, line, life, "prefill.queue", now)
+        request.sequence, request.push = sequence, push
+        self._by_sequence[sequence] = request
+        if task is Task.PROMPT:
+            self._prompts[request] = None
+        else:
+            self._answers[order.key] = request
+        if push is not None:
+            assert self._watchers is not None
+            self._watchers.create_task(self._watch_push(request, push))
+        self._stepper.changed()
+        self._on_change()
+        return request
+
+    def _begin_push(self, order: Order, sequence: TokenSequence) -> PushHandle | None:
+        if order.peer is None:
+            return None
+        if self._pusher is None or self._watchers is None:
+            raise ShuttingDown("this worker is not running")
+        return self._pusher.begin(
+            order.key,
+            order.peer,
+            num_tokens=len(order.item.token_ids),
+            block_table=lambda: sequence.block_table,
+        )
+
+    def _begin(self, order: Order, line: Line, life: Life, phase: str, now: float) -> Request:
+        span = self._tracer.within(order.trace_context)
+        request = Request(order, line, life, now, span, Phases(span, phase, now))
+        self._idle.clear()
+        if order.deadline_s is not None:
+            request.deadline = asyncio.get_running_loop().call_later(
+                order.deadline_s, self._deadline_passed, request
+            )
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """The gateway wants no more. Allowed at any time, also twice; it hears nothing but
+        ``ended``.
+        """
+        request.error = request.error or CANCELLED
+        error = LeaseLost("the gateway cancelled the request", code="cancelled")
+        if request.task is Task.ANSWER:
+            self._handle(request, LifeEvent.CANCELLED, error)
+        else:
+            self._handle(request, LifeEvent.CANCELLED)
+
+    def _deadline_passed(self, request: Request) -> None:
+        role = "prefill" if request.task is Task.PROMPT else "decode"
+        error = DeadlinePassed(f"the deadline passed during {role}")
+        self._handle(request, LifeEvent.FAILED, error)
+
+    # --- performing what a life decides ----------------------------------------------------------
+
+    def _handle(self, request: Request, event: LifeEvent, error: MeshError | None = None) -> None:
+        for effect in request.life.handle(event, error):
+            self._perform(request, effect)
+
+    def _perform(self, request: Request, effect: Effect) -> None:
+        match effect:
+            case ReportFailed(error):
+                request.error = error.type
+                _log.info(
+                    "request failed",
+                    task=request.task.value,
+                    type=error.type,
+                    error=error.message,
+                )
+                request.line.failed(request.order.stream_id, error)
+            case ReportDone():
+                request.line.pushed(request.order.stream_id, request.stats)
+            case StopCompute():
+                assert request.sequence is not None
+                self._scheduler.abort(request.sequence)
+                self._stepper.changed()
+                if request.task is Task.PROMPT:
+                    request.phases.end(error=request.error)
+            case AbortPush(error):
+                assert request.push is not None
+                request.push.abort(error)
+            case CancelLease(error):
+                lease = _lease_of(request)
+                self._perform_leases(self._leases.cancel(lease, error, now=_now()))
+                if lease.state is LeaseState.RELEASED:
+                    self._handle(request, LifeEvent.SETTLED)
+            case Close():
+                self._close(request)
+
+    def _close(self, request: Request) -> None:
+        """Forget a request that holds nothing, or whose blocks the scheduler gives back."""
+        if request.task is Task.PROMPT:
+            self._close_prompt(request)
+        else:
+            self._close_answer(request)
+        if request.sequence is not None:
+            del self._by_sequence[request.sequence]
+        if request.deadline is not None:
+            request.deadline.cancel()
+        request.line.ended(request.order.stream_id)
+        if not self._prompts and not self._answers:
+            self._idle.set()
+        self._stepper.wake()  # what it held may be what others lack
+        self._grant_waiting()
+        self._on_change()
+
+    def _close_prompt(self, request: Request) -> None:
+        assert request.sequence is not None
+        del self._prompts[request]
+        self._scheduler.release(request.sequence)
+        outcome = request.life.outcome or Outcome.CANCELLED
+        self._prompt_metrics.requests.labels(outcome.value).inc()
+        free_blocks = self._pool.num_available
+        note(Moment.PREFILL_CLOSED, request.order.key.request_id, free_blocks=free_blocks)
+
+    def _close_answer(self, request: Request) -> None:
+        del self._answers[request.order.key]
+        sequence = request.sequence
+        if sequence is None:
+            outcome = "not_joined"
+            request.phases.end(error=request.error)
+        else:
+            cut = "cancelled" if request.error == CANCELLED else "failed"
+            finish = sequence.finish_reason
+            outcome = cut if finish is FinishReason.NONE else finish.name.lower()
+            tokens = {"pdmesh.output_tokens": sequence.num_output_tokens}
+            request.phases.end(tokens, error=request.error)
+        self._answer_metrics.requests.labels(outcome).inc()
+        note(Moment.DECODE_CLOSED, request.order.key.request_id, reason=outcome)
+
+    async def _watch_push(self, request: Request, push: PushHandle) -> None:
+        try:
+            request.stats = stats = await push.wait()
+        except MeshError as error:
+            _trace_push(request, push, error=error.type)
+            self._handle(request, LifeEvent.FAILED, error)
+        else:
+            _trace_push(request, push)
+            note(Moment.ACKNOWLEDGED, request.order.key.request_id, num_frames=stats.num_frames)
+            self._prompt_metrics.transferred(
+                stats.num_bytes,
+                transfer_s=stats.transfer_s,
+                exposed_s=stats.exposed_s,
+                lane=stats.lane,
+            )
+            self._handle(request, LifeEvent.PUSHED)
+        self._handle(request, LifeEvent.SETTLED)
+
+    # --- leases ----------------------------------------------------------------------------------
+
+    def _perform_leases(self, effects: Iterable[LeaseEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case Grant(lease):
+                    failpoint("decode.before_grant")
+                    self._granted(self._answers[lease.key], lease)
+                case Refuse(lease, error):
+                    self._handle(self._answers[lease.key], LifeEvent.FAILED, error)
+                case RefuseOpen(lease, error) | AbortReceive(lease, error):
+                    if self._receiver is not None:
+                        self._receiver.abort(lease.key, error)
+        self._on_change()
+
+    def _granted(self, request: Request, lease: Lease) -> None:
+        request.phases.turn("decode.receive", _now(), {"pdmesh.cached_tokens": lease.skip_tokens})
+        self._answer_metrics.queue_seconds.observe(lease.wait_s)
+        self._answer_metrics.prompt_tokens.inc(lease.num_tokens)
+        self._answer_metrics.cached_tokens.inc(lease.skip_tokens)
+        note(
+            Moment.RESERVED,
+            lease.key.request_id,
+            num_blocks=len(lease.block_table),
+            cached_tokens=lease.skip_tokens,
+            wait_s=lease.wait_s,
+        )
+        request.line.granted(
+            request.order.stream_id, cached_tokens=lease.skip_tokens, wait_s=lease.wait_s
+        )
+        self._arm(lease.expires_at)
+        self._lease_changed(lease)
+
+    def _lease_changed(self, lease: Lease) -> None:
+        if self._receiver is not None:
+            self._receiver.lease_changed(lease.key)
+
+    def _grant_waiting(self) -> None:
+        self._perform_leases(self._leases.grant_waiting(now=_now()))
+
+    def _arm(self, at: float | None) -> None:
+        """See to it that ``_tick`` runs at this time or before."""
+        if at is None or at == float("inf"):
+            return
+        if self._timer is not None:
+            if self._timer.when() <= at:
+                return
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(at, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._perform_leases(self._leases.tick(now=_now()))
+        self._arm(self._leases.next_event_at)
+
+    # --- LeaseBook: the receiver's side ----------------------------------------------------------
+
+    def attach(self, key: TransferKey, source: Incarnation) -> LeaseTerms | NoTermsYet:
+        """See ``LeaseBook``."""
+        request = self._answers.get(key)
+        if request is None:
+            return NoTermsYet.NOT_RESERVED
+        if request.lease is None:
+            raise LeaseLost("this attempt is computed here as a whole", code="colocated")
+        lease = request.lease
+        if not self._leases.open(lease, source):
+            return NoTermsYet.NO_ROOM
+        return LeaseTerms(
+            num_tokens=lease.num_tokens,
+            skip_tokens=lease.skip_tokens,
+            block_table=lease.block_table,
+        )
+
+    def source_lost(self, source: Incarnation, error: MeshError) -> None:
+        """See ``LeaseBook``."""
+        self._perform_leases(self._leases.lose_source(source, error, now=_now()))
+
+    def placed(self, key: TransferKey, first_token: int, stats: ReceiveStats) -> None:
+        """See ``LeaseBook``."""
+        request = self._answers[key]
+        lease = _lease_of(request)
+        if lease.state is not LeaseState.OPEN:
+            # Cancelled in the same instant: nothing writes the blocks any more, and nobody wants
+            # them.
+            self.release(key)
+            return
+        if first_token >= self._spec.vocab_size:
+            # In a step it would fail every sequence of the batch.
+            text = f"prefill committed token {first_token}; the vocabulary has"
+            error = RemoteProtocolError(f"{text} {self._spec.vocab_size}")
+            effects = self._leases.release(lease, now=_now())
+            self._handle(request, LifeEvent.FAILED, error)
+            self._perform_leases(effects)
+            return
+        failpoint("decode.before_join")
+        request.sequence = self._leases.join(lease, first_token)
+        self._by_sequence[request.sequence] = request
+        self._handle(request, LifeEvent.BEGUN)
+        self._scheduler.add_ready(request.sequence)
+        self._stepper.changed()
+        # What follows must not hold the step up: the stepper has its turn of the loop before it.
+        asyncio.get_running_loop().call_soon(self._tell_joined, request, lease, stats)
+
+    def _tell_joined(self, request: Request, lease: Lease, stats: ReceiveStats) -> None:
+        if request.life.state is LifeState.CLOSED:
+            return  # cancelled in the same instant: its last word is said
+        assert self._receiver is not None
+        lane = self._receiver.lane_from(lease.source)
+        if stats.num_bytes:
+            self._answer_metrics.transfer_bytes.labels(lane).inc(stats.num_bytes)
+            self._answer_metrics.transfer_seconds.labels(lane).observe(stats.receive_s)
+        request.phases.turn(
+            "decode.steps",
+            _now(),
+            {"pdmesh.bytes": stats.num_bytes, "pdmesh.receive_s": stats.receive_s},
+        )
+        request.line.joined(request.order.stream_id, stats, lane)
+        note(Moment.JOINED, request.order.key.request_id, num_frames=stats.num_frames)
+        self._on_change()
+
+    def failed(self, key: TransferKey, error: MeshError) -> None:
+        """See ``LeaseBook``."""
+        request = self._answers[key]
+        # The receiver aborts by itself: the effect that would ask it to is dropped.
+        self._leases.cancel(_lease_of(request), error, now=_now())
+        self._handle(request, LifeEvent.FAILED, error)
+
+    def quarantined(self, key: TransferKey) -> None:
+        """See ``LeaseBook``."""
+        self._leases.begin_quarantine(_lease_of(self._answers[key]))
+
+    def release(self, key: TransferKey) -> None:
+        """See ``LeaseBook``."""
+        request = self._answers[key]
+        lease = _lease_of(request)
+        if lease.state is LeaseState.QUARANTINED:
+            effects = self._leases.end_quarantine(lease, now=_now())
+        else:
+            effects = self._leases.release(lease, now=_now())
+        if request.life.state is LifeState.RECEIVING:  # a clean end: nothing had to be decoded
+            self._handle(request, LifeEvent.CANCELLED)
+        else:
+            self._handle(request, LifeEvent.SETTLED)
+        self._perform_leases(effects)
+
+    # --- StepSink: the stepper's side ------------------------------------------------------------
+
+    def admitted(self, sequences: Sequence[TokenSequence]) -> None:
+        """See ``StepSink``."""
+        now = _now()
+        for sequence in sequences:
+            request = self._by_sequence[sequence]
+            if request.task is Task.ANSWER or request.started_at is not None:
+                continue  # preempted before, and back
+            request.started_at = now
+            self._handle(request, LifeEvent.ADMITTED)
+            request.phases.turn("prefill.compute", now)
+            is_prompt = request.task is Task.PROMPT
+            metrics = self._prompt_metrics if is_prompt else self._answer_metrics
+            metrics.queue_seconds.observe(now - request.arrived_at)
+            metrics.prompt_tokens.inc(sequence.num_tokens)
+            metrics.cached_tokens.inc(sequence.num_cached_tokens)
+
+    def announce(self, plan: StepPlan) -> Sequence[PushHandle]:
+        """See ``StepSink``. A prefix found in the cache goes first."""
+        if not self._prompts or not plan.num_prefill_tokens:
+            return ()
+        assert self._pusher is not None
+        failpoint("prefill.before_first_frame")
+        admitted = set(map(id, plan.admitted))
+        spans: list[PlannedSpan] = []
+        for sequence, row in zip(plan.sequences, plan.rows, strict=True):
+            if not sequence.is_prefill_only:
+                continue
+            request = self._by_sequence[sequence]
+            note(Moment.PLANNED, request.order.key.request_id, start=row.start, stop=row.stop)
+            if request.push is None:
+                continue
+            if id(sequence) in admitted and row.start > 0:
+                request.push.span(0, row.start, is_cached=True)
+            spans.append((request.push, row.start, row.stop))
+        self._pusher.step_planned(spans, self._step_seconds(plan.rows))
+        return [push for push, _, _ in spans]
+
+    def step_done(
+        self, tokens: Sequence[NewToken], pushes: Sequence[PushHandle], done: StepDone | None
+    ) -> None:
+        """See ``StepSink``."""
+        by_line: dict[int, tuple[Line, list[tuple[StreamId, NewToken]]]] = {}
+        told: list[tuple[Request, NewToken]] = []
+        for token in tokens:  # before all else: a client waits for each
+            request = self._by_sequence[token.sequence]
+            if request.life.state is LifeState.COMPUTING:
+                self._tell_first(request, token)
+            else:
+                _, rows = by_line.setdefault(id(request.line), (request.line, []))
+                rows.append((request.order.stream_id, token))
+            if request.task is not Task.PROMPT:
+                note(Moment.STEPPED, request.order.key.request_id, index=token.index)
+            told.append((request, token))
+        for line, rows in by_line.values():
+            line.step_tokens(rows)
+        for push in pushes:
+            push.span_computed(done)
+        for request, token in told:
+            if token.finish_reason is not FinishReason.NONE:
+                self._handle(request, LifeEvent.ENDED)
+            elif request.life.state is LifeState.COMPUTING:
+                self._go_on(request, token)
+        self._grant_waiting()
+
+    def _tell_first(self, request: Request, token: NewToken) -> None:
+        now, sequence = _now(), token.sequence
+        started_at = request.arrived_at if request.started_at is None else request.started_at
+        times = PromptTimes(
+            queue_s=started_at - request.arrived_at,
+            compute_s=now - started_at,
+            cached_tokens=sequence.num_cached_tokens,
+        )
+        attributes: dict[str, Value] = {
+            "pdmesh.prompt_tokens": sequence.num_prompt_tokens,
+            "pdmesh.cached_tokens": times.cached_tokens,
+        }
+        if request.task is Task.PROMPT:
+            note(Moment.SAMPLED, request.order.key.request_id, seconds=times.compute_s)
+            request.phases.end(attributes)
+        else:
+            request.phases.turn("decode.steps", now, attributes)
+        request.line.first_token(request.order.stream_id, token, times)
+
+    def _go_on(self, request: Request, token: NewToken) -> None:
+        """Token 1 is sampled and not the last one: here or elsewhere others follow."""
+        if request.task is Task.WHOLE:
+            self._handle(request, LifeEvent.BEGUN)
+            self._on_change()
+        elif request.push is None:
+            self._handle(request, LifeEvent.ENDED)  # only one was wanted
+        else:
+            failpoint("prefill.before_commit")
+            self._handle(request, LifeEvent.SAMPLED)
+            note(Moment.COMMITTED, request.order.key.request_id)
+            request.push.commit(token.token_id)
+
+    def sequences_failed(self, failures: Sequence[Failure]) -> None:
+        """See ``StepSink``."""
+        for failure in failures:
+            self._handle(self._by_sequence[failure.sequence], LifeEvent.FAILED, failure.error)
+
+    def engine_failed(self, error: MeshError) -> None:
+        """See ``StepSink``."""
+        self.fail_all(error)
+
+    # --- ending ----------------------------------------------------------------------------------
+
+    def fail_all(self, error: MeshError) -> None:
+        """Fail every request that is not decided."""
+        for request in [*self._prompts, *self._answers.values()]:
+            self._handle(request, LifeEvent.FAILED, error)
+
+    async def drain(self, limit_s: float) -> bool:
+        """Take nothing new and wait until every answer has ended and every push is acknowledged;
+        False: the limit came first, the rest failed.
+        """
+        self.is_draining = True
+        self._on_change()
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._idle.wait()
+                await self._stepper.quiet()
+        except TimeoutError:
+            self.fail_all(ShuttingDown("this worker stopped before its requests were done"))
+            return False
+        return True
+
+    # --- looking at it ---------------------------------------------------------------------------
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts for other workers that hold something."""
+        return len(self._prompts)
+
+    @property
+    def num_answers(self) -> int:
+        """Answers, whole ones included, that hold something."""
+        return len(self._answers)
+
+
+def _trace_push(request: Request, push: PushHandle, *, error: str = "") -> None:
+    """Report a transfer that is over, if anything was sent or should have been."""
+    if not request.span.is_recording or not (push.num_frames or error):
+        return
+    began_at = request.arrived_at if push.first_sent_at is None else push.first_sent_at
+    attributes: dict[str, Value] = {
+        "pdmesh.bytes": push.num_bytes,
+        "pdmesh.frames": push.num_frames,
+        "pdmesh.lane": push.link.lane,
+    }
+    if not error:
+        attributes |= {
+            "pdmesh.mode": request.stats.mode,
+            "pdmesh.exposed_s": request.stats.exposed_s,
+            "pdmesh.overlap": request.stats.overlap,
+        }
+    request.span.phase("prefill.push", began_at, attributes, error=error)
+
+
+def _lease_of(request: Request) -> Lease:
+    """Return the lease of an answer; no other has dealings with leases."""
+    assert request.lease is not None
+    return request.lease
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

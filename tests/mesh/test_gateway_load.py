@@ -1,0 +1,102 @@
+"""What a gateway believes of a worker's load: the report and exactly those of its own orders that
+the report has not seen."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from services.gateway.core.lifecycle import Leg
+from services.gateway.core.worker import WorkerStatus
+from services.gateway.workers.membership import Membership
+from services.gateway.workers.peers import WorkerSession
+from shared.engine.fake import FakeTiming
+from shared.ids import Incarnation, StreamId
+from tests.support.storm import storm
+from tests.support.whole_mesh import whole_mesh
+from tests.support.worker_mesh import a_prompt, expected, virtual_time
+
+SLOW = FakeTiming(base_s=0.02, prefill_token_s=0.001)
+
+
+class Reports:
+    """Looks at a worker after each of its reports and each order; the open legs are counted by
+    their requests' own life-cycles, which know nothing of load."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_reports = 0
+        self.num_unseen = 0
+        update = Membership.update
+
+        def watched(members: Membership, incarnation: Incarnation, status: WorkerStatus) -> None:
+            update(members, incarnation, status)
+            if members.table.get(incarnation) is not None:
+                self._check(members.session(incarnation))
+                self.num_reports += 1
+
+        attach = WorkerSession._attach
+
+        def attached(session: WorkerSession, *order: Any) -> StreamId:
+            stream_id = attach(session, *order)
+            self._check(session)
+            return stream_id
+
+        monkeypatch.setattr(Membership, "update", watched)
+        monkeypatch.setattr(WorkerSession, "_attach", attached)
+
+    def _check(self, session: WorkerSession) -> None:
+        worker = session.worker
+        status = worker.status
+        num_tokens = num_blocks = 0
+        for stream_id, leg in session._legs.items():
+            if stream_id <= status.seen.get(worker.role, 0):
+                continue
+            lifecycle = leg._request.lifecycle  # type: ignore[attr-defined]
+            num_order = len(lifecycle.token_ids)
+            if leg.leg is Leg.PREFILL:
+                num_tokens += 0 if lifecycle._attempt.has_first_token else num_order
+                num_blocks += -(-num_order // worker.block_size)
+            else:
+                num_blocks += num_order // worker.block_size + 1
+            self.num_unseen += 1
+        assert worker.pending_tokens == status.pending_tokens + num_tokens
+        assert worker.reserved_blocks == status.reserved_blocks + num_blocks
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_sum_holds_at_every_report_of_a_storm(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Clients that hang up, workers that are killed, sessions that are lost, requests that fail
+    over."""
+    reports = Reports(monkeypatch)
+    storm(seed, ["prefill", "decode"], num_prefill=2, num_decode=2, num_blocks=48, timing=SLOW)
+    assert reports.num_reports > 100
+    assert reports.num_unseen > 20
+
+
+@virtual_time
+async def test_no_prompt_counts_twice_and_none_is_forgotten() -> None:
+    """A burst to one worker: until its first step ends, what the gateway believes is all that was
+    sent, whether a report has seen it or not; at the end nothing is left."""
+    prompts = [a_prompt(40 + i, seed=i) for i in range(6)]
+    slow = FakeTiming(base_s=5.0)
+    async with whole_mesh(timing=slow) as mesh:
+        members: Any = mesh.gateways[0].members
+        session = next(s for s in members.sessions if s.worker.role.value == "prefill")
+        num_sent = 0
+        asking: list[asyncio.Task[Any]] = []
+        async with asyncio.TaskGroup() as tasks:
+            for i, prompt in enumerate(prompts):
+                asking.append(tasks.create_task(mesh.ask(prompt, 2)))
+                await mesh.until(lambda i=i: session.num_legs == i + 1)
+                num_sent += len(prompt)
+                for _ in range(10):  # across the report that sees it
+                    assert session.worker.pending_tokens == num_sent
+                    await asyncio.sleep(0.02)
+            assert session.worker.status.pending_tokens == num_sent
+        for prompt, task in zip(prompts, asking, strict=True):
+            assert task.result().token_ids == expected(prompt, 2)
+        await mesh.until(lambda: session.worker.pending_tokens == 0)
