@@ -30,7 +30,7 @@ StreamId = NewType("StreamId", int)
 reused."""
 
 RandomBytes = Callable[[int], bytes]
-"""``secrets.token_bytes`` in production, ``random.Random(seed).randbytes`` under simulation."""
+"""``os.urandom`` in production, ``random.Random(seed).randbytes`` under simulation."""
 
 
 def new_request_id(random_bytes: RandomBytes) -> RequestId:

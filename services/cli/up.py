@@ -68,8 +68,13 @@ class UpConfig:
     """Workers that compute prompts and answers alike, in place of all prefill and decode workers;
     to compare with, or where prompts are short."""
 
+    workers: Annotated[int, _MESH] = 0
+    """Workers that may be either, in place of all others: half of them begin as prefill workers,
+    and each does the other role's work, too, while the mesh needs it (--policy splitwise)."""
+
     tbt_target_s: Annotated[float | None, _MESH] = None
-    """Colocated: how long a step may take, and so the time between tokens."""
+    """Colocated, or workers that may be either: how long a step may take while answers run, and so
+    the time between tokens."""
 
     policy: Annotated[RoutingPolicyName | None, _MESH] = None
     """How a request's pair of workers is chosen."""
@@ -180,7 +185,10 @@ OPEN_DOORS: Final = dict.fromkeys(
 )
 """Variables of a gateway without keys and TLS: of a mesh that asks itself."""
 
-_OWN_FIELDS: Final = ("prefill", "decode", "colocated", "port", "log", "grpc_port", "host")
+_OWN_FIELDS: Final = (
+    *("prefill", "decode", "colocated", "workers"),
+    *("port", "log", "grpc_port", "host"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,17 +283,26 @@ def plan_mesh(config: UpConfig, environment: Mapping[str, str]) -> MeshPlan:
             f"--{name} must be 1..{MAX_WORKERS}",
             param=name,
         )
+    for name in ("colocated", "workers"):
+        require(
+            0 <= getattr(config, name) <= MAX_WORKERS,
+            f"--{name} must be 0..{MAX_WORKERS}",
+            param=name,
+        )
     require(
-        0 <= config.colocated <= MAX_WORKERS,
-        f"--colocated must be 0..{MAX_WORKERS}",
-        param="colocated",
+        not (config.colocated and config.workers),
+        "--workers and --colocated are two answers to one question: give one",
+        param="workers",
     )
+    if config.workers and config.policy is None:
+        config = dataclasses.replace(config, policy="splitwise")
     gateway = _gateway(config, environment)
     if gateway.tls_client_ca is not None and not gateway.metrics_address:
         # We have no client's certificate, and must hear when it is ready.
         gateway = dataclasses.replace(gateway, metrics_address="127.0.0.1:0")
     here = "127.0.0.1"
     places: dict[str, Any] = {"host": here, "advertise": here, "port": 0, "metrics_port": 0}
+    places |= {"movable": True} if config.workers else {}
     prefill = _with(PrefillConfig, config, environment, gateway=here, **places)
     is_colocated = config.colocated > 0
     decode = _with(
@@ -301,7 +318,10 @@ def plan_mesh(config: UpConfig, environment: Mapping[str, str]) -> MeshPlan:
     if not gateway.model_name and "/" in gateway.model and not Path(gateway.model).is_dir():
         gateway = dataclasses.replace(gateway, model_name=gateway.model)
     workers: list[PrefillConfig | DecodeConfig] = [decode] * config.colocated
-    if not is_colocated:
+    if config.workers:
+        num_prompt = config.workers // 2
+        workers = [*[prefill] * num_prompt, *[decode] * (config.workers - num_prompt)]
+    elif not is_colocated:
         workers = [*[prefill] * config.prefill, *[decode] * config.decode]
     has_choice = any(w.engine != "fake" and w.device in ("auto", "cuda") for w in workers)
     gpus = find_gpus(environment) if has_choice else []

@@ -173,6 +173,8 @@ def checked_above_zero(value: float, high: float, *, param: str) -> float:
 
 def checked_stop(stop: Sequence[str]) -> tuple[str, ...]:
     """Return the stop strings without repetitions; each has 1 to MAX_STOP_CHARS characters."""
+    if not stop:
+        return ()
     checked_count(len(stop), MAX_STOP_STRINGS, param="stop", what="strings")
     for text in stop:
         checked_count(len(text), MAX_STOP_CHARS, param="stop", what="characters each", least=1)
@@ -181,6 +183,8 @@ def checked_stop(stop: Sequence[str]) -> tuple[str, ...]:
 
 def checked_bad_words(words: Sequence[str]) -> Sequence[str]:
     """Return the words; each has 1 to MAX_STOP_CHARS characters, and one that is no space."""
+    if not words:
+        return ()
     checked_count(len(words), MAX_BAD_WORDS, param="bad_words", what="words")
     for word in words:
         checked_count(len(word), MAX_STOP_CHARS, param="bad_words", what="characters each", least=1)
@@ -273,7 +277,8 @@ def sampling_params(
             )
     temperature = _number(form.temperature, "temperature", defaults, 1.0)
     # -1 is the other customary way to say "off".
-    top_k = _integer(int(_given(form.top_k, defaults, "top_k", 0)), "top_k")
+    given = defaults.get("top_k", 0) if form.top_k is None else form.top_k
+    top_k = _integer(int(given), "top_k")
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=checked_int(form.min_tokens or 0, 0, max_tokens, param="min_tokens"),
@@ -309,12 +314,6 @@ def seed_of_choice(seed: int, choice: int) -> int:
     return mixed ^ (mixed >> 31)
 
 
-def _given(
-    value: float | None, defaults: Mapping[str, float], name: str, otherwise: float
-) -> float:
-    return defaults.get(name, otherwise) if value is None else value
-
-
 def _integer(value: int, param: str) -> int:
     return checked_int(value, *INTEGERS[param], param=param)
 
@@ -322,11 +321,15 @@ def _integer(value: int, param: str) -> int:
 def _number(
     value: float | None, param: str, defaults: Mapping[str, float], otherwise: float
 ) -> float:
-    return checked_range(_given(value, defaults, param, otherwise), *NUMBERS[param], param=param)
+    if value is None:
+        value = defaults.get(param)
+    return otherwise if value is None else checked_range(value, *NUMBERS[param], param=param)
 
 
 def _above_zero(value: float | None, param: str, defaults: Mapping[str, float]) -> float:
-    return checked_above_zero(_given(value, defaults, param, 1.0), ABOVE_ZERO[param], param=param)
+    if value is None:
+        value = defaults.get(param)
+    return 1.0 if value is None else checked_above_zero(value, ABOVE_ZERO[param], param=param)
 
 
 def _checked_logprobs(value: int | None, param: str) -> int | None:
@@ -334,6 +337,8 @@ def _checked_logprobs(value: int | None, param: str) -> int | None:
 
 
 def _checked_stop_ids(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    if not token_ids:
+        return ()
     checked_count(len(token_ids), MAX_STOP_TOKEN_IDS, param="stop_token_ids", what="ids")
     return checked_token_ids(tuple(dict.fromkeys(token_ids)), vocab_size, param="stop_token_ids")
 
@@ -350,6 +355,8 @@ def _checked_allowed(token_ids: Sequence[int] | None, vocab_size: int) -> bytes:
 def _checked_bias(
     bias: Sequence[tuple[int, float]], vocab_size: int
 ) -> tuple[tuple[int, float], ...]:
+    if not bias:
+        return ()
     checked_count(len(bias), MAX_LOGIT_BIAS, param="logit_bias")
     checked_token_ids([token_id for token_id, _ in bias], vocab_size, param="logit_bias")
     return tuple(

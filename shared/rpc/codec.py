@@ -1,9 +1,9 @@
 """Wire messages <-> our own records, validated strictly in the direction of reading.
 
-The message library accepts wrong wire types, truncated fields and unknown enum values, so nothing
-that was parsed is believed before it has passed here: a violation by a peer raises
-RemoteProtocolError with the field's name. Hides the message library from the cores. Client
-messages are checked by the gateway's own limits, not here.
+What was parsed has the right types (``wire_format.py``), and nothing else is believed of it before
+it has passed here: a violation by a peer raises RemoteProtocolError with the field's name. Hides
+the message library from the cores. Client messages are checked by the gateway's own limits, not
+here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from shared import wire
 from shared.errors import ERROR_TYPES, IncompatiblePeer, MeshError, RemoteProtocolError, WorkerLost
@@ -77,52 +77,39 @@ class StepColumns(NamedTuple):
 # --- checks ---------------------------------------------------------------------------------------
 
 
-def _is_a(value: Any, kind: type) -> bool:
-    """Parsed messages may hold any type in any field, whatever their annotations say."""
-    return isinstance(value, kind)
-
-
 def _require(condition: bool, message: str, param: str) -> None:
     if not condition:
         raise RemoteProtocolError(message, param=param)
 
 
-def _id(value: Any, param: str) -> bytes:
-    _require(
-        isinstance(value, bytes) and len(value) == ID_BYTES, f"must be {ID_BYTES} bytes", param
-    )
+def _id(value: bytes, param: str) -> bytes:
+    if len(value) != ID_BYTES:
+        raise RemoteProtocolError(f"must be {ID_BYTES} bytes", param=param)
     return value
 
 
-def _int(value: Any, low: int, high: int, param: str) -> int:
-    ok = isinstance(value, int) and low <= value <= high
-    _require(ok, f"must be in {low}..{high}", param)
+def _int(value: int, low: int, high: int, param: str) -> int:
+    if not low <= value <= high:
+        raise RemoteProtocolError(f"must be in {low}..{high}", param=param)
     return value
 
 
-def _seconds(value: Any, param: str) -> float:
-    ok = isinstance(value, (int, float)) and math.isfinite(value) and 0 <= value < 1e9
-    _require(ok, "must be a finite number of seconds >= 0", param)
-    return float(value)
+def _seconds(value: float, param: str) -> float:
+    if not 0 <= value < 1e9:  # NaN fails any comparison
+        raise RemoteProtocolError("must be a finite number of seconds >= 0", param=param)
+    return value
 
 
-def _number(value: Any, low: float, high: float, param: str) -> float:
-    ok = isinstance(value, (int, float)) and low <= value <= high  # NaN fails both comparisons
-    _require(ok, f"must be in {low:g}..{high:g}", param)
-    return float(value)
-
-
-def _finish(value: Any, param: str = "finish_reason") -> FinishReason:
-    try:
-        return FinishReason(int(value))
-    except (ValueError, TypeError):
-        raise RemoteProtocolError("unknown finish reason", param=param) from None
+def _number(value: float, low: float, high: float, param: str) -> float:
+    if not low <= value <= high:
+        raise RemoteProtocolError(f"must be in {low:g}..{high:g}", param=param)
+    return value
 
 
 def require_hello(hello: wire.Hello | None) -> wire.Hello:
     """Return a peer's hello. Raises RemoteProtocolError: none or incomplete. IncompatiblePeer:
     version."""
-    if hello is None or not _is_a(hello.incarnation, int) or hello.incarnation == 0:
+    if hello is None or hello.incarnation == 0:
         raise RemoteProtocolError("a stream begins with a complete hello", param="hello")
     if hello.protocol_version != PROTOCOL_VERSION:
         raise IncompatiblePeer(
@@ -149,16 +136,16 @@ def error_to_wire(error: MeshError) -> wire.Error:
 
 def error_from_wire(error: wire.Error | None) -> MeshError:
     """Return the exception that a peer reported; an unknown type becomes WorkerLost."""
-    if error is None or not _is_a(error.type, str):
+    if error is None:
         return WorkerLost("the worker failed without saying why")
     cls = ERROR_TYPES.get(error.type, WorkerLost)
     retry_after_s = error.retry_after_s
-    if not (isinstance(retry_after_s, float) and 0 <= retry_after_s < 1e6):
+    if not 0 <= retry_after_s < 1e6:
         retry_after_s = 0.0
     return cls(
-        str(error.message),
-        param=str(error.param),
-        code=str(error.code),
+        error.message,
+        param=error.param,
+        code=error.code,
         retry_after_s=retry_after_s,
     )
 
@@ -204,18 +191,18 @@ def model_from_wire(model: wire.ModelInfo | None) -> ModelSpec:
     """Check and return a model; it carries no end-of-sequence ids, for only workers need them."""
     if model is None:
         raise RemoteProtocolError("must be given", param="model")
-    fingerprint_ok = _is_a(model.fingerprint, bytes) and len(model.fingerprint) == FINGERPRINT_BYTES
-    _require(fingerprint_ok, f"must be {FINGERPRINT_BYTES} bytes", "fingerprint")
+    is_complete = len(model.fingerprint) == FINGERPRINT_BYTES
+    _require(is_complete, f"must be {FINGERPRINT_BYTES} bytes", "fingerprint")
     for field in ("name", "engine"):
         name = getattr(model, field)
-        _require(_is_a(name, str) and len(name) <= 256, "must be a short name", field)
+        _require(len(name) <= 256, "must be a short name", field)
     return ModelSpec(
         name=model.name,
         fingerprint=model.fingerprint,
         vocab_size=_int(model.vocab_size, 1, 1 << 24, "vocab_size"),
         max_model_len=_int(model.max_model_len, 1, 1 << 28, "max_model_len"),
         eos_token_ids=frozenset(),
-        dtype=str(model.dtype),
+        dtype=model.dtype,
         engine=model.engine,
     )
 
@@ -235,16 +222,16 @@ def sampling_to_wire(params: SamplingParams) -> wire.SamplingParams:
         repetition_penalty=params.repetition_penalty,
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
-        logit_bias_ids=pack_u32(token_id for token_id, _ in params.logit_bias),
-        logit_bias_values=pack_f32(value for _, value in params.logit_bias),
+        logit_bias_ids=pack_u32([token_id for token_id, _ in params.logit_bias]),
+        logit_bias_values=pack_f32([value for _, value in params.logit_bias]),
         seed=params.seed,
         stop_token_ids=pack_u32(params.stop_token_ids),
         ignore_eos=params.ignore_eos,
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
         allowed_token_ids=params.allowed_token_ids,
-        bad_word_lengths=pack_u32(map(len, params.bad_words)),
-        bad_word_ids=pack_u32(token_id for word in params.bad_words for token_id in word),
+        bad_word_lengths=pack_u32([len(word) for word in params.bad_words]),
+        bad_word_ids=pack_u32([token_id for word in params.bad_words for token_id in word]),
     )
 
 
@@ -291,8 +278,8 @@ def _optional_count(value: int | None, param: str) -> int | None:
 def _work_item(message: wire.StartPrefill | wire.Reserve) -> WorkItem:
     token_ids = tuple(unpack_u32(message.token_ids, name="token_ids"))
     _require(0 < len(token_ids) <= MAX_TOKENS, f"must be 1..{MAX_TOKENS} tokens", "token_ids")
-    salt_ok = _is_a(message.cache_salt, bytes) and len(message.cache_salt) <= MAX_SALT_BYTES
-    _require(salt_ok, f"must be at most {MAX_SALT_BYTES} bytes", "cache_salt")
+    is_short = len(message.cache_salt) <= MAX_SALT_BYTES
+    _require(is_short, f"must be at most {MAX_SALT_BYTES} bytes", "cache_salt")
     return WorkItem(
         token_ids=token_ids,
         num_prompt_tokens=_int(message.num_prompt_tokens, 1, len(token_ids), "num_prompt_tokens"),
@@ -301,9 +288,9 @@ def _work_item(message: wire.StartPrefill | wire.Reserve) -> WorkItem:
     )
 
 
-def _trace_context(value: Any) -> str:
-    ok = isinstance(value, str) and (not value or _TRACE_CONTEXT.fullmatch(value) is not None)
-    _require(ok, "must be a traceparent or empty", "trace_context")
+def _trace_context(value: str) -> str:
+    is_one = not value or _TRACE_CONTEXT.fullmatch(value) is not None
+    _require(is_one, "must be a traceparent or empty", "trace_context")
     return value
 
 
@@ -459,7 +446,7 @@ def prefill_token_from_wire(event: wire.PrefillToken) -> AnswerToken:
     return AnswerToken(
         _int(event.index, 0, _MAX_U32, "index"),
         _int(event.token_id, 0, _MAX_U32, "token_id"),
-        _finish(event.finish_reason),
+        FinishReason(_int(event.finish_reason, 0, _LAST_REASON, "finish_reason")),
         logprobs,
         prompt_logprobs,
     )

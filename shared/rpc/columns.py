@@ -20,6 +20,8 @@ _U32 = "I" if array("I").itemsize == 4 else "L"
 
 
 def _pack(typecode: str, values: Iterable[int] | Iterable[float]) -> bytes:
+    if not values:  # an empty list, as most columns of an order are
+        return b""
     try:
         column: array[Any] = array(typecode, values)
     except (OverflowError, TypeError) as error:

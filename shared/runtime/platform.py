@@ -10,7 +10,7 @@ reaches torch or ucxx.
 from __future__ import annotations
 
 import asyncio
-import secrets
+import os
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ class Platform:
     network: Network
     new_transport: TransportFactory = _no_transport
     compute: ComputeFactory = _no_compute
-    random_bytes: RandomBytes = secrets.token_bytes
+    random_bytes: RandomBytes = os.urandom
     stopwatch: Callable[[], float] = _loop_time
     secret: MeshSecret | None = None
     between: Network | None = None

@@ -76,9 +76,10 @@ class Receipt(NamedTuple):
     errors: tuple[str, ...] = ()
 
     @property
-    def phases(self) -> dict[str, float]:
-        """The phases of TTFT in order of time; they sum to ``ttft_s`` if there was a token."""
-        return {name: getattr(self, name) for name in TTFT_PHASES}
+    def ttft_phases(self) -> tuple[float, ...]:
+        """The phases of TTFT as ``TTFT_PHASES`` names them; they sum to ``ttft_s`` if there was a
+        token."""
+        return self[:6]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON-ready form: microsecond resolution, unknown times left out.

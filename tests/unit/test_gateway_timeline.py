@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from services.gateway.core.routing import RouteDecision
-from services.gateway.workers.timeline import Timeline
+from services.gateway.workers.timeline import Timeline, Transfer
 from shared.errors import Overloaded, WorkerLost
 from shared.ids import Incarnation
 from shared.telemetry.lifetime import TTFT_PHASES, Receipt
@@ -87,14 +87,17 @@ class Watcher:
         self.heard: list[tuple[object, ...]] = []
         self.last = Receipt()
 
-    def first_token(self, now: float, receipt: Receipt) -> None:
-        self.heard.append(("first", receipt.ttft_s, receipt.prompt_tokens, receipt.output_tokens))
+    def first_token(
+        self, now: float, *, ttft_s: float, prompt_tokens: int, cached_tokens: int
+    ) -> None:
+        self.heard.append(("first", ttft_s, prompt_tokens, cached_tokens))
 
     def later_tokens(self, now: float, num_tokens: int, gap_s: float) -> None:
         self.heard.append(("later", num_tokens, gap_s))
 
-    def transferred(self, now: float, receipt: Receipt) -> None:
-        self.heard.append(("transferred", receipt.transfer_bytes, receipt.lane, receipt.mode))
+    def transferred(self, now: float, decision: RouteDecision, transfer: Transfer) -> None:
+        assert decision is PAIR
+        self.heard.append(("transferred", transfer.num_bytes, transfer.lane, transfer.mode))
 
     def ended(self, now: float, receipt: Receipt, error: str) -> None:
         self.heard.append(("ended", error))
@@ -113,7 +116,7 @@ async def test_watchers_hear_of_tokens_as_they_come() -> None:
     await asyncio.sleep(0.5)
     assert emit(timeline, 3) == (0.25, 3)
     timeline.ended(None)
-    heard = [("first", 0.25, 7, 2), ("ended", "")]
+    heard = [("first", 0.25, 7, 0), ("ended", "")]
     assert one.heard == two.heard == heard
     assert one.last == timeline.receipt()
     assert (one.last.attempts, one.last.output_tokens, one.last.e2e_s) == (1, 5, 0.75)
@@ -157,9 +160,7 @@ async def test_a_transfer_is_told_once_and_by_who_knows_more() -> None:
         timeline.joined(num_bytes=1000, receive_s=0.25, lane="sysv")
         assert timeline.receipt().transfer_exposed_s == 0.5
         if has_prefill_spoken:
-            timeline.pushed(
-                num_bytes=1000, transfer_s=0.5, exposed_s=0.125, lane="sysv", mode="layerwise"
-            )
+            timeline.pushed(Transfer(1000, 0.5, 0.125, "sysv", "layerwise"))
         timeline.ended(None)
         mode = "layerwise" if has_prefill_spoken else ""
         assert watcher.heard == [("transferred", 1000, "sysv", mode), ("ended", "")]

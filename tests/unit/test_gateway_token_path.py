@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from services.gateway.core.lifecycle import Emit, Leg, Lifecycle
+from services.gateway.core.routing import RouteDecision
 from services.gateway.http.sse import BUFFER_BYTES, EventStream
 from services.gateway.text.detokenizer import AnswerText, StreamDetokenizer
 from services.gateway.workers.delivery import DELIVERIES_A_TURN, Delivery
+from services.gateway.workers.timeline import Transfer
 from shared.errors import WorkerLost
 from shared.request import AnswerToken, FinishReason, SamplingParams
 from shared.telemetry.lifetime import Receipt
@@ -105,12 +107,14 @@ class Watcher:
     def __init__(self) -> None:
         self.told: list[tuple[float, int, float]] = []
 
-    def first_token(self, now: float, receipt: Receipt) -> None: ...
+    def first_token(
+        self, now: float, *, ttft_s: float, prompt_tokens: int, cached_tokens: int
+    ) -> None: ...
 
     def later_tokens(self, now: float, num_tokens: int, gap_s: float) -> None:
         self.told.append((now, num_tokens, gap_s))
 
-    def transferred(self, now: float, receipt: Receipt) -> None: ...
+    def transferred(self, now: float, decision: RouteDecision, transfer: Transfer) -> None: ...
 
     def ended(self, now: float, receipt: Receipt, error: str) -> None: ...
 

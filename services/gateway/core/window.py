@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 SECONDS = 60
 """How far back the window looks: the running second and the 59 before it."""
@@ -61,8 +62,7 @@ class Histogram:
         return 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(NamedTuple):
     """Who sent KV to whom, and by which lane. prefill, decode: incarnations."""
 
     prefill: int

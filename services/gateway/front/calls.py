@@ -69,13 +69,13 @@ def recorded(
     if not is_probe:
         note(Moment.ARRIVED, call.caller.request_id, route=route)
     metrics = front.metrics
-    metrics.running.inc()
+    metrics.num_running += 1
     try:
         yield call
     finally:
         if call.caller.hold is not None:
             call.caller.hold.release()
-        metrics.running.dec()
+        metrics.num_running -= 1
         seconds = asyncio.get_running_loop().time() - call.caller.arrived_at
         metrics.requests.add(1, route, call.outcome)
         span = call.caller.span

@@ -21,8 +21,9 @@ class ClientMetrics:
             ["route", "outcome"],
             registry=self.registry,
         )
-        self.running = Gauge(
+        self.num_running = 0
+        Gauge(
             "pdmesh_gateway_requests_running",
             "Calls in progress, this scrape among them",
             registry=self.registry,
-        )
+        ).set_function(lambda: self.num_running)

@@ -9,6 +9,7 @@ those of ``limits.py``, which checks them; that the types here name them too is 
 from __future__ import annotations
 
 import re
+from operator import attrgetter
 from typing import Annotated, Any
 
 import msgspec
@@ -70,6 +71,8 @@ OF_MESSAGES = tuple(
     if name not in (*UNSERVED, "add_special_tokens")
 )
 """Fields that say nothing of a prompt that is no messages."""
+
+_OF_MESSAGES = attrgetter(*OF_MESSAGES)
 
 
 class _SamplingBody(_RenderedBody, kw_only=True):
@@ -200,8 +203,8 @@ class CompletionBody(_SamplingBody, kw_only=True):
     def form(self) -> Form:
         """Return what to generate. Raises InvalidRequest: an unsupported or malformed field."""
         _refuse_unsupported(self)
-        for name in OF_MESSAGES:
-            if getattr(self, name) is not None:
+        for name, value in zip(OF_MESSAGES, _OF_MESSAGES(self), strict=True):
+            if value is not None:
                 raise unsupported(name, "only messages are rendered: use /v1/chat/completions")
         if self.suffix:
             raise unsupported("suffix", "text after the answer is not supported")

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
+from services.gateway.core.routing import RouteDecision
+from services.gateway.workers.timeline import Transfer
 from shared.telemetry.lifetime import TTFT_PHASES, Receipt
 from shared.telemetry.tallies import Counts, Tallies
 
@@ -51,9 +53,7 @@ class AnswerMetrics:
             buckets=PHASE_BUCKETS,
             registry=registry,
         )
-        self._phases = [
-            (name, phase_seconds.labels(name.removesuffix("_s"))) for name in TTFT_PHASES
-        ]
+        self._phases = [phase_seconds.labels(name.removesuffix("_s")) for name in TTFT_PHASES]
         self._first_step = Tallies(
             f"{prefix}_first_step_seconds",
             "First token to second token: the rest of the transfer, and decode's first step",
@@ -121,15 +121,14 @@ class AnswerMetrics:
             registry=registry,
         )
 
-    def first_token(self, now: float, receipt: Receipt) -> None:
+    def first_token(
+        self, now: float, *, ttft_s: float, prompt_tokens: int, cached_tokens: int
+    ) -> None:
         """See ``AnswerWatcher``."""
-        assert receipt.ttft_s is not None
-        self._time_to_first_token.observe(receipt.ttft_s)
-        for name, histogram in self._phases:
-            histogram.observe(getattr(receipt, name))
-        self._prompt_length.observe(receipt.prompt_tokens)
-        self._prompt_tokens.add(receipt.prompt_tokens)
-        self._cached_tokens.add(receipt.cached_tokens)
+        self._time_to_first_token.observe(ttft_s)
+        self._prompt_length.observe(prompt_tokens)
+        self._prompt_tokens.add(prompt_tokens)
+        self._cached_tokens.add(cached_tokens)
         self._tokens.add(1)
 
     def later_tokens(self, now: float, num_tokens: int, gap_s: float) -> None:
@@ -138,16 +137,19 @@ class AnswerMetrics:
         # Tokens that came together share their gap equally.
         self._gaps.observe(gap_s / num_tokens, num_tokens)
 
-    def transferred(self, now: float, receipt: Receipt) -> None:
+    def transferred(self, now: float, decision: RouteDecision, transfer: Transfer) -> None:
         """See ``AnswerWatcher``."""
-        self._transfer_bytes.add(receipt.transfer_bytes, receipt.lane)
-        self._transfer_exposed.labels(receipt.lane).observe(receipt.transfer_exposed_s)
+        self._transfer_bytes.add(transfer.num_bytes, transfer.lane)
+        self._transfer_exposed.labels(transfer.lane).observe(transfer.exposed_s)
 
     def ended(self, now: float, receipt: Receipt, error: str) -> None:
         """See ``AnswerWatcher``."""
         self._attempts.add(receipt.attempts)
         for reason in receipt.errors[: max(0, receipt.attempts - 1)]:
             self._reroutes.add(1, reason)
+        if receipt.ttft_s is not None:
+            for histogram, seconds in zip(self._phases, receipt.ttft_phases, strict=True):
+                histogram.observe(seconds)
         if receipt.first_step_s is not None:
             self._first_step.observe(receipt.first_step_s)
         if receipt.tpot_s is not None:

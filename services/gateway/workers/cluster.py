@@ -10,9 +10,11 @@ from typing import Any
 
 from services.gateway.core.admission import AdmissionStatistics
 from services.gateway.core.peer_table import PeerTable
+from services.gateway.core.routing import RouteDecision
 from services.gateway.core.window import SECONDS, Histogram, Pair, Summary, Transfers, Window
 from services.gateway.core.worker import Role, Worker
 from services.gateway.mesh import ServedModel
+from services.gateway.workers.timeline import Transfer
 from shared.address import Address
 from shared.ids import Incarnation
 from shared.telemetry.lifetime import Receipt
@@ -25,22 +27,24 @@ class WindowWatcher:
     def __init__(self, window: Window) -> None:
         self._window = window
 
-    def first_token(self, now: float, receipt: Receipt) -> None:
+    def first_token(
+        self, now: float, *, ttft_s: float, prompt_tokens: int, cached_tokens: int
+    ) -> None:
         """See ``AnswerWatcher``."""
-        self._window.first_token(now, receipt.ttft_s or 0.0, receipt.prompt_tokens)
+        self._window.first_token(now, ttft_s, prompt_tokens)
 
     def later_tokens(self, now: float, num_tokens: int, gap_s: float) -> None:
         """See ``AnswerWatcher``."""
         self._window.later_tokens(now, num_tokens, gap_s)
 
-    def transferred(self, now: float, receipt: Receipt) -> None:
+    def transferred(self, now: float, decision: RouteDecision, transfer: Transfer) -> None:
         """See ``AnswerWatcher``."""
         self._window.transferred(
             now,
-            Pair(int(receipt.prefill, 16), int(receipt.decode, 16), receipt.lane),
-            num_bytes=receipt.transfer_bytes,
-            transfer_s=receipt.transfer_s,
-            exposed_s=receipt.transfer_exposed_s,
+            Pair(decision.prefill, decision.decode, transfer.lane),
+            num_bytes=transfer.num_bytes,
+            transfer_s=transfer.transfer_s,
+            exposed_s=transfer.exposed_s,
         )
 
     def ended(self, now: float, receipt: Receipt, error: str) -> None:

@@ -22,7 +22,6 @@ from services.gateway.workers.session import RequestShell
 from services.gateway.workers.timeline import AnswerWatcher, Timeline
 from shared.config import GatewayConfig
 from shared.errors import MeshError, ShuttingDown
-from shared.telemetry.moments import Moment, note
 
 
 class GatewayMesh:
@@ -99,13 +98,13 @@ class GatewayMesh:
             raise ShuttingDown("this gateway is shutting down", retry_after_s=1.0)
         timeline = Timeline(
             request.arrived_at,
+            request_id=request.request_id,
             prompt_tokens=len(request.token_ids),
             watchers=self._watchers,
             span=request.span,
         )
         try:
             await self._admit(request, timeline)
-            note(Moment.ADMITTED, request.request_id)
             shell = RequestShell(
                 request,
                 self._members,

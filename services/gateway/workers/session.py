@@ -13,8 +13,6 @@ from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import Any, Self
 
-import structlog
-
 from services.gateway.core.lifecycle import (
     CancelLeg,
     Effect,
@@ -30,17 +28,13 @@ from services.gateway.mesh import GenerationRequest, TokenBatch
 from services.gateway.workers.delivery import Delivery
 from services.gateway.workers.membership import Membership
 from services.gateway.workers.peers import WorkerSession
-from services.gateway.workers.timeline import Timeline
+from services.gateway.workers.timeline import Timeline, Transfer
 from shared import wire
 from shared.errors import DeadlinePassed, MeshError, NoBlocks, WorkerLost
 from shared.ids import Incarnation, StreamId
-from shared.log import is_debugging, is_informing
 from shared.request import AnswerToken, FinishReason
 from shared.rpc import codec
 from shared.rpc.columns import pack_u32
-from shared.telemetry.moments import Moment, note
-
-_log = structlog.get_logger(__name__)
 
 LEAST_WAIT_S = 0.05
 """A wait for blocks shorter than this is not worth another attempt."""
@@ -81,11 +75,7 @@ class _LegShell:
 
     def pushed(self, event: wire.PrefillDone) -> None:
         self._request.timeline.pushed(
-            num_bytes=event.bytes_sent,
-            transfer_s=event.transfer_s,
-            exposed_s=event.exposed_s,
-            lane=event.lane,
-            mode=event.mode,
+            Transfer(event.bytes_sent, event.transfer_s, event.exposed_s, event.lane, event.mode)
         )
         self._request.lifecycle.prefill_done(self._attempt)
 
@@ -213,9 +203,6 @@ class RequestShell:
         self.is_due = False
         num_new, self._num_new = self._num_new, 0
         told = self.timeline.emitted(now, num_new)
-        if is_debugging():
-            first_index = self.lifecycle.num_output_tokens - num_new
-            self._note(Moment.EMITTED, index=first_index, num_tokens=num_new)
         pending = self._pending
         if self._take is not None and self._failure is None and pending:
             try:
@@ -316,14 +303,6 @@ class RequestShell:
         token_ids, sampling = lifecycle.token_ids, lifecycle.sampling
         attempt = lifecycle.dispatched(is_whole=decision.is_colocated)
         trace_context = self.timeline.dispatched(decision, has_decode=needs_decode)
-        if is_informing():
-            _log.info(
-                Moment.ROUTED.value,
-                request_id=self._request.request_id.hex(),
-                at_s=asyncio.get_running_loop().time(),
-                attempt=attempt,
-                decision=decision.as_dict(),
-            )
         order: dict[str, Any] = {
             "request_id": self._request.request_id,
             "attempt": attempt,
@@ -347,7 +326,6 @@ class RequestShell:
             wait_s = max(LEAST_WAIT_S, self._blocks_by - asyncio.get_running_loop().time())
             reserve = wire.Reserve(**order, prefill_incarnation=decision.prefill, wait_s=wait_s)
             leg.stream_id = leg.session.reserve(leg, reserve)
-            self._note(Moment.DISPATCHED, attempt=attempt)
 
     def _leg(self, leg: Leg, attempt: int, worker: Incarnation) -> _LegShell:
         """Return a leg of a new attempt."""
@@ -379,12 +357,8 @@ class RequestShell:
                 case End():
                     self._end = effect
                     self._delivery.deliver(self)
-                    self._note(Moment.ENDED, finish_reason=self.finish_reason.name.lower())
-                    self.timeline.ended(effect.error)
+                    self.timeline.ended(effect.error, self.finish_reason)
                     self._wake.set()
-
-    def _note(self, moment: Moment, **facts: Any) -> None:
-        note(moment, self._request.request_id, **facts)
 
     def fail(self, error: MeshError) -> None:
         """End the request with this error; after its end, do nothing."""

@@ -1,5 +1,5 @@
-"""Where one answer's time goes: collects the marks from which its receipt is made, and passes what
-happens on, as it happens, to metrics and traces.
+"""One answer's stream of events: told once each, and from here to log lines, spans, metrics and the
+receipt.
 
 The gateway owns the clock; workers report durations, which need no clocks that agree. The
 arithmetic is ``shared/telemetry/lifetime.py``; here is only who reports what, and when it counts:
@@ -9,17 +9,33 @@ the phases of TTFT are those of the attempt that brought the first token.
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
+
+import structlog
 
 from services.gateway.core.routing import RouteDecision
 from shared.errors import MeshError
+from shared.log import is_debugging, is_informing
+from shared.request import FinishReason
 from shared.telemetry.lifetime import Marks, Receipt, receipt_of
+from shared.telemetry.moments import Moment, note
 from shared.telemetry.tracing import CANCELLED, NO_SPAN, Span, SpanKind
 
-_TRANSFER_FACTS = (
-    "transfer_bytes", "transfer_s", "transfer_exposed_s", "gb_per_s", "lane", "mode"
-)  # fmt: skip
-"""Of the attempt that is told last."""
+_log = structlog.get_logger(__name__)
+
+
+class Transfer(NamedTuple):
+    """How an attempt's KV moved. mode: '' = decode's word alone, see ``Timeline.joined``."""
+
+    num_bytes: int = 0
+    transfer_s: float = 0.0
+    exposed_s: float = 0.0
+    lane: str = ""
+    mode: str = ""
+
+
+NO_TRANSFER = Transfer()
+_COLOCATED = Transfer(mode="colocated")
 
 
 class AnswerWatcher(Protocol):
@@ -28,8 +44,10 @@ class AnswerWatcher(Protocol):
     now: loop time.
     """
 
-    def first_token(self, now: float, receipt: Receipt) -> None:
-        """An answer begins: TTFT and its phases will not change."""
+    def first_token(
+        self, now: float, *, ttft_s: float, prompt_tokens: int, cached_tokens: int
+    ) -> None:
+        """An answer begins."""
         ...
 
     def later_tokens(self, now: float, num_tokens: int, gap_s: float) -> None:
@@ -37,8 +55,8 @@ class AnswerWatcher(Protocol):
         the tokens before them, added up; each token has an equal share."""
         ...
 
-    def transferred(self, now: float, receipt: Receipt) -> None:
-        """All KV of an attempt has moved: the receipt's transfer will not change any more."""
+    def transferred(self, now: float, decision: RouteDecision, transfer: Transfer) -> None:
+        """All KV of an attempt has moved."""
         ...
 
     def ended(self, now: float, receipt: Receipt, error: str) -> None:
@@ -48,71 +66,101 @@ class AnswerWatcher(Protocol):
 
 
 class Timeline:
-    """One answer's marks. arrived_at: loop time. span: of the request that asked for it."""
+    """One answer's events. arrived_at: loop time. span: of the request that asked for it."""
 
     def __init__(
         self,
         arrived_at: float,
         *,
+        request_id: bytes = b"",
         prompt_tokens: int = 0,
         watchers: tuple[AnswerWatcher, ...] = (),
         span: Span = NO_SPAN,
     ) -> None:
         self.cached_tokens = 0
+        self.first_token_at: float | None = None
+        """Loop time at which the first token was handed on; None = not yet."""
+        self._request_id = request_id
+        self._prompt_tokens = prompt_tokens
         self._watchers = watchers
         self._span = span
         self._attempt = NO_SPAN
         self._attempts = 0
         self._output_tokens = 0
+        self._errors: list[str] = []
+        self._is_abandoned = False
+        self._decision: RouteDecision | None = None
+        self._has_decode = False
+        self._transfer = NO_TRANSFER
+        self._is_transfer_told = True
+        self._decode_cached_tokens = 0
+        self._reserve_wait_s = 0.0
+        self._prefill_s = 0.0, 0.0  # in its queue, and computing
+        self._arrived_at = arrived_at
+        self._admitted_at: float | None = None
+        self._dispatched_at: float | None = None
+        self._last_dispatched_at: float | None = None
+        self._second_token_at: float | None = None
+        self._last_token_at: float | None = None
+        self._ended_at: float | None = None
         self._waiting_since = arrived_at
         self._prefilled_at = arrived_at
-        self._is_transfer_told = True
-        self._is_abandoned = False
-        self._last_token_at: float | None = None
-        self._marks: dict[str, float] = {"arrived_at": arrived_at}
-        self._facts: dict[str, Any] = {"prompt_tokens": prompt_tokens}
-        self._errors: list[str] = []
 
-    @property
-    def first_token_at(self) -> float | None:
-        """Loop time at which the first token was handed on; None = not yet."""
-        return self._marks.get("first_token_at")
+    # --- the way in -----------------------------------------------------------------------------
 
     def admitted(self) -> None:
         """A place in the gateway is ours."""
         self._span.phase("queue", self._waiting_since)
-        self._marks["admitted_at"] = self._waiting_since = _now()
+        self._admitted_at = self._waiting_since = _now()
+        note(Moment.ADMITTED, self._request_id)
 
     def refused(self, error: MeshError | None) -> None:
         """There was no place in time, or the client left before (None); nothing follows."""
         self._is_abandoned = error is None
         reason = CANCELLED if error is None else error.type
         self._span.phase("queue", self._waiting_since, error=reason)
-        self.ended(error)
+        self._tell_end(error)
+
+    # --- attempts -------------------------------------------------------------------------------
 
     def dispatched(self, decision: RouteDecision, *, has_decode: bool) -> str:
-        """The legs of an attempt are sent; return the trace context to send with them."""
+        """The legs of an attempt are about to be sent; return the trace context to send with
+        them."""
         now = _now()
         self._attempts += 1
-        self._marks.setdefault("dispatched_at", now)
-        if "first_token_at" not in self._marks:
-            self._marks["last_dispatched_at"] = now
-        facts = self._facts
-        facts["prefill"] = f"{decision.prefill:016x}"
-        facts["decode"] = f"{decision.decode:016x}" if has_decode else ""
-        for name in _TRANSFER_FACTS:
-            facts.pop(name, None)
-        if decision.is_colocated:
-            facts["mode"] = "colocated"
+        if self._dispatched_at is None:
+            self._dispatched_at = now
+        if self.first_token_at is None:
+            self._last_dispatched_at = now
+        self._decision, self._has_decode = decision, has_decode
+        self._transfer = _COLOCATED if decision.is_colocated else NO_TRANSFER
         self._is_transfer_told = True
+        if is_informing():
+            _log.info(
+                Moment.ROUTED.value,
+                request_id=self._request_id.hex(),
+                at_s=now,
+                attempt=self._attempts - 1,
+                decision=decision.as_dict(),
+            )
+            note(Moment.DISPATCHED, self._request_id, attempt=self._attempts - 1)
         if not self._span.is_recording:
             return ""
         self._span.phase("route", self._waiting_since, {"pdmesh.policy": decision.policy})
-        workers = {"pdmesh.prefill": facts["prefill"], "pdmesh.decode": facts["decode"]}
+        prefill, decode = self._workers
+        workers = {"pdmesh.prefill": prefill, "pdmesh.decode": decode}
         self._attempt = self._span.begin(
             "attempt", now, {"pdmesh.attempt": self._attempts, **workers}, kind=SpanKind.CLIENT
         )
         return self._attempt.context
+
+    @property
+    def _workers(self) -> tuple[str, str]:
+        """Who prefills and who decodes, as text; '' = nobody."""
+        if self._decision is None:
+            return "", ""
+        decode = f"{self._decision.decode:016x}" if self._has_decode else ""
+        return f"{self._decision.prefill:016x}", decode
 
     def attempt_failed(self, error: MeshError) -> None:
         """An attempt brings no more; what follows is another one or the end."""
@@ -127,47 +175,36 @@ class Timeline:
     def prefilled(self, *, queue_s: float, compute_s: float, cached_tokens: int) -> None:
         """Prefill's own times, with an attempt's first token."""
         self._prefilled_at = _now()
-        if "first_token_at" not in self._marks:
-            self._marks["prefill_queue_s"], self._marks["prefill_s"] = queue_s, compute_s
+        if self.first_token_at is None:
+            self._prefill_s = queue_s, compute_s
             self.cached_tokens = cached_tokens
 
     def granted(self, *, cached_tokens: int, wait_s: float) -> None:
         """Decode has room."""
-        self._facts["decode_cached_tokens"] = cached_tokens
-        self._facts["reserve_wait_s"] = wait_s
+        self._decode_cached_tokens = cached_tokens
+        self._reserve_wait_s = wait_s
 
-    def pushed(
-        self, *, num_bytes: int, transfer_s: float, exposed_s: float, lane: str, mode: str
-    ) -> None:
+    def pushed(self, transfer: Transfer) -> None:
         """Prefill says that all KV was acknowledged."""
-        self._note_transfer(num_bytes, transfer_s, exposed_s, lane, mode)
+        self._transfer = transfer
         self._tell_transfer()
 
     def joined(self, *, num_bytes: int, receive_s: float, lane: str) -> None:
         """Decode says that it has all KV. Prefill knows better, but a short answer may be over
         before it has said so."""
-        if "mode" not in self._facts:
-            self._note_transfer(num_bytes, receive_s, _now() - self._prefilled_at, lane, "")
+        if not self._transfer.mode:
+            exposed_s = _now() - self._prefilled_at
+            self._transfer = Transfer(num_bytes, receive_s, exposed_s, lane)
             self._is_transfer_told = False
-
-    def _note_transfer(
-        self, num_bytes: int, transfer_s: float, exposed_s: float, lane: str, mode: str
-    ) -> None:
-        self._facts |= {
-            "transfer_bytes": num_bytes,
-            "transfer_s": transfer_s,
-            "transfer_exposed_s": exposed_s,
-            "gb_per_s": num_bytes / transfer_s / 1e9 if transfer_s > 0 else 0.0,
-            "lane": lane,
-            "mode": mode,
-        }
 
     def _tell_transfer(self) -> None:
         self._is_transfer_told = True
-        if self._facts["transfer_bytes"]:
-            now, receipt = _now(), self.receipt()
+        if self._transfer.num_bytes and self._decision is not None:
+            now = _now()
             for watcher in self._watchers:
-                watcher.transferred(now, receipt)
+                watcher.transferred(now, self._decision, self._transfer)
+
+    # --- tokens ---------------------------------------------------------------------------------
 
     def emitted(self, now: float, num_tokens: int) -> tuple[float, int]:
         """Tokens, at least one, were handed to the client's side.
@@ -175,29 +212,43 @@ class Timeline:
         Returns (when the one before was, how many followed it), of the first token (now, all but
         that one). Who calls tells the watchers: of many answers at once (``delivery.py``).
         """
+        if is_debugging():
+            index = self._output_tokens
+            note(Moment.EMITTED, self._request_id, index=index, num_tokens=num_tokens)
         self._output_tokens += num_tokens
         last_at, self._last_token_at = self._last_token_at, now
         if last_at is None:
-            last_at = self._marks["first_token_at"] = now
+            last_at = self.first_token_at = now
             num_tokens -= 1
-            receipt = self.receipt()
             for watcher in self._watchers:
-                watcher.first_token(now, receipt)
-        if num_tokens:
-            self._marks.setdefault("second_token_at", now)
+                watcher.first_token(
+                    now,
+                    ttft_s=now - self._arrived_at,
+                    prompt_tokens=self._prompt_tokens,
+                    cached_tokens=self.cached_tokens,
+                )
+        if num_tokens and self._second_token_at is None:
+            self._second_token_at = now
         return last_at, num_tokens
+
+    # --- the end --------------------------------------------------------------------------------
 
     def abandoned(self) -> None:
         """The client left before the end."""
         self._is_abandoned = True
 
-    def ended(self, error: MeshError | None) -> None:
+    def ended(self, error: MeshError | None, finish: FinishReason = FinishReason.NONE) -> None:
         """Nothing follows; without an error the answer is whole, or the client left."""
-        now = self._marks["ended_at"] = _now()
+        if is_debugging():
+            note(Moment.ENDED, self._request_id, finish_reason=finish.name.lower())
+        self._tell_end(error)
+
+    def _tell_end(self, error: MeshError | None) -> None:
+        now = self._ended_at = _now()
         if error is not None:
             self._errors.append(error.type)
         reason = error.type if error is not None else CANCELLED if self._is_abandoned else ""
-        if reason and "admitted_at" in self._marks and self._attempt is NO_SPAN:
+        if reason and self._admitted_at is not None and self._attempt is NO_SPAN:
             self._span.phase("route", self._waiting_since, error=reason)
         self._attempt.end(error=reason)
         if not self._is_transfer_told:
@@ -208,16 +259,35 @@ class Timeline:
 
     def receipt(self) -> Receipt:
         """Return the receipt as of now; complete after ``ended``."""
-        marks = self._marks
-        if self._last_token_at is not None:
-            marks["last_token_at"] = self._last_token_at
+        num_bytes, transfer_s, exposed_s, lane, mode = self._transfer
+        prefill, decode = self._workers
         return receipt_of(
-            Marks(**marks),
+            Marks(
+                self._arrived_at,
+                self._admitted_at,
+                self._dispatched_at,
+                self._last_dispatched_at,
+                self.first_token_at,
+                self._second_token_at,
+                self._last_token_at,
+                self._ended_at,
+                *self._prefill_s,
+            ),
             output_tokens=self._output_tokens,
             attempts=self._attempts,
             cached_tokens=self.cached_tokens,
             errors=tuple(self._errors),
-            **self._facts,
+            prompt_tokens=self._prompt_tokens,
+            prefill=prefill,
+            decode=decode,
+            decode_cached_tokens=self._decode_cached_tokens,
+            reserve_wait_s=self._reserve_wait_s,
+            transfer_bytes=num_bytes,
+            transfer_s=transfer_s,
+            transfer_exposed_s=exposed_s,
+            gb_per_s=num_bytes / transfer_s / 1e9 if transfer_s > 0 else 0.0,
+            lane=lane,
+            mode=mode,
         )
 
 
