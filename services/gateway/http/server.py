@@ -3,7 +3,7 @@ everything.
 
 The guard is the only way to a handler: it gives the call its id, checks the key unless the route's
 policy says that anybody may come, and turns every failure into the same JSON. Knows no endpoint;
-those are in ``http.py``.
+those are in ``door.py``.
 """
 
 from __future__ import annotations
