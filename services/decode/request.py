@@ -49,7 +49,7 @@ class AnswerLine(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReserveRequest:
     """One attempt to decode. prefill: who may push. wait_s: how long it may wait for blocks.
-    deadline_at: loop time. trace_context: see ``tracing.Span.context``.
+    deadline_at: loop time. trace_context: see ``tracing.TraceSpan.context``.
     """
 
     key: LeaseKey

@@ -39,7 +39,7 @@ from shared.schedule.plan import NewToken, PromptTimes, StepPlan
 from shared.schedule.scheduler import Scheduler
 from shared.schedule.sequence import Sequence
 from shared.telemetry.moments import Moment, note
-from shared.telemetry.tracing import CANCELLED, NO_TRACER, Phases, Span, Tracer, Value
+from shared.telemetry.tracing import CANCELLED, NO_TRACER, Phases, Tracer, TraceSpan, Value
 from shared.telemetry.worker import MovingMean, PrefillMetrics, WorkerLoad
 from shared.transfer.messages import TransferKey
 
@@ -49,7 +49,7 @@ _log = structlog.get_logger(__name__)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillRequest:
     """One attempt to prefill. decode: where the KV goes, None = nowhere. deadline_at: loop time.
-    trace_context: see ``tracing.Span.context``."""
+    trace_context: see ``tracing.TraceSpan.context``."""
 
     key: TransferKey
     item: WorkItem
@@ -88,7 +88,7 @@ class PrefillJob:
     sink: JobSink
     push: PushHandle | None
     arrived_at: float
-    span: Span
+    span: TraceSpan
     phases: Phases
     started_at: float = 0.0
     stats: PushStats = field(default_factory=PushStats)

@@ -75,7 +75,7 @@ class AttemptOrder:
     """What both legs of an attempt are told alike.
 
     token_column: packed token ids, prompt and what the client already has. deadline_s: seconds
-    left, 0 = none. trace_context: see ``tracing.Span.context``.
+    left, 0 = none. trace_context: see ``tracing.TraceSpan.context``.
     """
 
     request_id: bytes

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from services.gateway.core.routing import RouteDecision
 from shared.errors import MeshError
 from shared.telemetry.lifetime import Marks, Receipt, receipt_of
-from shared.telemetry.tracing import CANCELLED, NO_SPAN, Span, SpanKind
+from shared.telemetry.tracing import CANCELLED, NO_SPAN, SpanKind, TraceSpan
 
 _TRANSFER_FACTS = (
     "transfer_bytes", "transfer_s", "transfer_exposed_s", "gb_per_s", "lane", "mode"
@@ -56,7 +56,7 @@ class Timeline:
         *,
         prompt_tokens: int = 0,
         watchers: tuple[AnswerWatcher, ...] = (),
-        span: Span = NO_SPAN,
+        span: TraceSpan = NO_SPAN,
     ) -> None:
         self.cached_tokens = 0
         self._watchers = watchers
