@@ -36,7 +36,7 @@ from bench.disaggregation.run import (
 from bench.plots import Panel, Pictures, save
 from bench.record import Record, spread
 from services.cli.bench.endpoints import ServerEndpoint, open_endpoints
-from services.cli.bench.records import End, Run
+from services.cli.bench.records import Ending, Run
 from services.cli.bench.sources import Sessions
 from services.cli.bench.summary import summarize
 from services.cli.bench.workload import Load, Source
@@ -76,7 +76,7 @@ def goodput_of(rows: Sequence[Row], system: str, ttft: float, tpot: float) -> fl
 def answers_of(run: Run) -> list[tuple[float, float] | None]:
     """TTFT and time per token of every request, in seconds; None for one without a whole
     answer."""
-    outcomes = [one.outcome() for one in run.records if one.end is not End.UNFINISHED]
+    outcomes = [one.outcome() for one in run.records if one.end is not Ending.UNFINISHED]
     return [
         (round(ttft_s, 5), round(one.tpot_s, 6))
         if one.is_complete and (ttft_s := one.ttft_s) is not None

@@ -16,7 +16,7 @@ from services.cli.bench.command import _is_good, bench
 from services.cli.bench.endpoints import Description
 from services.cli.bench.measurement import Measurement
 from services.cli.bench.options import LoadFlags, RequestFlags, ServerFlags, SloFlags
-from services.cli.bench.records import End, Record, Run
+from services.cli.bench.records import Ending, Record, Run
 from services.cli.bench.report import CSV_COLUMNS, build_report, write_report
 from services.cli.bench.search import RateSearch
 from services.cli.bench.sources import fixed
@@ -29,15 +29,17 @@ from shared.telemetry.definitions import Slo
 SLO = Slo(ttft_s=0.5, tpot_s=0.05)
 
 
-def a_record(index: int, end: End = End.COMPLETE, *, ttft_s: float = 0.1, **more: Any) -> Record:
+def a_record(
+    index: int, end: Ending = Ending.COMPLETE, *, ttft_s: float = 0.1, **more: Any
+) -> Record:
     """A request due at ``index`` s; a complete one has four tokens, 20 ms apart."""
     record = Record(Ask(num_input=10, num_output=4), index, float(index), "http://a", **more)
     record.sent_at = record.sent_at or record.due_at + 0.001
-    if end in (End.COMPLETE, End.CUT):
-        for token in range(4 if end is End.COMPLETE else 2):
+    if end in (Ending.COMPLETE, Ending.CUT):
+        for token in range(4 if end is Ending.COMPLETE else 2):
             record.add(index + ttft_s + 0.02 * token, 1)
     record.ended_at = index + 1.0
-    if end is End.COMPLETE or end is End.UNFINISHED:
+    if end is Ending.COMPLETE or end is Ending.UNFINISHED:
         record.end = end
     else:
         record.fail(end, f"it was {end.value}")
@@ -58,12 +60,19 @@ def a_run(*records: Record, **more: Any) -> Run:
 
 def test_everything_missed_counts_against_the_server() -> None:
     """Refused, failed, cut, timed out, unreachable; what we interrupted is left out."""
-    ends = [End.COMPLETE, End.REFUSED, End.FAILED, End.CUT, End.TIMEOUT, End.UNREACHABLE]
-    run = a_run(*(a_record(n, end) for n, end in enumerate([*ends, End.UNFINISHED])))
+    ends = [
+        Ending.COMPLETE,
+        Ending.REFUSED,
+        Ending.FAILED,
+        Ending.CUT,
+        Ending.TIMEOUT,
+        Ending.UNREACHABLE,
+    ]
+    run = a_run(*(a_record(n, end) for n, end in enumerate([*ends, Ending.UNFINISHED])))
     summary = summarize(run, SLO)
     assert summary["attainment"] == pytest.approx(1 / 6)
     assert summary["num_missed"] == 5
-    assert summary["ends"] == {end.value: 1 for end in [*ends, End.UNFINISHED]}
+    assert summary["ends"] == {end.value: 1 for end in [*ends, Ending.UNFINISHED]}
     assert summary["num_submitted"] == 7
     assert summary["ttft_s"]["count"] == 1
     assert summary["output_tokens"] == 4 + 2
@@ -92,7 +101,7 @@ def test_latency_counts_from_when_a_request_was_due() -> None:
         ({"loop_lags": [0.0] * 50 + [0.2]}, "answers were read late: by more than 10 ms"),
         ({"loop_lags": [0.0] * 50 + [0.02]}, None),  # 10 ms of 2 s
         ({"cpu_s": 1.9}, "the client used 95% of a core"),
-        ({"records": [a_record(0), a_record(1, End.CLIENT)]}, "1 requests could not leave"),
+        ({"records": [a_record(0), a_record(1, Ending.CLIENT)]}, "1 requests could not leave"),
     ],
 )
 def test_a_run_in_which_the_client_fell_behind_is_void(
@@ -115,7 +124,7 @@ def a_measurement(*runs: Run) -> Measurement:
 
 def test_the_files_of_a_report(tmp_path: Path) -> None:
     """JSON as built, a line of CSV for each request, one page that asks nobody for anything."""
-    lost = a_record(1, End.REFUSED)
+    lost = a_record(1, Ending.REFUSED)
     lost.error = "<script>alert(1)</script>"
     first, second = a_run(a_record(0), lost), a_run(a_record(0), a_record(1, ttft_s=0.9))
     second.rate = 2.0
@@ -154,7 +163,7 @@ def test_without_matplotlib_a_report_names_the_extra(monkeypatch: pytest.MonkeyP
 
 def test_a_report_of_nothing_but_failures_can_be_shown(tmp_path: Path) -> None:
     """No latencies, no plots of them, no crash; an endless rate is null in JSON."""
-    run = a_run(a_record(0, End.UNREACHABLE))
+    run = a_run(a_record(0, Ending.UNREACHABLE))
     run.rate = math.inf
     measurement = a_measurement(run)
     measurement.descriptions = [Description(url="http://a", api="chat", model="m")]

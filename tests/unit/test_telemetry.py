@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared import log
-from shared.telemetry.definitions import Outcome, Slo, attainment, goodput, percentile
+from shared.telemetry.definitions import RequestOutcome, Slo, attainment, goodput, percentile
 from shared.telemetry.lifetime import TTFT_PHASES, Marks, Receipt, receipt_of
 from shared.telemetry.loop_lag import INTERVAL_S, LagWindow, watch_loop_lag
 from tests.support.virtual_loop import run_virtual
@@ -96,21 +96,21 @@ def test_receipt_of_a_request_that_was_refused() -> None:
 
 def test_metrics_of_one_request() -> None:
     """TTFT, TBT, TPOT and E2E are what their definitions say."""
-    outcome = Outcome(10.0, [10.5, 10.6, 10.8, 11.1])
+    outcome = RequestOutcome(10.0, [10.5, 10.6, 10.8, 11.1])
     assert outcome.ttft_s == 0.5
     assert outcome.tbt_s == pytest.approx([0.1, 0.2, 0.3])
     assert outcome.tpot_s == pytest.approx(0.2)
     assert outcome.e2e_s == pytest.approx(1.1)
-    assert Outcome(10.0, [10.5]).tpot_s == 0.0
-    assert Outcome(10.0).ttft_s is None
+    assert RequestOutcome(10.0, [10.5]).tpot_s == 0.0
+    assert RequestOutcome(10.0).ttft_s is None
 
 
 def test_refused_requests_count_as_missed() -> None:
     """Attainment is over all submitted requests."""
     slo = Slo(ttft_s=1.0, tpot_s=0.15)
-    good, slow = Outcome(0.0, [0.5, 0.6]), Outcome(0.0, [0.5, 0.9])
-    cut = Outcome(0.0, [0.5], is_complete=False)
-    assert attainment([good, slow, cut, Outcome(0.0)], slo) == 0.25
+    good, slow = RequestOutcome(0.0, [0.5, 0.6]), RequestOutcome(0.0, [0.5, 0.9])
+    cut = RequestOutcome(0.0, [0.5], is_complete=False)
+    assert attainment([good, slow, cut, RequestOutcome(0.0)], slo) == 0.25
     assert attainment([], slo) == 1.0
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from services.cli.bench.records import End, Record
+from services.cli.bench.records import Ending, Record
 
 REFUSALS = (429, 503)
 MOST_LINE_BYTES = 8 << 20
@@ -88,15 +88,15 @@ class AnswerReader:
     def end(self) -> None:
         """The stream is over: say how it ended."""
         record = self._record
-        if record.end is not End.UNFINISHED:
+        if record.end is not Ending.UNFINISHED:
             return
         if not (self._is_done or self._is_finished):
             record.fail(*_broken(record, "the stream ended without an end of the answer"))
         elif not record.times:
-            record.fail(End.FAILED, "an answer without a token")
+            record.fail(Ending.FAILED, "an answer without a token")
         else:
             record.correct(self._total or record.num_output)
-            record.end = End.COMPLETE
+            record.end = Ending.COMPLETE
 
     def _fail(self, error: Any) -> None:
         record = self._record
@@ -104,13 +104,13 @@ class AnswerReader:
         words = str(error.get("message", error) if is_told else error)  # pyright: ignore[reportUnknownMemberType,reportUnknownArgumentType]
         code: Any = error.get("code") if is_told else None  # pyright: ignore[reportUnknownMemberType,reportUnknownVariableType]
         if not record.times and code in REFUSALS:
-            record.fail(End.REFUSED, words)
+            record.fail(Ending.REFUSED, words)
         else:
             record.fail(*_broken(record, words))
 
 
-def _broken(record: Record, words: str) -> tuple[End, str]:
-    return (End.CUT if record.times else End.FAILED), words
+def _broken(record: Record, words: str) -> tuple[Ending, str]:
+    return (Ending.CUT if record.times else Ending.FAILED), words
 
 
 def _has_text(choice: dict[str, Any]) -> bool:

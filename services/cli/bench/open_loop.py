@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from services.cli.bench.endpoints import ServerEndpoint
 from services.cli.bench.prompts import DEFAULT_VOCAB, Prompts
-from services.cli.bench.records import End, Record, Run
+from services.cli.bench.records import Ending, Record, Run
 from services.cli.bench.workload import Spread, Workload, servers_of
 from shared.errors import InvalidRequest
 
@@ -81,7 +81,7 @@ async def run_open_loop(
                 async with asyncio.timeout(answer_within_s):
                     await endpoint.answer(request, record)
             except TimeoutError:
-                record.fail(End.TIMEOUT, f"no end within {answer_within_s:g} s")
+                record.fail(Ending.TIMEOUT, f"no end within {answer_within_s:g} s")
         record.ended_at = time.perf_counter()
         run.num_ended += 1
 

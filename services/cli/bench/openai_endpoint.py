@@ -22,13 +22,13 @@ import orjson
 from services.cli.bench.answers import REFUSALS, AnswerReader, EventLines
 from services.cli.bench.endpoints import Api, Description
 from services.cli.bench.prompts import DEFAULT_VOCAB, Prompts, one_prompt
-from services.cli.bench.records import End, Record
+from services.cli.bench.records import Ending, Record
 from services.cli.bench.workload import Ask
 from services.cli.client import (
     NO_ACCESS,
     Access,
     CannotRun,
-    Refused,
+    GatewayRefused,
     address,
     get_json,
     open_session,
@@ -117,18 +117,18 @@ class OpenAiEndpoint:
                 await self._read(response, record)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             is_ours = getattr(error, "errno", None) in OUR_LIMITS
-            record.fail(End.CLIENT if is_ours else End.UNREACHABLE, str(error))
+            record.fail(Ending.CLIENT if is_ours else Ending.UNREACHABLE, str(error))
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            record.fail(End.CUT if record.times else End.FAILED, str(error) or repr(error))
+            record.fail(Ending.CUT if record.times else Ending.FAILED, str(error) or repr(error))
 
     async def _read(self, response: aiohttp.ClientResponse, record: Record) -> None:
         if response.status != 200:
             body = await response.content.read(1 << 16)
-            end = End.REFUSED if response.status in REFUSALS else End.FAILED
+            end = Ending.REFUSED if response.status in REFUSALS else Ending.FAILED
             record.fail(end, f"HTTP {response.status}: {_words(body)}")
             return
         if response.content_type != "text/event-stream":
-            record.fail(End.FAILED, f"not a stream of events but {response.content_type}")
+            record.fail(Ending.FAILED, f"not a stream of events but {response.content_type}")
             return
         lines, answer = EventLines(), AnswerReader(record)
         async for data in response.content.iter_any():
@@ -150,7 +150,8 @@ async def open_openai_endpoint(
 ) -> AsyncGenerator[OpenAiEndpoint]:
     """Open a server and settle on the richest dialect that it understands.
 
-    Raises CannotRun: it cannot be reached. Refused: its own words, if it answers in no dialect.
+    Raises CannotRun: it cannot be reached. GatewayRefused: its own words, if it answers in no
+    dialect.
     """
     connector = {"limit": 0, "keepalive_timeout": KEEPALIVE_S}
     async with open_session(access, connector=connector) as session:
@@ -191,16 +192,16 @@ async def _probe(endpoint: OpenAiEndpoint, dialect: Dialect, vocab: int) -> Desc
             await endpoint.answer(body, record)
     except TimeoutError:
         raise CannotRun(f"{known.url} does not answer within {PROBE_WITHIN_S:g} s") from None
-    if record.end is End.UNREACHABLE or record.end is End.CLIENT:
+    if record.end is Ending.UNREACHABLE or record.end is Ending.CLIENT:
         raise CannotRun(f"nothing answers at {known.url} ({record.error})")
-    if record.end is not End.COMPLETE:
-        trouble = Refused(f"{known.url} does not answer: {record.error}")
-        if record.end is End.REFUSED or "HTTP 401" in record.error or "HTTP 403" in record.error:
+    if record.end is not Ending.COMPLETE:
+        trouble = GatewayRefused(f"{known.url} does not answer: {record.error}")
+        if record.end is Ending.REFUSED or "HTTP 401" in record.error or "HTTP 403" in record.error:
             raise trouble
         raise _NotUnderstood(trouble)
     if dialect.takes_ids and record.num_prompt not in (0, PROBE_INPUT, PROBE_INPUT + 1):
         # It took the ids for something else, for several prompts or for text.
-        raise _NotUnderstood(Refused(f"{known.url} does not take prompts of token ids"))
+        raise _NotUnderstood(GatewayRefused(f"{known.url} does not take prompts of token ids"))
     counts = "one a message, spread to the sum at the end" if record.num_prompt else "one a message"
     return Description(
         url=known.url,

@@ -13,7 +13,7 @@ from typing import Any, Final
 from services.cli.bench.records import Run
 from services.cli.bench.view import time_text
 from services.cli.flags import CannotRun
-from shared.telemetry.definitions import Outcome, Slo, percentiles
+from shared.telemetry.definitions import RequestOutcome, Slo, percentiles
 
 MOST_DOTS: Final = 2000
 NUM_BINS: Final = 60
@@ -78,7 +78,7 @@ def _spread(plot: Any, name: str, values: Sequence[float], limit: float | None) 
     _time_axis(plot, "x", limit)
 
 
-def _timeline(plot: Any, run: Run, outcomes: Sequence[Outcome], slo: Slo) -> None:
+def _timeline(plot: Any, run: Run, outcomes: Sequence[RequestOutcome], slo: Slo) -> None:
     """TTFT of each request where it arrived; what was missed lies on the upper edge."""
     step = max(1, len(outcomes) // MOST_DOTS)
     ttfts = [outcome.ttft_s for outcome in outcomes if outcome.is_complete]

@@ -114,7 +114,7 @@ class Inference:
     def _admit(
         self, stream: ServerStream[Any, Any], call: Call, *, label: str, is_metered: bool = True
     ) -> None:
-        call.caller = self._front.admit(
+        call.caller = self._front.authenticate(
             call.caller,
             authorization=stream.metadata.get("authorization"),
             is_metered=is_metered,

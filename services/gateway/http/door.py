@@ -73,7 +73,7 @@ def serve_http(
     tls: ServerTls | None = None,
     origins: frozenset[str] = frozenset(),
 ) -> AbstractAsyncContextManager[Address]:
-    """Serve HTTP until the block ends; see ``http_server.listen``.
+    """Serve HTTP until the block ends; see ``server.listen``.
 
     stall_s: how long a client may leave a full stream unread before it is cut off. origins: whose
     pages may ask, too (``cors.py``).

@@ -38,7 +38,7 @@ Schema = dict[str, Any]
 _REFERENCE = "#/components/schemas/{name}"
 
 
-class Operation(NamedTuple):
+class ApiOperation(NamedTuple):
     """What a route takes and gives.
 
     answer: a struct for JSON, else a media type. event: of a stream, if the body may ask for one.
@@ -53,47 +53,47 @@ class Operation(NamedTuple):
     refusal: type[msgspec.Struct] | None = None
 
 
-OPERATIONS: dict[tuple[str, str], Operation] = {
-    ("POST", "/v1/chat/completions"): Operation(
+OPERATIONS: dict[tuple[str, str], ApiOperation] = {
+    ("POST", "/v1/chat/completions"): ApiOperation(
         "Answer a chat, whole or as a stream of events.",
         bodies.ChatCompletion,
         body=ChatBody,
         event=bodies.ChatCompletionChunk,
         needs_model=True,
     ),
-    ("POST", "/v1/completions"): Operation(
+    ("POST", "/v1/completions"): ApiOperation(
         "Continue one or several prompts, whole or as a stream of events.",
         bodies.Completion,
         body=CompletionBody,
         event=bodies.CompletionChunk,
         needs_model=True,
     ),
-    ("GET", "/v1/models"): Operation("List the served model.", bodies.ModelList),
-    ("GET", "/v1/models/{name:.+}"): Operation(
+    ("GET", "/v1/models"): ApiOperation("List the served model.", bodies.ModelList),
+    ("GET", "/v1/models/{name:.+}"): ApiOperation(
         "Tell of one model.", bodies.ModelCard, needs_model=True
     ),
-    ("POST", "/tokenize"): Operation(
+    ("POST", "/tokenize"): ApiOperation(
         "Turn a prompt, or messages by the chat template, into token ids.",
         bodies.Tokens,
         body=TokenizeBody,
         needs_model=True,
     ),
-    ("POST", "/detokenize"): Operation(
+    ("POST", "/detokenize"): ApiOperation(
         "Turn token ids into text.", bodies.Text, body=DetokenizeBody, needs_model=True
     ),
-    ("GET", "/health"): Operation("Say that the process lives.", bodies.Health),
-    ("GET", "/ready"): Operation(
+    ("GET", "/health"): ApiOperation("Say that the process lives.", bodies.Health),
+    ("GET", "/ready"): ApiOperation(
         "Say whether a request would be served now.",
         bodies.Readiness,
         refusal=bodies.Readiness,
     ),
-    ("GET", "/version"): Operation("Tell the gateway's version.", bodies.Version),
-    ("GET", "/metrics"): Operation("Numbers for Prometheus.", "text/plain"),
-    ("GET", "/cluster"): Operation(
+    ("GET", "/version"): ApiOperation("Tell the gateway's version.", bodies.Version),
+    ("GET", "/metrics"): ApiOperation("Numbers for Prometheus.", "text/plain"),
+    ("GET", "/cluster"): ApiOperation(
         "Tell of workers, load and the last minute's traffic.", bodies.Cluster
     ),
-    ("GET", "/openapi.json"): Operation("This document.", "application/json"),
-    ("GET", "/"): Operation("A page to chat and to watch the mesh.", "text/html"),
+    ("GET", "/openapi.json"): ApiOperation("This document.", "application/json"),
+    ("GET", "/"): ApiOperation("A page to chat and to watch the mesh.", "text/html"),
 }
 """Every route of the table has one, but for the parts of the page; a test says so."""
 
@@ -227,7 +227,7 @@ _HEADERS: dict[str, Schema] = {
 }
 
 
-def _operation(route: Route, operation: Operation, model: ServedModel | None) -> Schema:
+def _operation(route: Route, operation: ApiOperation, model: ServedModel | None) -> Schema:
     made: Schema = {
         "operationId": "_".join([route.method.lower(), *re.findall(r"[a-z0-9]+", route.path)]),
         "summary": operation.summary,
@@ -247,7 +247,7 @@ def _operation(route: Route, operation: Operation, model: ServedModel | None) ->
     return made
 
 
-def _responses(route: Route, operation: Operation) -> Schema:
+def _responses(route: Route, operation: ApiOperation) -> Schema:
     if isinstance(operation.answer, str):
         content: Schema = {operation.answer: {}}
     else:
@@ -268,7 +268,7 @@ def _responses(route: Route, operation: Operation) -> Schema:
     return responses
 
 
-def _error_statuses(route: Route, operation: Operation) -> set[int]:
+def _error_statuses(route: Route, operation: ApiOperation) -> set[int]:
     statuses = {400, 500}
     if route.policy is not Policy.ANYBODY:
         statuses.add(401)

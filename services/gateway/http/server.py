@@ -3,7 +3,7 @@ everything.
 
 The guard is the only way to a handler: it gives the call its id, checks the key unless the route's
 policy says that anybody may come, and turns every failure into the same JSON. Knows no endpoint;
-those are in ``http.py``.
+those are in ``door.py``.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _guarded(
 ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
     async def guarded(request: web.Request) -> web.StreamResponse:
         connection = request.protocol
-        if isinstance(connection, _Connection):
+        if isinstance(connection, _ClientConnection):
             connection.has_asked = True
         # What comes every second is counted, not logged.
         is_probe = route.is_polled or route.policy is Policy.ANYBODY
@@ -134,7 +134,7 @@ async def _handle(
     try:
         headers = request.headers
         if route.policy is not Policy.ANYBODY:
-            call.caller = front.admit(
+            call.caller = front.authenticate(
                 call.caller,
                 authorization=headers.get("Authorization"),
                 is_metered=route.policy is Policy.METERED,
@@ -252,7 +252,7 @@ def _no_route(request: web.Request, routes: Mapping[str, str]) -> NotFound:
 # --- the listener -------------------------------------------------------------------------------
 
 
-class _Connection(web.RequestHandler):
+class _ClientConnection(web.RequestHandler):
     """A connection whose own complaints (malformed HTTP, oversized headers) have our shape and echo
     nothing."""
 
@@ -327,8 +327,8 @@ async def listen(
     def is_full() -> bool:
         return len(manager.connections) >= limits.MAX_CONNECTIONS
 
-    def connection() -> _Connection:
-        return _Connection(
+    def connection() -> _ClientConnection:
+        return _ClientConnection(
             manager,
             is_full=is_full,
             loop=loop,
