@@ -123,6 +123,7 @@ async def test_a_trace_keeps_its_reuse(tmp_path: Path) -> None:
                 assert run["cached_tokens"] == 64
 
 
+@pytest.mark.quick
 async def test_a_server_that_is_not_pdmesh() -> None:
     """Neither ids nor counts nor a fixed length: words, one token a chunk; and it is said."""
     async with openai_mock(OpenAiMock(usage="")) as mock:

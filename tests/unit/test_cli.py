@@ -28,8 +28,7 @@ from services.local import LocalMesh, Phase, Service, plan_services
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig, ServiceConfig
 from shared.settings import environment_of, read_config
 from tests.support.certificates import Authority
-
-ROOT = Path(__file__).parents[2]
+from tests.support.house import ROOT
 
 SERVICES = [("gateway", GatewayConfig), ("prefill", PrefillConfig), ("decode", DecodeConfig)]
 

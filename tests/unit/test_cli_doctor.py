@@ -19,8 +19,6 @@ from services.cli.doctor.machine_checks import Facts
 from shared.version import VERSION
 from tests.support.stub_gateway import StubGateway, a_view
 
-ROOT = Path(__file__).parents[2]
-
 UCX: Facts = {"library": "/lib/libuct.so", "modules": ["cma", "cuda"]}
 WITH_IB: Facts = {"library": "/usr/lib/libuct.so", "modules": ["cuda", "ib"]}
 

@@ -6,7 +6,6 @@ import json
 import random
 import re
 from collections.abc import AsyncGenerator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -23,11 +22,12 @@ from services.gateway.text.chat_template import ChatTemplate
 from services.gateway.text.text_model import TextModel
 from shared.model_folder import SpecialTokens
 from shared.rpc.network import Address
+from tests.support.house import ROOT
 from tests.support.http_client import HI
 from tests.support.scripted_mesh import ScriptedMesh, saying
 from tests.support.tiny_tokenizer import TEMPLATE, tiny_tokenizer
 
-PAGE = Path(__file__).parents[2] / "docs" / "request-fields.md"
+PAGE = ROOT / "docs" / "request-fields.md"
 ROW = re.compile(r"\| `(\w+)` \| [\w ]+ \| ([\w –]+) \| ([\w –]+) \| `(\{.*\})` \| .*\|")
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": HI},

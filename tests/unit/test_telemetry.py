@@ -10,7 +10,6 @@ import logging
 import math
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import orjson
 import pytest
@@ -22,6 +21,7 @@ from shared import log
 from shared.telemetry.definitions import RequestOutcome, Slo, attainment, goodput, percentile
 from shared.telemetry.lifetime import TTFT_PHASES, Marks, Receipt, receipt_of
 from shared.telemetry.loop_lag import INTERVAL_S, LagWindow, watch_loop_lag
+from tests.support.house import ROOT
 from tests.support.virtual_loop import run_virtual
 
 GAP = st.floats(0, 100)
@@ -177,10 +177,11 @@ def lines() -> Iterator[io.StringIO]:
     """Logs as JSON into memory; whatever was configured before is back afterwards."""
     root = logging.getLogger()
     handlers, level = root.handlers, root.level
+    before = structlog.get_config()
     stream = io.StringIO()
     log.configure_logs(service="test", level="info", form="json", stream=stream)
     yield stream
-    structlog.reset_defaults()
+    structlog.configure(**before)
     root.handlers = handlers
     root.setLevel(level)
 
@@ -197,10 +198,9 @@ def test_only_allowed_fields_are_logged(lines: io.StringIO) -> None:
 
 def test_every_field_that_we_log_is_allowed() -> None:
     """Else its value would be missing, and only who reads the log would notice."""
-    root = Path(__file__).parents[2]
     refused: list[str] = []
     num_calls = 0
-    for module in (*root.glob("services/**/*.py"), *root.glob("shared/**/*.py")):
+    for module in (*ROOT.glob("services/**/*.py"), *ROOT.glob("shared/**/*.py")):
         for call in ast.walk(ast.parse(module.read_text())):
             if not isinstance(call, ast.Call) or not call.args:
                 continue
