@@ -77,7 +77,7 @@ BIAS_KEY_PATTERN = "0|[1-9][0-9]{0,9}"
 _LABEL = re.compile(LABEL_PATTERN)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # frozen costs three times as much to make
 class SamplingForm:
     """Sampling as a client wrote it: None = not given. Field names are the names in error messages.
 
