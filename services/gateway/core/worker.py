@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 from shared.ids import Incarnation, StreamId
 from shared.kv.layout import KvLayout
 
 
-class Role(Enum):
+class Role(StrEnum):
     """What a worker does."""
 
     PREFILL = "prefill"
