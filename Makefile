@@ -48,11 +48,11 @@ demo: $(VENV)/.run ## answer a prompt through three real processes with the bund
 tour: $(VENV)/.run ## follow one request through three processes
 	@$(BIN)/pdmesh tour
 
-test: $(VENV)/.dev ## run the tests (without the slow ones)
-	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+test: $(VENV)/.dev ## run the quick tests (4 minutes)
+	@$(BIN)/python -m pytest -m "quick and not nightly" $(ARGS)
 	@echo "next: make demo, make up, make check, make test-all"
 
-test-all: $(VENV)/.dev ## run every test
+test-all: $(VENV)/.dev ## run every test (ARGS="-k name": some)
 	@$(BIN)/python -m pytest $(ARGS)
 
 $(VLLM_VENV)/.dev: pyproject.toml
@@ -70,8 +70,8 @@ $(VLLM_VENV)/.dev: pyproject.toml
 setup-vllm: $(VLLM_VENV)/.dev ## make the environment for --engine vllm (VLLM=vllm: with CUDA)
 	@echo "ready: source $(VLLM_VENV)/bin/activate, then pdmesh up --engine vllm"
 
-test-vllm: $(VLLM_VENV)/.dev ## run the tests of --engine vllm in its environment (ARGS="-m vllm": the slow ones, too)
-	@$(VLLM_VENV)/bin/python -m pytest -m "vllm and not slow" tests/vllm $(ARGS)
+test-vllm: $(VLLM_VENV)/.dev ## run the tests of --engine vllm in its environment (ARGS="-m vllm": the nightly ones, too)
+	@$(VLLM_VENV)/bin/python -m pytest -m "vllm and not nightly" tests/vllm $(ARGS)
 
 compose-test: $(VENV)/.dev ## build the images and test the mesh in real containers (as root, or with Docker)
 	@$(BIN)/python -m tools.compose_test $(ARGS)

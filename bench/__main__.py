@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import headlines
 from bench.plots import save
 from bench.record import NOT_HERE, PROJECT, Goal, cpu_name, environment, table
 
@@ -25,6 +26,7 @@ QUESTIONS = tuple(sorted(path.parent.name for path in (PROJECT / "bench").glob("
 
 
 README = PROJECT / "bench" / "README.md"
+GOALS = PROJECT / "bench" / "GOALS.md"
 
 TITLES = {
     1: "decode steps beside vLLM and llama.cpp",
@@ -72,7 +74,8 @@ def draw(question: str) -> None:
 
 
 def fill() -> None:
-    """Write the goals of all questions' newest results into bench/README.md."""
+    """Write the ten rows of bench/README.md, and the goals of all questions' newest results into
+    bench/GOALS.md."""
     lines = ["| | # | question | goal | measured | run |", "|---|---|---|---|---|---|"]
     entries = [
         entry for name in QUESTIONS for entry in newest_goals(results(PROJECT / "bench" / name))
@@ -85,9 +88,11 @@ def fill() -> None:
         bound = f"{goal.relation} {goal.bound:g}"
         what = f"{goal.question}: {goal.what}"
         lines.append(f"| {mark} | {goal.row} | {what} | {bound} | {measured} | {run} |")
-    _write_between("standing", standing([goal for goal, _ in entries]))
-    _write_between("goals", lines)
-    print(f"written to {README.relative_to(PROJECT)}")
+    runs = {name: [run for _, run in results(PROJECT / "bench" / name)] for name in QUESTIONS}
+    _write_between(README, "headlines", headlines.table(runs))
+    _write_between(GOALS, "standing", standing([goal for goal, _ in entries]))
+    _write_between(GOALS, "goals", lines)
+    print(f"written to {README.relative_to(PROJECT)} and {GOALS.relative_to(PROJECT)}")
 
 
 def standing(goals: Sequence[Goal]) -> list[str]:
@@ -107,12 +112,12 @@ def standing(goals: Sequence[Goal]) -> list[str]:
     return lines
 
 
-def _write_between(name: str, lines: Sequence[str]) -> None:
-    """Replace what stands between two marks of the README."""
+def _write_between(page: Path, name: str, lines: Sequence[str]) -> None:
+    """Replace what stands between two marks of a page."""
     begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
-    before, rest = README.read_text().split(begin)
+    before, rest = page.read_text().split(begin)
     after = rest.split(end)[1]
-    README.write_text(before + begin + "\n".join(lines) + "\n" + end + after)
+    page.write_text(before + begin + "\n".join(lines) + "\n" + end + after)
 
 
 def main() -> None:

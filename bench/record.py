@@ -47,7 +47,7 @@ _PACKAGES = (
 class Goal:
     """One line of the table that `make bench` prints.
 
-    row: the goal's number in bench/README.md. question: the folder that measured it.
+    row: the goal's number in bench/GOALS.md. question: the folder that measured it.
     relation: how ``value`` must stand to ``bound``. value: a ratio wherever there is a peer or a
     limit; else in the unit that ``what`` names.
     """

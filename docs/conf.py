@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "_extensions"))
 project = "pdmesh"
 copyright = "the pdmesh authors, Apache-2.0"
 root_doc = "docs/index"
-include_patterns = ["*.md", "docs/**.md", "bench/README.md", "bench/*/README.md"]
+include_patterns = ["*.md", "docs/**.md", "bench/*.md", "bench/*/README.md"]
 exclude_patterns = [".*", ".*/**", "build", "dist", "**/node_modules", "**/site-packages"]
 
 extensions = ["myst_parser", "sphinxcontrib.mermaid", "source_links"]

@@ -31,11 +31,11 @@ import orjson
 
 from shared.address import Address
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
-from shared.environment import environment_of
 from shared.errors import MeshError, WorkerLost
 from shared.mesh_secret import SECRET_VARIABLE, new_secret
 from shared.runtime.groups import plain_errors
 from shared.runtime.parent import PARENT_FD
+from shared.settings import environment_of
 
 RESTART_BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0)
 """Pauses before the restarts of a process that keeps crashing; the last one repeats."""
@@ -118,10 +118,10 @@ def plan_services(
     """Return the processes of a mesh, the gateway first. The workers' ``gateway`` is filled in when
     its port is known. A mesh that is given no secret gets one of its own: another on this machine
     is another mesh."""
-    workers = [("prefill", "services.prefill", config) for config in prefill] + [
-        ("colocated" if config.colocated else "decode", "services.decode", config)
-        for config in decode
-    ]
+    workers = [
+        ("worker" if config.movable else "prefill", "services.prefill", config)
+        for config in prefill
+    ] + [(_kind(config), "services.decode", config) for config in decode]
     counts: Counter[str] = Counter()
     services = [Service(name="gateway", module=Service.GATEWAY, env=environment_of(gateway))]
     for kind, module, config in workers:
@@ -133,6 +133,12 @@ def plan_services(
         for service in services:
             service.env[SECRET_VARIABLE] = secret
     return services
+
+
+def _kind(config: DecodeConfig) -> str:
+    if config.movable:
+        return "worker"
+    return "colocated" if config.colocated else "decode"
 
 
 class LocalMesh:

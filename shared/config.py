@@ -2,17 +2,20 @@
 and the configuration file are made from this.
 
 Every field is a flag (``--max-running``), an environment variable (``PDMESH_MAX_RUNNING``) and a
-key of the configuration file (``max_running``, ``config_file.py``); there is no other way to
-configure a service. The unit of a quantity ends its name (``quantity.py``). Values are checked
-here, before anything is started.
+key of the configuration file (``max_running``); ``settings.py`` reads the latter two. There is no
+other way to configure a service. The unit of a quantity ends its name (``quantity.py``). What a
+field may be stands beside it, rules between fields in ``check``; both are checked before anything
+is started.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Any, Final, Literal, NamedTuple, get_args, get_type_hints
 
 from shared.address import Address, is_loopback, parse_address
 from shared.errors import InvalidRequest
@@ -42,6 +45,43 @@ def _require(condition: bool, param: str, rule: str) -> None:
         raise InvalidRequest(f"--{param.replace('_', '-')} {rule}", param=param)
 
 
+class Between(NamedTuple):
+    """What a number may be, both ends included."""
+
+    low: float
+    high: float = math.inf
+
+    def why_wrong(self, value: Any) -> str:
+        """Return the rule if a value breaks it, else ''."""
+        text = f"{self.low}..{self.high}" if self.high < math.inf else f"at least {self.low}"
+        return "" if self.low <= value <= self.high else f"must be {text}"
+
+
+class AboveZero(NamedTuple):
+    """What a number may be, 0 excluded."""
+
+    high: float
+
+    def why_wrong(self, value: Any) -> str:
+        """See Between."""
+        return "" if 0 < value <= self.high else f"must be above 0 and at most {self.high}"
+
+
+class OneOf:
+    """What a word may be."""
+
+    def __init__(self, *words: str) -> None:
+        self.words = words
+
+    def why_wrong(self, value: Any) -> str:
+        """See Between."""
+        *most, last = self.words
+        return "" if value in self.words else f"must be {', '.join(most)} or {last}"
+
+
+PORT: Final = Between(0, 65535)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceConfig:
     """What all three services share."""
@@ -52,13 +92,13 @@ class ServiceConfig:
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for other machines (read docs/security.md first)."""
 
-    log_level: str = "info"
+    log_level: Annotated[str, OneOf("debug", "info", "warning", "error")] = "info"
     """debug, info, warning or error."""
 
-    log_format: str = "auto"
+    log_format: Annotated[str, OneOf("auto", "json", "pretty")] = "auto"
     """json, pretty, or auto: pretty on a terminal."""
 
-    drain_s: float = 30.0
+    drain_s: Annotated[float, Between(0, 3600)] = 30.0
     """Seconds to finish what is in hand after SIGTERM."""
 
     mesh_secret_file: Path | None = None
@@ -88,17 +128,9 @@ class ServiceConfig:
 
     def check(self) -> None:
         """Raise InvalidRequest, naming the flag, for the first value out of range."""
-        _require(
-            self.log_level in ("debug", "info", "warning", "error"),
-            "log_level",
-            "must be debug, info, warning or error",
-        )
-        _require(
-            self.log_format in ("auto", "json", "pretty"),
-            "log_format",
-            "must be auto, json or pretty",
-        )
-        _require(0 <= self.drain_s <= 3600, "drain_s", "must be 0..3600 seconds")
+        for name, rule in rules_of(type(self)).items():
+            why = rule.why_wrong(getattr(self, name))
+            _require(not why, name, why)
         missing = [name for name in MESH_TLS_SETTINGS if getattr(self, name) is None]
         if 0 < len(missing) < len(MESH_TLS_SETTINGS):
             rule = "is missing: --mesh-tls-cert, --mesh-tls-key and --mesh-tls-ca go together"
@@ -110,33 +142,33 @@ class GatewayConfig(ServiceConfig):
     """The gateway: clients on one side, workers on the other. It needs the model's tokenizer, not
     its weights."""
 
-    http_port: int = 8000
+    http_port: Annotated[int, PORT] = 8000
     """Port of the OpenAI-compatible API; 0 = any free one."""
 
-    grpc_port: int = 8001
+    grpc_port: Annotated[int, PORT] = 8001
     """Port of the gRPC API; 0 = any free one."""
 
     mesh_host: str = "127.0.0.1"
     """Address on which workers join: a door of its own, not the clients'."""
 
-    mesh_port: int = MESH_PORT
+    mesh_port: Annotated[int, PORT] = MESH_PORT
     """Port on which workers join; 0 = any free one."""
 
-    gateway_processes: int = 1
+    gateway_processes: Annotated[int, Between(1, 64)] = 1
     """Gateway processes that share the HTTP port. Workers join each: at --mesh-port, that plus 1,
     and so on."""
 
     share_http_port: bool = False
     """Let other gateway processes of this host listen on the HTTP port, too."""
 
-    process_port: int = 0
+    process_port: Annotated[int, PORT] = 0
     """Second HTTP port, of this process alone: where its own /metrics and /cluster are if several
     share the first; of several the first one's, the others' follow; 0 = none."""
 
     model_name: str = ""
     """Name that clients use; default: the folder's name."""
 
-    policy: str = "least_loaded"
+    policy: Annotated[str, OneOf(*get_args(RoutingPolicyName))] = "least_loaded"
     """Routing policy: least_loaded, round_robin or random."""
 
     tls_cert: Path | None = None
@@ -157,10 +189,10 @@ class GatewayConfig(ServiceConfig):
     """File of API keys, one 'name:sha256-hex' a line (see pdmesh hash-key); a changed file counts
     from the next call on. Without it and --api-key every client is let in."""
 
-    key_requests_per_minute: int = 0
+    key_requests_per_minute: Annotated[int, Between(0, 10**9)] = 0
     """Requests a minute of each API key whose line says nothing else; 0 = no limit."""
 
-    key_concurrent_requests: int = 0
+    key_concurrent_requests: Annotated[int, Between(0, 10**9)] = 0
     """Requests in progress of each API key whose line says nothing else; 0 = no limit."""
 
     metrics_address: str = ""
@@ -168,16 +200,16 @@ class GatewayConfig(ServiceConfig):
     what scrapes, on 127.0.0.1 or a private network. Of several processes the first one's, the
     others' ports follow; port 0 = any free one."""
 
-    max_running: int = 1024
+    max_running: Annotated[int, Between(1)] = 1024
     """Requests in progress at once; more wait."""
 
-    max_waiting: int = 256
+    max_waiting: Annotated[int, Between(0)] = 256
     """Requests that may wait for a place; more are refused at once."""
 
-    max_wait_s: float = 2.0
+    max_wait_s: Annotated[float, AboveZero(60)] = 2.0
     """Longest wait for a place, for a worker pair, and for blocks on decode."""
 
-    max_choices: int = 8
+    max_choices: Annotated[int, Between(1, 1024)] = 8
     """Most answers to one prompt (n)."""
 
     cors_origins: str = ""
@@ -188,13 +220,13 @@ class GatewayConfig(ServiceConfig):
     """Let requests bring their own chat template, as vLLM's --trust-request-chat-template: a
     program in a sandbox, but one that may take as much of the gateway's time as it likes."""
 
-    max_attempts: int = 3
+    max_attempts: Annotated[int, Between(1, 5)] = 3
     """Dispatches of one request in all, the first included."""
 
-    failover_wait_s: float = 3.5
+    failover_wait_s: Annotated[float, AboveZero(60)] = 3.5
     """Longest silence of a request whose worker was lost, until another takes it or it fails."""
 
-    request_timeout_s: float = 600.0
+    request_timeout_s: Annotated[float, Between(0)] = 600.0
     """Deadline of requests that bring none; 0 = none."""
 
     @property
@@ -217,44 +249,21 @@ class GatewayConfig(ServiceConfig):
     def check(self) -> None:
         """See ServiceConfig."""
         super(GatewayConfig, self).check()
-        _require(1 <= self.gateway_processes <= 64, "gateway_processes", "must be 1..64")
-        for name in ("http_port", "grpc_port", "mesh_port", "process_port"):
-            _require(0 <= getattr(self, name) < 65536, name, "must be a port, 0..65535")
         for name in ("grpc_port", "mesh_port", "process_port"):
             last = getattr(self, name) + self.gateway_processes - 1
             _require(last < 65536, name, "leaves too few ports above it for all processes")
-        _require(
-            self.policy in get_args(RoutingPolicyName),
-            "policy",
-            f"must be one of {', '.join(get_args(RoutingPolicyName))}",
-        )
         has_key = self.tls_key is not None
         _require((self.tls_cert is not None) == has_key, "tls_cert", "goes together with --tls-key")
         _require(has_key or self.tls_client_ca is None, "tls_client_ca", "needs --tls-cert, too")
-        _require(
-            not self.api_key or re.fullmatch(r"[!-~]{1,512}", self.api_key) is not None,
-            "api_key",
-            "must be 1..512 visible ASCII characters",
-        )
+        is_key = re.fullmatch(r"[!-~]{1,512}", self.api_key) is not None
+        _require(not self.api_key or is_key, "api_key", "must be 1..512 visible ASCII characters")
         for name in ("key_requests_per_minute", "key_concurrent_requests"):
-            limit = getattr(self, name)
-            _require(0 <= limit <= 10**9, name, "must be 0..1000000000")
             rule = "limits API keys: give --api-keys or --api-key"
-            _require(self.has_keys or not limit, name, rule)
+            _require(self.has_keys or not getattr(self, name), name, rule)
         if self.metrics_address:
             parse_address(self.metrics_address, param="metrics_address")
-        _require(self.max_running >= 1, "max_running", "must be at least 1")
-        _require(self.max_waiting >= 0, "max_waiting", "must be at least 0")
-        _require(0 < self.max_wait_s <= 60, "max_wait_s", "must be above 0 and at most 60 seconds")
-        _require(
-            all(re.fullmatch(r"\*|https?://[^/\s*]+", name) for name in self.origins),
-            "cors_origins",
-            "must be origins as https://example.org, or *",
-        )
-        _require(1 <= self.max_choices <= 1024, "max_choices", "must be 1..1024")
-        _require(1 <= self.max_attempts <= 5, "max_attempts", "must be 1..5")
-        _require(0 < self.failover_wait_s <= 60, "failover_wait_s", "must be in 0..60 seconds")
-        _require(self.request_timeout_s >= 0, "request_timeout_s", "must be at least 0")
+        are_origins = all(re.fullmatch(r"\*|https?://[^/\s*]+", name) for name in self.origins)
+        _require(are_origins, "cors_origins", "must be origins as https://example.org, or *")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,14 +274,14 @@ class WorkerConfig(ServiceConfig):
     """host:port of the gateway's door for workers (its --mesh-host and --mesh-port); a name with
     several addresses means several gateways; commas separate more."""
 
-    port: int = 0
+    port: Annotated[int, PORT] = 0
     """gRPC port of this worker; 0 = any free one."""
 
     advertise: str = ""
     """host or host:port at which others reach this worker; default: the address the gateway
     sees."""
 
-    metrics_port: int = 0
+    metrics_port: Annotated[int, PORT] = 0
     """Port for /metrics and /health of this worker; 0 = none."""
 
     require_lane: str = ""
@@ -283,7 +292,7 @@ class WorkerConfig(ServiceConfig):
     """Pair with workers on other hosts: KV crosses the network in the clear (UCX does not encrypt),
     which is right on a private fabric alone."""
 
-    engine: str = "torch"
+    engine: Annotated[str, OneOf("torch", "vllm", "fake")] = "torch"
     """torch: our own, for four families; vllm: all that vLLM computes by attention (docs/vllm.md);
     fake: exact and deterministic without weights, for tests and for trying things out."""
 
@@ -294,14 +303,14 @@ class WorkerConfig(ServiceConfig):
     device: str = "auto"
     """cpu, cuda (the first that torch sees), cuda:N, or auto: cuda where torch sees one."""
 
-    dtype: str = "auto"
+    dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "float16")] = "auto"
     """float32, bfloat16, float16, or auto: as the checkpoint says, but float32 instead of 16 bits
     on a CPU without native kernels."""
 
-    threads: int = 0
+    threads: Annotated[int, Between(0, 1024)] = 0
     """CPU threads of the engine; 0 = as many as cores, shared among the local workers."""
 
-    kernels: str = "auto"
+    kernels: Annotated[str, OneOf("auto", "native", "triton", "torch")] = "auto"
     """native (CPU: bfloat16 on AVX-512 BF16, compiled at first use), triton (CUDA), torch, or auto:
     native or triton where they run."""
 
@@ -310,38 +319,38 @@ class WorkerConfig(ServiceConfig):
     products and attention of fixed shapes and a digest of every frame of KV, which is slower; on a
     CPU that is the rule already. For all workers of a mesh."""
 
-    kv_gib: float = 0.0
+    kv_gib: Annotated[float, Between(0, 1 << 20)] = 0.0
     """Memory for KV in GiB, taken at start; 0 = 1 GiB on CPU, what --gpu-memory-share leaves on a
     GPU."""
 
-    gpu_memory_share: float = 0.9
+    gpu_memory_share: Annotated[float, AboveZero(1)] = 0.9
     """Part of its GPU's memory that this worker may take in all. KV gets what weights, the largest
     step (measured at start) and staging leave of it; workers that share a GPU need a part each."""
 
-    num_blocks: int = 0
+    num_blocks: Annotated[int, Between(0, 1 << 24)] = 0
     """KV blocks; overrides --kv-gib; 0 = from memory."""
 
-    block_size: int = 0
+    block_size: Annotated[int, Between(0, 4096)] = 0
     """Tokens a KV block; may differ between prefill and decode. 0 = 16; with --engine vllm on a CPU
     32."""
 
-    staging_mib: int = 64
+    staging_mib: Annotated[int, Between(16, 65536)] = 64
     """Memory for frames on their way, in MiB."""
 
-    max_model_len: int = 0
+    max_model_len: Annotated[int, Between(0, 1 << 28)] = 0
     """Longest prompt plus answer in tokens; 0 = what the model was made for."""
 
-    token_budget: int = 0
+    token_budget: Annotated[int, Between(0, 1 << 24)] = 0
     """Most tokens a step computes; longer prompts are computed in chunks. 0 = 2048; on a colocated
     worker as many as fit into --tbt-target-s, and at most 2048."""
 
-    max_running: int = 256
+    max_running: Annotated[int, Between(1, 1 << 16)] = 256
     """Most sequences in a step."""
 
     cache_prefixes: bool = True
     """Keep KV of finished prompts for later ones with the same beginning."""
 
-    fake_step_s: float = 0.0
+    fake_step_s: Annotated[float, Between(0, 60)] = 0.0
     """Fake engine only: seconds that a step takes."""
 
     movable: bool = False
@@ -350,10 +359,10 @@ class WorkerConfig(ServiceConfig):
 
     # What follows is for prompts whose KV goes elsewhere.
 
-    max_jobs: int = 256
+    max_jobs: Annotated[int, Between(1)] = 256
     """Prompts in hand at once; more are refused."""
 
-    batch_tokens: int = 0
+    batch_tokens: Annotated[int, Between(0, 1 << 24)] = 0
     """Prompts share a step up to so many tokens in all; what is longer is computed alone, before
     the next. 0 = what keeps the device busy, as measured at the first start (pdmesh profile)."""
 
@@ -361,22 +370,22 @@ class WorkerConfig(ServiceConfig):
     """File.json of what was measured of this machine, or a folder that gets one for each device and
     model; default: a folder in the user's cache."""
 
-    transfer_mode: str = "auto"
+    transfer_mode: Annotated[str, OneOf("auto", "layerwise", "serialized")] = "auto"
     """layerwise: KV moves while later layers compute; serialized: after them; auto: whichever
     exposes less."""
 
-    group_kib: int = 1024
+    group_kib: Annotated[int, Between(1, 8192)] = 1024
     """Layers are grouped until a frame is this large, in KiB."""
 
     # What follows is for answers.
 
-    max_requests: int = 1024
+    max_requests: Annotated[int, Between(1)] = 1024
     """Answers in hand at once, waiting ones included; more are refused."""
 
-    watermark_blocks: int = 0
+    watermark_blocks: Annotated[int, Between(0)] = 0
     """Blocks that reservations leave free for running answers to grow into."""
 
-    tbt_target_s: float = 0.05
+    tbt_target_s: Annotated[float, AboveZero(60)] = 0.05
     """Colocated or movable only: how long a step may take while answers run, and so the time
     between tokens; prompts get what those leave of it. An explicit --token-budget is obeyed
     instead."""
@@ -385,7 +394,7 @@ class WorkerConfig(ServiceConfig):
     """Record decode steps as CUDA graphs at start and replay them; on a GPU with triton kernels
     only."""
 
-    max_graph_rows: int = 256
+    max_graph_rows: Annotated[int, Between(1, 4096)] = 256
     """Largest batch that is recorded; larger ones run kernel by kernel."""
 
     look_ahead: bool = True
@@ -418,57 +427,12 @@ class WorkerConfig(ServiceConfig):
     def check(self) -> None:
         """See ServiceConfig."""
         super(WorkerConfig, self).check()
-        for name in ("port", "metrics_port"):
-            _require(0 <= getattr(self, name) < 65536, name, "must be a port, 0..65535")
-        _require(self.engine in ("torch", "vllm", "fake"), "engine", "must be torch, vllm or fake")
         has_vllm_args = not self.vllm_args or self.engine == "vllm"
         _require(has_vllm_args, "vllm_args", "goes with --engine vllm alone")
-        _require(
-            re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None,
-            "device",
-            "must be auto, cpu, cuda or cuda:N",
-        )
-        _require(
-            self.dtype in ("auto", "float32", "bfloat16", "float16"),
-            "dtype",
-            "must be auto, float32, bfloat16 or float16",
-        )
-        _require(
-            self.kernels in ("auto", "native", "triton", "torch"),
-            "kernels",
-            "must be auto, native, triton or torch",
-        )
+        is_device = re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None
+        _require(is_device, "device", "must be auto, cpu, cuda or cuda:N")
         _require(bool(self.gateways), "gateway", "must name a gateway as host:port")
-        _require(
-            0 < self.gpu_memory_share <= 1, "gpu_memory_share", "must be above 0 and at most 1"
-        )
         read_requirement(self.require_lane)
-        for name, low, high in (
-            ("threads", 0, 1024),
-            ("kv_gib", 0, 1 << 20),
-            ("staging_mib", 16, 65536),
-            ("num_blocks", 0, 1 << 24),
-            ("block_size", 0, 4096),
-            ("max_model_len", 0, 1 << 28),
-            ("token_budget", 0, 1 << 24),
-            ("max_running", 1, 1 << 16),
-            ("fake_step_s", 0, 60),
-            ("max_jobs", 1, 1 << 24),
-            ("batch_tokens", 0, 1 << 24),
-            ("group_kib", 1, 8192),
-            ("max_requests", 1, 1 << 24),
-            ("watermark_blocks", 0, 1 << 24),
-            ("max_graph_rows", 1, 4096),
-        ):
-            _require(low <= getattr(self, name) <= high, name, f"must be {low}..{high}")
-        _require(
-            self.transfer_mode in ("auto", "layerwise", "serialized"),
-            "transfer_mode",
-            "must be auto, layerwise or serialized",
-        )
-        _require(
-            0 < self.tbt_target_s <= 60, "tbt_target_s", "must be above 0 and at most 60 seconds"
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -480,9 +444,18 @@ class PrefillConfig(WorkerConfig):
 class DecodeConfig(WorkerConfig):
     """A decode worker: receives KV, runs the batch, streams tokens."""
 
-    staging_mib: int = 128
+    staging_mib: Annotated[int, Between(16, 65536)] = 128
     """Memory for frames that arrive, in MiB."""
 
     colocated: bool = False
     """Take whole requests as well: prompts are computed here, in chunks between the tokens of
     running answers, and no KV is transferred."""
+
+
+@cache
+def rules_of(kind: type[ServiceConfig]) -> dict[str, Between | AboveZero | OneOf]:
+    """Return what the fields of a record may be."""
+    hints = get_type_hints(kind, include_extras=True)
+    said = {name: getattr(hints[name], "__metadata__", ()) for name in hints}
+    kinds = (Between, AboveZero, OneOf)
+    return {name: one for name, all_ in said.items() for one in all_ if isinstance(one, kinds)}

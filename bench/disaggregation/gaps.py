@@ -20,7 +20,7 @@ from pathlib import Path
 
 from bench.disaggregation.run import LOADS, make_model, our_mesh, run_client, send
 from services.cli.bench.endpoints import open_endpoints
-from services.cli.bench.records import End, Record
+from services.cli.bench.records import Ending, Record
 from services.cli.bench.workload import Load
 from shared.telemetry.definitions import percentile
 
@@ -45,7 +45,7 @@ def gaps_of(records: Sequence[Record]) -> list[Gap]:
 
     A first message of more than one token has the hand-over behind it.
     """
-    answers = [record for record in records if record.end is End.COMPLETE]
+    answers = [record for record in records if record.end is Ending.COMPLETE]
     gaps: list[Gap] = []
     for one in answers:
         others = [other for other in answers if other is not one]

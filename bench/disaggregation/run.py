@@ -29,11 +29,11 @@ import aiohttp
 from bench.peers import PEERS, installed
 from bench.plots import Panel, Pictures, Spread, save
 from bench.record import Record, ratios, spread
-from services.cli.bench.endpoints import Endpoint, fit_of, open_endpoints
+from services.cli.bench.endpoints import ServerEndpoint, fit_of, open_endpoints
 from services.cli.bench.open_loop import new_event_loop, run_open_loop
 from services.cli.bench.records import Run
 from services.cli.bench.search import RateSearch
-from services.cli.bench.shapes import Lengths, Sessions, Shape
+from services.cli.bench.sources import Lengths, Sessions, Shape
 from services.cli.bench.summary import summarize
 from services.cli.bench.workload import Load, Source, plan
 from services.local import local_mesh, plan_services, wait_for_pair
@@ -69,7 +69,7 @@ SCALE = 0.25
 """Of all lengths: what these machines' models serve in seconds instead of minutes."""
 
 LOADS: dict[str, Source] = {
-    # Azure's conversations of 2023 (services/cli/bench/shapes.py), cut to what fits this model.
+    # Azure's conversations of 2023 (services/cli/bench/sources.py), cut to what fits this model.
     "azure-conv": Shape("azure-conv", Lengths(1020, 2734, 4096), Lengths(129, 424, 800)),
     # Long prompts that begin with each other, as in Mooncake's traces; theirs are longer still.
     "mooncake": Sessions("mooncake", Lengths(2800, 5200, 5600), Lengths(350, 597, 800), 0.25),
@@ -85,10 +85,10 @@ class System:
     """
 
     name: str
-    endpoints: Sequence[Endpoint]
-    by_prefix: Sequence[Endpoint] = ()
+    endpoints: Sequence[ServerEndpoint]
+    by_prefix: Sequence[ServerEndpoint] = ()
 
-    def endpoints_for(self, source: Source) -> Sequence[Endpoint]:
+    def endpoints_for(self, source: Source) -> Sequence[ServerEndpoint]:
         """Return the servers that are asked."""
         return (isinstance(source, Sessions) and self.by_prefix) or self.endpoints
 
@@ -285,7 +285,7 @@ async def ask(system: System, source: Source, load: Load, slo: Slo, seed: int) -
     return summarize(await send(system.endpoints_for(source), source, load, seed), slo)
 
 
-async def send(endpoints: Sequence[Endpoint], source: Source, load: Load, seed: int) -> Run:
+async def send(endpoints: Sequence[ServerEndpoint], source: Source, load: Load, seed: int) -> Run:
     """Send one workload, fitted to the model."""
     fit = fit_of(endpoints, scale=SCALE, max_input=1400, max_output=200)
     workload = plan(source, load, fit)
@@ -467,7 +467,7 @@ async def main(asked: argparse.Namespace) -> None:
             )
             return await stack.enter_async_context(ours)
 
-        async def opened(urls: list[str]) -> list[Endpoint]:
+        async def opened(urls: list[str]) -> list[ServerEndpoint]:
             return await stack.enter_async_context(open_endpoints(urls))
 
         systems: list[System] = []
@@ -481,7 +481,7 @@ async def main(asked: argparse.Namespace) -> None:
             resume(record, asked.resume, names, asked.loads)
         for name in names:
             began_at = time.monotonic()
-            by_prefix: list[Endpoint] = []
+            by_prefix: list[ServerEndpoint] = []
             if name == DISAGGREGATED:
                 endpoints = await opened(await mesh(0, asked.prefill_threads))
             elif name in colocated:

@@ -35,9 +35,9 @@ from bench.disaggregation.run import (
 )
 from bench.plots import Panel, Pictures, save
 from bench.record import Record, spread
-from services.cli.bench.endpoints import Endpoint, open_endpoints
-from services.cli.bench.records import End, Run
-from services.cli.bench.shapes import Sessions
+from services.cli.bench.endpoints import ServerEndpoint, open_endpoints
+from services.cli.bench.records import Ending, Run
+from services.cli.bench.sources import Sessions
 from services.cli.bench.summary import summarize
 from services.cli.bench.workload import Load, Source
 from shared.telemetry.definitions import goodput
@@ -76,7 +76,7 @@ def goodput_of(rows: Sequence[Row], system: str, ttft: float, tpot: float) -> fl
 def answers_of(run: Run) -> list[tuple[float, float] | None]:
     """TTFT and time per token of every request, in seconds; None for one without a whole
     answer."""
-    outcomes = [one.outcome() for one in run.records if one.end is not End.UNFINISHED]
+    outcomes = [one.outcome() for one in run.records if one.end is not Ending.UNFINISHED]
     return [
         (round(ttft_s, 5), round(one.tpot_s, 6))
         if one.is_complete and (ttft_s := one.ttft_s) is not None
@@ -106,7 +106,7 @@ def show(load: str, rows: Sequence[Row]) -> None:
 async def ask(
     title: str,
     name: str,
-    endpoints: Sequence[Endpoint],
+    endpoints: Sequence[ServerEndpoint],
     source: Source,
     load: Load,
     seed: Iterator[int],
@@ -125,7 +125,7 @@ async def ask(
 async def measure(
     record: Record,
     load: str,
-    systems: Mapping[str, Sequence[Endpoint]],
+    systems: Mapping[str, Sequence[ServerEndpoint]],
     asked: argparse.Namespace,
 ) -> None:
     """All rates in turn, each asked of all; unloaded medians first, in every repetition."""
@@ -163,7 +163,7 @@ async def measure(
 @contextlib.asynccontextmanager
 async def opened(
     folder: Path, asked: argparse.Namespace, load: str
-) -> AsyncGenerator[dict[str, list[Endpoint]]]:
+) -> AsyncGenerator[dict[str, list[ServerEndpoint]]]:
     """Start every system, all at once: apart first, then the colocated ones."""
     async with contextlib.AsyncExitStack() as stack:
 

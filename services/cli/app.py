@@ -25,9 +25,9 @@ from services.cli.status import leave_output
 from services.cli.top import top
 from services.cli.tour import tour
 from services.cli.up import up
-from shared.environment import PREFIX
 from shared.errors import InvalidRequest, MeshError
 from shared.runtime.service import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
+from shared.settings import PREFIX
 from shared.version import VERSION
 
 LOCAL = Group("On this machine", sort_key=1)

@@ -68,7 +68,7 @@ class Access:
 NO_ACCESS: Final = Access()
 
 
-class Refused(MeshError):
+class GatewayRefused(MeshError):
     """The gateway answered with an error."""
 
     type = "refused"
@@ -109,7 +109,7 @@ def open_session(
 async def get_json(session: aiohttp.ClientSession, url: str, path: str, *, limit_s: float) -> Any:
     """Return what the gateway answers to a GET.
 
-    Raises CannotRun: nothing listens there, or it is no gateway. Refused: the gateway's own words.
+    Raises CannotRun: nothing listens there, or it is no gateway. GatewayRefused: its own words.
     """
     import aiohttp
 
@@ -135,7 +135,7 @@ def refusal(url: str, status: int, body: bytes) -> MeshError:
         return CannotRun(f"{url} is no pdmesh gateway: it answered with HTTP status {status}")
     if status == 401:
         message += "; give it with --api-key or PDMESH_API_KEY"
-    return Refused(message, code=code)
+    return GatewayRefused(message, code=code)
 
 
 def unreachable(url: str, error: BaseException) -> CannotRun:

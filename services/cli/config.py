@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -22,15 +22,18 @@ from services.cli.flags import config_flags
 from services.cli.sources import SOURCES, ConfigFlag, JsonFlag, with_config_file
 from shared.config import (
     SECRET_SETTINGS,
-    DecodeConfig,
-    GatewayConfig,
-    PrefillConfig,
     ServiceConfig,
 )
-from shared.config_file import MESH, ROLES, role_of, section_fields
-from shared.environment import Setting, config_from_environment, settings_from_environment
 from shared.quantity import unit_of, write_quantity
 from shared.runtime.service import EXIT_OK
+from shared.settings import (
+    MESH,
+    ROLES,
+    Setting,
+    read_config,
+    read_settings,
+    section_fields,
+)
 
 EXAMPLE_HEAD: Final = """\
 # One file for all services: pdmesh gateway --config mesh.toml, and so on, or PDMESH_CONFIG.
@@ -104,49 +107,36 @@ def show(
     environment = with_config_file(file)
     settings: dict[str, dict[str, Setting]] = {}
     for role, kind in ROLES.items():
-        config_from_environment(kind, environment)
-        settings[role] = settings_from_environment(kind, environment)
+        read_config(kind, environment)
+        settings[role] = read_settings(kind, environment)
     _print(settings, as_json)
     return EXIT_OK
 
 
-@config_app.command(name="gateway", help_epilogue="")
-@config_flags
-def show_gateway(
-    *,
-    config: GatewayConfig = GatewayConfig(),  # noqa: B008  (frozen)
-    file: ConfigFlag = None,
-    as_json: JsonFlag = False,
-    origins: _Origins = (),
-) -> int:
-    """The same of one gateway, with its flags."""
-    return _show_one(config, origins, as_json)
+def _add_role(role: str, kind: type[ServiceConfig]) -> None:
+    """Make the command of one role, with its flags."""
+
+    def show_role(
+        *, config: Any, file: Any = None, as_json: bool = False, origins: tuple[str, ...] = ()
+    ) -> int:
+        config.check()
+        told = {name: (origin, where) for name, origin, where in map(json.loads, origins)}
+        settings = {
+            field.name: Setting(getattr(config, field.name), *told.get(field.name, ()))
+            for field in dataclasses.fields(kind)
+        }
+        _print({role: settings}, as_json)
+        return EXIT_OK
+
+    what = "gateway" if role == "gateway" else f"{role} worker"
+    show_role.__doc__ = f"The same of one {what}, with its flags."
+    hints = {"config": kind, "file": ConfigFlag, "as_json": JsonFlag, "origins": _Origins}
+    show_role.__annotations__ = {**hints, "return": int}
+    config_app.command(config_flags(show_role), name=role, help_epilogue="")
 
 
-@config_app.command(name="prefill", help_epilogue="")
-@config_flags
-def show_prefill(
-    *,
-    config: PrefillConfig = PrefillConfig(),  # noqa: B008
-    file: ConfigFlag = None,
-    as_json: JsonFlag = False,
-    origins: _Origins = (),
-) -> int:
-    """The same of one prefill worker, with its flags."""
-    return _show_one(config, origins, as_json)
-
-
-@config_app.command(name="decode", help_epilogue="")
-@config_flags
-def show_decode(
-    *,
-    config: DecodeConfig = DecodeConfig(),  # noqa: B008
-    file: ConfigFlag = None,
-    as_json: JsonFlag = False,
-    origins: _Origins = (),
-) -> int:
-    """The same of one decode worker, with its flags."""
-    return _show_one(config, origins, as_json)
+for _role, _kind in ROLES.items():
+    _add_role(_role, _kind)
 
 
 def example_file() -> str:
@@ -172,17 +162,6 @@ def toml_value(name: str, value: Any) -> str:
         return str(value).lower()
     unit = unit_of(name)
     return json.dumps(write_quantity(value, unit)) if unit else repr(value)
-
-
-def _show_one(config: ServiceConfig, origins: Iterable[str], as_json: bool) -> int:
-    config.check()
-    told = {name: (origin, where) for name, origin, where in map(json.loads, origins)}
-    settings = {
-        field.name: Setting(getattr(config, field.name), *told.get(field.name, ("default", "")))
-        for field in dataclasses.fields(config)
-    }
-    _print({role_of(type(config)): settings}, as_json)
-    return EXIT_OK
 
 
 def _print(settings: Mapping[str, Mapping[str, Setting]], as_json: bool) -> None:

@@ -17,7 +17,7 @@ from services.cli.client import (
     DEFAULT_URL,
     NO_ACCESS,
     Access,
-    Refused,
+    GatewayRefused,
     UrlFlag,
     address,
     open_session,
@@ -112,7 +112,7 @@ async def stream_answer(
     """Yield the text of one generation as it arrives and fill ``answer`` in.
 
     body: a chat body if it has messages, else one of completions.
-    Raises CannotRun: nothing listens there, or it is no gateway. Refused: the gateway's own words.
+    Raises CannotRun: nothing listens there, or it is no gateway. GatewayRefused: its own words.
     WorkerLost: the stream broke off.
     """
     import aiohttp
@@ -155,7 +155,7 @@ def shown(piece: str) -> str:
 def _read(event: Any, answer: Answer) -> list[str]:
     if "error" in event:
         error = event["error"]
-        raise Refused(str(error.get("message", error)), code=str(error.get("code") or ""))
+        raise GatewayRefused(str(error.get("message", error)), code=str(error.get("code") or ""))
     answer.usage = event.get("usage") or answer.usage
     answer.receipt = event.get("receipt") or answer.receipt
     pieces: list[str] = []

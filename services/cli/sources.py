@@ -1,5 +1,6 @@
-"""Where a flag's value comes from if it was not given: its variable, then the TOML file of
-``--config``. Cyclopts asks these in turn for every command."""
+"""Where a flag's value comes from if it was not given: of a service's setting what
+``shared/settings.py`` reads, of any other flag its own variable. Cyclopts asks these in turn for
+every command."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from typing import Annotated, Final
 from cyclopts import App, ArgumentCollection, Group, Parameter, Token
 from cyclopts.config import Env
 
-from shared.config_file import ROLES, read_config_file
-from shared.environment import CONFIG_VARIABLE, PREFIX
+from shared.config import PrefillConfig
+from shared.settings import CONFIG_VARIABLE, PREFIX, ROLES, read_settings, text_of
 
 ConfigFlag = Annotated[
     Path | None,
@@ -44,29 +45,21 @@ def with_config_file(file: Path | None) -> Mapping[str, str]:
     return os.environ if file is None else {**os.environ, CONFIG_VARIABLE: str(file)}
 
 
-class FileSource:
-    """The sections of ``--config FILE`` for a command that is one service."""
+class Settings:
+    """The settings of a command that is one service."""
 
     def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-        """Fill in what neither a flag nor a variable has set. Raises InvalidRequest."""
-        role = commands[-1] if commands else ""
-        if role not in ROLES:
+        """Fill in what no flag has set. Raises InvalidRequest."""
+        kind = {**ROLES, "profile": PrefillConfig}.get(commands[-1] if commands else "")
+        if kind is None:
             return
         (file, *_) = arguments.match("--config")
-        if not file.tokens:
-            return
-        path = file.tokens[0].value
-        for name, found in read_config_file(Path(path)).values(ROLES[role]).items():
+        path = Path(file.tokens[0].value) if file.tokens else None
+        for name, setting in read_settings(kind, with_config_file(path)).items():
             (argument, *_) = arguments.match(flag_of(name))
-            if not argument.tokens and found.value is not None:
-                text = str(found.value)
-                argument.append(
-                    Token(
-                        keyword=f"{path} [{found.section}]",
-                        value=text.lower() if isinstance(found.value, bool) else text,
-                        source="file",
-                    )
-                )
+            if not argument.tokens and setting.origin != "default" and setting.value is not None:
+                text, origin = text_of(setting.value), setting.origin
+                argument.append(Token(keyword=setting.where, value=text, source=origin))
 
 
 class Variables(Env):
@@ -79,4 +72,4 @@ class Variables(Env):
         super().__call__(app, commands, ArgumentCollection(named))
 
 
-SOURCES: Final = (Variables(PREFIX, command=False), FileSource())
+SOURCES: Final = (Settings(), Variables(PREFIX, command=False))

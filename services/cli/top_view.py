@@ -17,12 +17,10 @@ from rich.text import Text
 BAR_WIDTH: Final = 24
 WIDE: Final = 125
 """Columns from which on everything has its place; less leaves out what says least, down to 80."""
+LEFT: Final = ("role", "address", "state", "blocks", "prefill → decode", "lane")
+WIDE_ONLY: Final = ("tokens", "pairs", "count", "size", "p10", "p99")
 STATE_STYLES: Final = {"usable": "green", "draining": "yellow", "connecting": "yellow"}
-BLOCK_STYLES: Final = {
-    "reserved": ("█", "cyan"),
-    "quarantined": ("▓", "red"),
-    "free": ("░", "dim"),
-}
+BLOCK_STYLES: Final = {"reserved": ("█", "cyan"), "quarantined": ("▓", "red"), "free": ("░", "dim")}
 SPARKS: Final = " ▁▂▃▄▅▆▇█"
 _UNITS: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
@@ -89,98 +87,82 @@ def _head(url: str, view: Mapping[str, Any] | None, is_wide: bool) -> Text:
 
 def _traffic(view: Mapping[str, Any], is_wide: bool) -> RenderableType:
     gateway, window = view["gateway"], view["window"]
-    gap = (0, 2 if is_wide else 1, 0, 0)
-    left = Table.grid(padding=gap)
-    queued = Text(str(gateway["queued"]), "yellow" if gateway["queued"] else "")
-    refused = Text(str(gateway["refused"]), "red" if gateway["refused"] else "")
-    for name, count, meaning in (
-        ("running", Text(str(gateway["running"]), "bold"), "in progress"),
-        ("queued", queued, "waiting for a place"),
-        ("refused", refused, "since the gateway started"),
-    ):
-        left.add_row(name, count, *([meaning] if is_wide else []))
-    middle = Table.grid(padding=gap)
+    row = Table.grid(padding=(0, 4 if is_wide else 2, 0, 0))
+    left, middle, right = grids = [Table.grid(padding=(0, 1, 0, 0)) for _ in range(3)]
+    for name, style in (("running", "bold"), ("queued", "yellow"), ("refused", "red")):
+        left.add_row(name, Text(str(gateway[name]), style if gateway[name] else ""))
     failed = f", {window['failed']} failed" if window["failed"] else ""
     middle.add_row("out", Text(f"{window['output_tokens_per_s']:,.0f}", "bold"), "tokens/s")
     middle.add_row("in", f"{window['prompt_tokens_per_s']:,.0f}", "tokens/s")
     middle.add_row("ended", f"{window['requests']}", f"in {window['seconds']:g} s{failed}")
-    right = Table.grid(padding=gap)
-    right.add_row("", *(Text(name, "dim") for name in ("p50", "p90", "p99")))
+    quantiles = ("p50", "p90", "p99")
+    right.add_row("", *(Text(name, "dim") for name in quantiles))
     for label, name in (("TTFT", "ttft_s"), ("ITL", "itl_s")):
-        right.add_row(label, *(_ms(window[name], p) for p in ("p50", "p90", "p99")))
-    row = Table.grid(padding=(0, 4 if is_wide else 2, 0, 0))
-    row.add_row(left, middle, right)
+        right.add_row(label, *(_ms(window[name], quantile) for quantile in quantiles))
+    row.add_row(*grids)
     each = window.get("output_tokens_each_s") or ()
     return Group(row, Text(sparkline(each), "green")) if any(each) else row
 
 
-def _workers(view: Mapping[str, Any], width: int) -> RenderableType:
-    if not view["workers"]:
-        return Text("none has joined", "dim")
-    is_wide = width >= WIDE
+def _table(rows: Sequence[Mapping[str, str | Text]], is_wide: bool) -> Table:
+    """The heads are the names of the cells; where there is little room, some are left out."""
+    heads = [name for name in rows[0] if is_wide or name not in WIDE_ONLY]
     table = Table(box=None, padding=(0, 2 if is_wide else 1, 0, 0), header_style="dim")
-    for name in ("role", "address", "state"):
-        table.add_column(name, no_wrap=True)
-    for name in ("running", "waiting", "tokens", "step") if is_wide else ("run", "wait", "step"):
-        table.add_column(name, justify="right", no_wrap=True)
-    legend = Text("blocks ")
-    for state, (mark, style) in BLOCK_STYLES.items() if is_wide else ():
-        legend.append(mark, style).append(f" {state} ")
-    table.add_column(legend, no_wrap=True)
-    if is_wide:
-        table.add_column("pairs", justify="right", no_wrap=True)
-    bar_width = min(BAR_WIDTH, max(8, width - 71))
+    for name in heads:
+        table.add_column(name, justify="left" if name in LEFT else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(row[name] for name in heads))
+    return table
+
+
+def _workers(view: Mapping[str, Any], width: int) -> RenderableType:
+    is_wide = width >= WIDE
+    rows: list[dict[str, str | Text]] = []
     for worker in view["workers"]:
         blocks = worker["blocks"]
         taken = blocks["total"] - blocks["free"]
-        count = Text(f" {taken:,} of {blocks['total']:,}", "dim")
-        if not is_wide:
-            count = Text(f" {taken / max(1, blocks['total']):.0%}", "dim")
-        elif blocks["quarantined"]:
-            count.append(f", {blocks['quarantined']} in quarantine", "red")
+        bar = block_bar(blocks, min(BAR_WIDTH, max(8, width - 71)))
+        if is_wide:
+            bar.append(f" {taken:,} of {blocks['total']:,}", "dim")
+            if blocks["quarantined"]:
+                bar.append(f", {blocks['quarantined']} in quarantine", "red")
+        else:
+            bar.append(f" {taken / max(1, blocks['total']):.0%}", "dim")
         is_colocated = worker["incarnation"] in worker["paired"]
-        pairs = str(len(worker["paired"])) if worker["role"] == "prefill" else ""
-        tokens = f"{worker['pending_tokens']:,}"
-        table.add_row(
-            "colocated" if is_colocated else worker["role"],
-            worker["address"],
-            Text(worker["state"], STATE_STYLES.get(worker["state"], "red")),
-            str(worker["running"]),
-            str(worker["waiting"]),
-            *([tokens] if is_wide else []),
-            f"{worker['step_s'] * 1000:.1f} ms",
-            block_bar(blocks, bar_width).append_text(count),
-            *([pairs] if is_wide else []),
+        rows.append(
+            {
+                "role": "colocated" if is_colocated else worker["role"],
+                "address": worker["address"],
+                "state": Text(worker["state"], STATE_STYLES.get(worker["state"], "red")),
+                "run": str(worker["running"]),
+                "wait": str(worker["waiting"]),
+                "tokens": f"{worker['pending_tokens']:,}",
+                "step": f"{worker['step_s'] * 1000:.1f} ms",
+                "blocks": bar,
+                "pairs": str(len(worker["paired"])) if worker["role"] == "prefill" else "",
+            }
         )
-    return table
+    return _table(rows, is_wide) if rows else Text("none has joined", "dim")
 
 
 def _transfers(view: Mapping[str, Any], is_wide: bool) -> RenderableType:
-    if not view["transfers"]:
-        return Text("none", "dim")
     addresses = {worker["incarnation"]: worker["address"] for worker in view["workers"]}
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("prefill → decode", "lane"):
-        table.add_column(name, no_wrap=True)
-    names = ("count", "size", "rate p50", "p10", "exposed p50", "p99")
-    for name in names if is_wide else ("rate p50", "exposed p50"):
-        table.add_column(name, justify="right", no_wrap=True)
+    rows: list[dict[str, str | Text]] = []
     for pair in view["transfers"]:
         ends = [addresses.get(pair[role], f"{pair[role]} (gone)") for role in ("prefill", "decode")]
-        rate: Mapping[str, float] = pair["gb_per_s"] or {}
-        exposed = _ms(pair["exposed_s"], "p50")
-        cells = [_rate(rate.get("p50")), exposed]
-        if is_wide:
-            cells = [
-                f"{pair['count']:,}",
-                _size(pair["bytes"]),
-                _rate(rate.get("p50")),
-                _rate(rate.get("p10")),
-                exposed,
-                _ms(pair["exposed_s"], "p99"),
-            ]
-        table.add_row(" → ".join(ends), pair["lane"] or "?", *cells)
-    return table
+        rows.append(
+            {
+                "prefill → decode": " → ".join(ends),
+                "lane": pair["lane"] or "?",
+                "count": f"{pair['count']:,}",
+                "size": _size(pair["bytes"]),
+                "rate p50": _rate(pair["gb_per_s"], "p50"),
+                "p10": _rate(pair["gb_per_s"], "p10"),
+                "exposed p50": _ms(pair["exposed_s"], "p50"),
+                "p99": _ms(pair["exposed_s"], "p99"),
+            }
+        )
+    return _table(rows, is_wide) if rows else Text("none", "dim")
 
 
 def _ms(percentiles: Mapping[str, float] | None, name: str) -> str:
@@ -190,9 +172,10 @@ def _ms(percentiles: Mapping[str, float] | None, name: str) -> str:
     return f"{milliseconds:.1f} ms" if milliseconds < 1000 else f"{milliseconds / 1000:.2f} s"
 
 
-def _rate(gb_per_s: float | None) -> str:
-    if gb_per_s is None:
+def _rate(rates: Mapping[str, float] | None, name: str) -> str:
+    if not rates:
         return "-"
+    gb_per_s = rates[name]
     return f"{gb_per_s:.1f} GB/s" if gb_per_s >= 1 else f"{gb_per_s * 1000:.0f} MB/s"
 
 

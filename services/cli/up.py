@@ -35,9 +35,9 @@ from shared.config import (
     ServiceConfig,
 )
 from shared.engine.models.registry import read_model_config
-from shared.environment import settings_from_environment
 from shared.model_folder import ModelFolder, resolve_model
 from shared.runtime.service import EXIT_OK
+from shared.settings import read_settings
 
 MAX_WORKERS: Final = 64
 PAIR_WITHIN_S: Final = 60.0
@@ -68,8 +68,13 @@ class UpConfig:
     """Workers that compute prompts and answers alike, in place of all prefill and decode workers;
     to compare with, or where prompts are short."""
 
+    workers: Annotated[int, _MESH] = 0
+    """Workers that may be either, in place of all others: half of them begin as prefill workers,
+    and each does the other role's work, too, while the mesh needs it (--policy splitwise)."""
+
     tbt_target_s: Annotated[float | None, _MESH] = None
-    """Colocated: how long a step may take, and so the time between tokens."""
+    """Colocated, or workers that may be either: how long a step may take while answers run, and so
+    the time between tokens."""
 
     policy: Annotated[RoutingPolicyName | None, _MESH] = None
     """How a request's pair of workers is chosen."""
@@ -180,7 +185,10 @@ OPEN_DOORS: Final = dict.fromkeys(
 )
 """Variables of a gateway without keys and TLS: of a mesh that asks itself."""
 
-_OWN_FIELDS: Final = ("prefill", "decode", "colocated", "port", "log", "grpc_port", "host")
+_OWN_FIELDS: Final = (
+    *("prefill", "decode", "colocated", "workers"),
+    *("port", "log", "grpc_port", "host"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,17 +283,26 @@ def plan_mesh(config: UpConfig, environment: Mapping[str, str]) -> MeshPlan:
             f"--{name} must be 1..{MAX_WORKERS}",
             param=name,
         )
+    for name in ("colocated", "workers"):
+        require(
+            0 <= getattr(config, name) <= MAX_WORKERS,
+            f"--{name} must be 0..{MAX_WORKERS}",
+            param=name,
+        )
     require(
-        0 <= config.colocated <= MAX_WORKERS,
-        f"--colocated must be 0..{MAX_WORKERS}",
-        param="colocated",
+        not (config.colocated and config.workers),
+        "--workers and --colocated are two answers to one question: give one",
+        param="workers",
     )
+    if config.workers and config.policy is None:
+        config = dataclasses.replace(config, policy="splitwise")
     gateway = _gateway(config, environment)
     if gateway.tls_client_ca is not None and not gateway.metrics_address:
         # We have no client's certificate, and must hear when it is ready.
         gateway = dataclasses.replace(gateway, metrics_address="127.0.0.1:0")
     here = "127.0.0.1"
     places: dict[str, Any] = {"host": here, "advertise": here, "port": 0, "metrics_port": 0}
+    places |= {"movable": True} if config.workers else {}
     prefill = _with(PrefillConfig, config, environment, gateway=here, **places)
     is_colocated = config.colocated > 0
     decode = _with(
@@ -301,7 +318,10 @@ def plan_mesh(config: UpConfig, environment: Mapping[str, str]) -> MeshPlan:
     if not gateway.model_name and "/" in gateway.model and not Path(gateway.model).is_dir():
         gateway = dataclasses.replace(gateway, model_name=gateway.model)
     workers: list[PrefillConfig | DecodeConfig] = [decode] * config.colocated
-    if not is_colocated:
+    if config.workers:
+        num_prompt = config.workers // 2
+        workers = [*[prefill] * num_prompt, *[decode] * (config.workers - num_prompt)]
+    elif not is_colocated:
         workers = [*[prefill] * config.prefill, *[decode] * config.decode]
     has_choice = any(w.engine != "fake" and w.device in ("auto", "cuda") for w in workers)
     gpus = find_gpus(environment) if has_choice else []
@@ -321,7 +341,7 @@ def plan_mesh(config: UpConfig, environment: Mapping[str, str]) -> MeshPlan:
 def _gateway(config: UpConfig, environment: Mapping[str, str]) -> GatewayConfig:
     """The gRPC port follows the HTTP port unless somebody has set it; the mesh's is any free
     one."""
-    settings = settings_from_environment(GatewayConfig, environment)
+    settings = read_settings(GatewayConfig, environment)
     host = config.host if config.host is not None else settings["host"].value
     port = config.port if config.port is not None else settings["http_port"].value
     require(0 <= port < 65536, "--port must be a port, 0..65535", param="port")
@@ -345,10 +365,7 @@ def _with(
 ) -> Config:
     """Return a service's configuration: of our flags those that were given and it knows, the rest
     from the environment."""
-    values = {
-        name: setting.value
-        for name, setting in settings_from_environment(kind, environment).items()
-    }
+    values = {name: setting.value for name, setting in read_settings(kind, environment).items()}
     for field in dataclasses.fields(config):
         given = getattr(config, field.name)
         if field.name in values and field.name not in _OWN_FIELDS and given is not None:

@@ -1,8 +1,8 @@
 """The gateway, put together: the one place where its parts meet.
 
-    clients ── HTTP (http.py) ─┐                          ┌─ session to each prefill worker
+    clients ── HTTP (http/)   ─┐                          ┌─ session to each prefill worker
                                ├─ FrontDoor ── mesh.py ── GatewayMesh ── Membership
-    clients ── gRPC (ingress) ─┘                          └─ session to each decode worker
+    clients ── gRPC (grpc/)   ─┘                          └─ session to each decode worker
     workers ── gRPC, a port of their own ── registry.py: they join here
 
 Nothing here decides: admission, routing and the life of a request are cores.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from shared.ids import RequestId
 from shared.request import FinishReason, SamplingParams, TokenLogprobs
-from shared.telemetry.tracing import NO_SPAN, Span
+from shared.telemetry.tracing import NO_SPAN, TraceSpan
 
 
 @dataclass(slots=True, kw_only=True)  # frozen costs three times as much to make
@@ -33,7 +33,7 @@ class GenerationRequest:
     deadline_at: float | None
     cache_salt: bytes
     arrived_at: float
-    span: Span = field(default=NO_SPAN, repr=False)
+    span: TraceSpan = field(default=NO_SPAN, repr=False)
 
 
 class TokenBatch(NamedTuple):

@@ -30,11 +30,11 @@ import structlog
 
 from shared.address import Address, parse_address
 from shared.config import GatewayConfig
-from shared.environment import environment_of
 from shared.errors import MeshError
 from shared.runtime.groups import plain_errors
 from shared.runtime.parent import PARENT_FD
 from shared.runtime.service import GRACE_S, Process, run_service
+from shared.settings import environment_of
 
 RESTART_AFTER_S = 0.5
 """Before a process that died is replaced: one that dies at once must not fill the log."""

@@ -67,7 +67,7 @@ _WEIGHTS_REMEDY = (
 )
 
 
-class _Wanted(NamedTuple):
+class _StepOutputs(NamedTuple):
     """What a step's rows want besides KV.
 
     Looked at before the kernels, for they drive the rows out of the caches (bench/engine).
@@ -84,7 +84,7 @@ class _Wanted(NamedTuple):
     step_size: tuple[int, int]
 
     @classmethod
-    def of(cls, rows: Sequence[StepRow]) -> _Wanted:
+    def of(cls, rows: Sequence[StepRow]) -> _StepOutputs:
         samples: list[int] = []
         specs: list[SampleSpec] = []
         prompts: list[tuple[int, StepRow]] = []
@@ -272,7 +272,7 @@ class TorchEngine(Engine):
         if not rows:
             return []
         began_at = time.perf_counter()
-        wanted = _Wanted.of(rows)
+        wanted = _StepOutputs.of(rows)
         with DeviceFailures("a step"), self._streams.computing():
             results = self._results(wanted, self._forward.run(rows, wanted.samples, on_layer))
         self._step_time.observe(*wanted.step_size, time.perf_counter() - began_at)
@@ -351,7 +351,7 @@ class TorchEngine(Engine):
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _results(self, wanted: _Wanted, passed: Passed) -> list[RowResult]:
+    def _results(self, wanted: _StepOutputs, passed: Passed) -> list[RowResult]:
         if passed.best is not None and wanted.is_plain_greedy:
             sampled = [RowResult(token_id) for token_id in passed.best]
         else:

@@ -49,7 +49,7 @@ class Order(NamedTuple):
 
     peer: the worker at the other end of its KV; of a prompt None = no KV is pushed. wait_s: how
     long a reservation may wait for blocks. deadline_s: seconds left, None = no limit.
-    trace_context: see ``tracing.Span.context``.
+    trace_context: see ``tracing.TraceSpan.context``.
     """
 
     stream_id: StreamId

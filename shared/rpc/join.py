@@ -127,6 +127,7 @@ class Registration:
         seen: Callable[[Incarnation], SeenOrders] = lambda _: SeenOrders(),
         on_peers: Callable[[Sequence[DecodePeer]], None] = lambda _: None,
         on_drain: Callable[[], None] = lambda: None,
+        on_home: Callable[[WorkerRole, int], None] = lambda role, epoch: None,
         on_change: Callable[[], None] = lambda: None,
         liveness: LivenessRule | None = None,
         resolve_s: float = RESOLVE_S,
@@ -138,6 +139,7 @@ class Registration:
         self._seen = seen
         self._on_peers = on_peers
         self._on_drain = on_drain
+        self._on_home = on_home
         self._on_change = on_change
         self._interval_s = REPORT_S if liveness is None else liveness.interval_s
         self._resolve_s = resolve_s
@@ -345,6 +347,15 @@ class Registration:
                 self._merge_peers()
             if directive.drain is not None:
                 self._on_drain()
+            if directive.home is not None:
+                self._take_home(directive.home)
+
+    def _take_home(self, order: wire.SetHome) -> None:
+        try:
+            role = WorkerRole(wire.Role(order.role))
+        except ValueError:
+            raise RemoteProtocolError("no worker's role", param="role") from None
+        self._on_home(role, order.epoch)
 
     def _stop_forgetting(self) -> None:
         if self._forgetting is not None:

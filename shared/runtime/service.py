@@ -24,13 +24,13 @@ from typing import Any, Final, NoReturn, TypeVar
 import structlog
 
 from shared.config import ServiceConfig
-from shared.environment import config_from_environment
 from shared.errors import InvalidRequest, MeshError
 from shared.log import configure_logs
 from shared.runtime import realtime
 from shared.runtime.groups import first_error
 from shared.runtime.parent import Parent
 from shared.runtime.realtime import RealTime
+from shared.settings import read_config
 
 _log = structlog.get_logger(__name__)
 
@@ -114,7 +114,7 @@ def run_configured(name: str, kind: type[Config], run: Callable[[Config], int]) 
     A configuration that is wrong is told like any failure to start: in one line, and to the parent.
     """
     try:
-        config = config_from_environment(kind, os.environ)
+        config = read_config(kind, os.environ)
     except InvalidRequest as error:
         refusal = error
 

@@ -52,7 +52,8 @@ class WorkerParts:
 
     loops: run until the end; the first one ends first. load: read for every status. drain: awaited
     after a stop. why_not_ready: one sentence, '' when its own parts are ready. on_peers: the decode
-    workers of the mesh, whenever they have changed.
+    workers of the mesh, whenever they have changed. on_home: a gateway says what the worker is when
+    nothing is asked of it, and with which epoch.
     """
 
     servicers: Sequence[Servicer]
@@ -63,6 +64,7 @@ class WorkerParts:
     drain: Callable[[], Awaitable[bool]]
     why_not_ready: Callable[[], str]
     on_peers: Callable[[Sequence[DecodePeer]], None] = lambda _: None
+    on_home: Callable[[WorkerRole, int], None] = lambda role, epoch: None
 
 
 class WorkerLife:
@@ -119,6 +121,7 @@ class WorkerLife:
                 seen=self._seen,
                 on_peers=parts.on_peers,
                 on_drain=stop.set,
+                on_home=parts.on_home,
                 on_change=self._show_readiness,
             )
             register_process_metrics(

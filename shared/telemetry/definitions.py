@@ -21,7 +21,7 @@ LONGEST_SHARE = 0.1
 def tpot(first_at: float, last_at: float, num_tokens: int) -> float:
     """Mean gap after the first token, in the clock's unit; 0 for one token or none.
 
-    What receipts and metrics tell (``lifetime.py``) and what a client computes (``Outcome``).
+    What receipts and metrics tell (``lifetime.py``), and what a client computes.
     """
     return (last_at - first_at) / (num_tokens - 1) if num_tokens > 1 else 0.0
 
@@ -53,7 +53,7 @@ class Slo:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RequestOutcome:
     """One submitted request. token_times: one entry a token, ascending, on the clock of
     ``arrived_at``; empty if it was refused or failed before its first token."""
 
@@ -110,14 +110,14 @@ class Outcome:
         return ttft_s <= slo.ttft_s and self.tpot_by(slo.tpot_rule) <= slo.tpot_s
 
 
-def attainment(outcomes: Sequence[Outcome], slo: Slo) -> float:
+def attainment(outcomes: Sequence[RequestOutcome], slo: Slo) -> float:
     """Return the share of all submitted requests that meet the limits; 1.0 for none."""
     if not outcomes:
         return 1.0
     return sum(outcome.meets(slo) for outcome in outcomes) / len(outcomes)
 
 
-def each_attains(outcomes: Sequence[Outcome], slo: Slo, *, target: float = 0.9) -> bool:
+def each_attains(outcomes: Sequence[RequestOutcome], slo: Slo, *, target: float = 0.9) -> bool:
     """Whether the percentiles of TTFT and of TPOT meet their limits, each on its own: the rule of
     simdistserve. Weaker than attainment, which wants both of one request."""
     served = [outcome for outcome in outcomes if outcome.token_times and outcome.is_complete]
@@ -132,7 +132,7 @@ def each_attains(outcomes: Sequence[Outcome], slo: Slo, *, target: float = 0.9) 
     )
 
 
-def tail_attains(outcomes: Sequence[Outcome], *, tbt_s: float, delay_s: float = 2.0) -> bool:
+def tail_attains(outcomes: Sequence[RequestOutcome], *, tbt_s: float, delay_s: float = 2.0) -> bool:
     """Whether the 99th percentile of all gaps of all requests is at most ``tbt_s`` and the median
     TTFT at most ``delay_s``: the capacity rule of Sarathi-Serve (OSDI 2024), whose 2 s are of the
     scheduling delay, which a client cannot see alone."""

@@ -18,7 +18,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from shared.errors import InvariantViolated
 
 
-class _Connection(web.RequestHandler):
+class _ScrapeConnection(web.RequestHandler):
     """A connection; what is no HTTP is answered, not logged: anybody can send it, and as much as
     they like."""
 
@@ -72,8 +72,8 @@ async def serve_metrics(
         raise InvariantViolated("aiohttp's runner has no server after its setup")
     loop = asyncio.get_running_loop()
 
-    def connection() -> _Connection:
-        return _Connection(manager, loop=loop, access_log=cast("Any", None))
+    def connection() -> _ScrapeConnection:
+        return _ScrapeConnection(manager, loop=loop, access_log=cast("Any", None))
 
     try:
         server = await loop.create_server(connection, host, port)

@@ -25,7 +25,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from shared.telemetry.tracing import NO_SPAN, Attributes, Span, SpanKind, Tracer
+from shared.telemetry.tracing import NO_SPAN, Attributes, SpanKind, Tracer, TraceSpan
 
 _log = structlog.get_logger(__name__)
 
@@ -65,7 +65,7 @@ class _Span:
         attributes: Attributes | None = None,
         *,
         kind: SpanKind = SpanKind.INTERNAL,
-    ) -> Span:
+    ) -> TraceSpan:
         return _Span(
             self._tracer,
             self._tracer.start_span(
@@ -95,7 +95,7 @@ class _Tracer:
         self._exporter = exporter
         self._tracer = provider.get_tracer("pdmesh", version)
 
-    def request(self, name: str, began_at: float, headers: Mapping[str, str]) -> Span:
+    def request(self, name: str, began_at: float, headers: Mapping[str, str]) -> TraceSpan:
         span = self._tracer.start_span(
             name,
             _PROPAGATOR.extract(headers, Context()),
@@ -104,7 +104,7 @@ class _Tracer:
         )
         return _Span(self._tracer, span) if span.is_recording() else NO_SPAN
 
-    def within(self, context: str) -> Span:
+    def within(self, context: str) -> TraceSpan:
         if not context:
             return NO_SPAN
         _, trace_id, span_id, flags = context.split("-")

@@ -39,7 +39,7 @@ class SpanKind(Enum):
     CLIENT = "client"
 
 
-class Span(Protocol):
+class TraceSpan(Protocol):
     """Work in progress. Nothing here waits or raises; after ``end`` all but ``context`` is void."""
 
     @property
@@ -63,7 +63,7 @@ class Span(Protocol):
         attributes: Attributes | None = None,
         *,
         kind: SpanKind = SpanKind.INTERNAL,
-    ) -> Span:
+    ) -> TraceSpan:
         """Begin a part of it. began_at: loop time."""
         ...
 
@@ -81,14 +81,14 @@ class Span(Protocol):
 class Tracer(Protocol):
     """One service's way to its traces. Nothing but ``close`` waits, and nothing raises."""
 
-    def request(self, name: str, began_at: float, headers: Mapping[str, str]) -> Span:
+    def request(self, name: str, began_at: float, headers: Mapping[str, str]) -> TraceSpan:
         """Begin what a client asked for, under the client's own ``traceparent`` if it sent one."""
         ...
 
-    def within(self, context: str) -> Span:
+    def within(self, context: str) -> TraceSpan:
         """Return another process's span, to report phases under; '' = one that records nothing.
 
-        context: a ``Span.context``, checked where it was received.
+        context: a ``TraceSpan.context``, checked where it was received.
         """
         ...
 
@@ -111,7 +111,7 @@ class _NoSpan:
         attributes: Attributes | None = None,
         *,
         kind: SpanKind = SpanKind.INTERNAL,
-    ) -> Span:
+    ) -> TraceSpan:
         return self
 
     def phase(
@@ -124,17 +124,17 @@ class _NoSpan:
 
 
 class _NoTracer:
-    def request(self, name: str, began_at: float, headers: Mapping[str, str]) -> Span:
+    def request(self, name: str, began_at: float, headers: Mapping[str, str]) -> TraceSpan:
         return NO_SPAN
 
-    def within(self, context: str) -> Span:
+    def within(self, context: str) -> TraceSpan:
         return NO_SPAN
 
     async def close(self) -> None:
         pass
 
 
-NO_SPAN: Span = _NoSpan()
+NO_SPAN: TraceSpan = _NoSpan()
 NO_TRACER: Tracer = _NoTracer()
 
 
@@ -143,7 +143,7 @@ class Phases:
 
     __slots__ = ("_began_at", "_name", "_span")
 
-    def __init__(self, span: Span, name: str, began_at: float) -> None:
+    def __init__(self, span: TraceSpan, name: str, began_at: float) -> None:
         self._span = span
         self._name = name
         self._began_at = began_at

@@ -12,7 +12,7 @@ receiver). Two laws:
 
 Entries that stay in their state are events that are legal but late: they crossed something else on
 the way. ``tools/generate_docs.py`` renders these tables, with their diagrams, into
-docs/protocol.md. The shape is h11's (``_state.py``): a protocol is data. This module knows no
+docs/protocol.md. The shape is h11's (``h11/_state.py``): a protocol is data. This module knows no
 frame, no slot and no clock.
 """
 

@@ -13,7 +13,7 @@ from shared.ids import StreamId
 from shared.rpc.codec import Order
 from shared.schedule.plan import NewToken, PromptTimes
 from shared.schedule.sequence import Sequence as TokenSequence
-from shared.telemetry.tracing import Phases, Span
+from shared.telemetry.tracing import Phases, TraceSpan
 from shared.worker.core.lease import Lease
 from shared.worker.core.life import Life, Task
 from shared.worker.pusher import PushHandle, PushStats
@@ -65,7 +65,7 @@ class Request:
     line: Line
     life: Life
     arrived_at: float
-    span: Span
+    span: TraceSpan
     phases: Phases
     started_at: float | None = None
     sequence: TokenSequence | None = None

@@ -10,6 +10,8 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import structlog
+
 from shared.address import Address
 from shared.config import WorkerConfig
 from shared.engine.base import Engine
@@ -46,6 +48,8 @@ from shared.worker.requests import Requests
 from shared.worker.step_times import StepTimes
 from shared.worker.stepper import Stepper
 
+_log = structlog.get_logger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Role:
@@ -54,6 +58,11 @@ class Role:
 
     home: WorkerRole
     tasks: frozenset[Task]
+
+    @property
+    def may_be_either(self) -> bool:
+        """Whether it does the work of both roles, and may change its home."""
+        return self.pushes and self.receives
 
     @property
     def pushes(self) -> bool:
@@ -78,7 +87,7 @@ class Worker:
         self, role: Role, config: WorkerConfig, platform: Platform, engine: Engine
     ) -> None:
         self.role = role
-        self.home = role.home
+        self.home, self.home_epoch = role.home, 0
         self._config = config
         self._platform = platform
         self._engine = engine
@@ -150,6 +159,7 @@ class Worker:
                     drain=lambda: self.requests.drain(self._config.drain_s),
                     why_not_ready=self._why_not_ready,
                     on_peers=self._set_peers,
+                    on_home=self._set_home,
                 )
                 return await self._life.run(parts, ready, stop)
 
@@ -284,6 +294,15 @@ class Worker:
     def _set_peers(self, peers: Sequence[DecodePeer]) -> None:
         if self.pairs is not None:
             self.pairs.set_peers([it for it in peers if it.incarnation != self.incarnation])
+
+    def _set_home(self, home: WorkerRole, epoch: int) -> None:
+        """Of two orders the one with the larger epoch counts; nothing in hand is touched by it."""
+        if not self.role.may_be_either:
+            _log.warning("this worker has one role for good", asked=home.name.lower())
+        elif epoch > self.home_epoch:
+            self.home, self.home_epoch = home, epoch
+            _log.info("home changed", home=home.name.lower(), epoch=epoch)
+            self._life.changed()
 
     # --- looking at it ---------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from tests.support.pages import Block, blocks_of
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
     path.relative_to(ROOT)
-    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("bench/*/*.md"))
+    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("bench/**/*.md"))
 )
 _IN_CODE = re.compile(r"`((?:services|shared|tests|tools|proto|docs|bench)/[\w./-]+)`")
 COMMAND_PAGES = ("README.md", "docs/quickstart.md", "docs/cli.md")

@@ -99,6 +99,7 @@ def build(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     """Every page is in the contents, every link leads somewhere, every line it names exists."""
     built = build(ROOT, tmp_path)
@@ -110,6 +111,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         assert f'id="L-{line}"' in (tmp_path / listing).read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
@@ -138,6 +140,7 @@ def test_a_dangling_link_fails_the_build(words: str, complaint: str, tmp_path: P
     assert complaint in built.stderr
 
 
+@pytest.mark.slow
 def test_a_page_that_the_contents_lack_fails_the_build(tmp_path: Path) -> None:
     """Nobody would find it."""
     docs = tmp_path / "tree" / "docs"

@@ -18,11 +18,16 @@ from tests.support.checkpoints import (
 )
 from tests.support.engine_driver import Driver, greedy
 from tests.support.native import needs_native
+from tests.support.tiers import few
 
 pytestmark = pytest.mark.torch
 
 NUM_NEW = 12
 BLOCK_SIZES = (1, 5, 16, 32)
+
+every_shape = pytest.mark.parametrize(
+    "shape", few(SHAPES, "llama-gqa2", "mistral-window", "qwen2-tied", "qwen3-bias-mixed-windows")
+)
 
 
 def prompts_for(shape: str, lengths: tuple[int, ...]) -> list[list[int]]:
@@ -46,7 +51,7 @@ def expected(folder_of: Callable[..., Path]) -> Callable[[str], tuple[list, list
     return answers
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@every_shape
 def test_alone(shape: str, engine_of: Callable[..., TorchEngine], expected: Callable) -> None:
     """A prompt computed alone and at once is answered as transformers answers it."""
     prompts, want = expected(shape)
@@ -54,7 +59,7 @@ def test_alone(shape: str, engine_of: Callable[..., TorchEngine], expected: Call
     assert [driver.run_alone(prompt, greedy(NUM_NEW)).output for prompt in prompts] == want
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@every_shape
 def test_chunked(shape: str, engine_of: Callable[..., TorchEngine], expected: Callable) -> None:
     """Chunks of any size change nothing."""
     prompts, want = expected(shape)
@@ -64,7 +69,7 @@ def test_chunked(shape: str, engine_of: Callable[..., TorchEngine], expected: Ca
             assert driver.run_alone(prompt, greedy(NUM_NEW), chunk=chunk).output == answer
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@every_shape
 def test_mixed(shape: str, engine_of: Callable[..., TorchEngine], expected: Callable) -> None:
     """Chunks and single tokens of many sequences in one step do not disturb each other."""
     prompts, want = expected(shape)
@@ -88,7 +93,7 @@ def test_long_prompt(
     assert [sequence.output for sequence in done] == want
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@every_shape
 def test_logprobs(
     shape: str, engine_of: Callable[..., TorchEngine], folder_of: Callable[..., Path]
 ) -> None:
@@ -138,7 +143,7 @@ def test_sharded(folder_of: Callable[..., Path]) -> None:
 @pytest.mark.parametrize(
     ("dtype", "kernels"), [("bfloat16", "torch"), ("float16", "torch"), ("bfloat16", "native")]
 )
-@pytest.mark.parametrize("shape", SHAPES)
+@every_shape
 def test_half_precision(
     shape: str, dtype: str, kernels: str, folder_of: Callable[..., Path]
 ) -> None:

@@ -24,6 +24,7 @@ from shared.step import SampleSpec, StepRow
 from tests.support.checkpoints import SHAPES
 from tests.support.engine_driver import Driver, greedy
 from tests.support.interpreted import DEVICE, needs_triton
+from tests.support.tiers import few
 
 needs_triton()
 pytestmark = pytest.mark.torch
@@ -120,6 +121,7 @@ def test_sizes_of_buckets() -> None:
     assert len(bucket_sizes(256)) == 23
 
 
+@pytest.mark.slow
 def test_triton_continues_as_torch_does() -> None:
     """The bundled model's greedy tokens in float32 are the same, replayed and not, chunks mixed
     in."""
@@ -142,7 +144,7 @@ def test_triton_continues_as_torch_does() -> None:
     assert answers(kernels="triton", max_graph_rows=2) == want
 
 
-@pytest.mark.parametrize("count", [1, 3, 4])
+@pytest.mark.parametrize("count", few([1, 3, 4], 3))
 def test_replayed_steps_compute_what_others_do(count: int, triton_of: EngineOf) -> None:
     """The same hidden states in the caller's order; the same bits if the bucket is just full."""
     engine = triton_of(max_graph_rows=4)
@@ -162,6 +164,7 @@ def test_replayed_steps_compute_what_others_do(count: int, triton_of: EngineOf) 
         torch.testing.assert_close(replayed, plain, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_kv_of_replayed_steps_is_where_it_belongs(triton_of: EngineOf) -> None:
     """Step after step, replayed and plain engines hold the same KV in the rows' blocks."""
     pools = []
@@ -215,6 +218,7 @@ def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("short_splits")
+@pytest.mark.slow
 def test_exact_steps_have_the_same_bits_replayed_or_not(triton_of: EngineOf) -> None:
     """Alone and together, in any order, in a bucket that is full or not, as chunks or as single
     tokens."""
@@ -234,6 +238,7 @@ def test_exact_steps_have_the_same_bits_replayed_or_not(triton_of: EngineOf) -> 
 
 
 @pytest.mark.usefixtures("short_splits")
+@pytest.mark.slow
 def test_rows_with_more_splits_than_there_is_room_for_are_not_replayed(
     triton_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,6 +255,7 @@ def test_rows_with_more_splits_than_there_is_room_for_are_not_replayed(
     assert recorder.replayed == [2]
 
 
+@pytest.mark.slow
 def test_nothing_of_the_padding_block_reaches_a_row(triton_of: EngineOf) -> None:
     """NaN all over it changes no bit of a result."""
     engine = triton_of(max_graph_rows=4)
@@ -279,6 +285,7 @@ def test_padding_rows_write_to_the_padding_block_alone(triton_of: EngineOf) -> N
         assert own in changed
 
 
+@pytest.mark.slow
 def test_other_steps_are_not_replayed(triton_of: EngineOf) -> None:
     """Chunks, steps that somebody follows by layers, and batches above the largest bucket."""
     engine = triton_of(max_graph_rows=2)
@@ -294,6 +301,7 @@ def test_other_steps_are_not_replayed(triton_of: EngineOf) -> None:
     assert recorder.replayed == [2]
 
 
+@pytest.mark.slow
 def test_tables_too_long_for_the_buffer_are_not_replayed(
     triton_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,6 +337,7 @@ def test_bad_rows_are_refused_before_anything_runs(row: StepRow, triton_of: Engi
     assert not any(pool[: engine.num_blocks].any() for pool in engine._kv.key_blocks)
 
 
+@pytest.mark.slow
 def test_sizes_without_memory_are_left_out(triton_of: EngineOf) -> None:
     """Their batches run kernel by kernel; smaller ones are replayed."""
     engine = triton_of(max_graph_rows=4)

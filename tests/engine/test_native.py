@@ -270,6 +270,7 @@ def test_a_gpus_products_are_not_rounded_on_the_way(
         assert not np.any(getattr(products, name)), name
 
 
+@pytest.mark.slow
 def test_a_build_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first use compiles into the user's cache; the next finds it, without a compiler."""
     needs_native()

@@ -17,6 +17,7 @@ from shared.engine.paged_kv import TORCH_DTYPES, PagedKv
 from shared.kv.layout import KvLayout
 from shared.step import StepRow
 from tests.support.interpreted import DEVICE, needs_triton
+from tests.support.tiers import few
 
 needs_triton()
 pytestmark = pytest.mark.torch
@@ -64,6 +65,13 @@ CASES = {
     "bfloat16, window": Case(MIXED, 1, 3, 80, window=40, dtype="bfloat16"),
     "float16": Case(MIXED[2:8], 2, 1, 128, window=33, dtype="float16"),
 }
+QUICK_CASES = (
+    "long, exact",
+    "window",
+    "blocks of 7 tokens",
+    "head_dim 80, 7 heads a group",
+    "bfloat16",
+)
 
 # Both sum in float32 and round weights and result to the dtype once, in another order, and the
 # interpreter cuts bfloat16 off where hardware rounds: a few units in the last place of values
@@ -141,13 +149,13 @@ def _same(case: Case) -> None:
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case", few(CASES.values(), *map(CASES.get, QUICK_CASES)), ids=CASES)
 def test_it_is_the_attention_of_plain_torch(case: Case) -> None:
     """Singles and chunks over block, tile and split borders, all kinds of heads and windows."""
     _same(case)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", few(range(12), 1, 2, 3))
 def test_it_is_the_attention_of_plain_torch_for_random_batches(seed: int) -> None:
     """Whatever comes together in a step."""
     _same(_random_case(seed))
@@ -163,7 +171,7 @@ def test_it_stores_exactly_this_steps_tokens(case: Case) -> None:
     assert torch.equal(one.kv.values[0], two.kv.values[0])
 
 
-@pytest.mark.parametrize("rows", [MIXED, LONG])
+@pytest.mark.parametrize("rows", few([MIXED, LONG], MIXED))
 def test_it_reads_only_what_its_own_rows_have_written(rows: Sequence[tuple[int, int]]) -> None:
     """NaN in every other slot, unused ends of the rows' own blocks included, reaches no result."""
     setting = Setting(Case(rows))
@@ -186,6 +194,7 @@ EXACT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", EXACT.values(), ids=EXACT)
 def test_exact_results_do_not_know_how_a_sequence_is_cut(
     case: Case, monkeypatch: pytest.MonkeyPatch

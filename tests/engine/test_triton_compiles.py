@@ -19,10 +19,8 @@ MAX_SHARED_BYTES = 99 << 10
 """What every GPU since Ampere gives one program."""
 
 
-@pytest.mark.parametrize(
-    "capability",
-    [90, pytest.param(80, marks=pytest.mark.slow), pytest.param(120, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90, 120])
 def test_kernels_compile_for(capability: int) -> None:
     """To machine code, with tiles that fit into shared memory and 16-bit products on matrix
     units."""

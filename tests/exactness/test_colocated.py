@@ -18,12 +18,13 @@ from tests.exactness.conftest import FolderOf
 from tests.exactness.reference import NUM_NEW, NUM_TOP, Reference, Tally
 from tests.support.checkpoints import SHAPES
 from tests.support.real_mesh import RealMesh, real_mesh
+from tests.support.tiers import few
 
 pytestmark = [pytest.mark.torch, pytest.mark.ucx]
 
 BLOCK_SIZE = 16
 
-every_shape = pytest.mark.parametrize("shape", SHAPES)
+every_shape = pytest.mark.parametrize("shape", few(SHAPES, "llama-gqa2"))
 
 
 @contextlib.asynccontextmanager

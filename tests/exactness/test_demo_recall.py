@@ -60,7 +60,7 @@ async def answers_of_one_process(text: TextModel, prompts: Sequence[RecallPrompt
     return answers
 
 
-@pytest.mark.parametrize("num_prompts", [40, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_prompts", [40, pytest.param(200, marks=pytest.mark.nightly)])
 async def test_recall_is_that_of_one_process(num_prompts: int, demo_text: TextModel) -> None:
     """Codes amid prompts of 60 to 1,000 tokens: each answer is the one-process answer, character
     by character, and at least 95 in 100 are right."""

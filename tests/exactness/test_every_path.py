@@ -26,6 +26,7 @@ from tests.exactness.reference import LOGPROB_TOLERANCE
 from tests.support.engine_driver import Driver, Running, greedy
 from tests.support.native import needs_native
 from tests.support.real_mesh import RealAnswer, real_mesh
+from tests.support.tiers import few
 
 pytestmark = [pytest.mark.torch, pytest.mark.ucx]
 
@@ -113,7 +114,7 @@ def compare(path: str, got: Sequence[TokenLogprobs], want: Sequence[TokenLogprob
 
 
 @every_path
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", few(WAYS, "in chunks, into other blocks"))
 async def test_answers_through_the_mesh_are_those_of_one_process(
     path: str,
     way: str,

@@ -25,6 +25,7 @@ from tests.exactness.conftest import FolderOf
 from tests.exactness.reference import NUM_NEW, NUM_TOP, Reference, Tally
 from tests.support.checkpoints import SHAPES
 from tests.support.real_mesh import RealAnswer, RealMesh, real_mesh
+from tests.support.tiers import few
 
 pytestmark = [pytest.mark.torch, pytest.mark.ucx]
 
@@ -33,9 +34,9 @@ MAX_WAIT_S = 30.0
 ROOM_RESERVED = LeasePolicy().growth_tokens
 BLOCK_SIZES = ((16, 5), (3, 16), (1, 32), (32, 1))
 
-every_shape = pytest.mark.parametrize("shape", SHAPES)
+every_shape = pytest.mark.parametrize("shape", few(SHAPES, "mistral-window"))
 few_and_many = pytest.mark.parametrize(
-    "num_prompts", [8, pytest.param(100, marks=pytest.mark.slow)]
+    "num_prompts", [8, pytest.param(100, marks=pytest.mark.nightly)]
 )
 
 

@@ -53,6 +53,7 @@ def ask(text: str) -> wire.GenerateRequest:
     return wire.GenerateRequest(text=text)
 
 
+@pytest.mark.quick
 async def test_unary_and_streams(served: tuple[EchoService, TcpServer]) -> None:
     """A unary call, a server stream with trailers and a bidirectional stream all work."""
     service, server = served
@@ -161,6 +162,7 @@ async def probe(server: TcpServer, *names: str) -> dict[str, Any]:
     return json.loads(output)
 
 
+@pytest.mark.quick
 @pytest.mark.process
 async def test_health_follows_readiness(served: tuple[EchoService, TcpServer]) -> None:
     """The standard health service speaks for the process and for each service; unknown ones are

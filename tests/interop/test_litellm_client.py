@@ -19,7 +19,7 @@ from tests.support.demo_truth import MAX_TOKENS, MODEL, client_task, recall_prom
 from tests.support.foreign_client import OFFLINE, run_client_well
 from tests.support.service_process import free_port
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.process, pytest.mark.nightly, pytest.mark.timeout(2400)]
 
 RUNS_WITHIN_S = 240.0
 STARTS_WITHIN_S = 300.0

@@ -15,7 +15,7 @@ from tests.support.demo_truth import MODEL, recall_prompts
 from tests.support.foreign_client import run_client_well
 
 pytestmark = [
-    *(pytest.mark.process, pytest.mark.slow, pytest.mark.torch),
+    *(pytest.mark.process, pytest.mark.nightly, pytest.mark.torch),
     pytest.mark.timeout(2400),
 ]
 

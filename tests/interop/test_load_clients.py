@@ -16,7 +16,7 @@ from shared.model_folder import DEMO_FOLDER
 from tests.support.demo_truth import MODEL
 from tests.support.foreign_client import run_client_well
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.process, pytest.mark.nightly, pytest.mark.timeout(2400)]
 
 RUNS_WITHIN_S = 300.0
 NUM_REQUESTS = 24

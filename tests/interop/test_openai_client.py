@@ -39,6 +39,7 @@ async def test_models(client: AsyncOpenAI, model: str) -> None:
     assert (await client.models.retrieve(model)).id == model
 
 
+@pytest.mark.quick
 async def test_a_chat_streamed_is_the_chat_whole(client: AsyncOpenAI, model: str) -> None:
     """Text, finish reason and usage are the same both ways."""
     whole = await client.chat.completions.create(model=model, messages=HI, **FIXED)
@@ -134,6 +135,7 @@ async def test_a_stop_string_ends_the_answer(client: AsyncOpenAI, model: str) ->
     assert stopped.choices[0].finish_reason == "stop"
 
 
+@pytest.mark.quick
 async def test_errors_arrive_as_the_clients_own(client: AsyncOpenAI, model: str) -> None:
     """Each status becomes the exception that applications catch, with our code."""
     with pytest.raises(openai.NotFoundError) as missing:

@@ -50,6 +50,7 @@ async def none_runs(mesh: ScriptedMesh) -> None:
         await mesh.wait_running(0)
 
 
+@pytest.mark.quick
 async def test_an_answer_is_shown_as_it_comes(visit: Any, serve: Any) -> None:
     """Every batch of tokens is on the page before the next one exists."""
     gate = asyncio.Semaphore(0)

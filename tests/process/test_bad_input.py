@@ -224,6 +224,7 @@ BAD_HEADERS: dict[str, tuple[dict[str, str], int, str | None]] = {
 }
 
 
+@pytest.mark.quick
 async def test_bad_requests_over_http_are_typed_and_name_their_field(target: Target) -> None:
     """A status, a code, the field at fault and a sentence; never a word of our insides."""
     url = f"http://127.0.0.1:{target.gateway.facts['http_port']}"
@@ -299,6 +300,7 @@ BAD_CALLS: dict[str, tuple[wire.GenerateRequest, Status, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.quick
 async def test_bad_requests_over_grpc_are_typed_and_name_their_field(target: Target) -> None:
     """A status, and the typed error as JSON in a trailer."""
     async with raw_client(target.address(GENERATE)) as client:

@@ -17,7 +17,7 @@ import pytest
 
 from services.cli.bench.endpoints import fit_of, open_endpoints
 from services.cli.bench.open_loop import run_open_loop
-from services.cli.bench.shapes import Fixed
+from services.cli.bench.sources import fixed
 from services.cli.bench.workload import Load, plan
 from shared.errors import InvalidRequest
 from tests.support.command import ROOT, pdmesh
@@ -123,6 +123,7 @@ async def test_a_trace_keeps_its_reuse(tmp_path: Path) -> None:
                 assert run["cached_tokens"] == 64
 
 
+@pytest.mark.quick
 async def test_a_server_that_is_not_pdmesh() -> None:
     """Neither ids nor counts nor a fixed length: words, one token a chunk; and it is said."""
     async with openai_mock(OpenAiMock(usage="")) as mock:
@@ -252,7 +253,7 @@ async def test_programs_have_the_same_loop() -> None:
         openai_mock(other),
         open_endpoints([one.url, other.url], ignore_eos=False) as endpoints,
     ):
-        workload = plan(Fixed(30, 5), Load(rate=200.0, num_requests=6), fit_of(endpoints))
+        workload = plan(fixed(30, 5), Load(rate=200.0, num_requests=6), fit_of(endpoints))
         run = await run_open_loop(endpoints, workload, prompt_seed=1)
     assert run.rate == 200.0
     assert [record.url for record in run.records] == [one.url, other.url] * 3
@@ -260,7 +261,7 @@ async def test_programs_have_the_same_loop() -> None:
     assert [record.num_prompt for record in run.records] == [30] * 6
     assert not any("ignore_eos" in body for body in one.bodies + other.bodies)
     with pytest.raises(InvalidRequest, match="more than"):
-        await run_open_loop(endpoints, plan(Fixed(10**8, 1), Load(num_requests=3)))
+        await run_open_loop(endpoints, plan(fixed(10**8, 1), Load(num_requests=3)))
 
 
 def test_ctrl_c_while_the_server_is_silent() -> None:

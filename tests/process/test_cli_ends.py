@@ -67,10 +67,10 @@ def test_ctrl_c_ends_a_command_that_waits_for_a_gateway(command: str) -> None:
 
 
 def test_ctrl_c_ends_the_doctor_and_what_it_has_started() -> None:
-    """Its measuring processes go with it."""
+    """The process that loads a library for it goes with it."""
     process = start("doctor", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
     children: list[int] = []
-    while len(children) < 2:
+    while not children:
         listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
         children = [int(pid) for pid in listed.split()]
         assert process.poll() is None

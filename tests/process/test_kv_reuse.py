@@ -86,7 +86,7 @@ async def test_a_thousand_cancelled_transfers_mix_no_kv(lane: str) -> None:
     await campaign(lane, count=1_000, seed=11)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("lane", LANES)
 async def test_ten_thousand_cancelled_transfers_mix_no_kv(lane: str) -> None:
     """The same with 10,000."""

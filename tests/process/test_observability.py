@@ -95,6 +95,7 @@ async def bench() -> AsyncIterator[Bench]:
         yield bench
 
 
+@pytest.mark.quick
 async def test_every_receipt_adds_up(bench: Bench) -> None:
     """Over real processes: the phases are the time to the first token, to the microsecond, which is
     less than the client waited; and each field is there."""
@@ -144,6 +145,7 @@ async def test_every_answer_has_its_id_in_a_header(bench: Bench) -> None:
     assert '"handover_s"' in line
 
 
+@pytest.mark.quick
 async def test_metrics_add_up_like_receipts(bench: Bench) -> None:
     """The phases' histograms sum to TTFT's, and count the same answers."""
     await bench.mesh.home([bench.gateway], [])
@@ -163,6 +165,7 @@ async def test_metrics_add_up_like_receipts(bench: Bench) -> None:
     assert gaps == tokens - samples[f"{ttft}_seconds_count", ""]
 
 
+@pytest.mark.quick
 async def test_every_metric_is_documented_and_exists(bench: Bench) -> None:
     """A metric without a row fails, as does a row without a metric; types and labels are told."""
     found: dict[str, tuple[str, set[str]]] = {}

@@ -18,7 +18,7 @@ import pytest
 from shared.runtime.parent import PARENT_FD
 from shared.runtime.service import EXIT_BAD_CONFIG, EXIT_DRAIN_LIMIT, EXIT_FAILED, EXIT_OK
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.quick]
 
 LIMIT_S = 60.0
 

@@ -13,6 +13,7 @@ import pytest
 
 from shared.lanes import Certainty, LaneFinding, more_certain
 from shared.transport.address import seal, unseal
+from tests.support.tiers import few
 from tests.support.ucx_peer import Peer, a_pair, a_peer
 
 pytestmark = [pytest.mark.ucx, pytest.mark.process]
@@ -55,7 +56,7 @@ async def leave(*peers: Peer) -> None:
         assert await peer.ended() == 0
 
 
-@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("lane", few(LANES, "sysv"))
 async def test_bytes_cross_on_the_lane_that_was_meant(lane: str) -> None:
     """64 MiB arrive whole both ways; on one host the lane is shared memory unless tcp is forced."""
     async with a_pair_over(lane) as (left, right):
@@ -67,6 +68,7 @@ async def test_bytes_cross_on_the_lane_that_was_meant(lane: str) -> None:
         await leave(left, right)
 
 
+@pytest.mark.quick
 async def test_the_default_lane_on_one_host_is_shared_memory() -> None:
     """Nobody has to ask for it, and failure detection does not cost it."""
     async with a_pair() as (left, right):
@@ -93,7 +95,7 @@ async def test_messages_do_not_wait_for_wakeups_that_a_network_namespace_swallow
         await leave(left, right)
 
 
-@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("lane", few(LANES, "tcp"))
 async def test_a_killed_peer_is_seen_once_and_fails_everything(lane: str) -> None:
     """After SIGKILL every operation settles as failed, and on_lost is called exactly once."""
     async with a_pair_over(lane) as (left, right):
@@ -189,6 +191,7 @@ async def test_closing_amid_a_message_leaves_the_buffer_alone(lane: str, thresho
         await leave(left, right)
 
 
+@pytest.mark.quick
 async def test_a_window_is_written_by_the_peer_itself() -> None:
     """On one host: its word is eight bytes, and all the others are there with it."""
     async with a_pair() as (left, right):

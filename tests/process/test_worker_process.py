@@ -24,6 +24,7 @@ from shared.model_folder import ModelFolder, resolve_model
 from shared.request import SamplingParams
 from shared.rpc.tcp import TcpNetwork
 from tests.support.fake_gateway import FakeGateway, fake_gateway
+from tests.support.tiers import few
 
 pytestmark = [pytest.mark.process, pytest.mark.ucx]
 
@@ -130,6 +131,7 @@ def a_prompt(num_tokens: int, start: int = 5) -> list[int]:
     return [5 + (start + i * 37) % 900 for i in range(num_tokens)]
 
 
+@pytest.mark.quick
 async def test_answers_through_real_processes_are_exact_and_a_drain_ends_them() -> None:
     """TCP, UCX, threads and uvloop change no token; SIGTERM ends both with 0."""
     async with processes() as started:
@@ -151,7 +153,7 @@ async def test_answers_through_real_processes_are_exact_and_a_drain_ends_them() 
         assert [await worker.process.wait() for worker in started.workers] == [0, 0]
 
 
-@pytest.mark.parametrize("victim", ["prefill", "decode"])
+@pytest.mark.parametrize("victim", few(["prefill", "decode"], "prefill"))
 async def test_a_worker_killed_in_mid_push_costs_the_other_nothing(victim: str) -> None:
     """A failpoint kills one end; the survivor reports a typed error and serves a new partner."""
     point = {"prefill": "prefill.mid_push=kill", "decode": "decode.mid_decode:3=kill"}[victim]

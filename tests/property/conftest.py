@@ -1,4 +1,4 @@
-"""Hypothesis profiles: ``HYPOTHESIS_PROFILE=thorough make test`` searches longer."""
+"""Hypothesis profiles: ``HYPOTHESIS_PROFILE=thorough make test-all`` searches longer."""
 
 from __future__ import annotations
 

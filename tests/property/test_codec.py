@@ -157,6 +157,7 @@ def test_unknown_error_is_a_lost_worker() -> None:
 
 @given(st.sampled_from([*MESSAGES, *READERS]), st.binary(max_size=200))
 @example("SamplingParams", b"\x0b" * 200)
+@example("GenerateRequest", b"\x45\x00\x00\x00\x00")
 def test_random_bytes_break_a_rule_or_nothing(name: str, data: bytes) -> None:
     """Any bytes are a message or a typed error; a message passes its reader or breaks a rule."""
     try:

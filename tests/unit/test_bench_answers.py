@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from services.cli.bench.answers import AnswerReader
-from services.cli.bench.event_lines import EventLines
-from services.cli.bench.records import End, Record
+from services.cli.bench.answers import AnswerReader, EventLines
+from services.cli.bench.records import Ending, Record
 from services.cli.bench.workload import Ask
 
 
@@ -54,7 +53,7 @@ def test_counts_in_every_chunk_are_exact() -> None:
         chunk(usage=usage(4)),
         b"[DONE]",
     )
-    assert (record.end, record.num_output, record.num_prompt) == (End.COMPLETE, 4, 9)
+    assert (record.end, record.num_output, record.num_prompt) == (Ending.COMPLETE, 4, 9)
     assert (list(record.times), record.counts, record.is_counted) == ([1, 2, 3], [1, 2, 1], True)
     assert record.outcome().token_times == [1, 2, 2, 3]
     assert record.outcome().itl_s == [1, 1]
@@ -82,27 +81,27 @@ def test_without_counts_a_chunk_is_a_token() -> None:
     text = json.dumps({"choices": [{"delta": {"content": "a"}}]}).encode()
     thought = json.dumps({"choices": [{"delta": {"reasoning_content": "hm"}}]}).encode()
     record = read(opening, thought, text, b"[DONE]")
-    assert (record.end, record.num_output, list(record.times)) == (End.COMPLETE, 2, [2, 3])
+    assert (record.end, record.num_output, list(record.times)) == (Ending.COMPLETE, 2, [2, 3])
 
 
 @pytest.mark.parametrize(
     ("payloads", "end"),
     [
-        ((), End.FAILED),
-        ((b"[DONE]",), End.FAILED),
-        ((chunk("a"),), End.CUT),
-        ((chunk("a"), b'{"error": {"message": "gone"}}'), End.CUT),
-        ((b'{"error": {"message": "gone"}}',), End.FAILED),
-        ((b'{"error": {"message": "busy", "code": 503}}',), End.REFUSED),
-        ((b'{"error": "words"}',), End.FAILED),
-        ((chunk("a", finish="stop"),), End.COMPLETE),
+        ((), Ending.FAILED),
+        ((b"[DONE]",), Ending.FAILED),
+        ((chunk("a"),), Ending.CUT),
+        ((chunk("a"), b'{"error": {"message": "gone"}}'), Ending.CUT),
+        ((b'{"error": {"message": "gone"}}',), Ending.FAILED),
+        ((b'{"error": {"message": "busy", "code": 503}}',), Ending.REFUSED),
+        ((b'{"error": "words"}',), Ending.FAILED),
+        ((chunk("a", finish="stop"),), Ending.COMPLETE),
     ],
 )
-def test_how_an_answer_ended(payloads: tuple[bytes, ...], end: End) -> None:
+def test_how_an_answer_ended(payloads: tuple[bytes, ...], end: Ending) -> None:
     """Complete with an end; cut once it had begun, else failed or refused."""
     record = read(*payloads)
     assert record.end is end
-    assert bool(record.error) == (end is not End.COMPLETE)
+    assert bool(record.error) == (end is not Ending.COMPLETE)
 
 
 def test_what_is_not_json_is_an_error() -> None:

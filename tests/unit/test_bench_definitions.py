@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shared.telemetry.definitions import (
-    Outcome,
+    RequestOutcome,
     Slo,
     TpotRule,
     attainment,
@@ -21,25 +21,25 @@ def test_rules_of_the_time_per_token() -> None:
     times = [1.0]
     for gap in gaps:
         times.append(times[-1] + gap)
-    outcome = Outcome(0.0, times)
+    outcome = RequestOutcome(0.0, times)
     assert outcome.tpot_by(TpotRule.MEAN_GAP) == pytest.approx(0.58 / 20)
     assert outcome.tpot_by(TpotRule.PER_TOKEN) == pytest.approx(0.58 / 21)
     assert outcome.tpot_by(TpotRule.LONGEST_TENTH) == pytest.approx(0.2)
     for rule in TpotRule:
-        assert Outcome(0.0, [1.0]).tpot_by(rule) == 0.0
-        assert Outcome(0.0).tpot_by(rule) == 0.0
+        assert RequestOutcome(0.0, [1.0]).tpot_by(rule) == 0.0
+        assert RequestOutcome(0.0).tpot_by(rule) == 0.0
 
 
 def test_the_rule_decides_what_attains() -> None:
     """Mooncake's is the stricter one for an answer that stalls once."""
-    outcome = Outcome(0.0, [0.1, 0.11, 0.12, 0.42])
+    outcome = RequestOutcome(0.0, [0.1, 0.11, 0.12, 0.42])
     assert outcome.meets(Slo(1.0, 0.2))
     assert not outcome.meets(Slo(1.0, 0.2, TpotRule.LONGEST_TENTH))
 
 
 def test_messages_of_several_tokens_do_not_flatter_itl() -> None:
     """Their tokens have no gap between them; TPOT counts them all."""
-    outcome = Outcome(0.0, [1.0, 1.0, 1.4, 1.4])
+    outcome = RequestOutcome(0.0, [1.0, 1.0, 1.4, 1.4])
     assert outcome.tbt_s == pytest.approx([0.0, 0.4, 0.0])
     assert outcome.itl_s == pytest.approx([0.4])
     assert outcome.tpot_s == pytest.approx(0.4 / 3)
@@ -49,23 +49,23 @@ def test_percentiles_each_on_their_own_are_weaker_than_attainment() -> None:
     """Half are late at first, the other half later on: each limit holds for half of them only, and
     at a target of one half simdistserve is content where DistServe is not."""
     slo = Slo(0.5, 0.05)
-    late, slow = Outcome(0.0, [0.9, 0.91]), Outcome(0.0, [0.1, 0.9])
+    late, slow = RequestOutcome(0.0, [0.9, 0.91]), RequestOutcome(0.0, [0.1, 0.9])
     assert attainment([late, slow], slo) == 0.0
     assert each_attains([late, slow], slo, target=0.5)
     assert not each_attains([late, slow], slo, target=0.9)
-    assert not each_attains([Outcome(0.0), late], slo, target=0.9)
+    assert not each_attains([RequestOutcome(0.0), late], slo, target=0.9)
     assert each_attains([], slo)
 
 
 def test_the_tail_of_all_gaps_and_the_median_wait() -> None:
     """Sarathi-Serve's capacity: refused requests wait for ever."""
-    smooth = Outcome(0.0, [0.1 + 0.01 * token for token in range(300)])
-    stalled = Outcome(0.0, [0.1, 0.2, 0.9, 1.0, 1.1])
+    smooth = RequestOutcome(0.0, [0.1 + 0.01 * token for token in range(300)])
+    stalled = RequestOutcome(0.0, [0.1, 0.2, 0.9, 1.0, 1.1])
     assert tail_attains([smooth], tbt_s=0.05)
-    assert tail_attains([smooth, Outcome(0.0, [0.1, 0.8])], tbt_s=0.05)  # 1 gap of 300
+    assert tail_attains([smooth, RequestOutcome(0.0, [0.1, 0.8])], tbt_s=0.05)  # 1 gap of 300
     assert not tail_attains([smooth, stalled], tbt_s=0.05)
-    assert not tail_attains([smooth, Outcome(0.0), Outcome(0.0)], tbt_s=0.05)
-    assert not tail_attains([Outcome(0.0, [3.0])], tbt_s=0.05)
+    assert not tail_attains([smooth, RequestOutcome(0.0), RequestOutcome(0.0)], tbt_s=0.05)
+    assert not tail_attains([RequestOutcome(0.0, [3.0])], tbt_s=0.05)
 
 
 def test_percentiles_come_from_one_order() -> None:

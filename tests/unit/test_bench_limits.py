@@ -8,7 +8,7 @@ import pytest
 
 from bench.limits.bound import all_together, best_rate, in_order, seconds_of, shortest_first
 from bench.limits.run import answers_of, goodput_of
-from services.cli.bench.records import End, Record, Run
+from services.cli.bench.records import Ending, Record, Run
 from services.cli.bench.workload import Ask, Workload
 
 UNLOADED = {"one": {"ttft_s": 0.1, "tpot_s": 0.02}, "other": {"ttft_s": 0.2, "tpot_s": 0.01}}
@@ -62,9 +62,9 @@ def test_what_is_kept_of_a_request() -> None:
     whole = Record(Ask(num_input=1, num_output=3), 0, due_at=1.0, sent_at=1.1)
     for at in (1.5, 1.7, 1.9):
         whole.add(at, 1)
-    whole.end = End.COMPLETE
+    whole.end = Ending.COMPLETE
     failed = Record(Ask(num_input=1, num_output=3), 1, due_at=1.0, sent_at=1.0)
-    failed.fail(End.FAILED, "gone")
+    failed.fail(Ending.FAILED, "gone")
     workload = Workload(name="a load", asks=(whole.ask, failed.ask))
     run = Run(workload=workload, records=[whole, failed])
     assert answers_of(run) == [(pytest.approx(0.5), pytest.approx(0.2)), None]

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 import bench.record
-from bench.record import Record, environment
+from bench import headlines
+from bench.__main__ import GOALS, QUESTIONS, README, newest_goals, results
+from bench.record import PROJECT, Record, environment
 
 
 def test_arguments_are_told_without_the_folders_of_a_machine(
@@ -37,3 +39,28 @@ def test_a_second_run_of_a_day_and_commit_writes_over_nothing(
     assert sorted(path.name for path in (tmp_path / "results").iterdir()) == sorted(
         path.name for path in paths
     )
+
+
+def test_the_pages_hold_what_is_recorded() -> None:
+    """Ten rows, each from the newest run that has it; every goal (``python -m bench --fill``)."""
+    found = {name: results(PROJECT / "bench" / name) for name in QUESTIONS}
+    runs = {name: [content for _, content in own] for name, own in found.items()}
+    lines = headlines.table(runs)
+    assert len(lines) == 2 + len(headlines.HEADLINES) == 12
+    assert "\n".join(lines) in README.read_text()
+    goals = GOALS.read_text()
+    for own in found.values():
+        for goal, run in newest_goals(own):
+            assert f"| {goal.row} | {goal.question}: {goal.what} |" in goals
+            assert f"| {run} |" in goals
+
+
+def test_a_run_that_did_not_ask_leaves_the_row_to_an_older_one() -> None:
+    """And a question without any run has no row."""
+    about = {"at": "2026-01-01T00:00:00", "commit": "old"}
+    rows = [{"kind": "overlap", "role": "decode", "phase": "decode", "p99_s": 1, "recompute_s": 2}]
+    old = {"environment": about, "goals": [], "rows": rows}
+    new = {"environment": {**about, "commit": "new"}, "goals": [], "rows": []}
+    (row,) = headlines.table({"faults": [old, new]})[2:]
+    assert "**1.00 s**" in row
+    assert row.endswith("2026-01-01 old |")

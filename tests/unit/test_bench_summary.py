@@ -12,32 +12,34 @@ import orjson
 import pytest
 from rich.console import Console
 
-from services.cli.bench.command import _is_good
+from services.cli.bench.command import _is_good, bench
 from services.cli.bench.endpoints import Description
-from services.cli.bench.measure import Measurement
+from services.cli.bench.measurement import Measurement
 from services.cli.bench.options import LoadFlags, RequestFlags, ServerFlags, SloFlags
-from services.cli.bench.records import End, Record, Run
+from services.cli.bench.records import Ending, Record, Run
 from services.cli.bench.report import CSV_COLUMNS, build_report, write_report
 from services.cli.bench.search import RateSearch
-from services.cli.bench.shapes import Fixed
+from services.cli.bench.sources import fixed
 from services.cli.bench.summary import summarize
-from services.cli.bench.svg import Axis, Series, chart, ticks
-from services.cli.bench.view import notes_of, report_view, time_text
+from services.cli.bench.view import notes_of, report_view
 from services.cli.bench.workload import Ask, Fit, Load, Workload
+from services.cli.flags import CannotRun
 from shared.telemetry.definitions import Slo
 
 SLO = Slo(ttft_s=0.5, tpot_s=0.05)
 
 
-def a_record(index: int, end: End = End.COMPLETE, *, ttft_s: float = 0.1, **more: Any) -> Record:
+def a_record(
+    index: int, end: Ending = Ending.COMPLETE, *, ttft_s: float = 0.1, **more: Any
+) -> Record:
     """A request due at ``index`` s; a complete one has four tokens, 20 ms apart."""
     record = Record(Ask(num_input=10, num_output=4), index, float(index), "http://a", **more)
     record.sent_at = record.sent_at or record.due_at + 0.001
-    if end in (End.COMPLETE, End.CUT):
-        for token in range(4 if end is End.COMPLETE else 2):
+    if end in (Ending.COMPLETE, Ending.CUT):
+        for token in range(4 if end is Ending.COMPLETE else 2):
             record.add(index + ttft_s + 0.02 * token, 1)
     record.ended_at = index + 1.0
-    if end is End.COMPLETE or end is End.UNFINISHED:
+    if end is Ending.COMPLETE or end is Ending.UNFINISHED:
         record.end = end
     else:
         record.fail(end, f"it was {end.value}")
@@ -58,12 +60,19 @@ def a_run(*records: Record, **more: Any) -> Run:
 
 def test_everything_missed_counts_against_the_server() -> None:
     """Refused, failed, cut, timed out, unreachable; what we interrupted is left out."""
-    ends = [End.COMPLETE, End.REFUSED, End.FAILED, End.CUT, End.TIMEOUT, End.UNREACHABLE]
-    run = a_run(*(a_record(n, end) for n, end in enumerate([*ends, End.UNFINISHED])))
+    ends = [
+        Ending.COMPLETE,
+        Ending.REFUSED,
+        Ending.FAILED,
+        Ending.CUT,
+        Ending.TIMEOUT,
+        Ending.UNREACHABLE,
+    ]
+    run = a_run(*(a_record(n, end) for n, end in enumerate([*ends, Ending.UNFINISHED])))
     summary = summarize(run, SLO)
     assert summary["attainment"] == pytest.approx(1 / 6)
     assert summary["num_missed"] == 5
-    assert summary["ends"] == {end.value: 1 for end in [*ends, End.UNFINISHED]}
+    assert summary["ends"] == {end.value: 1 for end in [*ends, Ending.UNFINISHED]}
     assert summary["num_submitted"] == 7
     assert summary["ttft_s"]["count"] == 1
     assert summary["output_tokens"] == 4 + 2
@@ -92,7 +101,7 @@ def test_latency_counts_from_when_a_request_was_due() -> None:
         ({"loop_lags": [0.0] * 50 + [0.2]}, "answers were read late: by more than 10 ms"),
         ({"loop_lags": [0.0] * 50 + [0.02]}, None),  # 10 ms of 2 s
         ({"cpu_s": 1.9}, "the client used 95% of a core"),
-        ({"records": [a_record(0), a_record(1, End.CLIENT)]}, "1 requests could not leave"),
+        ({"records": [a_record(0), a_record(1, Ending.CLIENT)]}, "1 requests could not leave"),
     ],
 )
 def test_a_run_in_which_the_client_fell_behind_is_void(
@@ -107,7 +116,7 @@ def test_a_run_in_which_the_client_fell_behind_is_void(
 
 def a_measurement(*runs: Run) -> Measurement:
     found = Measurement(
-        ["http://a"], Fixed(10, 4), LoadFlags(), RequestFlags(), SloFlags(), ServerFlags()
+        ["http://a"], fixed(10, 4), LoadFlags(), RequestFlags(), SloFlags(), ServerFlags()
     )
     found.runs = list(runs)
     return found
@@ -115,7 +124,7 @@ def a_measurement(*runs: Run) -> Measurement:
 
 def test_the_files_of_a_report(tmp_path: Path) -> None:
     """JSON as built, a line of CSV for each request, one page that asks nobody for anything."""
-    lost = a_record(1, End.REFUSED)
+    lost = a_record(1, Ending.REFUSED)
     lost.error = "<script>alert(1)</script>"
     first, second = a_run(a_record(0), lost), a_run(a_record(0), a_record(1, ttft_s=0.9))
     second.rate = 2.0
@@ -139,16 +148,22 @@ def test_the_files_of_a_report(tmp_path: Path) -> None:
     assert float(rows[0]["tpot_s"]) == pytest.approx(0.02)
     assert (rows[1]["ttft_s"], rows[1]["output"]) == ("", "0")
     page = (tmp_path / "report.html").read_text()
-    assert not re.search(r"(src|href)=|url\(|@import|<script", page)
-    assert page.count("<svg") >= 10
-    assert page.count("<svg") == page.count("</svg>")
-    assert "NaN" not in page
-    assert "&lt;m&gt;" in page
+    assert not re.search(r"(src|href)=\"[^#]|url\([^#]|@import|<script", page)
+    assert page.count("<svg") == page.count("</svg>") == 3  # over the rate, and of each run
+    for words in ("TTFT by time of arrival", "TPOT over the rate", "&lt;m&gt;", "goodput"):
+        assert words in page
+
+
+def test_without_matplotlib_a_report_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is measured."""
+    monkeypatch.setattr("services.cli.bench.plots.find_spec", lambda name: None)
+    with pytest.raises(CannotRun, match=r"pdmesh\[bench\]"):
+        bench(output=Path("report"))
 
 
 def test_a_report_of_nothing_but_failures_can_be_shown(tmp_path: Path) -> None:
     """No latencies, no plots of them, no crash; an endless rate is null in JSON."""
-    run = a_run(a_record(0, End.UNREACHABLE))
+    run = a_run(a_record(0, Ending.UNREACHABLE))
     run.rate = math.inf
     measurement = a_measurement(run)
     measurement.descriptions = [Description(url="http://a", api="chat", model="m")]
@@ -166,29 +181,6 @@ def test_a_void_run_is_told_with_what_to_do() -> None:
     assert sum("VOID, the client used" in note for note in notes) == 2
     assert sum("--scale-lengths" in note for note in notes) == 1
     assert notes_of(build_report(a_measurement(good))) == []
-
-
-def test_charts_keep_what_they_are_given() -> None:
-    """Nothing to draw is nothing; a single point, zeros on a logarithmic axis and equal values are
-    drawn inside the frame."""
-    axis = Axis("", str)
-    assert chart("t", [Series("s", [])], axis, axis) == ""
-    log = Axis("", time_text, is_log=True)
-    for points in ([(0.0, 0.0)], [(1.0, 5.0), (2.0, 5.0)], [(0.0, 0.0), (1.0, 1e-6)]):
-        for up in (axis, log):
-            drawn = chart("<t>", [Series("s", points, has_marks=True)], axis, up)
-            numbers = re.findall(r'c[xy]="([^"]+)"', drawn)
-            assert len(numbers) == 2 * len(points)
-            assert all(0 <= float(number) <= 460 for number in numbers)
-            assert "<t>" not in drawn
-
-
-def test_ticks_are_round_and_few() -> None:
-    """In both kinds of scales."""
-    assert ticks(0, 10) == [0, 2, 4, 6, 8, 10]
-    assert ticks(0, 0.93) == [0, 0.2, 0.4, 0.6, 0.8]
-    assert ticks(0.003, 0.04, is_log=True) == pytest.approx([0.005, 0.01, 0.02])
-    assert ticks(1e-4, 10, is_log=True) == pytest.approx([1e-4, 1e-3, 1e-2, 0.1, 1, 10])
 
 
 class Scripted(Measurement):
@@ -216,7 +208,7 @@ async def test_a_search_repeats_what_is_void_and_then_gives_up(
 ) -> None:
     """A hiccup of the machine costs a run, not the answer; what cannot be sent is not judged."""
     found = Scripted(
-        ["http://a"], Fixed(10, 4), LoadFlags(goodput=True), RequestFlags(), SloFlags(),
+        ["http://a"], fixed(10, 4), LoadFlags(goodput=True), RequestFlags(), SloFlags(),
         ServerFlags(),
     )  # fmt: skip
     found.voids = list(voids)

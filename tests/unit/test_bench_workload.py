@@ -11,8 +11,7 @@ from itertools import islice, pairwise
 import pytest
 
 from services.cli.bench.prompts import Prompts
-from services.cli.bench.shapes import SHAPES, Fixed
-from services.cli.bench.traces import Trace
+from services.cli.bench.sources import SHAPES, Trace, fixed
 from services.cli.bench.workload import Ask, Fit, Load, Workload, plan, servers_of
 
 TRACE = Trace(
@@ -41,7 +40,7 @@ def test_lengths_do_not_depend_on_the_rate() -> None:
 def test_gaps_have_the_rate_and_the_burstiness(burstiness: float, variation: float) -> None:
     """Of gamma-distributed gaps, deviation over mean is 1 / sqrt(shape)."""
     load = Load(rate=10.0, num_requests=20_000, burstiness=burstiness)
-    due = [0.0, *(ask.due_s for ask in plan(Fixed(1, 1), load).asks)]
+    due = [0.0, *(ask.due_s for ask in plan(fixed(1, 1), load).asks)]
     gaps = [after - before for before, after in pairwise(due)]
     assert statistics.mean(gaps) == pytest.approx(0.1, rel=0.05)
     assert statistics.pstdev(gaps) / statistics.mean(gaps) == pytest.approx(variation, rel=0.05)
@@ -49,17 +48,17 @@ def test_gaps_have_the_rate_and_the_burstiness(burstiness: float, variation: flo
 
 def test_a_metronome_and_all_at_once() -> None:
     """The two ends of burstiness and of the rate."""
-    even = plan(Fixed(1, 1), Load(rate=4.0, num_requests=3, burstiness=math.inf))
+    even = plan(fixed(1, 1), Load(rate=4.0, num_requests=3, burstiness=math.inf))
     assert [ask.due_s for ask in even.asks] == [0.25, 0.5, 0.75]
     assert even.arrivals == "even"
-    at_once = plan(Fixed(1, 1), Load(rate=math.inf, num_requests=3))
+    at_once = plan(fixed(1, 1), Load(rate=math.inf, num_requests=3))
     assert [ask.due_s for ask in at_once.asks] == [0.0, 0.0, 0.0]
 
 
 def test_nothing_arrives_after_the_duration() -> None:
     """Whichever comes first, duration or number, ends a plan."""
     load = Load(rate=10.0, duration_s=5.0)
-    asks = plan(Fixed(1, 1), load).asks
+    asks = plan(fixed(1, 1), load).asks
     assert 30 < len(asks) < 70
     assert all(ask.due_s < 5.0 for ask in asks)
 
@@ -85,7 +84,7 @@ def test_what_does_not_fit_is_counted() -> None:
     small = plan(TRACE, Load(rate=None), Fit(max_total=202))
     assert [ask.due_s for ask in small.asks] == [0.0, 2.0]
     assert (small.num_cut, small.num_skipped) == (0, 3)
-    drawn = plan(Fixed(900, 400), Load(num_requests=2), Fit(max_total=500, is_cut_to_context=True))
+    drawn = plan(fixed(900, 400), Load(num_requests=2), Fit(max_total=500, is_cut_to_context=True))
     assert {(a.num_input, a.num_output) for a in drawn.asks} == {(250, 250)}
     assert drawn.num_cut == 2
 

@@ -26,10 +26,9 @@ from services.cli.up import UpConfig, plan_mesh
 from services.gateway.front.auth import KeyRing, hash_key
 from services.local import LocalMesh, Phase, Service, plan_services
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig, ServiceConfig
-from shared.environment import config_from_environment, environment_of
+from shared.settings import environment_of, read_config
 from tests.support.certificates import Authority
-
-ROOT = Path(__file__).parents[2]
+from tests.support.house import ROOT
 
 SERVICES = [("gateway", GatewayConfig), ("prefill", PrefillConfig), ("decode", DecodeConfig)]
 
@@ -112,8 +111,8 @@ def test_an_empty_variable_is_not_set(
     ],
 )
 def test_a_child_reads_back_what_its_parent_wrote(config: ServiceConfig) -> None:
-    """environment_of and config_from_environment are inverse."""
-    assert config_from_environment(type(config), environment_of(config)) == config
+    """environment_of and read_config are inverse."""
+    assert read_config(type(config), environment_of(config)) == config
 
 
 # --- errors ----------------------------------------------------------------------------------
@@ -342,10 +341,10 @@ def test_a_mesh_is_planned_from_flags_and_variables(monkeypatch: pytest.MonkeyPa
     services = plan_mesh(config, os.environ).services
     assert [s.name for s in services] == ["gateway", "prefill-0", "decode-0", "decode-1"]
     assert [s.module for s in services][1:3] == ["services.prefill", "services.decode"]
-    gateway = config_from_environment(GatewayConfig, services[0].env)
+    gateway = read_config(GatewayConfig, services[0].env)
     assert (gateway.origins, gateway.max_waiting, gateway.http_port) == ({"*"}, 5, 0)
     for service in services[1:]:
-        worker = config_from_environment(DecodeConfig, service.env)
+        worker = read_config(DecodeConfig, service.env)
         assert (worker.port, worker.num_blocks, worker.staging_mib) == (0, 8, 32)
         assert (worker.engine, worker.threads) == ("fake", 3)
 
@@ -474,7 +473,7 @@ def test_each_worker_of_a_mesh_gets_a_gpu(
     config = dataclasses.replace(config, port=0)
     _, *workers = plan_mesh(config, environment).services
     assert [one.env.get("CUDA_VISIBLE_DEVICES") for one in workers] == visible
-    shares = [config_from_environment(DecodeConfig, one.env).gpu_memory_share for one in workers]
+    shares = [read_config(DecodeConfig, one.env).gpu_memory_share for one in workers]
     assert shares == memory_shares
 
 

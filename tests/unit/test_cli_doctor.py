@@ -15,15 +15,12 @@ from services.cli.doctor import machine_checks as checks
 from services.cli.doctor import vllm_checks
 from services.cli.doctor.finding import Finding, absent, lines_of, right, wrong
 from services.cli.doctor.gateway_checks import judge_cluster
-from services.cli.doctor.link import Link
+from services.cli.doctor.machine_checks import Facts
 from shared.version import VERSION
 from tests.support.stub_gateway import StubGateway, a_view
 
-ROOT = Path(__file__).parents[2]
-
-SYSV = Link("sysv", 8.0, "/lib/libuct.so", ("cma", "cuda"))
-TCP = Link("tcp/eth0", 2.0, "/lib/libuct.so", ("cma", "cuda"))
-WITH_IB = Link("sysv", 8.0, "/usr/lib/libuct.so", ("cuda", "ib"))
+UCX: Facts = {"library": "/lib/libuct.so", "modules": ["cma", "cuda"]}
+WITH_IB: Facts = {"library": "/usr/lib/libuct.so", "modules": ["cuda", "ib"]}
 
 CPU = {
     "version": "2.13", "threads": 4, "cuda_built": "", "devices": [], "all_peers": True,
@@ -39,7 +36,7 @@ def verdict(finding: Finding) -> str:
     """Its mark; a wrong one must say what to do, others must not."""
     assert bool(finding.remedy) == finding.is_wrong
     assert finding.text
-    return finding.verdict.value
+    return finding.verdict
 
 
 def test_each_line_has_its_mark_and_a_wrong_one_its_remedy_below() -> None:
@@ -53,36 +50,26 @@ def test_each_line_has_its_mark_and_a_wrong_one_its_remedy_below() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("link", "error", "tls", "wanted", "words"),
-    [
-        (SYSV, "", "", "right", "8.0 GB/s between two processes, lane sysv"),
-        (TCP, "", "", "wrong", "kernel.shmmax"),
-        (TCP, "", "tcp", "wrong", "unset UCX_TLS (it is 'tcp')"),
-        (None, "no device", "", "wrong", "do not reach each other: no device"),
-    ],
-)
-def test_shared_memory_is_right_only_if_it_is_the_lane(
-    link: Link | None, error: str, tls: str, wanted: str, words: str, monkeypatch: Any
-) -> None:
-    """UCX falls back to TCP without a word."""
-    monkeypatch.setenv("UCX_TLS", tls)
-    finding = checks.check_shared_memory_lane(link, error)
-    assert verdict(finding) == wanted
-    assert words in finding.text + finding.remedy
+def test_a_ucx_that_does_not_load_is_told_in_its_own_words() -> None:
+    """Where it is not installed this is a gateway's machine, which is no fault."""
+    assert verdict(checks.check_ucx(UCX, "")) == "right"
+    assert verdict(checks.check_ucx(None, "")) == "absent"
+    broken = checks.check_ucx(None, "it cannot be loaded: no libucp")
+    assert verdict(broken) == "wrong"
+    assert "no libucp" in broken.text
 
 
 @pytest.mark.parametrize(
     ("devices", "link", "wanted", "words"),
     [
-        ([], SYSV, "absent", "/sys/class/infiniband"),
-        (["mlx5_0"], SYSV, "wrong", "built without RDMA"),
+        ([], UCX, "absent", "/sys/class/infiniband"),
+        (["mlx5_0"], UCX, "wrong", "built without RDMA"),
         (["mlx5_0"], None, "wrong", "built without RDMA"),
         (["mlx5_0", "mlx5_1"], WITH_IB, "right", "mlx5_0, mlx5_1"),
     ],
 )
 def test_rdma_says_why_it_is_not_used(
-    devices: list[str], link: Link | None, wanted: str, words: str, tmp_path: Path
+    devices: list[str], link: Facts, wanted: str, words: str, tmp_path: Path
 ) -> None:
     """No device is no fault; a device that UCX cannot drive is one."""
     finding = checks.check_rdma(devices, link)
@@ -118,18 +105,18 @@ def test_a_gpu_that_torch_does_not_see_is_a_fault(
     ("facts", "link", "wanted", "words"),
     [
         (None, None, "absent", "no GPU"),
-        (CPU, SYSV, "absent", "no GPU"),
-        (GPU, SYSV, "right", "can be shared"),
+        (CPU, UCX, "absent", "no GPU"),
+        (GPU, UCX, "right", "can be shared"),
         (GPU, None, "right", "can be shared"),
-        ({**GPU, "all_peers": False}, SYSV, "right", "cannot reach each other directly"),
-        ({**GPU, "ipc_error": "invalid argument"}, SYSV, "wrong", "invalid argument"),
-        ({**GPU, "expandable_segments": True}, SYSV, "wrong", "expandable_segments"),
-        ({**GPU, "has_nvml": False}, SYSV, "wrong", "libnvidia-ml"),
-        (GPU, Link("sysv", 1.0, "x", ("cma",)), "wrong", "UCX built with CUDA"),
+        ({**GPU, "all_peers": False}, UCX, "right", "cannot reach each other directly"),
+        ({**GPU, "ipc_error": "invalid argument"}, UCX, "wrong", "invalid argument"),
+        ({**GPU, "expandable_segments": True}, UCX, "wrong", "expandable_segments"),
+        ({**GPU, "has_nvml": False}, UCX, "wrong", "libnvidia-ml"),
+        (GPU, {**UCX, "modules": ["cma"]}, "wrong", "UCX built with CUDA"),
     ],
 )
 def test_cuda_ipc_names_what_stands_in_its_way(
-    facts: Any, link: Link | None, wanted: str, words: str
+    facts: Any, link: Facts, wanted: str, words: str
 ) -> None:
     """Each of the four has its own remedy."""
     finding = checks.check_cuda_ipc(facts, link)
@@ -213,12 +200,12 @@ def test_limits_are_judged_by_what_needs_them(tmp_path: Path) -> None:
         (tmp_path / "shmall").write_text(f"{total}\n")
         assert verdict(checks.check_sysv(tmp_path)) == wanted
     assert verdict(checks.check_sysv(tmp_path / "none")) == "absent"
-    assert verdict(checks.check_dev_shm(tmp_path / "none")) == "absent"
 
 
 def test_a_taken_port_is_a_fault_unless_a_gateway_of_ours_has_it() -> None:
     """A mesh that runs is no reason to complain."""
-    findings = checks.check_ports({1: "", 2: "pdmesh", 3: "something else listens there"})
+    owners = ("", "pdmesh", "something else listens there")
+    findings = [checks.check_port(1, owner) for owner in owners]
     assert [verdict(finding) for finding in findings] == ["right", "absent", "wrong"]
 
 
@@ -257,16 +244,13 @@ def test_a_slow_lane_between_two_workers_of_one_host_is_a_fault(lane: str, what_
 def test_a_gateways_installation_is_told_so_without_a_fault(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Neither torch nor ucxx: nothing is measured, and nothing is wrong with that."""
-    monkeypatch.setattr("services.cli.doctor.machine_checks.find_spec", lambda _: None)
+    """Neither torch nor ucxx, and nothing is wrong with that."""
     monkeypatch.setattr("services.cli.doctor.report.find_spec", lambda _: None)
     monkeypatch.setattr("services.cli.doctor.vllm_checks.find_spec", lambda _: None)
     code = main(["doctor", "--json"])
     found = json.loads(capsys.readouterr().out)
-    ours = [*found["sections"]["Installation"], *found["sections"]["Link between workers"]]
-    verdicts = {one["name"]: one["verdict"] for one in ours}
+    verdicts = {one["name"]: one["verdict"] for one in found["sections"]["Installation"]}
     assert verdicts["torch"] == verdicts["UCX"] == "absent"
-    assert "shared memory" not in verdicts
     assert code == (0 if found["ok"] else 1)
 
 
@@ -274,7 +258,6 @@ def test_the_exit_code_tells_and_a_gateway_that_is_none_is_a_fault(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """0 = no ✗, 1 = at least one; a remedy stands below it."""
-    monkeypatch.setattr("services.cli.doctor.machine_checks.find_spec", lambda _: None)
     monkeypatch.setattr("services.cli.doctor.report.find_spec", lambda _: None)
     monkeypatch.setattr("services.cli.doctor.vllm_checks.find_spec", lambda _: None)
     view = a_view(version=VERSION)

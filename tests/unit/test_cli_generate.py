@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 from rich.console import Console
 
-from services.cli.client import Access, Refused
+from services.cli.client import Access, GatewayRefused
 from services.cli.flags import CannotRun
 from services.cli.generate import Answer, shown, stream_answer
 from services.cli.interrupts import Interrupts
@@ -59,9 +59,9 @@ async def test_a_refusal_is_the_gateways_own_words(tmp_path: Path) -> None:
     """With the remedy where a key is missing."""
     (tmp_path / "keys").write_text(hash_key("alice", "secret"))
     async with http_gateway(ScriptedMesh(), KeyRing.read(tmp_path / "keys")) as url:
-        with pytest.raises(Refused, match="PDMESH_API_KEY"):
+        with pytest.raises(GatewayRefused, match="PDMESH_API_KEY"):
             await said(url, HI)
-        with pytest.raises(Refused, match="max_tokens"):
+        with pytest.raises(GatewayRefused, match="max_tokens"):
             await said(url, {**HI, "max_tokens": -1}, access=Access(api_key="secret"))
         assert (await said(url, HI, access=Access(api_key="secret")))[0]
 
@@ -69,7 +69,7 @@ async def test_a_refusal_is_the_gateways_own_words(tmp_path: Path) -> None:
 async def test_an_error_in_mid_stream_is_told() -> None:
     """The status was 200 by then."""
     async with http_gateway(ScriptedMesh(failing_after("hello", WorkerLost("it died")))) as url:
-        with pytest.raises(Refused, match="it died"):
+        with pytest.raises(GatewayRefused, match="it died"):
             await said(url, HI)
 
 

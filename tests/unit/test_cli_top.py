@@ -26,9 +26,9 @@ def test_a_frame_tells_all_that_the_gateway_tells() -> None:
     lines = drawn(a_view())
     assert lines[0] == "pdmesh top http://gw m (2,048 tokens) 1.2.3 up 61 s ● ready"
     text = "\n".join(lines)
-    assert "running 5 in progress out 1,234 tokens/s" in text
-    assert "queued 7 waiting for a place in 100 tokens/s TTFT 100.0 ms 250.0 ms 1.50 s" in text
-    assert "refused 11 since the gateway started ended 42 in 60 s, 1 failed ITL - - -" in text
+    assert "running 5 out 1,234 tokens/s" in text
+    assert "queued 7 in 100 tokens/s TTFT 100.0 ms 250.0 ms 1.50 s" in text
+    assert "refused 11 ended 42 in 60 s, 1 failed ITL - - -" in text
     (prefill,) = (line for line in lines if line.startswith("prefill 10.0.0.1:1"))
     assert prefill.startswith("prefill 10.0.0.1:1 usable 3 2 12,345 12.5 ms ")
     assert prefill.endswith(" 60 of 100, 10 in quarantine 1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import msgspec
 import pytest
 
 from services.gateway.front.auth import KeyRing, hash_key
-from services.gateway.http import openapi_shapes as shapes
+from services.gateway.http import bodies, door
 from services.gateway.http.door import HttpDoor
 from services.gateway.http.openapi import OPERATIONS, PARTS_OF_THE_PAGE, openapi_document
 from tests.support.http_client import HI, Client, gateway
@@ -99,6 +100,33 @@ def _field(whole: dict[str, Any], struct: str, name: str) -> dict[str, Any]:
 
 
 # --- bodies ---------------------------------------------------------------------------------------
+
+
+def test_every_field_that_is_parsed_is_described_and_no_other() -> None:
+    """The described struct of a route is the one that its handler parses into."""
+    schemas = document()["components"]["schemas"]
+    decoders = {
+        CHAT: door._CHAT,
+        COMPLETIONS: door._COMPLETION,
+        "/tokenize": door._TOKENIZE,
+        "/detokenize": door._DETOKENIZE,
+    }
+    assert decoders.keys() == {path for (_, path), made in OPERATIONS.items() if made.body}
+    for path, decoder in decoders.items():
+        parsed = decoder.type
+        assert OPERATIONS["POST", path].body is parsed
+        assert list(schemas[parsed.__name__]["properties"]) == list(parsed.__struct_fields__)
+
+
+def test_what_a_running_gateway_knows_is_filled_in() -> None:
+    """Model, context and choices; without a model its rules go, and no placeholder is left."""
+    for fields in ({}, {"model": None}):
+        assert not re.search("<[a-z_]", json.dumps(document(**fields)))
+    name = _field(document(), "ChatBody", "model")["anyOf"][0]
+    assert (name["enum"], _field(document(), "ChatBody", "n")["anyOf"][0]["maximum"]) == (
+        [MODEL.name, ""],
+        8,
+    )
 
 
 def companions(name: str, value: Any) -> dict[str, Any]:
@@ -208,8 +236,8 @@ async def test_answers_have_the_described_fields_and_no_other(
 ) -> None:
     """Whole answers and every event of a stream."""
     asks: list[tuple[str, dict[str, Any], Any, Any]] = [
-        (CHAT, {"messages": HI}, shapes.ChatCompletion, shapes.ChatCompletionChunk),
-        (COMPLETIONS, {"prompt": "a", "echo": True}, shapes.Completion, shapes.CompletionChunk),
+        (CHAT, {"messages": HI}, bodies.ChatCompletion, bodies.ChatCompletionChunk),
+        (COMPLETIONS, {"prompt": "a", "echo": True}, bodies.Completion, bodies.CompletionChunk),
     ]
     async with gateway(ScriptedMesh()) as client:
         for path, body, whole, chunk in asks:
@@ -229,21 +257,21 @@ async def test_the_other_answers_too() -> None:
     mesh = ScriptedMesh()
     async with gateway(mesh) as client:
         asks: list[tuple[str, str, Any, Any, int]] = [
-            ("GET", "/v1/models", None, shapes.ModelList, 200),
-            ("GET", "/v1/models/tiny", None, shapes.ModelCard, 200),
-            ("POST", "/tokenize", {"prompt": "a"}, shapes.Tokens, 200),
-            ("POST", "/detokenize", {"tokens": [5]}, shapes.Text, 200),
-            ("GET", "/health", None, shapes.Health, 200),
-            ("GET", "/ready", None, shapes.Readiness, 200),
-            ("GET", "/version", None, shapes.Version, 200),
-            ("POST", CHAT, {}, shapes.ErrorBody, 400),
-            ("GET", "/v1/models/other", None, shapes.ErrorBody, 404),
+            ("GET", "/v1/models", None, bodies.ModelList, 200),
+            ("GET", "/v1/models/tiny", None, bodies.ModelCard, 200),
+            ("POST", "/tokenize", {"prompt": "a"}, bodies.Tokens, 200),
+            ("POST", "/detokenize", {"tokens": [5]}, bodies.Text, 200),
+            ("GET", "/health", None, bodies.Health, 200),
+            ("GET", "/ready", None, bodies.Readiness, 200),
+            ("GET", "/version", None, bodies.Version, 200),
+            ("POST", CHAT, {}, bodies.ErrorBody, 400),
+            ("GET", "/v1/models/other", None, bodies.ErrorBody, 404),
         ]
         for method, path, body, shape, due in asks:
             await _is_described(client, method, path, body, shape, due)
         mesh.model, mesh.not_ready_reason = None, "no worker has joined yet"
-        await _is_described(client, "GET", "/ready", None, shapes.Readiness, 503)
-        await _is_described(client, "POST", CHAT, {"messages": HI}, shapes.ErrorBody, 503)
+        await _is_described(client, "GET", "/ready", None, bodies.Readiness, 503)
+        await _is_described(client, "POST", CHAT, {"messages": HI}, bodies.ErrorBody, 503)
 
 
 async def _is_described(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
-from pathlib import Path
 
 import betterproto2
 import pytest
@@ -37,8 +36,7 @@ from shared.rpc.status import (
     http_status_of,
     openai_error_body,
 )
-
-ROOT = Path(__file__).parents[2]
+from tests.support.house import ROOT
 
 
 def test_generated_messages_are_fresh() -> None:

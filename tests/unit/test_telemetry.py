@@ -10,7 +10,6 @@ import logging
 import math
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import orjson
 import pytest
@@ -19,9 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared import log
-from shared.telemetry.definitions import Outcome, Slo, attainment, goodput, percentile
+from shared.telemetry.definitions import RequestOutcome, Slo, attainment, goodput, percentile
 from shared.telemetry.lifetime import TTFT_PHASES, Marks, Receipt, receipt_of
 from shared.telemetry.loop_lag import INTERVAL_S, LagWindow, watch_loop_lag
+from tests.support.house import ROOT
 from tests.support.virtual_loop import run_virtual
 
 GAP = st.floats(0, 100)
@@ -96,21 +96,21 @@ def test_receipt_of_a_request_that_was_refused() -> None:
 
 def test_metrics_of_one_request() -> None:
     """TTFT, TBT, TPOT and E2E are what their definitions say."""
-    outcome = Outcome(10.0, [10.5, 10.6, 10.8, 11.1])
+    outcome = RequestOutcome(10.0, [10.5, 10.6, 10.8, 11.1])
     assert outcome.ttft_s == 0.5
     assert outcome.tbt_s == pytest.approx([0.1, 0.2, 0.3])
     assert outcome.tpot_s == pytest.approx(0.2)
     assert outcome.e2e_s == pytest.approx(1.1)
-    assert Outcome(10.0, [10.5]).tpot_s == 0.0
-    assert Outcome(10.0).ttft_s is None
+    assert RequestOutcome(10.0, [10.5]).tpot_s == 0.0
+    assert RequestOutcome(10.0).ttft_s is None
 
 
 def test_refused_requests_count_as_missed() -> None:
     """Attainment is over all submitted requests."""
     slo = Slo(ttft_s=1.0, tpot_s=0.15)
-    good, slow = Outcome(0.0, [0.5, 0.6]), Outcome(0.0, [0.5, 0.9])
-    cut = Outcome(0.0, [0.5], is_complete=False)
-    assert attainment([good, slow, cut, Outcome(0.0)], slo) == 0.25
+    good, slow = RequestOutcome(0.0, [0.5, 0.6]), RequestOutcome(0.0, [0.5, 0.9])
+    cut = RequestOutcome(0.0, [0.5], is_complete=False)
+    assert attainment([good, slow, cut, RequestOutcome(0.0)], slo) == 0.25
     assert attainment([], slo) == 1.0
 
 
@@ -177,10 +177,11 @@ def lines() -> Iterator[io.StringIO]:
     """Logs as JSON into memory; whatever was configured before is back afterwards."""
     root = logging.getLogger()
     handlers, level = root.handlers, root.level
+    before = structlog.get_config()
     stream = io.StringIO()
     log.configure_logs(service="test", level="info", form="json", stream=stream)
     yield stream
-    structlog.reset_defaults()
+    structlog.configure(**before)
     root.handlers = handlers
     root.setLevel(level)
 
@@ -197,10 +198,9 @@ def test_only_allowed_fields_are_logged(lines: io.StringIO) -> None:
 
 def test_every_field_that_we_log_is_allowed() -> None:
     """Else its value would be missing, and only who reads the log would notice."""
-    root = Path(__file__).parents[2]
     refused: list[str] = []
     num_calls = 0
-    for module in (*root.glob("services/**/*.py"), *root.glob("shared/**/*.py")):
+    for module in (*ROOT.glob("services/**/*.py"), *ROOT.glob("shared/**/*.py")):
         for call in ast.walk(ast.parse(module.read_text())):
             if not isinstance(call, ast.Call) or not call.args:
                 continue

@@ -64,12 +64,12 @@ def truth(folder_of: Callable[[str], Path]) -> Callable[..., list[list[int]]]:
 
 
 QUICK = ("mixtral", "gemma3", "w8a8", "awq", "deepseek_v2")
-"""One of each kind; the others are slow, all together."""
+"""One of each kind; all others together take long."""
 
 
 def each(families: Iterable[str]) -> list[Any]:
     return [
-        family if family in QUICK else pytest.param(family, marks=pytest.mark.slow)
+        family if family in QUICK else pytest.param(family, marks=pytest.mark.nightly)
         for family in families
     ]
 

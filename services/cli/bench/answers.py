@@ -1,4 +1,4 @@
-"""Reads the chunks of one OpenAI-style answer into its record: when tokens came, and how many.
+"""Reads one OpenAI-style stream of events into its record: when tokens came, and how many.
 
 Where the server counts in every chunk (``continuous_usage_stats``), counts are exact. Else a chunk
 with text is one token, until the usage at the end says how many there were. Tokens of one chunk
@@ -11,10 +11,31 @@ from typing import Any
 
 import orjson
 
-from services.cli.bench.records import End, Record
+from services.cli.bench.records import Ending, Record
 
 REFUSALS = (429, 503)
+MOST_LINE_BYTES = 8 << 20
 _TEXT_FIELDS = ("content", "reasoning_content", "reasoning")
+
+
+class EventLines:
+    """The payloads of one stream of server-sent events, however it is cut; a payload of several
+    ``data:`` lines is not made by any of these servers."""
+
+    __slots__ = ("_rest",)
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the payloads of all lines that are complete now.
+
+        Raises ValueError: a line without an end.
+        """
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > MOST_LINE_BYTES:
+            raise ValueError("a line of the stream does not end")
+        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
 
 class AnswerReader:
@@ -67,15 +88,15 @@ class AnswerReader:
     def end(self) -> None:
         """The stream is over: say how it ended."""
         record = self._record
-        if record.end is not End.UNFINISHED:
+        if record.end is not Ending.UNFINISHED:
             return
         if not (self._is_done or self._is_finished):
             record.fail(*_broken(record, "the stream ended without an end of the answer"))
         elif not record.times:
-            record.fail(End.FAILED, "an answer without a token")
+            record.fail(Ending.FAILED, "an answer without a token")
         else:
             record.correct(self._total or record.num_output)
-            record.end = End.COMPLETE
+            record.end = Ending.COMPLETE
 
     def _fail(self, error: Any) -> None:
         record = self._record
@@ -83,13 +104,13 @@ class AnswerReader:
         words = str(error.get("message", error) if is_told else error)  # pyright: ignore[reportUnknownMemberType,reportUnknownArgumentType]
         code: Any = error.get("code") if is_told else None  # pyright: ignore[reportUnknownMemberType,reportUnknownVariableType]
         if not record.times and code in REFUSALS:
-            record.fail(End.REFUSED, words)
+            record.fail(Ending.REFUSED, words)
         else:
             record.fail(*_broken(record, words))
 
 
-def _broken(record: Record, words: str) -> tuple[End, str]:
-    return (End.CUT if record.times else End.FAILED), words
+def _broken(record: Record, words: str) -> tuple[Ending, str]:
+    return (Ending.CUT if record.times else Ending.FAILED), words
 
 
 def _has_text(choice: dict[str, Any]) -> bool:

@@ -20,6 +20,7 @@ from services.cli.bench.options import (
     UrlsFlag,
     check_urls,
 )
+from services.cli.bench.plots import require_matplotlib
 from services.cli.client import DEFAULT_URL, NO_ACCESS, Access
 from services.cli.flags import CannotRun
 from services.cli.interrupts import Interrupts
@@ -27,8 +28,6 @@ from services.cli.sources import JsonFlag
 from shared.runtime.service import EXIT_FAILED, EXIT_OK
 
 _OUTPUT: Final = Group("Output", sort_key=5)
-_WIDTH: Final = 140
-"""Of a table that nobody's window holds."""
 
 
 def bench(
@@ -61,9 +60,9 @@ def bench(
     source = requests.source()
     _require_folder(output)
     # aiohttp and jinja2 are half a second that other commands need not wait for.
-    from services.cli.bench.measure import Measurement
+    from services.cli.bench.measurement import Measurement
     from services.cli.bench.open_loop import new_event_loop
-    from services.cli.bench.report import build_report, write_report
+    from services.cli.bench.report import WIDTH, build_report, write_report
     from services.cli.bench.view import report_view
 
     measurement = Measurement(urls, source, load, requests, slo, server, access)
@@ -84,7 +83,7 @@ def bench(
     else:
         console = Console(highlight=False)
         if not console.is_terminal and "COLUMNS" not in os.environ:
-            console.width = _WIDTH
+            console.width = WIDTH
         console.print(report_view(report))
     if output is not None:
         write_report(report, measurement.runs, output)
@@ -104,6 +103,7 @@ def _is_good(report: dict[str, Any]) -> bool:
 def _require_folder(output: Path | None) -> None:
     """Make the folder now: a report must not be lost after minutes of measuring."""
     if output is not None:
+        require_matplotlib()
         try:
             output.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -41,7 +41,7 @@ class Description:
     is_length_fixed: bool = True
 
 
-class Endpoint(Protocol):
+class ServerEndpoint(Protocol):
     """One server under load."""
 
     @property
@@ -62,7 +62,7 @@ class Endpoint(Protocol):
 
 
 def fit_of(
-    endpoints: Sequence[Endpoint],
+    endpoints: Sequence[ServerEndpoint],
     *,
     scale: float = 1.0,
     max_input: int | None = None,
@@ -96,7 +96,7 @@ async def open_endpoints(
     api: Api = "auto",
     vocab: int = DEFAULT_VOCAB,
     ignore_eos: bool = True,
-) -> AsyncGenerator[list[Endpoint]]:
+) -> AsyncGenerator[list[ServerEndpoint]]:
     """Connect to servers and find out what each understands, with a few small requests.
 
     ignore_eos: ask for answers of exactly the planned length, where a server can.
@@ -106,7 +106,7 @@ async def open_endpoints(
     from services.cli.bench.openai_endpoint import open_openai_endpoint
 
     async with contextlib.AsyncExitStack() as stack:
-        endpoints: list[Endpoint] = []
+        endpoints: list[ServerEndpoint] = []
         for url in urls:
             if url.startswith(GRPC_SCHEMES):
                 opened = open_mesh_endpoint(url, model=model, access=access, ignore_eos=ignore_eos)

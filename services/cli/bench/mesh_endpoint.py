@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from services.cli.bench.endpoints import Description
 from services.cli.bench.prompts import Prompts
-from services.cli.bench.records import End, Record
-from services.cli.client import NO_ACCESS, Access, CannotRun, Refused
+from services.cli.bench.records import Ending, Record
+from services.cli.client import NO_ACCESS, Access, CannotRun, GatewayRefused
 from shared import wire
 from shared.address import Address, parse_address
 from shared.errors import MeshError, Overloaded, QuotaExceeded, ShuttingDown, WorkerLost
@@ -32,7 +32,7 @@ PROBE_WITHIN_S: Final = 60.0
 
 
 class MeshEndpoint:
-    """See Endpoint."""
+    """See ServerEndpoint."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class MeshEndpoint:
         self.description = description
 
     def prepare(self, prompts: Prompts, index: int) -> bytes:
-        """See Endpoint."""
+        """See ServerEndpoint."""
         num_output = prompts.workload.asks[index].num_output
         params = wire.GenerateParams(max_tokens=num_output, temperature=0.0)
         if self.description.is_length_fixed:
@@ -61,7 +61,7 @@ class MeshEndpoint:
         return bytes(request)
 
     async def answer(self, request: bytes, record: Record) -> None:
-        """See Endpoint."""
+        """See ServerEndpoint."""
         channel, num_open = await self._channel()
         num_open[0] += 1
         record.is_counted = True
@@ -75,9 +75,9 @@ class MeshEndpoint:
                         record.num_prompt = reply.usage.prompt_tokens
                         record.num_cached = reply.usage.cached_tokens
             if record.times:
-                record.end = End.COMPLETE
+                record.end = Ending.COMPLETE
             else:
-                record.fail(End.FAILED, "an answer without a token")
+                record.fail(Ending.FAILED, "an answer without a token")
         except MeshError as error:
             record.fail(_end_of(error, record), error.message)
         finally:
@@ -108,7 +108,7 @@ class MeshEndpoint:
 async def open_mesh_endpoint(
     url: str, *, model: str = "", access: Access = NO_ACCESS, ignore_eos: bool = True
 ) -> AsyncGenerator[MeshEndpoint]:
-    """Open a gateway. Raises CannotRun: nothing answers. Refused: its own words."""
+    """Open a gateway. Raises CannotRun: nothing answers. GatewayRefused: its own words."""
     scheme, _, name = url.rstrip("/").partition("://")
     network = TcpNetwork(client_tls=access.tls(alpn=GRPC) if scheme == "grpcs" else None)
     address = parse_address(name, param="url", default_port=DEFAULT_PORT)
@@ -121,7 +121,7 @@ async def open_mesh_endpoint(
         except WorkerLost as error:
             raise CannotRun(f"nothing answers at {url} ({error.message})") from None
         except MeshError as error:
-            raise Refused(f"{url}: {error.message}") from None
+            raise GatewayRefused(f"{url}: {error.message}") from None
         for entry in served:
             if not model or entry.name == model:
                 endpoint.description = Description(
@@ -137,10 +137,10 @@ async def open_mesh_endpoint(
         yield endpoint
 
 
-def _end_of(error: MeshError, record: Record) -> End:
+def _end_of(error: MeshError, record: Record) -> Ending:
     if record.times:
-        return End.CUT
+        return Ending.CUT
     is_refused = isinstance(error, (Overloaded, QuotaExceeded, ShuttingDown))
     if is_refused or error.code == "resource_exhausted":
-        return End.REFUSED
-    return End.UNREACHABLE if isinstance(error, WorkerLost) else End.FAILED
+        return Ending.REFUSED
+    return Ending.UNREACHABLE if isinstance(error, WorkerLost) else Ending.FAILED

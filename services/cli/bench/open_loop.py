@@ -16,9 +16,9 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import NoReturn
 
-from services.cli.bench.endpoints import Endpoint
+from services.cli.bench.endpoints import ServerEndpoint
 from services.cli.bench.prompts import DEFAULT_VOCAB, Prompts
-from services.cli.bench.records import End, Record, Run
+from services.cli.bench.records import Ending, Record, Run
 from services.cli.bench.workload import Spread, Workload, servers_of
 from shared.errors import InvalidRequest
 
@@ -51,7 +51,7 @@ def allow_many_connections() -> None:
 
 
 async def run_open_loop(
-    endpoints: Sequence[Endpoint],
+    endpoints: Sequence[ServerEndpoint],
     workload: Workload,
     *,
     run: Run | None = None,
@@ -74,14 +74,14 @@ async def run_open_loop(
     places = asyncio.Semaphore(limit) if limit else None
     allow_many_connections()
 
-    async def ask(record: Record, endpoint: Endpoint, request: bytes) -> None:
+    async def ask(record: Record, endpoint: ServerEndpoint, request: bytes) -> None:
         async with places or contextlib.nullcontext():
             record.sent_at = time.perf_counter()
             try:
                 async with asyncio.timeout(answer_within_s):
                     await endpoint.answer(request, record)
             except TimeoutError:
-                record.fail(End.TIMEOUT, f"no end within {answer_within_s:g} s")
+                record.fail(Ending.TIMEOUT, f"no end within {answer_within_s:g} s")
         record.ended_at = time.perf_counter()
         run.num_ended += 1
 
@@ -96,7 +96,9 @@ async def run_open_loop(
     return run
 
 
-def _prepare(servers: Sequence[Endpoint], workload: Workload, seed: int, vocab: int) -> list[bytes]:
+def _prepare(
+    servers: Sequence[ServerEndpoint], workload: Workload, seed: int, vocab: int
+) -> list[bytes]:
     """Build all requests now, each for its server: later it would delay answers that are being
     read."""
     num_tokens = sum(ask.num_input for ask in workload.asks)

@@ -19,21 +19,19 @@ from typing import Any, Final
 import aiohttp
 import orjson
 
-from services.cli.bench.answers import REFUSALS, AnswerReader
+from services.cli.bench.answers import REFUSALS, AnswerReader, EventLines
 from services.cli.bench.endpoints import Api, Description
-from services.cli.bench.event_lines import EventLines
 from services.cli.bench.prompts import DEFAULT_VOCAB, Prompts, one_prompt
-from services.cli.bench.records import End, Record
+from services.cli.bench.records import Ending, Record
 from services.cli.bench.workload import Ask
 from services.cli.client import (
     NO_ACCESS,
     Access,
     CannotRun,
-    Refused,
+    GatewayRefused,
     address,
+    get_json,
     open_session,
-    refusal,
-    unreachable,
 )
 from shared.errors import MeshError
 
@@ -97,7 +95,7 @@ DIALECTS: Final = (
 
 
 class OpenAiEndpoint:
-    """See Endpoint. One task a request; connections are reused and never limited."""
+    """See ServerEndpoint. One task a request; connections are reused and never limited."""
 
     def __init__(
         self, session: aiohttp.ClientSession, url: str, dialect: Dialect, description: Description
@@ -108,29 +106,29 @@ class OpenAiEndpoint:
         self.description = description
 
     def prepare(self, prompts: Prompts, index: int) -> bytes:
-        """See Endpoint."""
+        """See ServerEndpoint."""
         ask = prompts.workload.asks[index]
         return self._dialect.body(self.description.model, prompts, index, ask.num_output)
 
     async def answer(self, request: bytes, record: Record) -> None:
-        """See Endpoint."""
+        """See ServerEndpoint."""
         try:
             async with self._session.post(self._address, data=request, headers=_JSON) as response:
                 await self._read(response, record)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             is_ours = getattr(error, "errno", None) in OUR_LIMITS
-            record.fail(End.CLIENT if is_ours else End.UNREACHABLE, str(error))
+            record.fail(Ending.CLIENT if is_ours else Ending.UNREACHABLE, str(error))
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            record.fail(End.CUT if record.times else End.FAILED, str(error) or repr(error))
+            record.fail(Ending.CUT if record.times else Ending.FAILED, str(error) or repr(error))
 
     async def _read(self, response: aiohttp.ClientResponse, record: Record) -> None:
         if response.status != 200:
             body = await response.content.read(1 << 16)
-            end = End.REFUSED if response.status in REFUSALS else End.FAILED
+            end = Ending.REFUSED if response.status in REFUSALS else Ending.FAILED
             record.fail(end, f"HTTP {response.status}: {_words(body)}")
             return
         if response.content_type != "text/event-stream":
-            record.fail(End.FAILED, f"not a stream of events but {response.content_type}")
+            record.fail(Ending.FAILED, f"not a stream of events but {response.content_type}")
             return
         lines, answer = EventLines(), AnswerReader(record)
         async for data in response.content.iter_any():
@@ -152,7 +150,8 @@ async def open_openai_endpoint(
 ) -> AsyncGenerator[OpenAiEndpoint]:
     """Open a server and settle on the richest dialect that it understands.
 
-    Raises CannotRun: it cannot be reached. Refused: its own words, if it answers in no dialect.
+    Raises CannotRun: it cannot be reached. GatewayRefused: its own words, if it answers in no
+    dialect.
     """
     connector = {"limit": 0, "keepalive_timeout": KEEPALIVE_S}
     async with open_session(access, connector=connector) as session:
@@ -188,18 +187,21 @@ async def _probe(endpoint: OpenAiEndpoint, dialect: Dialect, vocab: int) -> Desc
     known = endpoint.description
     body = dialect.body(known.model, prompts, 0, PROBE_OUTPUT)
     record = Record(Ask(num_input=PROBE_INPUT, num_output=PROBE_OUTPUT), 0, 0.0, known.url)
-    async with _timeout(known.url):
-        await endpoint.answer(body, record)
-    if record.end is End.UNREACHABLE or record.end is End.CLIENT:
+    try:
+        async with asyncio.timeout(PROBE_WITHIN_S):
+            await endpoint.answer(body, record)
+    except TimeoutError:
+        raise CannotRun(f"{known.url} does not answer within {PROBE_WITHIN_S:g} s") from None
+    if record.end is Ending.UNREACHABLE or record.end is Ending.CLIENT:
         raise CannotRun(f"nothing answers at {known.url} ({record.error})")
-    if record.end is not End.COMPLETE:
-        trouble = Refused(f"{known.url} does not answer: {record.error}")
-        if record.end is End.REFUSED or "HTTP 401" in record.error or "HTTP 403" in record.error:
+    if record.end is not Ending.COMPLETE:
+        trouble = GatewayRefused(f"{known.url} does not answer: {record.error}")
+        if record.end is Ending.REFUSED or "HTTP 401" in record.error or "HTTP 403" in record.error:
             raise trouble
         raise _NotUnderstood(trouble)
     if dialect.takes_ids and record.num_prompt not in (0, PROBE_INPUT, PROBE_INPUT + 1):
         # It took the ids for something else, for several prompts or for text.
-        raise _NotUnderstood(Refused(f"{known.url} does not take prompts of token ids"))
+        raise _NotUnderstood(GatewayRefused(f"{known.url} does not take prompts of token ids"))
     counts = "one a message, spread to the sum at the end" if record.num_prompt else "one a message"
     return Description(
         url=known.url,
@@ -222,30 +224,20 @@ def _tokens_per_word(record: Record, prompts: Prompts) -> float:
 async def _model_of(session: aiohttp.ClientSession, url: str, model: str) -> tuple[str, int]:
     """Return the model's name and its context, 0 = not said."""
     try:
-        async with _timeout(url), session.get(address(url, "/v1/models")) as response:
-            body = await response.content.read(1 << 22)
-            if response.status == 401:
-                raise refusal(url, response.status, body)
-            data: list[Any] = orjson.loads(body)["data"] if response.status == 200 else []
-    except aiohttp.ClientError as error:  # some are a ValueError as well
-        raise unreachable(url, error) from None
-    except (ValueError, KeyError, TypeError):
-        data = []
-    for entry in data:
-        if not model or entry.get("id") == model:
-            return str(entry["id"]), int(entry.get("max_model_len") or 0)
-    if model:
-        return model, 0
-    raise CannotRun(f"{url} does not say what it serves: name the model with --model")
-
-
-@contextlib.asynccontextmanager
-async def _timeout(url: str) -> AsyncGenerator[None]:
-    try:
-        async with asyncio.timeout(PROBE_WITHIN_S):
-            yield
-    except TimeoutError:
-        raise CannotRun(f"{url} does not answer within {PROBE_WITHIN_S:g} s") from None
+        answer = await get_json(session, url, "/v1/models", limit_s=PROBE_WITHIN_S)
+        served = {
+            str(entry["id"]): int(entry.get("max_model_len") or 0) for entry in answer["data"]
+        }
+    except MeshError as error:
+        if not model:
+            raise CannotRun(f"{error.message} (--model NAME spares this question)") from None
+        served = {}
+    except (KeyError, TypeError, ValueError):
+        served = {}
+    if not model and not served:
+        raise CannotRun(f"{url} does not say what it serves: name the model with --model")
+    model = model or next(iter(served))
+    return model, served.get(model, 0)
 
 
 def _words(body: bytes) -> str:

@@ -13,11 +13,11 @@ from cyclopts import Group, Parameter, Token
 
 from services.cli.bench.endpoints import GRPC_SCHEMES, Api
 from services.cli.bench.prompts import DEFAULT_VOCAB, SMALLEST_ID
-from services.cli.bench.shapes import SHAPES, Fixed
-from services.cli.bench.traces import TraceFormat, read_trace
+from services.cli.bench.sources import SHAPES, TraceFormat, fixed, read_trace
 from services.cli.bench.workload import Arrivals, Load, Source, Spread
 from services.cli.client import DEFAULT_URL, require_url
 from services.cli.flags import require
+from services.cli.sources import flag_of
 from shared.errors import InvalidRequest
 from shared.quantity import read_quantity, write_quantity
 from shared.telemetry.definitions import Slo, TpotRule
@@ -49,20 +49,13 @@ def _numbers(_: Any, tokens: Sequence[Token]) -> tuple[float, ...]:
         ) from None
 
 
-def _flag(group: Group, **more: Any) -> Parameter:
-    return Parameter(group=group, show_env_var=False, **more)
-
-
 _time = Parameter(converter=_seconds, n_tokens=1, accepts_keys=False)
 _seen_time = Parameter(show_default=lambda value: write_quantity(value, "s"))
-_LOAD: Final = Group("Load", sort_key=1)
-_WORK: Final = Group("Requests", sort_key=2)
-_SLO: Final = Group("SLO", sort_key=3)
+_load = Parameter(group=Group("Load", sort_key=1), show_env_var=False)
+_work = Parameter(group=Group("Requests", sort_key=2), show_env_var=False)
+_slo = Parameter(group=Group("SLO", sort_key=3), show_env_var=False)
 _SERVER: Final = Group("Server", sort_key=4)
-_load = _flag(_LOAD)
-_work = _flag(_WORK)
-_slo = _flag(_SLO)
-_server = _flag(_SERVER)
+_server = Parameter(group=_SERVER, show_env_var=False)
 _quiet = Parameter(show_default=False)
 
 UrlsFlag = Annotated[
@@ -118,45 +111,21 @@ class LoadFlags:
 
     def check(self) -> None:
         """Raise InvalidRequest, naming the flag."""
-        given = [self.rate is not None, bool(self.rates), self.goodput]
-        require(
-            not (self.rates and sum(given) > 1),
-            "give --rates alone, without --rate or --goodput",
-            param="rates",
-        )
-        for rate in (*self.rates, *([] if self.rate is None else [self.rate])):
-            require(rate > 0, "a rate must be above 0 requests/s", param="rate")
-            endless = math.isinf(rate) and self.requests is None
-            require(not endless, "a rate of inf needs --requests", param="rate")
-        require(
-            self.rate is None or not self.goodput or not math.isinf(self.rate),
-            "--goodput begins at a finite --rate",
-            param="rate",
-        )
-        require(
-            self.duration is None or self.duration > 0,
-            "--duration must be above 0",
-            param="duration",
-        )
-        require(self.requests is None or self.requests > 0, "--requests must be 1 or more",
-                param="requests")  # fmt: skip
+        rates = self.rates if self.rate is None else (*self.rates, self.rate)
+        is_alone = not self.rates or (self.rate is None and not self.goodput)
+        require(is_alone, "give --rates alone, without --rate or --goodput", param="rates")
+        require(all(rate > 0 for rate in rates), "a rate must be above 0/s", param="rate")
+        is_endless = any(math.isinf(rate) for rate in rates)
+        if is_endless:
+            require(self.requests is not None, "a rate of inf needs --requests", param="rate")
+            require(not self.goodput, "--goodput begins at a finite --rate", param="rate")
         require(self.warmup >= 0, "--warmup must be 0 or more", param="warmup")
-        require(self.burstiness > 0, "--burstiness must be above 0", param="burstiness")
-        limit = self.concurrency_limit
-        require(
-            limit is None or limit > 0,
-            "--concurrency-limit must be 1 or more",
-            param="concurrency_limit",
-        )
+        _require_above(self, 0, "duration", "requests", "burstiness", "concurrency_limit")
 
-    def planned(self, source: Source, speed: float) -> list[Load]:
-        """Return the load of each run; for a search of the first."""
-        plays_trace = source.has_times and self.arrivals != "poisson"
-        rates: tuple[float | None, ...] = self.rates
-        if not rates:
-            own = None if plays_trace and not self.goodput else 1.0
-            rates = (self.rate if self.rate is not None else own,)
-        return [self.load(rate, speed) for rate in rates]
+    def first_rates(self, source: Source) -> tuple[float | None, ...]:
+        """Return the rate of each run, None for a trace's own; of a search the first."""
+        plays_trace = source.has_times and self.arrivals != "poisson" and not self.goodput
+        return self.rates or (self.rate or (None if plays_trace else 1.0),)
 
     def load(self, rate: float | None, speed: float = 1.0) -> Load:
         """Return the load of a run at a rate; a search runs long enough to judge."""
@@ -222,28 +191,17 @@ class RequestFlags:
 
     def check(self) -> None:
         """Raise InvalidRequest, naming the flag."""
-        for name in ("input_len", "output_len", "max_input", "max_output"):
-            value: int | None = getattr(self, name)
-            flag = f"--{name.replace('_', '-')}"
-            require(value is None or value > 0, f"{flag} must be 1 or more", param=name)
-        require(self.speed > 0, "--speed must be above 0", param="speed")
-        require(0 < self.scale_lengths <= 1000, "--scale-lengths must be above 0",
-                param="scale_lengths")  # fmt: skip
-        require(self.vocab > SMALLEST_ID, f"--vocab must be above {SMALLEST_ID}", param="vocab")
+        lengths = ("input_len", "output_len", "max_input", "max_output")
+        _require_above(self, 0, *lengths, "speed", "scale_lengths")
+        _require_above(self, SMALLEST_ID, "vocab")
 
     def source(self) -> Source:
         """Return what the flags name. Raises TraceError."""
         if self.trace is not None:
             return read_trace(self.trace, self.trace_format)
         if self.synthetic == "fixed":
-            return Fixed(self.input_len, self.output_len)
+            return fixed(self.input_len, self.output_len)
         return SHAPES[self.synthetic]
-
-    @property
-    def is_cut_to_context(self) -> bool:
-        """Whether what does not fit into the model is made shorter: drawn lengths are, a file's
-        requests are left out."""
-        return self.trace is None
 
     def seed_of_run(self, index: int) -> int:
         """Return the seed of a run's prompts."""
@@ -275,8 +233,7 @@ class SloFlags:
 
     def check(self) -> None:
         """Raise InvalidRequest, naming the flag."""
-        require(self.slo_ttft > 0, "--slo-ttft must be above 0", param="slo_ttft")
-        require(self.slo_tpot > 0, "--slo-tpot must be above 0", param="slo_tpot")
+        _require_above(self, 0, "slo_ttft", "slo_tpot")
         require(0 < self.attainment <= 1, "--attainment must be in 0..1", param="attainment")
         require(0.001 <= self.tolerance < 1, "--tolerance must be 0.001..1", param="tolerance")
 
@@ -307,7 +264,14 @@ class ServerFlags:
 
     def check(self) -> None:
         """Raise InvalidRequest, naming the flag."""
-        require(self.timeout > 0, "--timeout must be above 0", param="timeout")
+        _require_above(self, 0, "timeout")
+
+
+def _require_above(flags: Any, least: int, *names: str) -> None:
+    for name in names:
+        value: float | None = getattr(flags, name)
+        words = f"{flag_of(name)} must be above {least}"
+        require(value is None or value > least, words, param=name)
 
 
 def check_urls(urls: Sequence[str]) -> list[str]:

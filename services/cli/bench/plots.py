@@ -1,16 +1,19 @@
-"""Which charts a report has: of every run how latencies spread and how the run went, and of several
-runs how they depend on the rate. Draws with ``svg.py``."""
+"""The charts of a report, drawn by matplotlib as SVG that stands inside the page: of every run how
+latencies spread and how the run went, and of several runs how they depend on the rate."""
 
 from __future__ import annotations
 
+import importlib
+import io
 import math
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any, Final
 
-from services.cli.bench.records import Record, Run
-from services.cli.bench.svg import Axis, Point, Series, chart
+from services.cli.bench.records import Run
 from services.cli.bench.view import time_text
-from shared.telemetry.definitions import Slo, percentiles
+from services.cli.flags import CannotRun
+from shared.telemetry.definitions import RequestOutcome, Slo, percentiles
 
 MOST_DOTS: Final = 2000
 NUM_BINS: Final = 60
@@ -18,141 +21,137 @@ _STEPS: Final = [step / 2 for step in range(201)]
 """Percentiles of a curve."""
 
 
-def plots_of(report: Mapping[str, Any]) -> list[str]:
-    """Return the charts over the rate; none for fewer than two runs."""
+def require_matplotlib() -> None:
+    """Raise CannotRun, naming the extra, if nothing here can draw."""
+    if find_spec("matplotlib") is None:
+        raise CannotRun("--output draws with matplotlib: pip install 'pdmesh[bench]'")
+
+
+def plot_rates(report: Mapping[str, Any]) -> str:
+    """Return the charts over the rate as one ``<svg>``; '' for fewer than two runs."""
     runs = [run for run in report["runs"] if run["rate"] and math.isfinite(run["rate"])]
     runs.sort(key=lambda run: run["rate"])
     if len(runs) < 2:
-        return []
-    slo, target = report["slo"], report["flags"]["attainment"]
-    rate = Axis("requests/s", _number, low=0.0)
-    attained = [(run["rate"], run["attainment"]) for run in runs if run["attainment"] is not None]
-    charts = [
-        chart(
-            "Requests that attain the SLO",
-            [Series("attained", attained, has_marks=True)],
-            rate,
-            Axis("", _percent, low=0.0, high=1.0, limit=target, limit_name="target"),
-        )
-    ]
-    for key, title, limit in (
-        ("ttft_s", "TTFT", slo["ttft_s"]),
-        ("tpot_s", "TPOT", slo["tpot_s"]),
-        ("itl_s", "ITL (gap between messages)", None),
-    ):
-        lines = [
-            Series(name, [(r["rate"], r[key][name]) for r in runs if r[key]], has_marks=True)
-            for name in ("p50", "p90", "p99")
-        ]
-        up = Axis("", time_text, is_log=True, limit=limit)
-        charts.append(chart(f"{title} over the rate", lines, rate, up))
-    speed = [(run["rate"], run["output_tokens_per_s"]) for run in runs]
-    charts.append(
-        chart(
-            "Answer tokens per second",
-            [Series("tokens/s", speed, has_marks=True)],
-            rate,
-            Axis("", _number, low=0.0),
-        )
-    )
-    return [one for one in charts if one]
+        return ""
+    figure, plots = _figure(5)
+    _over_rate(plots[0], "attained", runs, "attainment")
+    plots[0].set(ylim=(0, 1.03), title="Requests that attain the SLO")
+    plots[0].axhline(report["flags"]["attainment"], color="C3", linestyle="--")
+    limits = {"ttft_s": report["slo"]["ttft_s"], "tpot_s": report["slo"]["tpot_s"], "itl_s": None}
+    for plot, (key, limit) in zip(plots[1:], limits.items(), strict=False):
+        for name in ("p50", "p90", "p99"):
+            _over_rate(plot, name, runs, key, name)
+        plot.set(title=f"{key[:-2].upper()} over the rate")
+        _time_axis(plot, "y", limit)
+        plot.legend()
+    _over_rate(plots[4], "tokens/s", runs, "output_tokens_per_s")
+    plots[4].set(title="Answer tokens per second", ylim=(0, None))
+    return _svg(figure)
 
 
-def run_plots_of(run: Run, slo: Slo) -> list[str]:
-    """Return the charts of one run."""
+def plot_run(run: Run, slo: Slo) -> str:
+    """Return the charts of one run as one ``<svg>``."""
     outcomes = [record.outcome(is_closed_loop=run.limit is not None) for record in run.records]
     served = [outcome for outcome in outcomes if outcome.is_complete]
-    ttft = [outcome.token_times[0] - outcome.arrived_at for outcome in served]
     tpot = [outcome.tpot_by(slo.tpot_rule) for outcome in served if len(outcome.token_times) > 1]
-    gaps = [gap for outcome in served for gap in outcome.itl_s]
-    charts = [
-        _curve("TTFT", ttft, slo.ttft_s),
-        _curve("TPOT", tpot, slo.tpot_s),
-        _curve("ITL (gap between messages)", gaps, None),
-        _timeline(run, slo),
-        _flow(run),
-    ]
-    return [one for one in charts if one]
+    figure, plots = _figure(5)
+    _spread(plots[0], "TTFT", [outcome.ttft_s or 0.0 for outcome in served], slo.ttft_s)
+    _spread(plots[1], "TPOT", tpot, slo.tpot_s)
+    _spread(plots[2], "ITL (gap between messages)", [g for o in served for g in o.itl_s], None)
+    _timeline(plots[3], run, outcomes, slo)
+    _flow(plots[4], run)
+    return _svg(figure)
 
 
-def _curve(name: str, values: Sequence[float], limit: float | None) -> str:
+def _over_rate(plot: Any, name: str, runs: Sequence[Any], key: str, quantile: str = "") -> None:
+    points = [(run["rate"], run[key][quantile] if quantile else run[key])
+              for run in runs if run[key] is not None]  # fmt: skip
+    plot.plot([rate for rate, _ in points], [y for _, y in points], marker="o", label=name)
+    plot.set(xlabel="requests/s", xlim=(0, None))
+
+
+def _spread(plot: Any, name: str, values: Sequence[float], limit: float | None) -> None:
     """Which share of the values is at most so large."""
-    if not values:
-        return ""
-    found = percentiles(values, _STEPS)
-    points = [(value, step / 100) for value, step in zip(found, _STEPS, strict=True)]
-    across = Axis("", time_text, is_log=True, limit=limit)
-    share = Axis("", _percent, low=0.0, high=1.0)
-    return chart(f"{name}: share of values up to", [Series(name, points)], across, share)
+    if values:
+        plot.plot([max(v, 1e-6) for v in percentiles(values, _STEPS)], [s / 100 for s in _STEPS])
+    plot.set(title=name, ylabel="share of values up to", ylim=(0, 1.03))
+    _time_axis(plot, "x", limit)
 
 
-def _timeline(run: Run, slo: Slo) -> str:
+def _timeline(plot: Any, run: Run, outcomes: Sequence[RequestOutcome], slo: Slo) -> None:
     """TTFT of each request where it arrived; what was missed lies on the upper edge."""
-    step = max(1, len(run.records) // MOST_DOTS)
-    good: list[Point] = []
-    slow: list[Point] = []
-    missed: list[float] = []
-    for record in run.records[::step]:
+    step = max(1, len(outcomes) // MOST_DOTS)
+    ttfts = [outcome.ttft_s for outcome in outcomes if outcome.is_complete]
+    top = max((ttft for ttft in ttfts if ttft), default=slo.ttft_s)
+    dots: dict[str, list[tuple[float, float]]] = {}
+    for record, outcome in list(zip(run.records, outcomes, strict=True))[::step]:
+        ttft_s = outcome.ttft_s if outcome.is_complete else None
+        word = "within the SLO" if outcome.meets(slo) else "slower"
         at = record.due_at - run.started_at
-        outcome = record.outcome(is_closed_loop=run.limit is not None)
-        ttft_s = outcome.ttft_s
-        if ttft_s is None or not outcome.is_complete:
-            missed.append(at)
-        else:
-            (good if outcome.meets(slo) else slow).append((at, max(ttft_s, 1e-6)))
-    highest = max((ttft for _, ttft in good + slow), default=slo.ttft_s)
-    lost = [(at, max(highest, slo.ttft_s)) for at in missed]
-    series = [
-        Series("within the SLO", good, is_dots=True),
-        Series("slower", slow, is_dots=True),
-        Series("without an answer", lost, is_dots=True),
-    ]
-    return chart(
-        "TTFT by time of arrival",
-        series,
-        Axis("seconds into the run", _number, low=0.0),
-        Axis("", time_text, is_log=True, limit=slo.ttft_s),
-    )
+        kind, height = ("no answer", max(top, slo.ttft_s)) if ttft_s is None else (word, ttft_s)
+        dots.setdefault(kind, []).append((at, max(height, 1e-6)))
+    for kind, points in dots.items():
+        plot.plot([at for at, _ in points], [y for _, y in points], ".", label=kind)
+    plot.set(title="TTFT by time of arrival", xlabel="seconds into the run")
+    _time_axis(plot, "y", slo.ttft_s)
+    plot.legend()
 
 
-def _flow(run: Run) -> str:
-    """Requests in flight over time, and tokens per second."""
-    span_s = run.ended_at - run.started_at
-    if span_s <= 0:
-        return ""
-    width_s = span_s / NUM_BINS
+def _flow(plot: Any, run: Run) -> None:
+    """Tokens per second over time, and requests in flight."""
+    width_s = max(run.ended_at - run.started_at, 1e-6) / NUM_BINS
     tokens = [0.0] * NUM_BINS
     for record in run.records:
         for at, count in zip(record.times, record.counts, strict=True):
             place = int((at - run.started_at) / width_s)
             tokens[min(max(place, 0), NUM_BINS - 1)] += count / width_s
     middles = [(place + 0.5) * width_s for place in range(NUM_BINS)]
-    flights = [float(_in_flight(run.records, run.started_at + at)) for at in middles]
-    most_tokens, most_flights = max(tokens) or 1.0, max(flights) or 1.0
-    return chart(
-        "Load over the run, each line by its own maximum",
-        [
-            Series(
-                f"tokens/s (most {_number(most_tokens)})",
-                [(at, value / most_tokens) for at, value in zip(middles, tokens, strict=True)],
-            ),
-            Series(
-                f"in flight (most {_number(most_flights)})",
-                [(at, value / most_flights) for at, value in zip(middles, flights, strict=True)],
-            ),
-        ],
-        Axis("seconds into the run", _number, low=0.0),
-        Axis("", _percent, low=0.0, high=1.0),
-    )
+    lives = [(record.due_at - run.started_at, record.ended_at - run.started_at)
+             for record in run.records]  # fmt: skip
+    flights = [sum(due <= at and not 0 <= end <= at for due, end in lives) for at in middles]
+    plot.plot(middles, tokens, label="tokens/s")
+    plot.set(title="Load over the run", xlabel="seconds into the run", ylim=(0, None))
+    other = plot.twinx()
+    other.plot(middles, flights, color="C1", label="in flight")
+    other.set(ylim=(0, None))
+    plot.legend(handles=[*plot.lines, *other.lines])
 
 
-def _in_flight(records: Sequence[Record], at: float) -> int:
-    return sum(record.due_at <= at < (record.ended_at or math.inf) for record in records)
+def _figure(count: int) -> tuple[Any, list[Any]]:
+    from matplotlib.figure import Figure
+
+    rows = -(-count // 3)
+    figure: Any = Figure(figsize=(12, 3.2 * rows), layout="constrained")
+    plots = list(figure.subplots(rows, 3).flat)
+    for unused in plots[count:]:
+        unused.remove()
+    for plot in plots[:count]:
+        plot.grid(visible=True, alpha=0.4)
+    return figure, plots[:count]
 
 
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+def _time_axis(plot: Any, name: str, limit: float | None) -> None:
+    """Make an axis logarithmic, with units; draw the limit of the SLO across."""
+    from matplotlib.ticker import LogLocator
+
+    axis = getattr(plot, f"{name}axis")
+    plot.set(**{f"{name}scale": "log"})
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(_tick_text)
+    axis.set_minor_formatter("")
+    if limit is not None:
+        draw = plot.axvline if name == "x" else plot.axhline
+        draw(limit, color="C3", linestyle="--", label="SLO")
 
 
-def _percent(value: float) -> str:
-    return f"{value:.0%}"
+def _tick_text(seconds: float, _: int) -> str:
+    return time_text(seconds)
+
+
+def _svg(figure: Any) -> str:
+    matplotlib: Any = importlib.import_module("matplotlib")
+    file = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text: small, selectable
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+    text = file.getvalue()
+    return text[text.index("<svg") :]

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from services.cli.bench.workload import Ask, Workload
+
+T = TypeVar("T", int, str)
+_Draw = Callable[[str, int], list[T]]
 
 SMALLEST_ID: Final = 100
 """Below it vocabularies keep their special tokens."""
@@ -41,52 +45,42 @@ class Prompts:
     seed: int = 0
     vocab: int = DEFAULT_VOCAB
     tokens_per_word: float = 1.0
-    _ids: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
-    _words: dict[int, list[str]] = field(default_factory=dict[int, list[str]])
+    _blocks: dict[Any, list[Any]] = field(default_factory=dict[Any, "list[Any]"])
 
     def ids(self, index: int) -> list[int]:
         """Return the token ids of request ``index``, exactly ``num_input`` of them."""
-        ask = self.workload.asks[index]
-        size = self.workload.block_tokens
-        ids: list[int] = []
-        for block_id in ask.block_ids:
-            if len(ids) >= ask.num_input:
-                break
-            if block_id not in self._ids:
-                self._ids[block_id] = self._draw_ids(f"block {block_id}", size)
-            ids += self._ids[block_id]
-        ids += self._draw_ids(f"own {index}", ask.num_input - len(ids))
-        return ids[: ask.num_input]
+        num_tokens = self.workload.asks[index].num_input
+        return self._filled(index, num_tokens, self.workload.block_tokens, self._draw_ids)
 
     def text(self, index: int) -> str:
         """Return words that are about ``num_input`` tokens."""
-        ask = self.workload.asks[index]
-        wanted = self._num_words(ask.num_input)
+        num_words = self._num_words(self.workload.asks[index].num_input)
         size = self._num_words(self.workload.block_tokens)
-        words: list[str] = []
-        for block_id in ask.block_ids:
-            if len(words) >= wanted:
-                break
-            if block_id not in self._words:
-                self._words[block_id] = self._draw_words(f"block {block_id}", size)
-            words += self._words[block_id]
-        words += self._draw_words(f"own {index}", wanted - len(words))
-        return " ".join(words[:wanted])
+        return " ".join(self._filled(index, num_words, size, self._draw_words))
+
+    def _filled(self, index: int, wanted: int, size: int, draw: _Draw[T]) -> list[T]:
+        """The shared blocks of a request, as far as they go, then what is its own."""
+        found: list[T] = []
+        for block_id in self.workload.asks[index].block_ids[: -(-wanted // size)]:
+            key = draw.__name__, block_id
+            if key not in self._blocks:
+                self._blocks[key] = draw(f"block {block_id}", size)
+            found += self._blocks[key]
+        if wanted > len(found):
+            found += draw(f"own {index}", wanted - len(found))
+        return found[:wanted]
 
     def _num_words(self, num_tokens: int) -> int:
         return max(1, round(num_tokens / self.tokens_per_word))
 
     def _draw_ids(self, name: str, count: int) -> list[int]:
-        if count <= 0:
-            return []
         numbers = array("I")
         numbers.frombytes(self._rng(name).randbytes(numbers.itemsize * count))
         smallest = min(SMALLEST_ID, self.vocab // 2)
-        span = self.vocab - smallest
-        return [smallest + number % span for number in numbers]
+        return [smallest + number % (self.vocab - smallest) for number in numbers]
 
     def _draw_words(self, name: str, count: int) -> list[str]:
-        return self._rng(name).choices(WORDS, k=count) if count > 0 else []
+        return self._rng(name).choices(WORDS, k=count)
 
     def _rng(self, name: str) -> random.Random:
         return random.Random(f"{self.seed} {name}")

@@ -12,10 +12,10 @@ from itertools import pairwise
 from typing import Any
 
 from services.cli.bench.workload import Ask, Workload
-from shared.telemetry.definitions import Outcome
+from shared.telemetry.definitions import RequestOutcome
 
 
-class End(Enum):
+class Ending(Enum):
     """How a request ended. All but COMPLETE count as missed, UNFINISHED not at all."""
 
     COMPLETE = "complete"
@@ -41,7 +41,7 @@ class End(Enum):
     """The run was interrupted."""
 
 
-MISSED = (End.REFUSED, End.FAILED, End.CUT, End.TIMEOUT, End.UNREACHABLE, End.CLIENT)
+MISSED = tuple(end for end in Ending if end not in (Ending.COMPLETE, Ending.UNFINISHED))
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +64,7 @@ class Record:
     num_prompt: int = 0
     num_cached: int = 0
     is_counted: bool = False
-    end: End = End.UNFINISHED
+    end: Ending = Ending.UNFINISHED
     error: str = ""
     ended_at: float = 0.0
 
@@ -92,19 +92,19 @@ class Record:
         self.counts = [after - before for before, after in pairwise(steps)]
         self.num_output = total
 
-    def fail(self, end: End, error: str) -> None:
+    def fail(self, end: Ending, error: str) -> None:
         """Note an end that is not a good one."""
         self.end = end
         self.error = " ".join(error.split())[:300]
 
-    def outcome(self, *, is_closed_loop: bool = False) -> Outcome:
+    def outcome(self, *, is_closed_loop: bool = False) -> RequestOutcome:
         """Return it in the terms of the definitions; it arrived when it was due, or where a limit
         of our own held it back, when it was sent."""
         times: list[float] = []
         for at, count in zip(self.times, self.counts, strict=True):
             times += [at] * count
         arrived_at = self.sent_at if is_closed_loop else self.due_at
-        return Outcome(arrived_at, times, self.end is End.COMPLETE)
+        return RequestOutcome(arrived_at, times, self.end is Ending.COMPLETE)
 
 
 @dataclass(slots=True)

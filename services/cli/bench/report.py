@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import csv
 import datetime
+import io
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -17,17 +18,21 @@ from typing import Any, Final
 
 import jinja2
 import orjson
+from rich.console import Console
 
-from services.cli.bench.measure import Measurement
-from services.cli.bench.plots import plots_of, run_plots_of
+from services.cli.bench.measurement import Measurement
+from services.cli.bench.plots import plot_rates, plot_run
 from services.cli.bench.records import Record, Run
 from services.cli.bench.summary import summarize
-from services.cli.bench.view import COLUMNS, METRICS, notes_of, rate_text, time_text
+from services.cli.bench.view import rate_text, report_view, time_text
 from shared.telemetry.definitions import Slo, TpotRule
 from shared.version import VERSION
 
 SCHEMA: Final = 1
 """Of report.json; grows when a field changes its meaning."""
+
+WIDTH: Final = 140
+"""Of a table that nobody's window holds."""
 
 CSV_COLUMNS: Final = (
     "run", "rate", "index", "url", "end", "meets_slo", "due_s", "sent_s", "lag_s", "ttft_s",
@@ -82,23 +87,21 @@ def slo_of(report: Mapping[str, Any]) -> Slo:
 
 
 def render(report: Mapping[str, Any], runs: Sequence[Run]) -> str:
-    """Return the page."""
+    """Return the page: what the terminal shows, with every run in full, and its plots."""
+    shown = Console(record=True, file=io.StringIO(), width=WIDTH, highlight=False)
+    shown.print(report_view(report, in_full=True))
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
     )
     filters = {"time": time_text, "rate": rate_text}
     environment.filters.update(filters)  # pyright: ignore[reportUnknownMemberType]
     return environment.get_template("report.html").render(
         report=report,
-        notes=notes_of(report),
-        plots=plots_of(report),
-        run_plots=[run_plots_of(run, slo_of(report)) for run in runs],
-        metrics=METRICS,
-        columns=COLUMNS,
+        view=shown.export_html(inline_styles=True, code_format="{code}"),
+        rate_plots=plot_rates(report),
+        run_plots=[plot_run(run, slo_of(report)) for run in runs],
     )
 
 

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any, Final
 
-from services.cli.bench.records import MISSED, End, Run
+from services.cli.bench.records import MISSED, Ending, Run
 from shared.telemetry.definitions import (
-    Outcome,
+    RequestOutcome,
     Slo,
     TpotRule,
     attainment,
@@ -42,7 +42,7 @@ def summarize(run: Run, slo: Slo) -> dict[str, Any]:
     unfinished.
     """
     is_closed = run.limit is not None
-    judged = [record for record in run.records if record.end is not End.UNFINISHED]
+    judged = [record for record in run.records if record.end is not Ending.UNFINISHED]
     outcomes = [record.outcome(is_closed_loop=is_closed) for record in judged]
     served = [outcome for outcome in outcomes if outcome.is_complete]
     gaps = [gap for outcome in served for gap in outcome.itl_s]
@@ -56,7 +56,7 @@ def summarize(run: Run, slo: Slo) -> dict[str, Any]:
         "rate": run.rate,
         "num_submitted": len(run.records),
         "submitted_per_s": _submitted_rate(run),
-        "ends": {end.value: count for end in End if (count := _count(run, end))},
+        "ends": {end.value: count for end in Ending if (count := _count(run, end))},
         "num_missed": sum(_count(run, end) for end in MISSED),
         "errors": dict(Counter(r.error for r in run.records if r.error).most_common(5)),
         "is_interrupted": run.is_interrupted,
@@ -74,7 +74,9 @@ def summarize(run: Run, slo: Slo) -> dict[str, Any]:
         "requests_per_s": len(served) / span_s if span_s else 0.0,
         "attainment": attainment(outcomes, slo) if outcomes else None,
         "attained_per_s": num_attained / span_s if span_s else 0.0,
-        "num_short": sum(r.end is End.COMPLETE and r.num_output < r.ask.num_output for r in judged),
+        "num_short": sum(
+            r.end is Ending.COMPLETE and r.num_output < r.ask.num_output for r in judged
+        ),
         "variants": _variants(outcomes, served, slo, tbts),
         "client": _client(run, ttft),
         "workload": _workload(run),
@@ -104,7 +106,7 @@ def void_reasons(run: Run, summary: dict[str, Any]) -> list[str]:
         )
     if client["cpu_share"] > BUSIEST:
         reasons.append(f"the client used {client['cpu_share']:.0%} of a core")
-    num_own = _count(run, End.CLIENT)
+    num_own = _count(run, Ending.CLIENT)
     if num_own:
         reasons.append(f"{num_own} requests could not leave this machine")
     return reasons
@@ -151,7 +153,7 @@ def _workload(run: Run) -> dict[str, Any]:
 
 
 def _variants(
-    outcomes: list[Outcome], served: list[Outcome], slo: Slo, tbts: list[float]
+    outcomes: list[RequestOutcome], served: list[RequestOutcome], slo: Slo, tbts: list[float]
 ) -> dict[str, Any]:
     """The same run by the rules of other papers."""
     return {
@@ -175,7 +177,7 @@ def _submitted_rate(run: Run) -> float:
     return len(run.records) / span_s if span_s > 0 else 0.0
 
 
-def _count(run: Run, end: End) -> int:
+def _count(run: Run, end: Ending) -> int:
     return sum(record.end is end for record in run.records)
 
 

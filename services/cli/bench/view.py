@@ -1,8 +1,4 @@
-"""What ``pdmesh bench`` shows: a bar while it runs, tables at the end. Knows no server.
-
-The bar is drawn by the loop itself, twice a second, a millisecond each time: a thread of rich's own
-would take the interpreter away from answers that are being read.
-"""
+"""What ``pdmesh bench`` shows: a bar while it runs, tables at the end. Knows no server."""
 
 from __future__ import annotations
 
@@ -23,26 +19,37 @@ INTERVAL_S: Final = 0.5
 METRICS: Final = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_s": "ITL", "e2e_s": "E2E"}
 COLUMNS: Final = ("p50", "p90", "p95", "p99", "max")
 
+WHY_VOID: Final = (
+    "a VOID run tells of this client, not of the server: it was kept from sending or reading in "
+    "time, mostly by a server on the same cores. Lower the rates (--rates 0.2,0.5,1), shorten the "
+    "requests (--scale-lengths 0.1), leave the client a core (`pdmesh up --threads`, taskset, "
+    "nice -n -10), or measure from another machine"
+)
+
 
 @contextlib.asynccontextmanager
 async def progress_of(run: Run, console: Console, title: str) -> AsyncGenerator[None]:
-    """Show how far a run has come, where somebody looks."""
+    """Show how far a run has come, where somebody looks.
+
+    The loop itself draws, twice a second, a millisecond each time: a thread of rich's own would
+    take the interpreter away from answers that are being read.
+    """
     if not console.is_terminal:
         yield
         return
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[facts]}"),
-        console=console,
-        auto_refresh=False,
-        transient=True,
-    )
-    task = bar.add_task(title, total=len(run.workload.asks) or 1, facts="")
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[facts]}"))
+    bar = Progress(*columns, console=console, auto_refresh=False, transient=True)
+    num_planned = len(run.workload.asks)
+    task = bar.add_task(title, total=num_planned or 1, facts="")
 
     async def watch() -> None:
         while True:
-            bar.update(task, completed=run.num_ended, facts=_facts(run), refresh=True)
+            num_missed = sum(record.end in MISSED for record in run.records)
+            facts = (
+                f"{run.num_ended}/{num_planned} done, {len(run.records) - run.num_ended} in flight"
+                + (f", {num_missed} missed" if num_missed else "")
+            )
+            bar.update(task, completed=run.num_ended, facts=facts, refresh=True)
             await asyncio.sleep(INTERVAL_S)
 
     with bar:
@@ -54,33 +61,24 @@ async def progress_of(run: Run, console: Console, title: str) -> AsyncGenerator[
                 watching.cancel()
 
 
-def _facts(run: Run) -> str:
-    num_sent = len(run.records)
-    num_missed = sum(record.end in MISSED for record in run.records)
-    facts = f"{run.num_ended}/{len(run.workload.asks)} done, {num_sent - run.num_ended} in flight"
-    return facts + (f", {num_missed} missed" if num_missed else "")
-
-
-def report_view(report: Mapping[str, Any]) -> RenderableType:
-    """Return the report for a terminal: one run in full, several as a table."""
+def report_view(report: Mapping[str, Any], *, in_full: bool = False) -> RenderableType:
+    """Return the report: one run in full, several as a table, and in full, too, if wanted."""
     runs: Sequence[Mapping[str, Any]] = report["runs"]
-    parts: list[RenderableType] = [_head(report), Text("")]
-    if len(runs) == 1:
-        parts.append(_one_run(runs[0]))
-    elif runs:
+    found = report["endpoints"][0]
+    head = Text("pdmesh bench ", style="bold")
+    head.append(", ".join(one["url"] for one in report["endpoints"]), style="not bold")
+    about = f"{found['api']}, prompts of {found['prompts']}, tokens counted {found['counts']}"
+    head.append(f"  {found['model']}  {about}", style="not bold dim")
+    parts: list[RenderableType] = [head, Text("")]
+    if len(runs) > 1:
         parts.append(_many_runs(runs))
+    for run in runs if in_full or len(runs) == 1 else ():
+        title = Text(f"\n{rate_text(run['rate'])}", style="bold")
+        parts += [*([title] if len(runs) > 1 else []), *_one_run(run)]
     parts += [Text(note, style="yellow") for note in notes_of(report)]
     if report["goodput"] is not None:
         parts += [Text(""), _goodput(report)]
     return Group(*parts)
-
-
-WHY_VOID: Final = (
-    "a VOID run tells of this client, not of the server: it was kept from sending or reading in "
-    "time, mostly by a server on the same cores. Lower the rates (--rates 0.2,0.5,1), shorten the "
-    "requests (--scale-lengths 0.1), leave the client a core (`pdmesh up --threads`, taskset, "
-    "nice -n -10), or measure from another machine"
-)
 
 
 def notes_of(report: Mapping[str, Any]) -> list[str]:
@@ -98,8 +96,7 @@ def notes_of(report: Mapping[str, Any]) -> list[str]:
             )
         if run["num_short"] and report["flags"]["ignore_eos"]:
             notes.append(f"{name}answers shorter than asked: {run['num_short']}")
-        for words, count in run["errors"].items():
-            notes.append(f"{name}{count} x {words}")
+        notes += [f"{name}{count} x {words}" for words, count in run["errors"].items()]
     if any(run["void"] for run in report["runs"]):
         notes.append(WHY_VOID)
     planned: Mapping[str, Any] = report["runs"][0]["workload"] if report["runs"] else {}
@@ -131,59 +128,57 @@ def time_text(seconds: float | None) -> str:
     return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:.0f} s"
 
 
-def _head(report: Mapping[str, Any]) -> Text:
-    found = report["endpoints"][0]
-    head = Text("pdmesh bench ", style="bold")
-    head.append(", ".join(one["url"] for one in report["endpoints"]), style="not bold")
-    head.append(
-        f"  {found['model']}  {found['api']}, prompts of {found['prompts']}, tokens counted "
-        f"{found['counts']}",
-        style="not bold dim",
-    )
-    return head
-
-
-def _one_run(run: Mapping[str, Any]) -> Group:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("")
-    for name in COLUMNS:
-        table.add_column(name, justify="right")
-    for key, label in METRICS.items():
-        spread: Mapping[str, float] = run[key] or {}
-        table.add_row(label, *(time_text(spread.get(name)) for name in COLUMNS))
-    lines = [
-        f"{_ends(run)}, {run['submitted_per_s']:.3g} requests/s for {run['span_s']:.3g} s",
-        f"{run['input_tokens_per_s']:,.0f} prompt tokens/s{_cached(run)}, "
-        f"{run['output_tokens_per_s']:,.0f} answer tokens/s",
-        f"attained the SLO: {_share(run['attainment'])} of the requests, "
-        f"{run['attained_per_s']:.3g}/s",
-        _client_line(run["client"]),
+def _one_run(run: Mapping[str, Any]) -> Sequence[RenderableType]:
+    share = run["cached_tokens"] / run["input_tokens"] if run["input_tokens"] else 0.0
+    cached = f" ({share:.0%} of them cached)" if share else ""
+    client = run["client"]
+    late = _time(client, "dispatch_lag_s", "p99")
+    rows = [[label, *(_time(run, key, q) for q in COLUMNS)] for key, label in METRICS.items()]
+    return [
+        Text(f"{_ends(run)}, {run['submitted_per_s']:.3g} requests/s for {run['span_s']:.3g} s"),
+        Text(
+            f"{run['input_tokens_per_s']:,.0f} prompt tokens/s{cached}, "
+            f"{run['output_tokens_per_s']:,.0f} answer tokens/s"
+        ),
+        Text(
+            f"attained the SLO: {_share(run['attainment'])} of the requests, "
+            f"{run['attained_per_s']:.3g}/s"
+        ),
+        Text(""),
+        _table(("", *COLUMNS), rows),
+        Text(
+            f"client: requests left late p99 {late}, event loop late "
+            f"{client['late_share']:.2%} of the time, CPU {client['cpu_share']:.0%} of a core",
+            style="dim",
+        ),
     ]
-    return Group(*(Text(line) for line in lines[:3]), Text(""), table, Text(lines[3], style="dim"))
 
 
 def _many_runs(runs: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
+    shown = (("ttft_s", "p50"), ("ttft_s", "p99"), ("tpot_s", "p50"), ("tpot_s", "p99"),
+             ("itl_s", "p99"), ("e2e_s", "p50"))  # fmt: skip
     heads = ("rate", "requests", "TTFT p50", "p99", "TPOT p50", "p99", "ITL p99", "E2E p50",
              "tokens/s", "attained", "")  # fmt: skip
-    for head in heads:
-        table.add_column(head, justify="left" if head in ("requests", "") else "right")
-    for run in runs:
-        spreads: list[dict[str, float]] = [run[key] or {} for key in METRICS]
-        ttft, tpot, itl, e2e = spreads
-        table.add_row(
+    rows = [
+        [
             rate_text(run["rate"]),
             _ends(run),
-            time_text(ttft.get("p50")),
-            time_text(ttft.get("p99")),
-            time_text(tpot.get("p50")),
-            time_text(tpot.get("p99")),
-            time_text(itl.get("p99")),
-            time_text(e2e.get("p50")),
+            *(_time(run, key, quantile) for key, quantile in shown),
             f"{run['output_tokens_per_s']:,.0f}",
             _share(run["attainment"]),
             Text("VOID", style="bold red") if run["void"] else "",
-        )
+        ]
+        for run in runs
+    ]
+    return _table(heads, rows)
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for head in heads:
+        table.add_column(head, justify="left" if head in ("requests", "") else "right")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
@@ -205,22 +200,12 @@ def _goodput(report: Mapping[str, Any]) -> Text:
 
 
 def _ends(run: Mapping[str, Any]) -> str:
-    ends = {name: count for name, count in run["ends"].items() if name != "complete"}
-    words = [f"{run['ends'].get('complete', 0)} complete"]
-    return ", ".join([*words, *(f"{count} {name}" for name, count in ends.items())])
+    others = [f"{count} {name}" for name, count in run["ends"].items() if name != "complete"]
+    return ", ".join([f"{run['ends'].get('complete', 0)} complete", *others])
 
 
-def _client_line(client: Mapping[str, Any]) -> str:
-    lag: dict[str, float] = client["dispatch_lag_s"] or {}
-    return (
-        f"client: requests left late p99 {time_text(lag.get('p99'))}, event loop late "
-        f"{client['late_share']:.2%} of the time, CPU {client['cpu_share']:.0%} of a core"
-    )
-
-
-def _cached(run: Mapping[str, Any]) -> str:
-    share = run["cached_tokens"] / run["input_tokens"] if run["input_tokens"] else 0.0
-    return f" ({share:.0%} of them cached)" if share else ""
+def _time(facts: Mapping[str, Any], key: str, quantile: str) -> str:
+    return time_text(facts[key][quantile] if facts[key] else None)
 
 
 def _share(share: float | None) -> str:

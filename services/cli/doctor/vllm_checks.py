@@ -29,18 +29,26 @@ def check_vllm(
         return wrong("vLLM", error.message.removeprefix("--engine vllm: "), INSTALL)
     if facts is None or facts["devices"]:
         return right("vLLM", text)
-    if has_amx:
-        return wrong(
-            "vLLM",
-            f"{text}: this CPU has AMX, for which vLLM packs KV in a layout of its own",
+    faults = (
+        (
+            has_amx,
+            "this CPU has AMX, for which vLLM packs KV in a layout of its own",
             "take --engine torch on this machine, or --engine vllm on a CPU without AMX",
-        )
-    if not has_numa:
-        return wrong("vLLM", f"{text}: its CPU build loads libnuma, and there is none",
-                     "install libnuma1 (numactl-libs)")  # fmt: skip
-    if not compiler:
-        return wrong("vLLM", f"{text}: it compiles models, and there is no C++ compiler",
-                     "install g++, or say --vllm-args enforce_eager=true")  # fmt: skip
+        ),
+        (
+            not has_numa,
+            "its CPU build loads libnuma, and there is none",
+            "install libnuma1 (numactl-libs)",
+        ),
+        (
+            not compiler,
+            "it compiles models, and there is no C++ compiler",
+            "install g++, or say --vllm-args enforce_eager=true",
+        ),
+    )
+    for is_so, fault, remedy in faults:
+        if is_so:
+            return wrong("vLLM", f"{text}: {fault}", remedy)
     return right("vLLM", f"{text}, compiles with {compiler}")
 
 

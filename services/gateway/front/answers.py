@@ -23,7 +23,7 @@ from shared.request import FinishReason, TokenLogprobs
 _ENDLESS = "a generation ended without a finish reason"
 
 
-class Delta(NamedTuple):
+class TextDelta(NamedTuple):
     """What one batch added to one answer. choice: index of the answer.
 
     text may lag behind token_ids while a character or a possible stop string is incomplete.
@@ -41,7 +41,7 @@ class Delta(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] | None
 
 
-class Usage(NamedTuple):
+class TokenCounts(NamedTuple):
     """Token counts; a prompt counts once, however many answers it gets."""
 
     prompt_tokens: int
@@ -75,16 +75,16 @@ class Choice:
         """Tokens of the answer so far."""
         return 0 if self.is_echo_only else self.text.num_tokens
 
-    def take(self, batch: TokenBatch) -> Delta:
+    def take(self, batch: TokenBatch) -> TextDelta:
         """Turn a batch into text; ``is_done`` once the answer is over."""
         step = self.text.feed(batch.token_ids, batch.finish_reason)
         self.finish_reason = step.finish_reason
         if self.is_echo_only:
-            return Delta(
+            return TextDelta(
                 self.index, 0, "", (), None, FinishReason.LENGTH, None, batch.prompt_logprobs
             )
         logprobs = batch.logprobs
-        return Delta(
+        return TextDelta(
             self.index,
             batch.first_index,
             step.text,
@@ -103,7 +103,7 @@ class DeltaSink(Protocol):
         """Whether ``write`` may be called now: the answer has begun and nothing has to wait."""
         ...
 
-    def write(self, delta: Delta) -> None:
+    def write(self, delta: TextDelta) -> None:
         """Take a delta, at once."""
         ...
 
@@ -118,7 +118,7 @@ class Answers:
     def __init__(self, choices: Sequence[Choice]) -> None:
         self.choices = choices
 
-    async def next(self) -> list[Delta]:
+    async def next(self) -> list[TextDelta]:
         """Return everything that has arrived, at least one delta; [] once all answers are over.
 
         Raises MeshError: the request failed; nothing follows.
@@ -144,12 +144,12 @@ class Answers:
         return min((at for at in times if at is not None), default=None)
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> TokenCounts:
         """Counts so far."""
         prompts: dict[int, Choice] = {}
         for choice in self.choices:
             prompts.setdefault(choice.prompt_idx, choice)
-        return Usage(
+        return TokenCounts(
             sum(len(choice.request.token_ids) for choice in prompts.values()),
             sum(choice.num_tokens for choice in self.choices),
             sum(
@@ -188,7 +188,7 @@ class _OneAnswer(Answers):
     ) -> None:
         await self._stay.__aexit__(kind, failure, traceback)
 
-    async def next(self) -> list[Delta]:
+    async def next(self) -> list[TextDelta]:
         if self._choice.is_done:
             return []
         try:
@@ -217,10 +217,10 @@ class _OneAnswer(Answers):
 class _ManyAnswers(Answers):
     def __init__(self, choices: Sequence[Choice]) -> None:
         super().__init__(choices)
-        self._queue: asyncio.Queue[Delta] = asyncio.Queue(maxsize=2 * len(choices))
+        self._queue: asyncio.Queue[TextDelta] = asyncio.Queue(maxsize=2 * len(choices))
         self._num_running = len(choices)
 
-    async def next(self) -> list[Delta]:
+    async def next(self) -> list[TextDelta]:
         if not self._num_running:
             return []
         deltas = [await self._queue.get()]

@@ -65,7 +65,7 @@ def recorded(
 ) -> Generator[Call]:
     """Open a call; its end is counted, traced if its span has a name, and, unless it is a probe,
     logged. Never with a word of its text."""
-    call = Call(front.greet(span_name, headers))
+    call = Call(front.new_caller(span_name, headers))
     if not is_probe:
         note(Moment.ARRIVED, call.caller.request_id, route=route)
     metrics = front.metrics

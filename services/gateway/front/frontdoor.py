@@ -25,7 +25,7 @@ from services.gateway.text.text_model import TextModel
 from shared.errors import NotFound, Overloaded
 from shared.ids import RandomBytes, RequestId, new_request_id
 from shared.telemetry.moments import Moment, note
-from shared.telemetry.tracing import NO_SPAN, NO_TRACER, Span, Tracer
+from shared.telemetry.tracing import NO_SPAN, NO_TRACER, Tracer, TraceSpan
 
 
 @dataclass(slots=True, kw_only=True)  # frozen costs three times as much to make
@@ -39,7 +39,7 @@ class Caller:
     label: str = ""
     arrived_at: float
     deadline_at: float | None = None
-    span: Span = NO_SPAN
+    span: TraceSpan = NO_SPAN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +125,7 @@ class FrontDoor:
         self._defaults = dict(defaults or {})
         self._default_timeout_s = default_timeout_s
 
-    def greet(self, span_name: str, headers: Mapping[str, str]) -> Caller:
+    def new_caller(self, span_name: str, headers: Mapping[str, str]) -> Caller:
         """Give a call its id and its arrival time; its body has not been read yet.
 
         span_name: '' = it is not traced. headers: may bring the client's trace context."""
@@ -138,7 +138,7 @@ class FrontDoor:
             span=self._tracer.request(span_name, arrived_at, headers) if span_name else NO_SPAN,
         )
 
-    def admit(
+    def authenticate(
         self, caller: Caller, *, authorization: str | None, is_metered: bool = False
     ) -> Caller:
         """Return the caller with its key. is_metered: the call counts against the key's limits.

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from services.gateway import limits
-from services.gateway.front.answers import Delta, Usage, open_answers
+from services.gateway.front.answers import TextDelta, TokenCounts, open_answers
 from services.gateway.front.calls import Call, recorded
 from services.gateway.front.frontdoor import Form, FrontDoor, Prompt, Rendering
 from services.gateway.limits import STALL_S, SamplingForm
@@ -114,7 +114,7 @@ class Inference:
     def _admit(
         self, stream: ServerStream[Any, Any], call: Call, *, label: str, is_metered: bool = True
     ) -> None:
-        call.caller = self._front.admit(
+        call.caller = self._front.authenticate(
             call.caller,
             authorization=stream.metadata.get("authorization"),
             is_metered=is_metered,
@@ -278,7 +278,7 @@ def _column(data: bytes, param: str) -> Sequence[int]:
         raise InvalidRequest(error.message, param=param) from None
 
 
-def _usage(usage: Usage) -> wire.Usage:
+def _usage(usage: TokenCounts) -> wire.Usage:
     return wire.Usage(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
@@ -286,7 +286,7 @@ def _usage(usage: Usage) -> wire.Usage:
     )
 
 
-def _response(delta: Delta, sampling: SamplingForm) -> wire.GenerateResponse:
+def _response(delta: TextDelta, sampling: SamplingForm) -> wire.GenerateResponse:
     logprobs = delta.logprobs or ()
     return wire.GenerateResponse(
         text=delta.text,

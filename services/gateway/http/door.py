@@ -9,17 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any
 
 import msgspec
-import orjson
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from services.gateway import limits
-from services.gateway.front.answers import Answers, Choice, Delta, open_answers
+from services.gateway.front.answers import Answers, Choice, TextDelta, open_answers
 from services.gateway.front.calls import Call, typed
 from services.gateway.front.frontdoor import Caller, FrontDoor, Prompt
+from services.gateway.http import bodies
 from services.gateway.http.cors import allow_origins
 from services.gateway.http.openai_answers import (
     AnswerFormat,
@@ -52,7 +51,6 @@ from services.gateway.mesh import ServedModel
 from shared.errors import InvalidRequest
 from shared.log import is_debugging
 from shared.rpc.network import Address
-from shared.rpc.status import openai_error_body
 from shared.rpc.tls import ServerTls
 from shared.telemetry.moments import Moment, note
 
@@ -75,7 +73,7 @@ def serve_http(
     tls: ServerTls | None = None,
     origins: frozenset[str] = frozenset(),
 ) -> AbstractAsyncContextManager[Address]:
-    """Serve HTTP until the block ends; see ``http_server.listen``.
+    """Serve HTTP until the block ends; see ``server.listen``.
 
     stall_s: how long a client may leave a full stream unread before it is cut off. origins: whose
     pages may ask, too (``cors.py``).
@@ -131,19 +129,19 @@ class HttpDoor:
 
     async def health(self, _: web.Request, call: Call) -> web.Response:
         """Alive: the loop answers."""
-        return json_response({"status": "ok"}, headers=call.headers)
+        return json_response(bodies.Health("ok"), headers=call.headers)
 
     async def ready(self, _: web.Request, call: Call) -> web.Response:
         """Would serve a request now."""
         mesh = self._front.mesh
         if mesh.is_ready:
-            return json_response({"status": "ready"}, headers=call.headers)
-        reason = {"status": "not ready", "reason": mesh.not_ready_reason}
-        return json_response(reason, headers=call.headers, status=503)
+            return json_response(bodies.Readiness("ready"), headers=call.headers)
+        answer = bodies.Readiness("not ready", mesh.not_ready_reason)
+        return json_response(answer, headers=call.headers, status=503)
 
     async def version(self, _: web.Request, call: Call) -> web.Response:
         """Our version."""
-        return json_response({"version": self._front.version}, headers=call.headers)
+        return json_response(bodies.Version(self._front.version), headers=call.headers)
 
     async def metrics(self, _: web.Request, call: Call) -> web.Response:
         """Numbers for Prometheus."""
@@ -156,7 +154,7 @@ class HttpDoor:
         """Workers, load and the last minute's traffic, for live views."""
         view = {"version": self._front.version, **self._front.mesh.cluster()}
         headers = {**call.headers, "Cache-Control": "no-store"}
-        return json_response(view, headers=headers)
+        return json_response(msgspec.convert(view, bodies.Cluster), headers=headers)
 
     async def openapi(self, _: web.Request, call: Call) -> web.Response:
         """The description of this API; behind the key, because it tells version and model."""
@@ -170,19 +168,19 @@ class HttpDoor:
                 max_choices=self._front.max_choices,
                 takes_templates=self._front.trusts_templates,
             )
-            self._document = model, orjson.dumps(document)
+            self._document = model, msgspec.json.encode(document)
         return json_response(self._document[1], headers=call.headers)
 
     async def models(self, _: web.Request, call: Call) -> web.Response:
         """The model served, if a worker has brought one."""
         model = self._front.mesh.model
-        data = [] if model is None else [_model_body(model)]
-        return json_response({"object": "list", "data": data}, headers=call.headers)
+        data = [] if model is None else [_model_card(model)]
+        return json_response(bodies.ModelList("list", data), headers=call.headers)
 
     async def one_model(self, request: web.Request, call: Call) -> web.Response:
         """The model of this name."""
         model = self._front.model(request.match_info["name"])
-        return json_response(_model_body(model), headers=call.headers)
+        return json_response(_model_card(model), headers=call.headers)
 
     # --- text -----------------------------------------------------------------------------------
 
@@ -201,7 +199,7 @@ class HttpDoor:
             ids = await text.encode(
                 body.prompt or "", add_special_tokens=body.add_special_tokens is not False
             )
-        answer = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids}
+        answer = bodies.Tokens(len(ids), model.max_model_len, list(ids))
         return json_response(answer, headers=call.headers)
 
     async def detokenize(self, request: web.Request, call: Call) -> web.Response:
@@ -209,7 +207,8 @@ class HttpDoor:
         body = await read_body(request, _DETOKENIZE)
         model = self._front.model(body.model)
         ids = limits.checked_token_ids(body.tokens, model.vocab_size, param="tokens")
-        return json_response({"prompt": await self._front.text.decode(ids)}, headers=call.headers)
+        text = await self._front.text.decode(ids)
+        return json_response(bodies.Text(text), headers=call.headers)
 
     # --- generation -----------------------------------------------------------------------------
 
@@ -290,7 +289,7 @@ class HttpDoor:
                 has_usage=bool(options.include_usage),
                 has_receipt=body.wants_receipt,
             )
-        deltas: list[Delta] = []
+        deltas: list[TextDelta] = []
         async with open_answers(self._front.mesh, choices) as answers:
             call.answers = answers
             answers.hold()
@@ -333,7 +332,7 @@ class HttpDoor:
                 raise
             error = typed(failure, call)
             call.outcome = error.code if events.is_cut else error.type
-            await events.end(b"data: %s\n\n" % orjson.dumps(openai_error_body(error)))
+            await events.end(b"data: %s\n\n" % msgspec.json.encode(bodies.ErrorBody.of(error)))
         return events.response
 
 
@@ -350,7 +349,7 @@ class _Chunks:
         self._request_id = call.caller.request_id
         self._answers = answers
 
-    def of(self, deltas: Sequence[Delta]) -> bytes:
+    def of(self, deltas: Sequence[TextDelta]) -> bytes:
         """Return the events of these deltas, about to be written."""
         usage = self._answers.usage if self._format.continuous_usage else None
         chunks = self._format.chunks(deltas, usage)
@@ -358,7 +357,7 @@ class _Chunks:
             note(Moment.WRITTEN, self._request_id, num_bytes=len(chunks))
         return chunks
 
-    def write(self, delta: Delta) -> None:
+    def write(self, delta: TextDelta) -> None:
         """See ``DeltaSink``."""
         if chunks := self.of((delta,)):
             self._write(chunks)
@@ -370,11 +369,5 @@ def _head(caller: Caller, model: ServedModel, prefix: str) -> AnswerHead:
     )
 
 
-def _model_body(model: ServedModel) -> dict[str, Any]:
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": model.created,
-        "owned_by": "pdmesh",
-        "max_model_len": model.max_model_len,
-    }
+def _model_card(model: ServedModel) -> bodies.ModelCard:
+    return bodies.ModelCard(model.name, "model", model.created, "pdmesh", model.max_model_len)

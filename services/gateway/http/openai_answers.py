@@ -1,8 +1,9 @@
 """Answers in the shapes of the OpenAI API: whole bodies, stream chunks, logprobs, usage.
 
-A stream's chunk is a prebuilt prefix, the text and a prebuilt suffix: the JSON library sees nothing
-but the text. Two shapes (chat, completions) share one class and differ in a few small methods.
-Knows no HTTP. Format: https://platform.openai.com/docs/api-reference/chat and .../completions.
+All are encoded from ``bodies.py``. A chunk that is nothing but text, which nearly every one is, is
+that text between two pieces encoded beforehand. Two shapes (chat, completions) share one class and
+differ in a few small methods. Knows no HTTP. Format:
+https://platform.openai.com/docs/api-reference/chat and .../completions.
 """
 
 from __future__ import annotations
@@ -10,21 +11,29 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar, Final
 
-import orjson
+import msgspec
+from msgspec import UNSET, UnsetType
 
-from services.gateway.front.answers import Delta, Usage
+from services.gateway.front.answers import TextDelta, TokenCounts
+from services.gateway.http import bodies
 from services.gateway.text.text_model import TextModel
 from shared.request import FinishReason, TokenLogprobs
 
-FINISH_NAMES = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+FINISH_NAMES: Final[dict[FinishReason, bodies.FinishName]] = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+}
 
 DONE = b"data: [DONE]\n\n"
 
 _LOWEST_LOGPROB = -9999.0
 """OpenAI's word for "as good as impossible": JSON has no minus infinity."""
+
+_encode = msgspec.json.Encoder().encode
+_MARK = "\x00"
+"""Stands for the text of a chunk; as JSON it is an escape, which no name of a model contains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +56,7 @@ class _Collected:
     finish_reason: FinishReason = FinishReason.NONE
     stop_reason: str | int | None = None
 
-    def add(self, delta: Delta) -> None:
+    def add(self, delta: TextDelta) -> None:
         self.texts.append(delta.text)
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs or ()
@@ -61,12 +70,17 @@ class AnswerFormat:
     """Writes one request's answers; base of the two shapes.
 
     has_logprobs: whether the client asked for them. usage_field: whether chunks have a ``usage``
-    (null but in the last).
-    continuous_usage: whether every chunk has counts.
+    (null but in the last). continuous_usage: whether every chunk has counts.
     """
 
-    object_name = ""
-    chunk_name = ""
+    object_name: ClassVar[str]
+    chunk_name: ClassVar[str]
+    whole: ClassVar[Any]
+    chunk: ClassVar[Any]
+    choice: ClassVar[Any]
+    chunk_choice: ClassVar[Any]
+    new_text: ClassVar[Any]
+    """How a chunk holds its text."""
 
     def __init__(
         self,
@@ -84,119 +98,102 @@ class AnswerFormat:
         self._has_logprobs = has_logprobs
         self.continuous_usage = continuous_usage
         self._begun: set[int] = set()
-        self._usage_field = usage_field
-
-    # --- what every chunk has: made for the first one, and not where there is none --------------
-
-    @cached_property
-    def _opening(self) -> bytes:
-        return b'data: {"id":%s,"object":%s,"created":%d,"model":%s,"choices":[' % (
-            orjson.dumps(self._head.id),
-            orjson.dumps(self.chunk_name),
-            self._head.created,
-            orjson.dumps(self._head.model),
-        )
-
-    @cached_property
-    def _ending(self) -> bytes:
-        return b'],"usage":null}\n\n' if self._usage_field else b"]}\n\n"
-
-    @cached_property
-    def _prefixes(self) -> list[bytes]:
-        return [self._opening + self._choice_prefix(index) for index in range(self._num_choices)]
-
-    @cached_property
-    def _suffix(self) -> bytes:
-        return self._choice_suffix + b',"logprobs":null,"finish_reason":null}'
+        self._no_usage: UnsetType | None = None if usage_field else UNSET
+        self._plain: dict[int, tuple[bytes, bytes]] = {}
 
     # --- streams --------------------------------------------------------------------------------
 
-    def chunks(self, deltas: Sequence[Delta], usage: Usage | None) -> bytes:
+    def chunks(self, deltas: Sequence[TextDelta], usage: TokenCounts | None) -> bytes:
         """Return the events of these deltas, b'' if they show nothing yet.
 
         usage: counts so far if they go into every chunk, else None.
         """
+        counts = None if usage is None else bodies.UsageBody.of(usage)
         events: list[bytes] = []
-        ending = self._ending
-        if usage is not None:
-            ending = b'],"usage":%s}\n\n' % orjson.dumps(usage_body(usage))
         for delta in deltas:
             if delta.choice not in self._begun:
                 self._begun.add(delta.choice)
-                events += (event + ending for event in self._first_events(delta))
+                if (first := self._first(delta)) is not None:
+                    events.append(self._event(first, counts))
             is_last = delta.finish_reason is not FinishReason.NONE
-            shows_logprobs = self._has_logprobs and bool(delta.token_ids)
-            if is_last or shows_logprobs:
-                events.append(self._full_event(delta) + ending)
+            if is_last or (self._has_logprobs and delta.token_ids):
+                logprobs = self._logprobs(delta) if self._has_logprobs else None
+                name = FINISH_NAMES.get(delta.finish_reason)
+                content = self.new_text(delta.text)
+                last = (logprobs, name, delta.stop_reason)
+                events.append(self._event(self.chunk_choice(delta.choice, content, *last), counts))
+            elif delta.text and counts is None:
+                before, after = self._plain.get(delta.choice) or self._cut(delta.choice)
+                events.append(before + _encode(delta.text) + after)
             elif delta.text:
-                prefix = self._prefixes[delta.choice]
-                events.append(prefix + orjson.dumps(delta.text) + self._suffix + ending)
+                events.append(self._event(self._plain_choice(delta.choice, delta.text), counts))
         return b"".join(events)
 
-    def closing(self, usage: Usage | None, receipts: Sequence[dict[str, Any]]) -> bytes:
+    def closing(self, usage: TokenCounts | None, receipts: Sequence[dict[str, Any]]) -> bytes:
         """Return the end of a stream: the chunk without choices, if usage or receipts were asked
         for, and [DONE]."""
         if usage is None and not receipts:
             return DONE
-        fields: dict[str, Any] = {} if usage is None else {"usage": usage_body(usage)}
-        fields |= receipt_fields(receipts)
-        return self._opening + b"]," + orjson.dumps(fields)[1:] + b"\n\n" + DONE
+        counts = UNSET if usage is None else bodies.UsageBody.of(usage)
+        return self._data([], usage=counts, **_receipts(receipts)) + DONE
 
-    def _full_event(self, delta: Delta) -> bytes:
-        fields = {
-            "logprobs": self._logprobs(delta) if self._has_logprobs else None,
-            "finish_reason": FINISH_NAMES.get(delta.finish_reason),
-            "stop_reason": delta.stop_reason,
-        }
-        prefix = self._prefixes[delta.choice]
-        rest = orjson.dumps(fields)[1:]
-        return prefix + orjson.dumps(delta.text) + self._choice_suffix + b"," + rest
+    def _event(self, choice: Any, usage: bodies.UsageBody | None) -> bytes:
+        return self._data([choice], usage=self._no_usage if usage is None else usage)
+
+    def _data(self, choices: list[Any], **fields: Any) -> bytes:
+        chunk = self.chunk(object=self.chunk_name, choices=choices, **self._named(), **fields)
+        return b"data: " + _encode(chunk) + b"\n\n"
+
+    def _cut(self, index: int) -> tuple[bytes, bytes]:
+        """What stands before and after the text of a chunk that is nothing but text."""
+        event = self._event(self._plain_choice(index, _MARK), None)
+        before, _, after = event.partition(_encode(_MARK))
+        self._plain[index] = before, after
+        return before, after
 
     # --- whole bodies ---------------------------------------------------------------------------
 
     def body(
-        self, deltas: Sequence[Delta], usage: Usage, receipts: Sequence[dict[str, Any]]
+        self,
+        deltas: Sequence[TextDelta],
+        usage: TokenCounts,
+        receipts: Sequence[dict[str, Any]],
     ) -> bytes:
         """Return the answer of a request without streaming, from all of its deltas."""
         collected = [_Collected() for _ in range(self._num_choices)]
         for delta in deltas:
             collected[delta.choice].add(delta)
-        choices = [
-            {
-                "index": index,
-                **self._content(index, answer),
-                "finish_reason": FINISH_NAMES.get(answer.finish_reason),
-                "stop_reason": answer.stop_reason,
-            }
-            for index, answer in enumerate(collected)
-        ]
-        return orjson.dumps(
-            {
-                "id": self._head.id,
-                "object": self.object_name,
-                "created": self._head.created,
-                "model": self._head.model,
-                "choices": choices,
-                "usage": usage_body(usage),
-                **receipt_fields(receipts),
-            }
+        return _encode(
+            self.whole(
+                object=self.object_name,
+                choices=[self._whole_choice(*one) for one in enumerate(collected)],
+                usage=bodies.UsageBody.of(usage),
+                **self._named(),
+                **_receipts(receipts),
+            )
         )
+
+    def _plain_choice(self, index: int, text: str) -> Any:
+        return self.chunk_choice(index, self.new_text(text), None, None)
+
+    def _whole_choice(self, index: int, answer: _Collected) -> Any:
+        name = FINISH_NAMES[answer.finish_reason]
+        return self.choice(index, *self._content(index, answer), name, answer.stop_reason)
+
+    def _named(self) -> dict[str, Any]:
+        return {"id": self._head.id, "created": self._head.created, "model": self._head.model}
 
     # --- where the shapes differ ----------------------------------------------------------------
 
-    _choice_suffix = b""
-
-    def _choice_prefix(self, index: int) -> bytes:
+    def _first(self, delta: TextDelta) -> Any | None:
+        """What comes before an answer's first text."""
         raise NotImplementedError
 
-    def _first_events(self, delta: Delta) -> list[bytes]:
-        """What comes before an answer's first text; events without their ending."""
+    def _logprobs(self, delta: TextDelta) -> Any:
         raise NotImplementedError
 
-    def _logprobs(self, delta: Delta) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def _content(self, index: int, answer: _Collected) -> dict[str, Any]:
+    def _content(self, index: int, answer: _Collected) -> tuple[Any, Any]:
+        """What a whole answer says, and its logprobs."""
         raise NotImplementedError
 
 
@@ -205,38 +202,40 @@ class ChatFormat(AnswerFormat):
 
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
-    _choice_suffix = b"}"
+    whole = bodies.ChatCompletion
+    chunk = bodies.ChatCompletionChunk
+    choice = bodies.ChatChoice
+    chunk_choice = bodies.ChatChunkChoice
+    new_text = bodies.DeltaBody
 
-    def _choice_prefix(self, index: int) -> bytes:
-        return b'{"index":%d,"delta":{"content":' % index
+    def _first(self, delta: TextDelta) -> bodies.ChatChunkChoice:
+        opening = bodies.DeltaBody("", "assistant")
+        return bodies.ChatChunkChoice(delta.choice, opening, None, None)
 
-    def _first_events(self, delta: Delta) -> list[bytes]:
-        role = b'{"index":%d,"delta":{"role":"assistant","content":""' % delta.choice
-        return [self._opening + role + self._suffix]
-
-    def _logprobs(self, delta: Delta) -> dict[str, Any]:
+    def _logprobs(self, delta: TextDelta) -> bodies.ChatLogprobs:
         return self._entries(delta.token_ids, delta.logprobs or ())
 
-    def _content(self, index: int, answer: _Collected) -> dict[str, Any]:
-        message = {"role": "assistant", "content": "".join(answer.texts), "refusal": None}
+    def _content(
+        self, index: int, answer: _Collected
+    ) -> tuple[bodies.AnswerMessage, bodies.ChatLogprobs | None]:
         logprobs = self._entries(answer.token_ids, answer.logprobs) if self._has_logprobs else None
-        return {"message": message, "logprobs": logprobs}
+        return bodies.AnswerMessage("assistant", "".join(answer.texts), None), logprobs
 
     def _entries(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
-    ) -> dict[str, Any]:
+    ) -> bodies.ChatLogprobs:
         content = [
-            {
-                **self._entry(token_id, entry.logprob),
-                "top_logprobs": [self._entry(*alternative) for alternative in entry.top],
-            }
+            bodies.TokenLogprob(
+                *self._entry(token_id, entry.logprob),
+                [bodies.TopLogprob(*self._entry(*other)) for other in entry.top],
+            )
             for token_id, entry in zip(token_ids, logprobs, strict=True)
         ]
-        return {"content": content, "refusal": None}
+        return bodies.ChatLogprobs(content, None)
 
-    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+    def _entry(self, token_id: int, logprob: float) -> tuple[str, float | None, list[int]]:
         piece = self._text.piece(token_id)
-        return {"token": piece.text, "logprob": _number(logprob), "bytes": list(piece.data)}
+        return piece.text, _number(logprob), list(piece.data)
 
 
 class CompletionFormat(AnswerFormat):
@@ -245,8 +244,12 @@ class CompletionFormat(AnswerFormat):
     echo: for each answer its prompt (ids, text), which then comes first; None = not asked for.
     """
 
-    object_name = "text_completion"
-    chunk_name = "text_completion"
+    object_name = chunk_name = "text_completion"
+    whole = bodies.Completion
+    chunk = bodies.CompletionChunk
+    choice = bodies.CompletionChoice
+    chunk_choice = bodies.CompletionChunkChoice
+    new_text = str
 
     def __init__(
         self,
@@ -255,39 +258,27 @@ class CompletionFormat(AnswerFormat):
         *,
         echo: Sequence[tuple[Sequence[int], str]] | None = None,
         num_choices: int,
-        has_logprobs: bool = False,
-        usage_field: bool = False,
-        continuous_usage: bool = False,
+        **options: bool,
     ) -> None:
-        super().__init__(
-            head,
-            text,
-            num_choices=num_choices,
-            has_logprobs=has_logprobs,
-            usage_field=usage_field,
-            continuous_usage=continuous_usage,
-        )
+        super().__init__(head, text, num_choices=num_choices, **options)
         self._echo = echo
         self._columns = [_LogprobColumns(text) for _ in range(num_choices)]
 
-    def _choice_prefix(self, index: int) -> bytes:
-        return b'{"index":%d,"text":' % index
-
-    def _first_events(self, delta: Delta) -> list[bytes]:
+    def _first(self, delta: TextDelta) -> bodies.CompletionChunkChoice | None:
         if self._echo is None:
-            return []
+            return None
         token_ids, text = self._echo[delta.choice]
-        prefix = self._prefixes[delta.choice]
-        if not self._has_logprobs:
-            return [prefix + orjson.dumps(text) + self._suffix]
-        columns = self._columns[delta.choice].take(token_ids, delta.prompt_logprobs or ())
-        rest = orjson.dumps({"logprobs": columns, "finish_reason": None})[1:]
-        return [prefix + orjson.dumps(text) + b"," + rest]
+        columns = None
+        if self._has_logprobs:
+            columns = self._columns[delta.choice].take(token_ids, delta.prompt_logprobs or ())
+        return bodies.CompletionChunkChoice(delta.choice, text, columns, None)
 
-    def _logprobs(self, delta: Delta) -> dict[str, Any]:
+    def _logprobs(self, delta: TextDelta) -> bodies.CompletionLogprobs:
         return self._columns[delta.choice].take(delta.token_ids, delta.logprobs or ())
 
-    def _content(self, index: int, answer: _Collected) -> dict[str, Any]:
+    def _content(
+        self, index: int, answer: _Collected
+    ) -> tuple[str, bodies.CompletionLogprobs | None]:
         text = "".join(answer.texts)
         token_ids: list[int] = answer.token_ids
         logprobs: list[TokenLogprobs] = answer.logprobs
@@ -297,7 +288,7 @@ class CompletionFormat(AnswerFormat):
             token_ids = [*prompt_ids, *token_ids]
             logprobs = [*(answer.prompt_logprobs or ()), *logprobs]
         columns = self._columns[index].take(token_ids, logprobs) if self._has_logprobs else None
-        return {"text": text, "logprobs": columns}
+        return text, columns
 
 
 class _LogprobColumns:
@@ -307,7 +298,9 @@ class _LogprobColumns:
         self._text = text
         self._offset = 0
 
-    def take(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def take(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> bodies.CompletionLogprobs:
         """Return the columns of further tokens."""
         names: list[str] = []
         offsets: list[int] = []
@@ -321,12 +314,7 @@ class _LogprobColumns:
             value = _number(entry.logprob)
             values.append(value)
             tops.append(None if value is None else self._top(token_id, entry))
-        return {
-            "tokens": names,
-            "token_logprobs": values,
-            "top_logprobs": tops,
-            "text_offset": offsets,
-        }
+        return bodies.CompletionLogprobs(names, values, tops, offsets)
 
     def _top(self, token_id: int, entry: TokenLogprobs) -> dict[str, float | None]:
         top: dict[str, float | None] = {}
@@ -337,19 +325,8 @@ class _LogprobColumns:
         return top
 
 
-def usage_body(usage: Usage) -> dict[str, Any]:
-    """Return OpenAI's ``usage`` object."""
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-    }
-
-
-def receipt_fields(receipts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the body's fields for receipts: ``receipt``, and ``receipts`` if there are several
-    answers."""
+def _receipts(receipts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The body's fields for receipts; ``receipts`` only if there are several answers."""
     fields: dict[str, Any] = {}
     if receipts:
         fields["receipt"] = receipts[0]

@@ -1,21 +1,22 @@
-"""The bodies that OpenAI-style clients send, parsed and turned into forms.
+"""The bodies that OpenAI-style clients send, parsed, described and turned into forms.
 
 Unknown keys are ignored. Keys that we know and that would change the answer, but cannot serve
 (``unserved_fields.py``), are refused by name: a client must never believe that it got what it did
 not get. Field names are those of the OpenAI API and, for what that lacks, of vLLM. The ranges are
-in ``limits.py``.
+those of ``limits.py``, which checks them; that the types here name them too is for ``openapi.py``.
 """
 
 from __future__ import annotations
 
 import re
 from operator import attrgetter
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from services.gateway import limits
 from services.gateway.front.frontdoor import Form, Rendering
+from services.gateway.http import field_rules as fields
 from services.gateway.http.unserved_fields import (
     UNSERVED,
     UnservedFields,
@@ -39,9 +40,9 @@ class _RenderedBody(UnservedFields, kw_only=True):
 
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: Annotated[bool | None, fields.rule(fields.CONTINUED)] = None
+    chat_template: fields.Template | None = None
+    chat_template_kwargs: fields.Arguments | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | float | None = None
 
@@ -77,34 +78,34 @@ _OF_MESSAGES = attrgetter(*OF_MESSAGES)
 class _SamplingBody(_RenderedBody, kw_only=True):
     """What chat and completions have in common."""
 
-    model: str | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    model: fields.ModelName | None = None
+    max_tokens: fields.MaxTokens | None = None
+    min_tokens: fields.MinTokens | None = None
+    n: fields.NumChoices | None = None
+    temperature: Annotated[float, fields.bounds("temperature", "0 = greedy.")] | None = None
+    top_p: fields.TopP | None = None
+    top_k: Annotated[int, fields.bounds("top_k", "0 or -1 = off.")] | None = None
+    min_p: Annotated[float, fields.bounds("min_p")] | None = None
+    presence_penalty: Annotated[float, fields.bounds("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, fields.bounds("frequency_penalty")] | None = None
+    repetition_penalty: Annotated[float, fields.bounds("repetition_penalty")] | None = None
+    logit_bias: fields.LogitBias | None = None
+    seed: fields.Seed | None = None
+    stop: fields.OneStop | fields.StopTexts | None = None
+    stop_token_ids: fields.StopIds | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     include_receipt: bool | None = None
-    cache_salt: str | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    truncate_prompt_tokens: int | None = None
-    truncation_side: str | None = None
-    best_of: int | None = None
-    response_format: dict[str, Any] | None = None
+    cache_salt: fields.Salt | None = None
+    allowed_token_ids: fields.PromptIds | None = None
+    bad_words: fields.BadWords | None = None
+    truncate_prompt_tokens: fields.NumKept | None = None
+    truncation_side: fields.Side | None = None
+    best_of: Annotated[fields.NumChoices, fields.rule("Equals n.")] | None = None
+    response_format: fields.FreeText | None = None
 
     @property
     def wants_receipt(self) -> bool:
@@ -116,40 +117,49 @@ class _SamplingBody(_RenderedBody, kw_only=True):
 class ContentPart(msgspec.Struct):
     """One part of a message's content; only text is served."""
 
-    type: str
-    text: str | None = None
+    type: Annotated[str, fields.rule(const="text")]
+    text: Annotated[str | None, fields.rule("Always there in a part of type text.")] = None
+
+
+EMPTY: tuple[Any, ...] = ("", [])
+"""Values of these that ask for nothing."""
+
+_Unserved = Annotated[Any, fields.rule("Not served.", enum=[None, *EMPTY])]
+
+
+Parts = Annotated[list[ContentPart], fields.rule(maxItems=limits.MAX_PARTS)]
 
 
 class Message(msgspec.Struct):
     """One chat message."""
 
-    role: str
-    content: str | list[ContentPart] | None = None
+    role: fields.Role
+    content: str | Parts | None = None
     name: str | None = None
-    tool_calls: Any = None
-    tool_call_id: Any = None
-    function_call: Any = None
-    tools: Any = None
-    audio: Any = None
-    reasoning: Any = None
-    reasoning_content: Any = None
+    tool_calls: _Unserved = None
+    tool_call_id: _Unserved = None
+    function_call: _Unserved = None
+    tools: _Unserved = None
+    audio: _Unserved = None
+    reasoning: _Unserved = None
+    reasoning_content: _Unserved = None
 
+
+Messages = Annotated[list[Message], fields.rule(minItems=1, maxItems=limits.MAX_MESSAGES)]
 
 UNSERVED_OF_A_MESSAGE = tuple(
     name for name in Message.__struct_fields__ if name not in ("role", "content", "name")
 )
-EMPTY: tuple[Any, ...] = ("", [])
-"""Values of these that ask for nothing."""
 
 
 class ChatBody(_SamplingBody, kw_only=True):
     """POST /v1/chat/completions."""
 
-    messages: list[Message]
-    max_completion_tokens: int | None = None
+    messages: Messages
+    max_completion_tokens: fields.MaxTokens | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
-    echo: bool | None = None
+    top_logprobs: fields.TopLogprobs | None = None
+    echo: Annotated[bool, fields.rule("Not served.", const=False)] | None = None
 
     def form(self) -> Form:
         """Return what to generate. Raises InvalidRequest: an unsupported or malformed field."""
@@ -184,10 +194,11 @@ class ChatBody(_SamplingBody, kw_only=True):
 class CompletionBody(_SamplingBody, kw_only=True):
     """POST /v1/completions."""
 
-    prompt: str | list[str | int | list[int]]
+    prompt: fields.PromptText | fields.PromptList
+    max_tokens: fields.MaxMoreTokens | None = None
     echo: bool | None = None
-    logprobs: int | None = None
-    suffix: str | None = None
+    logprobs: Annotated[int, fields.bounds("logprobs")] | None = None
+    suffix: Annotated[str, fields.rule(maxLength=0)] | None = None
 
     def form(self) -> Form:
         """Return what to generate. Raises InvalidRequest: an unsupported or malformed field."""
@@ -241,16 +252,16 @@ class CompletionBody(_SamplingBody, kw_only=True):
 class TokenizeBody(_RenderedBody, kw_only=True):
     """POST /tokenize: a prompt or messages (vLLM's endpoint)."""
 
-    model: str | None = None
+    model: fields.ModelName | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Messages | None = None
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
     """POST /detokenize."""
 
-    model: str | None = None
-    tokens: list[int]
+    model: fields.ModelName | None = None
+    tokens: list[fields.TokenId]
 
 
 def messages_for_template(messages: list[Message]) -> list[dict[str, Any]]:

@@ -1,28 +1,29 @@
 """``GET /openapi.json``: the HTTP API as it really is.
 
-Made from what the gateway itself works with: the route table, the structs of the bodies, the limits
-and the table of errors; for each route one line here says what it takes and gives. What JSON Schema
-cannot say (a prompt and its answer must fit the context together) is in the descriptions. Knows no
-HTTP; ``http.py`` serves the result.
+Made from what the gateway itself works with: the route table, the structs that bodies are parsed
+into (``openai_forms.py``) and encoded from (``bodies.py``), and the table of errors; for each route
+one line here says what it takes and gives. What JSON Schema cannot say (a prompt and its answer
+must fit the context together) is in the descriptions. Knows no HTTP; ``door.py`` serves the result.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
 from services.gateway import limits
-from services.gateway.http import openapi_shapes as shapes
+from services.gateway.http import bodies
+from services.gateway.http.field_rules import Known
 from services.gateway.http.openai_forms import (
+    OF_MESSAGES,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     TokenizeBody,
 )
-from services.gateway.http.openapi_rules import Schema, apply_rules, field_rules
 from services.gateway.http.server import Policy, Route
 from services.gateway.mesh import ServedModel
 from shared.rpc.status import STATUS_TABLE
@@ -32,10 +33,12 @@ OPENAPI_VERSION = "3.2.0"
 
 PARTS_OF_THE_PAGE = "/page/"
 
+Schema = dict[str, Any]
+
 _REFERENCE = "#/components/schemas/{name}"
 
 
-class Operation(NamedTuple):
+class ApiOperation(NamedTuple):
     """What a route takes and gives.
 
     answer: a struct for JSON, else a media type. event: of a stream, if the body may ask for one.
@@ -50,47 +53,47 @@ class Operation(NamedTuple):
     refusal: type[msgspec.Struct] | None = None
 
 
-OPERATIONS: dict[tuple[str, str], Operation] = {
-    ("POST", "/v1/chat/completions"): Operation(
+OPERATIONS: dict[tuple[str, str], ApiOperation] = {
+    ("POST", "/v1/chat/completions"): ApiOperation(
         "Answer a chat, whole or as a stream of events.",
-        shapes.ChatCompletion,
+        bodies.ChatCompletion,
         body=ChatBody,
-        event=shapes.ChatCompletionChunk,
+        event=bodies.ChatCompletionChunk,
         needs_model=True,
     ),
-    ("POST", "/v1/completions"): Operation(
+    ("POST", "/v1/completions"): ApiOperation(
         "Continue one or several prompts, whole or as a stream of events.",
-        shapes.Completion,
+        bodies.Completion,
         body=CompletionBody,
-        event=shapes.CompletionChunk,
+        event=bodies.CompletionChunk,
         needs_model=True,
     ),
-    ("GET", "/v1/models"): Operation("List the served model.", shapes.ModelList),
-    ("GET", "/v1/models/{name:.+}"): Operation(
-        "Tell of one model.", shapes.ModelCard, needs_model=True
+    ("GET", "/v1/models"): ApiOperation("List the served model.", bodies.ModelList),
+    ("GET", "/v1/models/{name:.+}"): ApiOperation(
+        "Tell of one model.", bodies.ModelCard, needs_model=True
     ),
-    ("POST", "/tokenize"): Operation(
+    ("POST", "/tokenize"): ApiOperation(
         "Turn a prompt, or messages by the chat template, into token ids.",
-        shapes.Tokens,
+        bodies.Tokens,
         body=TokenizeBody,
         needs_model=True,
     ),
-    ("POST", "/detokenize"): Operation(
-        "Turn token ids into text.", shapes.Text, body=DetokenizeBody, needs_model=True
+    ("POST", "/detokenize"): ApiOperation(
+        "Turn token ids into text.", bodies.Text, body=DetokenizeBody, needs_model=True
     ),
-    ("GET", "/health"): Operation("Say that the process lives.", shapes.Health),
-    ("GET", "/ready"): Operation(
+    ("GET", "/health"): ApiOperation("Say that the process lives.", bodies.Health),
+    ("GET", "/ready"): ApiOperation(
         "Say whether a request would be served now.",
-        shapes.Readiness,
-        refusal=shapes.Readiness,
+        bodies.Readiness,
+        refusal=bodies.Readiness,
     ),
-    ("GET", "/version"): Operation("Tell the gateway's version.", shapes.Version),
-    ("GET", "/metrics"): Operation("Numbers for Prometheus.", "text/plain"),
-    ("GET", "/cluster"): Operation(
-        "Tell of workers, load and the last minute's traffic.", shapes.Cluster
+    ("GET", "/version"): ApiOperation("Tell the gateway's version.", bodies.Version),
+    ("GET", "/metrics"): ApiOperation("Numbers for Prometheus.", "text/plain"),
+    ("GET", "/cluster"): ApiOperation(
+        "Tell of workers, load and the last minute's traffic.", bodies.Cluster
     ),
-    ("GET", "/openapi.json"): Operation("This document.", "application/json"),
-    ("GET", "/"): Operation("A page to chat and to watch the mesh.", "text/html"),
+    ("GET", "/openapi.json"): ApiOperation("This document.", "application/json"),
+    ("GET", "/"): ApiOperation("A page to chat and to watch the mesh.", "text/html"),
 }
 """Every route of the table has one, but for the parts of the page; a test says so."""
 
@@ -120,11 +123,23 @@ def openapi_document(
         for struct in (operation.body, operation.answer, operation.event):
             if isinstance(struct, type):
                 structs[struct.__name__] = struct
-    structs[shapes.ErrorBody.__name__] = shapes.ErrorBody
+    structs[bodies.ErrorBody.__name__] = bodies.ErrorBody
     _, components = msgspec.json.schema_components(list(structs.values()), ref_template=_REFERENCE)
-    rules_of = field_rules(model, max_choices=max_choices, takes_templates=takes_templates)
-    for name, rules in rules_of.items():
-        apply_rules(components.get(name, {}), rules)
+    known: Schema = {
+        Known.MODELS: None if model is None else [model.name, ""],
+        Known.LAST_ID: None if model is None else model.vocab_size - 1,
+        Known.MOST_TOKENS: None if model is None else model.max_model_len - 1,
+        Known.MAX_CHOICES: max_choices,
+        Known.NO_TEMPLATES: None if takes_templates else {},
+    }
+    components = {name: _filled(part, known) for name, part in components.items()}
+    absent: Schema = {"type": "null", "description": "Not served."}
+    components["CompletionBody"]["properties"] |= dict.fromkeys(OF_MESSAGES, absent)
+    components["ContentPart"]["required"] = ["type", "text"]  # of other parts it need not be there
+    components["TokenizeBody"]["oneOf"] = [
+        _one_of("prompt", "messages"),
+        _one_of("messages", "prompt"),
+    ]
     paths: dict[str, dict[str, Any]] = {}
     statuses: set[int] = set()
     for route, operation in operations:
@@ -148,6 +163,29 @@ def openapi_document(
             "responses": {str(status): _error_response(status) for status in sorted(statuses)},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
+    }
+
+
+def _filled(schema: Any, known: Mapping[str, Any]) -> Any:
+    """Put in what a running gateway knows; rules of which it knows nothing go, and so do branches
+    that nothing fits."""
+    if isinstance(schema, list):
+        branches = [_filled(item, known) for item in cast("list[Any]", schema)]
+        return [branch for branch in branches if branch != {"not": {}}]
+    if not isinstance(schema, dict):
+        return schema
+    filled: Schema = {}
+    for name, rule in cast("Schema", schema).items():
+        value = known[rule] if isinstance(rule, str) and rule in known else _filled(rule, known)
+        if not (value is None and isinstance(rule, str)):
+            filled[name] = value
+    return {"not": {}} if filled.get("not") == {} else filled
+
+
+def _one_of(given: str, other: str) -> Schema:
+    return {
+        "required": [given],
+        "properties": {given: {"not": {"type": "null"}}, other: {"type": "null"}},
     }
 
 
@@ -189,7 +227,7 @@ _HEADERS: dict[str, Schema] = {
 }
 
 
-def _operation(route: Route, operation: Operation, model: ServedModel | None) -> Schema:
+def _operation(route: Route, operation: ApiOperation, model: ServedModel | None) -> Schema:
     made: Schema = {
         "operationId": "_".join([route.method.lower(), *re.findall(r"[a-z0-9]+", route.path)]),
         "summary": operation.summary,
@@ -209,7 +247,7 @@ def _operation(route: Route, operation: Operation, model: ServedModel | None) ->
     return made
 
 
-def _responses(route: Route, operation: Operation) -> Schema:
+def _responses(route: Route, operation: ApiOperation) -> Schema:
     if isinstance(operation.answer, str):
         content: Schema = {operation.answer: {}}
     else:
@@ -230,7 +268,7 @@ def _responses(route: Route, operation: Operation) -> Schema:
     return responses
 
 
-def _error_statuses(route: Route, operation: Operation) -> set[int]:
+def _error_statuses(route: Route, operation: ApiOperation) -> set[int]:
     statuses = {400, 500}
     if route.policy is not Policy.ANYBODY:
         statuses.add(401)
@@ -248,7 +286,7 @@ def _error_response(status: int) -> Schema:
     return {
         "description": ", ".join(name for name, row in STATUS_TABLE.items() if row.http == status),
         "headers": _headers(*own),
-        "content": _json(shapes.ErrorBody),
+        "content": _json(bodies.ErrorBody),
     }
 
 
@@ -265,7 +303,7 @@ def _reference(struct: type[msgspec.Struct]) -> Schema:
 
 
 def _event(struct: type[msgspec.Struct]) -> Schema:
-    chunk = {"oneOf": [_reference(struct), _reference(shapes.ErrorBody)]}
+    chunk = {"oneOf": [_reference(struct), _reference(bodies.ErrorBody)]}
     data: Schema = {
         "type": "string",
         "contentMediaType": "application/json",

@@ -3,7 +3,7 @@ everything.
 
 The guard is the only way to a handler: it gives the call its id, checks the key unless the route's
 policy says that anybody may come, and turns every failure into the same JSON. Knows no endpoint;
-those are in ``http.py``.
+those are in ``door.py``.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 import msgspec
-import orjson
 import structlog
 from aiohttp import web
 
 from services.gateway import limits
 from services.gateway.front.calls import Call, recorded, typed
 from services.gateway.front.frontdoor import FrontDoor, checked_timeout
+from services.gateway.http.bodies import ErrorBody
 from services.gateway.http.json_body import Body, parse_body
 from services.gateway.http.sse import BUFFER_BYTES
 from services.gateway.http.stalls import unless_stalled
@@ -39,7 +39,7 @@ from shared.errors import (
     TooLarge,
 )
 from shared.rpc.network import Address
-from shared.rpc.status import http_status_of, openai_error_body
+from shared.rpc.status import http_status_of
 from shared.rpc.tls import HANDSHAKE_WITHIN_S, HTTP, ServerTls
 
 BODY_TIMEOUT_S = 30.0
@@ -97,7 +97,7 @@ def _guarded(
 ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
     async def guarded(request: web.Request) -> web.StreamResponse:
         connection = request.protocol
-        if isinstance(connection, _Connection):
+        if isinstance(connection, _ClientConnection):
             connection.has_asked = True
         # What comes every second is counted, not logged.
         is_probe = route.is_polled or route.policy is Policy.ANYBODY
@@ -135,7 +135,7 @@ async def _handle(
     try:
         headers = request.headers
         if route.policy is not Policy.ANYBODY:
-            call.caller = front.admit(
+            call.caller = front.authenticate(
                 call.caller,
                 authorization=headers.get("Authorization"),
                 is_metered=route.policy is Policy.METERED,
@@ -188,7 +188,7 @@ def json_response(
     value: Any, *, headers: dict[str, str] | None = None, status: int = 200
 ) -> web.Response:
     """Return a JSON response; bytes are taken as JSON already."""
-    body = value if isinstance(value, bytes) else orjson.dumps(value)
+    body = value if isinstance(value, bytes) else msgspec.json.encode(value)
     return web.Response(body=body, status=status, headers=headers, content_type="application/json")
 
 
@@ -210,7 +210,7 @@ def error_response(
     status = status or http_status_of(error)
     if status == 401:
         own["WWW-Authenticate"] = "Bearer"
-    return json_response(openai_error_body(error), headers=own, status=status)
+    return json_response(ErrorBody.of(error), headers=own, status=status)
 
 
 def _refusing(routes: Sequence[Route]) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
@@ -249,7 +249,7 @@ def _no_route(request: web.Request, routes: Mapping[str, str]) -> NotFound:
 # --- the listener -------------------------------------------------------------------------------
 
 
-class _Connection(web.RequestHandler):
+class _ClientConnection(web.RequestHandler):
     """A connection whose own complaints (malformed HTTP, oversized headers) have our shape and echo
     nothing."""
 
@@ -324,8 +324,8 @@ async def listen(
     def is_full() -> bool:
         return len(manager.connections) >= limits.MAX_CONNECTIONS
 
-    def connection() -> _Connection:
-        return _Connection(
+    def connection() -> _ClientConnection:
+        return _ClientConnection(
             manager,
             is_full=is_full,
             loop=loop,

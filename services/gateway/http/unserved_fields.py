@@ -8,7 +8,7 @@ effect; a test sends every one of them.
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -87,8 +87,17 @@ UNSERVED: dict[str, Unserved] = {
 """By name. Beside them ``response_format``, ``best_of``, ``suffix`` and chat's ``echo``, which
 depend on more than a value."""
 
+
+def _described(why: str, harmless: tuple[Any, ...]) -> Any:
+    values = {"enum": [None, *harmless]}
+    about = msgspec.Meta(description=f"Not served: {why}.", extra_json_schema=values)
+    return Annotated[Any, about]
+
+
 UnservedFields = msgspec.defstruct(
-    "UnservedFields", [(name, Any, None) for name in UNSERVED], kw_only=True
+    "UnservedFields",
+    [(name, _described(*about), None) for name, about in UNSERVED.items()],
+    kw_only=True,
 )
 """A body that has them all, so that what a client sent is seen."""
 

@@ -19,7 +19,7 @@ from shared.log import is_debugging, is_informing
 from shared.request import FinishReason
 from shared.telemetry.lifetime import Marks, Receipt, receipt_of
 from shared.telemetry.moments import Moment, note
-from shared.telemetry.tracing import CANCELLED, NO_SPAN, Span, SpanKind
+from shared.telemetry.tracing import CANCELLED, NO_SPAN, SpanKind, TraceSpan
 
 _log = structlog.get_logger(__name__)
 
@@ -75,7 +75,7 @@ class Timeline:
         request_id: bytes = b"",
         prompt_tokens: int = 0,
         watchers: tuple[AnswerWatcher, ...] = (),
-        span: Span = NO_SPAN,
+        span: TraceSpan = NO_SPAN,
     ) -> None:
         self.cached_tokens = 0
         self.first_token_at: float | None = None

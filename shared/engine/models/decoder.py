@@ -1,7 +1,7 @@
 """The one decoder of all families: pre-norm, grouped attention, gated feed-forward.
 
 What differs between Llama, Mistral, Qwen2 and Qwen3 is a switch in ModelConfig. Reference for the
-arithmetic and for tensor names: transformers, ``models/llama/modeling_llama.py`` and its siblings.
+arithmetic and for tensor names: ``transformers/models/llama/modeling_llama.py`` and its siblings.
 """
 
 from __future__ import annotations

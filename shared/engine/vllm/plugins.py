@@ -58,7 +58,7 @@ class StepMeta(KVConnectorMetadata):
 
 
 @dataclass(slots=True)
-class _Step:
+class _SharedStep:
     """What the plug-ins of this process share.
 
     pools: KV by layer. on_layer: where events go that are not another process's to hear.
@@ -70,7 +70,7 @@ class _Step:
     eos_token_ids: frozenset[int] = frozenset()
 
 
-STEP = _Step()
+STEP = _SharedStep()
 
 
 class RowScheduler(SchedulerInterface):

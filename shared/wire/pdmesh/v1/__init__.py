@@ -47,6 +47,7 @@ __all__ = (
     "Reserve",
     "Role",
     "SamplingParams",
+    "SetHome",
     "StagingWindow",
     "StagingWindows",
     "StartPrefill",
@@ -426,6 +427,13 @@ class GatewayDirective(betterproto2.Message):
     )
     """
     the worker does not fit this mesh; the message says why
+    """
+
+    home: "SetHome | None" = betterproto2.field(
+        5, betterproto2.TYPE_MESSAGE, optional=True, group="directive"
+    )
+    """
+    to a worker that serves both roles: what it is when nothing is asked of it
     """
 
 
@@ -1305,6 +1313,19 @@ class SamplingParams(betterproto2.Message):
 
 
 default_message_pool.register_message("pdmesh.v1", "SamplingParams", SamplingParams)
+
+
+@dataclass(eq=False, repr=False)
+class SetHome(betterproto2.Message):
+    role: "Role" = betterproto2.field(1, betterproto2.TYPE_ENUM, default_factory=lambda: Role(0))
+
+    epoch: "int" = betterproto2.field(2, betterproto2.TYPE_UINT64)
+    """
+    of two the larger one counts, and of equal ones the first
+    """
+
+
+default_message_pool.register_message("pdmesh.v1", "SetHome", SetHome)
 
 
 @dataclass(eq=False, repr=False)

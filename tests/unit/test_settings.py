@@ -1,5 +1,5 @@
-"""The TOML file of all services: units, precedence, errors that say what to mend, and the example
-that ``pdmesh config`` prints."""
+"""Variables and the TOML file of all services: units, precedence, errors that say what to mend, and
+the example that ``pdmesh config`` prints."""
 
 from __future__ import annotations
 
@@ -18,10 +18,16 @@ from services.cli.app import app
 from services.cli.config import example_file, toml_value
 from services.cli.up import UpConfig, plan_mesh
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig, ServiceConfig
-from shared.config_file import MESH, ROLES, read_config_file, section_fields
-from shared.environment import config_from_environment, environment_of
 from shared.errors import InvalidRequest
 from shared.quantity import read_quantity, unit_of, write_quantity
+from shared.settings import (
+    MESH,
+    ROLES,
+    environment_of,
+    read_config,
+    read_config_file,
+    section_fields,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -91,6 +97,49 @@ def test_the_unit_is_the_end_of_the_name() -> None:
     assert [unit_of(n) for n in ("num_blocks", "max_running", "s")] == ["", "", "s"]
 
 
+# --- variables ------------------------------------------------------------
+
+
+def test_variables_set_fields_of_every_type_and_the_rest_keeps_its_default() -> None:
+    """Text, numbers, booleans and paths; other variables are other programs' business."""
+    config = read_config(
+        DecodeConfig,
+        {
+            "PDMESH_GATEWAY": "mesh:1, other:2",
+            "PDMESH_MAX_RUNNING": "8",
+            "PDMESH_KV_GIB": "0.5",
+            "PDMESH_CACHE_PREFIXES": "false",
+            "PDMESH_DTYPE": "",
+            "PDMESH_HTTP_PORT": "1",
+            "HOME": "/",
+        },
+    )
+    assert [str(address) for address in config.gateways] == ["mesh:1", "other:2"]
+    assert (config.max_running, config.kv_gib, config.cache_prefixes) == (8, 0.5, False)
+    assert config.dtype == DecodeConfig().dtype
+
+
+def test_an_optional_path_is_read() -> None:
+    """The gateway's key file."""
+    config = read_config(GatewayConfig, {"PDMESH_API_KEYS": "/etc/keys"})
+    assert config.api_keys == Path("/etc/keys")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("PDMESH_MAX_JOBS", "many", "PDMESH_MAX_JOBS must be a whole number"),
+        ("PDMESH_KV_GIB", "x", "PDMESH_KV_GIB must be a number"),
+        ("PDMESH_CACHE_PREFIXES", "perhaps", "PDMESH_CACHE_PREFIXES must be true or false"),
+        ("PDMESH_BLOCK_SIZE", "5000", "--block-size"),
+    ],
+)
+def test_a_wrong_value_is_named(variable: str, value: str, words: str) -> None:
+    """The operator reads which variable or flag to mend."""
+    with pytest.raises(InvalidRequest, match=words):
+        read_config(PrefillConfig, {variable: value})
+
+
 # --- precedence ------------------------------------------------------------------------------
 
 
@@ -125,16 +174,14 @@ def test_flag_variable_file_default_in_this_order(
     monkeypatch.setenv("PDMESH_CONFIG", str(file))
     assert parsed("decode", "--max-running", "6") == config
     variables = {**os.environ, "PDMESH_MAX_RUNNING": "6"}
-    assert dataclasses.asdict(config_from_environment(DecodeConfig, variables)) == (
-        dataclasses.asdict(config)
-    )
+    assert dataclasses.asdict(read_config(DecodeConfig, variables)) == (dataclasses.asdict(config))
 
 
 def test_a_child_reads_no_file(file: Path) -> None:
     """What its parent has read is in its variables, also where the default stands in the file."""
     file.write_text('[gateway]\nmodel_name = "other"\napi_keys = "/keys"\n')
     variables = {"PDMESH_CONFIG": str(file), **environment_of(GatewayConfig())}
-    assert config_from_environment(GatewayConfig, variables) == GatewayConfig()
+    assert read_config(GatewayConfig, variables) == GatewayConfig()
 
 
 def test_a_local_mesh_takes_each_section_for_its_role(file: Path) -> None:
@@ -214,7 +261,7 @@ def test_a_mistake_is_one_line_with_file_section_and_key(
         err = capsys.readouterr().err
         assert err == f"pdmesh: {' '.join(caught.value.message.split())}\n"
     with pytest.raises(InvalidRequest, match=re.escape(str(file))):
-        config_from_environment(PrefillConfig, {"PDMESH_CONFIG": str(file)})
+        read_config(PrefillConfig, {"PDMESH_CONFIG": str(file)})
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"#" * (1 << 21)])
@@ -236,7 +283,7 @@ def test_the_example_has_every_setting_and_parses_back_to_the_defaults(file: Pat
     file.write_text(settings)
     document = tomllib.loads(settings)
     for role, kind in ROLES.items():
-        assert config_from_environment(kind, {"PDMESH_CONFIG": str(file)}) == kind()
+        assert read_config(kind, {"PDMESH_CONFIG": str(file)}) == kind()
         for name in (field.name for field in dataclasses.fields(kind)):
             assert (name in document[MESH]) != (name in document[role]), name
     helped = re.findall(r"# \S.*\n#(\w+) = ", example)
@@ -262,7 +309,7 @@ def test_what_is_printed_tells_each_origin_and_can_be_read_back(
     config = parsed("decode", *arguments)
     monkeypatch.delenv("PDMESH_MAX_RUNNING")
     file.write_text(out)
-    read_back = config_from_environment(DecodeConfig, {"PDMESH_CONFIG": str(file)})
+    read_back = read_config(DecodeConfig, {"PDMESH_CONFIG": str(file)})
     assert dataclasses.asdict(read_back) == dataclasses.asdict(config)
 
 

@@ -9,14 +9,14 @@ from typing import Final
 
 from rich.console import Console
 
-from services.cli.bench.endpoints import Description, Endpoint, fit_of, open_endpoints
+from services.cli.bench.endpoints import Description, ServerEndpoint, fit_of, open_endpoints
 from services.cli.bench.open_loop import run_open_loop
 from services.cli.bench.options import LoadFlags, RequestFlags, ServerFlags, SloFlags
 from services.cli.bench.records import Run
 from services.cli.bench.search import RateSearch
 from services.cli.bench.summary import summarize
 from services.cli.bench.view import progress_of, rate_text
-from services.cli.bench.workload import Fit, Load, Source, plan
+from services.cli.bench.workload import Fit, Load, Source, Workload, plan
 from services.cli.client import NO_ACCESS, Access
 from services.cli.flags import CannotRun
 
@@ -56,37 +56,31 @@ class Measurement:
                 scale=requests.scale_lengths,
                 max_input=requests.max_input,
                 max_output=requests.max_output,
-                is_cut_to_context=requests.is_cut_to_context,
+                # Drawn lengths are cut to the model's context, a file's requests left out.
+                is_cut_to_context=requests.trace is None,
             )
-            loads = self.load.planned(self.source, requests.speed)
-            await self._warm_up(endpoints, fit)
+            if self.load.warmup:  # what is made once is paid for now: connections, kernels, pools
+                load = Load(rate=math.inf, num_requests=self.load.warmup, arrivals="poisson")
+                workload = plan(self.source, load, fit)
+                await self._send(endpoints, Run(workload, rate=workload.rate), index=-1)
+            rates = self.load.first_rates(self.source)
             if self.load.goodput:
-                await self._find_goodput(endpoints, fit, loads[0].rate or 1.0, progress)
-                return
-            for load in loads:
-                await self._run(endpoints, fit, load, progress)
+                await self._find_goodput(endpoints, fit, rates[0] or 1.0, progress)
+            else:
+                for rate in rates:
+                    await self._run(endpoints, fit, self._load(rate), progress)
 
-    async def _warm_up(self, endpoints: Sequence[Endpoint], fit: Fit) -> None:
-        """The first requests pay for what is made once: connections, kernels, pools."""
-        if self.load.warmup:
-            load = Load(rate=math.inf, num_requests=self.load.warmup, arrivals="poisson")
-            await run_open_loop(
-                endpoints,
-                plan(self.source, load, fit),
-                answer_within_s=self.server.timeout,
-                prompt_seed=self.requests.seed_of_run(-1),
-                vocab=self.requests.vocab,
-                spread=self.server.spread,
-            )
+    def _load(self, rate: float | None) -> Load:
+        return self.load.load(rate, self.requests.speed)
 
     async def _find_goodput(
-        self, endpoints: Sequence[Endpoint], fit: Fit, first: float, progress: Console
+        self, endpoints: Sequence[ServerEndpoint], fit: Fit, first: float, progress: Console
     ) -> None:
         search = RateSearch(first, self.slo.attainment, self.slo.tolerance)
         self.search = search
         num_void = 0
         while (rate := search.next_rate()) is not None and num_void < MOST_VOID:
-            run = await self._run(endpoints, fit, self.load.load(rate), progress)
+            run = await self._run(endpoints, fit, self._load(rate), progress)
             summary = summarize(run, self.slo.slo)
             if summary["void"]:
                 num_void += 1  # once more; what this client cannot send it cannot judge
@@ -95,26 +89,36 @@ class Measurement:
                 search.add(rate, summary["attainment"])
 
     async def _run(
-        self, endpoints: Sequence[Endpoint], fit: Fit, load: Load, progress: Console
+        self, endpoints: Sequence[ServerEndpoint], fit: Fit, load: Load, progress: Console
     ) -> Run:
         workload = plan(self.source, load, fit)
         if not workload.asks:
-            left_out = f", {workload.num_skipped} do not fit" if workload.num_skipped else ""
-            raise CannotRun(
-                f"no request of {workload.name} is left to be sent at {rate_text(load.rate)}"
-                f"{left_out}: give a longer --duration, or smaller --scale-lengths"
-            )
+            raise CannotRun(_nothing_left(workload))
         run = Run(workload, rate=workload.rate)
         self.runs.append(run)
         async with progress_of(run, progress, rate_text(load.rate)):
-            await run_open_loop(
-                endpoints,
-                workload,
-                run=run,
-                limit=self.load.concurrency_limit,
-                answer_within_s=self.server.timeout,
-                prompt_seed=self.requests.seed_of_run(len(self.runs)),
-                vocab=self.requests.vocab,
-                spread=self.server.spread,
-            )
+            limit = self.load.concurrency_limit
+            await self._send(endpoints, run, index=len(self.runs), limit=limit)
         return run
+
+    async def _send(
+        self, endpoints: Sequence[ServerEndpoint], run: Run, *, index: int, limit: int | None = None
+    ) -> None:
+        await run_open_loop(
+            endpoints,
+            run.workload,
+            run=run,
+            limit=limit,
+            answer_within_s=self.server.timeout,
+            prompt_seed=self.requests.seed_of_run(index),
+            vocab=self.requests.vocab,
+            spread=self.server.spread,
+        )
+
+
+def _nothing_left(workload: Workload) -> str:
+    left_out = f", {workload.num_skipped} do not fit" if workload.num_skipped else ""
+    return (
+        f"no request of {workload.name} is left to be sent at {rate_text(workload.rate)}"
+        f"{left_out}: give a longer --duration, or smaller --scale-lengths"
+    )

@@ -1,8 +1,5 @@
-"""The shapes of what the HTTP door answers, for ``openapi.py`` to describe.
-
-The door itself writes its JSON by hand (``openai_answers.py``: a stream's chunk is a prebuilt
-prefix and the text), so these structs serve as its description alone; tests hold every real answer
-against them. A field without a default is always there.
+"""The bodies that the HTTP door sends, as structs: answers are encoded from them, and
+``openapi.py`` describes them. A field without a default is always there.
 """
 
 from __future__ import annotations
@@ -11,6 +8,10 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
+
+from services.gateway.front.answers import TokenCounts
+from shared.errors import MeshError
+from shared.rpc.status import openai_error_body
 
 Receipt = Annotated[
     dict[str, Any],
@@ -41,6 +42,11 @@ class ErrorBody(msgspec.Struct):
 
     error: ErrorDetail
 
+    @classmethod
+    def of(cls, error: MeshError) -> ErrorBody:
+        """Return the body of an error."""
+        return msgspec.convert(openai_error_body(error), cls)
+
 
 class PromptTokensDetails(msgspec.Struct):
     """cached_tokens: of the prompt, those whose KV was not computed again."""
@@ -48,7 +54,7 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
-class Usage(msgspec.Struct):
+class UsageBody(msgspec.Struct):
     """A prompt counts once, however many answers it gets."""
 
     prompt_tokens: int
@@ -56,11 +62,21 @@ class Usage(msgspec.Struct):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
 
+    @classmethod
+    def of(cls, counts: TokenCounts) -> UsageBody:
+        """Return the counts as OpenAI's clients read them."""
+        total = counts.prompt_tokens + counts.completion_tokens
+        cached = PromptTokensDetails(counts.cached_tokens)
+        return cls(counts.prompt_tokens, counts.completion_tokens, total, cached)
+
 
 class _Answer(msgspec.Struct, kw_only=True):
     id: str
+    object: Any
     created: int
     model: str
+    choices: list[Any]
+    usage: Any
     receipt: Receipt | UnsetType = UNSET
     receipts: list[Receipt] | UnsetType = UNSET
 
@@ -112,10 +128,10 @@ class ChatCompletion(_Answer, kw_only=True):
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
-    usage: Usage
+    usage: UsageBody
 
 
-class Delta(msgspec.Struct):
+class DeltaBody(msgspec.Struct):
     """What is new; role comes first."""
 
     content: str
@@ -126,7 +142,7 @@ class ChatChunkChoice(msgspec.Struct):
     """What is new of one answer."""
 
     index: int
-    delta: Delta
+    delta: DeltaBody
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
     stop_reason: StopReason | UnsetType = UNSET
@@ -138,7 +154,7 @@ class ChatCompletionChunk(_Answer, kw_only=True):
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
-    usage: Usage | UnsetType | None = UNSET
+    usage: UsageBody | UnsetType | None = UNSET
 
 
 # --- completions ----------------------------------------------------------------------------------
@@ -168,7 +184,7 @@ class Completion(_Answer, kw_only=True):
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
-    usage: Usage
+    usage: UsageBody
 
 
 class CompletionChunkChoice(msgspec.Struct):
@@ -187,7 +203,7 @@ class CompletionChunk(_Answer, kw_only=True):
 
     object: Literal["text_completion"]
     choices: list[CompletionChunkChoice]
-    usage: Usage | UnsetType | None = UNSET
+    usage: UsageBody | UnsetType | None = UNSET
 
 
 # --- models and tokens ----------------------------------------------------------------------------
@@ -246,14 +262,14 @@ class Version(msgspec.Struct):
     version: str
 
 
-class ClusterModel(msgspec.Struct):
+class ClusterModel(msgspec.Struct, forbid_unknown_fields=True):
     """The served model."""
 
     id: str
     max_model_len: int
 
 
-class ClusterGateway(msgspec.Struct):
+class ClusterGateway(msgspec.Struct, forbid_unknown_fields=True):
     """Requests that run, wait for admission, and were refused since the start."""
 
     incarnation: str
@@ -262,7 +278,7 @@ class ClusterGateway(msgspec.Struct):
     refused: int
 
 
-class ClusterBlocks(msgspec.Struct):
+class ClusterBlocks(msgspec.Struct, forbid_unknown_fields=True):
     """KV blocks by state."""
 
     total: int
@@ -271,7 +287,7 @@ class ClusterBlocks(msgspec.Struct):
     quarantined: int
 
 
-class ClusterWorker(msgspec.Struct):
+class ClusterWorker(msgspec.Struct, forbid_unknown_fields=True):
     """One worker, as it reported itself last. paired: the workers it exchanges KV with; a
     colocated worker names itself."""
 
@@ -287,20 +303,24 @@ class ClusterWorker(msgspec.Struct):
     paired: list[str]
 
 
-class ClusterWindow(msgspec.Struct):
+class ClusterWindow(msgspec.Struct, forbid_unknown_fields=True):
     """This gateway's traffic of the last seconds. Percentiles (p50, p90, p99) are null if nothing
-    came."""
+    came. unlisted_transfers: of pairs beyond those that are listed."""
 
     seconds: float
     requests: int
     failed: int
+    output_tokens: int
+    prompt_tokens: int
     output_tokens_per_s: float
     prompt_tokens_per_s: float
+    output_tokens_each_s: list[int]
     ttft_s: dict[str, float] | None
     itl_s: dict[str, float] | None
+    unlisted_transfers: int
 
 
-class ClusterTransfers(msgspec.Struct):
+class ClusterTransfers(msgspec.Struct, forbid_unknown_fields=True):
     """KV that went from one worker to another in the window."""
 
     prefill: str
@@ -312,7 +332,7 @@ class ClusterTransfers(msgspec.Struct):
     exposed_s: dict[str, float] | None
 
 
-class Cluster(msgspec.Struct):
+class Cluster(msgspec.Struct, forbid_unknown_fields=True):
     """The mesh at this moment."""
 
     version: str

@@ -1,0 +1,59 @@
+"""Which tests `make test` runs: those that are `quick`.
+
+A test is quick, unless it, its class or its module is marked `slow`, or it stands in one of the
+SLOW_FOLDERS. There and in slow modules, those marked `quick` stand for the others in `make test`.
+`nightly` ones are in `make test-all` alone, and CI does not run them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from tests.support.house import ROOT
+
+TESTS = ROOT / "tests"
+
+COLLECTED = pytest.StashKey[tuple[pytest.Item, ...]]()
+"""In the configuration: every test that was found, before ``-m`` and ``-k``."""
+
+SLOW_FOLDERS = {
+    "compose": "runs containers",
+    "exactness": "whole meshes beside transformers, for every family of models",
+    "interop": "starts `pdmesh up` and clients of other people",
+    "page": "drives Chromium",
+    "process": "starts real processes",
+    "vllm": "asks engines over vLLM",
+}
+"""By name; why."""
+
+
+def few(values: Iterable[Any], *quick: Any) -> list[Any]:
+    """Values for ``parametrize``, of which all but ``quick`` are slow: they repeat the path."""
+    values = list(values)
+    assert set(quick) <= set(values), "a quick value that is not among the values"
+    return [
+        pytest.param(value, marks=pytest.mark.quick if value in quick else pytest.mark.slow)
+        for value in values
+    ]
+
+
+def is_quick(item: pytest.Item) -> bool:
+    """What its closest mark says, else what its folder says."""
+    if item.get_closest_marker("nightly") is not None:
+        return False
+    for mark in item.iter_markers():
+        if mark.name in ("quick", "slow"):
+            return mark.name == "quick"
+    return item.path.relative_to(TESTS).parts[0] not in SLOW_FOLDERS
+
+
+def mark_quick_ones(items: Iterable[pytest.Item]) -> None:
+    """Mark `quick` what is, so that ``-m quick`` selects it."""
+    for item in items:
+        if is_quick(item):
+            item.add_marker(pytest.mark.quick)
+        elif item.get_closest_marker("quick") and not item.get_closest_marker("nightly"):
+            raise pytest.UsageError(f"{item.nodeid}: it is quick as a whole and slow within")
