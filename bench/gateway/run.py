@@ -202,12 +202,17 @@ def row_of(load: Load, names: list[str], runs: Runs) -> dict[str, Any]:
                 for figure in sorted(set.intersection(*map(set, measured)) - {"failed"})
             }
     for figure in load.figures:
-        mine = [run[figure] for run in runs[load.name, OURS]]
-        row["ours_over_theirs"][figure] = {
-            name: ratios(mine, [run[figure] for run in runs[load.name, name]])
-            for name in names
-            if name != OURS
-        }
+        mine = runs[load.name, OURS]
+        for name in names:
+            # A busy host may let a window pass without a token.
+            both = [
+                (ours[figure], theirs[figure])
+                for ours, theirs in zip(mine, runs[load.name, name], strict=True)
+                if figure in ours and figure in theirs
+            ]
+            if name != OURS and both:
+                found = row["ours_over_theirs"].setdefault(figure, {})
+                found[name] = ratios(*zip(*both, strict=True))
     return row
 
 

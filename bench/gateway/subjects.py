@@ -27,9 +27,9 @@ from bench.record import PROJECT
 from shared.address import Address
 from shared.ids import Incarnation
 from shared.kv.layout import KvLayout
+from shared.membership.join import Announcement, Registration, WorkerRole
 from shared.model_folder import ModelFolder, resolve_model
 from shared.model_spec import ModelSpec
-from shared.rpc.join import Announcement, Registration, WorkerRole
 from shared.rpc.tcp import TcpNetwork
 from shared.telemetry.worker import WorkerLoad
 

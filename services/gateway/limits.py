@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from services.gateway.mesh import ServedModel
 from shared.errors import InvalidRequest
+from shared.messages.columns import pack_u32
 from shared.request import GREEDY_BELOW, SamplingParams
-from shared.rpc.columns import pack_u32
 
 MAX_CONNECTIONS = 16_384
 MAX_BODY_BYTES = 4 << 20

@@ -31,9 +31,9 @@ from services.gateway.workers.timeline import Timeline, Transfer
 from shared import wire
 from shared.errors import DeadlinePassed, MeshError, NoBlocks, WorkerLost
 from shared.ids import Incarnation, StreamId
+from shared.messages import codec
+from shared.messages.columns import pack_u32
 from shared.request import AnswerToken, FinishReason
-from shared.rpc import codec
-from shared.rpc.columns import pack_u32
 
 LEAST_WAIT_S = 0.05
 """A wait for blocks shorter than this is not worth another attempt."""
