@@ -4,7 +4,7 @@
     pdmesh gateway --mesh-secret-file /etc/pdmesh/secret …
 
 32 random bytes as 64 hex digits, in a file or in ``PDMESH_MESH_SECRET``; never a flag, for other
-users see those. What is sent to prove it stands in ``shared/rpc/proof.py``.
+users see those. What is sent to prove it stands in ``shared/membership/proof.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What a client asked, after validation: the same record in all three services.
 
-No wire type and no tokenizer here; the gateway builds these, ``shared/rpc/codec.py`` moves them.
+No wire type and no tokenizer here; the gateway builds these, ``shared/messages/codec.py`` moves
+them.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@
     python -m bench.gateway.run --quick           # one repetition, under a minute
     python -m bench.gateway.run --streams 10000   # only this: so many streams at once, none lost
     python -m bench.gateway.run --tls             # only this: what TLS costs
+    python -m bench.gateway.run --beside ../old   # only this: beside another checkout, in turns
 
 Beside vllm-router, sglang-router and smg, where they are installed. What the numbers mean:
 README.md beside this file.
@@ -43,6 +44,7 @@ from shared.log import configure_logs
 HERE = Path(__file__).parent
 OURS = "pdmesh"
 DIRECT = "direct"
+OTHER_TREE = "other tree"
 LIMIT_US = 8.0
 ADDED_MS = 0.25
 MANY = 10_000
@@ -126,8 +128,11 @@ def derived(figures: dict[str, Any]) -> dict[str, Any]:
 # --- beside the routers ---------------------------------------------------------------------------
 
 
-async def compare(record: Record, repetitions: int, share: float, names: list[str]) -> None:
-    """Measure every load on every subject, in turns; share: of the windows' length."""
+async def compare(
+    record: Record, repetitions: int, share: float, names: list[str], tree: Path | None = None
+) -> None:
+    """Measure every load on every subject, in turns; share: of the windows' length. tree: another
+    checkout of this repository, whose gateway is one more subject."""
     async with tools() as (programs, words, log):
         cores = Cores.of_this_machine()
         client = Client(programs["client"], words, cores)
@@ -138,6 +143,9 @@ async def compare(record: Record, repetitions: int, share: float, names: list[st
             for name in names:
                 found = await stack.enter_async_context(router(name, backends, cores, log))
                 subjects += [found] if found is not None else []
+            if tree is not None:
+                other = our_gateway(programs, words, cores, log, name=OTHER_TREE, tree=tree)
+                subjects.append(await stack.enter_async_context(other))
             port, pid = next(iter(backends.items()))
             direct = Subject(DIRECT, port, (pid,), (pid,))
             runs = await repeat(client, [direct, *subjects], repetitions, share)
@@ -145,7 +153,8 @@ async def compare(record: Record, repetitions: int, share: float, names: list[st
         row = row_of(load, [subject.name for subject in subjects], runs)
         record.rows.append(row)
         show(row)
-        judge(record, load, row)
+        if tree is None:
+            judge(record, load, row)
 
 
 Runs = dict[tuple[str, str], list[dict[str, Any]]]
@@ -193,12 +202,17 @@ def row_of(load: Load, names: list[str], runs: Runs) -> dict[str, Any]:
                 for figure in sorted(set.intersection(*map(set, measured)) - {"failed"})
             }
     for figure in load.figures:
-        mine = [run[figure] for run in runs[load.name, OURS]]
-        row["ours_over_theirs"][figure] = {
-            name: ratios(mine, [run[figure] for run in runs[load.name, name]])
-            for name in names
-            if name != OURS
-        }
+        mine = runs[load.name, OURS]
+        for name in names:
+            # A busy host may let a window pass without a token.
+            both = [
+                (ours[figure], theirs[figure])
+                for ours, theirs in zip(mine, runs[load.name, name], strict=True)
+                if figure in ours and figure in theirs
+            ]
+            if name != OURS and both:
+                found = row["ours_over_theirs"].setdefault(figure, {})
+                found[name] = ratios(*zip(*both, strict=True))
     return row
 
 
@@ -216,6 +230,10 @@ def show(row: dict[str, Any]) -> None:
             if figure in figures
         ]
         print(f"  {name:14} {'  '.join(told)}", flush=True)
+    for figure, ratios_of in row["ours_over_theirs"].items():
+        if ratio := ratios_of.get(OTHER_TREE):
+            spread_of = f"[{ratio['min']:.3g} .. {ratio['max']:.3g}]"
+            print(f"  {figure}: over the other tree {ratio['median']:.3g} {spread_of}", flush=True)
 
 
 def judge(record: Record, load: Load, row: dict[str, Any]) -> None:
@@ -393,6 +411,9 @@ def main() -> None:
         "--streams", type=int, default=0, metavar="N", help="only this many at once"
     )
     parser.add_argument("--tls", action="store_true", help="only what TLS costs")
+    parser.add_argument(
+        "--beside", type=Path, metavar="TREE", help="only beside the gateway of another checkout"
+    )
     parser.add_argument("--peers", nargs="*", default=list(ROUTERS), choices=list(ROUTERS))
     chosen = parser.parse_args()
     configure_logs(service="bench", level="error")
@@ -405,6 +426,10 @@ def main() -> None:
     if chosen.tls:
         asyncio.run(tls_cost(record, repetitions))
         record.finish(write=False)
+        return
+    if chosen.beside:
+        asyncio.run(compare(record, repetitions, 0.8, [], chosen.beside.resolve()))
+        record.finish()
         return
     asyncio.run(start_up(record, repetitions))
     asyncio.run(compare(record, repetitions, 0.5 if chosen.quick else 0.8, chosen.peers))

@@ -27,9 +27,9 @@ from bench.record import PROJECT
 from shared.address import Address
 from shared.ids import Incarnation
 from shared.kv.layout import KvLayout
+from shared.membership.join import Announcement, Registration, WorkerRole
 from shared.model_folder import ModelFolder, resolve_model
 from shared.model_spec import ModelSpec
-from shared.rpc.join import Announcement, Registration, WorkerRole
 from shared.rpc.tcp import TcpNetwork
 from shared.telemetry.worker import WorkerLoad
 
@@ -117,16 +117,17 @@ async def process(
     cores: frozenset[int],
     log: Path,
     environ: dict[str, str] | None = None,
+    folder: Path = PROJECT,
 ) -> AsyncGenerator[asyncio.subprocess.Process]:
-    """Run a program on these cores for the length of the block; it may open as many files as the
-    hard limit allows."""
+    """Run a program in a folder on these cores for the length of the block; it may open as many
+    files as the hard limit allows."""
     with log.open("ab") as output:
         child = await asyncio.create_subprocess_exec(
             *map(str, command),
             env={**os.environ, **(environ or {})},
             stdout=output,
             stderr=output,
-            cwd=PROJECT,
+            cwd=folder,
             preexec_fn=lambda: os.sched_setaffinity(0, cores),
         )
     try:
@@ -175,9 +176,11 @@ async def our_gateway(
     step_ms: int = STEP_MS,
     name: str = "pdmesh",
     settings: Mapping[str, str] = MappingProxyType({}),
+    tree: Path = PROJECT,
 ) -> AsyncGenerator[Subject]:
-    """Start a gateway with a mock pair of workers. settings: variables more. ``ready_s``: from exec
-    until ``/ready`` says that a pair is usable, the pair's joining included."""
+    """Start a gateway with a mock pair of workers. settings: variables more. tree: whose gateway.
+    ``ready_s``: from exec until ``/ready`` says that a pair is usable, the pair's joining
+    included."""
     http_port, grpc_port, mesh_port, prefill_port, decode_port = free_ports(5)
     ports = {WorkerRole.PREFILL: prefill_port, WorkerRole.DECODE: decode_port}
     mesh = [
@@ -201,9 +204,9 @@ async def our_gateway(
     async with process(mesh, cores.others, log) as mock:
         began_at = time.monotonic()
         command = [sys.executable, "-P", "-m", "services.gateway"]
-        environ["PYTHONPATH"] = str(PROJECT)
+        environ["PYTHONPATH"] = str(tree)
         async with (
-            process(command, cores.tested, log, environ) as gateway,
+            process(command, cores.tested, log, environ, tree) as gateway,
             joined(Address("127.0.0.1", mesh_port), ports),
         ):
             await wait_until(http_port, "/ready", gateway, poll_s=0.01, scheme=scheme)

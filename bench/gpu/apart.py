@@ -27,7 +27,7 @@ from services.local import LocalMesh, local_mesh, plan_services, wait_for_pair
 from shared import wire
 from shared.address import parse_address
 from shared.config import DEMO_MODEL, STEP_TOKENS, DecodeConfig, GatewayConfig, PrefillConfig
-from shared.rpc.columns import pack_u32, unpack_u32
+from shared.messages.columns import pack_u32, unpack_u32
 from shared.rpc.methods import GENERATE
 from shared.rpc.status import RECEIPT_TRAILER
 from shared.rpc.stream import open_stream

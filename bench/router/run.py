@@ -31,10 +31,10 @@ from services.gateway.workers.registry import Registry, read_announcement
 from shared import wire
 from shared.address import Address
 from shared.ids import Incarnation
-from shared.rpc import codec
-from shared.rpc.columns import pack_u64
-from shared.rpc.join import REPORT_S
-from shared.rpc.message_codec import MessageCodec
+from shared.membership.join import REPORT_S
+from shared.messages import codec
+from shared.messages.columns import pack_u64
+from shared.messages.message_codec import MessageCodec
 
 HERE = Path(__file__).parent
 SIZES = (1, 4, 16, 64, 500)

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from services.gateway.mesh import ServedModel
 from shared.errors import InvalidRequest
+from shared.messages.columns import pack_u32
 from shared.request import GREEDY_BELOW, SamplingParams
-from shared.rpc.columns import pack_u32
 
 MAX_CONNECTIONS = 16_384
 MAX_BODY_BYTES = 4 << 20
@@ -77,7 +77,7 @@ BIAS_KEY_PATTERN = "0|[1-9][0-9]{0,9}"
 _LABEL = re.compile(LABEL_PATTERN)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # frozen costs three times as much to make
 class SamplingForm:
     """Sampling as a client wrote it: None = not given. Field names are the names in error messages.
 

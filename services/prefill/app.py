@@ -10,7 +10,7 @@ from collections.abc import Callable
 from shared.address import Address
 from shared.config import PrefillConfig
 from shared.engine.base import Engine
-from shared.rpc.join import WorkerRole
+from shared.membership.join import WorkerRole
 from shared.runtime.platform import Platform
 from shared.worker.core.life import Task
 from shared.worker.worker import Role, Worker

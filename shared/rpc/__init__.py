@@ -1,1 +1,1 @@
-"""gRPC between services: messages, streams, heartbeats, errors as statuses."""
+"""Calls between services: streams, heartbeats, servers and channels, errors as statuses."""

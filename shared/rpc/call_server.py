@@ -22,10 +22,10 @@ from grpclib.server import Handler as GrpclibServerHandler
 from h2.errors import ErrorCodes
 
 from shared.errors import ShuttingDown
-from shared.rpc.complaints import Complaints
-from shared.rpc.connection import ConnectionLimits, GuardedProtocol
-from shared.rpc.descriptors import descriptors
-from shared.rpc.message_codec import MessageCodec
+from shared.http2.complaints import Complaints
+from shared.http2.connection import ConnectionLimits, GuardedProtocol
+from shared.messages.descriptors import descriptors
+from shared.messages.message_codec import MessageCodec
 from shared.rpc.network import IsKnown
 from shared.rpc.service import DEADLINE_KEY, refuse
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from shared import wire
 from shared.errors import TooLarge
 from shared.ids import StreamId
+from shared.messages import codec
+from shared.messages.message_codec import MAX_MESSAGE_BYTES
 from shared.request import WorkItem
-from shared.rpc import codec
 from shared.rpc.gateway_session import EVENT_BYTES
-from shared.rpc.message_codec import MAX_MESSAGE_BYTES
 from shared.schedule.plan import NewToken, PromptTimes
 
 _TOKEN_BYTES = 256

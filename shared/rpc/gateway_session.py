@@ -22,9 +22,9 @@ from shared import wire
 from shared.errors import MeshError, RemoteProtocolError, WorkerLost
 from shared.ids import Incarnation, StreamId
 from shared.liveness import LivenessRule
-from shared.rpc import codec
+from shared.messages import codec
+from shared.messages.message_codec import MAX_MESSAGE_BYTES
 from shared.rpc.heartbeat_stream import HeartbeatStream
-from shared.rpc.message_codec import MAX_MESSAGE_BYTES
 from shared.rpc.methods import DECODE_SESSION, PREFILL_SESSION, Method
 from shared.rpc.service import ServerStream, Servicer, bind
 

@@ -18,8 +18,8 @@ from typing import Any
 from grpclib.protocol import H2Protocol
 
 from shared.errors import LocalProtocolError
+from shared.http2.connection import ConnectionLimits, GuardedProtocol
 from shared.rpc.call_server import CallServer
-from shared.rpc.connection import ConnectionLimits, GuardedProtocol
 from shared.rpc.network import Address, IsKnown
 from shared.rpc.tcp import GuardedChannel, closing
 from shared.rpc.tls import ServerTls

@@ -33,7 +33,7 @@ from shared.errors import (
     ShuttingDown,
     WorkerLost,
 )
-from shared.rpc.message_codec import MessageCodec, framed, read_message, read_message_nowait
+from shared.messages.message_codec import MessageCodec, framed, read_message, read_message_nowait
 from shared.rpc.methods import Method
 from shared.rpc.network import Address
 from shared.rpc.status import ERROR_TRAILER, error_to_json, grpc_status_of

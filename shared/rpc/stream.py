@@ -25,7 +25,7 @@ from h2.errors import ErrorCodes
 from h2.exceptions import H2Error
 
 from shared.errors import DeadlinePassed, MeshError, RemoteProtocolError, WorkerLost
-from shared.rpc.message_codec import MessageCodec, framed, read_message, read_message_nowait
+from shared.messages.message_codec import MessageCodec, framed, read_message, read_message_nowait
 from shared.rpc.methods import Method
 from shared.rpc.status import ERROR_TRAILER, error_from_grpc
 

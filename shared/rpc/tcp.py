@@ -13,9 +13,9 @@ from typing import Any
 from grpclib.client import Channel
 from grpclib.protocol import H2Protocol
 
+from shared.http2.connection import ConnectionLimits, GuardedProtocol, client_protocol
+from shared.messages.message_codec import MessageCodec
 from shared.rpc.call_server import CLOSE_WITHIN_S, CallServer
-from shared.rpc.connection import ConnectionLimits, GuardedProtocol, client_protocol
-from shared.rpc.message_codec import MessageCodec
 from shared.rpc.network import Address, IsKnown
 from shared.rpc.tls import GRPC, HANDSHAKE_WITHIN_S, ServerTls
 

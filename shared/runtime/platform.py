@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from shared.errors import LocalProtocolError
 from shared.ids import Incarnation, RandomBytes
+from shared.membership.mesh_network import mesh_network
 from shared.mesh_secret import MeshSecret
 from shared.profile.machine import UNMEASURED, MachineProfile
-from shared.rpc.mesh_network import mesh_network
 from shared.rpc.network import Network
 from shared.rpc.tls import MeshTls
 from shared.version import VERSION
@@ -95,7 +95,7 @@ def real_platform(
 ) -> Platform:
     """Return the platform of production: sockets and the system's random bytes. tls: between
     services."""
-    from shared.rpc.mesh_tls import ServiceNetwork
+    from shared.membership.mesh_tls import ServiceNetwork
     from shared.rpc.tcp import TcpNetwork
 
     return Platform(

@@ -17,8 +17,7 @@ from shared.engine.base import Engine
 from shared.engine.worker import ComputeRunner
 from shared.ids import Incarnation, StreamId
 from shared.kv.pool import BlockPool
-from shared.rpc.gateway_session import GatewaySessions
-from shared.rpc.join import (
+from shared.membership.join import (
     Announcement,
     DecodePeer,
     Registration,
@@ -26,6 +25,7 @@ from shared.rpc.join import (
     WorkerRole,
     advertised,
 )
+from shared.rpc.gateway_session import GatewaySessions
 from shared.rpc.methods import DECODE_SESSION, PREFILL_SESSION
 from shared.rpc.network import RpcServer
 from shared.rpc.service import Servicer

@@ -1,6 +1,6 @@
 """What the two ends of a transfer say to each other on the control stream, as plain records.
 
-One record per message of ``proto/pdmesh/v1/transfer.proto``; ``shared/rpc/transfer_codec.py``
+One record per message of ``proto/pdmesh/v1/transfer.proto``; ``shared/messages/transfer_codec.py``
 moves them over the wire. Nothing here decides anything, and nothing here knows protobuf.
 """
 

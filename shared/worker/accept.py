@@ -27,11 +27,8 @@ from shared.errors import (
 from shared.ids import Incarnation
 from shared.lanes import more_certain
 from shared.liveness import LivenessRule
-from shared.rpc import codec
-from shared.rpc.heartbeat_stream import HeartbeatStream
-from shared.rpc.methods import TRANSFER_PUSH
-from shared.rpc.service import ServerStream, Servicer, bind
-from shared.rpc.transfer_codec import (
+from shared.messages import codec
+from shared.messages.transfer_codec import (
     PairIdentity,
     agree,
     command_from_wire,
@@ -40,6 +37,9 @@ from shared.rpc.transfer_codec import (
     reply_to_wire,
     windows_to_wire,
 )
+from shared.rpc.heartbeat_stream import HeartbeatStream
+from shared.rpc.methods import TRANSFER_PUSH
+from shared.rpc.service import ServerStream, Servicer, bind
 from shared.transfer.messages import LinkId, PushMessage, PushReply, WindowOffer
 from shared.transfer.plan import FrameRule
 from shared.transfer.receivers import TagRanges

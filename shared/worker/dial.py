@@ -30,13 +30,9 @@ from shared.errors import (
 from shared.ids import Incarnation, RandomBytes
 from shared.lanes import Certainty, LaneFinding
 from shared.liveness import LivenessRule
-from shared.rpc import codec
-from shared.rpc.heartbeat_stream import HeartbeatStream
-from shared.rpc.join import DecodePeer
-from shared.rpc.methods import TRANSFER_PUSH
-from shared.rpc.network import Network
-from shared.rpc.stream import ClientStream, open_stream
-from shared.rpc.transfer_codec import (
+from shared.membership.join import DecodePeer
+from shared.messages import codec
+from shared.messages.transfer_codec import (
     PairIdentity,
     PairTerms,
     agree,
@@ -46,6 +42,10 @@ from shared.rpc.transfer_codec import (
     reply_from_wire,
     windows_from_wire,
 )
+from shared.rpc.heartbeat_stream import HeartbeatStream
+from shared.rpc.methods import TRANSFER_PUSH
+from shared.rpc.network import Network
+from shared.rpc.stream import ClientStream, open_stream
 from shared.transfer.messages import LinkId, PushMessage, PushReply
 from shared.transfer.plan import DEFAULT_GROUP_BYTES, DEFAULT_MAX_FRAME_BYTES, FrameRule
 from shared.transport.base import Endpoint, Outcome, Transport

@@ -15,8 +15,9 @@ from shared import wire
 from shared.errors import MeshError, RemoteProtocolError
 from shared.ids import Incarnation, StreamId
 from shared.liveness import LivenessRule
-from shared.rpc import codec
-from shared.rpc.codec import Order
+from shared.messages import codec
+from shared.messages.codec import Order
+from shared.messages.message_codec import MAX_MESSAGE_BYTES
 from shared.rpc.first_token import first_token_to_wire, require_sendable
 from shared.rpc.gateway_session import (
     EVENT_BYTES,
@@ -24,7 +25,6 @@ from shared.rpc.gateway_session import (
     GatewaySession,
     GatewaySessions,
 )
-from shared.rpc.message_codec import MAX_MESSAGE_BYTES
 from shared.rpc.methods import DECODE_SESSION, PREFILL_SESSION
 from shared.schedule.plan import NewToken, PromptTimes
 from shared.worker.core.life import Task

@@ -26,8 +26,8 @@ from shared.errors import (
 from shared.failpoints import failpoint
 from shared.ids import Incarnation, RandomBytes
 from shared.liveness import LivenessRule
+from shared.messages.transfer_codec import PairIdentity
 from shared.rpc.service import Servicer
-from shared.rpc.transfer_codec import PairIdentity
 from shared.runtime.effect_loop import EffectLoop
 from shared.telemetry.moments import Moment, note
 from shared.transfer.effects import (

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from shared.errors import MeshError
 from shared.ids import StreamId
-from shared.rpc.codec import Order
+from shared.messages.codec import Order
 from shared.schedule.plan import NewToken, PromptTimes
 from shared.schedule.sequence import Sequence as TokenSequence
 from shared.telemetry.tracing import Phases, TraceSpan, Value

@@ -23,9 +23,9 @@ from shared.errors import (
 from shared.failpoints import failpoint
 from shared.ids import StreamId
 from shared.kv.pool import BlockPool
+from shared.messages.codec import Order
 from shared.model_spec import ModelSpec
 from shared.request import FinishReason
-from shared.rpc.codec import Order
 from shared.runtime.groups import plain_errors
 from shared.schedule.admission import Duty, require_admissible
 from shared.schedule.plan import Failure, NewToken, PromptTimes, StepPlan

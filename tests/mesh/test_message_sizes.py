@@ -12,6 +12,8 @@ from shared import wire
 from shared.engine.fake import FakeModel
 from shared.errors import Retry, TooLarge
 from shared.ids import StreamId
+from shared.messages import codec
+from shared.messages.message_codec import MAX_MESSAGE_BYTES
 from shared.request import (
     MAX_SALT_BYTES,
     FinishReason,
@@ -19,8 +21,6 @@ from shared.request import (
     TokenLogprobs,
     WorkItem,
 )
-from shared.rpc import codec
-from shared.rpc.message_codec import MAX_MESSAGE_BYTES
 from shared.schedule.plan import NewToken
 from shared.schedule.sequence import Sequence as TokenSequence
 from shared.worker.doors import SessionLine

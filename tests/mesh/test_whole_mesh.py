@@ -28,9 +28,9 @@ from shared.errors import (
     WorkerLost,
 )
 from shared.liveness import DEAD_AFTER_S
+from shared.messages.columns import pack_u32
 from shared.profile.machine import MachineProfile
 from shared.request import SamplingParams
-from shared.rpc.columns import pack_u32
 from shared.rpc.memory import MemoryNetwork
 from shared.rpc.network import Address
 from shared.transport.loopback import LoopbackSettings

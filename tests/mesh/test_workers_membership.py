@@ -13,7 +13,7 @@ from shared import wire
 from shared.address import Address
 from shared.errors import IncompatiblePeer, Overloaded
 from shared.ids import Incarnation
-from shared.rpc.join import (
+from shared.membership.join import (
     RETURNS_S,
     Announcement,
     DecodePeer,

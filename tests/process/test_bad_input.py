@@ -24,9 +24,9 @@ from grpclib.const import Status
 
 from shared import wire
 from shared.address import Address
+from shared.messages import codec
+from shared.messages.columns import pack_u32, pack_u64
 from shared.request import SamplingParams
-from shared.rpc import codec
-from shared.rpc.columns import pack_u32, pack_u64
 from shared.rpc.methods import (
     ALL_METHODS,
     DECODE_SESSION,

@@ -10,7 +10,7 @@ import pytest
 
 from shared.address import Address
 from shared.errors import WorkerLost
-from shared.rpc.mesh_tls import ServiceNetwork
+from shared.membership.mesh_tls import ServiceNetwork
 from shared.rpc.methods import MESH_PROVE
 from shared.rpc.stream import open_stream
 from shared.runtime.service import EXIT_BAD_CONFIG, EXIT_FAILED

@@ -21,10 +21,10 @@ from shared import wire
 from shared.address import Address
 from shared.errors import IncompatiblePeer, MeshError, NotOfThisMesh
 from shared.ids import Incarnation
+from shared.membership.mesh_network import mesh_network
 from shared.mesh_secret import MeshSecret, new_secret
-from shared.rpc import codec
-from shared.rpc.columns import pack_u32
-from shared.rpc.mesh_network import mesh_network
+from shared.messages import codec
+from shared.messages.columns import pack_u32
 from shared.rpc.methods import (
     DECODE_SESSION,
     MESH_PROVE,

@@ -23,10 +23,10 @@ from shared.errors import (
 )
 from shared.ids import StreamId
 from shared.kv.layout import DTYPE_BYTES, KvLayout
+from shared.messages import codec, columns, transfer_codec
+from shared.messages.message_codec import MessageCodec
 from shared.model_spec import ModelSpec
 from shared.request import AnswerToken, FinishReason, SamplingParams, TokenLogprobs, WorkItem
-from shared.rpc import codec, columns, transfer_codec
-from shared.rpc.message_codec import MessageCodec
 from shared.rpc.methods import ALL_METHODS
 from shared.schedule.plan import NewToken
 from shared.schedule.sequence import Sequence as TokenSequence

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.ids import Incarnation
+from shared.membership.proof import NONCE_BYTES, Opening, agreement, stamp, stamped_number
 from shared.mesh_secret import MeshSecret
-from shared.rpc.proof import NONCE_BYTES, Opening, agreement, stamp, stamped_number
 
 SECRET = MeshSecret("5a" * 32)
 

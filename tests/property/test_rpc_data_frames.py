@@ -18,8 +18,8 @@ from hpack import Encoder
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.rpc.connection import ConnectionLimits, GuardedProtocol
-from shared.rpc.inbound_buffer import InboundBuffer
+from shared.http2.connection import ConnectionLimits, GuardedProtocol
+from shared.http2.inbound_buffer import InboundBuffer
 
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION, UNKNOWN = (
     0, 1, 3, 4, 6, 7, 8, 9, 0xA0

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from shared import wire
 from shared.errors import LocalProtocolError
-from shared.rpc.descriptors import descriptors
-from shared.rpc.message_codec import MessageCodec
-from shared.rpc.wire_format import Malformed, Room, reader
+from shared.messages.descriptors import descriptors
+from shared.messages.message_codec import MessageCodec
+from shared.messages.wire_format import Malformed, Room, reader
 
 MESSAGE_TYPES = [
     kind

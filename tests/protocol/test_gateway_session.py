@@ -9,10 +9,10 @@ import pytest
 
 from shared import wire
 from shared.errors import WorkerLost
+from shared.http2.connection import ConnectionLimits
 from shared.ids import Incarnation
 from shared.liveness import LivenessRule
-from shared.rpc import codec
-from shared.rpc.connection import ConnectionLimits
+from shared.messages import codec
 from shared.rpc.gateway_session import GatewaySession, GatewaySessions
 from shared.rpc.memory import MemoryNetwork
 from shared.rpc.methods import DECODE_SESSION

@@ -21,13 +21,14 @@ from shared.errors import (
     WorkerLost,
 )
 from shared.ids import Incarnation
+from shared.membership import mesh_network
+from shared.membership.mesh_network import MeshNetwork
+from shared.membership.proof import STAMP_KEY, stamp
 from shared.mesh_secret import MeshSecret
-from shared.rpc import codec, mesh_network
+from shared.messages import codec
 from shared.rpc.memory import MemoryNetwork
-from shared.rpc.mesh_network import MeshNetwork
 from shared.rpc.methods import DECODE_SESSION, MESH_PROVE
 from shared.rpc.network import Network
-from shared.rpc.proof import STAMP_KEY, stamp
 from shared.rpc.stream import open_stream
 from tests.support.echo_service import EchoService, reserve
 

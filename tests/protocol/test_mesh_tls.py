@@ -19,9 +19,10 @@ from shared.address import Address
 from shared.config import GatewayConfig
 from shared.errors import InvalidRequest, NotOfThisMesh, WorkerLost
 from shared.ids import Incarnation
+from shared.membership import mesh_network
+from shared.membership.mesh_tls import ServiceNetwork
 from shared.mesh_secret import MeshSecret
-from shared.rpc import call_server, mesh_network, tls
-from shared.rpc.mesh_tls import ServiceNetwork
+from shared.rpc import call_server, tls
 from shared.rpc.methods import DECODE_SESSION
 from shared.rpc.network import Network
 from shared.rpc.stream import open_stream

@@ -21,7 +21,7 @@ from shared.errors import (
     TooLarge,
     WorkerLost,
 )
-from shared.rpc.connection import ConnectionLimits
+from shared.http2.connection import ConnectionLimits
 from shared.rpc.memory import MemoryNetwork
 from shared.rpc.methods import DECODE_SESSION, GENERATE, LIST_MODELS, TOKENIZE, Method
 from shared.rpc.network import Network

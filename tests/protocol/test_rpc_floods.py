@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 
 from shared import wire
 from shared.address import Address
-from shared.rpc.complaints import Complaints
+from shared.http2.complaints import Complaints
 from shared.rpc.methods import GENERATE, TOKENIZE
 from shared.rpc.stream import call_unary
 from shared.rpc.tcp import TcpNetwork

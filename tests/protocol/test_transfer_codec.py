@@ -13,8 +13,7 @@ from shared.errors import IncompatiblePeer, NoBlocks, RemoteProtocolError
 from shared.ids import Incarnation, LeaseToken, RequestId, TransferId
 from shared.kv.layout import KvLayout
 from shared.lanes import Certainty, LaneFinding
-from shared.model_spec import ModelSpec
-from shared.rpc.transfer_codec import (
+from shared.messages.transfer_codec import (
     PairIdentity,
     agree,
     command_from_wire,
@@ -27,6 +26,7 @@ from shared.rpc.transfer_codec import (
     windows_from_wire,
     windows_to_wire,
 )
+from shared.model_spec import ModelSpec
 from shared.transfer.messages import (
     Abort,
     Ack,

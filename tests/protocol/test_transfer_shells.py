@@ -14,9 +14,9 @@ import pytest
 from shared.engine.worker import StepDone
 from shared.errors import MeshError, ShuttingDown, TooLarge, TransferFailed, WorkerLost
 from shared.ids import Incarnation
+from shared.membership.join import DecodePeer
 from shared.profile.machine import MachineProfile
 from shared.rpc.heartbeat_stream import MAX_OUTBOX, HeartbeatStream
-from shared.rpc.join import DecodePeer
 from shared.telemetry.moments import Moment
 from shared.transport.base import Outcome
 from shared.transport.loopback import LoopbackFabric, LoopbackSettings, LoopbackTransport

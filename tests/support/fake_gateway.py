@@ -16,9 +16,9 @@ from typing import Any
 from shared import wire
 from shared.errors import MeshError
 from shared.ids import Incarnation, StreamId
+from shared.messages import codec
+from shared.messages.columns import pack_u32, unpack_u64
 from shared.request import FinishReason, SamplingParams
-from shared.rpc import codec
-from shared.rpc.columns import pack_u32, unpack_u64
 from shared.rpc.methods import DECODE_SESSION, PREFILL_SESSION, REGISTRY_JOIN
 from shared.rpc.network import Address, Network
 from shared.rpc.service import Servicer, bind

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from shared.errors import MeshError
 from shared.ids import Incarnation, StreamId
 from shared.kv.pool import BlockPool
+from shared.messages.codec import Order
 from shared.request import FinishReason, SamplingParams, WorkItem
-from shared.rpc.codec import Order
 from shared.schedule.plan import NewToken
 from shared.schedule.sequence import Sequence as TokenSequence
 from shared.telemetry.worker import DecodeMetrics, PrefillMetrics

@@ -12,7 +12,7 @@ import sys
 import time
 
 if __name__ == "__main__":
-    from shared.rpc import codec
+    from shared.messages import codec
 
     codec.PROTOCOL_VERSION = int(os.environ.get("PDMESH_ODD_PROTOCOL") or codec.PROTOCOL_VERSION)
     offset_s = float(os.environ.get("PDMESH_ODD_CLOCK_S") or 0.0)

@@ -35,9 +35,9 @@ from shared import wire
 from shared.address import parse_address
 from shared.engine.fake import FakeModel, fake_continuation
 from shared.mesh_secret import new_secret
+from shared.messages.columns import pack_u32, unpack_u32
 from shared.model_folder import ModelFolder, resolve_model
 from shared.request import SamplingParams
-from shared.rpc.columns import pack_u32, unpack_u32
 from shared.rpc.methods import GENERATE
 from shared.rpc.status import RECEIPT_TRAILER
 from shared.rpc.stream import open_stream

@@ -22,8 +22,8 @@ from shared import wire
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
 from shared.engine.base import Engine
 from shared.engine.worker import BegunStep, OnLayersDone, StepDone, ThreadCompute
+from shared.messages.columns import pack_u32, unpack_f32, unpack_u32
 from shared.request import TokenLogprobs
-from shared.rpc.columns import pack_u32, unpack_f32, unpack_u32
 from shared.rpc.methods import GENERATE
 from shared.rpc.network import Address, Network
 from shared.rpc.status import RECEIPT_TRAILER

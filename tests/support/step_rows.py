@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from shared import wire
 from shared.ids import StreamId
+from shared.messages import codec
 from shared.request import AnswerToken, FinishReason
-from shared.rpc import codec
 
 
 def step_tokens_from_wire(step: wire.StepTokens) -> list[tuple[StreamId, AnswerToken]]:

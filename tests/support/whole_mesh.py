@@ -22,7 +22,7 @@ from shared.address import Address
 from shared.config import GatewayConfig
 from shared.engine.fake import FakeTiming
 from shared.errors import MeshError
-from shared.rpc.columns import pack_u32, unpack_u32
+from shared.messages.columns import pack_u32, unpack_u32
 from shared.rpc.memory import MemoryNetwork
 from shared.rpc.methods import GENERATE
 from shared.rpc.status import RECEIPT_TRAILER

@@ -21,8 +21,8 @@ from shared.engine.fake import (
     fake_prompt_logprobs,
 )
 from shared.errors import LocalProtocolError
+from shared.messages.columns import pack_u32
 from shared.request import FinishReason, SamplingParams
-from shared.rpc.columns import pack_u32
 from shared.step import RowResult, SampleSpec, StepRow
 
 MODEL = FakeModel(vocab_size=97, num_layers=3, num_kv_heads=2, head_dim=4)

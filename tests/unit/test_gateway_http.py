@@ -50,7 +50,8 @@ async def test_every_route_is_listed_here_with_its_policy() -> None:
     }
     listed = [(method, path.replace(":.+", "")) for method, path in ROUTES | PAGE]
     heads = {("HEAD", path) for method, path in listed if method == "GET"}
-    assert served == heads | set(listed)
+    refusing = ("*", "/{path}")
+    assert served == {*heads, *listed, refusing}
     front.text.close()
 
 

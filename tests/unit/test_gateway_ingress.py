@@ -23,7 +23,7 @@ from shared.errors import (
     Unauthorized,
     WorkerLost,
 )
-from shared.rpc.columns import pack_u32, unpack_f32, unpack_u32
+from shared.messages.columns import pack_u32, unpack_f32, unpack_u32
 from tests.support.scripted_mesh import ScriptedMesh, failing_after, front_door, saying
 from tests.support.tiny_tokenizer import tiny_tokenizer
 

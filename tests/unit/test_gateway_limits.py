@@ -15,8 +15,8 @@ from services.gateway.limits import SamplingForm
 from services.gateway.mesh import ServedModel
 from shared import wire
 from shared.errors import InvalidRequest
+from shared.messages.codec import sampling_from_wire, sampling_to_wire
 from shared.request import SamplingParams
-from shared.rpc.codec import sampling_from_wire, sampling_to_wire
 
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """No test depends on speed."""

@@ -14,7 +14,7 @@ from shared import wire
 from shared.address import Address, is_host
 from shared.errors import MeshError, RemoteProtocolError, WorkerLost
 from shared.ids import Incarnation
-from shared.rpc import codec
+from shared.messages import codec
 from shared.rpc.methods import PREFILL_SESSION
 from shared.rpc.stream import open_stream
 from shared.rpc.tcp import TcpNetwork

@@ -23,8 +23,8 @@ from shared.errors import (
     RemoteProtocolError,
     WorkerLost,
 )
-from shared.rpc.descriptors import descriptors, schema
-from shared.rpc.message_codec import MessageCodec
+from shared.messages.descriptors import descriptors, schema
+from shared.messages.message_codec import MessageCodec
 from shared.rpc.methods import ALL_METHODS
 from shared.rpc.status import (
     MAX_TRAILER_BYTES,

@@ -12,8 +12,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from shared.engine.sampler import Sampled, is_plain_greedy, logprobs_of, sample  # noqa: E402
+from shared.messages.columns import pack_u32  # noqa: E402
 from shared.request import SamplingParams  # noqa: E402
-from shared.rpc.columns import pack_u32  # noqa: E402
 from shared.step import SampleSpec  # noqa: E402
 
 pytestmark = pytest.mark.torch

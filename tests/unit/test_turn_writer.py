@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from shared.rpc.turn_writer import WAITING_BYTES, TurnWriter
+from shared.http2.turn_writer import WAITING_BYTES, TurnWriter
 
 
 class Wire(asyncio.Transport):

@@ -18,7 +18,7 @@ from services.cli.client import NO_ACCESS, Access, CannotRun, GatewayRefused
 from shared import wire
 from shared.address import Address, parse_address
 from shared.errors import MeshError, Overloaded, QuotaExceeded, ShuttingDown, WorkerLost
-from shared.rpc.columns import pack_u32
+from shared.messages.columns import pack_u32
 from shared.rpc.methods import GENERATE, LIST_MODELS
 from shared.rpc.stream import call_unary, open_stream
 from shared.rpc.tcp import TcpNetwork

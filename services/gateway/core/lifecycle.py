@@ -18,7 +18,7 @@ Pure: no clock, no streams, no text.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import NamedTuple
 
 from shared.errors import (
@@ -42,7 +42,7 @@ class State(Enum):
     FAILED = "failed"
 
 
-class Leg(Enum):
+class Leg(StrEnum):
     """A worker's part of an attempt."""
 
     PREFILL = "prefill"

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 from shared.ids import Incarnation, StreamId
 from shared.kv.layout import KvLayout
 
 
-class Role(Enum):
+class Role(StrEnum):
     """What a worker does."""
 
     PREFILL = "prefill"
@@ -128,19 +128,20 @@ class Worker:
     def sent(self, session: Role, stream_id: StreamId, *, num_tokens: int, num_blocks: int) -> None:
         """An order went out; ids of a session only grow."""
         self.orders[session][stream_id] = Order(num_tokens, num_blocks)
-        self._add_up()
+        self._add(session, stream_id, num_tokens, num_blocks)
 
     def computed(self, session: Role, stream_id: StreamId) -> None:
         """An order's prompt is computed. Idempotent."""
         order = self.orders[session].get(stream_id)
         if order is not None and order.num_tokens:
+            self._add(session, stream_id, -order.num_tokens, 0)
             order.num_tokens = 0
-            self._add_up()
 
     def ended(self, session: Role, stream_id: StreamId) -> None:
         """An order asks for nothing any more. Idempotent."""
-        if self.orders[session].pop(stream_id, None) is not None:
-            self._add_up()
+        order = self.orders[session].pop(stream_id, None)
+        if order is not None:
+            self._add(session, stream_id, -order.num_tokens, -order.num_blocks)
 
     def lost(self, session: Role) -> None:
         """The session is gone, and with it all that was ordered over it."""
@@ -151,6 +152,13 @@ class Worker:
         """This entry replaces an earlier one of the same process: what it sent stays open."""
         self.has_session, self.bit, self.orders = before.has_session, before.bit, before.orders
         self._add_up()
+
+    def _add(self, session: Role, stream_id: StreamId, num_tokens: int, num_blocks: int) -> None:
+        """Count what an order asks for, if the report has not seen it."""
+        if stream_id > self.status.seen.get(session, 0):
+            self.pending_tokens += num_tokens
+            self.reserved_blocks += num_blocks
+            self.reserved_share = self.reserved_blocks / max(1, self.num_blocks)
 
     def _add_up(self) -> None:
         status = self.status

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any, NamedTuple, Protocol, cast
 
 from services.gateway.mesh import Generation, GenerationRequest, Mesh, TokenBatch
@@ -167,11 +168,25 @@ class Answers:
 
 
 class _OneAnswer(Answers):
-    def __init__(self, choice: Choice, generation: Generation) -> None:
+    """Of one choice: opens it, too, because nearly every request is one."""
+
+    def __init__(self, mesh: Mesh, choice: Choice) -> None:
         super().__init__((choice,))
         self._choice = choice
-        self._generation = generation
-        self._batches = aiter(generation)
+        self._stay = mesh.generate(choice.request)
+
+    async def __aenter__(self) -> _OneAnswer:
+        self._choice.generation = self._generation = await self._stay.__aenter__()
+        self._batches = aiter(self._generation)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        failure: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._stay.__aexit__(kind, failure, traceback)
 
     async def next(self) -> list[TextDelta]:
         if self._choice.is_done:
@@ -227,20 +242,18 @@ class _ManyAnswers(Answers):
                 await self._queue.put(choice.take(batch))
 
 
-@asynccontextmanager
-async def open_answers(mesh: Mesh, choices: Sequence[Choice]) -> AsyncGenerator[Answers]:
+def open_answers(mesh: Mesh, choices: Sequence[Choice]) -> AbstractAsyncContextManager[Answers]:
     """Start all answers; leaving the block cancels what still runs.
 
     Raises MeshError, from the block as a whole: see ``Mesh.generate`` and ``Answers.next``. With
     several answers, a failure of one reaches the block's body as a cancellation and leaves the
     block as the error, so errors are caught around the block, never inside.
     """
-    if len(choices) == 1:
-        choice = choices[0]
-        async with mesh.generate(choice.request) as generation:
-            choice.generation = generation
-            yield _OneAnswer(choice, generation)
-        return
+    return _OneAnswer(mesh, choices[0]) if len(choices) == 1 else _open_many(mesh, choices)
+
+
+@asynccontextmanager
+async def _open_many(mesh: Mesh, choices: Sequence[Choice]) -> AsyncGenerator[Answers]:
     answers = _ManyAnswers(choices)
     try:
         async with asyncio.TaskGroup() as group:

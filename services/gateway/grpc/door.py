@@ -21,8 +21,8 @@ from services.gateway.front.frontdoor import Form, FrontDoor, Prompt, Rendering
 from services.gateway.limits import STALL_S, SamplingForm
 from shared import wire
 from shared.errors import DeadlinePassed, InvalidRequest, MeshError, RemoteProtocolError
+from shared.messages.columns import pack_f32, pack_u32, unpack_u32
 from shared.request import FinishReason, TokenLogprobs
-from shared.rpc.columns import pack_f32, pack_u32, unpack_u32
 from shared.rpc.methods import GENERATE, LIST_MODELS, TOKENIZE
 from shared.rpc.service import FIRST_MESSAGE_S, ServerStream, Servicer, bind, bind_unary
 from shared.rpc.status import MAX_TRAILER_BYTES, RECEIPT_TRAILER

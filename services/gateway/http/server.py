@@ -80,14 +80,15 @@ class Route(NamedTuple):
 
 def build_app(front: FrontDoor, routes: Sequence[Route]) -> web.Application:
     """Return the application: the routes, each behind the guard, and nothing else."""
-    errors = _json_errors({route.path: route.method for route in routes})
-    app = web.Application(client_max_size=limits.MAX_BODY_BYTES, middlewares=[errors])
+    app = web.Application(client_max_size=limits.MAX_BODY_BYTES)
     for route in routes:
         guarded = _guarded(front, route)
         if route.method == "GET":
             app.router.add_get(route.path, guarded)  # and HEAD, which load balancers ask
         else:
             app.router.add_route(route.method, route.path, guarded)
+    # Last, so that it gets what no other route takes.
+    app.router.add_route("*", "/{path:.*}", _refusing(tuple(routes)))
     return app
 
 
@@ -212,27 +213,23 @@ def error_response(
     return json_response(ErrorBody.of(error), headers=own, status=status)
 
 
-def _json_errors(routes: Mapping[str, str]) -> Any:
-    """Give aiohttp's own refusals (no such route, wrong method) our shape. routes: path and
-    method."""
+def _refusing(routes: Sequence[Route]) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    """Return what answers where there is no such route, or none for the method, in our shape."""
+    known = {route.path: route.method for route in routes}
 
-    @web.middleware
-    async def json_errors(
-        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        try:
-            return await handler(request)
-        except web.HTTPMethodNotAllowed as refusal:
-            allowed = ", ".join(sorted(refusal.allowed_methods))
-            error = InvalidRequest(f"this route takes {allowed}", code="method_not_allowed")
-            return error_response(error, headers={"Allow": allowed}, status=405)
-        except web.HTTPNotFound:
-            return error_response(_no_route(request, routes))
-        except web.HTTPException as refusal:
-            error = InvalidRequest(refusal.reason or "bad request", code="bad_http")
-            return error_response(error, status=refusal.status)
+    async def refuse(request: web.Request) -> web.StreamResponse:
+        allowed: set[str] = set()
+        *others, _ = request.app.router.resources()
+        for resource in others:
+            _, methods = await resource.resolve(request)
+            allowed |= methods
+        if not allowed:
+            return error_response(_no_route(request, known))
+        named = ", ".join(sorted(allowed))
+        error = InvalidRequest(f"this route takes {named}", code="method_not_allowed")
+        return error_response(error, headers={"Allow": named}, status=405)
 
-    return json_errors
+    return refuse
 
 
 def _no_route(request: web.Request, routes: Mapping[str, str]) -> NotFound:

@@ -7,9 +7,8 @@ may come in is decided by the admission core, and what happens then by ``session
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncGenerator
+from types import TracebackType
 from typing import Any
 
 from services.gateway.core.admission import Admission, AdmissionStatistics, Admitted
@@ -22,6 +21,36 @@ from services.gateway.workers.session import RequestShell
 from services.gateway.workers.timeline import AnswerWatcher, Timeline
 from shared.config import GatewayConfig
 from shared.errors import MeshError, ShuttingDown
+
+
+class _Stay:
+    """One request's whole stay in the mesh. A class: as a generator it costs three times as much,
+    and every request has one."""
+
+    def __init__(self, mesh: GatewayMesh, request: GenerationRequest) -> None:
+        self._mesh = mesh
+        self._request = request
+        self._shell: RequestShell | None = None
+
+    async def __aenter__(self) -> RequestShell:
+        try:
+            self._shell = await self._mesh.enter(self._request)
+        except BaseException:
+            self._mesh.leave(self._request.request_id)
+            raise
+        return self._shell
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        failure: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if self._shell is not None:
+                self._shell.leave(failure)
+        finally:
+            self._mesh.leave(self._request.request_id)
 
 
 class GatewayMesh:
@@ -92,8 +121,11 @@ class GatewayMesh:
             summary=self._window.summary(now),
         )
 
-    @contextlib.asynccontextmanager
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestShell]:
+    def generate(self, request: GenerationRequest) -> _Stay:
+        return _Stay(self, request)
+
+    async def enter(self, request: GenerationRequest) -> RequestShell:
+        """Admit a request and dispatch it; ``leave`` follows, whatever comes of it."""
         if self._is_draining:
             raise ShuttingDown("this gateway is shutting down", retry_after_s=1.0)
         timeline = Timeline(
@@ -104,30 +136,23 @@ class GatewayMesh:
             span=request.span,
         )
         try:
-            await self._admit(request, timeline)
-            shell = RequestShell(
-                request,
-                self._members,
-                timeline,
-                self._delivery,
-                max_attempts=self._config.max_attempts,
-                pair_wait_s=self._config.max_wait_s,
-                failover_wait_s=self._config.failover_wait_s,
-            )
-            self._shells[request.request_id] = shell
-            async with shell:
-                yield shell
-        finally:
-            self._shells.pop(request.request_id, None)
-            self._leave(request.request_id)
-
-    async def _admit(self, request: GenerationRequest, timeline: Timeline) -> None:
-        try:
             await self._wait_for_place(request)
         except BaseException as failure:
             timeline.refused(failure if isinstance(failure, MeshError) else None)
             raise
         timeline.admitted()
+        shell = RequestShell(
+            request,
+            self._members,
+            timeline,
+            self._delivery,
+            max_attempts=self._config.max_attempts,
+            pair_wait_s=self._config.max_wait_s,
+            failover_wait_s=self._config.failover_wait_s,
+        )
+        self._shells[request.request_id] = shell
+        await shell.dispatch()
+        return shell
 
     async def _wait_for_place(self, request: GenerationRequest) -> None:
         loop = asyncio.get_running_loop()
@@ -148,7 +173,9 @@ class GatewayMesh:
         finally:
             del self._turns[key]
 
-    def _leave(self, key: bytes) -> None:
+    def leave(self, key: bytes) -> None:
+        """A request is over, or was not let in."""
+        self._shells.pop(key, None)
         for admitted in self._admission.leave(key):
             turn = self._turns.get(admitted)
             if turn is not None:

@@ -20,8 +20,8 @@ from services.gateway.core.worker import Role, Worker
 from shared import wire
 from shared.errors import MeshError, WorkerLost
 from shared.ids import Incarnation, StreamId
+from shared.messages import codec
 from shared.request import AnswerToken, FinishReason
-from shared.rpc import codec
 from shared.rpc.heartbeat_stream import HeartbeatStream
 from shared.rpc.methods import DECODE_SESSION, PREFILL_SESSION
 from shared.rpc.network import Address, Network

@@ -17,8 +17,8 @@ from shared import wire
 from shared.address import is_host
 from shared.errors import IncompatiblePeer, Overloaded, RemoteProtocolError, ShuttingDown
 from shared.ids import Incarnation, StreamId
-from shared.rpc import codec
-from shared.rpc.columns import unpack_u64
+from shared.messages import codec
+from shared.messages.columns import unpack_u64
 from shared.rpc.methods import REGISTRY_JOIN
 from shared.rpc.service import FIRST_MESSAGE_S, ServerStream, Servicer, bind
 from shared.runtime.groups import plain_errors

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from services.gateway.core.lifecycle import (
     CancelLeg,
@@ -32,9 +31,9 @@ from services.gateway.workers.timeline import Timeline, Transfer
 from shared import wire
 from shared.errors import DeadlinePassed, MeshError, NoBlocks, WorkerLost
 from shared.ids import Incarnation, StreamId
+from shared.messages import codec
+from shared.messages.columns import pack_u32
 from shared.request import AnswerToken, FinishReason
-from shared.rpc import codec
-from shared.rpc.columns import pack_u32
 
 LEAST_WAIT_S = 0.05
 """A wait for blocks shorter than this is not worth another attempt."""
@@ -96,8 +95,7 @@ class _LegShell:
 
 
 class RequestShell:
-    """One running answer (the ``Generation`` of ``mesh.py``): dispatched on entry to its block,
-    cancelled on exit."""
+    """One running answer (the ``Generation`` of ``mesh.py``), from ``dispatch`` to ``leave``."""
 
     def __init__(
         self,
@@ -134,22 +132,17 @@ class RequestShell:
 
     # --- the client's side ----------------------------------------------------------------------
 
-    async def __aenter__(self) -> Self:
-        """Dispatch. Raises WorkerLost: no pair came. DeadlinePassed. ShuttingDown."""
+    async def dispatch(self) -> None:
+        """Find a pair and send both legs; waits a bounded while for a pair. ``leave`` follows,
+        unless it fails.
+
+        Raises WorkerLost: no pair came. DeadlinePassed. ShuttingDown.
+        """
         try:
             await self._dispatch()
         except BaseException as failure:
-            self._leave(failure)
+            self.leave(failure)
             raise
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        failure: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._leave(failure)
 
     def __aiter__(self) -> AsyncIterator[TokenBatch]:
         return self
@@ -234,7 +227,6 @@ class RequestShell:
     # --- dispatch -------------------------------------------------------------------------------
 
     async def _dispatch(self) -> None:
-        """Find a pair and send both legs; waits a bounded while for a pair."""
         loop = asyncio.get_running_loop()
         if self._request.deadline_at is not None:
             self._deadline = loop.call_at(self._request.deadline_at, self._pass_deadline)
@@ -367,7 +359,7 @@ class RequestShell:
     def _pass_deadline(self) -> None:
         self.fail(DeadlinePassed("the request's deadline passed"))
 
-    def _leave(self, failure: BaseException | None) -> None:
+    def leave(self, failure: BaseException | None) -> None:
         """The consumer has left, with or without a failure: cancel whatever is still running.
 
         Legs and sink know this request: it forgets them, or only the garbage collector would free

@@ -1023,7 +1023,7 @@ class Proof(betterproto2.Message):
 
     proof: "bytes" = betterproto2.field(3, betterproto2.TYPE_BYTES)
     """
-    32 bytes: HKDF over the secret and both openings (shared/rpc/proof.py)
+    32 bytes: HKDF over the secret and both openings (shared/membership/proof.py)
     """
 
 

@@ -18,6 +18,8 @@ from shared import wire
 from shared.errors import ERROR_TYPES, IncompatiblePeer, MeshError, RemoteProtocolError, WorkerLost
 from shared.ids import ID_BYTES, Incarnation, LeaseToken, RequestId, StreamId
 from shared.kv.layout import DTYPE_BYTES, KvLayout
+from shared.messages.columns import pack_f32, pack_u8, pack_u32, unpack_f32, unpack_u8, unpack_u32
+from shared.messages.message_codec import MAX_MESSAGE_BYTES
 from shared.model_spec import ModelSpec
 from shared.request import (
     MAX_SALT_BYTES,
@@ -27,8 +29,6 @@ from shared.request import (
     TokenLogprobs,
     WorkItem,
 )
-from shared.rpc.columns import pack_f32, pack_u8, pack_u32, unpack_f32, unpack_u8, unpack_u32
-from shared.rpc.message_codec import MAX_MESSAGE_BYTES
 from shared.schedule.plan import NewToken, PromptTimes
 from shared.transfer.messages import TransferKey
 

@@ -14,8 +14,7 @@ from collections.abc import Callable
 
 from grpclib.protocol import Buffer
 
-PREFIX_BYTES = 5
-"""Of a gRPC message: one byte that says whether it is compressed, four of length."""
+from shared.messages.message_codec import PREFIX_BYTES
 
 
 class InboundBuffer(Buffer):

@@ -39,11 +39,11 @@ from h2.events import (
 from h2.exceptions import ProtocolError
 from h2.settings import SettingCodes, Settings
 
-from shared.rpc.complaints import Complaints
-from shared.rpc.data_frames import DataConnection, bytes_for_h2
-from shared.rpc.inbound_buffer import InboundBuffer
-from shared.rpc.message_codec import MAX_MESSAGE_BYTES
-from shared.rpc.turn_writer import TurnWriter
+from shared.http2.complaints import Complaints
+from shared.http2.data_frames import DataConnection, bytes_for_h2
+from shared.http2.inbound_buffer import InboundBuffer
+from shared.http2.turn_writer import TurnWriter
+from shared.messages.message_codec import MAX_MESSAGE_BYTES
 
 _log = structlog.get_logger(__name__)
 

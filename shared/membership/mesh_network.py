@@ -28,11 +28,7 @@ from shared.errors import (
     WorkerLost,
 )
 from shared.ids import Incarnation, RandomBytes
-from shared.mesh_secret import MeshSecret
-from shared.rpc import codec
-from shared.rpc.methods import MESH_PROVE
-from shared.rpc.network import Address, Network, RpcServer
-from shared.rpc.proof import (
+from shared.membership.proof import (
     NONCE_BYTES,
     STAMP_KEY,
     Agreement,
@@ -41,6 +37,10 @@ from shared.rpc.proof import (
     stamp,
     stamped_number,
 )
+from shared.mesh_secret import MeshSecret
+from shared.messages import codec
+from shared.rpc.methods import MESH_PROVE
+from shared.rpc.network import Address, Network, RpcServer
 from shared.rpc.service import ServerStream, Servicer, bind, refuse
 from shared.rpc.stream import open_stream
 

@@ -31,9 +31,9 @@ from shared.errors import (
 from shared.ids import Incarnation, StreamId
 from shared.kv.layout import KvLayout
 from shared.liveness import LivenessRule
+from shared.messages import codec
+from shared.messages.columns import pack_u64
 from shared.model_spec import ModelSpec
-from shared.rpc import codec
-from shared.rpc.columns import pack_u64
 from shared.rpc.gateway_session import check_hello
 from shared.rpc.methods import REGISTRY_JOIN
 from shared.rpc.network import Network

@@ -16,8 +16,10 @@ import betterproto2
 from grpclib.encoding.base import CodecBase
 
 from shared.errors import MeshError, RemoteProtocolError, TooLarge
-from shared.rpc.inbound_buffer import PREFIX_BYTES
-from shared.rpc.wire_format import Room, reader, writer
+from shared.messages.wire_format import Room, reader, writer
+
+PREFIX_BYTES = 5
+"""Of a gRPC message: one byte that says whether it is compressed, four of length."""
 
 MAX_MESSAGE_BYTES = 4 << 20
 """Both ways; what gRPC implementations accept by default."""

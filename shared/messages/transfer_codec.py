@@ -14,8 +14,8 @@ from shared.errors import IncompatiblePeer, RemoteProtocolError
 from shared.ids import ID_BYTES, Incarnation, LeaseToken, RequestId, TransferId
 from shared.kv.layout import KvLayout
 from shared.lanes import Certainty, LaneFinding, is_well_formed
+from shared.messages import codec
 from shared.model_spec import ModelSpec
-from shared.rpc import codec
 from shared.transfer.messages import (
     Abort,
     Ack,

@@ -1,0 +1,1 @@
+"""Who belongs to a mesh: joining, and proving that one may; TLS below it."""

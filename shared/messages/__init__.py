@@ -1,0 +1,1 @@
+"""What services say to each other: messages as bytes, and as our own records."""
