@@ -31,9 +31,9 @@ from shared.liveness import DEAD_AFTER_S
 from shared.profile.machine import MachineProfile
 from shared.request import SamplingParams
 from shared.rpc.columns import pack_u32
-from shared.rpc.memory import MemoryNetwork
 from shared.rpc.network import Address
-from shared.transport.loopback import LoopbackSettings
+from tests.support.loopback import LoopbackSettings
+from tests.support.memory_network import MemoryNetwork
 from tests.support.storm import storm
 from tests.support.tiny_tokenizer import tiny_tokenizer
 from tests.support.whole_mesh import Answer, WholeMesh, whole_mesh

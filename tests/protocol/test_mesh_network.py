@@ -23,13 +23,13 @@ from shared.errors import (
 from shared.ids import Incarnation
 from shared.mesh_secret import MeshSecret
 from shared.rpc import codec, mesh_network
-from shared.rpc.memory import MemoryNetwork
 from shared.rpc.mesh_network import MeshNetwork
 from shared.rpc.methods import DECODE_SESSION, MESH_PROVE
 from shared.rpc.network import Network
 from shared.rpc.proof import STAMP_KEY, stamp
 from shared.rpc.stream import open_stream
 from tests.support.echo_service import EchoService, reserve
+from tests.support.memory_network import MemoryNetwork
 
 SERVER = Address("decode-0", 9000)
 SECRET, OTHER_SECRET = MeshSecret("5a" * 32), MeshSecret("5b" * 32)

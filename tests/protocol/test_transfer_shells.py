@@ -20,7 +20,7 @@ from shared.rpc.heartbeat_stream import MAX_OUTBOX, HeartbeatStream
 from shared.rpc.join import DecodePeer
 from shared.telemetry.moments import Moment
 from shared.transport.base import Outcome
-from shared.transport.loopback import LoopbackFabric, LoopbackSettings, LoopbackTransport
+from tests.support.loopback import LoopbackFabric, LoopbackSettings, LoopbackTransport
 from tests.support.transfer_ends import (
     ADDRESS,
     Ends,

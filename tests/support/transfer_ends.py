@@ -24,9 +24,9 @@ from shared.errors import MeshError, TransferFailed
 from shared.ids import Incarnation, LeaseToken, RequestId
 from shared.profile.machine import UNMEASURED, MachineProfile
 from shared.rpc.join import DecodePeer
-from shared.rpc.memory import MemoryFabric, MemoryNetwork
 from shared.transfer.messages import TransferKey
 from shared.transport.base import Transport
+from tests.support.memory_network import MemoryFabric, MemoryNetwork
 from tests.support.stamped_kv import Blocks, StampedKv
 from tests.support.virtual_loop import run_virtual
 
