@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 BLOCK_TOKENS = 512
 """Of Mooncake's traces: what one id of ``hash_ids`` stands for."""
@@ -90,6 +90,9 @@ class Fit:
     is_cut_to_context: bool = False
 
 
+AS_IT_COMES: Final = Fit()
+
+
 class Source(Protocol):
     """Where lengths come from."""
 
@@ -108,7 +111,7 @@ class Source(Protocol):
         ...
 
 
-def plan(source: Source, load: Load, fit: Fit = Fit()) -> Workload:
+def plan(source: Source, load: Load, fit: Fit = AS_IT_COMES) -> Workload:
     """Return the requests of one run. The same arguments give the same requests.
 
     Lengths and arrivals have generators of their own, so that one length stays what it is when the
