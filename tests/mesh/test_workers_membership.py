@@ -21,9 +21,9 @@ from shared.membership.join import (
     WorkerRole,
     advertised,
 )
-from shared.rpc.memory import MemoryNetwork
 from shared.telemetry.worker import WorkerLoad
 from tests.support.fake_gateway import FakeGateway, fake_gateway
+from tests.support.memory_network import MemoryNetwork
 from tests.support.worker_mesh import MODEL, virtual_time
 
 PORT = 8001
