@@ -26,7 +26,7 @@ from services.gateway.core.lifecycle import (
     Reroute,
 )
 from services.gateway.core.routing import RouteDecision
-from services.gateway.core.worker import Worker
+from services.gateway.core.worker import Role, Worker
 from services.gateway.mesh import GenerationRequest, TokenBatch
 from services.gateway.workers.delivery import Delivery
 from services.gateway.workers.membership import Membership
@@ -381,7 +381,8 @@ class RequestShell:
             self._legs = {}
             self._reserve(Leg.WHOLE, order, decision)
             return
-        prefill = _LegShell(self, attempt, Leg.PREFILL, self._membership.session(decision.prefill))
+        session = self._membership.session(decision.prefill, Role.PREFILL)
+        prefill = _LegShell(self, attempt, Leg.PREFILL, session)
         self._legs = {Leg.PREFILL: prefill}
         prefill.stream_id = prefill.session.start_prefill(
             prefill, order, decision.decode if needs_decode else Incarnation(0)
@@ -392,7 +393,7 @@ class RequestShell:
     def _reserve(self, leg: Leg, order: AttemptOrder, decision: RouteDecision) -> None:
         """Send the decode worker's leg; it is the whole attempt if the worker is colocated."""
         now = asyncio.get_running_loop().time()
-        session = self._membership.session(decision.decode)
+        session = self._membership.session(decision.decode, Role.DECODE)
         shell = self._legs[leg] = _LegShell(self, order.attempt, leg, session)
         shell.stream_id = session.reserve(
             shell, order, decision.prefill, wait_s=max(LEAST_WAIT_S, self._blocks_by - now)
