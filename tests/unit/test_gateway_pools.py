@@ -1,4 +1,4 @@
-"""Pools that move: what a worker is by what it holds, Splitwise's routing."""
+"""Pools that move: what a worker is by what it holds, Splitwise's routing, who may move home."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ from typing import Literal
 import pytest
 
 from services.gateway.core.peer_table import PeerTable
-from services.gateway.core.pools import MAX_PENDING_TOKENS, Pool, pool_of
+from services.gateway.core.pools import (
+    MAX_PENDING_TOKENS,
+    Home,
+    Pool,
+    change_home,
+    home_of,
+    pool_of,
+)
 from services.gateway.core.routing import POLICIES, RouteDecision, route
 from services.gateway.core.sides import RouteRequest
 from services.gateway.core.worker import Role, Worker, WorkerStatus
+from shared.errors import InvalidRequest, NotFound
 from shared.ids import Incarnation, StreamId
 from tests.unit.test_gateway_routing import a_worker
 
@@ -368,3 +376,62 @@ def test_colocated_workers_of_one_role_share_the_work_of_both() -> None:
         worker = table.workers[decode - 1]
         worker.sent(Role.DECODE, StreamId(turn), num_tokens=100, num_blocks=7)
         assert pool_of(worker) is Pool.TOKEN
+
+
+# --- a new home -----------------------------------------------------------------------------------
+
+
+def test_a_worker_is_given_its_other_home_with_the_next_epoch() -> None:
+    """As long as somebody is left for what it did; the larger epoch holds."""
+    table = a_mesh_of("prompt", "prompt", "token")
+    worker = table.workers[0]
+    home = change_home(table, worker.incarnation, "token")
+    assert home == Home(Role.DECODE, 1)
+    assert home.replaces(home_of(worker))
+    table.report(worker, WorkerStatus(home=home.role, home_epoch=home.epoch))
+    assert home_of(worker) == home
+    assert change_home(table, worker.incarnation, "prompt") == Home(Role.PREFILL, 2)
+    assert not Home(Role.PREFILL, 1).replaces(home)
+    assert change_home(table, worker.incarnation, "token", 7) == Home(Role.DECODE, 7)
+
+
+@pytest.mark.parametrize(
+    ("worker", "home", "epoch", "code", "remedy"),
+    [
+        (77, "token", None, "no_worker", "`pdmesh top` lists"),
+        (1, "chef", None, "unknown_home", "one of prompt, token"),
+        (4, "prompt", None, "one_role", "start one that serves both"),
+        (1, "token", None, "last_of_role", "start another one, or give another one the home"),
+        (2, "prompt", 0, "old_epoch", "look at it again"),
+    ],
+)
+def test_a_move_that_cannot_be_is_refused_with_its_remedy(
+    worker: int, home: str, epoch: int | None, code: str, remedy: str
+) -> None:
+    """Typed, and nothing has changed."""
+    table = a_mesh_of("prompt", "token", "token")
+    table.join(a_worker(Role.DECODE, 4))
+    with pytest.raises((InvalidRequest, NotFound)) as caught:
+        change_home(table, Incarnation(worker), home, epoch)
+    assert caught.value.code == code
+    assert remedy in caught.value.message
+    assert isinstance(caught.value, NotFound) == (code == "no_worker")
+
+
+def test_who_drains_or_is_silent_does_not_count_as_left() -> None:
+    """A colocated worker does, on both sides."""
+    table = a_mesh_of("prompt", "prompt", "token")
+    first, second, _ = table.workers
+    table.report(second, WorkerStatus(paired=second.status.paired, is_draining=True))
+    with pytest.raises(InvalidRequest, match="last one for prompts"):
+        change_home(table, first.incarnation, "token")
+    colocated = a_worker(Role.DECODE, 9)
+    table.join(colocated)
+    table.report(colocated, WorkerStatus(paired=frozenset({Incarnation(9)})))
+    assert change_home(table, first.incarnation, "token").role is Role.DECODE
+
+
+def test_a_home_that_it_has_already_needs_nobody_else() -> None:
+    """The order is repeated with a newer epoch."""
+    table = a_mesh_of("prompt", "token")
+    assert change_home(table, Incarnation(1), "prompt") == Home(Role.PREFILL, 1)

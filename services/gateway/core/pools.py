@@ -1,4 +1,4 @@
-"""Pools: what a worker is at the moment, by what it holds.
+"""Pools: what a worker is at the moment, by what it holds; and who may change what it is at home.
 
 Every worker has a home: prompts or tokens. As long as it holds work of that kind alone it is in
 the pool of its home; with work of the other kind it is *mixed*, and when none is left it is home
@@ -11,10 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 from operator import attrgetter
+from typing import NamedTuple
 
+from services.gateway.core.peer_table import PeerTable
 from services.gateway.core.sides import Places, RouteRequest, Scores, Sides
 from services.gateway.core.turns import Turns, least
 from services.gateway.core.worker import Role, Worker
+from shared.errors import InvalidRequest, NotFound
+from shared.ids import Incarnation
 
 MAX_PENDING_TOKENS = 8192
 """A queue of prompts over this is long."""
@@ -27,6 +31,9 @@ class Pool(Enum):
     TOKEN = "token"
     MIXED = "mixed"
 
+
+HOMES = {Pool.PROMPT.value: Role.PREFILL, Pool.TOKEN.value: Role.DECODE}
+"""A home's name -> the role that it is."""
 
 _HOME_POOLS = {Role.PREFILL: Pool.PROMPT, Role.DECODE: Pool.TOKEN}
 
@@ -130,3 +137,77 @@ def _has_room(worker: Worker, request: RouteRequest) -> bool:
     """Whether prompt and answer fit beside what is reserved."""
     num_blocks = worker.blocks_for(request.num_tokens + request.max_new_tokens)
     return worker.reserved_blocks + num_blocks < worker.num_blocks
+
+
+# --- homes ----------------------------------------------------------------------------------------
+
+
+class Home(NamedTuple):
+    """What a worker is at home, and the how manieth home that is. Of two the larger epoch wins."""
+
+    role: Role
+    epoch: int
+
+    def replaces(self, other: Home) -> bool:
+        """Whether this home holds where the other one was."""
+        return self.epoch > other.epoch
+
+
+def home_of(worker: Worker) -> Home:
+    """Return a worker's home as it reported it."""
+    return Home(worker.home, worker.status.home_epoch)
+
+
+def change_home(
+    table: PeerTable, incarnation: Incarnation, home: str, epoch: int | None = None
+) -> Home:
+    """Return the home that a worker is to be given. epoch: None = the next one.
+
+    Raises NotFound: no such worker. InvalidRequest: no such home; it serves one side only; it is
+    the last of its role; the epoch is not newer than its own. The message names the remedy.
+    """
+    worker = table.get(incarnation)
+    if worker is None:
+        raise NotFound(
+            f"no worker {incarnation:016x} is in the mesh: `pdmesh top` lists those that are",
+            param="worker",
+            code="no_worker",
+        )
+    role = HOMES.get(home)
+    if role is None:
+        raise InvalidRequest(
+            f"a home is one of {', '.join(HOMES)}, not {home!r}", param="role", code="unknown_home"
+        )
+    before = home_of(worker)
+    after = Home(role, before.epoch + 1 if epoch is None else epoch)
+    if role not in worker.serves:
+        raise InvalidRequest(
+            f"worker {incarnation:016x} serves {worker.role.value} alone: start one that serves "
+            "both roles, or choose one that does",
+            param="worker",
+            code="one_role",
+        )
+    if not after.replaces(before):
+        raise InvalidRequest(
+            f"worker {incarnation:016x} has been moved since (epoch {before.epoch}, this is "
+            f"{after.epoch}): look at it again, then repeat the order",
+            param="epoch",
+            code="old_epoch",
+        )
+    if role is not before.role and not _has_other(table, worker):
+        name = _HOME_POOLS[before.role].value
+        raise InvalidRequest(
+            f"worker {incarnation:016x} is the last one for {name}s: start another one, or give "
+            f"another one the home {name!r} first",
+            param="role",
+            code="last_of_role",
+        )
+    return after
+
+
+def _has_other(table: PeerTable, worker: Worker) -> bool:
+    """Whether somebody else does what this worker does at home."""
+    return any(
+        other is not worker and other.is_usable and other.is_home_on(worker.home)
+        for other in table.workers
+    )
