@@ -98,6 +98,9 @@ class ScriptedMesh:
     def is_ready(self) -> bool:
         return not self.not_ready_reason
 
+    async def change_role(self, worker: str, role: str) -> dict[str, Any]:
+        raise NotFound(f"no worker {worker} is in the mesh", param="worker", code="no_worker")
+
     def cluster(self) -> dict[str, Any]:
         return cluster_body(
             incarnation=Incarnation(1),

@@ -244,6 +244,9 @@ def test_the_view_says_what_workers_reported_and_what_the_window_saw() -> None:
             {
                 "incarnation": incarnation,
                 "role": role,
+                "home": {"prefill": "prompt", "decode": "token"}[role],
+                "pool": {"prefill": "prompt", "decode": "token"}[role],
+                "moves": False,
                 "address": "10.0.0.5:8001",
                 "state": "usable",
                 "running": 2,
