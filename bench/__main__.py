@@ -41,6 +41,7 @@ TITLES = {
     10: "start-up, memory",
     11: "how long a client waits when something dies",
     12: "steps over vLLM beside vLLM",
+    13: "a routing decision, an idle gateway",
 }
 """What each goal's number asks."""
 

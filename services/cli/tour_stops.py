@@ -111,7 +111,7 @@ STOPS: tuple[Stop, ...] = (
         "Decode reserves every block that the prompt needs, or none, and promises them as a lease.",
         "{num_blocks} blocks, {cached_tokens} tokens in the cache already",
         "shared.worker.core.leases:Leases.reserve",
-        "shared.worker.requests:Requests._reserve",
+        "shared.worker.reservations:Reservations.reserve",
     ),
     Stop(
         Moment.QUEUED,
@@ -227,7 +227,7 @@ STOPS: tuple[Stop, ...] = (
         "batch from the next step on.",
         "{num_frames} frames",
         "shared.worker.core.leases:Leases.join",
-        "shared.worker.requests:Requests.placed",
+        "shared.worker.reservations:Reservations.placed",
     ),
     Stop(
         Moment.ACKNOWLEDGED,

@@ -144,7 +144,7 @@ class Gateway:
 
             async def say_readiness() -> None:
                 while True:
-                    changed = members.changed
+                    changed = members.usability.next
                     server.set_ready(mesh.is_ready)
                     await changed.wait()
 

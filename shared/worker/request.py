@@ -13,7 +13,7 @@ from shared.ids import StreamId
 from shared.messages.codec import Order
 from shared.schedule.plan import NewToken, PromptTimes
 from shared.schedule.sequence import Sequence as TokenSequence
-from shared.telemetry.tracing import Phases, TraceSpan
+from shared.telemetry.tracing import Phases, TraceSpan, Value
 from shared.worker.core.lease import Lease
 from shared.worker.core.life import Life, Task
 from shared.worker.pusher import PushHandle, PushStats
@@ -79,3 +79,22 @@ class Request:
     def task(self) -> Task:
         """What this worker does for it."""
         return self.life.task
+
+    def trace_push(self, error: str = "") -> None:
+        """Report a transfer that is over, if anything was sent or should have been."""
+        push = self.push
+        if push is None or not self.span.is_recording or not (push.num_frames or error):
+            return
+        attributes: dict[str, Value] = {
+            "pdmesh.bytes": push.num_bytes,
+            "pdmesh.frames": push.num_frames,
+            "pdmesh.lane": push.link.lane,
+        }
+        if not error:
+            attributes |= {
+                "pdmesh.mode": self.stats.mode,
+                "pdmesh.exposed_s": self.stats.exposed_s,
+                "pdmesh.overlap": self.stats.overlap,
+            }
+        began_at = self.arrived_at if push.first_sent_at is None else push.first_sent_at
+        self.span.phase("prefill.push", began_at, attributes, error=error)

@@ -1,15 +1,14 @@
 """All requests of one worker: prompts for others, answers with KV from others, and whole ones.
 
-What happens to a request is decided by ``core/life.py`` (its life), ``core/leases.py`` (who gets
-blocks, and until when) and ``shared/schedule`` (its steps); this shell performs their effects,
-tells the gateways, and keeps the two clocks that nothing else keeps: deadlines, and leases that
-expire. No wire format here.
+What happens to a request is decided by ``core/life.py`` (its life) and ``shared/schedule`` (its
+steps); this shell performs their effects, tells the gateways and keeps deadlines. What an answer
+has before its KV is here is ``reservations.py``'s. No wire format here.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import structlog
 
@@ -22,7 +21,7 @@ from shared.errors import (
     ShuttingDown,
 )
 from shared.failpoints import failpoint
-from shared.ids import Incarnation, StreamId
+from shared.ids import StreamId
 from shared.kv.pool import BlockPool
 from shared.messages.codec import Order
 from shared.model_spec import ModelSpec
@@ -36,17 +35,7 @@ from shared.step import StepRow
 from shared.telemetry.moments import Moment, note
 from shared.telemetry.tracing import CANCELLED, NO_TRACER, Phases, Tracer, Value
 from shared.telemetry.worker import DecodeMetrics, PrefillMetrics
-from shared.transfer.effects import MAX_RESERVE_WAIT_S
 from shared.transfer.messages import TransferKey
-from shared.worker.core.lease import (
-    AbortReceive,
-    Grant,
-    Lease,
-    LeaseState,
-    Refuse,
-    RefuseOpen,
-)
-from shared.worker.core.lease import Effect as LeaseEffect
 from shared.worker.core.leases import Leases
 from shared.worker.core.life import (
     AbortPush,
@@ -63,15 +52,16 @@ from shared.worker.core.life import (
     Task,
 )
 from shared.worker.pusher import PlannedSpan, Pusher, PushHandle
-from shared.worker.receiver import KvReceiver, LeaseTerms, NoTermsYet, ReceiveStats
+from shared.worker.receiver import KvReceiver
 from shared.worker.request import Line, Request
+from shared.worker.reservations import Reservations
 from shared.worker.stepper import Stepper
 
 _log = structlog.get_logger(__name__)
 
 
 class Requests:
-    """The ``LeaseBook`` of the worker's receiver and the ``StepSink`` of its stepper.
+    """The ``StepSink`` of the worker's stepper; ``reservations`` is its receiver's ``LeaseBook``.
 
     Call ``connect`` before any request comes. tasks: what this worker does. max_prompts,
     max_answers: more at once are refused. on_change: the load has changed.
@@ -94,7 +84,6 @@ class Requests:
         self._tasks = tasks
         self._scheduler = scheduler
         self._pool = pool
-        self._leases = leases
         self._spec = spec
         self._prompt_metrics = prompt_metrics
         self._answer_metrics = answer_metrics
@@ -104,7 +93,15 @@ class Requests:
         self._prompts: dict[Request, None] = {}
         self._answers: dict[TransferKey, Request] = {}  # whole ones, too
         self._by_sequence: dict[TokenSequence, Request] = {}
-        self._timer: asyncio.TimerHandle | None = None
+        self.reservations = Reservations(
+            leases,
+            self._answers,
+            vocab_size=spec.vocab_size,
+            metrics=answer_metrics,
+            handle=self._handle,
+            joined=self._joined,
+            on_change=on_change,
+        )
         self._idle = asyncio.Event()
         self._idle.set()
         self._watchers: asyncio.TaskGroup | None = None
@@ -124,6 +121,7 @@ class Requests:
         step_seconds: predicts a step, 0 = unknown; it decides how KV is pushed.
         """
         self._stepper = stepper
+        self.reservations.receiver = receiver
         self._pusher = pusher
         self._receiver = receiver
         self._step_seconds = step_seconds
@@ -138,8 +136,7 @@ class Requests:
                     await asyncio.get_running_loop().create_future()
                 finally:
                     self._watchers = None
-                    if self._timer is not None:
-                        self._timer.cancel()
+                    self.reservations.close()
 
     # --- what gateways ask -----------------------------------------------------------------------
 
@@ -176,21 +173,9 @@ class Requests:
             raise RemoteProtocolError("this attempt has a reservation already", code="reserved")
 
     def _reserve(self, order: Order, line: Line, now: float) -> Request | None:
-        assert order.peer is not None
-        lease, effects = self._leases.reserve(
-            order.key,
-            order.item,
-            order.peer,
-            now=now,
-            wait_s=min(order.wait_s, MAX_RESERVE_WAIT_S),
-        )
         request = self._begin(order, line, Life(Task.ANSWER), "decode.reserve", now)
-        request.lease = lease
         self._answers[order.key] = request
-        self._perform_leases(effects)
-        if lease.state is LeaseState.WAITING:
-            self._arm(lease.give_up_at)
-            self._lease_changed(lease)
+        self.reservations.reserve(request, now)
         return request if self._answers.get(order.key) is request else None
 
     def _compute(self, task: Task, order: Order, line: Line, now: float) -> Request:
@@ -288,10 +273,7 @@ class Requests:
                 assert request.push is not None
                 request.push.abort(error)
             case CancelLease(error):
-                lease = _lease_of(request)
-                self._perform_leases(self._leases.cancel(lease, error, now=_now()))
-                if lease.state is LeaseState.RELEASED:
-                    self._handle(request, LifeEvent.SETTLED)
+                self.reservations.cancel(request, error)
             case Close():
                 self._close(request)
 
@@ -309,7 +291,7 @@ class Requests:
         if not self._prompts and not self._answers:
             self._idle.set()
         self._stepper.wake()  # what it held may be what others lack
-        self._grant_waiting()
+        self.reservations.grant_waiting()
         self._on_change()
 
     def _close_prompt(self, request: Request) -> None:
@@ -340,10 +322,10 @@ class Requests:
         try:
             request.stats = stats = await push.wait()
         except MeshError as error:
-            _trace_push(request, push, error=error.type)
+            request.trace_push(error.type)
             self._handle(request, LifeEvent.FAILED, error)
         else:
-            _trace_push(request, push)
+            request.trace_push()
             note(Moment.ACKNOWLEDGED, request.order.key.request_id, num_frames=stats.num_frames)
             self._prompt_metrics.transferred(
                 stats.num_bytes,
@@ -354,150 +336,13 @@ class Requests:
             self._handle(request, LifeEvent.PUSHED)
         self._handle(request, LifeEvent.SETTLED)
 
-    # --- leases ----------------------------------------------------------------------------------
-
-    def _perform_leases(self, effects: Iterable[LeaseEffect]) -> None:
-        for effect in effects:
-            match effect:
-                case Grant(lease):
-                    failpoint("decode.before_grant")
-                    self._granted(self._answers[lease.key], lease)
-                case Refuse(lease, error):
-                    self._handle(self._answers[lease.key], LifeEvent.FAILED, error)
-                case RefuseOpen(lease, error) | AbortReceive(lease, error):
-                    if self._receiver is not None:
-                        self._receiver.abort(lease.key, error)
-        self._on_change()
-
-    def _granted(self, request: Request, lease: Lease) -> None:
-        request.phases.turn("decode.receive", _now(), {"pdmesh.cached_tokens": lease.skip_tokens})
-        self._answer_metrics.queue_seconds.observe(lease.wait_s)
-        self._answer_metrics.prompt_tokens.inc(lease.num_tokens)
-        self._answer_metrics.cached_tokens.inc(lease.skip_tokens)
-        note(
-            Moment.RESERVED,
-            lease.key.request_id,
-            num_blocks=len(lease.block_table),
-            cached_tokens=lease.skip_tokens,
-            wait_s=lease.wait_s,
-        )
-        request.line.granted(
-            request.order.stream_id, cached_tokens=lease.skip_tokens, wait_s=lease.wait_s
-        )
-        self._arm(lease.expires_at)
-        self._lease_changed(lease)
-
-    def _lease_changed(self, lease: Lease) -> None:
-        if self._receiver is not None:
-            self._receiver.lease_changed(lease.key)
-
-    def _grant_waiting(self) -> None:
-        self._perform_leases(self._leases.grant_waiting(now=_now()))
-
-    def _arm(self, at: float | None) -> None:
-        """See to it that ``_tick`` runs at this time or before."""
-        if at is None or at == float("inf"):
-            return
-        if self._timer is not None:
-            if self._timer.when() <= at:
-                return
-            self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_at(at, self._tick)
-
-    def _tick(self) -> None:
-        self._timer = None
-        self._perform_leases(self._leases.tick(now=_now()))
-        self._arm(self._leases.next_event_at)
-
-    # --- LeaseBook: the receiver's side ----------------------------------------------------------
-
-    def attach(self, key: TransferKey, source: Incarnation) -> LeaseTerms | NoTermsYet:
-        """See ``LeaseBook``."""
-        request = self._answers.get(key)
-        if request is None:
-            return NoTermsYet.NOT_RESERVED
-        if request.lease is None:
-            raise LeaseLost("this attempt is computed here as a whole", code="colocated")
-        lease = request.lease
-        if not self._leases.open(lease, source):
-            return NoTermsYet.NO_ROOM
-        return LeaseTerms(
-            num_tokens=lease.num_tokens,
-            skip_tokens=lease.skip_tokens,
-            block_table=lease.block_table,
-        )
-
-    def source_lost(self, source: Incarnation, error: MeshError) -> None:
-        """See ``LeaseBook``."""
-        self._perform_leases(self._leases.lose_source(source, error, now=_now()))
-
-    def placed(self, key: TransferKey, first_token: int, stats: ReceiveStats) -> None:
-        """See ``LeaseBook``."""
-        request = self._answers[key]
-        lease = _lease_of(request)
-        if lease.state is not LeaseState.OPEN:
-            # Cancelled in the same instant: nothing writes the blocks any more, and nobody wants
-            # them.
-            self.release(key)
-            return
-        if first_token >= self._spec.vocab_size:
-            # In a step it would fail every sequence of the batch.
-            text = f"prefill committed token {first_token}; the vocabulary has"
-            error = RemoteProtocolError(f"{text} {self._spec.vocab_size}")
-            effects = self._leases.release(lease, now=_now())
-            self._handle(request, LifeEvent.FAILED, error)
-            self._perform_leases(effects)
-            return
-        failpoint("decode.before_join")
-        request.sequence = self._leases.join(lease, first_token)
-        self._by_sequence[request.sequence] = request
+    def _joined(self, request: Request, sequence: TokenSequence) -> None:
+        """All KV of an answer is here: it runs from the next step on."""
+        request.sequence = sequence
+        self._by_sequence[sequence] = request
         self._handle(request, LifeEvent.BEGUN)
-        self._scheduler.add_ready(request.sequence)
+        self._scheduler.add_ready(sequence)
         self._stepper.changed()
-        # What follows must not hold the step up: the stepper has its turn of the loop before it.
-        asyncio.get_running_loop().call_soon(self._tell_joined, request, lease, stats)
-
-    def _tell_joined(self, request: Request, lease: Lease, stats: ReceiveStats) -> None:
-        if request.life.state is LifeState.CLOSED:
-            return  # cancelled in the same instant: its last word is said
-        assert self._receiver is not None
-        lane = self._receiver.lane_from(lease.source)
-        if stats.num_bytes:
-            self._answer_metrics.transfer_bytes.labels(lane).inc(stats.num_bytes)
-            self._answer_metrics.transfer_seconds.labels(lane).observe(stats.receive_s)
-        request.phases.turn(
-            "decode.steps",
-            _now(),
-            {"pdmesh.bytes": stats.num_bytes, "pdmesh.receive_s": stats.receive_s},
-        )
-        request.line.joined(request.order.stream_id, stats, lane)
-        note(Moment.JOINED, request.order.key.request_id, num_frames=stats.num_frames)
-        self._on_change()
-
-    def failed(self, key: TransferKey, error: MeshError) -> None:
-        """See ``LeaseBook``."""
-        request = self._answers[key]
-        # The receiver aborts by itself: the effect that would ask it to is dropped.
-        self._leases.cancel(_lease_of(request), error, now=_now())
-        self._handle(request, LifeEvent.FAILED, error)
-
-    def quarantined(self, key: TransferKey) -> None:
-        """See ``LeaseBook``."""
-        self._leases.begin_quarantine(_lease_of(self._answers[key]))
-
-    def release(self, key: TransferKey) -> None:
-        """See ``LeaseBook``."""
-        request = self._answers[key]
-        lease = _lease_of(request)
-        if lease.state is LeaseState.QUARANTINED:
-            effects = self._leases.end_quarantine(lease, now=_now())
-        else:
-            effects = self._leases.release(lease, now=_now())
-        if request.life.state is LifeState.RECEIVING:  # a clean end: nothing had to be decoded
-            self._handle(request, LifeEvent.CANCELLED)
-        else:
-            self._handle(request, LifeEvent.SETTLED)
-        self._perform_leases(effects)
 
     # --- StepSink: the stepper's side ------------------------------------------------------------
 
@@ -563,7 +408,7 @@ class Requests:
                 self._handle(request, LifeEvent.ENDED)
             elif request.life.state is LifeState.COMPUTING:
                 self._go_on(request, token)
-        self._grant_waiting()
+        self.reservations.grant_waiting()
 
     def _tell_first(self, request: Request, token: NewToken) -> None:
         now, sequence = _now(), token.sequence
@@ -639,31 +484,6 @@ class Requests:
     def num_answers(self) -> int:
         """Answers, whole ones included, that hold something."""
         return len(self._answers)
-
-
-def _trace_push(request: Request, push: PushHandle, *, error: str = "") -> None:
-    """Report a transfer that is over, if anything was sent or should have been."""
-    if not request.span.is_recording or not (push.num_frames or error):
-        return
-    began_at = request.arrived_at if push.first_sent_at is None else push.first_sent_at
-    attributes: dict[str, Value] = {
-        "pdmesh.bytes": push.num_bytes,
-        "pdmesh.frames": push.num_frames,
-        "pdmesh.lane": push.link.lane,
-    }
-    if not error:
-        attributes |= {
-            "pdmesh.mode": request.stats.mode,
-            "pdmesh.exposed_s": request.stats.exposed_s,
-            "pdmesh.overlap": request.stats.overlap,
-        }
-    request.span.phase("prefill.push", began_at, attributes, error=error)
-
-
-def _lease_of(request: Request) -> Lease:
-    """Return the lease of an answer; no other has dealings with leases."""
-    assert request.lease is not None
-    return request.lease
 
 
 def _now() -> float:

@@ -271,7 +271,7 @@ class Worker:
                 engine=engine,
                 compute=compute,
                 transport=transport,
-                leases=self.requests,
+                leases=self.requests.reservations,
                 random_bytes=self._platform.random_bytes,
                 num_slots=(config.staging_mib << 20) // DEFAULT_MAX_FRAME_BYTES,
                 rules=rules,

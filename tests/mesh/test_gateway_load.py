@@ -12,6 +12,7 @@ from services.gateway.core.lifecycle import Leg
 from services.gateway.core.worker import WorkerStatus
 from services.gateway.workers.membership import Membership
 from services.gateway.workers.peers import WorkerSession
+from services.gateway.workers.registry import Registry
 from shared.engine.fake import FakeTiming
 from shared.ids import Incarnation, StreamId
 from tests.support.storm import storm
@@ -100,3 +101,44 @@ async def test_no_prompt_counts_twice_and_none_is_forgotten() -> None:
         for prompt, task in zip(prompts, asking, strict=True):
             assert task.result().token_ids == expected(prompt, 2)
         await mesh.until(lambda: session.worker.pending_tokens == 0)
+
+
+@virtual_time
+async def test_reports_of_load_wake_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a busy mesh and in an idle one reports come, and nobody is woken who waits for a pair, or
+    to tell prefill workers of decode workers. A worker that drains wakes the first, one that comes
+    or goes both; each prefill worker is told once."""
+    told: list[int] = []
+    current_peers = Registry._current_peers
+
+    def counted(registry: Registry) -> Any:
+        directive = current_peers(registry)
+        told.append(len(directive.peers.peers))
+        return directive
+
+    monkeypatch.setattr(Registry, "_current_peers", counted)
+    async with whole_mesh(num_prefill=3, num_decode=2) as mesh:
+        members: Any = mesh.gateways[0].members
+        reports: list[Incarnation] = []
+        update = members.update
+        members.update = lambda *report: (reports.append(report[0]), update(*report))
+        usability, peers = members.usability.next, members.peers.next
+        told.clear()
+        async with asyncio.TaskGroup() as tasks:
+            for seed in range(8):
+                tasks.create_task(mesh.ask(a_prompt(50, seed=seed), 8))
+        await asyncio.sleep(3.0)
+        assert len(reports) >= 5 * 6
+        assert len(set(reports)) == 5
+        assert not usability.is_set()
+        assert not peers.is_set()
+
+        mesh.decodes[0].stop.set()
+        await usability.wait()
+        assert not peers.is_set()  # it drains, and what is on its way to it goes on
+        await peers.wait()
+        await asyncio.sleep(0.1)
+        assert told == [1, 1, 1]
+        await mesh.start_worker("decode")
+        await mesh.until(lambda: members.num_pairs == 6)
+        assert told == [1, 1, 1, 2, 2, 2]

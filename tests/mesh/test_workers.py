@@ -39,7 +39,7 @@ async def test_the_first_step_does_not_wait_for_the_report_of_the_join(
     heard: list[str] = []
     async with worker_mesh() as mesh:
         worker = mesh.decodes[0].worker
-        reservations, stepper = worker.requests, worker.stepper
+        reservations, stepper = worker.requests.reservations, worker.stepper
         for owner, name in ((stepper, "_step"), (reservations, "_tell_joined")):
             told = getattr(owner, name)
             monkeypatch.setattr(owner, name, lambda *a, n=name, t=told: heard.append(n) or t(*a))
@@ -76,17 +76,18 @@ async def test_a_request_cancelled_as_it_joins_reports_no_join(
 ) -> None:
     """Its last word is said: nothing may follow on that stream."""
     async with worker_mesh() as mesh:
-        reservations = mesh.decodes[0].worker.requests
+        requests = mesh.decodes[0].worker.requests
+        reservations = requests.reservations
         placed = reservations.placed
 
         def place_and_cancel(key: Any, *rest: Any) -> None:
             placed(key, *rest)
-            reservations.cancel(reservations._answers[key])
+            requests.cancel(requests._answers[key])
 
         monkeypatch.setattr(reservations, "placed", place_and_cancel)
         request = mesh.start(a_prompt(50), 8)
         await request.until(lambda r: r.done)
-        assert not reservations._answers
+        assert not requests._answers
         assert request.joined is None
         monkeypatch.undo()
         assert await mesh.start(a_prompt(20), 5).finished() == expected(a_prompt(20), 5)

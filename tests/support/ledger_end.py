@@ -26,6 +26,7 @@ from shared.worker.core.life import Task
 from shared.worker.receiver import KvReceiver, LeaseTerms, NoTermsYet, ReceiveStats
 from shared.worker.request import Request
 from shared.worker.requests import Requests
+from shared.worker.reservations import Reservations
 from tests.support.stamped_kv import StampedKv
 from tests.support.transfer_ends import RUNNING, num_tokens_of, request_of
 
@@ -34,39 +35,47 @@ STEP_S = 0.003
 WAIT_S = 50.0
 
 
-class Reserving(Requests):
-    """Production's reservations. on_open: prefill asked for what nobody has reserved; on_attach:
-    it may push from now on; on_release: blocks of a transfer that failed are coming home."""
+class WatchedBook:
+    """Production's lease book, watched. on_open: a source asked for what nobody has reserved;
+    on_attach: it may push from now on; on_release: blocks of a transfer that failed come home."""
 
     def __init__(
         self,
+        book: Reservations,
         *,
         on_open: Callable[[TransferKey, Incarnation], None],
         on_attach: Callable[[TransferKey], None],
         on_release: Callable[[Callable[[], None]], None],
-        **more: object,
     ) -> None:
-        super().__init__(**more)  # type: ignore[arg-type]
+        self._book = book
         self._on_open = on_open
         self._on_attach = on_attach
         self._on_release = on_release
         self.num_quarantined = 0
 
-    def attach(self, key: TransferKey, prefill: Incarnation) -> LeaseTerms | NoTermsYet:
-        terms = super().attach(key, prefill)
+    def attach(self, key: TransferKey, source: Incarnation) -> LeaseTerms | NoTermsYet:
+        terms = self._book.attach(key, source)
         if terms is NoTermsYet.NOT_RESERVED:
-            self._on_open(key, prefill)
+            self._on_open(key, source)
         elif isinstance(terms, LeaseTerms):
             self._on_attach(key)
         return terms
 
     def quarantined(self, key: TransferKey) -> None:
         self.num_quarantined += 1
-        super().quarantined(key)
+        self._book.quarantined(key)
 
     def release(self, key: TransferKey) -> None:
-        release = super().release
-        self._on_release(lambda: release(key))
+        self._on_release(lambda: self._book.release(key))
+
+    def source_lost(self, source: Incarnation, error: MeshError) -> None:
+        self._book.source_lost(source, error)
+
+    def placed(self, key: TransferKey, first_token: int, stats: ReceiveStats) -> None:
+        self._book.placed(key, first_token, stats)
+
+    def failed(self, key: TransferKey, error: MeshError) -> None:
+        self._book.failed(key, error)
 
 
 class LedgerEnd:
@@ -79,19 +88,22 @@ class LedgerEnd:
         self._most_tokens = most_tokens
         self.pool = BlockPool(engine.num_blocks, engine.block_size)
         self.leases = Leases(self.pool, LeasePolicy())
-        self.reservations = Reserving(
-            on_open=self._open,
-            on_attach=on_attach,
-            on_release=self._release,
+        self.requests = Requests(
             tasks=frozenset({Task.ANSWER}),
-            scheduler=self,
+            scheduler=self,  # type: ignore[arg-type]
             pool=self.pool,
             leases=self.leases,
-            spec=engine.spec,
+            spec=engine.spec,  # type: ignore[arg-type]
             prompt_metrics=PrefillMetrics(),
             answer_metrics=DecodeMetrics(),
             max_prompts=1,
             max_answers=1 << 10,
+        )
+        self.book = WatchedBook(
+            self.requests.reservations,
+            on_open=self._open,
+            on_attach=on_attach,
+            on_release=self._release,
         )
         self._requests: dict[TransferKey, Request | None] = {}
         self._num_runs = 0
@@ -103,7 +115,7 @@ class LedgerEnd:
 
     def connect(self, receiver: KvReceiver) -> None:
         """Close the circle."""
-        self.reservations.connect(self, receiver=receiver)  # type: ignore[arg-type]
+        self.requests.connect(self, receiver=receiver)  # type: ignore[arg-type]
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until an event here has made the condition true."""
@@ -114,7 +126,7 @@ class LedgerEnd:
     @property
     def is_home(self) -> bool:
         """Whether no request is left and every block is free."""
-        return not self.reservations.num_answers and not self.pool.num_held
+        return not self.requests.num_answers and not self.pool.num_held
 
     def check_integrity(self) -> None:
         """Raise InvariantViolated unless every block that was reserved is accounted for, once."""
@@ -141,14 +153,14 @@ class LedgerEnd:
             peer=prefill,
             wait_s=WAIT_S,
         )
-        self._requests[key] = self.reservations.take(Task.ANSWER, order, self)
+        self._requests[key] = self.requests.take(Task.ANSWER, order, self)
 
     def cancel(self, key: TransferKey) -> bool:
         """Cancel the request; False: it has no transfer any more."""
         request = self._requests[key]
         if request is None or request.lease.state is not LeaseState.OPEN:
             return False
-        self.reservations.cancel(request)
+        self.requests.cancel(request)
         return True
 
     def granted(self, stream_id: StreamId, *, cached_tokens: int, wait_s: float) -> None:
@@ -184,7 +196,7 @@ class LedgerEnd:
         pass
 
     def _read(self, sequence: TokenSequence) -> None:
-        stream_id = self.reservations._by_sequence[sequence].order.stream_id
+        stream_id = self.requests._by_sequence[sequence].order.stream_id
         self.num_foreign += self._engine.num_foreign(
             sequence.block_table, 0, sequence.num_computed_tokens, stream_id
         )
@@ -194,9 +206,7 @@ class LedgerEnd:
         assert sequence.table is not None
         self.pool.release(sequence.table)
         sequence.finish_reason = FinishReason.STOP
-        self.reservations.step_done(
-            [NewToken(sequence, 1, 1, FinishReason.STOP, None, ())], (), None
-        )
+        self.requests.step_done([NewToken(sequence, 1, 1, FinishReason.STOP, None, ())], (), None)
 
     def _release(self, release: Callable[[], None]) -> None:
         """A lease's blocks come home, and what runs here needs all that is free."""
@@ -215,7 +225,7 @@ class LedgerEnd:
         def end() -> None:
             self.num_foreign += self._engine.num_foreign(table.blocks, 0, num_tokens, name)
             self.pool.release(table)
-            self.reservations.step_done((), (), None)
+            self.requests.step_done((), (), None)
             self.changed.set()
 
         asyncio.get_running_loop().call_later(STEP_S, end)

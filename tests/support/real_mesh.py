@@ -177,11 +177,22 @@ class RealMesh:
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Wait until a condition on the workers' load holds; they report every change of it."""
-        members = self.gateway.members
-        assert members is not None
-        async with asyncio.timeout(HAPPENS_WITHIN_S):
-            while not condition():
-                await members.changed.wait()
+        members: Any = self.gateway.members
+        reported = asyncio.Event()
+        update = members.update
+
+        def updated(*report: Any) -> None:
+            update(*report)
+            reported.set()
+
+        members.update = updated
+        try:
+            async with asyncio.timeout(HAPPENS_WITHIN_S):
+                while not condition():
+                    await reported.wait()
+                    reported.clear()
+        finally:
+            members.update = update
 
     def assert_nothing_left(self) -> None:
         """Every block of both workers is available, and the gateway holds no request."""
@@ -267,6 +278,8 @@ async def real_mesh(
             await stack.enter_async_context(_running(mesh.decode.run))
             assert front.members is not None
             members = front.members
-            await mesh.until(lambda: members.num_pairs)
+            async with asyncio.timeout(HAPPENS_WITHIN_S):
+                while not members.num_pairs:
+                    await members.usability.next.wait()
             yield mesh
     mesh.assert_nothing_left()

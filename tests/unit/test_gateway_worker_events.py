@@ -9,7 +9,7 @@ import pytest
 
 from services.gateway.core.worker import Role
 from services.gateway.workers.peers import WorkerSession
-from services.gateway.workers.registry import _worker
+from services.gateway.workers.registry import read_announcement
 from shared import wire
 from shared.address import Address, is_host
 from shared.errors import MeshError, RemoteProtocolError, WorkerLost
@@ -103,10 +103,10 @@ async def test_a_worker_with_an_impossible_host_does_not_join(host: str) -> None
         num_blocks=9,
         block_size=9,
     )
-    assert _worker(announce, "peer").host == "gpu-1"
+    assert read_announcement(announce, "peer").host == "gpu-1"
     announce.host = host
     with pytest.raises(RemoteProtocolError, match="host"):
-        _worker(announce, "peer")
+        read_announcement(announce, "peer")
     with pytest.raises(MeshError) as caught:
         async with (
             TcpNetwork().channel(Address(host, 9)) as channel,

@@ -190,7 +190,7 @@ class GatewayMesh:
         What is left then fails with ShuttingDown.
         """
         self._is_draining = True
-        self._members.note_change()
+        self._members.usability.tell()
         try:
             async with asyncio.timeout(limit_s):
                 await self._idle.wait()
@@ -201,6 +201,6 @@ class GatewayMesh:
                 turn.set()
             for shell in list(self._shells.values()):
                 shell.fail(error)
-            self._members.note_change()  # who looks for a pair looks no longer
+            self._members.usability.tell()  # who looks for a pair looks no longer
             return False
         return True

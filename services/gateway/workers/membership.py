@@ -27,10 +27,30 @@ from shared.runtime.groups import plain_errors
 _log = structlog.get_logger(__name__)
 
 
+class News:
+    """Something that may change again and again; who waits, waits for the next time."""
+
+    def __init__(self) -> None:
+        self._next = asyncio.Event()
+
+    @property
+    def next(self) -> asyncio.Event:
+        """Set once, at the next change; take a fresh one, before looking, for the change after."""
+        return self._next
+
+    def tell(self) -> None:
+        """It has changed: wake everybody who waits."""
+        self._next.set()
+        self._next = asyncio.Event()
+
+
 class Membership:
     """The gateway's view of its workers; made by ``membership``.
 
     random_bytes: for the policy, and for lease tokens.
+
+    Three things change here. A worker's load changes with every report and wakes nobody. Who may be
+    chosen is ``usability``; which decode workers there are is ``peers``.
     """
 
     def __init__(
@@ -53,7 +73,9 @@ class Membership:
         self._tasks = tasks
         self._sessions: dict[Incarnation, WorkerSession] = {}
         self._session_tasks: dict[Incarnation, asyncio.Task[None]] = {}
-        self._changed = asyncio.Event()
+        self.usability = News()
+        self.peers = News()
+        self._decode_workers: tuple[Worker, ...] = ()
 
     def new_lease_token(self) -> LeaseToken:
         """Return what the two workers of an attempt, and nobody else, know of it."""
@@ -69,7 +91,6 @@ class Membership:
         self.table.join(worker)
         old = self._sessions.get(worker.incarnation)
         if old is not None:
-            worker.has_session = old.worker.has_session
             old.worker = worker
         else:
             session = WorkerSession(
@@ -78,7 +99,7 @@ class Membership:
                 self._network,
                 self.incarnation,
                 self._version,
-                self.note_change,
+                self.note_usability,
             )
             self._sessions[worker.incarnation] = session
             self._session_tasks[worker.incarnation] = self._tasks.create_task(session.run())
@@ -91,14 +112,13 @@ class Membership:
             block_size=worker.block_size,
             at_s=asyncio.get_running_loop().time(),
         )
-        self.note_change()
+        self._note_member(worker)
 
     def update(self, incarnation: Incarnation, status: WorkerStatus) -> None:
         """Take a worker's report."""
         worker = self.table.get(incarnation)
-        if worker is not None:
-            self.table.report(worker, status)
-            self.note_change()
+        if worker is not None and self.table.report(worker, status):
+            self.usability.tell()
 
     def pair_failed(self, prefill: Incarnation, decode: Incarnation) -> None:
         """One of the two says that the other failed it: send nothing there until the next report of
@@ -107,7 +127,7 @@ class Membership:
         if worker is not None:
             paired = worker.status.paired - {decode}
             self.table.report(worker, replace(worker.status, paired=paired))
-            self.note_change()
+            self.usability.tell()
 
     def leave(self, worker: Worker, reason: str) -> None:
         """Remove a worker; requests on it fail over. An entry that a rejoin has replaced stays."""
@@ -127,22 +147,23 @@ class Membership:
             reason=reason,
             at_s=asyncio.get_running_loop().time(),
         )
-        self.note_change()
+        self._note_member(worker)
+
+    def note_usability(self) -> None:
+        """A worker's session came, went, fell silent or speaks again."""
+        self.table.note_usability()
+        self.usability.tell()
+
+    def _note_member(self, worker: Worker) -> None:
+        self.usability.tell()
+        if worker.role is Role.DECODE:
+            self._decode_workers = tuple(self.table.all(Role.DECODE))
+            self.peers.tell()
 
     @property
-    def changed(self) -> asyncio.Event:
-        """Set once, at the next change of anything here; take a fresh one for the change after."""
-        return self._changed
-
-    def note_change(self) -> None:
-        """Wake everybody who waits for a change. Called after every change of who is usable."""
-        self.table.note_usability()
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    def decode_addresses(self) -> list[tuple[Incarnation, str, int]]:
-        """What prefill workers must know: every decode worker that may be pushed to."""
-        return [(w.incarnation, w.host, w.port) for w in self.table.all(Role.DECODE)]
+    def decode_workers(self) -> tuple[Worker, ...]:
+        """Every decode worker that may be pushed to; the same object until ``peers`` tells."""
+        return self._decode_workers
 
     # --- requests -------------------------------------------------------------------------------
 

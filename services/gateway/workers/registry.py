@@ -39,7 +39,9 @@ class Registry:
 
     def __init__(self, members: Membership, incarnation: Incarnation, version: str) -> None:
         self._members = members
-        self._is_closing = False
+        self._closing = asyncio.Event()
+        self._peers: tuple[Worker, ...] | None = None
+        self._peer_list = wire.GatewayDirective()
         self._hello = wire.Hello(
             protocol_version=codec.PROTOCOL_VERSION,
             role=wire.Role.GATEWAY,
@@ -54,15 +56,15 @@ class Registry:
 
     def close(self) -> None:
         """End every worker's membership: this gateway stops."""
-        self._is_closing = True
-        self._members.note_change()
+        self._closing.set()
+        self._members.peers.tell()
 
     async def join(self, stream: JoinStream) -> None:
         """Serve one worker until its stream ends."""
         report = await stream.receive(within_s=FIRST_MESSAGE_S)
         if report is None or report.announce is None:
             raise RemoteProtocolError("a worker's first message must be its announcement")
-        worker = _worker(report.announce, stream.peer.host)
+        worker = read_announcement(report.announce, stream.peer.host)
         if self._members.num_workers >= MAX_WORKERS:
             raise Overloaded(f"{MAX_WORKERS} workers have joined: no more are taken")
         try:
@@ -75,13 +77,14 @@ class Registry:
             await stream.send(wire.GatewayDirective(hello=self._hello))
             with plain_errors():
                 async with asyncio.TaskGroup() as tasks:
-                    teller = tasks.create_task(self._tell_peers(stream, worker.role))
+                    teller = tasks.create_task(self._tell(stream, worker.role))
                     reason = await self._read(stream, worker.incarnation)
                     teller.cancel()
         finally:
             self._members.leave(worker, reason)
 
     async def _read(self, stream: JoinStream, incarnation: Incarnation) -> str:
+        reader = _StatusReader()
         while True:
             try:
                 async with asyncio.timeout(NO_REPORT_S):
@@ -91,31 +94,35 @@ class Registry:
             if report is None:
                 return "it left"
             if report.status is not None:
-                self._members.update(incarnation, _status(report.status))
+                self._members.update(incarnation, reader.read(report.status))
 
-    async def _tell_peers(self, stream: JoinStream, role: Role) -> None:
-        told: list[tuple[Incarnation, str, int]] | None = None
-        while True:
-            changed = self._members.changed
-            if self._is_closing:
-                raise ShuttingDown("this gateway is shutting down", retry_after_s=1.0)
-            peers = self._members.decode_addresses()
-            if role is Role.PREFILL and peers != told:
-                told = peers
-                await stream.send(
-                    wire.GatewayDirective(
-                        peers=wire.PeerList(
-                            peers=[
-                                wire.Peer(incarnation=incarnation, host=host, port=port)
-                                for incarnation, host, port in peers
-                            ]
-                        )
-                    )
-                )
+    async def _tell(self, stream: JoinStream, role: Role) -> None:
+        """Tell a worker that pushes whom it may push to, at each change, until this gateway
+        stops."""
+        if role is Role.PREFILL:
+            await self._tell_peers(stream)
+        await self._closing.wait()
+        raise ShuttingDown("this gateway is shutting down", retry_after_s=1.0)
+
+    async def _tell_peers(self, stream: JoinStream) -> None:
+        while not self._closing.is_set():
+            changed = self._members.peers.next
+            await stream.send(self._current_peers())
             await changed.wait()
 
+    def _current_peers(self) -> wire.GatewayDirective:
+        """Return the list of decode workers; one message for everybody until it changes."""
+        peers = self._members.decode_workers
+        if peers is not self._peers:
+            self._peers = peers
+            listed = [
+                wire.Peer(incarnation=it.incarnation, host=it.host, port=it.port) for it in peers
+            ]
+            self._peer_list = wire.GatewayDirective(peers=wire.PeerList(peers=listed))
+        return self._peer_list
 
-def _worker(announce: wire.WorkerAnnounce, peer_host: str) -> Worker:
+
+def read_announcement(announce: wire.WorkerAnnounce, peer_host: str) -> Worker:
     """Validate an announcement. Raises RemoteProtocolError, IncompatiblePeer."""
     hello = codec.require_hello(announce.hello)
     if announce.model is None or announce.layout is None:
@@ -148,19 +155,30 @@ def _worker(announce: wire.WorkerAnnounce, peer_host: str) -> Worker:
     )
 
 
-def _status(status: wire.WorkerStatus) -> WorkerStatus:
-    return WorkerStatus(
-        pending_tokens=status.pending_tokens,
-        num_waiting=status.num_waiting,
-        num_running=status.num_running,
-        free_blocks=status.free_blocks,
-        reserved_blocks=status.reserved_blocks,
-        quarantined_blocks=status.quarantined_blocks,
-        step_s=status.step_s,
-        is_draining=status.draining,
-        paired=frozenset(Incarnation(i) for i in unpack_u64(status.paired, name="paired")),
-        seen={
-            Role.PREFILL: StreamId(status.seen_prefill_id),
-            Role.DECODE: StreamId(status.seen_decode_id),
-        },
-    )
+class _StatusReader:
+    """Reads one worker's reports; who is paired is unpacked only where the column has changed."""
+
+    def __init__(self) -> None:
+        self._column = b""
+        self._paired: frozenset[Incarnation] = frozenset()
+
+    def read(self, status: wire.WorkerStatus) -> WorkerStatus:
+        """Return the report as the table keeps it. Raises RemoteProtocolError."""
+        if status.paired != self._column:
+            paired = unpack_u64(status.paired, name="paired")
+            self._column, self._paired = status.paired, frozenset(map(Incarnation, paired))
+        return WorkerStatus(
+            pending_tokens=status.pending_tokens,
+            num_waiting=status.num_waiting,
+            num_running=status.num_running,
+            free_blocks=status.free_blocks,
+            reserved_blocks=status.reserved_blocks,
+            quarantined_blocks=status.quarantined_blocks,
+            step_s=status.step_s,
+            is_draining=status.draining,
+            paired=self._paired,
+            seen={
+                Role.PREFILL: StreamId(status.seen_prefill_id),
+                Role.DECODE: StreamId(status.seen_decode_id),
+            },
+        )

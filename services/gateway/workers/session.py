@@ -267,7 +267,7 @@ class RequestShell:
         while True:
             if self._end is not None and self._end.error is not None:
                 raise self._end.error  # while it looked: the deadline, or the drain's limit
-            changed = self._membership.changed
+            changed = self._membership.usability.next
             decision = self._membership.route(
                 num_tokens=num_tokens,
                 max_new_tokens=self.lifecycle.num_tokens_left,

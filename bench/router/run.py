@@ -1,0 +1,307 @@
+"""What does a routing decision cost, and what do reports cost a gateway that is idle?
+
+    python -m bench.router.run [--quick] [--sizes 1 4 16 64 500] [--repetitions 7]
+
+Decisions of each policy over the real peer table, beside reading every worker's load once; then
+reports of many workers through the real registry and membership, beside parsing them alone. No
+network, CPU time of one process. What the numbers mean: README.md beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from bench.record import Record, ratios, run, spread
+from services.gateway.core.peer_table import PeerTable
+from services.gateway.core.routing import POLICIES, RouteRequest, RoutingPolicy, route
+from services.gateway.core.worker import Role, Worker, WorkerStatus
+from services.gateway.workers.membership import Membership, membership
+from services.gateway.workers.registry import Registry, read_announcement
+from shared import wire
+from shared.address import Address
+from shared.ids import Incarnation
+from shared.membership.join import REPORT_S
+from shared.messages import codec
+from shared.messages.columns import pack_u64
+from shared.messages.message_codec import MessageCodec
+
+HERE = Path(__file__).parent
+SIZES = (1, 4, 16, 64, 500)
+GOALS_US = {4: 15.0, 64: 60.0, 500: 400.0}
+"""Of the default policy, by workers a side."""
+
+NUM_IDLE = 64
+"""Workers a side of the gateway that only hears reports."""
+
+REQUEST = RouteRequest(num_tokens=700, max_new_tokens=200)
+
+
+def announcement(role: wire.Role, incarnation: int) -> wire.WorkerAnnounce:
+    """What a worker says first."""
+    return wire.WorkerAnnounce(
+        hello=wire.Hello(
+            protocol_version=codec.PROTOCOL_VERSION, role=role, incarnation=incarnation
+        ),
+        model=wire.ModelInfo(
+            name="m",
+            fingerprint=bytes(32),
+            vocab_size=1000,
+            max_model_len=8192,
+            dtype="float32",
+            engine="torch",
+        ),
+        layout=wire.KvLayout(dtype="float32", num_layers=2, num_kv_heads=2, head_dim=8, parts=2),
+        host=f"worker-{incarnation}",
+        port=8001,
+        num_blocks=4096,
+        block_size=16,
+    )
+
+
+# --- a decision -----------------------------------------------------------------------------------
+
+
+def a_table(num_side: int, *, is_busy: bool) -> PeerTable:
+    """So many workers of each role, all paired. busy: no two alike; else all idle."""
+    table = PeerTable()
+    decodes = [Incarnation(10_000 + idx) for idx in range(num_side)]
+    source = random.Random(num_side)
+    paired = frozenset(decodes)
+    for idx in range(2 * num_side):
+        is_prefill = idx < num_side
+        role = wire.Role.PREFILL if is_prefill else wire.Role.DECODE
+        incarnation = idx + 1 if is_prefill else decodes[idx - num_side]
+        worker = read_announcement(announcement(role, incarnation), "here")
+        worker.has_session = True
+        table.join(worker)
+        status = WorkerStatus(
+            pending_tokens=source.randrange(20_000) if is_busy else 0,
+            reserved_blocks=source.randrange(4096) if is_busy else 0,
+            paired=paired if is_prefill else frozenset(),
+        )
+        table.report(worker, status)
+    return table
+
+
+def read_all(prefills: list[Worker], decodes: list[Worker]) -> None:
+    """The limit: every worker's load is read once, and the least found."""
+    min(map(attrgetter("pending_tokens"), prefills))
+    min(map(attrgetter("reserved_share"), decodes))
+
+
+def us_of(work: Callable[[], object], seconds: float) -> float:
+    """CPU of one call, in microseconds, over about so long."""
+    num_calls = 1
+    while True:
+        began_s = time.process_time()
+        for _ in range(num_calls):
+            work()
+        took_s = time.process_time() - began_s
+        if took_s >= seconds:
+            return took_s / num_calls * 1e6
+        num_calls = max(2 * num_calls, int(num_calls * seconds / max(took_s, 1e-6)))
+
+
+def measure_decisions(
+    num_side: int, *, is_busy: bool, repetitions: int, seconds: float
+) -> Iterator[dict[str, Any]]:
+    """Every policy at one size, in turns with the limit."""
+    table = a_table(num_side, is_busy=is_busy)
+    prefills, decodes = table.all(Role.PREFILL), table.all(Role.DECODE)
+    policies: list[RoutingPolicy] = [make() for make in POLICIES.values()]
+    taken: dict[str, list[float]] = {policy.name: [] for policy in policies}
+    limits: list[float] = []
+    for _ in range(repetitions):
+        limits.append(us_of(lambda: read_all(prefills, decodes), seconds))
+        for policy in policies:
+
+            def decide(policy: RoutingPolicy = policy) -> None:
+                assert route(policy, REQUEST, table.sides, 0.37) is not None
+
+            taken[policy.name].append(us_of(decide, seconds))
+    for name, values in taken.items():
+        yield {
+            "what": "decision",
+            "policy": name,
+            "workers_a_side": num_side,
+            "load": "busy" if is_busy else "idle",
+            "us": spread(values),
+            "limit_us": spread(limits),
+            "times_limit": ratios(values, limits),
+        }
+
+
+# --- an idle gateway ------------------------------------------------------------------------------
+
+
+class NoNetwork:
+    """Sessions dial, and never hear."""
+
+    @contextlib.asynccontextmanager
+    async def channel(self, address: Address) -> AsyncGenerator[Any]:
+        """Wait for ever."""
+        await asyncio.Event().wait()
+        yield address
+
+
+class Reporter:
+    """One worker's join stream: its announcement, then reports, each parsed from its bytes."""
+
+    def __init__(self, role: wire.Role, incarnation: int, paired: bytes) -> None:
+        self.peer = Address("here", 1)
+        self.num_lists = 0
+        self._announce = wire.WorkerReport(announce=announcement(role, incarnation))
+        self._codec = MessageCodec()
+        self._reports = [
+            self._codec.encode(
+                wire.WorkerReport(
+                    status=wire.WorkerStatus(
+                        free_blocks=4000, reserved_blocks=idx, step_s=0.02, paired=paired
+                    )
+                ),
+                wire.WorkerReport,
+            )
+            for idx in range(2)
+        ]
+        self._turn = 0
+        self._has_announced = False
+        self._due = asyncio.Semaphore(0)
+
+    def send_one(self) -> None:
+        """Let one report arrive."""
+        self._due.release()
+
+    def parse(self) -> wire.WorkerReport:
+        """Parse the next report."""
+        self._turn += 1
+        return self._codec.decode(self._reports[self._turn % 2], wire.WorkerReport)
+
+    async def receive(self, within_s: float | None = None) -> wire.WorkerReport:
+        """See ``ServerStream``."""
+        if not self._has_announced:
+            self._has_announced = True
+            return self._announce
+        await self._due.acquire()
+        return self.parse()
+
+    async def send(self, message: wire.GatewayDirective) -> None:
+        """See ``ServerStream``."""
+        self.num_lists += message.peers is not None
+
+
+async def measure_reports(num_side: int, repetitions: int, rounds: int) -> dict[str, Any]:
+    """Seconds of CPU that the reports of so many workers a side cost in a second, and what of it
+    parsing is."""
+    decodes = [10_000 + idx for idx in range(num_side)]
+    reporters = [Reporter(wire.Role.PREFILL, idx + 1, pack_u64(decodes)) for idx in range(num_side)]
+    reporters += [Reporter(wire.Role.DECODE, incarnation, b"") for incarnation in decodes]
+    network: Any = NoNetwork()
+    policy = POLICIES["least_loaded"]()
+    shares: list[float] = []
+    parsing: list[float] = []
+    async with (
+        membership(network, policy, Incarnation(9), "bench", random.Random(1).randbytes) as members,
+        asyncio.TaskGroup() as tasks,
+    ):
+        registry = Registry(members, Incarnation(9), "bench")
+        joins = [tasks.create_task(registry.join(stream)) for stream in reporters]  # pyright: ignore[reportArgumentType]
+        await _settled(members, reporters)
+        told = [stream.num_lists for stream in reporters]
+        for _ in range(repetitions):
+            began_s = time.process_time()
+            for _ in range(rounds):
+                for stream in reporters:
+                    stream.send_one()
+                    await asyncio.sleep(0)  # one by one, as they come
+                    await asyncio.sleep(0)
+            shares.append((time.process_time() - began_s) / rounds / REPORT_S)
+            began_s = time.process_time()
+            for _ in range(rounds):
+                for stream in reporters:
+                    stream.parse()
+            parsing.append((time.process_time() - began_s) / rounds / REPORT_S)
+        assert [stream.num_lists for stream in reporters] == told, "a report caused a peer list"
+        for join in joins:
+            join.cancel()
+    return {
+        "what": "reports",
+        "workers_a_side": num_side,
+        "reports_per_s": 2 * num_side / REPORT_S,
+        "share_of_core": spread(shares),
+        "parsing_share_of_core": spread(parsing),
+        "times_parsing": ratios(shares, parsing),
+    }
+
+
+async def _settled(members: Membership, reporters: list[Reporter]) -> None:
+    """Wait until everybody has joined and is usable, and all peer lists are out."""
+    while members.num_workers < len(reporters):
+        await asyncio.sleep(0)
+    for session in members.sessions:
+        session.worker.has_session = True
+    for stream in reporters:
+        stream.send_one()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    members.note_usability()
+    assert members.num_pairs == (len(reporters) // 2) ** 2
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--quick", action="store_true", help="short, prints only")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="workers a side")
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--record", action="store_true", help="write results of a quick run too")
+    asked = parser.parse_args()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    seconds = 0.02 if asked.quick else 0.1
+    if asked.quick:
+        asked.repetitions = 3
+    record = Record(HERE, asked.quick)
+    for num_side in asked.sizes:
+        for is_busy in (False, True):
+            for row in measure_decisions(
+                num_side, is_busy=is_busy, repetitions=asked.repetitions, seconds=seconds
+            ):
+                record.rows.append(row)
+                print(
+                    f"{num_side:4} + {num_side:<4} {row['load']}  {row['policy']:14}"
+                    f"{row['us']['median']:8.1f} us CPU, {row['times_limit']['median']:5.1f} x "
+                    f"reading every load ({row['limit_us']['median']:.1f} us)"
+                )
+                if row["policy"] == "least_loaded" and num_side in GOALS_US:
+                    what = f"a decision, {num_side} + {num_side} {row['load']} workers, CPU us"
+                    record.goal(13, what, row["us"], "<=", GOALS_US[num_side])
+    rounds = 20 if asked.quick else 200
+    row = run(measure_reports(NUM_IDLE, asked.repetitions, rounds))
+    record.rows.append(row)
+    print(
+        f"{row['reports_per_s']:.0f} reports/s of {NUM_IDLE} + {NUM_IDLE} idle workers: "
+        f"{row['share_of_core']['median']:.2%} of a core (CPU), "
+        f"{row['times_parsing']['median']:.2f} x parsing them"
+    )
+    record.goal(
+        13,
+        f"an idle gateway with {NUM_IDLE} + {NUM_IDLE} workers, share of a core",
+        row["share_of_core"],
+        "<=",
+        0.02,
+    )
+    record.finish(write=True if asked.record else None)
+
+
+if __name__ == "__main__":
+    main()
