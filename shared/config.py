@@ -21,7 +21,7 @@ from shared.address import Address, is_loopback, parse_address
 from shared.errors import InvalidRequest
 from shared.lanes import read_requirement
 
-RoutingPolicyName = Literal["least_loaded", "round_robin", "random"]
+RoutingPolicyName = Literal["least_loaded", "round_robin", "random", "splitwise"]
 """What ``--policy`` takes; the policies are the gateway's (``core/routing.py``)."""
 
 MESH_PORT = 8200
@@ -169,7 +169,7 @@ class GatewayConfig(ServiceConfig):
     """Name that clients use; default: the folder's name."""
 
     policy: Annotated[str, OneOf(*get_args(RoutingPolicyName))] = "least_loaded"
-    """Routing policy: least_loaded, round_robin or random."""
+    """Routing policy: least_loaded, round_robin, random or splitwise."""
 
     tls_cert: Path | None = None
     """Serve clients over TLS, on HTTP and gRPC alike: PEM file with the certificate and those that

@@ -35,7 +35,7 @@ from services.cli.bench.records import Run
 from services.cli.bench.search import RateSearch
 from services.cli.bench.sources import Lengths, Sessions, Shape
 from services.cli.bench.summary import summarize
-from services.cli.bench.workload import Load, Source, plan
+from services.cli.bench.workload import Fit, Load, Source, plan
 from services.local import local_mesh, plan_services, wait_for_pair
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
 from shared.model_folder import DEMO_FOLDER
@@ -287,7 +287,7 @@ async def ask(system: System, source: Source, load: Load, slo: Slo, seed: int) -
 
 async def send(endpoints: Sequence[ServerEndpoint], source: Source, load: Load, seed: int) -> Run:
     """Send one workload, fitted to the model."""
-    fit = fit_of(endpoints, scale=SCALE, max_input=1400, max_output=200)
+    fit = fit_of(endpoints, Fit(scale=SCALE, max_input=1400, max_output=200))
     workload = plan(source, load, fit)
     return await run_open_loop(
         endpoints, workload, prompt_seed=seed, vocab=VOCAB - 100, spread="prefix"

@@ -69,7 +69,8 @@ class WorkerRole(Enum):
 class Announcement:
     """What a worker is, for as long as its process lives.
 
-    address: an empty host = the address that the worker's stream comes from.
+    address: an empty host = the address that the worker's stream comes from. serves: the roles for
+    which it takes orders, empty = ``role`` alone.
     """
 
     role: WorkerRole
@@ -80,6 +81,7 @@ class Announcement:
     address: Address
     num_blocks: int
     block_size: int
+    serves: tuple[WorkerRole, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +310,7 @@ class Registration:
             port=it.address.port,
             num_blocks=it.num_blocks,
             block_size=it.block_size,
+            serves=[role.value for role in it.serves],
         )
 
     async def _greet(self, stream: ClientStream[Any, Any]) -> Incarnation:
@@ -398,6 +401,13 @@ class _Link:
         self.task: asyncio.Task[None] | None = None
 
 
+_HOMES = {
+    "": wire.Role.UNSPECIFIED,
+    "prefill": wire.Role.PREFILL,
+    "decode": wire.Role.DECODE,
+}
+
+
 def _status(load: WorkerLoad, seen: SeenOrders) -> wire.WorkerStatus:
     return wire.WorkerStatus(
         pending_tokens=load.pending_tokens,
@@ -411,6 +421,10 @@ def _status(load: WorkerLoad, seen: SeenOrders) -> wire.WorkerStatus:
         paired=pack_u64(load.paired),
         seen_prefill_id=seen.prefill,
         seen_decode_id=seen.decode,
+        num_prompts=load.num_prompts,
+        num_answers=load.num_answers,
+        home=_HOMES[load.home],
+        home_epoch=load.home_epoch,
     )
 
 

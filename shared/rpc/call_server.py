@@ -1,8 +1,9 @@
 """A gRPC server without its socket: calls, health, reflection, draining, closing.
 
-``tcp.py`` and ``memory.py`` give it connections. What grpclib's own server lacks: a deadline on the
-loop's clock, damaged headers that end one call only, a drain that refuses new calls with a typed
-error while running ones finish, and a close that tells every caller. It knows no service.
+``tcp.py``, or ``memory_network.py`` in tests, gives it connections. What grpclib's own server
+lacks: a deadline on the loop's clock, damaged headers that end one call only, a drain that refuses
+new calls with a typed error while running ones finish, and a close that tells every caller. It
+knows no service.
 """
 
 from __future__ import annotations

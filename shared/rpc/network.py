@@ -1,7 +1,7 @@
 """How processes find each other's gRPC services: the seam between real sockets and a mesh in one
 process.
 
-``TcpNetwork`` (tcp.py) is production; ``MemoryNetwork`` (memory.py) carries the same HTTP/2 bytes
+``TcpNetwork`` (tcp.py) is production; ``MemoryNetwork`` of the tests carries the same HTTP/2 bytes
 through memory, so that the whole mesh can run in one process under virtual time.
 """
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -38,7 +39,8 @@ class WorkerLoad:
 
     pending_tokens: prompt tokens queued or running. reserved_blocks: held by leases and sequences.
     step_s: moving mean of the step time. paired: incarnations of the decode workers whose canary
-    crossed."""
+    crossed. num_prompts, num_answers: what it holds of either kind; a worker that serves one role
+    need not count. home: the role's name, '' = the one it joined with."""
 
     pending_tokens: int = 0
     num_waiting: int = 0
@@ -49,6 +51,10 @@ class WorkerLoad:
     step_s: float = 0.0
     is_draining: bool = False
     paired: tuple[int, ...] = ()
+    num_prompts: int = 0
+    num_answers: int = 0
+    home: Literal["", "prefill", "decode"] = ""
+    home_epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

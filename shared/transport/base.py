@@ -1,8 +1,8 @@
 """The data plane's one page: tagged, two-sided messages between two processes.
 
-Implementations: ``ucxx`` (shared memory, tcp, RDMA where a system UCX has it) and ``loopback`` (in
-memory, for tests and simulation; same contract). Semantics that the mesh relies on, and that tests
-assert for both:
+Implementations: ``ucxx.py`` (shared memory, tcp, RDMA where a system UCX has it) and, in memory,
+``tests/support/loopback.py``, which keeps the same contract. Semantics that the mesh relies on, and
+that tests assert for both:
 
 - A tag is used once in the life of a transport. A message goes to the receive posted with exactly
   its tag.

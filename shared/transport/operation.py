@@ -1,9 +1,9 @@
-"""What both transports share: an operation's life on the event loop, and the checks every buffer
+"""What all transports share: an operation's life on the event loop, and the checks every buffer
 passes.
 
 An operation settles exactly once, on the loop, and only when the transport has given its buffer
-back, or has said that it never will (ABANDONED). This module knows no wire: ``ucxx.py`` and
-``loopback.py`` decide when that is.
+back, or has said that it never will (ABANDONED). This module knows no wire: ``ucxx.py`` and the
+tests' ``loopback.py`` decide when that is.
 """
 
 from __future__ import annotations

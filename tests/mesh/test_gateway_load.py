@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from services.gateway.core.lifecycle import Leg
-from services.gateway.core.worker import WorkerStatus
+from services.gateway.core.routing import POLICIES
+from services.gateway.core.worker import Worker, WorkerStatus
 from services.gateway.workers.membership import Membership
 from services.gateway.workers.peers import WorkerSession
 from services.gateway.workers.registry import Registry
@@ -33,8 +34,9 @@ class Reports:
 
         def watched(members: Membership, incarnation: Incarnation, status: WorkerStatus) -> None:
             update(members, incarnation, status)
-            if members.table.get(incarnation) is not None:
-                self._check(members.session(incarnation))
+            worker = members.table.get(incarnation)
+            if worker is not None:
+                self._check(members.session(incarnation, worker.role))
                 self.num_reports += 1
 
         attach = WorkerSession._attach
@@ -109,14 +111,14 @@ async def test_reports_of_load_wake_nobody(monkeypatch: pytest.MonkeyPatch) -> N
     to tell prefill workers of decode workers. A worker that drains wakes the first, one that comes
     or goes both; each prefill worker is told once."""
     told: list[int] = []
-    current_peers = Registry._current_peers
+    peers_of = Registry._peers_of
 
-    def counted(registry: Registry) -> Any:
-        directive = current_peers(registry)
+    def counted(registry: Registry, worker: Worker) -> Any:
+        directive = peers_of(registry, worker)
         told.append(len(directive.peers.peers))
         return directive
 
-    monkeypatch.setattr(Registry, "_current_peers", counted)
+    monkeypatch.setattr(Registry, "_peers_of", counted)
     async with whole_mesh(num_prefill=3, num_decode=2) as mesh:
         members: Any = mesh.gateways[0].members
         reports: list[Incarnation] = []
@@ -142,3 +144,27 @@ async def test_reports_of_load_wake_nobody(monkeypatch: pytest.MonkeyPatch) -> N
         await mesh.start_worker("decode")
         await mesh.until(lambda: members.num_pairs == 6)
         assert told == [1, 1, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("colocated", [False, True])
+def test_workers_of_one_role_serve_under_every_policy(policy: str, colocated: bool) -> None:
+    """Prefill workers, decode workers and colocated ones: all answers are exact, and the work is
+    shared."""
+
+    @virtual_time
+    async def run() -> None:
+        options: dict[str, Any] = {"num_prefill": 0, "decode": {"colocated": True}}
+        async with whole_mesh(
+            num_decode=2, gateway={"policy": policy}, **(options if colocated else {})
+        ) as mesh:
+            answers: list[asyncio.Task[Any]] = []
+            async with asyncio.TaskGroup() as tasks:
+                for seed in range(12):
+                    asked = mesh.ask(a_prompt(40 + seed, seed=seed), 6)
+                    answers.append(tasks.create_task(asked))
+            for seed, answer in enumerate(answers):
+                assert answer.result().token_ids == expected(a_prompt(40 + seed, seed=seed), 6)
+            assert len({answer.result().receipt["decode"] for answer in answers}) == 2
+
+    run()

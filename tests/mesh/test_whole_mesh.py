@@ -31,9 +31,9 @@ from shared.liveness import DEAD_AFTER_S
 from shared.messages.columns import pack_u32
 from shared.profile.machine import MachineProfile
 from shared.request import SamplingParams
-from shared.rpc.memory import MemoryNetwork
 from shared.rpc.network import Address
-from shared.transport.loopback import LoopbackSettings
+from tests.support.loopback import LoopbackSettings
+from tests.support.memory_network import MemoryNetwork
 from tests.support.storm import storm
 from tests.support.tiers import few
 from tests.support.tiny_tokenizer import tiny_tokenizer

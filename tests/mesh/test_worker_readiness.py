@@ -11,9 +11,9 @@ from grpclib.health.v1.health_grpc import HealthStub
 from grpclib.health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from shared.address import Address
-from shared.rpc.memory import MemoryNetwork
 from shared.telemetry.loop_lag import INTERVAL_S
-from shared.transport.loopback import LoopbackFabric, LoopbackSettings
+from tests.support.loopback import LoopbackFabric, LoopbackSettings
+from tests.support.memory_network import MemoryNetwork
 from tests.support.worker_mesh import (
     RunningWorker,
     WorkerMesh,

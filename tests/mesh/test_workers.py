@@ -10,7 +10,7 @@ import pytest
 from shared.engine.fake import FakeTiming, fake_prompt_logprobs
 from shared.messages import codec
 from shared.request import FinishReason, SamplingParams
-from shared.transport.loopback import LoopbackSettings
+from tests.support.loopback import LoopbackSettings
 from tests.support.step_rows import step_tokens_from_wire
 from tests.support.worker_mesh import MODEL, a_prompt, expected, virtual_time, worker_mesh
 

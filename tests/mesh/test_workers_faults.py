@@ -27,8 +27,8 @@ from shared.errors import (
 )
 from shared.ids import Incarnation
 from shared.request import SamplingParams
-from shared.transport.loopback import LoopbackSettings
 from tests.support.fake_gateway import FakeRequest
+from tests.support.loopback import LoopbackSettings
 from tests.support.worker_mesh import MODEL, a_prompt, expected, virtual_time, worker_mesh
 
 SLOW = FakeTiming(base_s=0.1)

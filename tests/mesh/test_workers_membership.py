@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,18 +13,19 @@ import pytest
 from shared import wire
 from shared.address import Address
 from shared.errors import IncompatiblePeer, Overloaded
-from shared.ids import Incarnation
+from shared.ids import Incarnation, StreamId
 from shared.membership.join import (
     RETURNS_S,
     Announcement,
     DecodePeer,
     Registration,
+    SeenOrders,
     WorkerRole,
     advertised,
 )
-from shared.rpc.memory import MemoryNetwork
 from shared.telemetry.worker import WorkerLoad
 from tests.support.fake_gateway import FakeGateway, fake_gateway
+from tests.support.memory_network import MemoryNetwork
 from tests.support.worker_mesh import MODEL, virtual_time
 
 PORT = 8001
@@ -276,6 +278,31 @@ async def test_status_comes_every_half_second_and_soon_after_a_change() -> None:
         assert gateway.num_statuses == before + 1
         status = gateway.status[WORKER]
         assert (status.num_running, status.pending_tokens, status.draining) == (3, 100, True)
+
+    await in_world(body)
+
+
+@virtual_time
+async def test_roles_home_and_seen_orders_travel_with_announcement_and_status() -> None:
+    """A worker that serves both says so once, and with each status what it holds, where it is at
+    home, and what of that gateway's orders it counts."""
+
+    async def body(world: World) -> None:
+        gateway = await world.gateway("g1", incarnation=0xA1)
+        client = world.client("g1")
+        registration = client.registration
+        registration._announcement = replace(
+            registration._announcement, serves=(WorkerRole.PREFILL, WorkerRole.DECODE)
+        )
+        client.load = WorkerLoad(num_prompts=2, num_answers=3, home="decode", home_epoch=4)
+        seen = {0xA1: SeenOrders(StreamId(7), StreamId(8))}
+        registration._seen = lambda gateway: seen[gateway]
+        await until(lambda: WORKER in gateway.status, gateway)
+        assert gateway.workers[WORKER].serves == [wire.Role.PREFILL, wire.Role.DECODE]
+        status = gateway.status[WORKER]
+        assert (status.num_prompts, status.num_answers, status.home_epoch) == (2, 3, 4)
+        assert status.home == wire.Role.DECODE
+        assert (status.seen_prefill_id, status.seen_decode_id) == (7, 8)
 
     await in_world(body)
 

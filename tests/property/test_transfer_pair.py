@@ -21,7 +21,7 @@ from shared.errors import InvariantViolated, TransferFailed
 from shared.ids import LeaseToken, RequestId
 from shared.kv.layout import KvLayout
 from shared.transfer.messages import TransferKey
-from shared.transfer.pair import Choice, TransferPair
+from tests.support.transfer_pair import Choice, TransferPair
 
 PREFILL_BLOCKS = 16
 DECODE_BLOCKS = 5

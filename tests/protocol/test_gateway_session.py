@@ -14,11 +14,11 @@ from shared.ids import Incarnation
 from shared.liveness import LivenessRule
 from shared.messages import codec
 from shared.rpc.gateway_session import GatewaySession, GatewaySessions
-from shared.rpc.memory import MemoryNetwork
 from shared.rpc.methods import DECODE_SESSION
 from shared.rpc.stream import ClientStream, open_stream
 from shared.rpc.tcp import TcpNetwork
 from tests.support.echo_service import ANY_PORT, granted, reserve
+from tests.support.memory_network import MemoryNetwork
 
 WINDOW_BYTES = 65_535
 

@@ -26,11 +26,11 @@ from shared.membership.mesh_network import MeshNetwork
 from shared.membership.proof import STAMP_KEY, stamp
 from shared.mesh_secret import MeshSecret
 from shared.messages import codec
-from shared.rpc.memory import MemoryNetwork
 from shared.rpc.methods import DECODE_SESSION, MESH_PROVE
 from shared.rpc.network import Network
 from shared.rpc.stream import open_stream
 from tests.support.echo_service import EchoService, reserve
+from tests.support.memory_network import MemoryNetwork
 
 SERVER = Address("decode-0", 9000)
 SECRET, OTHER_SECRET = MeshSecret("5a" * 32), MeshSecret("5b" * 32)

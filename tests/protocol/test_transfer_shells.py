@@ -19,8 +19,8 @@ from shared.profile.machine import MachineProfile
 from shared.rpc.heartbeat_stream import MAX_OUTBOX, HeartbeatStream
 from shared.telemetry.moments import Moment
 from shared.transport.base import Outcome
-from shared.transport.loopback import LoopbackFabric, LoopbackSettings, LoopbackTransport
 from shared.worker.pusher import PushStats
+from tests.support.loopback import LoopbackFabric, LoopbackSettings, LoopbackTransport
 from tests.support.transfer_ends import (
     ADDRESS,
     Ends,

@@ -10,7 +10,7 @@ import pytest
 
 from shared.errors import TransferFailed
 from shared.ids import Incarnation
-from shared.transport.loopback import LoopbackFabric, LoopbackSettings
+from tests.support.loopback import LoopbackFabric, LoopbackSettings
 from tests.support.transfer_ends import Ends, in_virtual_time, num_tokens_of, running_ends
 
 LONG = next(n for n in range(1000) if num_tokens_of(n, 16) == 16)

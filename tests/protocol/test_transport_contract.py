@@ -14,8 +14,8 @@ import pytest
 
 from shared.errors import LocalProtocolError, TransferFailed
 from shared.transport.base import Endpoint, Outcome, Transport, TransportFactory
-from shared.transport.loopback import LoopbackFabric, LoopbackSettings
 from shared.transport.settings import UcxSettings
+from tests.support.loopback import LoopbackFabric, LoopbackSettings
 from tests.support.ucx_peer import pattern
 
 RENDEZVOUS = 1 << 20

@@ -11,7 +11,7 @@ import pytest
 
 from shared.errors import TransferFailed
 from shared.transport.base import Outcome
-from shared.transport.loopback import LoopbackFabric, LoopbackSettings, LoopbackTransport
+from tests.support.loopback import LoopbackFabric, LoopbackSettings, LoopbackTransport
 from tests.support.virtual_loop import run_virtual
 
 BIG = 1_000_000

@@ -366,11 +366,12 @@ async def process_mesh(
     has_secret: False = whoever reaches a port may call every method.
     """
     mesh = ProcessMesh(engine, new_secret(random.randbytes) if has_secret else "")
-    try:
-        yield mesh
-    finally:
-        for process in mesh.processes:
-            await process.end_at_once()
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            yield mesh
+        finally:
+            for process in reversed(mesh.processes):  # all, whatever one of them has said
+                stack.push_async_callback(process.end_at_once)
 
 
 def parse_gauges(text: str) -> dict[str, float]:

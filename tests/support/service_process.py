@@ -118,10 +118,12 @@ class ServiceProcess(asyncio.SubprocessProtocol):
     async def end_at_once(self) -> None:
         """Kill what still lives and let go of it."""
         assert self._transport is not None
-        if self.is_alive:
-            self._transport.kill()
-            await self.ended()
-        self._transport.close()
+        try:
+            if self.is_alive:
+                self._transport.kill()
+                await self.ended()
+        finally:
+            self._transport.close()
 
     # --- what the system knows of it ------------------------------------------------------------
 

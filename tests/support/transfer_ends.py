@@ -21,12 +21,12 @@ from shared.errors import MeshError, TransferFailed
 from shared.ids import Incarnation, LeaseToken, RequestId
 from shared.membership.join import DecodePeer
 from shared.profile.machine import UNMEASURED, MachineProfile
-from shared.rpc.memory import MemoryFabric, MemoryNetwork
 from shared.transfer.messages import TransferKey
 from shared.transport.base import Transport
 from shared.worker.dial import PairTable
 from shared.worker.pusher import Pusher, PushHandle
 from shared.worker.receiver import KvReceiver, LeaseTerms, NoTermsYet, ReceiveStats
+from tests.support.memory_network import MemoryFabric, MemoryNetwork
 from tests.support.stamped_kv import Blocks, StampedKv
 from tests.support.virtual_loop import run_virtual
 

@@ -23,12 +23,12 @@ from shared.config import GatewayConfig
 from shared.engine.fake import FakeTiming
 from shared.errors import MeshError
 from shared.messages.columns import pack_u32, unpack_u32
-from shared.rpc.memory import MemoryNetwork
 from shared.rpc.methods import GENERATE
 from shared.rpc.status import RECEIPT_TRAILER
 from shared.rpc.stream import open_stream
 from shared.runtime.platform import Platform
-from shared.transport.loopback import LoopbackFabric, LoopbackSettings
+from tests.support.loopback import LoopbackFabric, LoopbackSettings
+from tests.support.memory_network import MemoryNetwork
 from tests.support.tiny_tokenizer import tiny_text_model
 from tests.support.worker_mesh import MODEL, RunningWorker, launch_worker
 

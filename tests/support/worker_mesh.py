@@ -24,11 +24,11 @@ from shared.engine.worker import VirtualCompute
 from shared.ids import Incarnation
 from shared.profile.machine import UNMEASURED, MachineProfile
 from shared.request import SamplingParams
-from shared.rpc.memory import MemoryNetwork
 from shared.runtime.platform import Platform
-from shared.transport.loopback import LoopbackFabric, LoopbackSettings
 from shared.worker.worker import Worker
 from tests.support.fake_gateway import FakeGateway, FakeRequest, fake_gateway
+from tests.support.loopback import LoopbackFabric, LoopbackSettings
+from tests.support.memory_network import MemoryNetwork
 from tests.support.virtual_loop import run_virtual
 
 MODEL = FakeModel(max_model_len=2048)

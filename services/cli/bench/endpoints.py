@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from services.cli.bench.prompts import DEFAULT_VOCAB, Prompts
 from services.cli.bench.records import Record
-from services.cli.bench.workload import Fit
+from services.cli.bench.workload import AS_IT_COMES, Fit
 from services.cli.client import NO_ACCESS, Access
 
 Api = Literal["auto", "completions", "chat"]
@@ -61,15 +61,8 @@ class ServerEndpoint(Protocol):
         ...
 
 
-def fit_of(
-    endpoints: Sequence[ServerEndpoint],
-    *,
-    scale: float = 1.0,
-    max_input: int | None = None,
-    max_output: int | None = None,
-    is_cut_to_context: bool = False,
-) -> Fit:
-    """Return what fits into the smallest context of these servers."""
+def fit_of(endpoints: Sequence[ServerEndpoint], wanted: Fit = AS_IT_COMES) -> Fit:
+    """Return what is wanted, bounded by the smallest context of these servers."""
     lengths: list[int] = []
     for endpoint in endpoints:
         found = endpoint.description
@@ -78,13 +71,7 @@ def fit_of(
             share = 1.0 if found.prompts == "token ids" else 0.9
             margin = CHAT_MARGIN if found.api == "chat" else 0
             lengths.append(max(2, int(found.max_model_len * share) - margin))
-    return Fit(
-        scale=scale,
-        max_input=max_input,
-        max_output=max_output,
-        max_total=min(lengths, default=None),
-        is_cut_to_context=is_cut_to_context,
-    )
+    return replace(wanted, max_total=min(lengths, default=None))
 
 
 @contextlib.asynccontextmanager

@@ -51,14 +51,7 @@ class Measurement:
             ignore_eos=requests.ignore_eos,
         ) as endpoints:
             self.descriptions = [endpoint.description for endpoint in endpoints]
-            fit = fit_of(
-                endpoints,
-                scale=requests.scale_lengths,
-                max_input=requests.max_input,
-                max_output=requests.max_output,
-                # Drawn lengths are cut to the model's context, a file's requests left out.
-                is_cut_to_context=requests.trace is None,
-            )
+            fit = fit_of(endpoints, requests.fit)
             if self.load.warmup:  # what is made once is paid for now: connections, kernels, pools
                 load = Load(rate=math.inf, num_requests=self.load.warmup, arrivals="poisson")
                 workload = plan(self.source, load, fit)

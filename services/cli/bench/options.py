@@ -14,7 +14,7 @@ from cyclopts import Group, Parameter, Token
 from services.cli.bench.endpoints import GRPC_SCHEMES, Api
 from services.cli.bench.prompts import DEFAULT_VOCAB, SMALLEST_ID
 from services.cli.bench.sources import SHAPES, TraceFormat, fixed, read_trace
-from services.cli.bench.workload import Arrivals, Load, Source, Spread
+from services.cli.bench.workload import Arrivals, Fit, Load, Source, Spread
 from services.cli.client import DEFAULT_URL, require_url
 from services.cli.flags import require
 from services.cli.sources import flag_of
@@ -202,6 +202,16 @@ class RequestFlags:
         if self.synthetic == "fixed":
             return fixed(self.input_len, self.output_len)
         return SHAPES[self.synthetic]
+
+    @property
+    def fit(self) -> Fit:
+        """Drawn lengths are cut to the model's context, a file's requests left out."""
+        return Fit(
+            scale=self.scale_lengths,
+            max_input=self.max_input,
+            max_output=self.max_output,
+            is_cut_to_context=self.trace is None,
+        )
 
     def seed_of_run(self, index: int) -> int:
         """Return the seed of a run's prompts."""

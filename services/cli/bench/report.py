@@ -34,12 +34,6 @@ SCHEMA: Final = 1
 WIDTH: Final = 140
 """Of a table that nobody's window holds."""
 
-CSV_COLUMNS: Final = (
-    "run", "rate", "index", "url", "end", "meets_slo", "due_s", "sent_s", "lag_s", "ttft_s",
-    "tpot_s", "itl_max_s", "e2e_s", "input_asked", "input", "cached", "output_asked", "output",
-    "messages", "error",
-)  # fmt: skip
-
 
 def build_report(measurement: Measurement) -> dict[str, Any]:
     """Return everything that was measured; JSON's types only, an endless rate is null."""
@@ -72,11 +66,11 @@ def write_report(report: Mapping[str, Any], runs: Sequence[Run], folder: Path) -
     runs = [run for run in runs if run.records]
     text = orjson.dumps(report, option=orjson.OPT_INDENT_2)
     (folder / "report.json").write_bytes(text + b"\n")
+    rows = [_row(number, run, one, slo) for number, run in enumerate(runs) for one in run.records]
     with (folder / "requests.csv").open("w", newline="", encoding="utf-8") as file:
-        table = csv.writer(file)
-        table.writerow(CSV_COLUMNS)
-        for number, run in enumerate(runs):
-            table.writerows(_row(number, run, record, slo) for record in run.records)
+        table = csv.DictWriter(file, rows[0])
+        table.writeheader()
+        table.writerows(rows)
     (folder / "report.html").write_text(render(report, runs), encoding="utf-8")
 
 
@@ -105,32 +99,32 @@ def render(report: Mapping[str, Any], runs: Sequence[Run]) -> str:
     )
 
 
-def _row(number: int, run: Run, record: Record, slo: Slo) -> list[Any]:
+def _row(number: int, run: Run, record: Record, slo: Slo) -> dict[str, Any]:
     outcome = record.outcome(is_closed_loop=run.limit is not None)
     has_left = record.sent_at > 0
     tokens = bool(outcome.token_times)
-    return [
-        number,
-        "" if run.rate is None else run.rate,
-        record.index,
-        record.url,
-        record.end.value,
-        int(outcome.meets(slo)),
-        _seconds(record.due_at - run.started_at),
-        _seconds(record.sent_at - run.started_at if has_left else None),
-        _seconds(record.lag_s if has_left else None),
-        _seconds(outcome.ttft_s),
-        _seconds(outcome.tpot_by(slo.tpot_rule) if tokens else None),
-        _seconds(max(outcome.itl_s, default=0.0) if tokens else None),
-        _seconds(outcome.e2e_s),
-        record.ask.num_input,
-        record.num_prompt,
-        record.num_cached,
-        record.ask.num_output,
-        record.num_output,
-        len(record.times),
-        record.error,
-    ]
+    return {
+        "run": number,
+        "rate": "" if run.rate is None else run.rate,
+        "index": record.index,
+        "url": record.url,
+        "end": record.end.value,
+        "meets_slo": int(outcome.meets(slo)),
+        "due_s": _seconds(record.due_at - run.started_at),
+        "sent_s": _seconds(record.sent_at - run.started_at if has_left else None),
+        "lag_s": _seconds(record.lag_s if has_left else None),
+        "ttft_s": _seconds(outcome.ttft_s),
+        "tpot_s": _seconds(outcome.tpot_by(slo.tpot_rule) if tokens else None),
+        "itl_max_s": _seconds(max(outcome.itl_s, default=0.0) if tokens else None),
+        "e2e_s": _seconds(outcome.e2e_s),
+        "input_asked": record.ask.num_input,
+        "input": record.num_prompt,
+        "cached": record.num_cached,
+        "output_asked": record.ask.num_output,
+        "output": record.num_output,
+        "messages": len(record.times),
+        "error": record.error,
+    }
 
 
 def _seconds(value: float | None) -> str:

@@ -10,8 +10,8 @@ import math
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice, takewhile
-from typing import Literal, Protocol
+from itertools import takewhile
+from typing import Final, Literal, Protocol
 
 BLOCK_TOKENS = 512
 """Of Mooncake's traces: what one id of ``hash_ids`` stands for."""
@@ -90,6 +90,9 @@ class Fit:
     is_cut_to_context: bool = False
 
 
+AS_IT_COMES: Final = Fit()
+
+
 class Source(Protocol):
     """Where lengths come from."""
 
@@ -108,34 +111,39 @@ class Source(Protocol):
         ...
 
 
-def plan(source: Source, load: Load, fit: Fit = Fit()) -> Workload:
+def plan(source: Source, load: Load, fit: Fit = AS_IT_COMES) -> Workload:
     """Return the requests of one run. The same arguments give the same requests.
 
     Lengths and arrivals have generators of their own, so that one length stays what it is when the
     rate changes.
     """
     keeps_times = source.has_times and load.arrivals != "poisson"
-    fitted = _Fitted(source.asks(random.Random(f"lengths {load.seed}")), fit)
-    if keeps_times:
-        factor = 1 / load.speed
-        if load.rate is not None:
-            factor = 0.0 if math.isinf(load.rate) else rate_of(source) / load.rate
-        timed = (replace(ask, due_s=ask.due_s * factor) for ask in fitted)
-    else:
-        times = _gaps(load, random.Random(f"arrivals {load.seed}"))
-        timed = (replace(ask, due_s=at) for at, ask in zip(times, fitted, strict=False))
+    factor = 1 / load.speed
+    if keeps_times and load.rate is not None:
+        factor = 0.0 if math.isinf(load.rate) else rate_of(source) / load.rate
+    times = _times(load, random.Random(f"arrivals {load.seed}"))
     asks: list[Ask] = []
-    for ask in islice(timed, load.num_requests):
-        if ask.due_s >= load.duration_s:
+    num_cut = num_skipped = 0
+    for ask in source.asks(random.Random(f"lengths {load.seed}")):
+        if len(asks) == load.num_requests:
             break
-        asks.append(ask)
+        fitted = _fitted(ask, fit)
+        if fitted is None:
+            num_skipped += 1
+            continue
+        due_s = ask.due_s * factor if keeps_times else next(times)
+        if due_s >= load.duration_s:
+            break
+        asks.append(replace(fitted, due_s=due_s))
+        wanted = (_scaled(ask.num_input, fit), _scaled(ask.num_output, fit))
+        num_cut += (fitted.num_input, fitted.num_output) != wanted
     return Workload(
         name=source.name,
         asks=tuple(asks),
         rate=load.rate,
         block_tokens=max(1, round(BLOCK_TOKENS * fit.scale)),
-        num_cut=fitted.num_cut,
-        num_skipped=fitted.num_skipped,
+        num_cut=num_cut,
+        num_skipped=num_skipped,
         arrivals="trace" if keeps_times else _gap_name(load),
     )
 
@@ -168,42 +176,32 @@ def rate_of(source: Source) -> float:
     return len(asks) / max((ask.due_s for ask in asks), default=1.0) if asks else 1.0
 
 
-class _Fitted:
-    """Asks made to fit, counting what was changed; what does not fit at all is passed over."""
-
-    def __init__(self, asks: Iterable[Ask], fit: Fit) -> None:
-        self._asks = asks
-        self._fit = fit
-        self.num_cut = 0
-        self.num_skipped = 0
-
-    def __iter__(self) -> Iterator[Ask]:
-        fit = self._fit
-        for ask in self._asks:
-            wanted_in = max(1, round(ask.num_input * fit.scale))
-            wanted_out = max(1, round(ask.num_output * fit.scale))
-            num_input = min(wanted_in, fit.max_input or wanted_in)
-            num_output = min(wanted_out, fit.max_output or wanted_out)
-            if fit.max_total is not None and num_input + num_output > fit.max_total:
-                if not fit.is_cut_to_context:
-                    self.num_skipped += 1
-                    continue
-                # The answer keeps at most half of the context, the prompt gets the rest.
-                num_output = max(1, min(num_output, fit.max_total // 2))
-                num_input = max(1, fit.max_total - num_output)
-            self.num_cut += (num_input, num_output) != (wanted_in, wanted_out)
-            yield replace(ask, num_input=num_input, num_output=num_output)
+def _scaled(num_tokens: int, fit: Fit) -> int:
+    return max(1, round(num_tokens * fit.scale))
 
 
-def _gaps(load: Load, rng: random.Random) -> Iterator[float]:
+def _fitted(ask: Ask, fit: Fit) -> Ask | None:
+    """The request as it can be sent, None if it cannot."""
+    num_input, num_output = _scaled(ask.num_input, fit), _scaled(ask.num_output, fit)
+    num_input = min(num_input, fit.max_input or num_input)
+    num_output = min(num_output, fit.max_output or num_output)
+    if fit.max_total is not None and num_input + num_output > fit.max_total:
+        if not fit.is_cut_to_context:
+            return None
+        # The answer keeps at most half of the context, the prompt gets the rest.
+        num_output = max(1, min(num_output, fit.max_total // 2))
+        num_input = max(1, fit.max_total - num_output)
+    return replace(ask, num_input=num_input, num_output=num_output)
+
+
+def _times(load: Load, rng: random.Random) -> Iterator[float]:
     rate = 1.0 if load.rate is None else load.rate
     at = 0.0
     while True:
         if not math.isinf(rate):
-            if math.isinf(load.burstiness):
-                at += 1 / rate
-            else:
-                at += rng.gammavariate(load.burstiness, 1 / (rate * load.burstiness))
+            is_even = math.isinf(load.burstiness)
+            scale = 1 / rate if is_even else 1 / (rate * load.burstiness)
+            at += scale if is_even else rng.gammavariate(load.burstiness, scale)
         yield at
 
 

@@ -63,7 +63,7 @@ class PeerTable:
         else:
             worker.bit = ~self._used_bits & (self._used_bits + 1)  # the lowest that is free
             self._used_bits |= worker.bit
-            for other in self._workers.values():
+            for other in self.serving(Role.PREFILL):
                 if worker.incarnation in other.status.paired:
                     other.partners |= worker.bit
         self._workers[worker.incarnation] = worker
@@ -85,7 +85,8 @@ class PeerTable:
         before = worker.status
         worker.report(status)
         is_same = status.paired is before.paired or status.paired == before.paired
-        if is_same and status.is_draining is before.is_draining:
+        is_same = is_same and status.is_draining is before.is_draining
+        if is_same and status.home is before.home:
             return False
         worker.partners = self._bits_of(worker)
         self.note_usability()
@@ -96,6 +97,8 @@ class PeerTable:
         self._sides = None
 
     def _bits_of(self, worker: Worker) -> int:
+        if Role.PREFILL not in worker.serves:
+            return worker.bit if worker.is_colocated else 0
         partners = filter(None, map(self._workers.get, worker.status.paired))
         return sum(partner.bit for partner in partners)
 
@@ -108,9 +111,18 @@ class PeerTable:
         """Return a worker, or None."""
         return self._workers.get(incarnation)
 
+    @property
+    def workers(self) -> list[Worker]:
+        """Everybody, in joining order."""
+        return list(self._workers.values())
+
     def all(self, role: Role) -> list[Worker]:
-        """Return the workers of one role in joining order."""
+        """Return the workers that joined with one role, in joining order."""
         return [worker for worker in self._workers.values() if worker.role is role]
+
+    def serving(self, role: Role) -> list[Worker]:
+        """Return the workers that take orders for a role, in joining order."""
+        return [worker for worker in self._workers.values() if role in worker.serves]
 
     @property
     def model(self) -> ServedModel | None:
@@ -130,8 +142,13 @@ class PeerTable:
         if self._sides is None:
             usable = [worker for worker in self._workers.values() if worker.is_usable]
             prefills = [(worker, worker.partners) for worker in usable]
-            decodes = [worker for worker in usable if worker.role is Role.DECODE]
+            decodes = [worker for worker in usable if Role.DECODE in worker.serves]
             self._sides = sides_of(prefills, decodes)
+            if any(len(worker.serves) > 1 for worker in usable):
+                self._sides.at_home = sides_of(
+                    [side for side in prefills if side[0].is_home_on(Role.PREFILL)],
+                    [worker for worker in decodes if worker.is_home_on(Role.DECODE)],
+                )
         return self._sides
 
     def why_not_ready(self) -> str:
@@ -139,9 +156,9 @@ class PeerTable:
         if self.sides:
             return ""
         for role in (Role.PREFILL, Role.DECODE):
-            workers = self.all(role)
+            workers = self.serving(role)
             if role is Role.PREFILL:
-                workers += [worker for worker in self.all(Role.DECODE) if worker.is_colocated]
+                workers += [it for it in self.workers if it.is_colocated and it not in workers]
             if not workers:
                 return f"no {role.value} worker has joined"
             if not any(worker.is_usable for worker in workers):

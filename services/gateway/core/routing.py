@@ -11,30 +11,19 @@ simulator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from heapq import nsmallest
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
-from services.gateway.core.sides import Sides
+from services.gateway.core.pools import Splitwise
+from services.gateway.core.sides import Places, RouteRequest, Scores, Sides
+from services.gateway.core.turns import Turns, least
 from services.gateway.core.worker import Worker
 from shared.ids import Incarnation
 
-MAX_REMEMBERED = 4096
-"""Workers whose last choice is remembered; more than can be here at once."""
-
 MAX_RECORDED = 8
 """Candidates of a side in a decision's record."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouteRequest:
-    """What a policy may know of a request. avoid: workers that failed an earlier attempt."""
-
-    num_tokens: int
-    max_new_tokens: int
-    avoid: frozenset[Incarnation] = frozenset()
 
 
 class Candidate(NamedTuple):
@@ -78,21 +67,13 @@ def _candidate_body(candidate: Candidate) -> dict[str, Any]:
     return {"worker": f"{candidate.worker:016x}", "score": round(candidate.score, 4)}
 
 
-Places = tuple[int, int]
-"""A prefill and a decode worker, by their places in the two lists of ``Sides``."""
-
-
-class Scores(NamedTuple):
-    """What a policy compares: one number for each place of a side; lower is better."""
-
-    prefills: Sequence[float]
-    decodes: Sequence[float]
-
-
 class RoutingPolicy(Protocol):
     """Chooses among workers that can all take the request; never called with empty sides."""
 
     name: str
+    moves_roles: bool
+    """Whether it borrows workers from the other side. All others leave workers that serve both
+    roles to their home, unless nobody is there."""
 
     score_prefill: Callable[[Worker], float]
     """What this policy compares of a worker that would compute the prompt."""
@@ -114,6 +95,7 @@ class RoundRobin:
     """Each role in turn, each with its own counter, so that 2 x 2 workers see all four pairs."""
 
     name = "round_robin"
+    moves_roles = False
     score_prefill = staticmethod(_nothing)
     score_decode = staticmethod(_nothing)
 
@@ -133,6 +115,7 @@ class Random:
     """Any pair with equal probability."""
 
     name = "random"
+    moves_roles = False
     score_prefill = staticmethod(_nothing)
     score_decode = staticmethod(_nothing)
 
@@ -154,58 +137,38 @@ class LeastLoaded:
     """
 
     name = "least_loaded"
+    moves_roles = False
     score_prefill = staticmethod(attrgetter("pending_tokens"))
     score_decode = staticmethod(attrgetter("reserved_share"))
 
     def __init__(self) -> None:
-        self._num_decisions = 0
-        self._last_chosen: dict[Incarnation, int] = {}
+        self._turns = Turns()
 
     def choose(self, request: RouteRequest, sides: Sides, scores: Scores, random: float) -> Places:
         """Return the shortest prefill queue, then the emptiest decode worker that it reaches; of
         equal queues one that reaches the emptiest."""
         prefills, partners, decodes = sides.prefills, sides.partners, sides.decodes
-        shortest = _least(scores.prefills, range(len(prefills)))
+        shortest = least(scores.prefills, range(len(prefills)))
         reached = 0
         for place in shortest:
             reached |= partners[place]
-        emptiest = _least(scores.decodes, sides.places_of(reached))
+        emptiest = least(scores.decodes, sides.places_of(reached))
         if len(shortest) > 1:
             best = sum(decodes[place].bit for place in emptiest)
             shortest = [place for place in shortest if partners[place] & best]
-        prefill = self._longest_ago(prefills, shortest)
+        prefill = self._turns.longest_ago(prefills, shortest)
         mask = partners[prefill]
         emptiest = [place for place in emptiest if decodes[place].bit & mask]
-        decode = self._longest_ago(decodes, emptiest)
-        self._remember(prefills[prefill].incarnation, decodes[decode].incarnation)
+        decode = self._turns.longest_ago(decodes, emptiest)
+        self._turns.chosen(prefills[prefill].incarnation, decodes[decode].incarnation)
         return prefill, decode
-
-    def _longest_ago(self, workers: Sequence[Worker], places: Sequence[int]) -> int:
-        if len(places) == 1:
-            return places[0]
-        last_chosen = self._last_chosen.get
-        return min(places, key=lambda place: last_chosen(workers[place].incarnation, 0))
-
-    def _remember(self, *chosen: Incarnation) -> None:
-        self._num_decisions += 1
-        for incarnation in chosen:
-            self._last_chosen.pop(incarnation, None)
-            self._last_chosen[incarnation] = self._num_decisions
-        if len(self._last_chosen) > MAX_REMEMBERED:  # the one chosen longest ago has left
-            del self._last_chosen[next(iter(self._last_chosen))]
-
-
-def _least(scores: Sequence[float], places: Iterable[int]) -> list[int]:
-    """Return those of these places that have the lowest score of them, in order."""
-    places = list(places)
-    least = min([scores[place] for place in places])
-    return [place for place in places if scores[place] == least]
 
 
 POLICIES: dict[str, Callable[[], RoutingPolicy]] = {
     "round_robin": RoundRobin,
     "random": Random,
     "least_loaded": LeastLoaded,
+    "splitwise": Splitwise,
 }
 """Name on the command line -> policy."""
 
@@ -218,9 +181,7 @@ def route(
     Workers too small for the prompt are left out; pairs with workers to avoid are used only if
     nothing else is left.
     """
-    sides = sides.fitting(request.num_tokens)
-    if request.avoid:
-        sides = _avoiding(sides, request)
+    sides = _usable(sides, request, moves_roles=policy.moves_roles)
     if not sides:
         return None
     scores = Scores(
@@ -246,10 +207,14 @@ def _best(scores: Sequence[float], workers: Sequence[Worker]) -> tuple[Candidate
     return tuple(Candidate(score, workers[place].incarnation) for score, place in best)
 
 
-def _avoiding(sides: Sides, request: RouteRequest) -> Sides:
-    """Drop the pairs with most workers to avoid while something is left."""
-    for most in (0, 1):
-        better = sides.without(request.avoid, most=most)
-        if better:
-            return better
-    return sides
+def _usable(sides: Sides, request: RouteRequest, *, moves_roles: bool) -> Sides:
+    """Return who can take the request: at home if possible, with the fewest workers to avoid."""
+    options = (sides,) if moves_roles or sides.at_home is None else (sides.at_home, sides)
+    for option in options:
+        fitting = option.fitting(request.num_tokens)
+        if request.avoid:
+            fitting = fitting.without(request.avoid, most=0)
+        if fitting:
+            return fitting
+    fitting = sides.fitting(request.num_tokens)
+    return fitting.without(request.avoid, most=1) or fitting

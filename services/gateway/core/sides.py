@@ -9,9 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from services.gateway.core.worker import Worker
 from shared.ids import Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteRequest:
+    """What a policy may know of a request. avoid: workers that failed an earlier attempt."""
+
+    num_tokens: int
+    max_new_tokens: int
+    avoid: frozenset[Incarnation] = frozenset()
+
+
+Places = tuple[int, int]
+"""A prefill and a decode worker, by their places in the two lists of ``Sides``."""
+
+
+class Scores(NamedTuple):
+    """What a policy compares: one number for each place of a side; lower is better."""
+
+    prefills: Sequence[float]
+    decodes: Sequence[float]
 
 
 @dataclass(slots=True)
@@ -19,12 +40,14 @@ class Sides:
     """Prefill and decode workers that may be chosen, in joining order: each has a partner here.
 
     partners: of each prefill worker, the bits of the decode workers here that it may push to. A
-    colocated worker stands on both sides and is its own partner.
+    colocated worker stands on both sides and is its own partner. at_home: of these, who need not be
+    borrowed: each on the side of its home; None = all.
     """
 
     prefills: Sequence[Worker]
     partners: Sequence[int]
     decodes: Sequence[Worker]
+    at_home: Sides | None = None
     _decode_bits: int = field(init=False)
     _least_prefill_tokens: int = field(init=False)
     _least_decode_tokens: int = field(init=False)

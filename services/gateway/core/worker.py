@@ -37,7 +37,9 @@ class ServedModel:
 class WorkerStatus:
     """A worker's latest report; tokens and blocks are counts, ``step_s`` a moving mean.
 
-    seen: by session, the last order of this gateway that the report counts.
+    num_prompts, num_answers: what the worker holds of either kind. home: the role that it has been
+    given, None = the one that it joined with. seen: by session, the last order of this gateway that
+    the report counts.
     """
 
     pending_tokens: int = 0
@@ -49,6 +51,10 @@ class WorkerStatus:
     step_s: float = 0.0
     is_draining: bool = False
     paired: frozenset[Incarnation] = frozenset()
+    num_prompts: int = 0
+    num_answers: int = 0
+    home: Role | None = None
+    home_epoch: int = 0
     seen: Mapping[Role, StreamId] = field(default_factory=dict[Role, StreamId])
 
 
@@ -59,6 +65,8 @@ class Order:
 
     num_tokens: int
     num_blocks: int
+    has_prompt: bool
+    has_answer: bool
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,6 +76,8 @@ class Worker:
     Its load is what it reported and those orders of this gateway that the report has not seen,
     added up anew from the open orders at each change: nothing is counted twice, and no counter can
     go astray.
+
+    serves: the roles for which it takes orders, a session each; empty = its own alone.
     """
 
     role: Role
@@ -78,9 +88,12 @@ class Worker:
     layout: KvLayout
     num_blocks: int
     block_size: int
+    serves: tuple[Role, ...] = ()
     status: WorkerStatus = field(default_factory=WorkerStatus)
-    has_session: bool = False
-    is_suspect: bool = False
+    sessions: set[Role] = field(default_factory=set[Role])
+    """Those of its sessions that are up."""
+    silent: set[Role] = field(default_factory=set[Role])
+    """Those that have been silent for too long."""
     bit: int = 0
     """This worker in ``partners`` of others; the peer table gives it."""
     partners: int = 0
@@ -95,14 +108,44 @@ class Worker:
     """Blocks taken here."""
     reserved_share: float = field(init=False, default=0.0)
     """The same as a share of all blocks."""
+    reserved_tokens: int = field(init=False, default=0)
+    """The same in tokens, for workers with blocks of other sizes."""
+    num_queued: int = field(init=False, default=0)
+    """Orders that wait here for their first step."""
+    home: Role = field(init=False)
+    """What it does when it does one thing alone."""
+    has_foreign: bool = field(init=False, default=False)
+    """Whether it holds work that is not its home's; one that serves one role never does."""
+
+    _num_prompts: int = field(init=False, default=0)
+    _num_answers: int = field(init=False, default=0)
+    _num_unseen: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
+        self.serves = self.serves or (self.role,)
         self._add_up()
+
+    @property
+    def has_session(self) -> bool:
+        """Whether all its sessions are up."""
+        return self.sessions.issuperset(self.serves)
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether one of its sessions has been silent for too long."""
+        return bool(self.silent)
 
     @property
     def is_colocated(self) -> bool:
         """Whether this decode worker is its own prefill worker, too: it is paired with itself."""
         return self.incarnation in self.status.paired
+
+    def is_home_on(self, side: Role) -> bool:
+        """Whether it stands on this side without being borrowed. A colocated worker that serves
+        one role is at home on both."""
+        if len(self.serves) == 1:
+            return side in self.serves or self.is_colocated
+        return self.home is side
 
     @property
     def is_usable(self) -> bool:
@@ -127,21 +170,24 @@ class Worker:
 
     def sent(self, session: Role, stream_id: StreamId, *, num_tokens: int, num_blocks: int) -> None:
         """An order went out; ids of a session only grow."""
-        self.orders[session][stream_id] = Order(num_tokens, num_blocks)
-        self._add(session, stream_id, num_tokens, num_blocks)
+        has_answer = session is Role.DECODE
+        order = Order(num_tokens, num_blocks, has_prompt=num_tokens > 0, has_answer=has_answer)
+        self.orders[session][stream_id] = order
+        self._add(session, stream_id, order, 1)
 
     def computed(self, session: Role, stream_id: StreamId) -> None:
         """An order's prompt is computed. Idempotent."""
         order = self.orders[session].get(stream_id)
         if order is not None and order.num_tokens:
-            self._add(session, stream_id, -order.num_tokens, 0)
+            self._add(session, stream_id, order, -1)
             order.num_tokens = 0
+            self._add(session, stream_id, order, 1)
 
     def ended(self, session: Role, stream_id: StreamId) -> None:
         """An order asks for nothing any more. Idempotent."""
         order = self.orders[session].pop(stream_id, None)
         if order is not None:
-            self._add(session, stream_id, -order.num_tokens, -order.num_blocks)
+            self._add(session, stream_id, order, -1)
 
     def lost(self, session: Role) -> None:
         """The session is gone, and with it all that was ordered over it."""
@@ -150,26 +196,43 @@ class Worker:
 
     def take_over(self, before: Worker) -> None:
         """This entry replaces an earlier one of the same process: what it sent stays open."""
-        self.has_session, self.bit, self.orders = before.has_session, before.bit, before.orders
+        self.sessions, self.silent = before.sessions, before.silent
+        self.bit, self.orders = before.bit, before.orders
         self._add_up()
 
-    def _add(self, session: Role, stream_id: StreamId, num_tokens: int, num_blocks: int) -> None:
-        """Count what an order asks for, if the report has not seen it."""
+    def _add(self, session: Role, stream_id: StreamId, order: Order, times: int) -> None:
+        """Count what an order asks for, or count it no more, if the report has not seen it."""
         if stream_id > self.status.seen.get(session, 0):
-            self.pending_tokens += num_tokens
-            self.reserved_blocks += num_blocks
-            self.reserved_share = self.reserved_blocks / max(1, self.num_blocks)
+            self._count(order, times)
+            self._conclude()
 
     def _add_up(self) -> None:
         status = self.status
-        num_tokens, num_blocks = status.pending_tokens, status.reserved_blocks
+        self.pending_tokens, self.reserved_blocks = status.pending_tokens, status.reserved_blocks
+        self._num_prompts, self._num_answers = status.num_prompts, status.num_answers
+        self._num_unseen = 0
         for session, orders in self.orders.items():
             seen = status.seen.get(session, 0)
             for stream_id in reversed(orders):
                 if stream_id <= seen:
                     break
-                order = orders[stream_id]
-                num_tokens += order.num_tokens
-                num_blocks += order.num_blocks
-        self.pending_tokens, self.reserved_blocks = num_tokens, num_blocks
-        self.reserved_share = num_blocks / max(1, self.num_blocks)
+                self._count(orders[stream_id], 1)
+        self._conclude()
+
+    def _count(self, order: Order, times: int) -> None:
+        self.pending_tokens += times * order.num_tokens
+        self.reserved_blocks += times * order.num_blocks
+        self._num_prompts += times * order.has_prompt
+        self._num_answers += times * order.has_answer
+        self._num_unseen += times * (order.num_tokens > 0)
+
+    def _conclude(self) -> None:
+        status, num_unseen = self.status, self._num_unseen
+        is_idle = not (status.num_running or status.num_waiting)
+        self.num_queued = status.num_waiting + num_unseen - (is_idle and num_unseen > 0)
+        self.reserved_share = self.reserved_blocks / max(1, self.num_blocks)
+        self.reserved_tokens = self.reserved_blocks * self.block_size
+        home = status.home
+        self.home = self.role if home is None or home not in self.serves else home
+        num_foreign = self._num_answers if self.home is Role.PREFILL else self._num_prompts
+        self.has_foreign = num_foreign > 0 and len(self.serves) > 1

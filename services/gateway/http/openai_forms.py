@@ -118,7 +118,7 @@ class ContentPart(msgspec.Struct):
     """One part of a message's content; only text is served."""
 
     type: Annotated[str, fields.rule(const="text")]
-    text: Annotated[str | None, fields.rule("Always there in a part of type text.")] = None
+    text: Annotated[str | None, fields.rule(type="string")] = None
 
 
 EMPTY: tuple[Any, ...] = ("", [])

@@ -16,7 +16,8 @@ from dataclasses import replace
 import structlog
 
 from services.gateway.core.peer_table import OwnModel, PeerTable
-from services.gateway.core.routing import RouteDecision, RouteRequest, RoutingPolicy, route
+from services.gateway.core.routing import RouteDecision, RoutingPolicy, route
+from services.gateway.core.sides import RouteRequest
 from services.gateway.core.worker import Role, Worker, WorkerStatus
 from services.gateway.workers.peers import WorkerSession
 from shared.errors import WorkerLost
@@ -71,8 +72,8 @@ class Membership:
         self._random = random.Random(random_bytes(8)).random
         self._random_bytes = random_bytes
         self._tasks = tasks
-        self._sessions: dict[Incarnation, WorkerSession] = {}
-        self._session_tasks: dict[Incarnation, asyncio.Task[None]] = {}
+        self._sessions: dict[tuple[Incarnation, Role], WorkerSession] = {}
+        self._session_tasks: dict[WorkerSession, asyncio.Task[None]] = {}
         self.usability = News()
         self.peers = News()
         self._decode_workers: tuple[Worker, ...] = ()
@@ -84,25 +85,27 @@ class Membership:
     # --- workers --------------------------------------------------------------------------------
 
     def join(self, worker: Worker) -> None:
-        """Add a worker and open its session.
+        """Add a worker and open a session for each role that it serves.
 
         Raises IncompatiblePeer: it does not fit the workers that are here.
         """
         self.table.join(worker)
-        old = self._sessions.get(worker.incarnation)
-        if old is not None:
-            old.worker = worker
-        else:
+        for role in worker.serves:
+            old = self._sessions.get((worker.incarnation, role))
+            if old is not None:
+                old.worker = worker
+                continue
             session = WorkerSession(
                 worker,
+                role,
                 Address(worker.host, worker.port),
                 self._network,
                 self.incarnation,
                 self._version,
                 self.note_usability,
             )
-            self._sessions[worker.incarnation] = session
-            self._session_tasks[worker.incarnation] = self._tasks.create_task(session.run())
+            self._sessions[worker.incarnation, role] = session
+            self._session_tasks[session] = self._tasks.create_task(session.run())
         _log.info(
             "worker joined",
             worker=worker.incarnation,
@@ -135,8 +138,11 @@ class Membership:
         if self.table.get(incarnation) is not worker:
             return
         self.table.leave(incarnation)
-        self._session_tasks.pop(incarnation).cancel()
-        self._sessions.pop(incarnation).abandon(WorkerLost(f"the worker left the mesh: {reason}"))
+        sessions = [self._sessions.pop((incarnation, role)) for role in worker.serves]
+        for session in sessions:
+            self._session_tasks.pop(session).cancel()
+        for session in sessions:
+            session.abandon(WorkerLost(f"the worker left the mesh: {reason}"))
         is_orderly = worker.status.is_draining
         say = _log.info if is_orderly else _log.warning
         reason = "it has drained" if is_orderly else reason
@@ -156,8 +162,8 @@ class Membership:
 
     def _note_member(self, worker: Worker) -> None:
         self.usability.tell()
-        if worker.role is Role.DECODE:
-            self._decode_workers = tuple(self.table.all(Role.DECODE))
+        if Role.DECODE in worker.serves:
+            self._decode_workers = tuple(self.table.serving(Role.DECODE))
             self.peers.tell()
 
     @property
@@ -176,12 +182,12 @@ class Membership:
 
     @property
     def sessions(self) -> list[WorkerSession]:
-        """Every worker's session."""
+        """Every worker's sessions."""
         return list(self._sessions.values())
 
-    def session(self, incarnation: Incarnation) -> WorkerSession:
-        """Return the session of a worker that ``route`` just chose."""
-        return self._sessions[incarnation]
+    def session(self, incarnation: Incarnation, role: Role) -> WorkerSession:
+        """Return the session for a role of a worker that ``route`` just chose."""
+        return self._sessions[incarnation, role]
 
     @property
     def num_workers(self) -> int:
@@ -222,6 +228,5 @@ async def membership(
             try:
                 yield members
             finally:
-                for role in Role:
-                    for worker in members.table.all(role):
-                        members.leave(worker, "the gateway stops")
+                for worker in members.table.workers:
+                    members.leave(worker, "the gateway stops")

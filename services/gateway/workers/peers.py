@@ -68,14 +68,16 @@ class LegEvents(Protocol):
 
 
 class WorkerSession:
-    """The gateway's end of one worker's session stream, across reconnections.
+    """The gateway's end of one of a worker's session streams, across reconnections.
 
-    on_change: called when the worker's usability changed.
+    role: what is ordered over it; a worker that serves both roles has two. on_change: called when
+    the worker's usability changed.
     """
 
     def __init__(
         self,
         worker: Worker,
+        role: Role,
         address: Address,
         network: Network,
         incarnation: Incarnation,
@@ -92,7 +94,7 @@ class WorkerSession:
             version=version,
         )
         self._on_change = on_change
-        self._role = worker.role
+        self._role = role
         self._legs: dict[StreamId, LegEvents] = {}
         self._control: HeartbeatStream[Any, Any] | None = None
         self._next_stream_id = 1
@@ -132,7 +134,7 @@ class WorkerSession:
 
     def cancel(self, stream_id: StreamId) -> None:
         """Tell the worker to stop this leg, and forget it. Idempotent."""
-        if self._close(stream_id) is None or not self.worker.has_session:
+        if self._close(stream_id) is None or self._control is None:
             return
         if self._role is Role.PREFILL:
             self._post(wire.PrefillCommand(cancel=wire.CancelPrefill(stream_id=stream_id)))
@@ -184,7 +186,7 @@ class WorkerSession:
         _log.warning(
             "worker session lost",
             worker=self.worker.incarnation,
-            role=self.worker.role.value,
+            role=self._role.value,
             address=str(self._address),
             error=error.message,
             at_s=asyncio.get_running_loop().time(),
@@ -192,15 +194,13 @@ class WorkerSession:
         self._fail_all(error)
 
     def _down(self) -> None:
-        self.worker.has_session = False
+        self.worker.sessions.discard(self._role)
         self._control = None
         self._on_change()
 
     def _fail_all(self, error: MeshError) -> None:
         if not isinstance(error, WorkerLost):
-            error = WorkerLost(
-                f"the {self.worker.role.value} worker's session broke: {error.message}"
-            )
+            error = WorkerLost(f"the {self._role.value} worker's session broke: {error.message}")
         legs, self._legs = list(self._legs.values()), {}
         self.worker.lost(self._role)
         for leg in legs:
@@ -219,10 +219,10 @@ class WorkerSession:
             control = self._control = HeartbeatStream(
                 stream,
                 heartbeat=command(heartbeat=wire.Heartbeat()),
-                peer=f"{self.worker.role.value} worker",
+                peer=f"{self._role.value} worker",
                 on_suspect=self._suspect,
             )
-            self.worker.has_session = True
+            self.worker.sessions.add(self._role)
             self._num_failures = 0
             self._suspect(False)
             error = await control.run(
@@ -236,11 +236,14 @@ class WorkerSession:
             _log.warning(
                 "worker suspected",
                 worker=self.worker.incarnation,
-                role=self.worker.role.value,
+                role=self._role.value,
                 silence_s=self.silence_s,
                 at_s=asyncio.get_running_loop().time(),
             )
-        self.worker.is_suspect = is_suspect
+        if is_suspect:
+            self.worker.silent.add(self._role)
+        else:
+            self.worker.silent.discard(self._role)
         self._on_change()
 
     async def _greet(self, stream: ClientStream[Any, Any]) -> None:

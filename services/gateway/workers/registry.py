@@ -9,6 +9,7 @@ request.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from services.gateway.core.worker import Role, ServedModel, Worker, WorkerStatus
@@ -77,7 +78,7 @@ class Registry:
             await stream.send(wire.GatewayDirective(hello=self._hello))
             with plain_errors():
                 async with asyncio.TaskGroup() as tasks:
-                    teller = tasks.create_task(self._tell(stream, worker.role))
+                    teller = tasks.create_task(self._tell(stream, worker))
                     reason = await self._read(stream, worker.incarnation)
                     teller.cancel()
         finally:
@@ -96,30 +97,34 @@ class Registry:
             if report.status is not None:
                 self._members.update(incarnation, reader.read(report.status))
 
-    async def _tell(self, stream: JoinStream, role: Role) -> None:
+    async def _tell(self, stream: JoinStream, worker: Worker) -> None:
         """Tell a worker that pushes whom it may push to, at each change, until this gateway
         stops."""
-        if role is Role.PREFILL:
-            await self._tell_peers(stream)
+        if Role.PREFILL in worker.serves:
+            await self._tell_peers(stream, worker)
         await self._closing.wait()
         raise ShuttingDown("this gateway is shutting down", retry_after_s=1.0)
 
-    async def _tell_peers(self, stream: JoinStream) -> None:
+    async def _tell_peers(self, stream: JoinStream, worker: Worker) -> None:
         while not self._closing.is_set():
             changed = self._members.peers.next
-            await stream.send(self._current_peers())
+            await stream.send(self._peers_of(worker))
             await changed.wait()
 
-    def _current_peers(self) -> wire.GatewayDirective:
-        """Return the list of decode workers; one message for everybody until it changes."""
+    def _peers_of(self, worker: Worker) -> wire.GatewayDirective:
+        """Return the list of decode workers. It is one message until it changes, for all but those
+        that are in it: nobody is told of itself."""
         peers = self._members.decode_workers
+        if Role.DECODE in worker.serves:
+            return _peer_list([it for it in peers if it.incarnation != worker.incarnation])
         if peers is not self._peers:
-            self._peers = peers
-            listed = [
-                wire.Peer(incarnation=it.incarnation, host=it.host, port=it.port) for it in peers
-            ]
-            self._peer_list = wire.GatewayDirective(peers=wire.PeerList(peers=listed))
+            self._peers, self._peer_list = peers, _peer_list(peers)
         return self._peer_list
+
+
+def _peer_list(peers: Sequence[Worker]) -> wire.GatewayDirective:
+    listed = [wire.Peer(incarnation=it.incarnation, host=it.host, port=it.port) for it in peers]
+    return wire.GatewayDirective(peers=wire.PeerList(peers=listed))
 
 
 def read_announcement(announce: wire.WorkerAnnounce, peer_host: str) -> Worker:
@@ -130,6 +135,9 @@ def read_announcement(announce: wire.WorkerAnnounce, peer_host: str) -> Worker:
     role = _ROLES.get(wire.Role(hello.role))
     if role is None:
         raise RemoteProtocolError("only prefill and decode workers join", param="role")
+    serves = tuple(it for it in Role if it in map(_ROLES.get, announce.serves)) or (role,)
+    if len(serves) < len(announce.serves) or role not in serves:
+        raise RemoteProtocolError("must be different roles, its own among them", param="serves")
     if not (0 < announce.port < 65536 and announce.num_blocks > 0 and announce.block_size > 0):
         raise RemoteProtocolError("port, num_blocks and block_size must be positive")
     host = announce.host or peer_host
@@ -152,6 +160,7 @@ def read_announcement(announce: wire.WorkerAnnounce, peer_host: str) -> Worker:
         layout=codec.layout_from_wire(announce.layout),
         num_blocks=announce.num_blocks,
         block_size=announce.block_size,
+        serves=serves,
     )
 
 
@@ -177,6 +186,10 @@ class _StatusReader:
             step_s=status.step_s,
             is_draining=status.draining,
             paired=self._paired,
+            num_prompts=status.num_prompts,
+            num_answers=status.num_answers,
+            home=_ROLES.get(status.home),
+            home_epoch=status.home_epoch,
             seen={
                 Role.PREFILL: StreamId(status.seen_prefill_id),
                 Role.DECODE: StreamId(status.seen_decode_id),

@@ -22,7 +22,7 @@ from services.gateway.core.lifecycle import (
     Reroute,
 )
 from services.gateway.core.routing import RouteDecision
-from services.gateway.core.worker import Worker
+from services.gateway.core.worker import Role, Worker
 from services.gateway.mesh import GenerationRequest, TokenBatch
 from services.gateway.workers.delivery import Delivery
 from services.gateway.workers.membership import Membership
@@ -319,7 +319,8 @@ class RequestShell:
 
     def _leg(self, leg: Leg, attempt: int, worker: Incarnation) -> _LegShell:
         """Return a leg of a new attempt."""
-        shell = _LegShell(self, attempt, leg, self._membership.session(worker))
+        side = Role.PREFILL if leg is Leg.PREFILL else Role.DECODE
+        shell = _LegShell(self, attempt, leg, self._membership.session(worker, side))
         self._legs[leg] = shell
         return shell
 

@@ -54,6 +54,9 @@ def _mended(body: dict[str, Any]) -> dict[str, Any]:
         body["messages"] = [
             {**message, "role": "user"} for message in body["messages"][:MOST_MESSAGES]
         ]  # the template decides about roles; together they fit the context
+        for message in body["messages"]:
+            if isinstance(message.get("content"), list):
+                message["content"] = message["content"][:MOST_MESSAGES]
     return body
 
 

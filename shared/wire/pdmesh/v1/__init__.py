@@ -1648,6 +1648,11 @@ class WorkerAnnounce(betterproto2.Message):
 
     block_size: "int" = betterproto2.field(7, betterproto2.TYPE_UINT32)
 
+    serves: "list[Role]" = betterproto2.field(8, betterproto2.TYPE_ENUM, repeated=True)
+    """
+    roles for which it takes orders, a session each; empty = that of its hello
+    """
+
 
 default_message_pool.register_message("pdmesh.v1", "WorkerAnnounce", WorkerAnnounce)
 
@@ -1719,6 +1724,26 @@ class WorkerStatus(betterproto2.Message):
     seen_decode_id: "int" = betterproto2.field(11, betterproto2.TYPE_UINT32)
     """
     the same of Reserve
+    """
+
+    num_prompts: "int" = betterproto2.field(12, betterproto2.TYPE_UINT32)
+    """
+    prompts held: queued, running, or their KV not all sent
+    """
+
+    num_answers: "int" = betterproto2.field(13, betterproto2.TYPE_UINT32)
+    """
+    answers held: reserved, waiting or running
+    """
+
+    home: "Role" = betterproto2.field(14, betterproto2.TYPE_ENUM, default_factory=lambda: Role(0))
+    """
+    what it does when it does one thing alone; unspecified = the role of its hello
+    """
+
+    home_epoch: "int" = betterproto2.field(15, betterproto2.TYPE_UINT32)
+    """
+    the how manieth home that is
     """
 
 

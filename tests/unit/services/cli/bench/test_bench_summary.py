@@ -17,7 +17,7 @@ from services.cli.bench.endpoints import Description
 from services.cli.bench.measurement import Measurement
 from services.cli.bench.options import LoadFlags, RequestFlags, ServerFlags, SloFlags
 from services.cli.bench.records import Ending, Record, Run
-from services.cli.bench.report import CSV_COLUMNS, build_report, write_report
+from services.cli.bench.report import build_report, write_report
 from services.cli.bench.search import RateSearch
 from services.cli.bench.sources import fixed
 from services.cli.bench.summary import summarize
@@ -137,7 +137,7 @@ def test_the_files_of_a_report(tmp_path: Path) -> None:
         orjson.dumps(report)
     )
     rows = list(csv.DictReader((tmp_path / "requests.csv").read_text().splitlines()))
-    assert tuple(rows[0]) == CSV_COLUMNS
+    assert [*rows[0]][:5] == ["run", "rate", "index", "url", "end"]
     assert [(row["run"], row["end"], row["meets_slo"]) for row in rows] == [
         ("0", "complete", "1"),
         ("0", "refused", "0"),

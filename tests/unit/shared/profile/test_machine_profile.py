@@ -21,7 +21,7 @@ from shared.profile.machine import (
     tokens_per_s,
 )
 from shared.profile.measure import SWEEP_S, doubled, measure, sweep
-from shared.transport.loopback import LoopbackFabric, LoopbackSettings
+from tests.support.loopback import LoopbackFabric, LoopbackSettings
 from tests.support.transfer_ends import in_virtual_time
 
 PROFILE = MachineProfile(

@@ -10,7 +10,8 @@ from typing import get_args
 import pytest
 
 from services.gateway.core.peer_table import OwnModel, PeerTable
-from services.gateway.core.routing import MAX_RECORDED, POLICIES, Candidate, RouteRequest, route
+from services.gateway.core.routing import MAX_RECORDED, POLICIES, Candidate, route
+from services.gateway.core.sides import RouteRequest
 from services.gateway.core.worker import Role, ServedModel, Worker, WorkerStatus
 from shared.config import RoutingPolicyName
 from shared.errors import IncompatiblePeer
@@ -34,9 +35,10 @@ def a_worker(role: Role, incarnation: int, **changes: object) -> Worker:
         "layout": LAYOUT,
         "num_blocks": 64,
         "block_size": 16,
-        "has_session": True,
     }
-    return Worker(**(fields | changes))  # type: ignore[arg-type]
+    worker = Worker(**(fields | changes))  # type: ignore[arg-type]
+    worker.sessions.update(worker.serves)
+    return worker
 
 
 def a_mesh(num_prefill: int = 2, num_decode: int = 2) -> PeerTable:
@@ -274,7 +276,8 @@ def test_a_colocated_worker_is_a_pair_with_itself() -> None:
     prefill.status = WorkerStatus(paired=frozenset({busy.incarnation}))
     table.join(prefill)
     assert pairs_of(table) == [(1, 1), (2, 2), (3, 1)]
-    idle.has_session = busy.has_session = False
+    idle.sessions.clear()
+    busy.sessions.clear()
     table.note_usability()
     assert "no decode worker is usable" in table.why_not_ready()
 
@@ -283,7 +286,7 @@ def test_a_colocated_worker_that_is_not_usable_is_said_to_be_so() -> None:
     """And not that a prefill worker is missing, which none needs."""
     table = PeerTable()
     worker = a_colocated_worker(1)
-    worker.has_session = False
+    worker.sessions.clear()
     table.join(worker)
     assert "is usable" in table.why_not_ready()
 
@@ -298,15 +301,18 @@ def test_a_request_larger_than_a_decode_pool_finds_no_pair() -> None:
     assert route(policy, too_large, sides, 0.0) is None
 
 
-@pytest.mark.parametrize("state", ["has_session", "is_suspect", "is_draining"])
+@pytest.mark.parametrize("state", ["no session", "silent", "draining"])
 def test_unusable_workers_get_nothing_new(state: str) -> None:
     """No session, silence, or draining each take a worker out of every pair."""
     table = a_mesh(num_prefill=1)
     prefill = table.all(Role.PREFILL)[0]
-    if state == "is_draining":
+    if state == "draining":
         table.report(prefill, WorkerStatus(is_draining=True, paired=prefill.status.paired))
     else:
-        setattr(prefill, state, state == "is_suspect")
+        if state == "silent":
+            prefill.silent.add(Role.PREFILL)
+        else:
+            prefill.sessions.clear()
         table.note_usability()
     assert pairs_of(table) == []
 

@@ -9,7 +9,7 @@ import pytest
 from services.gateway.core.peer_table import PeerTable
 from services.gateway.core.worker import Role, WorkerStatus
 from shared.ids import StreamId
-from tests.unit.test_gateway_routing import a_worker
+from tests.unit.services.gateway.core.test_gateway_routing import a_worker
 
 
 def status(seen: int, *, tokens: int = 0, blocks: int = 0) -> WorkerStatus:

@@ -48,10 +48,10 @@ from shared.transfer.effects import (
     VerifyAndPlace,
 )
 from shared.transfer.messages import LinkId, PushMessage, PushReply, TransferKey
-from shared.transfer.pair_memory import CellPool, Job, Receive, Send, SlotBytes
 from shared.transfer.plan import FrameRule, PushMode
 from shared.transfer.receivers import Receivers, TagRanges
 from shared.transfer.senders import Senders
+from tests.support.transfer_pair_memory import CellPool, Job, Receive, Send, SlotBytes
 
 Choice: TypeAlias = tuple[str, *tuple[object, ...]]
 """A thing that may happen next: its name, then what it happens to."""

@@ -1,5 +1,5 @@
-"""The memory of ``pair.py``: pools and slots whose every cell says whose KV it holds, and what is
-under way.
+"""The memory of ``transfer_pair.py``: pools and slots whose every cell says whose KV it
+holds, and what is under way.
 
 A write that comes too late lands here as in real memory, and shows.
 """

@@ -204,7 +204,7 @@ def a_worker(role: Role, incarnation: int, **fields: object) -> Worker:
         num_blocks=100,
         block_size=16,
         status=status,
-        has_session=True,
+        sessions={role},
     )
     for name, value in fields.items():
         setattr(worker, name, value)
@@ -298,10 +298,10 @@ def test_without_traffic_there_are_no_percentiles() -> None:
     ("fields", "state"),
     [
         ({}, "usable"),
-        ({"is_suspect": True}, "suspect"),
-        ({"has_session": False}, "connecting"),
-        ({"has_session": False, "is_suspect": True}, "connecting"),
-        ({"status": WorkerStatus(is_draining=True), "is_suspect": True}, "draining"),
+        ({"silent": {Role.DECODE}}, "suspect"),
+        ({"sessions": set()}, "connecting"),
+        ({"sessions": set(), "silent": {Role.DECODE}}, "connecting"),
+        ({"status": WorkerStatus(is_draining=True), "silent": {Role.DECODE}}, "draining"),
     ],
 )
 def test_a_workers_state_is_one_word(fields: dict[str, object], state: str) -> None:

@@ -1,0 +1,213 @@
+"""Pools: what a worker is at the moment, by what it holds; and who may change what it is at home.
+
+Every worker has a home: prompts or tokens. As long as it holds work of that kind alone it is in
+the pool of its home; with work of the other kind it is *mixed*, and when none is left it is home
+again. Nobody commands it and nobody leads: each gateway computes the same from the same reports
+(Splitwise, arXiv 2311.18677, section 4.1, and the MixedPoolScheduler of its public simulator).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from operator import attrgetter
+from typing import NamedTuple
+
+from services.gateway.core.peer_table import PeerTable
+from services.gateway.core.sides import Places, RouteRequest, Scores, Sides
+from services.gateway.core.turns import Turns, least
+from services.gateway.core.worker import Role, Worker
+from shared.errors import InvalidRequest, NotFound
+from shared.ids import Incarnation
+
+MAX_PENDING_TOKENS = 8192
+"""A queue of prompts over this is long."""
+
+
+class Pool(Enum):
+    """What a worker is at the moment."""
+
+    PROMPT = "prompt"
+    TOKEN = "token"
+    MIXED = "mixed"
+
+
+HOMES = {Pool.PROMPT.value: Role.PREFILL, Pool.TOKEN.value: Role.DECODE}
+"""A home's name -> the role that it is."""
+
+_HOME_POOLS = {Role.PREFILL: Pool.PROMPT, Role.DECODE: Pool.TOKEN}
+
+
+def pool_of(worker: Worker) -> Pool:
+    """Return the pool of a worker, by its report and what it was sent since."""
+    return Pool.MIXED if worker.has_foreign else _HOME_POOLS[worker.home]
+
+
+class Splitwise:
+    """Join the shortest queue of the home pool; where that is long or full take a mixed worker,
+    then borrow one from the opposite pool, then let one worker do both.
+
+    Only the least loaded worker of a pool is asked whether it is too full. Ties go to the one
+    chosen longest ago.
+    """
+
+    name = "splitwise"
+    moves_roles = True
+    score_prefill = staticmethod(attrgetter("pending_tokens"))
+    score_decode = staticmethod(attrgetter("reserved_tokens"))
+
+    def __init__(self) -> None:
+        self._turns = Turns()
+
+    def choose(self, request: RouteRequest, sides: Sides, scores: Scores, random: float) -> Places:
+        """Return the pair. Who prefers a pool that nobody in reach is in finds the next one."""
+        prefill = self._prefill(request, sides, scores)
+        decode = None
+        if prefill is not None:
+            decode = self._decode(request, sides, scores, sides.partners_of(prefill))
+        if prefill is None or decode is None:
+            prefill, decode = self._one_for_both(sides, scores, prefill)
+        self._turns.chosen(sides.prefills[prefill].incarnation, sides.decodes[decode].incarnation)
+        return prefill, decode
+
+    def _prefill(self, request: RouteRequest, sides: Sides, scores: Scores) -> int | None:
+        places = range(len(sides.prefills))
+        at_home, mixed, away = _by_pool(sides.prefills, places, Role.PREFILL)
+        for pool in filter(None, (at_home, mixed)):
+            place = self._least(scores.prefills, sides.prefills, pool)
+            if not _is_long(sides.prefills[place], request):
+                return place
+        return self._least(scores.prefills, sides.prefills, away) if away else None
+
+    def _decode(
+        self, request: RouteRequest, sides: Sides, scores: Scores, places: Sequence[int]
+    ) -> int | None:
+        at_home, mixed, away = _by_pool(sides.decodes, places, Role.DECODE)
+        for pool in filter(None, (at_home, mixed)):
+            place = self._least(scores.decodes, sides.decodes, pool)
+            if _has_room(sides.decodes[place], request):
+                return place
+        return self._least(scores.decodes, sides.decodes, away) if away else None
+
+    def _one_for_both(self, sides: Sides, scores: Scores, prefill: int | None) -> Places:
+        """Return the shortest queue of all twice. If nobody can do both, the pair stays apart and
+        waits: a queue, however long, is no reason to refuse."""
+        prefills = sides.prefills
+        both = [idx for idx, mask in enumerate(sides.partners) if mask & prefills[idx].bit]
+        if both:
+            prefill = self._least(scores.prefills, prefills, both)
+            (decode,) = sides.places_of(prefills[prefill].bit)
+            return prefill, decode
+        if prefill is None:
+            prefill = self._least(scores.prefills, prefills, range(len(prefills)))
+        return prefill, self._least(scores.decodes, sides.decodes, sides.partners_of(prefill))
+
+    def _least(
+        self, scores: Sequence[float], workers: Sequence[Worker], places: Sequence[int]
+    ) -> int:
+        return self._turns.longest_ago(workers, least(scores, places))
+
+
+def _by_pool(
+    workers: Sequence[Worker], places: Sequence[int], side: Role
+) -> tuple[list[int], list[int], list[int]]:
+    """Return who is at home on this side, who is mixed, and who would have to be borrowed."""
+    at_home: list[int] = []
+    mixed: list[int] = []
+    away: list[int] = []
+    for place in places:
+        worker = workers[place]
+        if worker.has_foreign:
+            mixed.append(place)
+        elif worker.home is side or worker.is_home_on(side):
+            at_home.append(place)
+        else:
+            away.append(place)
+    return at_home, mixed, away
+
+
+def _is_long(worker: Worker, request: RouteRequest) -> bool:
+    """Whether a prompt would wait too long here. What a busy worker computes already is no
+    queue."""
+    is_over = worker.pending_tokens + request.num_tokens > MAX_PENDING_TOKENS
+    return is_over and worker.num_queued > 0
+
+
+def _has_room(worker: Worker, request: RouteRequest) -> bool:
+    """Whether prompt and answer fit beside what is reserved."""
+    num_blocks = worker.blocks_for(request.num_tokens + request.max_new_tokens)
+    return worker.reserved_blocks + num_blocks < worker.num_blocks
+
+
+# --- homes ----------------------------------------------------------------------------------------
+
+
+class Home(NamedTuple):
+    """What a worker is at home, and the how manieth home that is. Of two the larger epoch wins."""
+
+    role: Role
+    epoch: int
+
+    def replaces(self, other: Home) -> bool:
+        """Whether this home holds where the other one was."""
+        return self.epoch > other.epoch
+
+
+def home_of(worker: Worker) -> Home:
+    """Return a worker's home as it reported it."""
+    return Home(worker.home, worker.status.home_epoch)
+
+
+def change_home(
+    table: PeerTable, incarnation: Incarnation, home: str, epoch: int | None = None
+) -> Home:
+    """Return the home that a worker is to be given. epoch: None = the next one.
+
+    Raises NotFound: no such worker. InvalidRequest: no such home; it serves one side only; it is
+    the last of its role; the epoch is not newer than its own. The message names the remedy.
+    """
+    worker = table.get(incarnation)
+    if worker is None:
+        raise NotFound(
+            f"no worker {incarnation:016x} is in the mesh: `pdmesh top` lists those that are",
+            param="worker",
+            code="no_worker",
+        )
+    role = HOMES.get(home)
+    if role is None:
+        raise InvalidRequest(
+            f"a home is one of {', '.join(HOMES)}, not {home!r}", param="role", code="unknown_home"
+        )
+    before = home_of(worker)
+    after = Home(role, before.epoch + 1 if epoch is None else epoch)
+    if role not in worker.serves:
+        raise InvalidRequest(
+            f"worker {incarnation:016x} serves {worker.role.value} alone: start one that serves "
+            "both roles, or choose one that does",
+            param="worker",
+            code="one_role",
+        )
+    if not after.replaces(before):
+        raise InvalidRequest(
+            f"worker {incarnation:016x} has been moved since (epoch {before.epoch}, this is "
+            f"{after.epoch}): look at it again, then repeat the order",
+            param="epoch",
+            code="old_epoch",
+        )
+    if role is not before.role and not _has_other(table, worker):
+        name = _HOME_POOLS[before.role].value
+        raise InvalidRequest(
+            f"worker {incarnation:016x} is the last one for {name}s: start another one, or give "
+            f"another one the home {name!r} first",
+            param="role",
+            code="last_of_role",
+        )
+    return after
+
+
+def _has_other(table: PeerTable, worker: Worker) -> bool:
+    """Whether somebody else does what this worker does at home."""
+    return any(
+        other is not worker and other.is_usable and other.is_home_on(worker.home)
+        for other in table.workers
+    )

@@ -1,0 +1,41 @@
+"""Who was chosen longest ago: how policies break ties, so that idle workers share the work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from services.gateway.core.worker import Worker
+from shared.ids import Incarnation
+
+MAX_REMEMBERED = 4096
+"""Workers whose last choice is remembered; more than can be here at once."""
+
+
+class Turns:
+    """The last choice of every worker."""
+
+    def __init__(self) -> None:
+        self._num_decisions = 0
+        self._last_chosen: dict[Incarnation, int] = {}
+
+    def longest_ago(self, workers: Sequence[Worker], places: Sequence[int]) -> int:
+        """Return that place whose worker was chosen longest ago, or never."""
+        if len(places) == 1:
+            return places[0]
+        last_chosen = self._last_chosen.get
+        return min(places, key=lambda place: last_chosen(workers[place].incarnation, 0))
+
+    def chosen(self, *incarnations: Incarnation) -> None:
+        """One decision chose these."""
+        self._num_decisions += 1
+        for incarnation in incarnations:
+            self._last_chosen.pop(incarnation, None)
+            self._last_chosen[incarnation] = self._num_decisions
+        if len(self._last_chosen) > MAX_REMEMBERED:  # the one chosen longest ago has left
+            del self._last_chosen[next(iter(self._last_chosen))]
+
+
+def least(scores: Sequence[float], places: Sequence[int]) -> Sequence[int]:
+    """Return those of these places that have the lowest score of them, in order."""
+    lowest = min([scores[place] for place in places])
+    return [place for place in places if scores[place] == lowest]

@@ -1,0 +1,222 @@
+"""What a worker tells the gateway: nothing in it may do more than end that worker's session."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import random
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import pytest
+from tests.unit.test_gateway_routing import a_worker
+
+from services.gateway.core.routing import POLICIES
+from services.gateway.core.worker import Role, Worker, WorkerStatus
+from services.gateway.workers.membership import membership
+from services.gateway.workers.peers import WorkerSession
+from services.gateway.workers.registry import Registry, _StatusReader, read_announcement
+from shared import wire
+from shared.address import Address, is_host
+from shared.errors import MeshError, RemoteProtocolError, WorkerLost
+from shared.ids import Incarnation, StreamId
+from shared.messages import codec
+from shared.messages.columns import pack_u64
+from shared.rpc.methods import PREFILL_SESSION
+from shared.rpc.stream import open_stream
+from shared.rpc.tcp import TcpNetwork
+from tests.support.worker_mesh import MODEL
+
+
+class AWorker:
+    """As much of a worker as a session needs to hear from it."""
+
+    def __init__(self, role: Role) -> None:
+        self.role = role
+
+
+def a_session(role: Role) -> WorkerSession:
+    none: Any = None
+    return WorkerSession(
+        cast("Any", AWorker(role)), role, Address("h", 1), none, Incarnation(1), "1", lambda: None
+    )
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, -1.0])
+@pytest.mark.parametrize("name", ["queue_s", "compute_s", "transfer_s", "exposed_s"])
+def test_times_of_a_prefill_worker_are_checked(name: str, value: float) -> None:
+    """They go into sums and histograms, which one bad value would spoil for ever."""
+    if name in ("queue_s", "compute_s"):
+        token = wire.PrefillToken(logprob=math.nan, **{name: value})
+        with pytest.raises(RemoteProtocolError, match="seconds"):
+            codec.prefill_token_from_wire(token)
+        return
+    event = wire.PrefillEvent(done=wire.PrefillDone(stream_id=1, bytes_sent=9, **{name: value}))
+    with pytest.raises(RemoteProtocolError, match="seconds"):
+        a_session(Role.PREFILL)._on_prefill_event(event)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, -1.0])
+def test_times_of_a_decode_worker_are_checked(value: float) -> None:
+    """As prefill's."""
+    session = a_session(Role.DECODE)
+    for event in (
+        wire.DecodeEvent(granted=wire.Granted(stream_id=1, wait_s=value)),
+        wire.DecodeEvent(joined=wire.Joined(stream_id=1, receive_s=value)),
+    ):
+        with pytest.raises(RemoteProtocolError, match="seconds"):
+            session._on_decode_event(event)
+
+
+def an_announcement(**fields: Any) -> wire.WorkerAnnounce:
+    return wire.WorkerAnnounce(
+        hello=wire.Hello(
+            role=wire.Role.PREFILL, incarnation=5, protocol_version=codec.PROTOCOL_VERSION
+        ),
+        model=codec.model_to_wire(MODEL.spec),
+        layout=codec.layout_to_wire(MODEL.layout),
+        host="gpu-1",
+        port=9,
+        num_blocks=9,
+        block_size=9,
+        **fields,
+    )
+
+
+def test_what_a_worker_serves_is_its_role_or_what_it_says() -> None:
+    """Different roles, its own among them; anything else is no announcement."""
+    assert read_announcement(an_announcement(), "peer").serves == (Role.PREFILL,)
+    both = [wire.Role.DECODE, wire.Role.PREFILL]
+    assert read_announcement(an_announcement(serves=both), "peer").serves == tuple(Role)
+    for serves in (
+        [wire.Role.DECODE],
+        [wire.Role.PREFILL, wire.Role.GATEWAY],
+        [wire.Role.PREFILL, wire.Role.PREFILL],
+        [wire.Role.PREFILL, wire.Role.UNSPECIFIED],
+    ):
+        with pytest.raises(RemoteProtocolError, match="different roles"):
+            read_announcement(an_announcement(serves=serves), "peer")
+
+
+def test_a_report_says_what_is_held_and_where_home_is() -> None:
+    """What a worker leaves out means nothing held, and the home that it joined with."""
+    reader = _StatusReader()
+    plain = reader.read(wire.WorkerStatus(paired=pack_u64([7])))
+    assert (plain.num_prompts, plain.num_answers, plain.home, plain.home_epoch) == (0, 0, None, 0)
+    full = reader.read(
+        wire.WorkerStatus(
+            paired=pack_u64([7]),
+            seen_prefill_id=3,
+            seen_decode_id=4,
+            num_prompts=2,
+            num_answers=5,
+            home=wire.Role.DECODE,
+            home_epoch=6,
+        )
+    )
+    assert full.seen == {Role.PREFILL: 3, Role.DECODE: 4}
+    assert (full.num_prompts, full.num_answers, full.home_epoch) == (2, 5, 6)
+    assert full.home is Role.DECODE
+    assert full.paired is plain.paired
+    assert reader.read(wire.WorkerStatus()).paired == frozenset()
+
+
+class Silence:
+    """A network in which nobody answers."""
+
+    @contextlib.asynccontextmanager
+    async def channel(self, address: Address) -> AsyncIterator[Any]:
+        await asyncio.Event().wait()
+        yield address
+
+
+async def test_a_worker_that_serves_both_roles_has_two_sessions() -> None:
+    """It is usable when both are up, told of every decode worker but itself, and one of the decode
+    workers that others are told of; its orders count wherever they were sent."""
+    network: Any = Silence()
+    policy = POLICIES["splitwise"]()
+    randbytes = random.Random(1).randbytes
+    async with membership(network, policy, Incarnation(1), "1", randbytes) as members:
+        both = read_announcement(an_announcement(serves=[2, 3]), "peer")
+        hello = wire.Hello(
+            role=wire.Role.DECODE, incarnation=6, protocol_version=codec.PROTOCOL_VERSION
+        )
+        other_announcement = an_announcement()
+        other_announcement.hello = hello
+        other = read_announcement(other_announcement, "peer")
+        for worker in (both, other):
+            members.join(worker)
+        prefill, decode = (members.session(both.incarnation, role) for role in Role)
+        assert prefill is not decode
+        assert len(members.sessions) == 3
+        both.sessions.add(Role.PREFILL)
+        assert not both.is_usable
+        both.sessions.add(Role.DECODE)
+        assert both.is_usable
+        both.silent.add(Role.DECODE)
+        assert not both.is_usable
+
+        registry = Registry(members, Incarnation(1), "1")
+
+        def told(worker: Worker) -> list[int]:
+            peers = registry._peers_of(worker).peers
+            assert peers is not None
+            return [peer.incarnation for peer in peers.peers]
+
+        assert told(both) == [6]
+        assert told(a_worker(Role.PREFILL, 9)) == [5, 6]
+        members.update(both.incarnation, WorkerStatus(seen={Role.PREFILL: StreamId(1)}))
+        both.sent(Role.PREFILL, StreamId(1), num_tokens=9, num_blocks=1)
+        both.sent(Role.DECODE, StreamId(1), num_tokens=0, num_blocks=2)
+        assert (both.pending_tokens, both.reserved_blocks) == (0, 2)
+        decode.abandon(WorkerLost("gone"))
+        assert both.reserved_blocks == 0
+        members.leave(both, "it left")
+        assert members.decode_workers == (other,)
+        assert len(members.sessions) == 1
+
+
+NO_HOSTS = [
+    "",
+    ".",
+    "gpu..local",
+    "a" * 64,
+    "-gpu",
+    "gpu-",
+    "a b",
+    "a/b",
+    "gpü",
+    "a." * 127 + "abc",
+]
+
+
+@pytest.mark.parametrize("host", NO_HOSTS)
+def test_what_is_no_host_name(host: str) -> None:
+    """Labels of 1 to 63 letters, digits, hyphens and underscores."""
+    assert not is_host(host)
+
+
+@pytest.mark.parametrize(
+    "host", ["gpu-1.local", "gpu-1.local.", "a", "7", "my_service", "10.0.0.1", "fd00::7", "::1"]
+)
+def test_what_is_a_host(host: str) -> None:
+    """Names, and addresses of both families."""
+    assert is_host(host)
+
+
+@pytest.mark.parametrize("host", [host for host in NO_HOSTS if host])
+async def test_a_worker_with_an_impossible_host_does_not_join(host: str) -> None:
+    """Its session would end in whatever the resolver raises; a call to it is a typed error, too."""
+    announce = an_announcement()
+    assert read_announcement(announce, "peer").host == "gpu-1"
+    announce.host = host
+    with pytest.raises(RemoteProtocolError, match="host"):
+        read_announcement(announce, "peer")
+    with pytest.raises(MeshError) as caught:
+        async with (
+            TcpNetwork().channel(Address(host, 9)) as channel,
+            open_stream(channel, PREFILL_SESSION) as stream,
+        ):
+            await stream.send(wire.PrefillCommand())
+    assert isinstance(caught.value, WorkerLost)
