@@ -20,6 +20,7 @@ from services.cli.keys import hash_api_key, make_secret
 from services.cli.models import models
 from services.cli.one_service import decode, gateway, prefill
 from services.cli.profile import profile
+from services.cli.role import role
 from services.cli.sources import SOURCES
 from services.cli.status import leave_output
 from services.cli.top import top
@@ -67,7 +68,8 @@ app.command(chat, group=CLIENT, help_epilogue=help_texts.CHAT, sort_key=1)
 app.command(generate, group=CLIENT, help_epilogue=help_texts.GENERATE, sort_key=2)
 app.command(models, group=CLIENT, help_epilogue=help_texts.MODELS, sort_key=3)
 app.command(top, group=CLIENT, help_epilogue=help_texts.TOP, sort_key=4)
-app.command(bench, group=CLIENT, help_epilogue=help_texts.BENCH, sort_key=5)
+app.command(role, group=CLIENT, help_epilogue=help_texts.ROLE, sort_key=5)
+app.command(bench, group=CLIENT, help_epilogue=help_texts.BENCH, sort_key=6)
 app.command(completion, group=OTHER, help_epilogue=help_texts.COMPLETION)
 app.command(hash_api_key, name="hash-key", group=OTHER, help_epilogue=help_texts.HASH_KEY)
 app.command(make_secret, name="secret", group=OTHER, help_epilogue=help_texts.SECRET)

@@ -99,6 +99,11 @@ pdmesh top --once                         one frame, also into a file
 pdmesh top --json | jq .window
 """)
 
+ROLE: Final = _examples("""
+pdmesh role 127.0.0.1:34567 token         by address, as pdmesh top shows it
+pdmesh role 1f2e3d prompt                 by the beginning of its incarnation
+""")
+
 BENCH: Final = _examples("""
 pdmesh bench                              the local mesh, 1 request/s for 30 s
 pdmesh bench --rates 0.5,1,2 --scale-lengths 0.1 --output report

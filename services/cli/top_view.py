@@ -128,10 +128,9 @@ def _workers(view: Mapping[str, Any], width: int) -> RenderableType:
                 bar.append(f", {blocks['quarantined']} in quarantine", "red")
         else:
             bar.append(f" {taken / max(1, blocks['total']):.0%}", "dim")
-        is_colocated = worker["incarnation"] in worker["paired"]
         rows.append(
             {
-                "role": "colocated" if is_colocated else worker["role"],
+                "role": _role(worker),
                 "address": worker["address"],
                 "state": Text(worker["state"], STATE_STYLES.get(worker["state"], "red")),
                 "run": str(worker["running"]),
@@ -143,6 +142,15 @@ def _workers(view: Mapping[str, Any], width: int) -> RenderableType:
             }
         )
     return _table(rows, is_wide) if rows else Text("none has joined", "dim")
+
+
+def _role(worker: Mapping[str, Any]) -> str:
+    """Return what a worker is at the moment; of one that may be either its home, too."""
+    if worker["moves"]:
+        is_away = worker["pool"] != worker["home"]
+        return f"{worker['pool']} ({worker['home']})" if is_away else worker["pool"]
+    is_colocated = worker["incarnation"] in worker["paired"]
+    return "colocated" if is_colocated else worker["role"]
 
 
 def _transfers(view: Mapping[str, Any], is_wide: bool) -> RenderableType:

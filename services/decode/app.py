@@ -15,10 +15,10 @@ from shared.engine.base import Engine
 from shared.membership.join import WorkerRole
 from shared.runtime.platform import Platform
 from shared.worker.core.life import Task
-from shared.worker.worker import Role, Worker
+from shared.worker.worker import LaunchProfile, MeshWorker
 
 
-def role_of(config: DecodeConfig) -> Role:
+def profile_of(config: DecodeConfig) -> LaunchProfile:
     """Return what this worker does: answers, whole ones if it is colocated, all if it may be
     either."""
     if config.movable:
@@ -27,7 +27,7 @@ def role_of(config: DecodeConfig) -> Role:
         tasks = frozenset({Task.ANSWER, Task.WHOLE})
     else:
         tasks = frozenset({Task.ANSWER})
-    return Role(WorkerRole.DECODE, tasks)
+    return LaunchProfile(WorkerRole.DECODE, tasks)
 
 
 async def serve_decode(
@@ -37,6 +37,6 @@ async def serve_decode(
     ready: Callable[[Address], None],
     stop: asyncio.Event | None = None,
 ) -> bool:
-    """Run one decode worker: see ``Worker.run``."""
-    worker = Worker(role_of(config), config, platform, engine)
+    """Run one decode worker: see ``MeshWorker.run``."""
+    worker = MeshWorker(profile_of(config), config, platform, engine)
     return await worker.run(ready, stop or asyncio.Event())

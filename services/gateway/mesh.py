@@ -124,6 +124,15 @@ class Mesh(Protocol):
         """Return workers, load and the last minute's traffic, JSON-ready: see ``cluster.py``."""
         ...
 
+    async def change_role(self, worker: str, role: str) -> dict[str, Any]:
+        """Have a worker change what it is when nothing is asked of it; nothing it has in hand is
+        touched. Returns the worker as ``cluster`` tells of it.
+
+        worker: its incarnation as ``cluster`` writes it. role: prompt or token.
+        Raises NotFound, InvalidRequest (with the remedy), WorkerLost, DeadlinePassed.
+        """
+        ...
+
     def generate(self, request: GenerationRequest) -> AbstractAsyncContextManager[Generation]:
         """Admit and dispatch on entry; leaving early (break, cancel, error) cancels everywhere.
 

@@ -13,13 +13,13 @@ from shared.engine.base import Engine
 from shared.membership.join import WorkerRole
 from shared.runtime.platform import Platform
 from shared.worker.core.life import Task
-from shared.worker.worker import Role, Worker
+from shared.worker.worker import LaunchProfile, MeshWorker
 
 
-def role_of(config: PrefillConfig) -> Role:
+def profile_of(config: PrefillConfig) -> LaunchProfile:
     """Return what this worker does: prompts, and all else if it may be either."""
     tasks = frozenset(Task) if config.movable else frozenset({Task.PROMPT})
-    return Role(WorkerRole.PREFILL, tasks)
+    return LaunchProfile(WorkerRole.PREFILL, tasks)
 
 
 async def serve_prefill(
@@ -29,6 +29,6 @@ async def serve_prefill(
     ready: Callable[[Address], None],
     stop: asyncio.Event | None = None,
 ) -> bool:
-    """Run one prefill worker: see ``Worker.run``."""
-    worker = Worker(role_of(config), config, platform, engine)
+    """Run one prefill worker: see ``MeshWorker.run``."""
+    worker = MeshWorker(profile_of(config), config, platform, engine)
     return await worker.run(ready, stop or asyncio.Event())

@@ -69,6 +69,13 @@ LIST_MODELS = Method(
     wire.ListModelsResponse,
 )
 
+CHANGE_ROLE = Method(
+    "/pdmesh.v1.Inference/ChangeRole",
+    Cardinality.UNARY_UNARY,
+    wire.ChangeRoleRequest,
+    wire.ChangeRoleResponse,
+)
+
 ALL_METHODS: tuple[Method[Any, Any], ...] = (
     PREFILL_SESSION,
     DECODE_SESSION,
@@ -78,4 +85,5 @@ ALL_METHODS: tuple[Method[Any, Any], ...] = (
     GENERATE,
     TOKENIZE,
     LIST_MODELS,
+    CHANGE_ROLE,
 )

@@ -77,8 +77,12 @@ class WorkerLife:
         platform: Platform,
         engine: Engine,
         incarnation: Incarnation,
+        *,
+        serves: tuple[WorkerRole, ...] = (),
     ) -> None:
+        """serves: the roles for which it takes orders; empty = ``role`` alone."""
         self._role = role
+        self._serves = serves
         self._config = config
         self._platform = platform
         self._engine = engine
@@ -177,6 +181,7 @@ class WorkerLife:
             address=advertised(self._config.advertise, address),
             num_blocks=engine.num_blocks,
             block_size=engine.block_size,
+            serves=self._serves,
         )
 
     def _why_not_ready(self) -> str:

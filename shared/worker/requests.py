@@ -481,6 +481,13 @@ class Requests:
         return len(self._prompts)
 
     @property
+    def num_prompts_held(self) -> int:
+        """The same, and whole requests whose prompt is not computed yet."""
+        begins = (LifeState.QUEUED, LifeState.COMPUTING)
+        whole = sum(it.life.state in begins for it in self._answers.values())
+        return len(self._prompts) + whole
+
+    @property
     def num_answers(self) -> int:
         """Answers, whole ones included, that hold something."""
         return len(self._answers)

@@ -1,4 +1,4 @@
-"""A worker, put together: the one place where its parts meet. What it does, its ``Role`` says.
+"""A worker, put together: where its parts meet. Its ``LaunchProfile`` says what it does.
 
 Nothing here decides.
 """
@@ -52,7 +52,7 @@ _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Role:
+class LaunchProfile:
     """What a worker is launched for. home: what it is when nothing is asked of it. tasks: what it
     does; all of them = it may be either."""
 
@@ -63,6 +63,11 @@ class Role:
     def may_be_either(self) -> bool:
         """Whether it does the work of both roles, and may change its home."""
         return self.pushes and self.receives
+
+    @property
+    def serves(self) -> tuple[WorkerRole, ...]:
+        """The roles for which it takes orders."""
+        return (WorkerRole.PREFILL, WorkerRole.DECODE) if self.may_be_either else (self.home,)
 
     @property
     def pushes(self) -> bool:
@@ -80,21 +85,23 @@ class Role:
         return Task.WHOLE in self.tasks
 
 
-class Worker:
+class MeshWorker:
     """One worker; ``run`` is its life. Everything else here is for tests and logs."""
 
     def __init__(
-        self, role: Role, config: WorkerConfig, platform: Platform, engine: Engine
+        self, launch: LaunchProfile, config: WorkerConfig, platform: Platform, engine: Engine
     ) -> None:
-        self.role = role
-        self.home, self.home_epoch = role.home, 0
+        self.launch = launch
+        self.home, self.home_epoch = launch.home, 0
         self._config = config
         self._platform = platform
         self._engine = engine
         self.incarnation: Incarnation = new_incarnation(platform.random_bytes)
-        self._life = WorkerLife(role.home, config, platform, engine, self.incarnation)
+        self._life = WorkerLife(
+            launch.home, config, platform, engine, self.incarnation, serves=launch.serves
+        )
         self._door_metrics()
-        self.step_times = StepTimes() if role.is_mixed and not config.token_budget else None
+        self.step_times = StepTimes() if launch.is_mixed and not config.token_budget else None
         self.pool: BlockPool
         self.scheduler: Scheduler
         self.leases: Leases
@@ -107,19 +114,19 @@ class Worker:
 
     def _door_metrics(self) -> None:
         """What a worker never does is counted, too, but nobody asks for the numbers."""
-        if self.role.home is WorkerRole.PREFILL:
+        if self.launch.home is WorkerRole.PREFILL:
             self.prompt_metrics = PrefillMetrics(self.load)
-            registry = self.prompt_metrics.registry if self.role.receives else None
+            registry = self.prompt_metrics.registry if self.launch.receives else None
             self.answer_metrics = DecodeMetrics(registry=registry)
         else:
             self.answer_metrics = DecodeMetrics(self.load)
-            registry = self.answer_metrics.registry if self.role.pushes else None
+            registry = self.answer_metrics.registry if self.launch.pushes else None
             self.prompt_metrics = PrefillMetrics(registry=registry)
 
     @property
     def _home_metrics(self) -> WorkerMetrics:
         """What is one worker's, whatever it does, is counted by the role it was launched for."""
-        launched_for = self.role.home
+        launched_for = self.launch.home
         return self.prompt_metrics if launched_for is WorkerRole.PREFILL else self.answer_metrics
 
     async def run(self, ready: Callable[[Address], None], stop: asyncio.Event) -> bool:
@@ -129,7 +136,7 @@ class Worker:
         ready: called once with the worker's gRPC address. The engine stays the caller's to close.
         Raises OSError: a port is in use. IncompatiblePeer: the gateway refuses this worker.
         EngineFailed: the device failed."""
-        name = f"pdmesh-{self.role.home.name.lower()}"
+        name = f"pdmesh-{self.launch.home.name.lower()}"
         async with (
             tracing(name, self.incarnation, VERSION) as tracer,
             devices(self._platform, self._engine) as (compute, transport),
@@ -176,7 +183,7 @@ class Worker:
                 target_s=config.tbt_target_s,
                 max_tokens=config.max_step_tokens,
             )
-        if self.role.pushes and config.needs_profile:
+        if self.launch.pushes and config.needs_profile:
             return await self._platform.profile(self._engine, compute, transport)
         return UNMEASURED
 
@@ -191,7 +198,7 @@ class Worker:
         self.pool.listen(self._home_metrics.kv_changed)
         self.leases = Leases(self.pool, LeasePolicy(max_leases=config.max_requests))
         self.requests = Requests(
-            tasks=self.role.tasks,
+            tasks=self.launch.tasks,
             scheduler=self.scheduler,
             pool=self.pool,
             leases=self.leases,
@@ -208,7 +215,7 @@ class Worker:
         answers by time."""
         config, most_tokens = self._config, self._config.max_step_tokens
         alone: StepBudget = TokenBudget(most_tokens)
-        if self.role.pushes:
+        if self.launch.pushes:
             together = config.batch_tokens or profile.saturating_tokens or most_tokens
             alone = BatchBudget(most_tokens, together)
         if self.step_times is None:
@@ -219,7 +226,7 @@ class Worker:
             most_tokens,
             is_expecting=lambda: self.leases.is_expecting,
         )
-        if not self.role.pushes:
+        if not self.launch.pushes:
             return beside
         return EitherBudget(alone, beside, has_answers=lambda: bool(self.requests.num_answers))
 
@@ -236,12 +243,12 @@ class Worker:
             compute=compute,
             scheduler=self.scheduler,
             metrics=self.answer_metrics,
-            prompt_metrics=self.prompt_metrics if self.role.pushes else None,
+            prompt_metrics=self.prompt_metrics if self.launch.pushes else None,
             sink=self.requests,
             on_step=None if self.step_times is None else self.step_times.learn,
             look_ahead=config.look_ahead,
         )
-        if self.role.pushes:
+        if self.launch.pushes:
             self.pusher = Pusher(
                 engine=engine,
                 compute=compute,
@@ -264,7 +271,7 @@ class Worker:
                 rules=rules,
             )
             self._open_door(PromptDoor)
-        if self.role.receives:
+        if self.launch.receives:
             self.receiver = KvReceiver(
                 incarnation=self.incarnation,
                 version=VERSION,
@@ -297,7 +304,7 @@ class Worker:
 
     def _set_home(self, home: WorkerRole, epoch: int) -> None:
         """Of two orders the one with the larger epoch counts; nothing in hand is touched by it."""
-        if not self.role.may_be_either:
+        if not self.launch.may_be_either:
             _log.warning("this worker has one role for good", asked=home.name.lower())
         elif epoch > self.home_epoch:
             self.home, self.home_epoch = home, epoch
@@ -310,7 +317,7 @@ class Worker:
         """What this worker is busy with now."""
         scheduled, leased = self.scheduler.statistics(), self.leases.statistics()
         paired = self.pairs.paired if self.pairs is not None else ()
-        own = (self.incarnation,) if self.role.is_mixed else ()
+        own = (self.incarnation,) if self.launch.is_mixed else ()
         return WorkerLoad(
             pending_tokens=scheduled.pending_tokens,
             num_waiting=scheduled.num_waiting + leased.num_waiting,
@@ -321,10 +328,14 @@ class Worker:
             step_s=self.stepper.step_s,
             is_draining=self.requests.is_draining,
             paired=(*own, *paired),
+            num_prompts=self.requests.num_prompts_held,
+            num_answers=self.requests.num_answers,
+            home="prefill" if self.home is WorkerRole.PREFILL else "decode",
+            home_epoch=self.home_epoch,
         )
 
     def _why_not_ready(self) -> str:
-        if self.role.is_mixed:
+        if self.launch.is_mixed:
             return ""  # it needs nobody
         parts = [part for part in (self.pairs, self.receiver) if part is not None]
         return next((part.not_ready_reason for part in parts if part.not_ready_reason), "")

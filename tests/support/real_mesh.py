@@ -14,10 +14,10 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from services.decode.app import role_of as decode_role
+from services.decode.app import profile_of as decode_profile
 from services.gateway.app import Gateway
 from services.gateway.text.text_model import TextModel
-from services.prefill.app import role_of as prefill_role
+from services.prefill.app import profile_of as prefill_profile
 from shared import wire
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
 from shared.engine.base import Engine
@@ -34,7 +34,7 @@ from shared.runtime.platform import real_platform
 from shared.step import RowResult, StepRow, ToCome
 from shared.transport.base import TransportFactory
 from shared.transport.ucxx import open_ucx
-from shared.worker.worker import Worker
+from shared.worker.worker import MeshWorker
 
 STARTED_WITHIN_S = 60.0
 HAPPENS_WITHIN_S = 60.0
@@ -128,7 +128,7 @@ class RealMesh:
     address: Address
     gateway: Gateway
     prefill: Any
-    decode: Worker
+    decode: MeshWorker
     prefill_gate: asyncio.Event
 
     async def ask(
@@ -263,13 +263,13 @@ async def real_mesh(
         prefill_worker = None
         if prefill_engine is not None:
             config = PrefillConfig(**common, **(prefill or {}))
-            prefill_worker = Worker(prefill_role(config), config, of_prefill, prefill_engine)
+            prefill_worker = MeshWorker(prefill_profile(config), config, of_prefill, prefill_engine)
         mesh = RealMesh(
             network,
             address,
             front,
             prefill_worker,
-            Worker(decode_role(decode_config), decode_config, of_decode, decode_engine),
+            MeshWorker(decode_profile(decode_config), decode_config, of_decode, decode_engine),
             gate,
         )
         async with contextlib.AsyncExitStack() as stack:

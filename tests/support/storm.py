@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from services.gateway.limits import seed_of_choice
@@ -17,11 +18,18 @@ from tests.support.worker_mesh import a_prompt, expected, virtual_time
 NUM_CLIENTS = 40
 
 
-def storm(seed: int, roles: list[str], **options: Any) -> str:
+def storm(
+    seed: int,
+    roles: list[str],
+    *,
+    meanwhile: Callable[[WholeMesh], Coroutine[Any, Any, None]] | None = None,
+    **options: Any,
+) -> str:
     """Run one storm and return a digest of everything that clients saw, and when.
 
     Every answer must be exact, as far as it came, or end with a typed error. roles: of the workers
-    that are struck; the last of a role is never killed. options: of ``whole_mesh``.
+    that are struck; the last of a role is never killed. meanwhile: what else goes on. options: of
+    ``whole_mesh``.
     """
     history = hashlib.sha256()
 
@@ -30,6 +38,8 @@ def storm(seed: int, roles: list[str], **options: Any) -> str:
         chance = random.Random(seed)
         async with whole_mesh(**options, seed=seed) as mesh, asyncio.TaskGroup() as tasks:
             tasks.create_task(_chaos(mesh, chance, roles))
+            if meanwhile is not None:
+                tasks.create_task(meanwhile(mesh))
             for number in range(NUM_CLIENTS):
                 tasks.create_task(_client(mesh, chance, number, history))
 

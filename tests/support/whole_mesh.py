@@ -150,11 +150,11 @@ class WholeMesh:
     async def ready(self) -> None:
         """Wait until every living gateway may use every living pair; a colocated worker is one
         with itself, too."""
-        prefills = sum(running in self.prefills for running in self.workers)
-        num_pairs = prefills * (len(self.workers) - prefills)
-        num_pairs += sum(
-            running in self.decodes and bool(running.worker.load().paired)
-            for running in self.workers
+        launched = [running.worker.launch for running in self.workers]
+        num_pairs = sum(
+            pushes.pushes and receives.receives if pushes is not receives else pushes.is_mixed
+            for pushes in launched
+            for receives in launched
         )
         await self.until(
             lambda: all(

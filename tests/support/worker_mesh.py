@@ -15,8 +15,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.decode.app import role_of as decode_role
-from services.prefill.app import role_of as prefill_role
+from services.decode.app import profile_of as decode_profile
+from services.prefill.app import profile_of as prefill_profile
 from shared.address import Address
 from shared.config import DecodeConfig, PrefillConfig
 from shared.engine.fake import FakeEngine, FakeModel, FakeTiming, fake_continuation
@@ -25,7 +25,7 @@ from shared.ids import Incarnation
 from shared.profile.machine import UNMEASURED, MachineProfile
 from shared.request import SamplingParams
 from shared.runtime.platform import Platform
-from shared.worker.worker import Worker
+from shared.worker.worker import MeshWorker
 from tests.support.fake_gateway import FakeGateway, FakeRequest, fake_gateway
 from tests.support.loopback import LoopbackFabric, LoopbackSettings
 from tests.support.memory_network import MemoryNetwork
@@ -196,10 +196,10 @@ async def launch_worker(
     worker: Any
     if kind == "prefill":
         config = PrefillConfig(**fields)
-        worker = Worker(prefill_role(config), config, platform, engine)
+        worker = MeshWorker(prefill_profile(config), config, platform, engine)
     else:
         decode_config = DecodeConfig(**fields)
-        worker = Worker(decode_role(decode_config), decode_config, platform, engine)
+        worker = MeshWorker(decode_profile(decode_config), decode_config, platform, engine)
     running = RunningWorker(host, worker, engine, transport.address, asyncio.Event())
     is_up = asyncio.Event()
 

@@ -86,7 +86,7 @@ class PeerTable:
         worker.report(status)
         is_same = status.paired is before.paired or status.paired == before.paired
         is_same = is_same and status.is_draining is before.is_draining
-        if is_same and status.home is before.home:
+        if is_same and (status.home, status.home_epoch) == (before.home, before.home_epoch):
             return False
         worker.partners = self._bits_of(worker)
         self.note_usability()

@@ -38,9 +38,14 @@ HOMES = {Pool.PROMPT.value: Role.PREFILL, Pool.TOKEN.value: Role.DECODE}
 _HOME_POOLS = {Role.PREFILL: Pool.PROMPT, Role.DECODE: Pool.TOKEN}
 
 
+def pool_at_home(worker: Worker) -> Pool:
+    """Return the pool that a worker is in while it holds no foreign work."""
+    return _HOME_POOLS[worker.home]
+
+
 def pool_of(worker: Worker) -> Pool:
     """Return the pool of a worker, by its report and what it was sent since."""
-    return Pool.MIXED if worker.has_foreign else _HOME_POOLS[worker.home]
+    return Pool.MIXED if worker.has_foreign else pool_at_home(worker)
 
 
 class Splitwise:

@@ -59,7 +59,7 @@ class WorkerStatus:
 
 
 @dataclass(slots=True)
-class Order:
+class OpenOrder:
     """What one order asks of its worker: prompt tokens until they are computed, blocks to its
     end."""
 
@@ -98,7 +98,7 @@ class Worker:
     """This worker in ``partners`` of others; the peer table gives it."""
     partners: int = 0
     """The bits of the decode workers that this one may push to, usable or not."""
-    orders: dict[Role, dict[StreamId, Order]] = field(
+    orders: dict[Role, dict[StreamId, OpenOrder]] = field(
         default_factory=lambda: {role: {} for role in Role}
     )
     """By session: this gateway's orders that have not ended, in the order of their ids."""
@@ -171,7 +171,7 @@ class Worker:
     def sent(self, session: Role, stream_id: StreamId, *, num_tokens: int, num_blocks: int) -> None:
         """An order went out; ids of a session only grow."""
         has_answer = session is Role.DECODE
-        order = Order(num_tokens, num_blocks, has_prompt=num_tokens > 0, has_answer=has_answer)
+        order = OpenOrder(num_tokens, num_blocks, has_prompt=num_tokens > 0, has_answer=has_answer)
         self.orders[session][stream_id] = order
         self._add(session, stream_id, order, 1)
 
@@ -200,7 +200,7 @@ class Worker:
         self.bit, self.orders = before.bit, before.orders
         self._add_up()
 
-    def _add(self, session: Role, stream_id: StreamId, order: Order, times: int) -> None:
+    def _add(self, session: Role, stream_id: StreamId, order: OpenOrder, times: int) -> None:
         """Count what an order asks for, or count it no more, if the report has not seen it."""
         if stream_id > self.status.seen.get(session, 0):
             self._count(order, times)
@@ -219,7 +219,7 @@ class Worker:
                 self._count(orders[stream_id], 1)
         self._conclude()
 
-    def _count(self, order: Order, times: int) -> None:
+    def _count(self, order: OpenOrder, times: int) -> None:
         self.pending_tokens += times * order.num_tokens
         self.reserved_blocks += times * order.num_blocks
         self._num_prompts += times * order.has_prompt

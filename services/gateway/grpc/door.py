@@ -23,7 +23,7 @@ from shared import wire
 from shared.errors import DeadlinePassed, InvalidRequest, MeshError, RemoteProtocolError
 from shared.messages.columns import pack_f32, pack_u32, unpack_u32
 from shared.request import FinishReason, TokenLogprobs
-from shared.rpc.methods import GENERATE, LIST_MODELS, TOKENIZE
+from shared.rpc.methods import CHANGE_ROLE, GENERATE, LIST_MODELS, TOKENIZE
 from shared.rpc.service import FIRST_MESSAGE_S, ServerStream, Servicer, bind, bind_unary
 from shared.rpc.status import MAX_TRAILER_BYTES, RECEIPT_TRAILER
 from shared.telemetry.moments import Moment, note
@@ -47,6 +47,7 @@ class Inference:
             bind(GENERATE, self.generate),
             bind_unary(TOKENIZE, self.tokenize),
             bind_unary(LIST_MODELS, self.list_models),
+            bind_unary(CHANGE_ROLE, self.change_role),
         )
 
     async def generate(self, stream: GenerateStream) -> None:
@@ -86,6 +87,23 @@ class Inference:
             )
 
         with recorded(self._front, LIST_MODELS.path, stream.metadata) as call:
+            return await self._ended(call, answer)
+
+    async def change_role(
+        self,
+        request: wire.ChangeRoleRequest,
+        stream: ServerStream[wire.ChangeRoleRequest, wire.ChangeRoleResponse],
+    ) -> wire.ChangeRoleResponse:
+        """Change what a worker is when nothing is asked of it."""
+
+        async def answer() -> wire.ChangeRoleResponse:
+            self._admit(stream, call, label="", is_metered=False)
+            worker = await self._front.mesh.change_role(request.worker, request.role)
+            return wire.ChangeRoleResponse(
+                worker=worker["incarnation"], home=worker["home"], pool=worker["pool"]
+            )
+
+        with recorded(self._front, CHANGE_ROLE.path, stream.metadata) as call:
             return await self._ended(call, answer)
 
     # --- what they share ------------------------------------------------------------------------

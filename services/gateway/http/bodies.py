@@ -288,11 +288,15 @@ class ClusterBlocks(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ClusterWorker(msgspec.Struct, forbid_unknown_fields=True):
-    """One worker, as it reported itself last. paired: the workers it exchanges KV with; a
-    colocated worker names itself."""
+    """One worker, as it reported itself last. home: what it is when nothing is asked of it; pool:
+    what it is now; moves: whether it does the work of both roles. paired: the workers it exchanges
+    KV with; a colocated worker names itself."""
 
     incarnation: str
     role: Literal["prefill", "decode"]
+    home: Literal["prompt", "token"]
+    pool: Literal["prompt", "token", "mixed"]
+    moves: bool
     address: str
     state: str
     running: int

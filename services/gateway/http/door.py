@@ -30,6 +30,7 @@ from services.gateway.http.openai_forms import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    RoleBody,
     StreamOptions,
     TokenizeBody,
     messages_for_template,
@@ -58,6 +59,7 @@ _CHAT = msgspec.json.Decoder(ChatBody)
 _COMPLETION = msgspec.json.Decoder(CompletionBody)
 _TOKENIZE = msgspec.json.Decoder(TokenizeBody)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
+_ROLE = msgspec.json.Decoder(RoleBody)
 
 _NO_OPTIONS = StreamOptions()
 
@@ -104,6 +106,7 @@ class HttpDoor:
             Route("GET", "/version", Policy.KEY, self.version),
             Route("GET", "/metrics", Policy.KEY, self.metrics, is_polled=True),
             Route("GET", "/cluster", Policy.KEY, self.cluster, is_polled=True),
+            Route("POST", "/cluster/workers/{worker}/role", Policy.KEY, self.change_role),
             Route("GET", "/openapi.json", Policy.KEY, self.openapi),
             Route("GET", "/v1/models", Policy.KEY, self.models),
             Route("GET", "/v1/models/{name:.+}", Policy.KEY, self.one_model),
@@ -155,6 +158,12 @@ class HttpDoor:
         view = {"version": self._front.version, **self._front.mesh.cluster()}
         headers = {**call.headers, "Cache-Control": "no-store"}
         return json_response(msgspec.convert(view, bodies.Cluster), headers=headers)
+
+    async def change_role(self, request: web.Request, call: Call) -> web.Response:
+        """Change what a worker is when nothing is asked of it."""
+        body = await read_body(request, _ROLE)
+        worker = await self._front.mesh.change_role(request.match_info["worker"], body.role)
+        return json_response(msgspec.convert(worker, bodies.ClusterWorker), headers=call.headers)
 
     async def openapi(self, _: web.Request, call: Call) -> web.Response:
         """The description of this API; behind the key, because it tells version and model."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from operator import attrgetter
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -255,6 +255,12 @@ class TokenizeBody(_RenderedBody, kw_only=True):
     model: fields.ModelName | None = None
     prompt: str | None = None
     messages: Messages | None = None
+
+
+class RoleBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of POST /cluster/workers/{worker}/role."""
+
+    role: Literal["prompt", "token"]
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):

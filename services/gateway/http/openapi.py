@@ -22,6 +22,7 @@ from services.gateway.http.openai_forms import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    RoleBody,
     TokenizeBody,
 )
 from services.gateway.http.server import Policy, Route
@@ -91,6 +92,11 @@ OPERATIONS: dict[tuple[str, str], ApiOperation] = {
     ("GET", "/metrics"): ApiOperation("Numbers for Prometheus.", "text/plain"),
     ("GET", "/cluster"): ApiOperation(
         "Tell of workers, load and the last minute's traffic.", bodies.Cluster
+    ),
+    ("POST", "/cluster/workers/{worker}/role"): ApiOperation(
+        "Change what a worker is when nothing is asked of it; what it has in hand goes on.",
+        bodies.ClusterWorker,
+        body=RoleBody,
     ),
     ("GET", "/openapi.json"): ApiOperation("This document.", "application/json"),
     ("GET", "/"): ApiOperation("A page to chat and to watch the mesh.", "text/html"),

@@ -10,6 +10,7 @@ from typing import Any
 
 from services.gateway.core.admission import AdmissionStatistics
 from services.gateway.core.peer_table import PeerTable
+from services.gateway.core.pools import pool_at_home, pool_of
 from services.gateway.core.routing import RouteDecision
 from services.gateway.core.window import SECONDS, Histogram, Pair, Summary, Transfers, Window
 from services.gateway.core.worker import Role, Worker
@@ -76,7 +77,7 @@ def cluster_body(
             "queued": counts.num_waiting,
             "refused": counts.num_refused,
         },
-        "workers": [_worker_body(worker) for role in Role for worker in table.all(role)],
+        "workers": [worker_body(worker) for role in Role for worker in table.all(role)],
         "window": {
             "seconds": SECONDS,
             "requests": summary.num_ended,
@@ -104,11 +105,16 @@ def state_of(worker: Worker) -> str:
     return "suspect" if worker.is_suspect else "usable"
 
 
-def _worker_body(worker: Worker) -> dict[str, Any]:
+def worker_body(worker: Worker) -> dict[str, Any]:
+    """Return one worker, JSON-ready. home: what it is when nothing is asked of it; pool: what it is
+    now."""
     status = worker.status
     return {
         "incarnation": _hex(worker.incarnation),
-        "role": worker.role.value,
+        "role": worker.home.value,
+        "home": pool_at_home(worker).value,
+        "pool": pool_of(worker).value,
+        "moves": len(worker.serves) > 1,
         "address": str(Address(worker.host, worker.port)),
         "state": state_of(worker),
         "running": status.num_running,

@@ -14,13 +14,14 @@ from typing import Any
 from services.gateway.core.admission import Admission, AdmissionStatistics, Admitted
 from services.gateway.core.window import Window
 from services.gateway.mesh import GenerationRequest, ServedModel
-from services.gateway.workers.cluster import WindowWatcher, cluster_body
+from services.gateway.workers.cluster import WindowWatcher, cluster_body, worker_body
 from services.gateway.workers.delivery import Delivery
 from services.gateway.workers.membership import Membership
 from services.gateway.workers.session import RequestShell
 from services.gateway.workers.timeline import AnswerWatcher, Timeline
 from shared.config import GatewayConfig
-from shared.errors import MeshError, ShuttingDown
+from shared.errors import InvalidRequest, MeshError, ShuttingDown
+from shared.ids import Incarnation
 
 
 class _Stay:
@@ -120,6 +121,18 @@ class GatewayMesh:
             counts=self.statistics,
             summary=self._window.summary(now),
         )
+
+    async def change_role(self, worker: str, role: str) -> dict[str, Any]:
+        try:
+            incarnation = Incarnation(int(worker, 16))
+        except ValueError:
+            raise InvalidRequest(
+                f"a worker is named by its incarnation, 16 hexadecimal digits, not {worker!r}: "
+                "`pdmesh top` lists them",
+                param="worker",
+                code="no_worker",
+            ) from None
+        return worker_body(await self._members.change_home(incarnation, role))
 
     def generate(self, request: GenerationRequest) -> _Stay:
         return _Stay(self, request)

@@ -16,16 +16,20 @@ from dataclasses import replace
 import structlog
 
 from services.gateway.core.peer_table import OwnModel, PeerTable
+from services.gateway.core.pools import Home, change_home, home_of
 from services.gateway.core.routing import RouteDecision, RoutingPolicy, route
 from services.gateway.core.sides import RouteRequest
 from services.gateway.core.worker import Role, Worker, WorkerStatus
 from services.gateway.workers.peers import WorkerSession
-from shared.errors import WorkerLost
+from shared.errors import DeadlinePassed, WorkerLost
 from shared.ids import Incarnation, LeaseToken, RandomBytes, new_lease_token
 from shared.rpc.network import Address, Network
 from shared.runtime.groups import plain_errors
 
 _log = structlog.get_logger(__name__)
+
+CONFIRM_S = 3.0
+"""Longest wait for a worker's word that it has a new home."""
 
 
 class News:
@@ -51,7 +55,8 @@ class Membership:
     random_bytes: for the policy, and for lease tokens.
 
     Three things change here. A worker's load changes with every report and wakes nobody. Who may be
-    chosen is ``usability``; which decode workers there are is ``peers``.
+    chosen is ``usability``; what workers are to be told (which decode workers there are, a new
+    home) is ``directives``.
     """
 
     def __init__(
@@ -75,7 +80,8 @@ class Membership:
         self._sessions: dict[tuple[Incarnation, Role], WorkerSession] = {}
         self._session_tasks: dict[WorkerSession, asyncio.Task[None]] = {}
         self.usability = News()
-        self.peers = News()
+        self.directives = News()
+        self._homes: dict[Incarnation, Home] = {}  # ordered, not told yet
         self._decode_workers: tuple[Worker, ...] = ()
 
     def new_lease_token(self) -> LeaseToken:
@@ -164,11 +170,41 @@ class Membership:
         self.usability.tell()
         if Role.DECODE in worker.serves:
             self._decode_workers = tuple(self.table.serving(Role.DECODE))
-            self.peers.tell()
+            self.directives.tell()
+
+    async def change_home(self, incarnation: Incarnation, home: str) -> Worker:
+        """Have a worker change what it is at home; returns it once it has said so.
+
+        Raises NotFound, InvalidRequest: see ``pools.change_home``. WorkerLost: it left meanwhile.
+        DeadlinePassed: it did not say so in time.
+        """
+        wanted = change_home(self.table, incarnation, home)
+        self._homes[incarnation] = wanted
+        self.directives.tell()
+        _log.info("home ordered", worker=incarnation, home=home, epoch=wanted.epoch)
+        try:
+            async with asyncio.timeout(CONFIRM_S):
+                while True:
+                    changed = self.usability.next
+                    worker = self.table.get(incarnation)
+                    if worker is None:
+                        raise WorkerLost("the worker left the mesh before it moved")
+                    if not wanted.replaces(home_of(worker)):
+                        return worker
+                    await changed.wait()
+        except TimeoutError:
+            raise DeadlinePassed(
+                f"worker {incarnation:016x} did not confirm within {CONFIRM_S:g} s: it may still "
+                "move; look at `pdmesh top`"
+            ) from None
+
+    def take_home(self, incarnation: Incarnation) -> Home | None:
+        """Return a home that this worker has not been told yet; None if there is none."""
+        return self._homes.pop(incarnation, None)
 
     @property
     def decode_workers(self) -> tuple[Worker, ...]:
-        """Every decode worker that may be pushed to; the same object until ``peers`` tells."""
+        """Every decode worker that may be pushed to; the same object until it changes."""
         return self._decode_workers
 
     # --- requests -------------------------------------------------------------------------------

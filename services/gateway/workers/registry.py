@@ -25,6 +25,7 @@ from shared.rpc.service import FIRST_MESSAGE_S, ServerStream, Servicer, bind
 from shared.runtime.groups import plain_errors
 
 _ROLES = {wire.Role.PREFILL: Role.PREFILL, wire.Role.DECODE: Role.DECODE}
+_WIRE_ROLES = {role: name for name, role in _ROLES.items()}
 
 MAX_WORKERS = 1024
 """Workers of one gateway; each costs it a connection and two tasks."""
@@ -58,7 +59,7 @@ class Registry:
     def close(self) -> None:
         """End every worker's membership: this gateway stops."""
         self._closing.set()
-        self._members.peers.tell()
+        self._members.directives.tell()
 
     async def join(self, stream: JoinStream) -> None:
         """Serve one worker until its stream ends."""
@@ -98,18 +99,22 @@ class Registry:
                 self._members.update(incarnation, reader.read(report.status))
 
     async def _tell(self, stream: JoinStream, worker: Worker) -> None:
-        """Tell a worker that pushes whom it may push to, at each change, until this gateway
-        stops."""
-        if Role.PREFILL in worker.serves:
-            await self._tell_peers(stream, worker)
-        await self._closing.wait()
-        raise ShuttingDown("this gateway is shutting down", retry_after_s=1.0)
-
-    async def _tell_peers(self, stream: JoinStream, worker: Worker) -> None:
+        """Tell a worker that pushes whom it may push to, and one that may move where to, at each
+        change, until this gateway stops."""
+        pushes = Role.PREFILL in worker.serves
+        told: tuple[Worker, ...] | None = None
         while not self._closing.is_set():
-            changed = self._members.peers.next
-            await stream.send(self._peers_of(worker))
+            changed = self._members.directives.next
+            peers = self._members.decode_workers
+            if pushes and peers is not told:
+                told = peers
+                await stream.send(self._peers_of(worker))
+            home = self._members.take_home(worker.incarnation)
+            if home is not None:
+                order = wire.SetHome(role=_WIRE_ROLES[home.role], epoch=home.epoch)
+                await stream.send(wire.GatewayDirective(home=order))
             await changed.wait()
+        raise ShuttingDown("this gateway is shutting down", retry_after_s=1.0)
 
     def _peers_of(self, worker: Worker) -> wire.GatewayDirective:
         """Return the list of decode workers. It is one message until it changes, for all but those

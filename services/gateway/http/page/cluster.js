@@ -173,9 +173,16 @@ function makeWorker(worker) {
   );
 }
 
+/** What a worker is at the moment; of one that may be either its home, too. */
+function roleOf(worker) {
+  if (worker.moves)
+    return worker.pool === worker.home ? worker.pool : `${worker.pool} (${worker.home})`;
+  return worker.paired.includes(worker.incarnation) ? "colocated" : worker.role;
+}
+
 function fillWorker(element, worker) {
   const { total, reserved, quarantined } = worker.blocks;
-  say(part(element, "role"), worker.paired.includes(worker.incarnation) ? "colocated" : worker.role);
+  say(part(element, "role"), roleOf(worker));
   const state = part(element, "state");
   state.dataset.state = worker.state;
   say(

@@ -10,6 +10,8 @@ __all__ = (
     "CanaryResult",
     "CancelDecode",
     "CancelPrefill",
+    "ChangeRoleRequest",
+    "ChangeRoleResponse",
     "ChatMessage",
     "CommitTransfer",
     "DecodeCommand",
@@ -242,6 +244,40 @@ class CancelPrefill(betterproto2.Message):
 
 
 default_message_pool.register_message("pdmesh.v1", "CancelPrefill", CancelPrefill)
+
+
+@dataclass(eq=False, repr=False)
+class ChangeRoleRequest(betterproto2.Message):
+    worker: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
+    """
+    its incarnation, as /cluster writes it
+    """
+
+    role: "str" = betterproto2.field(2, betterproto2.TYPE_STRING)
+    """
+    prompt or token
+    """
+
+
+default_message_pool.register_message("pdmesh.v1", "ChangeRoleRequest", ChangeRoleRequest)
+
+
+@dataclass(eq=False, repr=False)
+class ChangeRoleResponse(betterproto2.Message):
+    worker: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
+
+    home: "str" = betterproto2.field(2, betterproto2.TYPE_STRING)
+    """
+    what it is now when nothing is asked of it
+    """
+
+    pool: "str" = betterproto2.field(3, betterproto2.TYPE_STRING)
+    """
+    what it is at the moment: prompt, token or mixed
+    """
+
+
+default_message_pool.register_message("pdmesh.v1", "ChangeRoleResponse", ChangeRoleResponse)
 
 
 @dataclass(eq=False, repr=False)

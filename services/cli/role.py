@@ -1,0 +1,82 @@
+"""``pdmesh role``: change what a worker is when nothing is asked of it, without a restart."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, Literal
+from urllib.parse import quote
+
+import orjson
+from cyclopts import Parameter
+
+from services.cli.client import (
+    DEFAULT_URL,
+    NO_ACCESS,
+    Access,
+    UrlFlag,
+    address,
+    get_json,
+    open_session,
+    refusal,
+    require_url,
+)
+from shared.errors import InvalidRequest
+
+LIMIT_S = 10.0
+
+_unset = Parameter(show_env_var=False)
+
+
+def role(
+    worker: Annotated[str, _unset],
+    home: Annotated[Literal["prompt", "token"], _unset],
+    /,
+    *,
+    url: UrlFlag = DEFAULT_URL,
+    access: Access = NO_ACCESS,
+) -> None:
+    """Change a worker's home role: prompt (prefill) or token (decode).
+
+    Nothing is restarted, and what the worker has in hand goes on. It must be one that may be
+    either (pdmesh up --workers, or --movable), and not the last one of its role.
+
+    Parameters
+    ----------
+    worker
+        Its address, its incarnation, or the beginning of it, as `pdmesh top` shows them.
+    home
+        What it is to be when nothing is asked of it.
+    """
+    require_url(url)
+    moved = asyncio.run(_move(worker, home, url, access))
+    print(f"{moved['incarnation']} ({moved['address']}): home {moved['home']}, now {moved['pool']}")
+
+
+async def _move(worker: str, home: str, url: str, access: Access) -> dict[str, Any]:
+    async with open_session(access) as session:
+        view = await get_json(session, url, "/cluster", limit_s=LIMIT_S)
+        incarnation = _named(worker, view["workers"])
+        path = f"/cluster/workers/{quote(incarnation, safe='')}/role"
+        async with (
+            asyncio.timeout(LIMIT_S),
+            session.post(address(url, path), json={"role": home}) as response,
+        ):
+            body = await response.read()
+            if response.status != 200:
+                raise refusal(url, response.status, body)
+            return orjson.loads(body)
+
+
+def _named(worker: str, workers: list[dict[str, Any]]) -> str:
+    """Return the incarnation of the one worker that is meant; of none the word itself, so that the
+    gateway says what is wrong with it."""
+    meant = [
+        it["incarnation"]
+        for it in workers
+        if it["address"] == worker or it["incarnation"].startswith(worker.lower())
+    ]
+    if len(meant) > 1:
+        raise InvalidRequest(
+            f"{worker!r} is the beginning of {len(meant)} workers: give more of it"
+        )
+    return meant[0] if meant else worker

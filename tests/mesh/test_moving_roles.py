@@ -1,0 +1,239 @@
+"""Workers that may be either, under virtual time: pools follow what is held, homes change while
+requests run, and no token is wrong or missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from typing import Any
+
+import pytest
+
+from services.gateway.core.pools import Pool, pool_of
+from services.gateway.core.worker import Role
+from shared.engine.fake import FakeTiming
+from shared.errors import DeadlinePassed, InvalidRequest, NotFound, WorkerLost
+from tests.support.storm import storm
+from tests.support.tiers import few
+from tests.support.whole_mesh import Answer, WholeMesh, whole_mesh
+from tests.support.worker_mesh import RunningWorker, a_prompt, expected, virtual_time
+
+EITHER: dict[str, Any] = {
+    "gateway": {"policy": "splitwise"},
+    "prefill": {"movable": True},
+    "decode": {"movable": True},
+}
+SLOW = FakeTiming(base_s=0.01, prefill_token_s=0.0005)
+
+
+def pools(mesh: WholeMesh, gateway: int = 0) -> list[str]:
+    """What each living worker is, as a gateway sees it."""
+    table = mesh.gateways[gateway].members.table
+    return [pool_of(table.get(running.incarnation)).value for running in mesh.workers]
+
+
+async def ask_all(mesh: WholeMesh, prompts: list[list[int]], max_tokens: int) -> list[Answer]:
+    """Ask for all at once."""
+    async with asyncio.TaskGroup() as tasks:
+        asked = [tasks.create_task(mesh.ask(prompt, max_tokens)) for prompt in prompts]
+    return [task.result() for task in asked]
+
+
+async def all_home(mesh: WholeMesh) -> None:
+    """Wait until nobody holds foreign work."""
+    await mesh.until(lambda: Pool.MIXED.value not in pools(mesh))
+
+
+def move(mesh: WholeMesh, running: RunningWorker, home: str, gateway: int = 0) -> Any:
+    """Order a new home, as an operator does."""
+    return mesh.gateways[gateway].mesh.change_role(f"{running.incarnation:016x}", home)
+
+
+@virtual_time
+async def test_at_home_prompts_and_answers_are_apart() -> None:
+    """Without load each worker does its home's work: the KV is pushed from one to the other."""
+    async with whole_mesh(**EITHER) as mesh:
+        answer = await mesh.ask(a_prompt(70), 12)
+        assert answer.token_ids == expected(a_prompt(70), 12)
+        assert answer.receipt["prefill"] == f"{mesh.prefills[0].incarnation:016x}"
+        assert answer.receipt["decode"] == f"{mesh.decodes[0].incarnation:016x}"
+        await all_home(mesh)
+        assert pools(mesh) == ["prompt", "token"]
+
+
+@virtual_time
+async def test_a_spike_of_prompts_borrows_the_token_pool_and_lets_it_go() -> None:
+    """Queues over the threshold make token machines mixed; when the spike is gone all are home."""
+    async with whole_mesh(**EITHER, num_decode=2, num_blocks=4096, timing=SLOW) as mesh:
+        prompts = [a_prompt(1500, seed=i) for i in range(24)]
+        async with asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(mesh.ask(prompt, 6)) for prompt in prompts]
+            await mesh.until(lambda: pools(mesh).count("mixed") >= 1)
+        answers = [task.result() for task in asked]
+        assert [a.error for a in answers] == [None] * 24
+        assert [a.token_ids for a in answers] == [expected(p, 6) for p in prompts]
+        assert len({a.receipt["prefill"] for a in answers}) > 1  # others computed prompts, too
+        await all_home(mesh)
+        assert pools(mesh) == ["prompt", "token", "token"]
+
+
+@virtual_time
+async def test_a_home_changes_without_losing_a_request() -> None:
+    """What the worker had in hand goes on; what comes after goes where its home says."""
+    async with whole_mesh(**EITHER, num_prefill=2, num_decode=2, timing=SLOW) as mesh:
+        moving = mesh.prefills[0]
+        async with asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(mesh.ask(a_prompt(200, seed=i), 40)) for i in range(8)]
+            await asyncio.sleep(0.15)
+            body = await move(mesh, moving, "token")
+            assert body["home"] == "token"
+        for i, task in enumerate(asked):
+            assert task.result().token_ids == expected(a_prompt(200, seed=i), 40)
+        await all_home(mesh)
+        assert pools(mesh) == ["token", "prompt", "token", "token"]
+        answers = await ask_all(mesh, [a_prompt(60, seed=i) for i in range(9)], 5)
+        assert {a.receipt["prefill"] for a in answers} == {f"{mesh.prefills[1].incarnation:016x}"}
+        assert f"{moving.incarnation:016x}" in {a.receipt["decode"] for a in answers}
+
+
+@virtual_time
+async def test_every_gateway_sees_a_move_and_the_newer_one_counts() -> None:
+    """Two gateways order at once: both see the same home in the end."""
+    async with whole_mesh(**EITHER, num_gateways=2, num_prefill=2, num_decode=2) as mesh:
+        moving = mesh.prefills[0]
+        await move(mesh, moving, "token", gateway=0)
+        await move(mesh, moving, "prompt", gateway=1)
+        await move(mesh, moving, "token", gateway=1)
+        for gateway in (0, 1):
+            await mesh.until(lambda g=gateway: pools(mesh, g)[0] == "token")
+        assert moving.worker.home_epoch == 3
+
+
+@virtual_time
+async def test_moves_that_cannot_be_are_refused_and_change_nothing() -> None:
+    """Each refusal names its remedy; the mesh goes on."""
+    async with whole_mesh(**EITHER) as mesh:
+        with pytest.raises(InvalidRequest, match="last one for prompts") as last:
+            await move(mesh, mesh.prefills[0], "token")
+        assert last.value.code == "last_of_role"
+        with pytest.raises(NotFound, match="pdmesh top"):
+            await mesh.gateways[0].mesh.change_role("00000000000000ff", "token")
+        with pytest.raises(InvalidRequest, match="16 hexadecimal digits"):
+            await mesh.gateways[0].mesh.change_role("prefill-0", "token")
+        with pytest.raises(InvalidRequest, match="one of prompt, token"):
+            await move(mesh, mesh.prefills[0], "both")
+        assert pools(mesh) == ["prompt", "token"]
+        assert (await mesh.ask(a_prompt(30), 5)).token_ids == expected(a_prompt(30), 5)
+
+
+@virtual_time
+async def test_a_worker_of_one_role_stays_what_it_is() -> None:
+    """The remedy is another worker."""
+    async with whole_mesh(num_prefill=2) as mesh:
+        with pytest.raises(InvalidRequest, match="serves prefill alone") as refusal:
+            await move(mesh, mesh.prefills[0], "token")
+        assert refusal.value.code == "one_role"
+
+
+@pytest.mark.parametrize("when_s", few((0.0, 0.02, 0.05, 0.1, 0.2, 0.4), 0.05))
+@pytest.mark.parametrize("which", ["prefill", "decode"])
+@virtual_time
+async def test_a_move_in_any_phase_changes_no_token(which: str, when_s: float) -> None:
+    """While leases wait, while KV is pushed, while answers run: there and back again, twice."""
+    async with whole_mesh(
+        **EITHER, num_prefill=2, num_decode=2, num_blocks=40, timing=SLOW
+    ) as mesh:
+        moving = (mesh.prefills if which == "prefill" else mesh.decodes)[0]
+        prompts = [a_prompt(90 + 31 * i, seed=i) for i in range(12)]  # more than there is room for
+        async with asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(mesh.ask(prompt, 30)) for prompt in prompts]
+            await asyncio.sleep(when_s)
+            homes = ["token", "prompt"] if which == "prefill" else ["prompt", "token"]
+            for home in homes * 2:
+                await move(mesh, moving, home)
+        for prompt, task in zip(prompts, asked, strict=True):
+            assert task.result().error is None
+            assert task.result().token_ids == expected(prompt, 30)
+        await all_home(mesh)
+        assert pools(mesh) == ["prompt", "prompt", "token", "token"]
+        await mesh.idle()
+        mesh.assert_nothing_left()
+
+
+@virtual_time
+async def test_a_worker_that_dies_as_it_moves_costs_no_answer() -> None:
+    """Its requests go elsewhere with the same text, and the order is refused or forgotten."""
+    async with whole_mesh(**EITHER, num_prefill=2, num_decode=2, timing=SLOW) as mesh:
+        moving = mesh.decodes[0]
+        async with asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(mesh.ask(a_prompt(150, seed=i), 30)) for i in range(10)]
+            await asyncio.sleep(0.2)
+            ordered = tasks.create_task(_tried(move(mesh, moving, "prompt")))
+            await mesh.kill(moving)
+            await ordered
+        for i, task in enumerate(asked):
+            assert task.result().error is None
+            assert task.result().token_ids == expected(a_prompt(150, seed=i), 30)
+
+
+async def _tried(order: Any) -> None:
+    with contextlib.suppress(WorkerLost, DeadlinePassed, NotFound):
+        await order
+
+
+@virtual_time
+async def test_a_gateway_that_dies_between_leaves_the_worker_where_it_was_or_where_it_goes() -> (
+    None
+):
+    """The worker is where it was or where it goes, and the other gateway knows which."""
+    async with whole_mesh(**EITHER, num_gateways=2, num_prefill=2, num_decode=2) as mesh:
+        moving = mesh.prefills[0]
+        async with asyncio.TaskGroup() as tasks:
+            ordered = tasks.create_task(_tried(move(mesh, moving, "token", gateway=0)))
+            await asyncio.sleep(0)
+            await mesh.kill(mesh.gateways[0])
+            ordered.cancel()
+        await asyncio.sleep(2.0)
+        seen = mesh.gateways[1].members.table.get(moving.incarnation)
+        assert seen.home is (Role.DECODE if moving.worker.home_epoch else Role.PREFILL)
+        answer = await mesh.ask(a_prompt(40), 8, gateway=1)
+        assert answer.token_ids == expected(a_prompt(40), 8)
+
+
+@virtual_time
+async def test_a_draining_worker_finishes_what_it_has_and_moves_no_more() -> None:
+    """It has said that it leaves: the others see to its work."""
+    async with whole_mesh(**EITHER, num_prefill=2, num_decode=2, timing=SLOW) as mesh:
+        leaving = mesh.decodes[0]
+        async with asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(mesh.ask(a_prompt(150, seed=i), 30)) for i in range(8)]
+            await asyncio.sleep(0.2)
+            leaving.stop.set()
+            await _tried(move(mesh, leaving, "prompt"))
+        for i, task in enumerate(asked):
+            assert task.result().error is None
+            assert task.result().token_ids == expected(a_prompt(150, seed=i), 30)
+
+
+@pytest.mark.parametrize("seed", few(range(12), 0, 1))
+def test_a_storm_of_faults_and_moves_is_exact(seed: int) -> None:
+    """Kills, partitions and hang-ups of ``storm``, and homes that change all the time."""
+    storm(
+        seed,
+        ["prefill", "decode"],
+        **EITHER,
+        num_prefill=2,
+        num_decode=3,
+        meanwhile=lambda mesh: _move_about(mesh, seed),
+    )
+
+
+async def _move_about(mesh: WholeMesh, seed: int) -> None:
+    chance = random.Random(seed)
+    for _ in range(80):
+        await asyncio.sleep(0.07)
+        running = chance.choice(mesh.workers)
+        with contextlib.suppress(InvalidRequest):  # the last of its role
+            await _tried(move(mesh, running, chance.choice(["prompt", "token"])))
