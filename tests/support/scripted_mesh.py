@@ -18,6 +18,7 @@ from services.gateway.http.door import serve_http
 from services.gateway.mesh import Generation, GenerationRequest, ServedModel, TokenBatch
 from services.gateway.text.text_model import TextModel
 from services.gateway.workers.cluster import cluster_body
+from shared.errors import NotFound
 from shared.ids import Incarnation
 from shared.request import FinishReason, TokenLogprobs
 from shared.rpc.network import Address
