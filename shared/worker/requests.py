@@ -388,25 +388,31 @@ class Requests:
     ) -> None:
         """See ``StepSink``."""
         by_line: dict[int, tuple[Line, list[tuple[StreamId, NewToken]]]] = {}
-        told: list[tuple[Request, NewToken]] = []
+        turns: list[
+            tuple[Request, NewToken]
+        ] = []  # those for which the token is more than one more
         for token in tokens:  # before all else: a client waits for each
             request = self._by_sequence[token.sequence]
             if request.life.state is LifeState.COMPUTING:
                 self._tell_first(request, token)
+                turns.append((request, token))
             else:
                 _, rows = by_line.setdefault(id(request.line), (request.line, []))
                 rows.append((request.order.stream_id, token))
+                if token.finish_reason is not FinishReason.NONE:
+                    turns.append((request, token))
             if request.task is not Task.PROMPT:
                 note(Moment.STEPPED, request.order.key.request_id, index=token.index)
-            told.append((request, token))
         for line, rows in by_line.values():
             line.step_tokens(rows)
         for push in pushes:
             push.span_computed(done)
-        for request, token in told:
+        for request, token in turns:
+            if request.life.outcome is not None:
+                continue  # telling it has ended its session
             if token.finish_reason is not FinishReason.NONE:
                 self._handle(request, LifeEvent.ENDED)
-            elif request.life.state is LifeState.COMPUTING:
+            else:
                 self._go_on(request, token)
         self.reservations.grant_waiting()
 
@@ -446,10 +452,6 @@ class Requests:
         """See ``StepSink``."""
         for failure in failures:
             self._handle(self._by_sequence[failure.sequence], LifeEvent.FAILED, failure.error)
-
-    def engine_failed(self, error: MeshError) -> None:
-        """See ``StepSink``."""
-        self.fail_all(error)
 
     # --- ending ----------------------------------------------------------------------------------
 
