@@ -24,6 +24,7 @@ ROUTES = {
     ("GET", "/version"): Policy.KEY,
     ("GET", "/metrics"): Policy.KEY,
     ("GET", "/cluster"): Policy.KEY,
+    ("POST", "/cluster/workers/{worker}/role"): Policy.KEY,
     ("GET", "/openapi.json"): Policy.KEY,
     ("GET", "/v1/models"): Policy.KEY,
     ("GET", "/v1/models/{name:.+}"): Policy.KEY,

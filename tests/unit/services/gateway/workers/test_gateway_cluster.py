@@ -243,6 +243,9 @@ def test_the_view_says_what_workers_reported_and_what_the_window_saw() -> None:
             {
                 "incarnation": incarnation,
                 "role": role,
+                "home": home,
+                "pool": home,
+                "moves": False,
                 "address": "10.0.0.5:8001",
                 "state": "usable",
                 "running": 2,
@@ -252,9 +255,9 @@ def test_the_view_says_what_workers_reported_and_what_the_window_saw() -> None:
                 "step_s": 0.0123,
                 "paired": paired,
             }
-            for role, incarnation, paired in (
-                ("prefill", "000000000000000a", ["000000000000000b"]),
-                ("decode", "000000000000000b", []),
+            for role, home, incarnation, paired in (
+                ("prefill", "prompt", "000000000000000a", ["000000000000000b"]),
+                ("decode", "token", "000000000000000b", []),
             )
         ],
         "window": {
