@@ -164,7 +164,7 @@ class LedgerEnd:
         return True
 
     def granted(self, stream_id: StreamId, *, cached_tokens: int, wait_s: float) -> None:
-        """See ``Line``; so are the next four."""
+        """See ``AskingGateway``; so are the next four."""
 
     def joined(self, stream_id: StreamId, stats: ReceiveStats, lane: str) -> None:
         self.num_placed += 1

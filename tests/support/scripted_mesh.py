@@ -10,7 +10,7 @@ from typing import Any
 
 from services.gateway.core.admission import AdmissionStatistics
 from services.gateway.core.peer_table import PeerTable
-from services.gateway.core.window import Window
+from services.gateway.core.window import LastMinute
 from services.gateway.front.auth import KeyRing
 from services.gateway.front.client_metrics import ClientMetrics
 from services.gateway.front.frontdoor import FrontDoor
@@ -110,7 +110,7 @@ class ScriptedMesh:
             model=self.model,
             table=PeerTable(),
             counts=AdmissionStatistics(self.num_running, 0, 0),
-            summary=Window(0.0).summary(1.0),
+            summary=LastMinute(0.0).summary(1.0),
         )
 
     @asynccontextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.gateway.core.sides import Sides, sides_of
-from services.gateway.core.worker import Role, ServedModel, Worker, WorkerStatus
+from services.gateway.core.worker import JoinedModel, Role, Worker, WorkerStatus
 from shared.errors import IncompatiblePeer
 from shared.ids import Incarnation
 
@@ -125,7 +125,7 @@ class PeerTable:
         return [worker for worker in self._workers.values() if role in worker.serves]
 
     @property
-    def model(self) -> ServedModel | None:
+    def model(self) -> JoinedModel | None:
         """The model served, or None while no worker is here."""
         for worker in self._workers.values():
             return worker.model
@@ -220,5 +220,5 @@ def _mismatch(setting: str, who: str, theirs: object, ours: object) -> Incompati
     )
 
 
-def _short(model: ServedModel) -> str:
+def _short(model: JoinedModel) -> str:
     return model.fingerprint.hex()[:12]

@@ -22,7 +22,7 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServedModel:
+class JoinedModel:
     """The one model that all workers of a mesh serve."""
 
     name: str
@@ -84,7 +84,7 @@ class Worker:
     incarnation: Incarnation
     host: str
     port: int
-    model: ServedModel
+    model: JoinedModel
     layout: KvLayout
     num_blocks: int
     block_size: int
