@@ -6,7 +6,6 @@ import random
 from typing import Literal
 
 import pytest
-from tests.unit.test_gateway_routing import a_worker
 
 from services.gateway.core.peer_table import PeerTable
 from services.gateway.core.pools import (
@@ -22,6 +21,7 @@ from services.gateway.core.sides import RouteRequest
 from services.gateway.core.worker import Role, Worker, WorkerStatus
 from shared.errors import InvalidRequest, NotFound
 from shared.ids import Incarnation, StreamId
+from tests.unit.services.gateway.core.test_gateway_routing import a_worker
 
 BOTH = (Role.PREFILL, Role.DECODE)
 REQUEST = RouteRequest(num_tokens=100, max_new_tokens=60)

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator
 from typing import Any, cast
 
 import pytest
-from tests.unit.test_gateway_routing import a_worker
 
 from services.gateway.core.routing import POLICIES
 from services.gateway.core.worker import Role, Worker, WorkerStatus
@@ -27,6 +26,7 @@ from shared.rpc.methods import PREFILL_SESSION
 from shared.rpc.stream import open_stream
 from shared.rpc.tcp import TcpNetwork
 from tests.support.worker_mesh import MODEL
+from tests.unit.services.gateway.core.test_gateway_routing import a_worker
 
 
 class AWorker:
