@@ -209,11 +209,8 @@ class Membership:
 
     # --- requests -------------------------------------------------------------------------------
 
-    def route(
-        self, *, num_tokens: int, max_new_tokens: int, avoid: frozenset[Incarnation]
-    ) -> RouteDecision | None:
+    def route(self, request: RouteRequest) -> RouteDecision | None:
         """Choose a pair, or None if none can take the request now."""
-        request = RouteRequest(num_tokens=num_tokens, max_new_tokens=max_new_tokens, avoid=avoid)
         return route(self._policy, request, self.table.sides, self._random())
 
     @property
