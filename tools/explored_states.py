@@ -1,9 +1,9 @@
-"""State machines that are code and not a table, found by playing them.
+"""What no table of moves tells, found by playing it: verdicts concluded from several facts.
 
-The gateway's life cycle and decode's leases keep their state beside counters and blocks, so no
-table tells all. Here the real cores are driven through every event from every situation that can be
-reached, and what they did is written down: the diagrams of docs/states.md are what the code does.
-Pure and exhaustive within the bounds below; an event that the core refuses is no move.
+How a worker stands with a gateway, and what silence says of a peer. The real cores are driven
+through every event from every situation that can be reached, and what they did is written down:
+the diagrams of docs/states.md are what the code does. Pure and exhaustive within the bounds below;
+an event that the core refuses is no move.
 """
 
 from __future__ import annotations
@@ -12,15 +12,12 @@ import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from services.gateway.core.lifecycle import Leg, Lifecycle, State
-from shared.errors import DeadlinePassed, InvalidRequest, LocalProtocolError, MeshError, WorkerLost
-from shared.ids import Incarnation, LeaseToken, RequestId
-from shared.kv.pool import BlockPool
+from services.gateway.core.peer_table import PeerTable
+from services.gateway.core.worker import Role, ServedModel, Standing, Worker, WorkerStatus
+from shared.errors import LocalProtocolError, MeshError
+from shared.ids import Incarnation
+from shared.kv.layout import KvLayout
 from shared.liveness import Liveness, PeerState
-from shared.request import AnswerToken, FinishReason, SamplingParams, WorkItem
-from shared.transfer.messages import TransferKey
-from shared.worker.core.lease import LeasePolicy, LeaseState
-from shared.worker.core.leases import Leases
 
 Moves = dict[str, dict[str, list[str]]]
 """State -> event -> states after it, the same one included; in the order in which they were found.
@@ -74,176 +71,85 @@ def explore(
     return moves
 
 
-# --- the gateway's life cycle -------------------------------------------------------------------
+# --- a worker, as a gateway sees it -------------------------------------------------------------
 
-MAX_TOKENS = 3
-MAX_ATTEMPTS = 2
-
-
-def request_moves() -> Moves:
-    """One request at the gateway: an answer of up to three tokens, two attempts."""
-    start = Lifecycle((1, 2), SamplingParams(max_tokens=MAX_TOKENS), max_attempts=MAX_ATTEMPTS)
-    return explore(
-        start,
-        _REQUEST_EVENTS,
-        state_of=lambda request: request.state.value,
-        # The counter of late tokens decides nothing, and has no bound.
-        key_of=lambda request: repr({**vars(request), "num_dropped": 0}),
-        states=[state.value for state in State],
-    )
+LEFT = "left"
 
 
-def _tokens(leg: Leg, finish: FinishReason) -> Callable[[Lifecycle], None]:
-    def play(request: Lifecycle) -> None:
-        position = request.num_output_tokens
-        if position >= MAX_TOKENS:
-            raise LocalProtocolError("the answer is over")
-        token = AnswerToken(position, 7, finish)
-        if request.token_arrived(_attempt(request), leg, token) == [] and not _holds(request):
-            raise LocalProtocolError("dropped")
-
-    return play
-
-
-def _holds(request: Lifecycle) -> bool:
-    return request.state is State.RUNNING
-
-
-def _attempt(request: Lifecycle) -> int:
-    return request.num_attempts - 1
-
-
-def _leg_failed(leg: Leg, error: MeshError) -> Callable[[Lifecycle], None]:
-    def play(request: Lifecycle) -> None:
-        effects = request.leg_failed(_attempt(request), leg, error, lost=True)
-        if not effects and request.state is not State.RUNNING:
-            raise LocalProtocolError("nobody is there to hear it")
-
-    return play
-
-
-def _ended(act: Callable[[Lifecycle], Any]) -> Callable[[Lifecycle], None]:
-    def play(request: Lifecycle) -> None:
-        if act(request) == []:
-            raise LocalProtocolError("it is over")
-
-    return play
-
-
-_GONE = WorkerLost("gone")
-_WRONG = InvalidRequest("wrong")
-_LATE = DeadlinePassed("late")
-
-_REQUEST_EVENTS = (
-    Event("dispatched", lambda request: request.dispatched()),
-    Event("granted", _ended(lambda r: r.granted(_attempt(r)) or _holds(r) or [])),
-    Event("token", _tokens(Leg.PREFILL, FinishReason.NONE)),
-    Event("token", _tokens(Leg.DECODE, FinishReason.NONE)),
-    Event("last token", _tokens(Leg.PREFILL, FinishReason.STOP)),
-    Event("last token", _tokens(Leg.DECODE, FinishReason.STOP)),
-    Event("worker lost", _leg_failed(Leg.PREFILL, _GONE)),
-    Event("worker lost", _leg_failed(Leg.DECODE, _GONE)),
-    Event("request refused for good", _leg_failed(Leg.PREFILL, _WRONG)),
-    Event("deadline or no pair", _ended(lambda request: request.fail(_LATE))),
-    Event("client left", _ended(lambda request: request.cancel())),
-)
-
-
-# --- decode's leases ----------------------------------------------------------------------------
-
-_PREFILL = Incarnation(1)
-_OPEN_WAIT_S, _ROOM_WAIT_S = 5.0, 2.0
-
-
-class LeaseRoom:
-    """One lease under observation, and another request that may hold the pool's only blocks."""
+class Member:
+    """A worker with one session in a gateway's table."""
 
     def __init__(self) -> None:
-        self.pool = BlockPool(2, 4, model_key=b"states", cache_prefixes=False)
-        self.leases = Leases(self.pool, LeasePolicy(open_wait_s=_OPEN_WAIT_S))
-        self.now = 0.0
-        item = WorkItem(
-            token_ids=(1, 2, 3, 4, 5), num_prompt_tokens=5, sampling=SamplingParams(max_tokens=2)
+        model = ServedModel(
+            name="any", fingerprint=b"", vocab_size=1, max_model_len=1, dtype="", engine=""
         )
-        self.other, _ = self.leases.reserve(_key(1), item, _PREFILL, now=0.0, wait_s=_ROOM_WAIT_S)
-        self.ours, _ = self.leases.reserve(_key(2), item, _PREFILL, now=0.0, wait_s=_ROOM_WAIT_S)
+        layout = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")
+        self.table = PeerTable()
+        self.worker = Worker(
+            role=Role.DECODE,
+            incarnation=Incarnation(1),
+            host="any",
+            port=1,
+            model=model,
+            layout=layout,
+            num_blocks=1,
+            block_size=1,
+        )
+        self.table.join(self.worker)
 
     @property
     def state(self) -> str:
-        """The observed lease's."""
-        return self.ours.state.value
+        """Its standing, or that it has left."""
+        return self.worker.standing.value if len(self.table) else LEFT
 
     @property
     def key(self) -> str:
-        """Two rooms with one key have one future."""
-        return f"{self.state} {self.other.state.value} {self.now} {self.ours.expires_at}"
+        """Two members with one key have one future."""
+        worker = self.worker
+        return f"{self.state} {worker.sessions} {worker.silent} {worker.status.is_draining}"
 
 
-def _key(number: int) -> TransferKey:
-    return TransferKey(RequestId(bytes([number] * 16)), 0, LeaseToken(bytes(16)))
-
-
-def lease_moves() -> Moves:
-    """One reservation on a decode worker whose room is taken at first."""
+def worker_moves() -> Moves:
+    """A worker from its join to its end."""
     return explore(
-        LeaseRoom(),
-        _LEASE_EVENTS,
-        state_of=lambda room: room.state,
-        key_of=lambda room: room.key,
-        states=[state.value for state in LeaseState],
+        Member(),
+        (
+            Event("session up", lambda member: _told(member, member.worker.sessions.add)),
+            Event("session lost", lambda member: _told(member, member.worker.sessions.discard)),
+            Event("silent", lambda member: _heard_of(member, member.worker.silent.add)),
+            Event("heard", lambda member: _heard_of(member, member.worker.silent.discard)),
+            Event("reports that it drains", _drains),
+            Event("registration ended", _leaves),
+        ),
+        state_of=lambda member: member.state,
+        key_of=lambda member: member.key,
+        states=[*(standing.value for standing in Standing), LEFT],
     )
 
 
-def _room_comes_free(room: LeaseRoom) -> None:
-    if room.other.state is not LeaseState.GRANTED:
-        raise LocalProtocolError("the room is free")
-    room.leases.release(room.other, now=room.now)
+def _told(member: Member, tell: Callable[[Role], None]) -> None:
+    before = len(member.worker.sessions)
+    tell(Role.DECODE)
+    member.worker.silent.clear()
+    if member.state == LEFT or len(member.worker.sessions) == before:
+        raise LocalProtocolError("it changed nothing")
 
 
-def _open(room: LeaseRoom) -> None:
-    if not room.leases.open(room.ours, _PREFILL):
-        raise LocalProtocolError("it waits")
+def _heard_of(member: Member, tell: Callable[[Role], None]) -> None:
+    before = member.key
+    tell(Role.DECODE)
+    if member.state == LEFT or not member.worker.sessions or member.key == before:
+        raise LocalProtocolError("only a session that is up tells")
 
 
-def _unless_over(act: Callable[[LeaseRoom], Any]) -> Callable[[LeaseRoom], None]:
-    def play(room: LeaseRoom) -> None:
-        if room.ours.state in (LeaseState.JOINED, LeaseState.RELEASED):
-            raise LocalProtocolError("it is over")
-        before = room.state
-        act(room)
-        if room.state == before:
-            raise LocalProtocolError("it changed nothing")
-
-    return play
+def _drains(member: Member) -> None:
+    if not member.table.report(member.worker, WorkerStatus(is_draining=True)) or not member.table:
+        raise LocalProtocolError("it drains already")
 
 
-def _settled(room: LeaseRoom) -> None:
-    if room.ours.state is LeaseState.QUARANTINED:
-        room.leases.end_quarantine(room.ours, now=room.now)
-    elif room.ours.state in (LeaseState.OPEN, LeaseState.ABORTING):
-        room.leases.release(room.ours, now=room.now)
-
-
-def _wait_over(room: LeaseRoom) -> None:
-    room.now += max(_OPEN_WAIT_S, _ROOM_WAIT_S)
-    # The other one has its transfer: nothing expires but the lease that is looked at.
-    if room.other.state is LeaseState.GRANTED:
-        room.leases.open(room.other, _PREFILL)
-    room.leases.tick(now=room.now)
-
-
-_LEASE_EVENTS = (
-    Event("room comes free", _unless_over(_room_comes_free)),
-    Event("opened by prefill", _unless_over(_open)),
-    Event("all frames placed", _unless_over(lambda room: room.leases.join(room.ours, 7))),
-    Event("cancelled", _unless_over(lambda r: r.leases.cancel(r.ours, _GONE, now=r.now))),
-    Event(
-        "receives still settle", _unless_over(lambda room: room.leases.begin_quarantine(room.ours))
-    ),
-    Event("nothing can write any more", _unless_over(_settled)),
-    Event("prefill lost", _unless_over(lambda r: r.leases.lose_source(_PREFILL, _GONE, now=r.now))),
-    Event("wait over", _unless_over(_wait_over)),
-)
+def _leaves(member: Member) -> None:
+    if member.table.leave(member.worker.incarnation) is None:
+        raise LocalProtocolError("it has left")
 
 
 # --- a peer, judged by its silence --------------------------------------------------------------

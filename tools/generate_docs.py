@@ -2,8 +2,8 @@
 
 ``python tools/generate_docs.py`` rewrites what stands between ``<!-- generated: name -->`` and
 ``<!-- end -->`` in every page; ``--check`` compares and fails, for `make check`. Everything is read
-from the code that runs: transition tables, timing records, the error table, and for the two cores
-without a table what they do when they are played (``explored_states.py``).
+from the code that runs: transition tables, timing records, the error table, and for what is
+concluded from several facts what it does when it is played (``explored_states.py``).
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import itertools
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def states(moves: Moves) -> str:
                     targets.setdefault(after, []).append(event)
         for after, events in targets.items():
             lines.append(f"    {state} --> {after}: {', '.join(events)}")
-        if not row:
+        if not targets:
             lines.append(f"    {state} --> [*]")
     lines += ["```", "", "| state | moves | stays |", "|---|---|---|"]
     for state, row in moves.items():
@@ -74,32 +75,55 @@ def receiver() -> str:
     return states(_of_table(RECEIVER_TABLE))
 
 
-def life() -> str:
-    """A request on a worker."""
-    from shared.worker.core.life import IGNORED, MOVES, LifeEvent, LifeState
-
-    moves: dict[str, dict[str, list[str]]] = {state.value: {} for state in LifeState}
-    for state in LifeState:
-        for event in LifeEvent:
-            if (move := MOVES.get((state, event))) is not None:
-                moves[state.value][event.value] = [move.to.value]
-            elif (state, event) in IGNORED and state is not LifeState.CLOSED:
-                moves[state.value][event.value] = [state.value]
-    return states(moves)
+def _of_moves(
+    moves: Mapping[tuple[Any, Any], Any],
+    states: Iterable[Any],
+    events: Iterable[Any],
+    ignored: Container[tuple[Any, Any]] = frozenset(),
+) -> Moves:
+    table: dict[str, dict[str, list[str]]] = {state.value: {} for state in states}
+    for state, event in itertools.product(states, events):
+        if (after := moves.get((state, event))) is not None:
+            table[state.value][event.value] = [after.value]
+        elif (state, event) in ignored:
+            table[state.value][event.value] = [state.value]
+    return table
 
 
 def request() -> str:
     """A request at the gateway."""
-    from tools.explored_states import request_moves
+    from services.gateway.core.lifecycle import IGNORED, MOVES, Event, State
 
-    return states(request_moves())
+    return states(_of_moves(MOVES, State, Event, IGNORED))
+
+
+def life() -> str:
+    """A request on a worker."""
+    from shared.worker.core.life import IGNORED, MOVES, LifeEvent, LifeState
+
+    moves = {at: move.to for at, move in MOVES.items()}
+    return states(_of_moves(moves, LifeState, LifeEvent, IGNORED))
+
+
+def sequence() -> str:
+    """A token list with a worker's scheduler."""
+    from shared.schedule.sequence import MOVES, SequenceEvent, SequenceState
+
+    return states(_of_moves(MOVES, SequenceState, SequenceEvent))
 
 
 def lease() -> str:
     """A reservation on a decode worker."""
-    from tools.explored_states import lease_moves
+    from shared.worker.core.lease import MOVES, LeaseEvent, LeaseState
 
-    return states(lease_moves())
+    return states(_of_moves(MOVES, LeaseState, LeaseEvent))
+
+
+def worker() -> str:
+    """A worker, as a gateway sees it."""
+    from tools.explored_states import worker_moves
+
+    return states(worker_moves())
 
 
 def peer() -> str:
@@ -182,7 +206,14 @@ def tour() -> str:
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "protocol.md": {"sender": sender, "receiver": receiver, "timers": timers, "errors": errors},
-    "states.md": {"request": request, "life": life, "lease": lease, "peer": peer},
+    "states.md": {
+        "request": request,
+        "life": life,
+        "sequence": sequence,
+        "lease": lease,
+        "worker": worker,
+        "peer": peer,
+    },
     "tour.md": {"tour": tour},
 }
 

@@ -38,7 +38,7 @@ from shared.address import Address
 from shared.engine.worker import ThreadCompute
 from shared.errors import MeshError
 from shared.ids import Incarnation, RequestId
-from shared.membership.join import DecodePeer
+from shared.membership.decode_peers import DecodePeer
 from shared.rpc.tcp import TcpNetwork
 from shared.runtime.worker_process import SWITCH_INTERVAL_S
 from shared.transfer.messages import TransferKey

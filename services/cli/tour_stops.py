@@ -101,7 +101,7 @@ STOPS: tuple[Stop, ...] = (
         "dispatch",
         "Both legs leave in the same instant: prefill computes while decode makes room.",
         "attempt {attempt}",
-        "services.gateway.core.lifecycle:Lifecycle.dispatched",
+        "services.gateway.core.dispatcher:Dispatcher.pair_found",
         "services.gateway.workers.session:RequestShell._send",
     ),
     Stop(

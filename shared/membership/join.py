@@ -2,8 +2,7 @@
 
 The gateway is the registry (docs/protocol.md). Names are resolved again every ``resolve_s`` and
 whenever a gateway is lost, so gateways may come, go and multiply with nothing to configure. What
-the gateways say about decode workers is merged, and a decode worker that is named no more is
-forgotten only after a while: a gateway that restarts says nothing about whether its workers live.
+the gateways say about decode workers is merged by ``decode_peers.py``.
 
 This module knows no request and no KV.
 """
@@ -31,6 +30,7 @@ from shared.errors import (
 from shared.ids import Incarnation, StreamId
 from shared.kv.layout import KvLayout
 from shared.liveness import LivenessRule
+from shared.membership.decode_peers import DecodePeer, DecodePeers, Effect
 from shared.messages import codec
 from shared.messages.columns import pack_u64
 from shared.model_spec import ModelSpec
@@ -49,9 +49,6 @@ RETURNS_S = 0.5
 
 REPORT_S = 0.5
 """Between two statuses; a load that changed is told sooner."""
-
-FORGET_S = 10.0
-"""How long a decode worker counts that no gateway names any more."""
 
 _REJOIN_S = (*[0.05] * 40, *[0.2] * 40, 1.0)
 """A gateway that restarts is back within seconds, and its clients wait for its workers."""
@@ -82,16 +79,6 @@ class Announcement:
     num_blocks: int
     block_size: int
     serves: tuple[WorkerRole, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class DecodePeer:
-    """A decode worker that a gateway named. Another incarnation on the same address is another
-    worker.
-    """
-
-    incarnation: Incarnation
-    address: Address
 
 
 class SeenOrders(NamedTuple):
@@ -146,8 +133,7 @@ class Registration:
         self._interval_s = REPORT_S if liveness is None else liveness.interval_s
         self._resolve_s = resolve_s
         self._links: dict[Address, _Link] = {}
-        self._peers: tuple[DecodePeer, ...] = ()
-        self._known: dict[Incarnation, tuple[DecodePeer, float]] = {}  # and when to forget it
+        self._peers = DecodePeers()
         self._forgetting: asyncio.TimerHandle | None = None
         self._was_accepted = False
         self._is_leaving = False
@@ -222,7 +208,6 @@ class Registration:
                 del self._links[address]
                 if link.task is not None:
                     link.task.cancel()
-                self._merge_peers()
 
     # --- one gateway ------------------------------------------------------------------------------
 
@@ -254,8 +239,8 @@ class Registration:
 
     def _left(self, link: _Link) -> bool:
         gateway, link.gateway, link.stream = link.gateway, None, None
-        link.is_connected, link.peers = False, ()
-        self._merge_peers()
+        link.is_connected = False
+        self._tell(self._peers.gateway_lost(link.address, self._now()))
         if gateway is None:
             return False
         # The same gateway under another address (IPv4 and IPv6 of one name) has just forgotten this
@@ -346,8 +331,8 @@ class Registration:
             if directive.refused is not None:
                 raise _refusal(directive.refused)
             if directive.peers is not None:
-                link.peers = tuple(map(_decode_peer, directive.peers.peers))
-                self._merge_peers()
+                peers = [*map(_decode_peer, directive.peers.peers)]
+                self._tell(self._peers.named(link.address, peers, self._now()))
             if directive.drain is not None:
                 self._on_drain()
             if directive.home is not None:
@@ -360,27 +345,29 @@ class Registration:
             raise RemoteProtocolError("no worker's role", param="role") from None
         self._on_home(role, order.epoch)
 
+    # --- decode workers ---------------------------------------------------------------------------
+
+    def _tell(self, effects: list[Effect]) -> None:
+        self._stop_forgetting()
+        due = self._peers.next_tick_at
+        if due is not None:
+            self._forgetting = asyncio.get_running_loop().call_at(due, self._forget)
+        for told in effects:
+            self._on_peers(told.peers)
+
+    def _forget(self) -> None:
+        # Of a timer that fires a little early: it was asked for at this very instant.
+        due = self._peers.next_tick_at
+        if due is not None:
+            self._tell(self._peers.tick(max(due, self._now())))
+
     def _stop_forgetting(self) -> None:
         if self._forgetting is not None:
             self._forgetting.cancel()
 
-    def _merge_peers(self) -> None:
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        named = [peer for link in self._links.values() for peer in link.peers]
-        for peer in named:
-            known, _ = self._known.get(peer.incarnation, (peer, 0.0))
-            self._known[peer.incarnation] = (known, now + FORGET_S)
-        self._known = {key: (peer, at) for key, (peer, at) in self._known.items() if at > now}
-        unnamed = self._known.keys() - {peer.incarnation for peer in named}
-        self._stop_forgetting()
-        if unnamed:
-            due = min(self._known[key][1] for key in unnamed)
-            self._forgetting = loop.call_at(due, self._merge_peers)
-        peers = tuple(peer for peer, _ in self._known.values())
-        if peers != self._peers:
-            self._peers = peers
-            self._on_peers(peers)
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
 
 
 _BURST_S = 0.05
@@ -396,7 +383,6 @@ class _Link:
         self.is_connected = False
         self.is_refused = False
         self.stream: ClientStream[Any, Any] | None = None
-        self.peers: tuple[DecodePeer, ...] = ()
         self.has_news = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
 

@@ -17,9 +17,9 @@ from shared.engine.base import Engine
 from shared.engine.worker import ComputeRunner
 from shared.ids import Incarnation, StreamId
 from shared.kv.pool import BlockPool
+from shared.membership.decode_peers import DecodePeer
 from shared.membership.join import (
     Announcement,
-    DecodePeer,
     Registration,
     SeenOrders,
     WorkerRole,

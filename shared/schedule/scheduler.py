@@ -26,7 +26,7 @@ from shared.request import FinishReason, TokenLogprobs, finish_reason_of
 from shared.schedule.budget import StepBudget, TokenBudget
 from shared.schedule.draft import Draft, wants_prompt_logprobs
 from shared.schedule.plan import Failure, NewToken, SchedulerStatistics, StepOutcome, StepPlan
-from shared.schedule.sequence import Sequence, SequenceState
+from shared.schedule.sequence import Sequence, SequenceEvent, SequenceState
 from shared.step import RowResult, StepRow
 
 _NAN = float("nan")
@@ -108,11 +108,10 @@ class Scheduler:
         on."""
         if sequence.table is None or sequence.chain is None or not sequence.is_decoding:
             raise LocalProtocolError("a ready sequence brings blocks with KV of all tokens but one")
-        self._take_in(sequence)
+        self._take_in(sequence, SequenceEvent.READY)
         self._pool.publish(
             sequence.table, sequence.chain, sequence.tokens, sequence.num_computed_tokens
         )
-        sequence.state = SequenceState.RUNNING
         self._running.append(sequence)
 
     def _enqueue(self, sequence: Sequence, num_needed: int) -> None:
@@ -123,14 +122,12 @@ class Scheduler:
                 "worker more KV memory",
                 code="kv_larger_than_pool",
             )
-        self._take_in(sequence)
+        self._take_in(sequence, SequenceEvent.QUEUED)
         sequence.chain = self._pool.new_chain(sequence.item.cache_salt)
-        sequence.state = SequenceState.WAITING
         self._waiting.append(sequence)
 
-    def _take_in(self, sequence: Sequence) -> None:
-        if sequence.state is not SequenceState.NEW:
-            raise LocalProtocolError(f"a {sequence.state.value} sequence cannot be added")
+    def _take_in(self, sequence: Sequence, event: SequenceEvent) -> None:
+        sequence.move(event)
         sequence.arrival = self._next_arrival
         self._next_arrival += 1
 
@@ -168,13 +165,13 @@ class Scheduler:
         waits = sequence.state is SequenceState.WAITING
         (self._waiting if waits else self._running).remove(sequence)
         if sequence.is_prefill_only and not sequence.is_released:
-            sequence.state = SequenceState.HELD
+            sequence.move(SequenceEvent.KEPT)
             self._held.append(sequence)
         else:
             self._finish(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
-        sequence.state = SequenceState.FINISHED
+        sequence.move(SequenceEvent.ENDED)
         if sequence.table is not None:
             self._pool.release(sequence.table)
             sequence.table = None
@@ -302,7 +299,7 @@ class Scheduler:
         victim.num_preemptions += 1
         victim.num_computed_tokens = 0
         victim.prompt_logprobs.clear()
-        victim.state = SequenceState.WAITING
+        victim.move(SequenceEvent.PREEMPTED)
         self._running.remove(victim)
         insort(self._waiting, victim, key=_arrival)
 
@@ -362,7 +359,7 @@ class Scheduler:
         sequence.num_computed_tokens = table.num_hit_tokens
         if sequence.num_preemptions == 0:
             sequence.num_cached_tokens = table.num_hit_tokens
-        sequence.state = SequenceState.RUNNING
+        sequence.move(SequenceEvent.ADMITTED)
         return True
 
     def _update_claim(self) -> None:

@@ -1,5 +1,5 @@
-"""The token list that one request grows on a worker, and how much of its KV exists. Decides
-nothing.
+"""The token list that one request grows on a worker, how much of its KV exists, and the table of
+its moves. Decides nothing.
 
     tokens   0 .......... num_prompt_tokens ............ num_tokens
              |--- prompt ---|---------- answer -----------|
@@ -28,6 +28,33 @@ class SequenceState(Enum):
     RUNNING = "running"  # holds blocks and is planned
     HELD = "held"  # holds blocks and is not planned: its KV is being pushed
     FINISHED = "finished"  # holds nothing
+
+
+class SequenceEvent(Enum):
+    """What its scheduler can do to a sequence."""
+
+    QUEUED = "queued"  # its prompt is to be computed here
+    READY = "ready"  # it brings KV of its prompt
+    ADMITTED = "admitted"  # it has all its blocks
+    PREEMPTED = "preempted"  # an older one needs them
+    KEPT = "kept"  # it runs no more, but its KV may still be being sent
+    ENDED = "ended"  # it runs no more, and nobody needs its KV
+
+
+_S, _E = SequenceState, SequenceEvent
+
+MOVES: dict[tuple[SequenceState, SequenceEvent], SequenceState] = {
+    (_S.NEW, _E.QUEUED): _S.WAITING,
+    (_S.NEW, _E.READY): _S.RUNNING,
+    (_S.WAITING, _E.ADMITTED): _S.RUNNING,
+    (_S.WAITING, _E.KEPT): _S.HELD,
+    (_S.WAITING, _E.ENDED): _S.FINISHED,
+    (_S.RUNNING, _E.PREEMPTED): _S.WAITING,
+    (_S.RUNNING, _E.KEPT): _S.HELD,
+    (_S.RUNNING, _E.ENDED): _S.FINISHED,
+    (_S.HELD, _E.ENDED): _S.FINISHED,
+}
+"""Every move there is."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +90,15 @@ class Sequence:
         if not 1 <= self.item.num_prompt_tokens <= len(self.item.token_ids):
             raise LocalProtocolError("a sequence needs a prompt of at least one token")
         self.tokens = list(self.item.token_ids)
+
+    def move(self, event: SequenceEvent) -> None:
+        """Move by the table. Raises LocalProtocolError: it has no such move."""
+        after = MOVES.get((self.state, event))
+        if after is None:
+            raise LocalProtocolError(
+                f"{event.value} is not allowed on a {self.state.value} sequence"
+            )
+        self.state = after
 
     @property
     def sampling(self) -> SamplingParams:

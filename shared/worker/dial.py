@@ -30,7 +30,7 @@ from shared.errors import (
 from shared.ids import Incarnation, RandomBytes
 from shared.lanes import Certainty, LaneFinding
 from shared.liveness import LivenessRule
-from shared.membership.join import DecodePeer
+from shared.membership.decode_peers import DecodePeer
 from shared.messages import codec
 from shared.messages.transfer_codec import (
     PairIdentity,

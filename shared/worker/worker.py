@@ -18,7 +18,8 @@ from shared.engine.base import Engine
 from shared.engine.worker import ComputeRunner
 from shared.ids import Incarnation, new_incarnation
 from shared.kv.pool import BlockPool
-from shared.membership.join import DecodePeer, WorkerRole
+from shared.membership.decode_peers import DecodePeer
+from shared.membership.join import WorkerRole
 from shared.profile.machine import UNMEASURED, MachineProfile
 from shared.runtime.platform import Platform
 from shared.runtime.worker import WorkerLife, WorkerParts, devices, pool_and_scheduler

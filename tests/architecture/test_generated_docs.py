@@ -12,8 +12,8 @@ import pytest
 
 from services.cli.tour_stops import STOPS, place_of
 from shared import wire
-from tools.explored_states import explore, request_moves
-from tools.generate_docs import DOCS, PAGES, ROOT, render, states
+from tools.explored_states import explore, worker_moves
+from tools.generate_docs import DOCS, PAGES, ROOT, render, request
 
 LINK = re.compile(r"\[`([\w.]+)`\]\(\.\./([\w./]+)#L(\d+)\)")
 
@@ -77,9 +77,15 @@ def test_exploring_finds_a_state_that_was_forgotten() -> None:
 
 def test_a_request_can_only_end_once() -> None:
     """The drawing has no arrow out of an end; so has the core."""
-    moves = request_moves()
-    assert moves["finished"] == moves["failed"] == {}
-    assert "finished --> [*]" in states(moves)
+    drawn = request()
+    for end in ("finished", "failed"):
+        assert f"{end} --> [*]" in drawn
+        assert not re.search(rf"{end} --> \w", drawn)
+
+
+def test_a_worker_that_has_left_does_not_come_back() -> None:
+    """A process that joins again is another entry."""
+    assert worker_moves()["left"] == {}
 
 
 # --- the site -----------------------------------------------------------------------------------

@@ -14,10 +14,10 @@ from shared import wire
 from shared.address import Address
 from shared.errors import IncompatiblePeer, Overloaded
 from shared.ids import Incarnation, StreamId
+from shared.membership.decode_peers import DecodePeer
 from shared.membership.join import (
     RETURNS_S,
     Announcement,
-    DecodePeer,
     Registration,
     SeenOrders,
     WorkerRole,

@@ -14,7 +14,7 @@ import pytest
 from shared.engine.worker import StepDone
 from shared.errors import MeshError, ShuttingDown, TooLarge, TransferFailed, WorkerLost
 from shared.ids import Incarnation
-from shared.membership.join import DecodePeer
+from shared.membership.decode_peers import DecodePeer
 from shared.profile.machine import MachineProfile
 from shared.rpc.heartbeat_stream import MAX_OUTBOX, HeartbeatStream
 from shared.telemetry.moments import Moment

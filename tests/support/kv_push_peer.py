@@ -22,7 +22,7 @@ from shared.address import Address
 from shared.engine.worker import ThreadCompute
 from shared.errors import MeshError, TransferFailed
 from shared.ids import Incarnation
-from shared.membership.join import DecodePeer
+from shared.membership.decode_peers import DecodePeer
 from shared.rpc.tcp import TcpNetwork
 from shared.transfer.effects import SenderTiming
 from shared.transfer.messages import TransferKey

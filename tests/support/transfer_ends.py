@@ -19,7 +19,7 @@ from typing import Any
 from shared.address import Address
 from shared.errors import MeshError, TransferFailed
 from shared.ids import Incarnation, LeaseToken, RequestId
-from shared.membership.join import DecodePeer
+from shared.membership.decode_peers import DecodePeer
 from shared.profile.machine import UNMEASURED, MachineProfile
 from shared.transfer.messages import TransferKey
 from shared.transport.base import Transport

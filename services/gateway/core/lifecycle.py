@@ -8,10 +8,6 @@ brought them; what an older attempt still says is dropped by its attempt number.
 The first token of an attempt is held until decode has room for the rest: an answer that has begun
 can no longer be refused. Room is asked for while prefill computes, so this rarely costs time.
 
-    WAITING --dispatched--> RUNNING --last token--> FINISHED
-       ^                      |  |
-       +----attempt failed----+  +--error that no retry mends, or attempts used up--> FAILED
-
 Pure: no clock, no streams, no text.
 """
 
@@ -40,6 +36,30 @@ class State(Enum):
     RUNNING = "running"
     FINISHED = "finished"
     FAILED = "failed"
+
+
+class Event(Enum):
+    """What moves a request; most of what its legs report does not."""
+
+    DISPATCHED = "dispatched"  # another attempt is under way
+    ATTEMPT_FAILED = "attempt failed"  # it may be tried again
+    LAST_TOKEN = "last token"  # all tokens have left for the client
+    GIVEN_UP = "given up"  # for an error that no retry mends, or by the client
+
+
+MOVES: dict[tuple[State, Event], State] = {
+    (State.WAITING, Event.DISPATCHED): State.RUNNING,
+    (State.WAITING, Event.GIVEN_UP): State.FAILED,
+    (State.RUNNING, Event.ATTEMPT_FAILED): State.WAITING,
+    (State.RUNNING, Event.LAST_TOKEN): State.FINISHED,
+    (State.RUNNING, Event.GIVEN_UP): State.FAILED,
+}
+"""Every move there is."""
+
+IGNORED: frozenset[tuple[State, Event]] = frozenset(
+    (state, Event.GIVEN_UP) for state in (State.FINISHED, State.FAILED)
+)
+"""Too late: it is over."""
 
 
 class Leg(StrEnum):
@@ -157,15 +177,13 @@ class Lifecycle:
     def dispatched(self, *, is_whole: bool = False) -> int:
         """The shell sent both legs of a new attempt, or its only one; return its number (0, 1,
         ...)."""
-        if self.state is not State.WAITING:
-            raise LocalProtocolError(f"dispatched a request that is {self.state.value}")
+        self._move(Event.DISPATCHED)
         if is_whole:
             legs = [Leg.WHOLE]
         else:
             legs = [Leg.PREFILL, Leg.DECODE] if self.needs_decode else [Leg.PREFILL]
         self._attempt = _Attempt(self._num_attempts, legs, len(self._output))
         self._num_attempts += 1
-        self.state = State.RUNNING
         return self._attempt.number
 
     def token_arrived(self, attempt: int, leg: Leg, token: AnswerToken) -> list[Effect]:
@@ -225,7 +243,7 @@ class Lifecycle:
                 current.open_legs.remove(Leg.WHOLE)
             elif ready[-1].position > current.first_position:
                 current.open_legs.remove(Leg.DECODE)
-            effects += self._end(State.FINISHED, None)
+            effects += self._end(Event.LAST_TOKEN, None)
         return effects
 
     def joined(self, attempt: int) -> None:
@@ -257,11 +275,11 @@ class Lifecycle:
         if leg is Leg.PREFILL and current.has_first_token and may_be_over:
             return []
         if error.retry is Retry.NEVER or self._num_attempts >= self._max_attempts:
-            return self._end(State.FAILED, _for_client(error))
+            return self._end(Event.GIVEN_UP, _for_client(error))
         effects: list[Effect] = [CancelLeg(other) for other in current.open_legs]
         self._attempt = None
         self._early.clear()
-        self.state = State.WAITING
+        self._move(Event.ATTEMPT_FAILED)
         has_blamed_other = isinstance(error, PeerError) and not isinstance(error, NoBlocks)
         is_either = has_blamed_other and not lost and leg is not Leg.WHOLE
         avoid = (Leg.PREFILL, Leg.DECODE) if is_either else (leg,)
@@ -269,15 +287,15 @@ class Lifecycle:
 
     def fail(self, error: MeshError) -> list[Effect]:
         """The shell gives up: deadline, no pair left, drain. No effect after the end."""
-        if self.state in (State.FINISHED, State.FAILED):
+        if (self.state, Event.GIVEN_UP) in IGNORED:
             return []
-        return self._end(State.FAILED, _for_client(error))
+        return self._end(Event.GIVEN_UP, _for_client(error))
 
     def cancel(self) -> list[Effect]:
         """The client is gone; valid in every state, no effect after the end."""
-        if self.state in (State.FINISHED, State.FAILED):
+        if (self.state, Event.GIVEN_UP) in IGNORED:
             return []
-        return self._end(State.FAILED, None)
+        return self._end(Event.GIVEN_UP, None)
 
     # --- inside -------------------------------------------------------------------------------
 
@@ -286,13 +304,22 @@ class Lifecycle:
             return None
         return self._attempt
 
-    def _end(self, state: State, error: MeshError | None) -> list[Effect]:
+    def _move(self, event: Event) -> None:
+        """Move by the table. Raises LocalProtocolError: it has no such move."""
+        after = MOVES.get((self.state, event))
+        if after is None:
+            raise LocalProtocolError(
+                f"{event.value} is not allowed on a {self.state.value} request"
+            )
+        self.state = after
+
+    def _end(self, event: Event, error: MeshError | None) -> list[Effect]:
+        self._move(event)
         effects: list[Effect] = []
         if self._attempt is not None:
             effects += [CancelLeg(leg) for leg in self._attempt.open_legs]
         self._attempt = None
         self._early.clear()
-        self.state = state
         return [*effects, End(error)]
 
 

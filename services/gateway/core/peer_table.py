@@ -7,7 +7,7 @@ or became usable or not, and never for a change of load.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.gateway.core.sides import Sides, sides_of
 from services.gateway.core.worker import JoinedModel, Role, Worker, WorkerStatus
@@ -91,6 +91,14 @@ class PeerTable:
         worker.partners = self._bits_of(worker)
         self.note_usability()
         return True
+
+    def pair_failed(self, prefill: Incarnation, decode: Incarnation) -> bool:
+        """One of the two says that the other failed it: nothing is sent there until the next report
+        of the prefill worker names the pair again. Returns whether that changes anything."""
+        worker = self._workers.get(prefill)
+        if worker is None:
+            return False
+        return self.report(worker, replace(worker.status, paired=worker.status.paired - {decode}))
 
     def note_usability(self) -> None:
         """A worker's session came, went, fell silent or speaks again."""

@@ -1,7 +1,8 @@
 """One worker as the gateway sees it: what it said at its join, its latest report, its session, and
 what this gateway has ordered from it.
 
-Pure; a worker is usable when it has joined, its session is up and it does not drain.
+Pure. How a worker stands is not stored but concluded, from what its sessions and its reports say:
+each of them changes by itself.
 """
 
 from __future__ import annotations
@@ -19,6 +20,15 @@ class Role(StrEnum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+
+
+class Standing(StrEnum):
+    """How a worker stands with this gateway; only a usable one gets new work."""
+
+    CONNECTING = "connecting"  # one of its sessions is not up yet, or not any more
+    USABLE = "usable"
+    SUSPECT = "suspect"  # silent for too long
+    DRAINING = "draining"  # it ends when its work is done
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,14 +136,13 @@ class Worker:
         self._add_up()
 
     @property
-    def has_session(self) -> bool:
-        """Whether all its sessions are up."""
-        return self.sessions.issuperset(self.serves)
-
-    @property
-    def is_suspect(self) -> bool:
-        """Whether one of its sessions has been silent for too long."""
-        return bool(self.silent)
+    def standing(self) -> Standing:
+        """How it stands."""
+        if self.status.is_draining:
+            return Standing.DRAINING
+        if not self.sessions.issuperset(self.serves):
+            return Standing.CONNECTING
+        return Standing.SUSPECT if self.silent else Standing.USABLE
 
     @property
     def is_colocated(self) -> bool:
@@ -150,7 +159,7 @@ class Worker:
     @property
     def is_usable(self) -> bool:
         """Whether new work may be sent here."""
-        return self.has_session and not self.is_suspect and not self.status.is_draining
+        return self.standing is Standing.USABLE
 
     @property
     def capacity_tokens(self) -> int:

@@ -95,16 +95,6 @@ def cluster_body(
     }
 
 
-def state_of(worker: Worker) -> str:
-    """Return a worker's state in one word: usable, draining, suspect (silent for too long) or
-    connecting (its session is not up)."""
-    if worker.status.is_draining:
-        return "draining"
-    if not worker.has_session:
-        return "connecting"
-    return "suspect" if worker.is_suspect else "usable"
-
-
 def worker_body(worker: Worker) -> dict[str, Any]:
     """Return one worker, JSON-ready. home: what it is when nothing is asked of it; pool: what it is
     now."""
@@ -116,7 +106,7 @@ def worker_body(worker: Worker) -> dict[str, Any]:
         "pool": pool_of(worker).value,
         "moves": len(worker.serves) > 1,
         "address": str(Address(worker.host, worker.port)),
-        "state": state_of(worker),
+        "state": worker.standing.value,
         "running": status.num_running,
         "waiting": status.num_waiting,
         "pending_tokens": status.pending_tokens,

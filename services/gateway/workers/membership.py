@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import random
 from collections.abc import AsyncGenerator
-from dataclasses import replace
 
 import structlog
 
@@ -130,12 +129,8 @@ class Membership:
             self.usability.tell()
 
     def pair_failed(self, prefill: Incarnation, decode: Incarnation) -> None:
-        """One of the two says that the other failed it: send nothing there until the next report of
-        the prefill worker names the pair again."""
-        worker = self.table.get(prefill)
-        if worker is not None:
-            paired = worker.status.paired - {decode}
-            self.table.report(worker, replace(worker.status, paired=paired))
+        """See ``PeerTable``."""
+        if self.table.pair_failed(prefill, decode):
             self.usability.tell()
 
     def leave(self, worker: Worker, reason: str) -> None:
@@ -209,11 +204,8 @@ class Membership:
 
     # --- requests -------------------------------------------------------------------------------
 
-    def route(
-        self, *, num_tokens: int, max_new_tokens: int, avoid: frozenset[Incarnation]
-    ) -> RouteDecision | None:
+    def route(self, request: RouteRequest) -> RouteDecision | None:
         """Choose a pair, or None if none can take the request now."""
-        request = RouteRequest(num_tokens=num_tokens, max_new_tokens=max_new_tokens, avoid=avoid)
         return route(self._policy, request, self.table.sides, self._random())
 
     @property

@@ -1,5 +1,5 @@
-"""One request's shell: admits it, dispatches both legs at once, feeds their events to the
-lifecycle core, and carries out what the core decides.
+"""One request's shell: performs what its two cores decide. ``Dispatcher`` says which workers are
+looked for, how long, and what is sent to them; ``Lifecycle`` what their events mean.
 
 There is no task per request here: the client's own task (the HTTP or gRPC handler) drives it by
 iterating. Worker sessions call in synchronously; the iterator wakes, hands out what has arrived,
@@ -9,19 +9,11 @@ and dispatches again when an attempt has failed. Leaving the block in any way ca
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
-from services.gateway.core.lifecycle import (
-    CancelLeg,
-    Effect,
-    Emit,
-    End,
-    Leg,
-    Lifecycle,
-    Reroute,
-)
-from services.gateway.core.routing import RouteDecision
+from services.gateway.core.dispatcher import BlamePair, Dispatcher, Effect, LookForPair, Send
+from services.gateway.core.lifecycle import CancelLeg, Emit, End, Leg, Lifecycle, Reroute
 from services.gateway.core.worker import Role, Worker
 from services.gateway.mesh import GenerationRequest, TokenBatch
 from services.gateway.workers.delivery import Delivery
@@ -29,14 +21,11 @@ from services.gateway.workers.membership import Membership
 from services.gateway.workers.peers import WorkerSession
 from services.gateway.workers.timeline import Timeline, Transfer
 from shared import wire
-from shared.errors import DeadlinePassed, MeshError, NoBlocks, WorkerLost
+from shared.errors import MeshError
 from shared.ids import Incarnation, StreamId
 from shared.messages import codec
 from shared.messages.columns import pack_u32
 from shared.request import AnswerToken, FinishReason
-
-LEAST_WAIT_S = 0.05
-"""A wait for blocks shorter than this is not worth another attempt."""
 
 HELD_TOKENS = 64
 """So many tokens are handed on at once where nobody reads a part of an answer: waking a task costs
@@ -112,8 +101,12 @@ class RequestShell:
         self.timeline = timeline
         self._request = request
         self._membership = membership
-        self._pair_wait_s = pair_wait_s
-        self._failover_wait_s = failover_wait_s
+        self._dispatcher = Dispatcher(
+            self.lifecycle,
+            deadline_at=request.deadline_at,
+            pair_wait_s=pair_wait_s,
+            failover_wait_s=failover_wait_s,
+        )
         self._delivery = delivery
         self._pending: list[AnswerToken] = []  # have arrived, and not been handed on
         self._num_new = 0  # of them since the last delivery
@@ -124,11 +117,9 @@ class RequestShell:
         self.is_due = False
         self._wake = asyncio.Event()
         self._end: End | None = None
+        self._search: LookForPair | None = None
         self._reroute: Reroute | None = None
         self._legs: dict[Leg, _LegShell] = {}
-        self._avoid: set[Incarnation] = set()
-        self._blocks_by = 0.0
-        """Loop time until which decode workers may let the request wait for blocks."""
 
     # --- the client's side ----------------------------------------------------------------------
 
@@ -138,8 +129,13 @@ class RequestShell:
 
         Raises WorkerLost: no pair came. DeadlinePassed. ShuttingDown.
         """
+        loop = asyncio.get_running_loop()
         try:
-            await self._dispatch()
+            if self._request.deadline_at is not None:
+                self._deadline = loop.call_at(self._request.deadline_at, self._pass_deadline)
+            self.apply(self._dispatcher.begin(loop.time()))
+            if not await self._find_pair() and self._end is not None and self._end.error:
+                raise self._end.error
         except BaseException as failure:
             self.leave(failure)
             raise
@@ -224,97 +220,58 @@ class RequestShell:
 
     # --- dispatch -------------------------------------------------------------------------------
 
-    async def _dispatch(self) -> None:
-        loop = asyncio.get_running_loop()
-        if self._request.deadline_at is not None:
-            self._deadline = loop.call_at(self._request.deadline_at, self._pass_deadline)
-        self._blocks_by = loop.time() + self._pair_wait_s
-        self._send(await self._find_pair(self._blocks_by))
-
     async def _dispatch_again(self, reroute: Reroute) -> None:
         self._reroute = None
-        legs = list(self._legs.values())
-        self._avoid |= {leg.worker.incarnation for leg in legs if leg.leg in reroute.avoid}
-        if len(reroute.avoid) == len(legs) == 2:
-            self._membership.pair_failed(*(leg.worker.incarnation for leg in legs))
-        # Whichever of the two was silent, the client has waited for it as long.
-        silence_s = max(leg.session.silence_s for leg in legs)
+        # Whichever of its workers was silent, the client has waited for it as long.
+        silence_s = max(leg.session.silence_s for leg in self._legs.values())
         now = asyncio.get_running_loop().time()
-        limit_at = now + max(0.0, self._failover_wait_s - silence_s)
-        if isinstance(reroute.error, NoBlocks):
-            # One wait for room in all, however many workers are asked.
-            limit_at = self._blocks_by
-            if limit_at - now < LEAST_WAIT_S:
-                self.fail(reroute.error)
-                return
-        else:
-            self._blocks_by = now + self._pair_wait_s
-        try:
-            decision = await self._find_pair(limit_at)
-        except MeshError as no_pair:
-            error = no_pair if isinstance(no_pair, DeadlinePassed) else reroute.error
-            self.fail(error)
-            return
-        self.timeline.rerouted(reroute.error)
-        self._send(decision)
+        self.apply(self._dispatcher.attempt_failed(reroute, silence_s=silence_s, now=now))
+        await self._find_pair()
 
-    async def _find_pair(self, limit_at: float) -> RouteDecision:
-        deadline_at = self._request.deadline_at
-        give_up_at = limit_at if deadline_at is None else min(limit_at, deadline_at)
-        num_tokens = len(self.lifecycle.token_ids)
-        while True:
-            if self._end is not None and self._end.error is not None:
-                raise self._end.error  # while it looked: the deadline, or the drain's limit
+    async def _find_pair(self) -> bool:
+        """Look for a pair, as long as it is wanted, and send to it; False: the request ended."""
+        loop = asyncio.get_running_loop()
+        while (search := self._search) is not None:
             changed = self._membership.usability.next
-            decision = self._membership.route(
-                num_tokens=num_tokens,
-                max_new_tokens=self.lifecycle.num_tokens_left,
-                avoid=frozenset(self._avoid),
-            )
+            decision = self._membership.route(search.request)
             if decision is not None:
-                return decision
+                self.apply(self._dispatcher.pair_found(decision, loop.time()))
+                return True
             try:
-                async with asyncio.timeout_at(give_up_at):
+                async with asyncio.timeout_at(search.until):
                     await changed.wait()
             except TimeoutError:
-                if deadline_at is not None and give_up_at >= deadline_at:
-                    raise DeadlinePassed("the deadline passed while no worker was free") from None
-                reason = self._membership.why_not_ready or "none is large enough"
-                raise WorkerLost(
-                    f"no pair of workers can take the request: {reason}",
-                    code="no_pair",
-                    retry_after_s=1.0,
-                ) from None
+                self.apply(self._dispatcher.wait_over(self._membership.why_not_ready))
+        return False
 
-    def _send(self, decision: RouteDecision) -> None:
-        """Send both legs in the same instant: prefill computes while decode makes room."""
-        lifecycle = self.lifecycle
-        needs_decode = lifecycle.needs_decode
-        token_ids, sampling = lifecycle.token_ids, lifecycle.sampling
-        attempt = lifecycle.dispatched(is_whole=decision.is_colocated)
-        trace_context = self.timeline.dispatched(decision, has_decode=needs_decode)
+    def _send(self, send: Send) -> None:
+        self._search = None
+        if send.after is not None:
+            self.timeline.rerouted(send.after)
+        decision, legs, attempt = send.decision, send.legs, send.attempt
+        has_decode = self.lifecycle.needs_decode
         order: dict[str, Any] = {
             "request_id": self._request.request_id,
             "attempt": attempt,
-            "token_ids": pack_u32(token_ids),
-            "num_prompt_tokens": lifecycle.num_prompt_tokens,
-            "sampling": codec.sampling_to_wire(sampling),
-            "deadline_s": self._remaining_s(),
+            "token_ids": pack_u32(send.token_ids),
+            "num_prompt_tokens": self.lifecycle.num_prompt_tokens,
+            "sampling": codec.sampling_to_wire(send.sampling),
+            "deadline_s": send.deadline_s,
             "cache_salt": self._request.cache_salt,
-            "trace_context": trace_context,
+            "trace_context": self.timeline.dispatched(decision, has_decode=has_decode),
             "lease_token": self._membership.new_lease_token(),
         }
         self._legs = {}
-        if not decision.is_colocated:
+        if Leg.PREFILL in legs:
             leg = self._leg(Leg.PREFILL, attempt, decision.prefill)
-            decode = decision.decode if needs_decode else Incarnation(0)
+            decode = legs.get(Leg.DECODE, Incarnation(0))
             start = wire.StartPrefill(**order, decode_incarnation=decode)
             leg.stream_id = leg.session.start_prefill(leg, start)
-        if needs_decode or decision.is_colocated:
+        if Leg.DECODE in legs or Leg.WHOLE in legs:
             kind = Leg.WHOLE if decision.is_colocated else Leg.DECODE
             leg = self._leg(kind, attempt, decision.decode)
-            wait_s = max(LEAST_WAIT_S, self._blocks_by - asyncio.get_running_loop().time())
-            reserve = wire.Reserve(**order, prefill_incarnation=decision.prefill, wait_s=wait_s)
+            prefill, wait_s = decision.prefill, send.wait_s
+            reserve = wire.Reserve(**order, prefill_incarnation=prefill, wait_s=wait_s)
             leg.stream_id = leg.session.reserve(leg, reserve)
 
     def _leg(self, leg: Leg, attempt: int, worker: Incarnation) -> _LegShell:
@@ -324,15 +281,10 @@ class RequestShell:
         self._legs[leg] = shell
         return shell
 
-    def _remaining_s(self) -> float:
-        if self._request.deadline_at is None:
-            return 0.0
-        return max(0.001, self._request.deadline_at - asyncio.get_running_loop().time())
-
     # --- effects --------------------------------------------------------------------------------
 
-    def apply(self, effects: list[Effect]) -> None:
-        """Carry out what the core decided; never waits."""
+    def apply(self, effects: Iterable[Effect]) -> None:
+        """Carry out what a core decided; never waits."""
         for effect in effects:
             match effect:
                 case Emit():
@@ -345,18 +297,24 @@ class RequestShell:
                     self._reroute = effect
                     self.timeline.attempt_failed(effect.error)
                     self._wake.set()
+                case LookForPair():
+                    self._search = effect
+                case BlamePair(prefill, decode):
+                    self._membership.pair_failed(prefill, decode)
+                case Send():
+                    self._send(effect)
                 case End():
-                    self._end = effect
+                    self._end, self._search = effect, None
                     self._delivery.deliver(self)
                     self.timeline.ended(effect.error, self.finish_reason)
                     self._wake.set()
 
     def fail(self, error: MeshError) -> None:
         """End the request with this error; after its end, do nothing."""
-        self.apply(self.lifecycle.fail(error))
+        self.apply(self._dispatcher.give_up(error))
 
     def _pass_deadline(self) -> None:
-        self.fail(DeadlinePassed("the request's deadline passed"))
+        self.apply(self._dispatcher.deadline_passed())
 
     def leave(self, failure: BaseException | None) -> None:
         """The consumer has left, with or without a failure: cancel whatever is still running.
@@ -367,8 +325,7 @@ class RequestShell:
         if isinstance(failure, MeshError):
             self.fail(failure)
         elif failure is not None:
-            deadline_at = self._request.deadline_at
-            if deadline_at is not None and asyncio.get_running_loop().time() >= deadline_at:
+            if self._dispatcher.is_late(asyncio.get_running_loop().time()):
                 self._pass_deadline()  # a server that watches it, too, has cancelled its handler
             else:
                 self.timeline.abandoned()

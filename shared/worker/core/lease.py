@@ -1,9 +1,10 @@
-"""Leases: decode's promises of room, from Reserve to the running batch. Records only.
+"""Leases: decode's promises of room, from Reserve to the running batch. Records, and the table of
+their moves.
 
-waiting --blocks--> granted --Open--> open --join--> joined (blocks belong to the sequence)
-   |                   |               |
-   +--wait over,       +--unopened,    +--abort--> aborting --> quarantined --> released
-      prefill lost        prefill lost
+waiting --room--> granted --opened--> open --placed--> joined (blocks belong to the sequence)
+
+What is given up before it is open is released at once; later its blocks stay, *aborting* and then
+*quarantined*, until no receive can write them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 
-from shared.errors import MeshError
+from shared.errors import LocalProtocolError, MeshError
 from shared.ids import Incarnation
 from shared.kv.pool import BlockTable
 from shared.kv.prefix_hash import PrefixChain
@@ -21,7 +22,7 @@ from shared.transfer.messages import TransferKey
 
 
 class LeaseState(Enum):
-    """A lease's life; see the drawing above."""
+    """Where a lease stands; see the drawing above."""
 
     WAITING = "waiting"  # holds nothing
     GRANTED = "granted"  # holds blocks, no transfer open
@@ -30,6 +31,36 @@ class LeaseState(Enum):
     QUARANTINED = "quarantined"  # the same, and the receiver has taken note
     JOINED = "joined"  # blocks belong to a sequence
     RELEASED = "released"  # holds nothing
+
+
+class LeaseEvent(Enum):
+    """What can happen to a lease."""
+
+    ROOM = "room"  # it is the oldest that waits, and the pool has its blocks
+    OPENED = "opened"  # by the prefill worker that it names
+    PLACED = "placed"  # all KV is here and verified
+    GIVEN_UP = "given up"  # by the gateway, its transfer or a wait that is over
+    UNSETTLED = "unsettled"  # its receive is aborted, and may still write
+    SETTLED = "settled"  # nothing can write its blocks, and nobody needs them
+
+
+_S, _E = LeaseState, LeaseEvent
+
+MOVES: dict[tuple[LeaseState, LeaseEvent], LeaseState] = {
+    (_S.WAITING, _E.ROOM): _S.GRANTED,
+    (_S.WAITING, _E.GIVEN_UP): _S.RELEASED,
+    (_S.GRANTED, _E.OPENED): _S.OPEN,
+    (_S.GRANTED, _E.GIVEN_UP): _S.RELEASED,
+    (_S.OPEN, _E.PLACED): _S.JOINED,
+    (_S.OPEN, _E.GIVEN_UP): _S.ABORTING,
+    (_S.OPEN, _E.UNSETTLED): _S.QUARANTINED,
+    (_S.ABORTING, _E.UNSETTLED): _S.QUARANTINED,
+    **{
+        (state, _E.SETTLED): _S.RELEASED
+        for state in (_S.WAITING, _S.GRANTED, _S.OPEN, _S.ABORTING, _S.QUARANTINED)
+    },
+}
+"""Every move there is."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +82,13 @@ class Lease:
     table: BlockTable | None = field(default=None, repr=False)
     granted_at: float = 0.0
     expires_at: float = 0.0
+
+    def move(self, event: LeaseEvent) -> None:
+        """Move by the table. Raises LocalProtocolError: it has no such move."""
+        after = MOVES.get((self.state, event))
+        if after is None:
+            raise LocalProtocolError(f"{event.value} is not allowed on a {self.state.value} lease")
+        self.state = after
 
     @property
     def num_tokens(self) -> int:

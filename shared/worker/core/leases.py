@@ -31,6 +31,7 @@ from shared.worker.core.lease import (
     Effect,
     GrantLease,
     Lease,
+    LeaseEvent,
     LeasePolicy,
     LeaseState,
     LeaseStatistics,
@@ -98,10 +99,11 @@ class Leases:
         caller does that.
         """
         if lease.state in (LeaseState.WAITING, LeaseState.GRANTED):
-            self._end(lease)
+            self._end(lease, LeaseEvent.GIVEN_UP)
             return [RefuseOpen(lease, error), *self.grant_waiting(now=now)]
         if lease.state is LeaseState.OPEN:
-            return [self._abort(lease, error)]
+            lease.move(LeaseEvent.GIVEN_UP)
+            return [AbortReceive(lease, error)]
         return []
 
     # --- the prefill worker's side -------------------------------------------------------------
@@ -118,7 +120,7 @@ class Leases:
             return False
         if lease.state is not LeaseState.GRANTED:
             raise RemoteProtocolError("this transfer was opened before", code="opened_twice")
-        lease.state = LeaseState.OPEN
+        lease.move(LeaseEvent.OPENED)
         return True
 
     def lose_source(self, source: Incarnation, error: MeshError, *, now: float) -> list[Effect]:
@@ -141,7 +143,7 @@ class Leases:
 
         Raises LocalProtocolError: the lease is not open.
         """
-        self._require(lease, LeaseState.OPEN)
+        lease.move(LeaseEvent.PLACED)
         assert lease.table is not None
         sequence = Sequence(lease.item)
         sequence.tokens.append(first_token)
@@ -150,7 +152,6 @@ class Leases:
         sequence.table, sequence.chain = lease.table, lease.chain
         self._num_joined_blocks += len(lease.table.blocks)
         lease.table = None
-        lease.state = LeaseState.JOINED
         del self._leases[lease.key]
         return sequence
 
@@ -163,19 +164,19 @@ class Leases:
             return []
         if lease.state is LeaseState.QUARANTINED:
             raise LocalProtocolError("blocks in quarantine may still be written")
-        self._end(lease)
+        self._end(lease, LeaseEvent.SETTLED)
         return self.grant_waiting(now=now)
 
     def begin_quarantine(self, lease: Lease) -> None:
         """The receive is aborted but its operations are not settled: nobody gets these blocks."""
-        self._require(lease, LeaseState.OPEN, LeaseState.ABORTING)
-        lease.state = LeaseState.QUARANTINED
+        lease.move(LeaseEvent.UNSETTLED)
 
     def end_quarantine(self, lease: Lease, *, now: float) -> list[Effect]:
         """Every operation of the receive is settled and no scatter runs: free the blocks."""
-        self._require(lease, LeaseState.QUARANTINED)
-        lease.state = LeaseState.ABORTING
-        return self.release(lease, now=now)
+        if lease.state is not LeaseState.QUARANTINED:
+            raise LocalProtocolError(f"a {lease.state.value} lease is not in quarantine")
+        self._end(lease, LeaseEvent.SETTLED)
+        return self.grant_waiting(now=now)
 
     # --- time and room -------------------------------------------------------------------------
 
@@ -232,25 +233,21 @@ class Leases:
     def _grant(self, lease: Lease, now: float) -> Effect:
         assert lease.table is not None
         self._num_reserved_blocks += len(lease.table.blocks)
-        lease.state = LeaseState.GRANTED
+        lease.move(LeaseEvent.ROOM)
         lease.skip_tokens = lease.table.num_hit_tokens
         lease.granted_at = now
         lease.expires_at = now + self._policy.open_wait_s
         return GrantLease(lease)
 
-    def _abort(self, lease: Lease, error: MeshError) -> Effect:
-        lease.state = LeaseState.ABORTING
-        return AbortReceive(lease, error)
-
     def _refuse(self, lease: Lease, error: MeshError) -> list[Effect]:
-        self._end(lease)
+        self._end(lease, LeaseEvent.GIVEN_UP)
         return [Refuse(lease, error), RefuseOpen(lease, error)]
 
-    def _end(self, lease: Lease) -> None:
+    def _end(self, lease: Lease, event: LeaseEvent) -> None:
         """Forget the lease and free what it holds."""
+        lease.move(event)
         self._waiting.pop(lease.key, None)
         del self._leases[lease.key]
-        lease.state = LeaseState.RELEASED
         if lease.table is not None:
             self._num_freed_blocks += len(lease.table.blocks)
             self._pool.release(lease.table)
@@ -263,10 +260,6 @@ class Leases:
             "workers more KV memory",
             code="kv_larger_than_pool",
         )
-
-    def _require(self, lease: Lease, *states: LeaseState) -> None:
-        if lease.state not in states:
-            raise LocalProtocolError(f"not allowed on a {lease.state.value} lease")
 
     # --- looking at it -------------------------------------------------------------------------
 

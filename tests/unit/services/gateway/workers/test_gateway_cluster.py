@@ -21,7 +21,7 @@ from services.gateway.core.window import (
 from services.gateway.core.worker import JoinedModel, Role, Worker, WorkerStatus
 from services.gateway.front.auth import KeyRing, hash_key
 from services.gateway.mesh import ServedModel
-from services.gateway.workers.cluster import cluster_body, state_of
+from services.gateway.workers.cluster import cluster_body
 from shared.ids import Incarnation
 from shared.kv.layout import KvLayout
 from tests.support.http_client import gateway
@@ -309,7 +309,7 @@ def test_without_traffic_there_are_no_percentiles() -> None:
 def test_a_workers_state_is_one_word(fields: dict[str, object], state: str) -> None:
     """What it means for the next request; a worker that drains does so whatever else is wrong."""
     worker = a_worker(Role.DECODE, 1, **fields)
-    assert state_of(worker) == state
+    assert worker.standing.value == state
     assert (state == "usable") == worker.is_usable
 
 

@@ -1,0 +1,207 @@
+"""The gateway's cores and the workers' together, on one event heap: no asyncio, no socket, no task,
+and tokens that are exact to the last one.
+
+If a decision were left in a shell, these tests would have to write it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from services.gateway.core.pools import Pool
+from shared.engine.fake import fake_answer
+from shared.errors import InvalidRequest, WorkerLost
+from shared.request import SamplingParams
+from tests.support.core_mesh import MODEL, CoreAnswer, CoreMesh
+
+PROMPT = tuple(range(1, 42))
+
+
+@pytest.fixture(autouse=True)
+def nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever opens a socket, a loop or a thread fails the test."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("cores decide and never wait")
+
+    monkeypatch.setattr(socket.socket, "__init__", refuse)
+    monkeypatch.setattr(asyncio, "new_event_loop", refuse)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+def require_exact(answer: CoreAnswer, *, max_tokens: int) -> None:
+    """The answer is what the model's reference computes, token by token."""
+    expected, reason = fake_answer(
+        answer.prompt, SamplingParams(max_tokens=max_tokens), model=MODEL
+    )
+    assert answer.error is None
+    assert answer.token_ids == expected
+    assert [token.position for token in answer.tokens] == list(range(len(expected)))
+    assert answer.tokens[-1].finish_reason is reason
+
+
+def over(*answers: CoreAnswer) -> Callable[[], bool]:
+    """When all have ended."""
+    return lambda: all(answer.is_over for answer in answers)
+
+
+def require_nothing_left(mesh: CoreMesh) -> None:
+    """Every block, slot and order comes home."""
+    mesh.run(lambda: mesh.is_idle)
+    mesh.check()
+
+
+def test_a_whole_request() -> None:
+    """Admitted, routed, reserved and computed in chunks, pushed layer by layer, joined, decoded."""
+    mesh = CoreMesh()
+    prefill, decode = mesh.start("prefill"), mesh.start("decode")
+    mesh.settle()
+    answer = mesh.ask(PROMPT, max_tokens=12)
+    mesh.run(over(answer))
+    require_exact(answer, max_tokens=12)
+    (decision,) = answer.decisions
+    assert (decision.prefill, decision.decode) == (prefill.incarnation, decode.incarnation)
+    assert prefill.num_frames_sent >= 3 * MODEL.num_layers
+    require_nothing_left(mesh)
+
+
+def test_what_decode_has_is_not_sent_again() -> None:
+    """The second request finds its prompt in both caches."""
+    mesh = CoreMesh()
+    prefill, _ = mesh.start("prefill"), mesh.start("decode")
+    mesh.settle()
+    first = mesh.ask(PROMPT, max_tokens=3)
+    mesh.run(over(first))
+    num_sent = prefill.num_frames_sent
+    second = mesh.ask((*PROMPT, 7), max_tokens=3)
+    mesh.run(over(second))
+    require_exact(second, max_tokens=3)
+    assert prefill.num_frames_sent - num_sent == MODEL.num_layers
+    require_nothing_left(mesh)
+
+
+def test_many_at_once_wait_for_a_place_and_for_room() -> None:
+    """More than may run at the gateway, and more than decode's pool holds."""
+    mesh = CoreMesh(max_running=6, num_blocks=24)
+    for role in ("prefill", "prefill", "decode"):
+        mesh.start(role)
+    mesh.settle()
+    answers = [mesh.ask((*PROMPT[number:], number), max_tokens=9) for number in range(12)]
+    mesh.run(over(*answers))
+    for answer in answers:
+        require_exact(answer, max_tokens=9)
+    assert len({answer.decisions[0].prefill for answer in answers}) == 2
+    require_nothing_left(mesh)
+
+
+def test_a_failover_in_mid_answer() -> None:
+    """The decode worker dies with a part of the answer told: another one continues it, and the
+    client sees neither a gap nor a repetition."""
+    mesh = CoreMesh()
+    mesh.start("prefill")
+    decodes = {core.incarnation: core for core in (mesh.start("decode"), mesh.start("decode"))}
+    mesh.settle()
+    answer = mesh.ask(PROMPT, max_tokens=40)
+    mesh.run(lambda: len(answer.tokens) >= 9)
+    lost = answer.decisions[0].decode
+    mesh.kill(decodes[lost])
+    mesh.run(over(answer))
+    require_exact(answer, max_tokens=40)
+    first, second = answer.decisions
+    assert second.decode == next(core for core in decodes if core != lost)
+    assert second.prefill == first.prefill
+    require_nothing_left(mesh)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("delay_us", range(0, 12_000, 300))
+def test_a_worker_that_dies_at_any_moment(role: str, delay_us: int) -> None:
+    """Before its order comes, in each chunk, with frames under way, before the acknowledgement, and
+    among the first tokens of decode."""
+    mesh = CoreMesh()
+    cores = {
+        core.incarnation: core
+        for core in (mesh.start(name) for name in ("prefill", "decode", "prefill", "decode"))
+    }
+    mesh.settle()
+    answer = mesh.ask(PROMPT, max_tokens=6)
+    first = answer.decisions[0]
+    victim = cores[first.prefill if role == "prefill" else first.decode]
+    mesh.clock.after(delay_us * 1e-6, lambda: mesh.kill(victim))
+    mesh.run(over(answer))
+    require_exact(answer, max_tokens=6)
+    require_nothing_left(mesh)
+
+
+def test_nobody_is_left_to_continue() -> None:
+    """The client hears why the attempt failed, after the bounded wait for another pair."""
+    mesh = CoreMesh()
+    mesh.start("prefill")
+    decode = mesh.start("decode")
+    mesh.settle()
+    answer = mesh.ask(PROMPT, max_tokens=40)
+    mesh.run(lambda: len(answer.tokens) >= 2)
+    mesh.kill(decode)
+    died_at = mesh.clock.now
+    mesh.run(over(answer))
+    assert isinstance(answer.error, WorkerLost)
+    assert "silent" in answer.error.message
+    # Five seconds of silence in all: what it took to notice counts.
+    assert 4.5 < mesh.clock.now - died_at <= 5.0
+    require_nothing_left(mesh)
+
+
+def test_a_role_move_in_mid_answer() -> None:
+    """A worker gets the other home while it decodes: it is mixed until that answer has ended, takes
+    prompts from then on, and nothing is lost."""
+    mesh = CoreMesh(policy="splitwise")
+    prefill = mesh.start("prefill", serves_both=True)
+    tokens = [mesh.start("decode", serves_both=True) for _ in range(2)]
+    mesh.settle()
+    before = mesh.ask(PROMPT, max_tokens=60)
+    mesh.run(lambda: len(before.tokens) >= 5)
+    moving = next(it for it in tokens if it.incarnation == before.decisions[0].decode)
+    staying = next(it for it in tokens if it is not moving)
+    wanted = mesh.move(moving, "prompt")
+    mesh.run(lambda: mesh.has_moved(moving, wanted))
+    assert not before.is_over
+    assert mesh.pool(moving) is Pool.MIXED
+    with pytest.raises(InvalidRequest, match="last one"):
+        mesh.move(staying, "prompt")
+    during = mesh.ask(PROMPT[1:], max_tokens=4)
+    mesh.run(over(before, during))
+    assert during.decisions[0].decode == staying.incarnation
+    mesh.run(lambda: mesh.pool(moving) is Pool.PROMPT)
+    after = [mesh.ask((*PROMPT[2:], number), max_tokens=4) for number in range(2)]
+    mesh.run(over(*after))
+    prompts = {answer.decisions[0].prefill for answer in after}
+    assert prompts == {prefill.incarnation, moving.incarnation}
+    assert {answer.decisions[0].decode for answer in after} == {staying.incarnation}
+    require_exact(before, max_tokens=60)
+    for answer in (during, *after):
+        require_exact(answer, max_tokens=4)
+    require_nothing_left(mesh)
+
+
+def test_two_runs_are_one() -> None:
+    """Every event at the same instant, whatever the hashes are: what a simulator needs."""
+
+    def played() -> tuple[float, list[list[int]], list[object]]:
+        mesh = CoreMesh(policy="splitwise", num_blocks=24)
+        workers = [mesh.start(role, serves_both=True) for role in ("prefill", "decode", "decode")]
+        mesh.settle()
+        answers = [mesh.ask(PROMPT[number:], max_tokens=9) for number in range(6)]
+        mesh.run(lambda: len(answers[0].tokens) >= 2)
+        mesh.kill(workers[1])
+        mesh.run(over(*answers))
+        for answer in answers:
+            require_exact(answer, max_tokens=9)
+        decisions = [decision for answer in answers for decision in answer.decisions]
+        return mesh.clock.now, [answer.token_ids for answer in answers], [*decisions]
+
+    assert played() == played()
