@@ -127,8 +127,8 @@ class GatewayMesh:
             incarnation = Incarnation(int(worker, 16))
         except ValueError:
             raise InvalidRequest(
-                f"a worker is named by its incarnation, 16 hexadecimal digits, not {worker!r}: "
-                "`pdmesh top` lists them",
+                f"a worker is named by its incarnation, 16 hexadecimal digits, not {worker!r}: GET "
+                "/cluster has them; `pdmesh role` takes the addresses of `pdmesh top`, too",
                 param="worker",
                 code="no_worker",
             ) from None
