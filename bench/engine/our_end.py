@@ -80,7 +80,7 @@ class Sink:
     def sequences_failed(self, failures: Sequence[Failure]) -> None:
         raise AssertionError(failures)
 
-    def engine_failed(self, error: MeshError) -> None:
+    def fail_all(self, error: MeshError) -> None:
         raise error
 
 

@@ -43,7 +43,8 @@ def role(
     Parameters
     ----------
     worker
-        Its address, its incarnation, or the beginning of it, as `pdmesh top` shows them.
+        Its address, as `pdmesh top` shows it, or its incarnation, as /cluster has it, or the
+        beginning of that.
     home
         What it is to be when nothing is asked of it.
     """

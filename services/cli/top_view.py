@@ -138,7 +138,7 @@ def _workers(view: Mapping[str, Any], width: int) -> RenderableType:
                 "tokens": f"{worker['pending_tokens']:,}",
                 "step": f"{worker['step_s'] * 1000:.1f} ms",
                 "blocks": bar,
-                "pairs": str(len(worker["paired"])) if worker["role"] == "prefill" else "",
+                "pairs": _pairs(worker),
             }
         )
     return _table(rows, is_wide) if rows else Text("none has joined", "dim")
@@ -146,11 +146,18 @@ def _workers(view: Mapping[str, Any], width: int) -> RenderableType:
 
 def _role(worker: Mapping[str, Any]) -> str:
     """Return what a worker is at the moment; of one that may be either its home, too."""
-    if worker["moves"]:
+    if worker.get("moves"):  # a gateway of before knows no pools
         is_away = worker["pool"] != worker["home"]
         return f"{worker['pool']} ({worker['home']})" if is_away else worker["pool"]
     is_colocated = worker["incarnation"] in worker["paired"]
     return "colocated" if is_colocated else worker["role"]
+
+
+def _pairs(worker: Mapping[str, Any]) -> str:
+    """Return how many others it can push KV to; '' of one that never does."""
+    if not worker.get("moves") and worker["role"] != "prefill":
+        return ""
+    return str(len({*worker["paired"]} - {worker["incarnation"]}))
 
 
 def _transfers(view: Mapping[str, Any], is_wide: bool) -> RenderableType:

@@ -168,7 +168,7 @@ class Registration:
         if tasks:
             await asyncio.wait(tasks, timeout=within_s)
 
-    def doubt(self, gateway: Incarnation) -> None:
+    def rejoin(self, gateway: Incarnation) -> None:
         """The gateway went silent elsewhere: join it anew, for this stream alone would not notice a
         host that is gone.
         """
@@ -245,7 +245,7 @@ class Registration:
             return False
         # The same gateway under another address (IPv4 and IPv6 of one name) has just forgotten this
         # worker with the link that ended: that other link must announce it again.
-        self.doubt(gateway)
+        self.rejoin(gateway)
         self._on_change()
         return True
 
@@ -257,7 +257,7 @@ class Registration:
             link.is_connected = True
             await stream.send(wire.WorkerReport(announce=self._announce()))
             try:
-                gateway = await self._greet(stream)
+                gateway = await self._shake_hands(stream)
             except IncompatiblePeer as error:
                 if error.code != "unimplemented":
                     raise
@@ -298,7 +298,7 @@ class Registration:
             serves=[role.value for role in it.serves],
         )
 
-    async def _greet(self, stream: ClientStream[Any, Any]) -> Incarnation:
+    async def _shake_hands(self, stream: ClientStream[Any, Any]) -> Incarnation:
         try:
             async with asyncio.timeout(_HELLO_WITHIN_S):
                 directive = await stream.receive()

@@ -205,7 +205,7 @@ class GatewaySessions:
 
         Raises MeshError: what the gateway's call ends with.
         """
-        gateway = await _greet(stream)
+        gateway = await _shake_hands(stream)
         session = GatewaySession(
             gateway,
             stream,
@@ -228,7 +228,7 @@ class GatewaySessions:
             raise error
 
 
-async def _greet(stream: ServerStream[Any, Any]) -> Incarnation:
+async def _shake_hands(stream: ServerStream[Any, Any]) -> Incarnation:
     try:
         async with asyncio.timeout(HELLO_WITHIN_S):
             command = await stream.receive()

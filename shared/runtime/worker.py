@@ -68,7 +68,7 @@ class WorkerParts:
 
 
 class WorkerLife:
-    """A worker's place in the mesh. Made before its parts, which call ``changed`` and ``doubt``."""
+    """A worker's place in the mesh. Made before its parts: they call ``changed`` and ``rejoin``."""
 
     def __init__(
         self,
@@ -98,10 +98,10 @@ class WorkerLife:
             self._registration.report_soon()
         self._show_readiness()
 
-    def doubt(self, gateway: Incarnation) -> None:
+    def rejoin(self, gateway: Incarnation) -> None:
         """A gateway went silent on its session: join it anew."""
         if self._registration is not None:
-            self._registration.doubt(gateway)
+            self._registration.rejoin(gateway)
 
     async def run(
         self, parts: WorkerParts, ready: Callable[[Address], None], stop: asyncio.Event

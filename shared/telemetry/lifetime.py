@@ -46,7 +46,8 @@ class Receipt(NamedTuple):
     worker. prefill_s: first step of the prompt to token 1. handover_s: all the rest until token 1
     left the gateway. first_step_s: token 1 to token 2, which hides what was left of the transfer.
     transfer_exposed_s: from token 1 sampled until KV was acknowledged. reserve_wait_s: waited for
-    blocks on decode, beside prefill. tpot_s: mean gap after token 1.
+    blocks on decode, beside prefill. tpot_s: mean gap after token 1. prefill_pool, decode_pool:
+    what the two workers were when they were chosen: prompt, token or mixed.
     """
 
     queue_s: float = 0.0
@@ -68,6 +69,8 @@ class Receipt(NamedTuple):
     mode: str = ""
     prefill: str = ""
     decode: str = ""
+    prefill_pool: str = ""
+    decode_pool: str = ""
     attempts: int = 0
     cached_tokens: int = 0
     decode_cached_tokens: int = 0

@@ -1,6 +1,6 @@
 """Serves ``Transfer.Push``: shakes hands with sources, tries canaries, keeps their streams.
 
-What flows over a pair is the receiver's business (``LinkSink``). The counterpart is
+What flows over a pair is the receiver's business (``SinkLinkUser``). The counterpart is
 ``shared/worker/dial.py``.
 """
 
@@ -59,7 +59,7 @@ NUM_CANARIES = 3
 _Stream = ServerStream[wire.PushCommand, wire.PushEvent]
 
 
-class Link:
+class SinkLink:
     """One life of one pair stream, from the sink's side."""
 
     def __init__(self, link_id: LinkId, source: Incarnation, endpoint: Endpoint) -> None:
@@ -83,7 +83,7 @@ class Link:
             self.control.send(windows_to_wire(windows))
 
     def close(self, reason: str) -> None:
-        """Declare the link lost; ``LinkSink.link_lost`` follows."""
+        """Declare the link lost; ``SinkLinkUser.link_lost`` follows."""
         self.lose(TransferFailed(reason))
 
     def lose(self, error: MeshError) -> None:
@@ -93,7 +93,7 @@ class Link:
             self.control.close(error)
 
 
-class LinkSink(Protocol):
+class SinkLinkUser(Protocol):
     """Who uses the links: the receiver. All calls come on the loop and return at once."""
 
     @property
@@ -101,11 +101,11 @@ class LinkSink(Protocol):
         """Staging that the source may write, as it is now; and what keeps it so while held."""
         ...
 
-    def link_up(self, link: Link, rule: FrameRule) -> None: ...
+    def link_up(self, link: SinkLink, rule: FrameRule) -> None: ...
 
-    def link_message(self, link: Link, message: PushMessage) -> None: ...
+    def link_message(self, link: SinkLink, message: PushMessage) -> None: ...
 
-    def link_lost(self, link: Link, error: MeshError) -> None:
+    def link_lost(self, link: SinkLink, error: MeshError) -> None:
         """Nothing more arrives. The endpoint is closed next, and its operations settle."""
         ...
 
@@ -121,7 +121,7 @@ class PairServer:
         compute: ComputeRunner,
         transport: Transport,
         tags: TagRanges,
-        sink: LinkSink,
+        sink: SinkLinkUser,
         liveness: LivenessRule | None,
         rules: PairRules,
         on_change: Callable[[], None] = lambda: None,
@@ -137,7 +137,7 @@ class PairServer:
         self._rules = rules
         self._on_change = on_change
         self._refusal = ""
-        self._links: list[Link] = []
+        self._links: list[SinkLink] = []
         self._next_link = 0
         self._tasks: asyncio.TaskGroup | None = None
         self.servicer = Servicer(bind(TRANSFER_PUSH, self._serve))
@@ -192,7 +192,7 @@ class PairServer:
             self._close_later(link.endpoint)
             _log.info("pair lost", prefill=f"{link.source:016x}", error=error.message)
 
-    async def _pair(self, stream: _Stream) -> tuple[Link, FrameRule]:
+    async def _pair(self, stream: _Stream) -> tuple[SinkLink, FrameRule]:
         """Shake hands and try canaries. Raises MeshError: the pair is refused, and why."""
         command = await stream.receive()
         self._require_running()
@@ -205,7 +205,7 @@ class PairServer:
         except MeshError as error:
             await self._refuse(stream, error)
             raise
-        link: Link | None = None
+        link: SinkLink | None = None
 
         def on_lost() -> None:
             if link is not None:
@@ -214,7 +214,7 @@ class PairServer:
         endpoint = await self._transport.connect(terms.transport_address, on_lost)
         try:
             self._next_link += 1
-            link = Link(LinkId(self._next_link), terms.peer, endpoint)
+            link = SinkLink(LinkId(self._next_link), terms.peer, endpoint)
             await stream.send(wire.PushEvent(hello=hello_to_wire(wire.Role.DECODE, self._identity)))
             link.lane = await self._try_canaries(stream, endpoint, terms.rule)
             link.windows = await self._offer_windows(stream)
@@ -287,12 +287,12 @@ class PairServer:
             self._on_change()
         await stream.send(wire.PushEvent(refused_pair=codec.error_to_wire(error)))
 
-    def _hear(self, link: Link, command: wire.PushCommand) -> None:
+    def _hear(self, link: SinkLink, command: wire.PushCommand) -> None:
         message = command_from_wire(command)
         if message is not None:
             self._sink.link_message(link, message)
 
-    def _lose(self, link: Link, error: MeshError) -> None:
+    def _lose(self, link: SinkLink, error: MeshError) -> None:
         link.lose(error)
         if link in self._links:
             self._links.remove(link)

@@ -2,7 +2,7 @@
 reconnect.
 
 A pair is ready when canary frames crossed and came back as "right bytes". What flows over it
-then is the pusher's business (``LinkSink``); which sinks exist is the gateway's
+then is the pusher's business (``SourceLinkUser``); which sinks exist is the gateway's
 (``set_peers``). A lost pair is dialled again for as long as its peer is listed.
 """
 
@@ -75,7 +75,7 @@ class PairStatistics:
     gbytes_per_s: float
 
 
-class Link:
+class SourceLink:
     """A ready pair stream, as the pusher uses it. One life: a reconnected peer has another link.
 
     rule: how the handshake agreed to cut frames. lane: what carried the canaries. bytes_per_s:
@@ -107,18 +107,18 @@ class Link:
         self._control.send(command_to_wire(message))
 
     def close(self, reason: str) -> None:
-        """Declare the link lost; ``LinkSink.link_lost`` follows."""
+        """Declare the link lost; ``SourceLinkUser.link_lost`` follows."""
         self._control.close(TransferFailed(reason))
 
 
-class LinkSink(Protocol):
+class SourceLinkUser(Protocol):
     """Who uses the links: the pusher. All calls come on the loop and return at once."""
 
-    def link_up(self, link: Link) -> None: ...
+    def link_up(self, link: SourceLink) -> None: ...
 
-    def link_message(self, link: Link, message: PushReply) -> None: ...
+    def link_message(self, link: SourceLink, message: PushReply) -> None: ...
 
-    def link_lost(self, link: Link, error: MeshError) -> None:
+    def link_lost(self, link: SourceLink, error: MeshError) -> None:
         """Nothing more arrives. The endpoint is closed next, and its operations settle."""
         ...
 
@@ -135,7 +135,7 @@ class PairTable:
         compute: ComputeRunner,
         transport: Transport,
         network: Network,
-        sink: LinkSink,
+        sink: SourceLinkUser,
         random_bytes: RandomBytes,
         on_change: Callable[[], None] = lambda: None,
         group_bytes: int = DEFAULT_GROUP_BYTES,
@@ -165,7 +165,7 @@ class PairTable:
         self._liveness = liveness
         self._refusal = ""
         self._peers: dict[DecodePeer, asyncio.Task[None] | None] = {}
-        self._links: dict[DecodePeer, Link] = {}
+        self._links: dict[DecodePeer, SourceLink] = {}
         self._next_link = 0
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -255,7 +255,7 @@ class PairTable:
         ):
             endpoint: Endpoint | None = None
             try:
-                terms = await self._greet(stream, peer)
+                terms = await self._shake_hands(stream, peer)
                 endpoint = await self._transport.connect(terms.transport_address, on_lost)
                 lane, bytes_per_s = await self._try_canaries(stream, endpoint, terms.rule)
                 self._rules.check_lane(lane)
@@ -270,7 +270,7 @@ class PairTable:
                 if not endpoint.alive:
                     return lost_early
                 self._next_link += 1
-                link = Link(
+                link = SourceLink(
                     LinkId(self._next_link),
                     peer,
                     endpoint,
@@ -286,7 +286,7 @@ class PairTable:
                     await close_endpoint(endpoint)
 
     async def _serve(
-        self, link: Link, control: HeartbeatStream[wire.PushCommand, wire.PushEvent]
+        self, link: SourceLink, control: HeartbeatStream[wire.PushCommand, wire.PushEvent]
     ) -> MeshError:
         def on_event(event: wire.PushEvent) -> None:
             if event.windows is not None:
@@ -316,7 +316,7 @@ class PairTable:
             self._on_change()
         return error
 
-    async def _greet(self, stream: _Stream, peer: DecodePeer) -> PairTerms:
+    async def _shake_hands(self, stream: _Stream, peer: DecodePeer) -> PairTerms:
         await stream.send(wire.PushCommand(hello=hello_to_wire(wire.Role.PREFILL, self._identity)))
         event = await _next_event(stream)
         terms = agree(self._identity, event.hello, wire.Role.DECODE)

@@ -59,7 +59,7 @@ class Door:
         self.requests = requests
         self.incarnation = incarnation
         self._on_silent = on_silent
-        self._lines: dict[GatewaySession, SessionLine] = {}
+        self._opened: dict[GatewaySession, SessionRequests] = {}
         self.sessions = GatewaySessions(
             self,
             method=self.method,
@@ -79,16 +79,16 @@ class Door:
 
     def session_opened(self, session: GatewaySession) -> None:
         """See ``SessionHost``."""
-        self._lines[session] = SessionLine(session, self.event)
+        self._opened[session] = SessionRequests(session, self.event)
 
     def session_command(self, session: GatewaySession, command: Any) -> None:
         """See ``SessionHost``."""
-        line = self._lines[session]
+        asked = self._opened[session]
         order = self.order_of(command)
         if order is not None:
-            self._take(line, StreamId(order[0]), order[1])
+            self._take(asked, StreamId(order[0]), order[1])
         elif command.cancel is not None:
-            request = line.requests.get(StreamId(command.cancel.stream_id))
+            request = asked.requests.get(StreamId(command.cancel.stream_id))
             if request is not None:
                 self.requests.cancel(request)
         else:
@@ -96,26 +96,26 @@ class Door:
 
     def session_closed(self, session: GatewaySession, *, is_silent: bool) -> None:
         """See ``SessionHost``."""
-        for request in list(self._lines.pop(session).requests.values()):
+        for request in list(self._opened.pop(session).requests.values()):
             self.requests.cancel(request)
         if is_silent:
             self._on_silent(session.gateway)
 
     def _take(
-        self, line: SessionLine, stream_id: StreamId, read: Callable[[], tuple[Task, Order]]
+        self, asked: SessionRequests, stream_id: StreamId, read: Callable[[], tuple[Task, Order]]
     ) -> None:
-        if stream_id in line.requests:
+        if stream_id in asked.requests:
             raise RemoteProtocolError("a stream_id is used once", param="stream_id")
         try:
             task, order = read()
             if task is not Task.ANSWER:
                 require_sendable(order.item)
-            request = self.requests.take(task, order, line)
+            request = self.requests.take(task, order, asked)
         except MeshError as error:
-            line.failed(stream_id, error)
+            asked.failed(stream_id, error)
             return
         if request is not None:
-            line.requests[stream_id] = request
+            asked.requests[stream_id] = request
 
 
 class PromptDoor(Door):
@@ -153,8 +153,9 @@ class AnswerDoor(Door):
         return reserve.stream_id, read
 
 
-class SessionLine:
-    """One gateway's ``Line``: events become wire messages in its session's outbox.
+class SessionRequests:
+    """What one session has asked for. It is their ``AskingGateway``: what happens goes into the
+    session's outbox.
 
     event: ``PrefillEvent`` or ``DecodeEvent``; where they say the same, they differ in names.
     """
@@ -166,12 +167,12 @@ class SessionLine:
         self.requests: dict[StreamId, Request] = {}
 
     def granted(self, stream_id: StreamId, *, cached_tokens: int, wait_s: float) -> None:
-        """See ``Line``."""
+        """See ``AskingGateway``."""
         granted = wire.Granted(stream_id=stream_id, cached_tokens=cached_tokens, wait_s=wait_s)
         self._session.send(wire.DecodeEvent(granted=granted))
 
     def joined(self, stream_id: StreamId, stats: ReceiveStats, lane: str) -> None:
-        """See ``Line``."""
+        """See ``AskingGateway``."""
         joined = wire.Joined(
             stream_id=stream_id,
             bytes_received=stats.num_bytes,
@@ -182,13 +183,13 @@ class SessionLine:
         self._session.send(wire.DecodeEvent(joined=joined))
 
     def first_token(self, stream_id: StreamId, token: NewToken, times: PromptTimes) -> None:
-        """See ``Line``."""
+        """See ``AskingGateway``."""
         message, num_bytes = first_token_to_wire(stream_id, token, times)
         name = "token" if self._is_prompt else "first"
         self._session.send(self._event(**{name: message}), num_bytes)
 
     def step_tokens(self, tokens: Sequence[tuple[StreamId, NewToken]]) -> None:
-        """See ``Line``."""
+        """See ``AskingGateway``."""
         for part in _messages(tokens):
             step = codec.step_tokens_to_wire(part)
             num_bytes = EVENT_BYTES + _ROW_BYTES * len(part)
@@ -196,7 +197,7 @@ class SessionLine:
             self._session.send(wire.DecodeEvent(tokens=step), num_bytes)
 
     def pushed(self, stream_id: StreamId, stats: PushStats) -> None:
-        """See ``Line``."""
+        """See ``AskingGateway``."""
         done = wire.PrefillDone(
             stream_id=stream_id,
             bytes_sent=stats.num_bytes,
@@ -208,13 +209,13 @@ class SessionLine:
         self._session.send(wire.PrefillEvent(done=done))
 
     def failed(self, stream_id: StreamId, error: MeshError) -> None:
-        """See ``Line``."""
+        """See ``AskingGateway``."""
         kind = wire.PrefillFailed if self._is_prompt else wire.DecodeFailed
         failed = kind(stream_id=stream_id, error=codec.error_to_wire(error))
         self._session.send(self._event(failed=failed), EVENT_BYTES + len(error.message))
 
     def ended(self, stream_id: StreamId) -> None:
-        """See ``Line``."""
+        """See ``AskingGateway``."""
         self.requests.pop(stream_id, None)
 
 

@@ -50,7 +50,7 @@ from shared.transfer.plan import (
 )
 from shared.transfer.senders import Senders, SenderStatistics
 from shared.transport.base import Outcome
-from shared.worker.dial import Link
+from shared.worker.dial import SourceLink
 
 _SPEED_WEIGHT = 0.1  # of a new measurement in a link's moving mean
 
@@ -95,7 +95,7 @@ class PushHandle:
         self,
         pusher: Pusher,
         key: TransferKey,
-        link: Link,
+        link: SourceLink,
         block_table: Callable[[], Sequence[int]],
     ) -> None:
         self._pusher = pusher
@@ -228,7 +228,7 @@ PlannedSpan = tuple[PushHandle, int, int]
 
 
 class Pusher:
-    """All transfers of this source; the ``LinkSink`` of its ``PairTable``.
+    """All transfers of this source; the ``SourceLinkUser`` of its ``PairTable``.
 
     One per process. ``run`` owns every task and must be running before the first link is up.
     """
@@ -260,7 +260,7 @@ class Pusher:
             not staging.is_on_device(self._slots[0]) if has_digest is None else has_digest
         )
         self._core = Senders(num_slots=num_slots, timing=timing)
-        self._links: dict[LinkId, Link] = {}
+        self._links: dict[LinkId, SourceLink] = {}
         self._handles: dict[TransferKey, PushHandle] = {}
         self._effects: EffectLoop[SenderEffect] = EffectLoop(self._core, self._do)
         self._tasks: asyncio.TaskGroup | None = None
@@ -360,18 +360,18 @@ class Pusher:
         """See ``PushHandle.abort``."""
         self._effects.perform(self._core.give_up(key, error, self._now()))
 
-    # --- events of the links (LinkSink) ---
+    # --- events of the links (SourceLinkUser) ---
 
-    def link_up(self, link: Link) -> None:
+    def link_up(self, link: SourceLink) -> None:
         """A pair is ready."""
         self._links[link.id] = link
         self._core.link_up(link.id, link.rule)
 
-    def link_message(self, link: Link, message: PushReply) -> None:
+    def link_message(self, link: SourceLink, message: PushReply) -> None:
         """The sink said something."""
         self._effects.perform(self._core.message(link.id, message, self._now()))
 
-    def link_lost(self, link: Link, error: MeshError) -> None:
+    def link_lost(self, link: SourceLink, error: MeshError) -> None:
         """A pair is gone."""
         del self._links[link.id]
         self._effects.perform(self._core.link_lost(link.id, error, self._now()))
@@ -458,7 +458,7 @@ class Pusher:
         return asyncio.get_running_loop().time()
 
 
-def _refine_speed(link: Link, num_bytes: int, took_s: float) -> None:
+def _refine_speed(link: SourceLink, num_bytes: int, took_s: float) -> None:
     # Small frames measure latency, not speed.
     if num_bytes >= DEFAULT_GROUP_BYTES and took_s > 0:
         link.bytes_per_s += _SPEED_WEIGHT * (num_bytes / took_s - link.bytes_per_s)

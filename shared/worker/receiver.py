@@ -51,7 +51,7 @@ from shared.transfer.plan import DEFAULT_MAX_FRAME_BYTES, FrameRule
 from shared.transfer.receivers import Receivers, ReceiverStatistics, TagRanges
 from shared.transport.base import Operation, Outcome, Transport
 from shared.transport.pairing import PairRules
-from shared.worker.accept import Link, PairServer
+from shared.worker.accept import PairServer, SinkLink
 from shared.worker.slots import ReceiveSlots
 
 _log = structlog.get_logger(__name__)
@@ -177,7 +177,7 @@ class KvReceiver:
             fencing=fencing,
             timing=timing,
         )
-        self._links: dict[LinkId, Link] = {}
+        self._links: dict[LinkId, SinkLink] = {}
         self._block_tables: dict[TransferKey, Sequence[int]] = {}
         self._receives: dict[tuple[TransferKey, int], Operation] = {}
         self._withdrawn: set[Operation] = set()  # the source will never send these frames
@@ -263,24 +263,24 @@ class KvReceiver:
         """Raise InvariantViolated unless every staging slot is accounted for."""
         self._core.check_integrity()
 
-    # --- events of the pairs (LinkSink) ---------------------------------------------------------
+    # --- events of the pairs (SinkLinkUser) -----------------------------------------------------
 
     @property
     def windows(self) -> tuple[list[WindowOffer], object]:
-        """See ``LinkSink``."""
+        """See ``SinkLinkUser``."""
         return self._slots.offers, self._slots.memory
 
-    def link_up(self, link: Link, rule: FrameRule) -> None:
+    def link_up(self, link: SinkLink, rule: FrameRule) -> None:
         """A source has paired up."""
         self._links[link.id] = link
         link.offer([offer for offer in self._slots.offers if offer not in link.windows])
         self._core.link_up(link.id, link.source, rule)
 
-    def link_message(self, link: Link, message: PushMessage) -> None:
+    def link_message(self, link: SinkLink, message: PushMessage) -> None:
         """The source said something."""
         self._effects.perform(self._core.message(link.id, message, self._now()))
 
-    def link_lost(self, link: Link, error: MeshError) -> None:
+    def link_lost(self, link: SinkLink, error: MeshError) -> None:
         """A pair is gone; its endpoint is closed next, which settles what is posted."""
         del self._links[link.id]
         self._effects.perform(self._core.link_lost(link.id, error, self._now()))

@@ -20,8 +20,8 @@ from shared.worker.pusher import PushHandle, PushStats
 from shared.worker.receiver import ReceiveStats
 
 
-class Line(Protocol):
-    """One gateway, as its requests speak to it; every call returns at once."""
+class AskingGateway(Protocol):
+    """Who ordered a request, as the request speaks to it; every call returns at once."""
 
     def granted(self, stream_id: StreamId, *, cached_tokens: int, wait_s: float) -> None:
         """Room is promised."""
@@ -62,7 +62,7 @@ class Request:
     """
 
     order: Order
-    line: Line
+    gateway: AskingGateway
     life: Life
     arrived_at: float
     span: TraceSpan

@@ -44,8 +44,8 @@ from shared.worker.core.life import (
     Effect,
     Life,
     LifeEvent,
+    LifeOutcome,
     LifeState,
-    Outcome,
     ReportDone,
     ReportFailed,
     StopCompute,
@@ -53,7 +53,7 @@ from shared.worker.core.life import (
 )
 from shared.worker.pusher import PlannedSpan, Pusher, PushHandle
 from shared.worker.receiver import KvReceiver
-from shared.worker.request import Line, Request
+from shared.worker.request import AskingGateway, Request
 from shared.worker.reservations import Reservations
 from shared.worker.stepper import Stepper
 
@@ -140,10 +140,10 @@ class Requests:
 
     # --- what gateways ask -----------------------------------------------------------------------
 
-    def take(self, task: Task, order: Order, line: Line) -> Request | None:
+    def take(self, task: Task, order: Order, gateway: AskingGateway) -> Request | None:
         """Take a request; its first word may come before this returns. None: it has ended already.
 
-        Raises MeshError: refused at once, ``line`` has heard nothing. ShuttingDown, Overloaded,
+        Raises MeshError: refused at once, ``gateway`` has heard nothing. ShuttingDown, Overloaded,
         InvalidRequest (too long), NoCapacity (larger than the pool), WorkerLost (no link to the
         worker that decodes it), DeadlinePassed; RemoteProtocolError: this worker does no such
         thing, or has this attempt already.
@@ -156,8 +156,8 @@ class Requests:
                 self._receiver.abort(order.key, error)  # the prompt's worker opens all the same
             raise
         if task is Task.ANSWER:
-            return self._reserve(order, line, now)
-        return self._compute(task, order, line, now)
+            return self._reserve(order, gateway, now)
+        return self._compute(task, order, gateway, now)
 
     def _require_admissible(self, task: Task, order: Order, now: float) -> None:
         if task not in self._tasks:
@@ -172,13 +172,13 @@ class Requests:
         if task is not Task.PROMPT and order.key in self._answers:
             raise RemoteProtocolError("this attempt has a reservation already", code="reserved")
 
-    def _reserve(self, order: Order, line: Line, now: float) -> Request | None:
-        request = self._begin(order, line, Life(Task.ANSWER), "decode.reserve", now)
+    def _reserve(self, order: Order, gateway: AskingGateway, now: float) -> Request | None:
+        request = self._begin(order, gateway, Life(Task.ANSWER), "decode.reserve", now)
         self._answers[order.key] = request
         self.reservations.reserve(request, now)
         return request if self._answers.get(order.key) is request else None
 
-    def _compute(self, task: Task, order: Order, line: Line, now: float) -> Request:
+    def _compute(self, task: Task, order: Order, gateway: AskingGateway, now: float) -> Request:
         sequence = TokenSequence(order.item)
         push: PushHandle | None = None
         if task is Task.PROMPT:
@@ -192,7 +192,7 @@ class Requests:
         else:
             self._scheduler.add(sequence)
         life = Life(task, has_push=push is not None)
-        request = self._begin(order, line, life, "prefill.queue", now)
+        request = self._begin(order, gateway, life, "prefill.queue", now)
         request.sequence, request.push = sequence, push
         self._by_sequence[sequence] = request
         if task is Task.PROMPT:
@@ -218,9 +218,11 @@ class Requests:
             block_table=lambda: sequence.block_table,
         )
 
-    def _begin(self, order: Order, line: Line, life: Life, phase: str, now: float) -> Request:
+    def _begin(
+        self, order: Order, gateway: AskingGateway, life: Life, phase: str, now: float
+    ) -> Request:
         span = self._tracer.within(order.trace_context)
-        request = Request(order, line, life, now, span, Phases(span, phase, now))
+        request = Request(order, gateway, life, now, span, Phases(span, phase, now))
         self._idle.clear()
         if order.deadline_s is not None:
             request.deadline = asyncio.get_running_loop().call_later(
@@ -260,9 +262,9 @@ class Requests:
                     type=error.type,
                     error=error.message,
                 )
-                request.line.failed(request.order.stream_id, error)
+                request.gateway.failed(request.order.stream_id, error)
             case ReportDone():
-                request.line.pushed(request.order.stream_id, request.stats)
+                request.gateway.pushed(request.order.stream_id, request.stats)
             case StopCompute():
                 assert request.sequence is not None
                 self._scheduler.abort(request.sequence)
@@ -287,7 +289,7 @@ class Requests:
             del self._by_sequence[request.sequence]
         if request.deadline is not None:
             request.deadline.cancel()
-        request.line.ended(request.order.stream_id)
+        request.gateway.ended(request.order.stream_id)
         if not self._prompts and not self._answers:
             self._idle.set()
         self._stepper.wake()  # what it held may be what others lack
@@ -298,7 +300,7 @@ class Requests:
         assert request.sequence is not None
         del self._prompts[request]
         self._scheduler.release(request.sequence)
-        outcome = request.life.outcome or Outcome.CANCELLED
+        outcome = request.life.outcome or LifeOutcome.CANCELLED
         self._prompt_metrics.requests.labels(outcome.value).inc()
         free_blocks = self._pool.num_available
         note(Moment.PREFILL_CLOSED, request.order.key.request_id, free_blocks=free_blocks)
@@ -387,26 +389,30 @@ class Requests:
         self, tokens: Sequence[NewToken], pushes: Sequence[PushHandle], done: StepDone | None
     ) -> None:
         """See ``StepSink``."""
-        by_line: dict[int, tuple[Line, list[tuple[StreamId, NewToken]]]] = {}
-        told: list[tuple[Request, NewToken]] = []
+        by_gateway: dict[int, tuple[AskingGateway, list[tuple[StreamId, NewToken]]]] = {}
+        turns: list[tuple[Request, NewToken]] = []  # of which the token is the first or the last
         for token in tokens:  # before all else: a client waits for each
             request = self._by_sequence[token.sequence]
             if request.life.state is LifeState.COMPUTING:
                 self._tell_first(request, token)
+                turns.append((request, token))
             else:
-                _, rows = by_line.setdefault(id(request.line), (request.line, []))
+                _, rows = by_gateway.setdefault(id(request.gateway), (request.gateway, []))
                 rows.append((request.order.stream_id, token))
+                if token.finish_reason is not FinishReason.NONE:
+                    turns.append((request, token))
             if request.task is not Task.PROMPT:
                 note(Moment.STEPPED, request.order.key.request_id, index=token.index)
-            told.append((request, token))
-        for line, rows in by_line.values():
-            line.step_tokens(rows)
+        for gateway, rows in by_gateway.values():
+            gateway.step_tokens(rows)
         for push in pushes:
             push.span_computed(done)
-        for request, token in told:
+        for request, token in turns:
+            if request.life.outcome is not None:
+                continue  # telling it has ended its session
             if token.finish_reason is not FinishReason.NONE:
                 self._handle(request, LifeEvent.ENDED)
-            elif request.life.state is LifeState.COMPUTING:
+            else:
                 self._go_on(request, token)
         self.reservations.grant_waiting()
 
@@ -427,7 +433,7 @@ class Requests:
             request.phases.end(attributes)
         else:
             request.phases.turn("decode.steps", now, attributes)
-        request.line.first_token(request.order.stream_id, token, times)
+        request.gateway.first_token(request.order.stream_id, token, times)
 
     def _go_on(self, request: Request, token: NewToken) -> None:
         """Token 1 is sampled and not the last one: here or elsewhere others follow."""
@@ -446,10 +452,6 @@ class Requests:
         """See ``StepSink``."""
         for failure in failures:
             self._handle(self._by_sequence[failure.sequence], LifeEvent.FAILED, failure.error)
-
-    def engine_failed(self, error: MeshError) -> None:
-        """See ``StepSink``."""
-        self.fail_all(error)
 
     # --- ending ----------------------------------------------------------------------------------
 

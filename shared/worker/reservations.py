@@ -20,7 +20,7 @@ from shared.transfer.effects import MAX_RESERVE_WAIT_S
 from shared.transfer.messages import TransferKey
 from shared.worker.core.lease import (
     AbortReceive,
-    Grant,
+    GrantLease,
     Lease,
     LeaseState,
     Refuse,
@@ -98,7 +98,7 @@ class Reservations:
     def _perform_leases(self, effects: Iterable[LeaseEffect]) -> None:
         for effect in effects:
             match effect:
-                case Grant(lease):
+                case GrantLease(lease):
                     failpoint("decode.before_grant")
                     self._granted(self._answers[lease.key], lease)
                 case Refuse(lease, error):
@@ -120,7 +120,7 @@ class Reservations:
             cached_tokens=lease.skip_tokens,
             wait_s=lease.wait_s,
         )
-        request.line.granted(
+        request.gateway.granted(
             request.order.stream_id, cached_tokens=lease.skip_tokens, wait_s=lease.wait_s
         )
         self._arm(lease.expires_at)
@@ -206,7 +206,7 @@ class Reservations:
             _now(),
             {"pdmesh.bytes": stats.num_bytes, "pdmesh.receive_s": stats.receive_s},
         )
-        request.line.joined(request.order.stream_id, stats, lane)
+        request.gateway.joined(request.order.stream_id, stats, lane)
         note(Moment.JOINED, request.order.key.request_id, num_frames=stats.num_frames)
         self._on_change()
 

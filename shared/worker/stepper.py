@@ -55,7 +55,7 @@ class StepSink(Protocol):
         """These can never run on; their blocks are free."""
         ...
 
-    def engine_failed(self, error: MeshError) -> None:
+    def fail_all(self, error: MeshError) -> None:
         """Nothing will run any more."""
         ...
 
@@ -130,7 +130,7 @@ class Stepper:
                     continue
                 await self._step()
         except MeshError as error:
-            self._sink.engine_failed(error)
+            self._sink.fail_all(error)
             raise
         finally:
             self._withdraw()

@@ -296,7 +296,7 @@ class MeshWorker:
 
     def _open_door(self, kind: type[Door]) -> None:
         self.doors.append(
-            kind(self.requests, self.incarnation, VERSION, on_silent=self._life.doubt)
+            kind(self.requests, self.incarnation, VERSION, on_silent=self._life.rejoin)
         )
 
     def _set_peers(self, peers: Sequence[DecodePeer]) -> None:

@@ -23,7 +23,7 @@ from shared.request import (
 )
 from shared.schedule.plan import NewToken
 from shared.schedule.sequence import Sequence as TokenSequence
-from shared.worker.doors import SessionLine
+from shared.worker.doors import SessionRequests
 from tests.support.step_rows import step_tokens_from_wire
 from tests.support.worker_mesh import a_prompt, expected, virtual_time, worker_mesh
 
@@ -109,7 +109,7 @@ class _Outbox:
 
 def _say(rows: Sequence[tuple[StreamId, NewToken]]) -> _Outbox:
     outbox: Any = _Outbox()
-    SessionLine(outbox, wire.DecodeEvent).step_tokens(rows)
+    SessionRequests(outbox, wire.DecodeEvent).step_tokens(rows)
     return outbox
 
 

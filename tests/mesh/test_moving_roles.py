@@ -13,8 +13,11 @@ import pytest
 
 from services.gateway.core.pools import Pool, pool_of
 from services.gateway.core.worker import Role
+from shared import wire
 from shared.engine.fake import FakeTiming
 from shared.errors import DeadlinePassed, InvalidRequest, NotFound, WorkerLost
+from shared.rpc.methods import CHANGE_ROLE
+from shared.rpc.stream import call_unary
 from tests.support.storm import storm
 from tests.support.tiers import few
 from tests.support.whole_mesh import Answer, WholeMesh, whole_mesh
@@ -237,3 +240,23 @@ async def _move_about(mesh: WholeMesh, seed: int) -> None:
         running = chance.choice(mesh.workers)
         with contextlib.suppress(InvalidRequest):  # the last of its role
             await _tried(move(mesh, running, chance.choice(["prompt", "token"])))
+
+
+@virtual_time
+async def test_a_role_is_changed_over_grpc() -> None:
+    """The same as over HTTP, with the same refusals."""
+    async with (
+        whole_mesh(**EITHER, num_prefill=2) as mesh,
+        mesh.network.at("client").channel(mesh.gateways[0].address) as channel,
+    ):
+        worker = f"{mesh.prefills[0].incarnation:016x}"
+        order = wire.ChangeRoleRequest(worker=worker, role="token")
+        assert await call_unary(channel, CHANGE_ROLE, order) == wire.ChangeRoleResponse(
+            worker=worker, home="token", pool="token"
+        )
+        order.worker = f"{mesh.prefills[1].incarnation:016x}"
+        with pytest.raises(InvalidRequest, match="last one for prompts"):
+            await call_unary(channel, CHANGE_ROLE, order)
+        order.worker = "ff"
+        with pytest.raises(NotFound, match="no worker"):
+            await call_unary(channel, CHANGE_ROLE, order)

@@ -159,8 +159,8 @@ async def test_a_gateway_that_does_not_read_is_dropped_and_slows_nobody() -> Non
         request = mesh.start(a_prompt(10), sampling=many_bytes)
         other = mesh.start(prompt, 900, by=mesh.other_gateway, request_id=b"o" * 16)
         await request.until(lambda r: r.joined)
-        for line in decode.worker.doors[0]._lines:
-            line._max_outbox_bytes = 100_000
+        for opened in decode.worker.doors[0]._opened:
+            opened._max_outbox_bytes = 100_000
         session.may_read.clear()
         await mesh.other_gateway.until(lambda: decode.worker.requests.num_answers == 1)
         assert decode.worker.scheduler.statistics().num_steps < 800

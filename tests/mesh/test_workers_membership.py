@@ -229,7 +229,7 @@ async def test_a_refusal_after_membership_is_not_the_end() -> None:
         client = world.client("g1")
         await client.joined(1)
         gateway.refusal = IncompatiblePeer("a stranger came first")
-        client.registration.doubt(gateway.incarnation)
+        client.registration.rejoin(gateway.incarnation)
         await client.joined(0)
         num_joins = gateway.num_joins
         await until(lambda: gateway.num_joins > num_joins + 2, gateway)

@@ -29,6 +29,7 @@ from shared.messages.columns import pack_u32, pack_u64
 from shared.request import SamplingParams
 from shared.rpc.methods import (
     ALL_METHODS,
+    CHANGE_ROLE,
     DECODE_SESSION,
     GENERATE,
     LIST_MODELS,
@@ -364,6 +365,7 @@ def honest_calls() -> dict[str, list[list[Any]]]:
         TOKENIZE.path: [[wire.TokenizeRequest(text="hello")], [
             wire.TokenizeRequest(messages=messages)]],
         LIST_MODELS.path: [[wire.ListModelsRequest()]],
+        CHANGE_ROLE.path: [[wire.ChangeRoleRequest(worker="ff" * 8, role="token")]],
         REGISTRY_JOIN.path: [[
             wire.WorkerReport(announce=announce),
             wire.WorkerReport(status=wire.WorkerStatus(free_blocks=3, paired=pack_u64([5]))),

@@ -14,7 +14,7 @@ from shared.transfer.messages import TransferKey
 from shared.worker.core.lease import (
     AbortReceive,
     Effect,
-    Grant,
+    GrantLease,
     Lease,
     LeasePolicy,
     LeaseState,
@@ -53,7 +53,7 @@ class LeasesMachine(RuleBasedStateMachine):
         """Check each effect against what may be said now."""
         for effect in effects:
             match effect:
-                case Grant(lease):
+                case GrantLease(lease):
                     assert self.told[id(lease)] == []
                     assert lease.wait_s <= lease.give_up_at - lease.reserved_at
                     self.granted.append(lease)

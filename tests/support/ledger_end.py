@@ -111,7 +111,7 @@ class LedgerEnd:
         self.num_released = 0
         self.num_foreign = 0
         self.failures: list[MeshError] = []
-        self.changed = asyncio.Event()
+        self.moved = asyncio.Event()
 
     def connect(self, receiver: KvReceiver) -> None:
         """Close the circle."""
@@ -120,8 +120,8 @@ class LedgerEnd:
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until an event here has made the condition true."""
         while not condition():
-            self.changed.clear()
-            await self.changed.wait()
+            self.moved.clear()
+            await self.moved.wait()
 
     @property
     def is_home(self) -> bool:
@@ -164,7 +164,7 @@ class LedgerEnd:
         return True
 
     def granted(self, stream_id: StreamId, *, cached_tokens: int, wait_s: float) -> None:
-        """See ``Line``; so are the next four."""
+        """See ``AskingGateway``; so are the next four."""
 
     def joined(self, stream_id: StreamId, stats: ReceiveStats, lane: str) -> None:
         self.num_placed += 1
@@ -176,7 +176,7 @@ class LedgerEnd:
         self.failures.append(error)
 
     def ended(self, stream_id: StreamId) -> None:
-        self.changed.set()
+        self.moved.set()
 
     # --- the step loop ---------------------------------------------------------------------------
 
@@ -226,6 +226,6 @@ class LedgerEnd:
             self.num_foreign += self._engine.num_foreign(table.blocks, 0, num_tokens, name)
             self.pool.release(table)
             self.requests.step_done((), (), None)
-            self.changed.set()
+            self.moved.set()
 
         asyncio.get_running_loop().call_later(STEP_S, end)

@@ -231,9 +231,13 @@ class ProcessMesh:
         gateways: Sequence[ServiceProcess],
         workers: Sequence[ServiceProcess],
         *,
+        num_roles: int = 1,
         limit_s: float = HAPPENS_WITHIN_S,
     ) -> None:
-        """Wait until nothing is held for anybody: no block, slot, transfer, leg or request."""
+        """Wait until nothing is held for anybody: no block, slot, transfer, leg or request.
+
+        num_roles: that each worker serves; it has sessions and slots for each.
+        """
         found: dict[str, dict[str, float]] = {}
 
         async def is_home() -> bool:
@@ -241,8 +245,8 @@ class ProcessMesh:
                 gauges = found[worker.name] = await self.gauges(worker)
                 wanted = {
                     "kv_blocks:free": worker.facts["num_blocks"],
-                    "staging_slots_free": 2,
-                    "sessions": len(gateways),
+                    "staging_slots_free": 2 * num_roles,
+                    "sessions": num_roles * len(gateways),
                 }
                 idle = ("kv_blocks:reserved", "kv_blocks:quarantined", "transfers_open",
                         "pending_tokens", "requests_waiting", "requests_running")  # fmt: skip

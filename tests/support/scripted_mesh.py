@@ -10,7 +10,7 @@ from typing import Any
 
 from services.gateway.core.admission import AdmissionStatistics
 from services.gateway.core.peer_table import PeerTable
-from services.gateway.core.window import Window
+from services.gateway.core.window import LastMinute
 from services.gateway.front.auth import KeyRing
 from services.gateway.front.client_metrics import ClientMetrics
 from services.gateway.front.frontdoor import FrontDoor
@@ -18,6 +18,7 @@ from services.gateway.http.door import serve_http
 from services.gateway.mesh import Generation, GenerationRequest, ServedModel, TokenBatch
 from services.gateway.text.text_model import TextModel
 from services.gateway.workers.cluster import cluster_body
+from shared.errors import NotFound
 from shared.ids import Incarnation
 from shared.request import FinishReason, TokenLogprobs
 from shared.rpc.network import Address
@@ -98,6 +99,9 @@ class ScriptedMesh:
     def is_ready(self) -> bool:
         return not self.not_ready_reason
 
+    async def change_role(self, worker: str, role: str) -> dict[str, Any]:
+        raise NotFound(f"no worker {worker} is in the mesh", param="worker", code="no_worker")
+
     def cluster(self) -> dict[str, Any]:
         return cluster_body(
             incarnation=Incarnation(1),
@@ -106,7 +110,7 @@ class ScriptedMesh:
             model=self.model,
             table=PeerTable(),
             counts=AdmissionStatistics(self.num_running, 0, 0),
-            summary=Window(0.0).summary(1.0),
+            summary=LastMinute(0.0).summary(1.0),
         )
 
     @asynccontextmanager

@@ -20,7 +20,7 @@ from services.gateway.workers.session import RequestShell
 from shared import wire
 from shared.address import Address
 from shared.config import GatewayConfig
-from shared.engine.fake import FakeTiming
+from shared.engine.fake import FakeModel, FakeTiming
 from shared.errors import MeshError
 from shared.messages.columns import pack_u32, unpack_u32
 from shared.rpc.methods import GENERATE
@@ -201,6 +201,7 @@ async def whole_mesh(
     prefill: dict[str, Any] | None = None,
     decode: dict[str, Any] | None = None,
     timing: FakeTiming | None = None,
+    model: FakeModel = MODEL,
     seed: int = 1,
 ) -> AsyncGenerator[WholeMesh]:
     """Run a mesh for the length of the block; entering waits until every pair is ready."""
@@ -226,7 +227,7 @@ async def whole_mesh(
                 num_blocks=settings.pop("num_blocks", num_blocks),
                 block_size=settings.pop("block_size", block_size),
                 timing=settings.pop("timing", timing),
-                model=settings.pop("model", MODEL),
+                model=settings.pop("model", model),
                 settings={
                     "gateway": GATEWAYS,
                     "staging_mib": 16,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from services.gateway.core.sides import Sides, sides_of
-from services.gateway.core.worker import Role, ServedModel, Worker, WorkerStatus
+from services.gateway.core.worker import JoinedModel, Role, Worker, WorkerStatus
 from shared.errors import IncompatiblePeer
 from shared.ids import Incarnation
 
@@ -133,7 +133,7 @@ class PeerTable:
         return [worker for worker in self._workers.values() if role in worker.serves]
 
     @property
-    def model(self) -> ServedModel | None:
+    def model(self) -> JoinedModel | None:
         """The model served, or None while no worker is here."""
         for worker in self._workers.values():
             return worker.model
@@ -228,5 +228,5 @@ def _mismatch(setting: str, who: str, theirs: object, ours: object) -> Incompati
     )
 
 
-def _short(model: ServedModel) -> str:
+def _short(model: JoinedModel) -> str:
     return model.fingerprint.hex()[:12]

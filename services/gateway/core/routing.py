@@ -16,7 +16,7 @@ from heapq import nsmallest
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
-from services.gateway.core.pools import Splitwise
+from services.gateway.core.pools import Splitwise, pool_of
 from services.gateway.core.sides import Places, RouteRequest, Scores, Sides
 from services.gateway.core.turns import Turns, least
 from services.gateway.core.worker import Worker
@@ -44,6 +44,9 @@ class RouteDecision(NamedTuple):
     decodes: tuple[Candidate, ...] = ()
     num_prefills: int = 0
     num_decodes: int = 0
+    prefill_pool: str = ""
+    decode_pool: str = ""
+    """What the two workers were when they were chosen."""
 
     @property
     def is_colocated(self) -> bool:
@@ -56,6 +59,8 @@ class RouteDecision(NamedTuple):
             "policy": self.policy,
             "prefill": f"{self.prefill:016x}",
             "decode": f"{self.decode:016x}",
+            "prefill_pool": self.prefill_pool,
+            "decode_pool": self.decode_pool,
             "num_prefills": self.num_prefills,
             "prefills": [_candidate_body(candidate) for candidate in self.prefills],
             "num_decodes": self.num_decodes,
@@ -197,6 +202,8 @@ def route(
         decodes=_best(scores.decodes, sides.decodes),
         num_prefills=len(sides.prefills),
         num_decodes=len(sides.decodes),
+        prefill_pool=pool_of(sides.prefills[prefill]).value,
+        decode_pool=pool_of(sides.decodes[decode]).value,
     )
 
 

@@ -115,7 +115,7 @@ class Summary:
     output_tokens_each_s: list[int] = field(default_factory=lambda: [])
 
 
-class Window:
+class LastMinute:
     """The last minute of one gateway, since ``started_at``."""
 
     def __init__(self, started_at: float) -> None:

@@ -32,7 +32,7 @@ class Standing(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServedModel:
+class JoinedModel:
     """The one model that all workers of a mesh serve."""
 
     name: str
@@ -94,7 +94,7 @@ class Worker:
     incarnation: Incarnation
     host: str
     port: int
-    model: ServedModel
+    model: JoinedModel
     layout: KvLayout
     num_blocks: int
     block_size: int

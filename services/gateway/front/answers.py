@@ -77,22 +77,25 @@ class Choice:
 
     def take(self, batch: TokenBatch) -> TextDelta:
         """Turn a batch into text; ``is_done`` once the answer is over."""
-        step = self.text.feed(batch.token_ids, batch.finish_reason)
-        self.finish_reason = step.finish_reason
+        first_index, token_ids, logprobs, finish_reason, prompt_logprobs = batch
+        text, num_tokens, finish_reason, stop_reason = self.text.feed(token_ids, finish_reason)
+        self.finish_reason = finish_reason
         if self.is_echo_only:
             return TextDelta(
-                self.index, 0, "", (), None, FinishReason.LENGTH, None, batch.prompt_logprobs
+                self.index, 0, "", (), None, FinishReason.LENGTH, None, prompt_logprobs
             )
-        logprobs = batch.logprobs
+        if num_tokens < len(token_ids):
+            token_ids = token_ids[:num_tokens]
+            logprobs = None if logprobs is None else logprobs[:num_tokens]
         return TextDelta(
             self.index,
-            batch.first_index,
-            step.text,
-            batch.token_ids[: step.num_tokens],
-            None if logprobs is None else logprobs[: step.num_tokens],
-            step.finish_reason,
-            step.stop_reason,
-            batch.prompt_logprobs,
+            first_index,
+            text,
+            token_ids,
+            logprobs,
+            finish_reason,
+            stop_reason,
+            prompt_logprobs,
         )
 
 

@@ -233,7 +233,9 @@ class FrontDoor:
         if num_more and caller.hold is not None:
             caller.hold.add(asyncio.get_running_loop().time(), num_more)
         stop = limits.checked_stop(form.sampling.stop)
-        seed = int.from_bytes(self._random_bytes(8), "little")
+        seed = form.sampling.seed
+        if seed is None:
+            seed = int.from_bytes(self._random_bytes(8), "little")
         salt = tenant_salt(caller.key, form.cache_salt, self._salt_key)
         if form.is_echo_only:
             form = replace(form, sampling=replace(form.sampling, max_tokens=1))

@@ -29,7 +29,7 @@ from services.gateway.front.frontdoor import FrontDoor, checked_timeout
 from services.gateway.http.bodies import ErrorBody
 from services.gateway.http.json_body import Body, parse_body
 from services.gateway.http.sse import BUFFER_BYTES
-from services.gateway.http.stalls import unless_stalled
+from services.gateway.http.stalls import keep_little_in_kernel, unless_stalled
 from shared.errors import (
     DeadlinePassed,
     InvalidRequest,
@@ -123,6 +123,7 @@ async def _send_large(request: web.Request, response: web.Response) -> None:
         await response.write_eof()
 
     if (transport := request.transport) is not None:
+        keep_little_in_kernel(transport, BUFFER_BYTES)
         try:
             await unless_stalled(send(), transport, limits.STALL_S)
         except TimeoutError:

@@ -10,13 +10,11 @@ Format: https://html.spec.whatwg.org/multipage/server-sent-events.html
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Mapping
-from typing import Any
 
 from aiohttp import HttpVersion11, web
 
-from services.gateway.http.stalls import unless_stalled
+from services.gateway.http.stalls import keep_little_in_kernel, unless_stalled
 from services.gateway.limits import STALL_S
 from shared.errors import DeadlinePassed
 
@@ -109,10 +107,7 @@ class EventStream:
     async def _begin(self, transport: asyncio.Transport) -> None:
         self.has_begun = True
         transport.set_write_buffer_limits(high=BUFFER_BYTES)
-        # Else the kernel alone would take megabytes before a slow client shows.
-        connection: Any = transport.get_extra_info("socket")
-        if connection is not None:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+        keep_little_in_kernel(transport, BUFFER_BYTES)
         if self._is_chunked:
             self._response.enable_chunked_encoding()
         # Only buffers the headers: they leave with the first events.

@@ -235,7 +235,9 @@ class AnswerText:
         include_stop: bool = False,
     ) -> None:
         self._detokenizer = detokenizer
+        self._step_of = detokenizer.step
         self._matcher = StopMatcher(stop, include=include_stop)
+        self._is_plain = not stop
         self._stop_token_ids = frozenset(stop_token_ids)
         self._min_tokens = min_tokens
         self._include_stop = include_stop
@@ -248,11 +250,13 @@ class AnswerText:
 
     def feed(self, token_ids: Sequence[int], finish_reason: FinishReason) -> TextStep:
         """Take a batch; the answer is over once a finish reason comes back."""
-        if finish_reason is FinishReason.NONE and not self._matcher.has_stop:
-            self.num_tokens += len(token_ids)
-            step = self._detokenizer.step
-            text = "".join([step(token_id) for token_id in token_ids])
-            return TextStep(text, len(token_ids), finish_reason)
+        if not finish_reason and self._is_plain:
+            num_tokens = len(token_ids)
+            self.num_tokens += num_tokens
+            if num_tokens == 1:
+                return TextStep(self._step_of(token_ids[0]), 1, finish_reason)
+            text = "".join([self._step_of(token_id) for token_id in token_ids])
+            return TextStep(text, num_tokens, finish_reason)
         pieces: list[str] = []
         last = len(token_ids) - 1
         stop_reason: int | None = None

@@ -12,7 +12,7 @@ from services.gateway.core.admission import AdmissionStatistics
 from services.gateway.core.peer_table import PeerTable
 from services.gateway.core.pools import pool_at_home, pool_of
 from services.gateway.core.routing import RouteDecision
-from services.gateway.core.window import SECONDS, Histogram, Pair, Summary, Transfers, Window
+from services.gateway.core.window import SECONDS, Histogram, LastMinute, Pair, Summary, Transfers
 from services.gateway.core.worker import Role, Worker
 from services.gateway.mesh import ServedModel
 from services.gateway.workers.timeline import Transfer
@@ -25,7 +25,7 @@ from shared.telemetry.tracing import CANCELLED
 class WindowWatcher:
     """Feeds the window from every answer's timeline (an ``AnswerWatcher``)."""
 
-    def __init__(self, window: Window) -> None:
+    def __init__(self, window: LastMinute) -> None:
         self._window = window
 
     def first_token(

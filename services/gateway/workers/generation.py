@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from services.gateway.core.admission import Admission, AdmissionStatistics, Admitted
-from services.gateway.core.window import Window
+from services.gateway.core.window import LastMinute
 from services.gateway.mesh import GenerationRequest, ServedModel
 from services.gateway.workers.cluster import WindowWatcher, cluster_body, worker_body
 from services.gateway.workers.delivery import Delivery
@@ -70,7 +70,7 @@ class GatewayMesh:
         self._config = config
         self._created = int(time.time())
         self._started_at = asyncio.get_running_loop().time()
-        self._window = Window(self._started_at)
+        self._window = LastMinute(self._started_at)
         self._watchers = (*watchers, WindowWatcher(self._window))
         self._delivery = Delivery(self._watchers)
         self._is_draining = False
@@ -127,8 +127,8 @@ class GatewayMesh:
             incarnation = Incarnation(int(worker, 16))
         except ValueError:
             raise InvalidRequest(
-                f"a worker is named by its incarnation, 16 hexadecimal digits, not {worker!r}: "
-                "`pdmesh top` lists them",
+                f"a worker is named by its incarnation, 16 hexadecimal digits, not {worker!r}: GET "
+                "/cluster has them; `pdmesh role` takes the addresses of `pdmesh top`, too",
                 param="worker",
                 code="no_worker",
             ) from None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from services.gateway.core.pools import Pool, pool_of
 from services.gateway.core.worker import Role
 from services.gateway.workers.generation import GatewayMesh
 from services.gateway.workers.membership import Membership
@@ -59,3 +61,10 @@ class _MeshCollector(Collector):
             usable.add_metric([role.value], sum(worker.is_usable for worker in found))
         yield workers
         yield usable
+        pools = GaugeMetricFamily(
+            "pdmesh_gateway_pool_workers", "Workers by what they are now", labels=["pool"]
+        )
+        now = Counter(pool_of(worker) for worker in self._members.table.workers)
+        for pool in Pool:
+            pools.add_metric([pool.value], now[pool])
+        yield pools

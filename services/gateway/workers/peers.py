@@ -215,7 +215,7 @@ class WorkerSession:
             open_stream(channel, method) as stream,
         ):
             await stream.send(command(hello=self._hello))
-            await self._greet(stream)
+            await self._shake_hands(stream)
             control = self._control = HeartbeatStream(
                 stream,
                 heartbeat=command(heartbeat=wire.Heartbeat()),
@@ -246,7 +246,7 @@ class WorkerSession:
             self.worker.silent.discard(self._role)
         self._on_change()
 
-    async def _greet(self, stream: ClientStream[Any, Any]) -> None:
+    async def _shake_hands(self, stream: ClientStream[Any, Any]) -> None:
         try:
             async with asyncio.timeout(3.0):
                 event = await stream.receive()

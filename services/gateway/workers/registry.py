@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from services.gateway.core.worker import Role, ServedModel, Worker, WorkerStatus
+from services.gateway.core.worker import JoinedModel, Role, Worker, WorkerStatus
 from services.gateway.workers.membership import Membership
 from shared import wire
 from shared.address import is_host
@@ -154,7 +154,7 @@ def read_announcement(announce: wire.WorkerAnnounce, peer_host: str) -> Worker:
         incarnation=Incarnation(hello.incarnation),
         host=host,
         port=announce.port,
-        model=ServedModel(
+        model=JoinedModel(
             name=model.name,
             fingerprint=model.fingerprint,
             vocab_size=model.vocab_size,

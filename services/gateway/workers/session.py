@@ -164,17 +164,15 @@ class RequestShell:
     def _next_batch(self) -> TokenBatch:
         """Return all that is pending, at least one token, as one batch."""
         tokens, self._pending = self._pending, []
-        first, last = tokens[0], tokens[-1]
-        logprobs = None
-        if self._request.sampling.logprobs is not None:
-            logprobs = tuple(token.logprobs for token in tokens if token.logprobs is not None)
-        return TokenBatch(
-            first.position,
-            tuple([token.token_id for token in tokens]),
-            logprobs,
-            last.finish_reason,
-            first.prompt_logprobs,
-        )
+        first_index, token_id, finish_reason, logprobs, prompt_logprobs = tokens[0]
+        token_ids = (token_id,)
+        rows = None if logprobs is None else (logprobs,)
+        if len(tokens) > 1:
+            token_ids = tuple([token.token_id for token in tokens])
+            finish_reason = tokens[-1].finish_reason
+            if rows is not None:
+                rows = tuple([token.logprobs for token in tokens if token.logprobs is not None])
+        return TokenBatch(first_index, token_ids, rows, finish_reason, prompt_logprobs)
 
     def offer_to(self, take: Callable[[TokenBatch], bool]) -> None:
         self._take = take
@@ -289,9 +287,9 @@ class RequestShell:
         """Carry out what a core decided; never waits."""
         for effect in effects:
             match effect:
-                case Emit(tokens):
-                    self._pending += tokens
-                    self._num_new += len(tokens)
+                case Emit():
+                    self._pending += effect.tokens
+                    self._num_new += len(effect.tokens)
                     self._delivery.due(self)
                 case CancelLeg(leg):
                     self._legs[leg].cancel()

@@ -280,6 +280,8 @@ class Timeline:
             prompt_tokens=self._prompt_tokens,
             prefill=prefill,
             decode=decode,
+            prefill_pool="" if self._decision is None else self._decision.prefill_pool,
+            decode_pool="" if self._decision is None or not decode else self._decision.decode_pool,
             decode_cached_tokens=self._decode_cached_tokens,
             reserve_wait_s=self._reserve_wait_s,
             transfer_bytes=num_bytes,

@@ -107,7 +107,7 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
+class GrantLease:
     """Tell the gateway that the room is promised (Granted)."""
 
     lease: Lease
@@ -138,7 +138,7 @@ class AbortReceive:
     error: MeshError
 
 
-Effect = Grant | Refuse | RefuseOpen | AbortReceive
+Effect = GrantLease | Refuse | RefuseOpen | AbortReceive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

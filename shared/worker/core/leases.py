@@ -29,7 +29,7 @@ from shared.transfer.messages import TransferKey
 from shared.worker.core.lease import (
     AbortReceive,
     Effect,
-    Grant,
+    GrantLease,
     Lease,
     LeaseEvent,
     LeasePolicy,
@@ -60,7 +60,7 @@ class Leases:
     ) -> tuple[Lease, list[Effect]]:
         """Promise room for the item's KV, now or within ``wait_s``; only ``prefill`` may push.
 
-        Effects: Grant, or Refuse and RefuseOpen (NoCapacity: larger than the pool; NoBlocks:
+        Effects: GrantLease, or Refuse and RefuseOpen (NoCapacity: larger than the pool; NoBlocks:
         nothing free in time; Overloaded: too many wait), or nothing yet.
         Raises RemoteProtocolError: the key is in use.
         """
@@ -237,7 +237,7 @@ class Leases:
         lease.skip_tokens = lease.table.num_hit_tokens
         lease.granted_at = now
         lease.expires_at = now + self._policy.open_wait_s
-        return Grant(lease)
+        return GrantLease(lease)
 
     def _refuse(self, lease: Lease, error: MeshError) -> list[Effect]:
         self._end(lease, LeaseEvent.GIVEN_UP)

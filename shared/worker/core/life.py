@@ -55,7 +55,7 @@ class LifeEvent(Enum):
     SETTLED = "settled"  # no transfer touches the blocks any more
 
 
-class Outcome(Enum):
+class LifeOutcome(Enum):
     """How a request ended."""
 
     DONE = "done"
@@ -107,7 +107,7 @@ class Move(NamedTuple):
     """Where an event leads. outcome: what it decides, if anything."""
 
     to: LifeState
-    outcome: Outcome | None = None
+    outcome: LifeOutcome | None = None
 
 
 _S, _E = LifeState, LifeEvent
@@ -117,12 +117,12 @@ MOVES: dict[tuple[LifeState, LifeEvent], Move] = {
     (_S.QUEUED, _E.ADMITTED): Move(_S.COMPUTING),
     (_S.COMPUTING, _E.SAMPLED): Move(_S.PUSHING),
     (_S.COMPUTING, _E.BEGUN): Move(_S.RUNNING),
-    (_S.COMPUTING, _E.ENDED): Move(_S.CLOSING, Outcome.DONE),
+    (_S.COMPUTING, _E.ENDED): Move(_S.CLOSING, LifeOutcome.DONE),
     (_S.RECEIVING, _E.BEGUN): Move(_S.RUNNING),
-    (_S.RUNNING, _E.ENDED): Move(_S.CLOSING, Outcome.DONE),
-    (_S.PUSHING, _E.PUSHED): Move(_S.CLOSED, Outcome.DONE),
-    **{(state, _E.FAILED): Move(_S.CLOSING, Outcome.FAILED) for state in _LIVE},
-    **{(state, _E.CANCELLED): Move(_S.CLOSING, Outcome.CANCELLED) for state in _LIVE},
+    (_S.RUNNING, _E.ENDED): Move(_S.CLOSING, LifeOutcome.DONE),
+    (_S.PUSHING, _E.PUSHED): Move(_S.CLOSED, LifeOutcome.DONE),
+    **{(state, _E.FAILED): Move(_S.CLOSING, LifeOutcome.FAILED) for state in _LIVE},
+    **{(state, _E.CANCELLED): Move(_S.CLOSING, LifeOutcome.CANCELLED) for state in _LIVE},
     (_S.CLOSING, _E.SETTLED): Move(_S.CLOSED),
 }
 """Every move there is. CLOSING without a transfer to settle goes on to CLOSED at once."""
@@ -142,7 +142,7 @@ class Life:
     def __init__(self, task: Task, *, has_push: bool = False) -> None:
         self.task = task
         self._state = LifeState.RECEIVING if task is Task.ANSWER else LifeState.QUEUED
-        self._outcome: Outcome | None = None
+        self._outcome: LifeOutcome | None = None
         self._has_push = has_push
 
     @property
@@ -151,7 +151,7 @@ class Life:
         return self._state
 
     @property
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> LifeOutcome | None:
         """How it ended; None while that is open."""
         return self._outcome
 
@@ -182,13 +182,13 @@ class Life:
     def _decide(self, before: LifeState, move: Move, error: MeshError | None) -> list[Effect]:
         """What a decided outcome asks for at once: words first, for what stops may close."""
         effects: list[Effect] = []
-        if move.outcome is Outcome.FAILED:
+        if move.outcome is LifeOutcome.FAILED:
             assert error is not None
             effects.append(ReportFailed(error))
-        elif move.outcome is Outcome.DONE and self.task is Task.PROMPT:
+        elif move.outcome is LifeOutcome.DONE and self.task is Task.PROMPT:
             effects.append(ReportDone())
         computes = before in (LifeState.QUEUED, LifeState.COMPUTING, LifeState.RUNNING)
-        if computes and move.outcome is not Outcome.DONE:
+        if computes and move.outcome is not LifeOutcome.DONE:
             effects.append(StopCompute())
         if before is LifeState.RECEIVING:
             effects.append(CancelLease(error or LeaseLost("cancelled", code="cancelled")))

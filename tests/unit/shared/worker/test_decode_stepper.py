@@ -64,7 +64,7 @@ class _Sink:
         """Never here."""
         raise AssertionError(failures)
 
-    def engine_failed(self, error: MeshError) -> None:
+    def fail_all(self, error: MeshError) -> None:
         """The last word."""
         self.error = error
 

@@ -249,3 +249,14 @@ def test_random_bodies_are_never_a_5xx(data: st.DataObject) -> None:
             ]
 
     assert all(200 <= status < 500 for status in asyncio.run(send()))
+
+
+async def test_a_role_that_cannot_be_changed_is_a_typed_error() -> None:
+    """An unknown worker is not found; an unknown role, or none, never comes to the mesh."""
+    async with gateway(ScriptedMesh()) as client:
+        path = "/cluster/workers/1f/role"
+        status, _, body = await client.ask("POST", path, json={"role": "token"})
+        assert (status, body["error"]["code"]) == (404, "no_worker")
+        for wrong in ({"role": "both"}, {}, {"role": "token", "more": 1}):
+            status, _, body = await client.ask("POST", path, json=wrong)
+            assert (status, body["error"]["type"]) == (400, "invalid_request_error")

@@ -110,6 +110,7 @@ def test_every_field_that_is_parsed_is_described_and_no_other() -> None:
         COMPLETIONS: door._COMPLETION,
         "/tokenize": door._TOKENIZE,
         "/detokenize": door._DETOKENIZE,
+        "/cluster/workers/{worker}/role": door._ROLE,
     }
     assert decoders.keys() == {path for (_, path), made in OPERATIONS.items() if made.body}
     for path, decoder in decoders.items():

@@ -14,12 +14,11 @@ from services.gateway.core.window import (
     NUM_BINS,
     SECONDS,
     Histogram,
+    LastMinute,
     Pair,
     Summary,
-    Window,
 )
-from services.gateway.core.worker import Role, Worker, WorkerStatus
-from services.gateway.core.worker import ServedModel as JoinedModel
+from services.gateway.core.worker import JoinedModel, Role, Worker, WorkerStatus
 from services.gateway.front.auth import KeyRing, hash_key
 from services.gateway.mesh import ServedModel
 from services.gateway.workers.cluster import cluster_body
@@ -33,7 +32,7 @@ PAIR = Pair(0xA, 0xB, "sysv")
 WITHIN = 0.02
 
 
-def transfer(window: Window, now: float, pair: Pair = PAIR, num_bytes: int = 1000) -> None:
+def transfer(window: LastMinute, now: float, pair: Pair = PAIR, num_bytes: int = 1000) -> None:
     window.transferred(now, pair, num_bytes=num_bytes, transfer_s=1e-6, exposed_s=0.002)
 
 
@@ -78,7 +77,7 @@ def test_values_beyond_the_bins_count_in_the_outermost() -> None:
 
 def test_an_answer_counts_its_tokens_once_and_its_gaps() -> None:
     """TTFT is from the request's arrival; tokens that came together share their gap."""
-    window = Window(100.0)
+    window = LastMinute(100.0)
     window.first_token(100.75, 0.25, 7)
     window.later_tokens(100.85, 2, 0.1)  # two gaps of 50 ms
     window.later_tokens(101.05, 1, 0.2)  # one of 200 ms
@@ -96,7 +95,7 @@ def test_an_answer_counts_its_tokens_once_and_its_gaps() -> None:
 
 def test_first_tokens_that_come_together_have_no_gap_between_them() -> None:
     """The first batch gives a TTFT, and a gap of nothing for each token after the first."""
-    window = Window(0.0)
+    window = LastMinute(0.0)
     window.first_token(0.5, 0.5, 1)
     window.later_tokens(0.5, 2, 0.0)
     summary = window.summary(1.0)
@@ -106,7 +105,7 @@ def test_first_tokens_that_come_together_have_no_gap_between_them() -> None:
 
 def test_a_second_is_forgotten_when_the_window_has_passed_it() -> None:
     """Exactly SECONDS after the second in which it happened."""
-    window = Window(0.0)
+    window = LastMinute(0.0)
     window.ended(10.9, has_failed=True)
     window.ended(11.1, has_failed=False)
     transfer(window, 10.9)
@@ -119,7 +118,7 @@ def test_a_second_is_forgotten_when_the_window_has_passed_it() -> None:
 
 def test_a_second_of_the_ring_is_emptied_before_its_next_use() -> None:
     """What is counted a minute later does not add to what was there."""
-    window = Window(0.0)
+    window = LastMinute(0.0)
     window.ended(5.0, has_failed=True)
     window.ended(5.0 + SECONDS, has_failed=False)
     summary = window.summary(5.5 + SECONDS)
@@ -129,7 +128,7 @@ def test_a_second_of_the_ring_is_emptied_before_its_next_use() -> None:
 
 def test_transfers_are_told_apart_by_pair_and_lane() -> None:
     """Counts and bytes are exact; rates come from the bytes and the time of each."""
-    window = Window(0.0)
+    window = LastMinute(0.0)
     other = Pair(0xA, 0xB, "tcp")
     transfer(window, 1.0, num_bytes=4000)
     transfer(window, 2.0, num_bytes=1000)
@@ -145,7 +144,7 @@ def test_transfers_are_told_apart_by_pair_and_lane() -> None:
 
 def test_pairs_beyond_the_bound_are_counted_together() -> None:
     """A second keeps at most MAX_PAIRS pairs, and says how many transfers it did not list."""
-    window = Window(0.0)
+    window = LastMinute(0.0)
     for number in range(MAX_PAIRS + 5):
         transfer(window, 1.0, Pair(number, 0xB, "tcp"))
     transfer(window, 1.0, Pair(0, 0xB, "tcp"))
@@ -158,7 +157,7 @@ def test_pairs_beyond_the_bound_are_counted_together() -> None:
 def test_the_window_agrees_with_a_list_of_everything() -> None:
     """Random traffic over several minutes, looked at now and then."""
     source = random.Random(5)
-    window = Window(0.0)
+    window = LastMinute(0.0)
     ends: list[tuple[float, bool]] = []
     now = 0.0
     for _ in range(3000):
@@ -228,7 +227,7 @@ def test_the_view_says_what_workers_reported_and_what_the_window_saw() -> None:
     table = PeerTable()
     table.join(a_worker(Role.DECODE, 0xB))
     table.join(a_worker(Role.PREFILL, 0xA))
-    window = Window(0.0)
+    window = LastMinute(0.0)
     window.first_token(9.5, 0.5, 20)
     window.later_tokens(9.6, 1, 0.1)
     transfer(window, 9.5)
@@ -244,6 +243,9 @@ def test_the_view_says_what_workers_reported_and_what_the_window_saw() -> None:
             {
                 "incarnation": incarnation,
                 "role": role,
+                "home": home,
+                "pool": home,
+                "moves": False,
                 "address": "10.0.0.5:8001",
                 "state": "usable",
                 "running": 2,
@@ -253,9 +255,9 @@ def test_the_view_says_what_workers_reported_and_what_the_window_saw() -> None:
                 "step_s": 0.0123,
                 "paired": paired,
             }
-            for role, incarnation, paired in (
-                ("prefill", "000000000000000a", ["000000000000000b"]),
-                ("decode", "000000000000000b", []),
+            for role, home, incarnation, paired in (
+                ("prefill", "prompt", "000000000000000a", ["000000000000000b"]),
+                ("decode", "token", "000000000000000b", []),
             )
         ],
         "window": {
@@ -287,7 +289,7 @@ def test_the_view_says_what_workers_reported_and_what_the_window_saw() -> None:
 
 def test_without_traffic_there_are_no_percentiles() -> None:
     """Nothing measured is null, not 0."""
-    body = a_body(PeerTable(), Window(0.0).summary(5.0), reason="no decode worker has joined")
+    body = a_body(PeerTable(), LastMinute(0.0).summary(5.0), reason="no decode worker has joined")
     assert (body["ready"], body["not_ready_reason"]) == (False, "no decode worker has joined")
     window = body["window"]
     assert isinstance(window, dict)

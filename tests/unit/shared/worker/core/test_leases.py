@@ -22,7 +22,7 @@ from shared.transfer.messages import TransferKey
 from shared.worker.core.lease import (
     AbortReceive,
     Effect,
-    Grant,
+    GrantLease,
     Lease,
     LeasePolicy,
     LeaseState,
@@ -88,7 +88,7 @@ def desk() -> Any:
 def test_room_is_granted_at_once(desk: Desk) -> None:
     """Prompt and growth, all of it."""
     lease, effects = desk.reserve(prompt=8, now=3.0)
-    assert effects == [Grant(lease)]
+    assert effects == [GrantLease(lease)]
     assert lease.state is LeaseState.GRANTED
     assert len(lease.block_table) == 3  # 8 tokens and one to grow
     assert (lease.skip_tokens, lease.wait_s) == (0, 0.0)
@@ -105,7 +105,7 @@ def test_growth_is_no_reason_to_refuse(desk: Desk) -> None:
     """A prompt that fits is taken even if its whole answer would not."""
     desk.leases = Leases(desk.pool, LeasePolicy(growth_tokens=100))
     lease, effects = desk.reserve(prompt=30, max_tokens=100)
-    assert effects == [Grant(lease)]
+    assert effects == [GrantLease(lease)]
     assert len(lease.block_table) == 8
 
 
@@ -122,7 +122,7 @@ def test_without_room_a_reservation_waits_and_holds_nothing(desk: Desk) -> None:
     second, effects = desk.reserve(2, prompt=7)
     assert effects == []
     assert (second.state, len(second.block_table)) == (LeaseState.WAITING, 0)
-    assert desk.leases.release(first, now=0.5) == [Grant(second)]
+    assert desk.leases.release(first, now=0.5) == [GrantLease(second)]
     assert second.wait_s == 0.5
 
 
@@ -132,7 +132,7 @@ def test_nobody_overtakes(desk: Desk) -> None:
     large, _ = desk.reserve(2, prompt=20)
     small, effects = desk.reserve(3, prompt=3)
     assert effects == []
-    assert desk.leases.release(first, now=0.1) == [Grant(large), Grant(small)]
+    assert desk.leases.release(first, now=0.1) == [GrantLease(large), GrantLease(small)]
 
 
 def test_a_reservation_that_may_not_wait_is_refused(desk: Desk) -> None:
@@ -159,7 +159,7 @@ def test_whoever_stops_waiting_makes_way(desk: Desk) -> None:
     small, _ = desk.reserve(3, prompt=7, wait_s=9.0)
     *refused, grant = desk.leases.tick(now=1.0)
     assert isinstance(refusal(large, refused), NoBlocks)
-    assert grant == Grant(small)
+    assert grant == GrantLease(small)
     assert first.state is LeaseState.GRANTED
 
 
@@ -178,7 +178,7 @@ def test_the_number_of_leases_is_bounded() -> None:
     first, _ = desk.reserve(1)
     second, effects = desk.reserve(2)
     assert effects == []
-    assert desk.leases.release(first, now=0.0) == [Grant(second)]
+    assert desk.leases.release(first, now=0.0) == [GrantLease(second)]
 
 
 def test_one_attempt_has_one_reservation(desk: Desk) -> None:
@@ -188,7 +188,7 @@ def test_one_attempt_has_one_reservation(desk: Desk) -> None:
         desk.reserve(1)
     item = an_item(3)
     _, effects = desk.leases.reserve(a_key(1, attempt=1), item, US, now=0.0, wait_s=1.0)
-    assert isinstance(effects[0], Grant)
+    assert isinstance(effects[0], GrantLease)
     assert lease.state is LeaseState.GRANTED
 
 
@@ -212,7 +212,7 @@ def test_reservations_stand_back_for_those_who_run_here(desk: Desk) -> None:
     lease, effects = desk.reserve(prompt=7)
     assert effects == []
     desk.pool.claim(0)
-    assert desk.leases.grant_waiting(now=0.2) == [Grant(lease)]
+    assert desk.leases.grant_waiting(now=0.2) == [GrantLease(lease)]
 
 
 # --- the prefill worker --------------------------------------------------------------------------
@@ -271,7 +271,7 @@ def test_a_lost_prefill_ends_its_leases_that_have_no_transfer(desk: Desk) -> Non
         RefuseOpen(granted, GONE),
         Refuse(waiting, GONE),
         RefuseOpen(waiting, GONE),
-        Grant(other),
+        GrantLease(other),
     ]
     assert opened.state is LeaseState.OPEN  # its transfer tells its end
 
@@ -344,7 +344,7 @@ def test_cancelling_a_waiter_lets_the_next_in(desk: Desk) -> None:
     large, _ = desk.reserve(2, prompt=27)
     small, _ = desk.reserve(3, prompt=7)
     effects = desk.leases.cancel(large, GONE, now=0.0)
-    assert effects == [RefuseOpen(large, GONE), Grant(small)]
+    assert effects == [RefuseOpen(large, GONE), GrantLease(small)]
 
 
 def test_cancelling_a_grant_frees_it(desk: Desk) -> None:
@@ -366,7 +366,7 @@ def test_cancelling_an_open_lease_aborts_its_receive(desk: Desk) -> None:
     assert desk.leases.statistics().num_quarantined_blocks == 7
     with pytest.raises(LocalProtocolError):
         desk.leases.release(lease, now=0.0)
-    assert desk.leases.end_quarantine(lease, now=0.5) == [Grant(waiter)]
+    assert desk.leases.end_quarantine(lease, now=0.5) == [GrantLease(waiter)]
     assert lease.state is LeaseState.RELEASED
 
 

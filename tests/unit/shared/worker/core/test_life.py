@@ -15,8 +15,8 @@ from shared.worker.core.life import (
     Close,
     Life,
     LifeEvent,
+    LifeOutcome,
     LifeState,
-    Outcome,
     ReportDone,
     ReportFailed,
     StopCompute,
@@ -76,7 +76,7 @@ def test_a_prompt_goes_well() -> None:
     life = a_life(Task.PROMPT, _E.ADMITTED)
     assert life.handle(_E.SAMPLED) == []
     assert life.handle(_E.PUSHED) == [ReportDone(), Close()]
-    assert life.outcome is Outcome.DONE
+    assert life.outcome is LifeOutcome.DONE
     assert life.handle(_E.SETTLED) == []
 
 
@@ -85,7 +85,7 @@ def test_an_answer_goes_well() -> None:
     life = a_life(Task.ANSWER)
     assert life.handle(_E.BEGUN) == []
     assert life.handle(_E.ENDED) == [Close()]
-    assert life.outcome is Outcome.DONE
+    assert life.outcome is LifeOutcome.DONE
 
 
 def test_a_whole_request_goes_well() -> None:
@@ -100,7 +100,7 @@ def test_one_token_needs_no_push() -> None:
     life = a_life(Task.PROMPT, _E.ADMITTED)
     assert life.handle(_E.ENDED) == [ReportDone(), AbortPush(None)]
     assert life.handle(_E.SETTLED) == [Close()]
-    assert life.outcome is Outcome.DONE
+    assert life.outcome is LifeOutcome.DONE
 
 
 def test_a_prompt_without_a_push_closes_with_its_token() -> None:
@@ -122,7 +122,7 @@ def test_a_failed_push_stops_the_computation(path: list[LifeEvent]) -> None:
     life = a_life(Task.PROMPT, *path)
     assert life.handle(_E.FAILED, ERROR) == [ReportFailed(ERROR), StopCompute(), AbortPush(ERROR)]
     assert life.handle(_E.SETTLED) == [Close()]
-    assert life.outcome is Outcome.FAILED
+    assert life.outcome is LifeOutcome.FAILED
 
 
 def test_a_failed_lease_waits_for_its_receive() -> None:
@@ -150,7 +150,7 @@ def test_a_cancelled_request_reports_nothing() -> None:
     """Who cancelled does not wait for an answer."""
     life = a_life(Task.PROMPT, _E.ADMITTED, _E.SAMPLED)
     assert life.handle(_E.CANCELLED) == [AbortPush(None)]
-    assert life.outcome is Outcome.CANCELLED
+    assert life.outcome is LifeOutcome.CANCELLED
 
 
 def test_the_first_decision_stands() -> None:
@@ -158,7 +158,7 @@ def test_the_first_decision_stands() -> None:
     life = a_life(Task.PROMPT, _E.ADMITTED, _E.SAMPLED, _E.CANCELLED)
     assert life.handle(_E.PUSHED) == []
     assert life.handle(_E.FAILED, ERROR) == []
-    assert life.outcome is Outcome.CANCELLED
+    assert life.outcome is LifeOutcome.CANCELLED
     assert life.handle(_E.SETTLED) == [Close()]
 
 
