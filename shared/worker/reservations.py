@@ -147,7 +147,7 @@ class Reservations:
     def _tick(self) -> None:
         self._timer = None
         self._perform_leases(self._leases.tick(now=_now()))
-        self._arm(self._leases.next_event_at)
+        self._arm(self._leases.next_tick_at)
 
     # --- LeaseBook: the receiver's side ----------------------------------------------------------
 

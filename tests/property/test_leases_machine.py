@@ -193,10 +193,10 @@ class LeasesMachine(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         """Time passes, and the shell wakes when it was told to, not more often."""
         end = self.now + seconds
-        while (due := self.leases.next_event_at) is not None and due <= end:
+        while (due := self.leases.next_tick_at) is not None and due <= end:
             self.now = max(self.now, due)
             self.perform(self.leases.tick(now=self.now))
-            after = self.leases.next_event_at
+            after = self.leases.next_tick_at
             assert after is None or after > self.now
         self.now = end
 

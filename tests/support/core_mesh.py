@@ -75,8 +75,7 @@ class Member:
     core: CoreWorker
     worker: Worker
     watch: Liveness
-    home: Role
-    epoch: int = 0
+    home: Home
     has_heard: dict[Role, StreamId] = field(default_factory=dict[Role, StreamId])
 
 
@@ -140,7 +139,7 @@ class CoreMesh:
             block_size=4,
             serves=(Role.PREFILL, Role.DECODE) if serves_both else (),
         )
-        member = Member(core, worker, Liveness(self.clock.now), worker.role)
+        member = Member(core, worker, Liveness(self.clock.now), home_of(worker))
         for other in [it for it in self.members.values() if it.core.is_alive]:
             for source, sink in ((member, other), (other, member)):
                 if Role.PREFILL in source.worker.serves and Role.DECODE in sink.worker.serves:
@@ -175,8 +174,8 @@ class CoreMesh:
         member = self.members[core.incarnation]
 
         def hear() -> None:
-            if wanted.epoch > member.epoch:
-                member.home, member.epoch = wanted.role, wanted.epoch
+            if wanted.replaces(member.home):
+                member.home = wanted
                 self._report(member)
 
         self.clock.after(WIRE_S, hear)
@@ -207,8 +206,8 @@ class CoreMesh:
             paired=core.sinks | own,
             num_prompts=tasks.count(Task.PROMPT),
             num_answers=tasks.count(Task.ANSWER),
-            home=member.home,
-            home_epoch=member.epoch,
+            home=member.home.role,
+            home_epoch=member.home.epoch,
             seen=dict(member.has_heard),
         )
 

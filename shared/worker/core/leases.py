@@ -181,7 +181,7 @@ class Leases:
     # --- time and room -------------------------------------------------------------------------
 
     def tick(self, *, now: float) -> list[Effect]:
-        """Expire what is due and grant what fits. Call at ``next_event_at``."""
+        """Expire what is due and grant what fits. Call at ``next_tick_at``."""
         effects: list[Effect] = []
         for lease in [*self._leases.values()]:
             if lease.state is LeaseState.WAITING and lease.give_up_at <= now:
@@ -205,7 +205,7 @@ class Leases:
         return effects
 
     @property
-    def next_event_at(self) -> float | None:
+    def next_tick_at(self) -> float | None:
         """When ``tick`` has something to expire; None = never."""
         due: list[float] = []
         for lease in self._leases.values():

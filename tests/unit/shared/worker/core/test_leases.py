@@ -147,7 +147,7 @@ def test_waiting_ends(desk: Desk) -> None:
     """After wait_s the gateway hears that there is no room."""
     desk.reserve(1, prompt=27)
     lease, _ = desk.reserve(2, wait_s=2.0)
-    assert desk.leases.next_event_at == 2.0
+    assert desk.leases.next_tick_at == 2.0
     assert desk.leases.tick(now=1.9) == []
     assert isinstance(refusal(lease, desk.leases.tick(now=2.0)), NoBlocks)
 
@@ -282,7 +282,7 @@ def test_a_lost_prefill_ends_its_leases_that_have_no_transfer(desk: Desk) -> Non
 def test_a_grant_that_nobody_opens_is_taken_back(desk: Desk) -> None:
     """By the clock, not by the next admission."""
     lease, _ = desk.reserve(now=1.0)
-    assert desk.leases.next_event_at == 6.0
+    assert desk.leases.next_tick_at == 6.0
     effect, to_prefill = desk.leases.tick(now=6.0)
     assert isinstance(effect, Refuse)
     assert isinstance(effect.error, LeaseLost)
@@ -293,7 +293,7 @@ def test_a_grant_that_nobody_opens_is_taken_back(desk: Desk) -> None:
 def test_an_open_lease_has_no_clock(desk: Desk) -> None:
     """Its transfer watches over frames, pair and peer."""
     desk.opened()
-    assert desk.leases.next_event_at is None
+    assert desk.leases.next_tick_at is None
     assert desk.leases.tick(now=1e6) == []
 
 
