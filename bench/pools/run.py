@@ -30,7 +30,9 @@ from services.cli.bench.prompts import Prompts
 from services.cli.bench.sources import Lengths, Sessions, Shape
 from services.cli.bench.workload import Load, Source, Workload, plan
 from services.gateway.core.pools import Pool, pool_of
-from shared.engine.fake import FakeModel, FakeTiming
+from shared.engine.base import OnLayer
+from shared.engine.fake import FakeEngine, FakeModel, FakeTiming
+from shared.step import RowResult, StepRow
 from shared.telemetry.definitions import RequestOutcome, Slo, attainment, percentiles
 from tests.support.virtual_loop import run_virtual
 from tests.support.whole_mesh import WholeMesh, whole_mesh
@@ -105,6 +107,18 @@ class Job:
             yield at
 
 
+class TimedEngine(FakeEngine):
+    """Takes its time, and computes nothing: exactness is the tests' question, and would be most of
+    a run's CPU here."""
+
+    def step(self, rows: Sequence[StepRow], on_layer: OnLayer | None = None) -> list[RowResult]:
+        """See ``Engine.step``."""
+        if on_layer is not None:
+            for layer in range(MODEL.num_layers):
+                on_layer(layer)
+        return [RowResult(-1 if row.sample is None else 1) for row in rows]
+
+
 # --- one run --------------------------------------------------------------------------------------
 
 
@@ -143,6 +157,7 @@ async def serve(job: Job) -> Found:
         decode=worker,
         timing=TIMING,
         model=MODEL,
+        engine=TimedEngine,
     ) as mesh:
         now = asyncio.get_running_loop().time
         began_at = now()
