@@ -67,7 +67,7 @@ LOADS: dict[str, Source] = {
     "azure-conv": Shape("azure-conv", Lengths(1020, 2734, 4096), Lengths(129, 424, 800)),
     "mooncake": Sessions("mooncake", Lengths(2800, 5200, 5600), Lengths(350, 597, 800), 0.25),
 }
-RATES = {"azure-conv": (8.0, 12.0, 16.0, 20.0), "mooncake": (3.0, 4.0, 5.0, 6.0)}
+RATES = {"azure-conv": (12.0, 16.0, 20.0), "mooncake": (3.0, 4.5, 6.0)}
 STEP_RATE = {"azure-conv": 6.0, "mooncake": 2.0}
 FACTOR = 3
 """Of the rate in the middle third of the step."""
@@ -430,6 +430,8 @@ def main() -> None:
         for row in processes.map(run_job, jobs_of(asked)):
             record.rows.append(row)
             report(row)
+            if asked.record or not asked.quick:
+                record.save()
     for load in asked.loads:
         if MOVING in asked.systems and len(asked.systems) > 1:
             set_goals(record, load)
