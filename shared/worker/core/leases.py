@@ -174,6 +174,7 @@ class Leases:
     def end_quarantine(self, lease: Lease, *, now: float) -> list[Effect]:
         """Every operation of the receive is settled and no scatter runs: free the blocks."""
         self._require(lease, LeaseState.QUARANTINED)
+        # As if there had been nothing to wait for: ``release`` takes no lease in quarantine.
         lease.state = LeaseState.ABORTING
         return self.release(lease, now=now)
 
