@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from services.gateway.core.peer_table import PeerTable
-from services.gateway.core.worker import Role, ServedModel, Standing, Worker, WorkerStatus
+from services.gateway.core.worker import JoinedModel, Role, Standing, Worker, WorkerStatus
 from shared.errors import LocalProtocolError, MeshError
 from shared.ids import Incarnation
 from shared.kv.layout import KvLayout
@@ -80,7 +80,7 @@ class Member:
     """A worker with one session in a gateway's table."""
 
     def __init__(self) -> None:
-        model = ServedModel(
+        model = JoinedModel(
             name="any", fingerprint=b"", vocab_size=1, max_model_len=1, dtype="", engine=""
         )
         layout = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")
