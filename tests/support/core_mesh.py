@@ -24,7 +24,7 @@ from services.gateway.core.lifecycle import CancelLeg, Emit, End, Leg, Lifecycle
 from services.gateway.core.peer_table import PeerTable
 from services.gateway.core.pools import Home, Pool, change_home, home_of, pool_of
 from services.gateway.core.routing import POLICIES, RouteDecision, route
-from services.gateway.core.worker import Role, ServedModel, Worker, WorkerStatus
+from services.gateway.core.worker import JoinedModel, Role, Worker, WorkerStatus
 from shared.engine.fake import FakeModel
 from shared.errors import MeshError, WorkerLost
 from shared.ids import Incarnation, LeaseToken, RequestId, StreamId
@@ -126,7 +126,7 @@ class CoreMesh:
             incarnation=core.incarnation,
             host="core",
             port=1,
-            model=ServedModel(
+            model=JoinedModel(
                 name=spec.name,
                 fingerprint=spec.fingerprint,
                 vocab_size=spec.vocab_size,

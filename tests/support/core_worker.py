@@ -31,7 +31,7 @@ from shared.transfer.receivers import Receivers, TagRanges
 from shared.transfer.senders import Senders
 from shared.worker.core.lease import (
     AbortReceive,
-    Grant,
+    GrantLease,
     Lease,
     LeasePolicy,
     LeaseState,
@@ -275,7 +275,7 @@ class CoreWorker:
         for effect in effects:
             job = self.jobs.get((effect.lease.key, Task.ANSWER))
             match effect:
-                case Grant(lease):
+                case GrantLease(lease):
                     assert job is not None
                     self._say(job, "granted")
                     self.clock.at(lease.expires_at, self._tick_leases)
