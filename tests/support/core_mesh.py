@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from services.gateway.core.admission import Admission, Admitted
 from services.gateway.core.dispatcher import BlamePair, Dispatcher, Effect, LookForPair, Send
-from services.gateway.core.lifecycle import CancelLeg, Emit, End, Leg, Lifecycle, Reroute
+from services.gateway.core.lifecycle import CancelLeg, End, Leg, Lifecycle, Reroute
 from services.gateway.core.peer_table import PeerTable
 from services.gateway.core.pools import Home, Pool, change_home, home_of, pool_of
 from services.gateway.core.routing import POLICIES, RouteDecision, route
@@ -266,8 +266,8 @@ class CoreMesh:
         while todo:
             effect = todo.popleft()
             match effect:
-                case Emit(tokens):
-                    answer.tokens += tokens
+                case AnswerToken():
+                    answer.tokens.append(effect)
                 case CancelLeg(leg):
                     self._cancel(answer, leg)
                 case Reroute():
