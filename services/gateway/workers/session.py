@@ -12,20 +12,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
-<<<<<<< HEAD
 from services.gateway.core.dispatcher import BlamePair, Dispatcher, Effect, LookForPair, Send
 from services.gateway.core.lifecycle import CancelLeg, End, Leg, Lifecycle, Reroute
-=======
-from services.gateway.core.lifecycle import (
-    CancelLeg,
-    Effect,
-    End,
-    Leg,
-    Lifecycle,
-    Reroute,
-)
-from services.gateway.core.routing import RouteDecision
->>>>>>> 5220466a7ae59f5fcfab517ff6535ec18e489292
 from services.gateway.core.worker import Role, Worker
 from services.gateway.mesh import GenerationRequest, Tokens
 from services.gateway.workers.delivery import Delivery
