@@ -42,6 +42,7 @@ TITLES = {
     11: "how long a client waits when something dies",
     12: "steps over vLLM beside vLLM",
     13: "a routing decision, an idle gateway",
+    14: "pools that move beside fixed roles",
 }
 """What each goal's number asks."""
 

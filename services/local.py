@@ -40,6 +40,9 @@ from shared.settings import environment_of
 RESTART_BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0)
 """Pauses before the restarts of a process that keeps crashing; the last one repeats."""
 
+START_LIMIT_S = 600.0
+"""Within which all processes must be ready."""
+
 STEADY_AFTER_S = 60.0
 """After a life of so long the pauses begin anew."""
 
@@ -359,7 +362,6 @@ async def local_mesh(
     *,
     log: Path | None = None,
     restart: bool = True,
-    start_limit_s: float = 600.0,
     drain_s: float = 30.0,
     on_change: Callable[[LocalMesh], None] | None = None,
 ) -> AsyncGenerator[LocalMesh]:
@@ -384,7 +386,7 @@ async def local_mesh(
         stack.enter_context(plain_errors())
         async with asyncio.TaskGroup() as tasks:
             try:
-                await mesh.start(tasks, start_limit_s)
+                await mesh.start(tasks, START_LIMIT_S)
                 yield mesh
             finally:
                 await mesh.stop()

@@ -35,14 +35,6 @@ LARGER = {
 """1.1 B parameters, of TinyLlama's shape."""
 
 
-def linear_flops_per_token() -> int:
-    """Multiplications and additions of the layers' matrices; without the output head."""
-    hidden, mlp = SIZES["hidden_size"], SIZES["intermediate_size"]
-    kv = hidden * SIZES["num_key_value_heads"] // SIZES["num_attention_heads"]
-    per_layer = hidden * (hidden + 2 * kv) + hidden * hidden + 3 * hidden * mlp
-    return 2 * SIZES["num_hidden_layers"] * per_layer
-
-
 def make(folder: Path, sizes: dict[str, int] = SIZES) -> None:
     """Write the checkpoint as transformers does."""
     import torch

@@ -71,10 +71,10 @@ class OpenHouse:
             num_tokens=num_tokens, skip_tokens=0, block_table=engine.block_table()
         )
 
-    def attach(self, key: TransferKey, prefill: Incarnation) -> LeaseTerms:
+    def attach(self, key: TransferKey, source: Incarnation) -> LeaseTerms:
         return self._terms
 
-    def prefill_lost(self, prefill: Incarnation, error: MeshError) -> None:
+    def source_lost(self, source: Incarnation, error: MeshError) -> None:
         pass
 
     def placed(self, key: TransferKey, first_token: int, stats: ReceiveStats) -> None:

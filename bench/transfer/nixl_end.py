@@ -37,7 +37,6 @@ class End:
         self._agent.register_memory([(self._address, MAX_BYTES, 0, "")], "DRAM")
         self._peer = ""
         self._peer_address = 0
-        self._noted: list[bytes] = []
 
     def address(self) -> str:
         """What the other end needs."""

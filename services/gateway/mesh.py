@@ -7,13 +7,13 @@ Neither side knows the other's words: no HTTP, no protobuf and no tokenizer here
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from shared.ids import RequestId
-from shared.request import FinishReason, SamplingParams, TokenLogprobs
+from shared.request import AnswerToken, SamplingParams
 from shared.telemetry.tracing import NO_SPAN, TraceSpan
 
 
@@ -36,44 +36,33 @@ class GenerationRequest:
     span: TraceSpan = field(default=NO_SPAN, repr=False)
 
 
-class TokenBatch(NamedTuple):
-    """Tokens that arrived together, in order and without gaps: the next batch starts where this one
-    ends.
-
-    finish_reason: set on the last batch alone (whose last token may be the end-of-sequence or stop
-    token).
-    logprobs: one entry a token, when asked for. prompt_logprobs: first batch only, one entry a
-    prompt token, the first of which is NaN. A batch may be empty (a finish without a token).
-    """
-
-    first_index: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] | None = None
-    finish_reason: FinishReason = FinishReason.NONE
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+Tokens = Sequence[AnswerToken]
+"""Tokens that arrived together, at least one, in order and without gaps: the next ones start where
+these end. Only an answer's last token has a finish reason (it may be the end-of-sequence or a stop
+token)."""
 
 
 class Generation(Protocol):
     """A running answer: iterate it to its end exactly once.
 
-    The iterator ends after the batch with a finish reason, or raises one MeshError; never silently
+    The iterator ends after the token with a finish reason, or raises one MeshError; never silently
     before.
     A consumer that is slow holds back nobody else: tokens queue here, bounded by ``max_tokens``.
     """
 
-    def __aiter__(self) -> AsyncIterator[TokenBatch]: ...
+    def __aiter__(self) -> AsyncIterator[Tokens]: ...
 
-    def offer_to(self, take: Callable[[TokenBatch], bool]) -> None:
-        """Offer batches to ``take`` as they arrive, rather than wake who iterates.
+    def offer_to(self, take: Callable[[Tokens], bool]) -> None:
+        """Offer tokens to ``take`` as they arrive, rather than wake who iterates.
 
-        ``take`` must return at once. True = the batch is done with; False = it comes out of the
-        iterator, with all that follows until it has left. What it raises comes out, too, and
+        ``take`` must return at once. True = they are done with; False = they come out of the
+        iterator, with all that follows until they have left. What it raises comes out, too, and
         nothing is offered any more.
         """
         ...
 
     def hold(self) -> None:
-        """Hand tokens on in larger batches, for who reads no part of the answer before its end."""
+        """Hand on more tokens at once, for who reads no part of the answer before its end."""
         ...
 
     @property
@@ -83,7 +72,7 @@ class Generation(Protocol):
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens whose KV was not computed; final once the first batch has arrived."""
+        """Prompt tokens whose KV was not computed; final once the first token has arrived."""
         ...
 
     def receipt(self) -> dict[str, Any]:

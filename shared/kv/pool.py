@@ -50,7 +50,6 @@ class PoolStatistics:
     num_claimed: int
     num_acquired_tokens: int
     num_hit_tokens: int
-    num_evicted: int
 
     @property
     def num_available(self) -> int:
@@ -87,7 +86,6 @@ class BlockPool:
         self._num_claimed = 0
         self._num_acquired_tokens = 0
         self._num_hit_tokens = 0
-        self._num_evicted = 0
 
     # --- what there is ---------------------------------------------------------------------------
 
@@ -230,7 +228,6 @@ class BlockPool:
     def _take(self) -> int:
         if self._allocator.num_free == 0:
             self._allocator.put_back(self._cache.evict())
-            self._num_evicted += 1
         return self._allocator.take()
 
     def _require_live(self, table: BlockTable) -> None:
@@ -250,7 +247,6 @@ class BlockPool:
             num_claimed=self._num_claimed,
             num_acquired_tokens=self._num_acquired_tokens,
             num_hit_tokens=self._num_hit_tokens,
-            num_evicted=self._num_evicted,
         )
 
     def check_integrity(self, tables: Iterable[BlockTable] | None = None) -> None:

@@ -1,6 +1,6 @@
 """A worker's registration: keeps it joined to every gateway behind every configured name.
 
-The gateway is the registry (docs/protocol.md). Names are resolved again every ``resolve_s`` and
+The gateway is the registry (docs/protocol.md). Names are resolved again every ``RESOLVE_S`` and
 whenever a gateway is lost, so gateways may come, go and multiply with nothing to configure. What
 the gateways say about decode workers is merged by ``decode_peers.py``.
 
@@ -119,7 +119,6 @@ class Registration:
         on_home: Callable[[WorkerRole, int], None] = lambda role, epoch: None,
         on_change: Callable[[], None] = lambda: None,
         liveness: LivenessRule | None = None,
-        resolve_s: float = RESOLVE_S,
     ) -> None:
         self._network = network
         self._gateways = tuple(gateways)
@@ -131,7 +130,6 @@ class Registration:
         self._on_home = on_home
         self._on_change = on_change
         self._interval_s = REPORT_S if liveness is None else liveness.interval_s
-        self._resolve_s = resolve_s
         self._links: dict[Address, _Link] = {}
         self._peers = DecodePeers()
         self._forgetting: asyncio.TimerHandle | None = None
@@ -189,9 +187,7 @@ class Registration:
                     self._look_again.clear()
                     await self._find_gateways(tasks)
                     with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(
-                            self._resolve_s if self.num_joined else RETURNS_S
-                        ):
+                        async with asyncio.timeout(RESOLVE_S if self.num_joined else RETURNS_S):
                             await self._look_again.wait()
         raise AssertionError("unreachable")
 

@@ -165,16 +165,6 @@ class CallServer:
         """Return the protocol of one connection to come."""
         return _ServerProtocol(self, self._limits)
 
-    @property
-    def num_calls(self) -> int:
-        """Calls in progress, health and reflection aside."""
-        return len(self._calls)
-
-    @property
-    def num_connections(self) -> int:
-        """Open connections."""
-        return len(self._protocols)
-
     def set_ready(self, is_ready: bool) -> None:
         """Say SERVING or NOT_SERVING to health checks, for all services."""
         for status in self._statuses:

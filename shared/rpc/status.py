@@ -130,22 +130,6 @@ def error_to_json(error: MeshError) -> str:
     return text
 
 
-def make_error(
-    type_name: str,
-    message: str,
-    *,
-    param: str = "",
-    code: str = "",
-    retry_after_s: float = 0.0,
-    fallback: type[MeshError] = RemoteProtocolError,
-) -> MeshError:
-    """Return the error with this wire name; ``fallback`` if this version does not know the name."""
-    cls = ERROR_TYPES.get(type_name, fallback)
-    if type_name == "internal":
-        cls = InvariantViolated
-    return cls(message, param=param, code=code, retry_after_s=retry_after_s)
-
-
 def error_from_json(text: str) -> MeshError | None:
     """Return the error of a ``pdmesh-error`` trailer, or None if it is not one."""
     try:
@@ -163,8 +147,9 @@ def error_from_json(text: str) -> MeshError | None:
         return None
     retry: object = record.get("retry_after_s")  # pyright: ignore[reportUnknownMemberType,reportUnknownVariableType]
     retry_after_s = float(retry) if isinstance(retry, (int, float)) and 0 <= retry < 86400 else 0.0
-    return make_error(
-        fields["type"],
+    # A newer version may know errors that we do not.
+    cls = ERROR_TYPES.get(fields["type"], RemoteProtocolError)
+    return (InvariantViolated if fields["type"] == "internal" else cls)(
         fields["message"],
         param=fields.get("param", ""),
         code=fields.get("code", ""),

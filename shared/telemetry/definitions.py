@@ -132,17 +132,6 @@ def each_attains(outcomes: Sequence[RequestOutcome], slo: Slo, *, target: float 
     )
 
 
-def tail_attains(outcomes: Sequence[RequestOutcome], *, tbt_s: float, delay_s: float = 2.0) -> bool:
-    """Whether the 99th percentile of all gaps of all requests is at most ``tbt_s`` and the median
-    TTFT at most ``delay_s``: the capacity rule of Sarathi-Serve (OSDI 2024), whose 2 s are of the
-    scheduling delay, which a client cannot see alone."""
-    gaps = [gap for outcome in outcomes for gap in outcome.tbt_s]
-    waits = [math.inf if (ttft := outcome.ttft_s) is None else ttft for outcome in outcomes]
-    if waits and percentile(waits, 50) > delay_s:
-        return False
-    return not gaps or percentile(gaps, 99) <= tbt_s
-
-
 def goodput(
     attained: Iterable[tuple[float, float]], *, target: float = 0.9, num_gpus: int = 1
 ) -> float:

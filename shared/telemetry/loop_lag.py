@@ -9,14 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import NoReturn
 
-from shared.telemetry.definitions import percentile
-
 INTERVAL_S = 0.1
-WINDOW_S = 60.0
 
 BLOCKED_S = 1.0
 """A process whose loop was this late is not ready: it answers nobody in time."""
@@ -36,25 +32,15 @@ async def watch_loop_lag(
         observe(max(0.0, stopwatch() - due_at))
 
 
-class LagWindow:
-    """The last observations, for readiness and for people."""
+class LoopLag:
+    """The newest observation, for readiness. last_s: 0 before the first."""
 
-    def __init__(self, num_values: int = int(WINDOW_S / INTERVAL_S)) -> None:
-        self._values: deque[float] = deque(maxlen=num_values)
+    def __init__(self) -> None:
+        self.last_s = 0.0
 
     def add(self, lag_s: float) -> None:
         """Take one more observation in."""
-        self._values.append(lag_s)
-
-    @property
-    def p99_s(self) -> float:
-        """99th percentile over the window (one minute); 0 before the first observation."""
-        return percentile(self._values, 99) if self._values else 0.0
-
-    @property
-    def last_s(self) -> float:
-        """The newest observation; 0 before the first."""
-        return self._values[-1] if self._values else 0.0
+        self.last_s = lag_s
 
     @property
     def is_blocked(self) -> bool:

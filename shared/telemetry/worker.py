@@ -15,7 +15,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from shared.kv.events import BlockStored, KvEvent
-from shared.telemetry.loop_lag import LagWindow
+from shared.telemetry.loop_lag import LoopLag
 
 STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 LAG_BUCKETS = (
@@ -128,7 +128,7 @@ class WorkerMetrics:
             f"{prefix}_loop_lag_seconds", "Lateness of the loop's timers", buckets=LAG_BUCKETS,
             registry=registry,
         )  # fmt: skip
-        self.loop_lag = LagWindow()
+        self.loop_lag = LoopLag()
         self.holdings: Callable[[], WorkerHoldings] = WorkerHoldings
         if load is not None:
             registry.register(_LoadCollector(prefix, load, lambda: self.holdings()))

@@ -55,7 +55,6 @@ class Receiver:
         "_began_at",
         "_commit",
         "_effects",
-        "_fencing",
         "_frames",
         "_free_slots",
         "_last_span",
@@ -86,7 +85,6 @@ class Receiver:
         num_tokens: int,
         *,
         window: int,
-        fencing: bool,
         timing: ReceiverTiming,
         effects: list[ReceiverEffect],
         free_slots: list[int],
@@ -97,7 +95,6 @@ class Receiver:
         self._rule = rule
         self._num_tokens = num_tokens
         self._window = window
-        self._fencing = fencing
         self._timing = timing
         self._effects = effects
         self._free_slots = free_slots
@@ -355,14 +352,7 @@ class Receiver:
     def _stop(self, now: float) -> None:
         """Just left the live states: fence what may still be written."""
         self._progress_at = now
-        if not self._fencing:
-            # The bug that the safety test must see: slots and blocks go back while in use.
-            for idx in self._posted:
-                self._effects.append(CancelReceive(self.key, idx))
-            self._free_slots += [*self._posted.values(), *self._placing.values()]
-            self._posted.clear()
-            self._placing.clear()
-        elif self._posted or self._placing:
+        if self._posted or self._placing:
             self._effects.append(QuarantineLease(self.key))
 
     def _drain(self) -> None:

@@ -100,17 +100,14 @@ class Receivers:
         random_bytes: RandomBytes,
         window: int = 8,
         max_waiting: int = 4096,
-        fencing: bool = True,
         timing: ReceiverTiming | None = None,
     ) -> None:
-        """window: most slots of one transfer. max_waiting: most opens that wait for a reservation.
-        fencing: False only in the test that shows why."""
+        """window: most slots of one transfer. max_waiting: most opens that wait for their terms."""
         if num_slots < 1 or window < 1:
             raise LocalProtocolError("a decode worker needs at least one staging slot")
         self._num_slots = num_slots
         self._window = window
         self._max_waiting = max_waiting
-        self._fencing = fencing
         self._timing = timing or ReceiverTiming()
         self._tags = tags
         self._random_bytes = random_bytes
@@ -188,7 +185,6 @@ class Receivers:
             self._links[waiting.link][1],
             num_tokens,
             window=self._window,
-            fencing=self._fencing,
             timing=self._timing,
             effects=self._effects,
             free_slots=self._free_slots,
@@ -255,9 +251,8 @@ class Receivers:
     ) -> list[ReceiverEffect]:
         """The answer to one PostReceive. error: the frame is not in the slot."""
         receiver = self._of_operation(key)
-        if receiver is not None:
-            receiver.receive_settled(frame_idx, error, now)
-            self._settle(receiver)
+        receiver.receive_settled(frame_idx, error, now)
+        self._settle(receiver)
         return self._take(now)
 
     def frame_placed(
@@ -266,9 +261,8 @@ class Receivers:
         """The answer to one VerifyAndPlace. error: header or digest was wrong, or the copy
         failed."""
         receiver = self._of_operation(key)
-        if receiver is not None:
-            receiver.frame_placed(frame_idx, error, now)
-            self._settle(receiver)
+        receiver.frame_placed(frame_idx, error, now)
+        self._settle(receiver)
         return self._take(now)
 
     def tick(self, now: float) -> list[ReceiverEffect]:
@@ -346,9 +340,9 @@ class Receivers:
             self._note_deadline(expires_at)
             self._effects.append(AskTerms(key, source))
 
-    def _of_operation(self, key: TransferKey) -> Receiver | None:
+    def _of_operation(self, key: TransferKey) -> Receiver:
         receiver = self._receivers.get(key)
-        if receiver is None and self._fencing:
+        if receiver is None:
             raise LocalProtocolError("an operation settled after its transfer was over")
         return receiver
 

@@ -73,7 +73,7 @@ class Senders:
         self._rules.pop(link, None)
         for sender in [sender for sender in self._senders.values() if sender.link == link]:
             sender.peer_lost(error, now)
-            self._settle(sender, now)
+            self._settle(sender)
         return self._take(now)
 
     # --- the step loop ---
@@ -87,7 +87,7 @@ class Senders:
         sender = Sender(key, link, self._rules[link], num_tokens, self._timing, self._effects)
         self._senders[key] = sender
         sender.open(now)
-        self._settle(sender, now)
+        self._settle(sender)
         return self._take(now)
 
     def span_planned(
@@ -148,7 +148,7 @@ class Senders:
         except RemoteProtocolError as error:
             self._know(sender)
             sender.gave_up(error, now)
-        self._settle(sender, now)
+        self._settle(sender)
         return self._take(now)
 
     def send_settled(
@@ -159,7 +159,7 @@ class Senders:
         if sender is None:
             raise LocalProtocolError("a send settled after its transfer was over")
         self._free_slots.append(sender.send_settled(frame_idx, error, now))
-        self._settle(sender, now)
+        self._settle(sender)
         return self._take(now)
 
     def tick(self, now: float) -> list[SenderEffect]:
@@ -167,7 +167,7 @@ class Senders:
         self._next_tick_at = None
         for sender in list(self._senders.values()):
             sender.tick(now)
-            self._settle(sender, now)
+            self._settle(sender)
         return self._take(now)
 
     @property
@@ -220,14 +220,14 @@ class Senders:
         if sender is None or sender.is_ended:
             return []
         event(sender)
-        self._settle(sender, now)
+        self._settle(sender)
         return self._take(now)
 
     def _know(self, sender: Sender) -> None:
         if sender.transfer_id is not None:
             self._by_id[sender.link, sender.transfer_id] = sender
 
-    def _settle(self, sender: Sender, now: float) -> None:
+    def _settle(self, sender: Sender) -> None:
         """After any event of a sender: index it, forget it, or let it queue; note its deadline."""
         if sender.is_over:
             self._senders.pop(sender.key, None)
@@ -249,6 +249,6 @@ class Senders:
             _, sender = self._queue.popitem(last=False)
             if sender.can_send:
                 sender.slot_given(self._free_slots.pop(), now)
-                self._settle(sender, now)
+                self._settle(sender)
         effects, self._effects[:] = list(self._effects), []
         return effects

@@ -33,7 +33,6 @@ from typing import Any
 
 OK = 0
 IN_PROGRESS = 1
-TRUNCATED = -9
 CANCELED = -16
 
 _FIELD_CALLBACK = 1 << 1

@@ -147,7 +147,6 @@ class KvReceiver:
         max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
         group_bytes: int = DEFAULT_MAX_FRAME_BYTES,
         window: int = 8,
-        fencing: bool = True,
         timing: ReceiverTiming | None = None,
         liveness: LivenessRule | None = None,
         rules: PairRules | None = None,
@@ -156,9 +155,7 @@ class KvReceiver:
         """``open`` allocates ``num_slots`` staging slots of ``max_frame_bytes`` (slots.py).
 
         group_bytes: the largest groups that may be agreed on; the default leaves them to prefill.
-        window: most slots of one transfer. fencing: False releases blocks and slots of an aborted
-        transfer while the transport may still write. Only the test that shows why nobody may do
-        that turns it off.
+        window: most slots of one transfer.
         """
         self._engine = engine
         self._compute = compute
@@ -174,7 +171,6 @@ class KvReceiver:
             tags=tags,
             random_bytes=random_bytes,
             window=window,
-            fencing=fencing,
             timing=timing,
         )
         self._links: dict[LinkId, SinkLink] = {}

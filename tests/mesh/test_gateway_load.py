@@ -124,7 +124,7 @@ async def test_reports_of_load_wake_nobody(monkeypatch: pytest.MonkeyPatch) -> N
         reports: list[Incarnation] = []
         update = members.update
         members.update = lambda *report: (reports.append(report[0]), update(*report))
-        usability, peers = members.usability.next, members.peers.next
+        usability, peers = members.usability.next, members.directives.next
         told.clear()
         async with asyncio.TaskGroup() as tasks:
             for seed in range(8):

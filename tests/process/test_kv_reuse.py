@@ -26,7 +26,7 @@ NUM_SLOTS = 6
 
 @contextlib.asynccontextmanager
 async def a_push_pair(
-    lane: str, *, seed: int, fencing: bool = True, cancel_share: float = 0.35
+    lane: str, *, seed: int, has_fence: bool = True, cancel_share: float = 0.35
 ) -> AsyncIterator[tuple[Peer, Peer]]:
     """Two processes, paired; prefill first."""
     config: dict[str, Any] = {
@@ -43,19 +43,19 @@ async def a_push_pair(
 
     async with a_peer(**program("decode")) as decode, a_peer(**program("prefill")) as prefill:
         port = await decode.ask(
-            "start", seed=seed, num_blocks=24, fencing=fencing, cancel_after_s=0.01, **config
+            "start", seed=seed, num_blocks=24, has_fence=has_fence, cancel_after_s=0.01, **config
         )
         seen = await prefill.ask("start", seed=seed + 1, num_blocks=40, port=port, **config)
         assert seen.split("/")[0] == lane
         yield prefill, decode
 
 
-async def campaign(lane: str, *, count: int, seed: int, fencing: bool = True) -> None:
+async def campaign(lane: str, *, count: int, seed: int, has_fence: bool = True) -> None:
     """Push, cancel and reuse; then everything must be home.
 
     Raises AssertionError: somebody read KV that is not their own, or something was lost.
     """
-    async with a_push_pair(lane, seed=seed, fencing=fencing) as (prefill, decode):
+    async with a_push_pair(lane, seed=seed, has_fence=has_fence) as (prefill, decode):
         for _ in range(count // 100):
             pushed = await prefill.ask("push", count=100, at_once=12)
             num_foreign = await decode.ask("count_foreign_words")
@@ -97,7 +97,7 @@ async def test_ten_thousand_cancelled_transfers_mix_no_kv(lane: str) -> None:
 async def test_the_same_campaign_without_the_fence_reads_foreign_kv(lane: str) -> None:
     """Blocks that are freed while a frame is still being placed are overwritten, and it sees it."""
     with pytest.raises(AssertionError, match="words of foreign KV"):
-        await campaign(lane, count=1_000, seed=11, fencing=False)
+        await campaign(lane, count=1_000, seed=11, has_fence=False)
 
 
 @pytest.mark.parametrize("lane", LANES)

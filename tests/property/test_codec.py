@@ -131,8 +131,8 @@ def test_step_tokens_survive_the_wire(rows: list[tuple[StreamId, AnswerToken]]) 
 def _sampled(token: AnswerToken) -> NewToken:
     """The token as the worker that sampled it has it."""
     item = WorkItem(token_ids=(1,), num_prompt_tokens=1, sampling=SamplingParams())
-    position, token_id, finish_reason, logprobs, _ = token
-    return NewToken(TokenSequence(item), token_id, position, finish_reason, logprobs, ())
+    facts = token.token_id, token.position, token.finish_reason, token.logprobs
+    return NewToken(TokenSequence(item), *facts, ())
 
 
 @given(st.sampled_from(sorted(ERROR_TYPES)), st.text(), st.text(), st.floats(0, 1e5))

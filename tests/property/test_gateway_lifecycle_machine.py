@@ -13,7 +13,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from services.gateway.core.lifecycle import (
     CancelLeg,
     Effect,
-    Emit,
     End,
     Leg,
     Lifecycle,
@@ -49,9 +48,8 @@ class LifecycleMachine(RuleBasedStateMachine):
         for effect in effects:
             assert not self.ends, "nothing follows the end"
             match effect:
-                case Emit(tokens):
-                    assert tokens
-                    self.emitted += tokens
+                case AnswerToken():
+                    self.emitted.append(effect)
                 case CancelLeg(leg):
                     assert leg in self.open_legs, "only what runs is cancelled, once"
                     self.open_legs.remove(leg)

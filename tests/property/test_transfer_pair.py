@@ -21,6 +21,7 @@ from shared.errors import InvariantViolated, TransferFailed
 from shared.ids import LeaseToken, RequestId
 from shared.kv.layout import KvLayout
 from shared.transfer.messages import TransferKey
+from tests.support.no_fence import take_fence_away
 from tests.support.transfer_pair import Choice, TransferPair
 
 PREFILL_BLOCKS = 16
@@ -28,9 +29,7 @@ DECODE_BLOCKS = 5
 LAYOUT = KvLayout(dtype="uint8", num_layers=2, num_kv_heads=1, head_dim=4)
 
 
-def a_pair(
-    seed: int, *, fencing: bool = True, receive_slots: int = 2, has_windows: bool = False
-) -> TransferPair:
+def a_pair(seed: int, *, receive_slots: int = 2, has_windows: bool = False) -> TransferPair:
     """A pair with far too little of everything."""
     return TransferPair(
         random_bytes=random.Random(seed).randbytes,
@@ -42,7 +41,6 @@ def a_pair(
         block_size=2,
         send_slots=2,
         receive_slots=receive_slots,
-        fencing=fencing,
         has_windows=has_windows,
     )
 
@@ -83,12 +81,11 @@ def wind_down(pair: TransferPair) -> None:
 class SlowWire(RuleBasedStateMachine):
     """Requests come, are cancelled and finish, while data and copies take their time."""
 
-    fencing = True
     has_windows = False
 
     @initialize()
     def start(self) -> None:
-        self.pair = a_pair(0, fencing=self.fencing, has_windows=self.has_windows)
+        self.pair = a_pair(0, has_windows=self.has_windows)
         self.num_begun = 0
         self.held: set[Choice] = set()
 
@@ -254,11 +251,9 @@ class Adversary:
     as anything else can happen.
     """
 
-    def __init__(self, seed: int, *, fencing: bool, has_windows: bool) -> None:
+    def __init__(self, seed: int, *, has_windows: bool) -> None:
         self.rng = random.Random(seed)
-        self.pair = a_pair(
-            seed, fencing=fencing, receive_slots=2 + seed % 2, has_windows=has_windows
-        )
+        self.pair = a_pair(seed, receive_slots=2 + seed % 2, has_windows=has_windows)
         self.seed = seed
         self.slow = ("place", "gather" if has_windows else "land")
         self.num_begun = 0
@@ -301,7 +296,7 @@ def test_long_runs_with_the_fence_mix_nothing(has_windows: bool):
     """40 seeded runs of 400 events: no foreign KV, and everything comes home."""
     num_handed_over = 0
     for seed in range(40):
-        adversary = Adversary(seed, fencing=True, has_windows=has_windows)
+        adversary = Adversary(seed, has_windows=has_windows)
         adversary.run(400)
         num_handed_over += adversary.pair.num_handed_over
         wind_down(adversary.pair)
@@ -309,23 +304,25 @@ def test_long_runs_with_the_fence_mix_nothing(has_windows: bool):
 
 
 @pytest.mark.parametrize("has_windows", [False, True])
-def test_the_same_runs_without_the_fence_are_caught(has_windows: bool):
+def test_the_same_runs_without_the_fence_are_caught(
+    has_windows: bool, monkeypatch: pytest.MonkeyPatch
+):
     """Releasing slots and blocks at once is seen as foreign KV by the very same runs."""
+    take_fence_away(monkeypatch)
     caught = 0
     for seed in range(40):
         with contextlib.suppress(InvariantViolated):
-            Adversary(seed, fencing=False, has_windows=has_windows).run(400)
+            Adversary(seed, has_windows=has_windows).run(400)
             continue
         caught += 1
     assert caught >= 2
 
 
-def test_hypothesis_too_finds_the_missing_fence():
+def test_hypothesis_too_finds_the_missing_fence(monkeypatch: pytest.MonkeyPatch):
     """The state machine above fails without the fence, so it would fail with a broken one."""
+    take_fence_away(monkeypatch)
 
     class NoFence(SlowWire):
-        fencing = False
-
         def teardown(self) -> None:
             pass
 

@@ -45,6 +45,7 @@ from shared.transfer.messages import (
 )
 from shared.transfer.plan import MAX_FRAMES, FrameRule
 from shared.transfer.receivers import MAX_ENDED, Receivers, TagRanges
+from tests.support.no_fence import take_fence_away
 
 LINK, OTHER_LINK = LinkId(1), LinkId(2)
 US, THEM = Incarnation(1), Incarnation(2)
@@ -493,9 +494,10 @@ def test_the_integrity_check_sees_a_lost_slot():
         end.core.check_integrity()
 
 
-def test_without_the_fence_everything_is_free_at_once():
-    """What the switch does: the mistake that the safety tests must see."""
-    end = End(fencing=False).receiving()
+def test_without_the_fence_everything_is_free_at_once(monkeypatch: pytest.MonkeyPatch):
+    """The mistake that the safety tests must see."""
+    take_fence_away(monkeypatch)
+    end = End().receiving()
     end.arrive(0)
     assert kinds(end.abort()) == ["Abort", "CancelReceive", "CancelReceive", "ReleaseLease"]
     assert end.free_slots == 8

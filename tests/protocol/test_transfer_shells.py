@@ -21,6 +21,7 @@ from shared.telemetry.moments import Moment
 from shared.transport.base import Outcome
 from shared.worker.pusher import PushStats
 from tests.support.loopback import LoopbackFabric, LoopbackSettings, LoopbackTransport
+from tests.support.no_fence import take_fence_away
 from tests.support.transfer_ends import (
     ADDRESS,
     Ends,
@@ -542,11 +543,14 @@ async def test_late_writes_meet_the_fence(has_windows: bool):
 
 @pytest.mark.parametrize("has_windows", [False, True])
 @in_virtual_time
-async def test_late_writes_without_the_fence_are_seen(has_windows: bool):
-    """The same storm with the fence off makes somebody read foreign KV."""
+async def test_late_writes_without_the_fence_are_seen(
+    has_windows: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """The same storm without the fence makes somebody read foreign KV."""
+    take_fence_away(monkeypatch)
     options: dict[str, Any] = {"prefill_blocks": 32, "decode_blocks": 16, "num_slots": 3}
     fabric = LoopbackFabric(replace(SLOW_WIRE, has_windows=has_windows))
-    async with running_ends(fabric.open, fencing=False, **options) as ends:
+    async with running_ends(fabric.open, **options) as ends:
         await storm(ends, count=150, seed=3)
         assert ends.decode.num_foreign > 0
 

@@ -55,13 +55,6 @@ class AnotherNamespace(CountingTransport):
         return None
 
 
-class ForeignMemory(CountingTransport):
-    """Where a key leads to memory of somebody else."""
-
-    async def map_window(self, key: bytes) -> Any:
-        return bytearray(4096)
-
-
 @pytest.mark.parametrize(
     ("kind", "is_whole"), [(CountingTransport, False), (AnotherNamespace, True)]
 )

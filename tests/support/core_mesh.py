@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from services.gateway.core.admission import Admission, Admitted
 from services.gateway.core.dispatcher import BlamePair, Dispatcher, Effect, LookForPair, Send
-from services.gateway.core.lifecycle import CancelLeg, Emit, End, Leg, Lifecycle, Reroute
+from services.gateway.core.lifecycle import CancelLeg, End, Leg, Lifecycle, Reroute
 from services.gateway.core.peer_table import PeerTable
 from services.gateway.core.pools import Home, Pool, change_home, home_of, pool_of
 from services.gateway.core.routing import POLICIES, RouteDecision, route
@@ -32,7 +32,8 @@ from shared.liveness import Liveness, PeerState
 from shared.request import AnswerToken, SamplingParams, WorkItem
 from shared.transfer.messages import LinkId, TransferKey
 from shared.worker.core.life import Task
-from tests.support.core_worker import WIRE_S, Clock, CoreOrder, CoreWorker, RandomBytes, Word
+from tests.support.core_worker import CoreOrder, CoreWorker, Word
+from tests.support.event_heap import WIRE_S, Clock, RandomBytes
 
 MODEL = FakeModel(vocab_size=64, max_model_len=512, num_layers=2, num_kv_heads=1, head_dim=8)
 TASKS = {Leg.PREFILL: Task.PROMPT, Leg.DECODE: Task.ANSWER, Leg.WHOLE: Task.WHOLE}
@@ -266,8 +267,8 @@ class CoreMesh:
         while todo:
             effect = todo.popleft()
             match effect:
-                case Emit(tokens):
-                    answer.tokens += tokens
+                case AnswerToken():
+                    answer.tokens.append(effect)
                 case CancelLeg(leg):
                     self._cancel(answer, leg)
                 case Reroute():

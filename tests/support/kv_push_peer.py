@@ -16,6 +16,7 @@ import sys
 from collections import Counter
 from typing import Any
 
+import pytest
 import structlog
 
 from shared.address import Address
@@ -31,6 +32,7 @@ from shared.worker.dial import PairTable
 from shared.worker.pusher import Pusher
 from shared.worker.receiver import KvReceiver
 from tests.support.ledger_end import LedgerEnd
+from tests.support.no_fence import take_fence_away
 from tests.support.stamped_kv import StampedKv
 from tests.support.transfer_ends import PrefillEnd
 
@@ -47,6 +49,8 @@ class Decode:
 
     async def start(self, **config: Any) -> int:
         self.rng = random.Random(config["seed"])
+        if not config["has_fence"]:
+            take_fence_away(pytest.MonkeyPatch())
         self.cancel_share = config["cancel_share"]
         self.cancel_after_s = config["cancel_after_s"]
         self.kv = _kv(config["num_blocks"], config["words"])
@@ -64,7 +68,6 @@ class Decode:
             num_slots=config["num_slots"],
             max_frame_bytes=config["max_frame_bytes"],
             group_bytes=config["group_bytes"],
-            fencing=config["fencing"],
         )
         self.end.connect(self.receiver)
         self.num_cancelled = 0

@@ -111,7 +111,7 @@ class LedgerEnd:
         self.num_released = 0
         self.num_foreign = 0
         self.failures: list[MeshError] = []
-        self.moved = asyncio.Event()
+        self._news = asyncio.Event()
 
     def connect(self, receiver: KvReceiver) -> None:
         """Close the circle."""
@@ -120,8 +120,8 @@ class LedgerEnd:
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until an event here has made the condition true."""
         while not condition():
-            self.moved.clear()
-            await self.moved.wait()
+            self._news.clear()
+            await self._news.wait()
 
     @property
     def is_home(self) -> bool:
@@ -176,7 +176,7 @@ class LedgerEnd:
         self.failures.append(error)
 
     def ended(self, stream_id: StreamId) -> None:
-        self.moved.set()
+        self._news.set()
 
     # --- the step loop ---------------------------------------------------------------------------
 
@@ -226,6 +226,6 @@ class LedgerEnd:
             self.num_foreign += self._engine.num_foreign(table.blocks, 0, num_tokens, name)
             self.pool.release(table)
             self.requests.step_done((), (), None)
-            self.moved.set()
+            self._news.set()
 
         asyncio.get_running_loop().call_later(STEP_S, end)

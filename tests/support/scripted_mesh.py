@@ -15,14 +15,15 @@ from services.gateway.front.auth import KeyRing
 from services.gateway.front.client_metrics import ClientMetrics
 from services.gateway.front.frontdoor import FrontDoor
 from services.gateway.http.door import serve_http
-from services.gateway.mesh import Generation, GenerationRequest, ServedModel, TokenBatch
+from services.gateway.mesh import Generation, GenerationRequest, ServedModel, Tokens
 from services.gateway.text.text_model import TextModel
 from services.gateway.workers.cluster import cluster_body
 from shared.errors import NotFound
 from shared.ids import Incarnation
-from shared.request import FinishReason, TokenLogprobs
+from shared.request import AnswerToken, FinishReason, TokenLogprobs
 from shared.rpc.network import Address
 from shared.rpc.tls import ServerTls
+from tests.support.answer_tokens import answer_tokens
 from tests.support.tiny_tokenizer import (
     EOS,
     NUM_TOKENS,
@@ -31,7 +32,7 @@ from tests.support.tiny_tokenizer import (
     tiny_tokenizer,
 )
 
-Script = Callable[[GenerationRequest], AsyncGenerator[TokenBatch]]
+Script = Callable[[GenerationRequest], AsyncGenerator[Tokens]]
 
 MODEL = ServedModel(name="tiny", vocab_size=VOCAB_SIZE, max_model_len=512, created=1_700_000_000)
 
@@ -42,28 +43,28 @@ class ScriptedGeneration:
     def __init__(
         self,
         request: GenerationRequest,
-        batches: AsyncGenerator[TokenBatch],
+        arrivals: AsyncGenerator[Tokens],
         receipt: dict[str, Any],
     ) -> None:
         self._num_prompt_tokens = len(request.token_ids)
-        self._batches = batches
+        self._arrivals = arrivals
         self._receipt = receipt
-        self._take: Callable[[TokenBatch], bool] | None = None
+        self._take: Callable[[Tokens], bool] | None = None
         self.num_taken = 0
         self.is_over = False
 
-    async def __aiter__(self) -> AsyncIterator[TokenBatch]:
-        async for batch in self._batches:
-            if not self._is_taken(batch):
-                yield batch
+    async def __aiter__(self) -> AsyncIterator[Tokens]:
+        async for tokens in self._arrivals:
+            if not self._is_taken(tokens):
+                yield tokens
 
-    def _is_taken(self, batch: TokenBatch) -> bool:
-        if self._take is None or not self._take(batch):
+    def _is_taken(self, tokens: Tokens) -> bool:
+        if self._take is None or not self._take(tokens):
             return False
-        self.num_taken += len(batch.token_ids)
+        self.num_taken += len(tokens)
         return True
 
-    def offer_to(self, take: Callable[[TokenBatch], bool]) -> None:
+    def offer_to(self, take: Callable[[Tokens], bool]) -> None:
         self._take = take
 
     def hold(self) -> None:
@@ -120,8 +121,8 @@ class ScriptedMesh:
             raise self.refusal
         self._count(1)
         try:
-            async with aclosing(self.script(request)) as batches:
-                generation = ScriptedGeneration(request, batches, self.receipt)
+            async with aclosing(self.script(request)) as arrivals:
+                generation = ScriptedGeneration(request, arrivals, self.receipt)
                 yield generation
             generation.is_over = True
         finally:
@@ -145,42 +146,42 @@ def saying(text: str, *, per_batch: int = 3, gate: asyncio.Semaphore | None = No
     """
     token_ids = [*tiny_tokenizer().encode(text, add_special_tokens=False).ids, EOS]
 
-    async def script(request: GenerationRequest) -> AsyncGenerator[TokenBatch]:
+    async def script(request: GenerationRequest) -> AsyncGenerator[Tokens]:
         sampling = request.sampling
         ids = token_ids[: sampling.max_tokens]
         last = FinishReason.STOP if len(ids) == len(token_ids) else FinishReason.LENGTH
         for start in range(0, len(ids), per_batch):
             if gate is not None:
                 await gate.acquire()
-            batch = tuple(ids[start : start + per_batch])
-            is_last = start + per_batch >= len(ids)
-            yield TokenBatch(
-                start,
-                batch,
-                _logprobs(batch, sampling.logprobs),
-                last if is_last else FinishReason.NONE,
-                _prompt_logprobs(request) if start == 0 else None,
-            )
+            stop = min(start + per_batch, len(ids))
+            yield [
+                AnswerToken(
+                    index,
+                    ids[index],
+                    last if index == len(ids) - 1 else FinishReason.NONE,
+                    _logprobs(ids[index], sampling.logprobs),
+                    _prompt_logprobs(request) if index == 0 else None,
+                )
+                for index in range(start, stop)
+            ]
 
     return script
 
 
 def failing_after(text: str, error: Exception) -> Script:
     """Return a script that says the text and then fails."""
-    ids = tuple(tiny_tokenizer().encode(text, add_special_tokens=False).ids)
+    ids = tiny_tokenizer().encode(text, add_special_tokens=False).ids
 
-    async def script(_: GenerationRequest) -> AsyncGenerator[TokenBatch]:
+    async def script(_: GenerationRequest) -> AsyncGenerator[Tokens]:
         if ids:
-            yield TokenBatch(0, ids)
+            yield answer_tokens(ids)
         raise error
 
     return script
 
 
-def _logprobs(ids: tuple[int, ...], num_top: int | None) -> tuple[TokenLogprobs, ...] | None:
-    if num_top is None:
-        return None
-    return tuple(_entry(token_id, num_top) for token_id in ids)
+def _logprobs(token_id: int, num_top: int | None) -> TokenLogprobs | None:
+    return None if num_top is None else _entry(token_id, num_top)
 
 
 def _entry(token_id: int, num_top: int) -> TokenLogprobs:

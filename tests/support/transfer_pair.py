@@ -74,7 +74,6 @@ class TransferPair:
         receive_slots: int,
         window: int = 2,
         chunk: int = 4,
-        fencing: bool = True,
         has_windows: bool = False,
     ) -> None:
         """has_windows: the source gathers into the sink's slots, and only its word travels."""
@@ -91,7 +90,6 @@ class TransferPair:
             tags=TagRanges(random_bytes),
             random_bytes=random_bytes,
             window=window,
-            fencing=fencing,
         )
         self.prefill_pool = CellPool(prefill_blocks, block_size, layout.num_layers)
         self.decode_pool = CellPool(decode_blocks, block_size, layout.num_layers)

@@ -143,9 +143,6 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 QUANTISED: Mapping[str, Callable[[Path], None]]
 """Family -> what turns a folder with a dense llama into the quantised one. Set below."""
 
-STATEFUL = frozenset({"mamba2", "bamba"})
-"""Families whose layers keep a state that is no KV: our engine on vLLM refuses them."""
-
 LATENT = frozenset({"deepseek_v2", "deepseek_v3"})
 """Families with latent KV (MLA): blocks of 16 on a CPU."""
 

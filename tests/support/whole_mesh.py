@@ -20,7 +20,7 @@ from services.gateway.workers.session import RequestShell
 from shared import wire
 from shared.address import Address
 from shared.config import GatewayConfig
-from shared.engine.fake import FakeModel, FakeTiming
+from shared.engine.fake import FakeEngine, FakeModel, FakeTiming
 from shared.errors import MeshError
 from shared.messages.columns import pack_u32, unpack_u32
 from shared.rpc.methods import GENERATE
@@ -202,6 +202,7 @@ async def whole_mesh(
     decode: dict[str, Any] | None = None,
     timing: FakeTiming | None = None,
     model: FakeModel = MODEL,
+    engine: type[FakeEngine] = FakeEngine,
     seed: int = 1,
 ) -> AsyncGenerator[WholeMesh]:
     """Run a mesh for the length of the block; entering waits until every pair is ready."""
@@ -228,6 +229,7 @@ async def whole_mesh(
                 block_size=settings.pop("block_size", block_size),
                 timing=settings.pop("timing", timing),
                 model=settings.pop("model", model),
+                engine_kind=engine,
                 settings={
                     "gateway": GATEWAYS,
                     "staging_mib": 16,

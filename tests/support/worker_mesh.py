@@ -167,6 +167,7 @@ async def launch_worker(
     timing: FakeTiming | None,
     settings: dict[str, Any],
     model: FakeModel = MODEL,
+    engine_kind: type[FakeEngine] = FakeEngine,
 ) -> RunningWorker:
     """Start a worker as a task, on a host of its own; returns once it serves.
 
@@ -177,7 +178,7 @@ async def launch_worker(
     async def profile(*_: object) -> MachineProfile:
         return measured
 
-    engine = FakeEngine(
+    engine = engine_kind(
         model=model, num_blocks=num_blocks, block_size=block_size, timing=timing or FakeTiming()
     )
     transport = await fabric.open()

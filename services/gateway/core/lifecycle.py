@@ -70,13 +70,10 @@ class Leg(StrEnum):
     WHOLE = "whole"
 
 
-# Effects: orders to the shell, in the order in which they must be carried out.
+_PREFILL = Leg.PREFILL  # a member by its enum's name is looked up in Python, 50 ns each time
 
-
-class Emit(NamedTuple):
-    """Hand these tokens to the client."""
-
-    tokens: tuple[AnswerToken, ...]
+# Effects: orders to the shell, in the order in which they must be carried out. A token is one by
+# itself: hand it to the client.
 
 
 class CancelLeg(NamedTuple):
@@ -102,7 +99,7 @@ class End(NamedTuple):
     error: MeshError | None
 
 
-Effect = Emit | CancelLeg | Reroute | End
+Effect = AnswerToken | CancelLeg | Reroute | End
 
 
 @dataclass(slots=True)
@@ -195,22 +192,22 @@ class Lifecycle:
         if current is None or current.number != attempt or leg not in current.open_legs:
             self.num_dropped += 1
             return []
-        if leg is Leg.PREFILL:
-            if token.position != current.first_position:
+        position, output = token.position, self._output
+        if leg is _PREFILL:
+            if position != current.first_position:
                 raise RemoteProtocolError("prefill brings the first token alone", param="index")
             current.has_first_token = True
         else:
             current.is_granted = True
-        num_output = len(self._output)
-        if token.position < num_output or token.position in self._early:
+        if position < len(output) or position in self._early:
             self.num_dropped += 1
             return []
-        is_alone = token.position == num_output and not self._early and not token.finish_reason
+        is_alone = position == len(output) and not self._early and not token.finish_reason
         if is_alone and current.is_granted:
             # Nothing waits for it, as for nearly all: there is nothing else to decide.
-            self._output.append(token.token_id)
-            return [Emit((token,))]
-        self._early[token.position] = token
+            output.append(token.token_id)
+            return [token]
+        self._early[position] = token
         return self._release(current)
 
     def granted(self, attempt: int) -> list[Effect]:
@@ -236,7 +233,7 @@ class Lifecycle:
             if token.finish_reason is not FinishReason.NONE:
                 self.finish_reason = token.finish_reason
                 break
-        effects: list[Effect] = [Emit(tuple(ready))]
+        effects: list[Effect] = [*ready]
         if self.finish_reason is not FinishReason.NONE:
             # Its own finish: nothing to cancel.
             if Leg.WHOLE in current.open_legs:

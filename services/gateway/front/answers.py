@@ -1,4 +1,4 @@
-"""Answers as text: what HTTP and gRPC stream to a client, made from the batches of one or several
+"""Answers as text: what HTTP and gRPC stream to a client, made from the tokens of one or several
 generations.
 
 One answer is pulled straight from the mesh; several run in a TaskGroup of their own and meet in a
@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, cast
 
-from services.gateway.mesh import Generation, GenerationRequest, Mesh, TokenBatch
+import msgspec
+
+from services.gateway.mesh import Generation, GenerationRequest, Mesh, Tokens
 from services.gateway.text.detokenizer import AnswerText
 from shared.errors import InvariantViolated, MeshError
 from shared.request import FinishReason, TokenLogprobs
@@ -23,22 +25,31 @@ from shared.request import FinishReason, TokenLogprobs
 _ENDLESS = "a generation ended without a finish reason"
 
 
-class TextDelta(NamedTuple):
-    """What one batch added to one answer. choice: index of the answer.
+class TextDelta(msgspec.Struct, frozen=True, gc=False):
+    """What tokens that arrived together added to one answer. choice: index of the answer.
 
-    text may lag behind token_ids while a character or a possible stop string is incomplete.
-    stop_reason: the stop string or token id that ended the answer, None for an end-of-sequence
-    token.
+    text may lag behind the tokens while a character or a possible stop string is incomplete. The
+    answer's finish_reason may come from a stop string, which no token knows. stop_reason: the stop
+    string or token id that ended the answer, None for an end-of-sequence token. prompt_logprobs:
+    with the first token if asked for, one entry a prompt token, the first NaN.
     """
 
     choice: int
-    first_index: int
     text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] | None
+    tokens: Tokens
     finish_reason: FinishReason
     stop_reason: str | int | None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Ids of the tokens."""
+        return [token.token_id for token in self.tokens]
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        """One entry a token, when asked for."""
+        return [token.logprobs for token in self.tokens if token.logprobs is not None]
 
 
 class TokenCounts(NamedTuple):
@@ -63,39 +74,36 @@ class Choice:
     text: AnswerText
     is_echo_only: bool = False
     generation: Generation | None = field(default=None, init=False, repr=False)
-    finish_reason: FinishReason = field(default=FinishReason.NONE, init=False)
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """NONE while the answer is not over."""
+        return self.text.finish_reason
 
     @property
     def is_done(self) -> bool:
         """Whether the answer is over."""
-        return self.finish_reason is not FinishReason.NONE
+        return bool(self.text.finish_reason)
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the answer so far."""
         return 0 if self.is_echo_only else self.text.num_tokens
 
-    def take(self, batch: TokenBatch) -> TextDelta:
-        """Turn a batch into text; ``is_done`` once the answer is over."""
-        first_index, token_ids, logprobs, finish_reason, prompt_logprobs = batch
-        text, num_tokens, finish_reason, stop_reason = self.text.feed(token_ids, finish_reason)
-        self.finish_reason = finish_reason
+    def take(self, tokens: Tokens) -> TextDelta:
+        """Turn tokens into text; ``is_done`` once the answer is over."""
+        answer = self.text
+        text = answer.feed(tokens)
+        finish_reason, first = answer.finish_reason, tokens[0]
         if self.is_echo_only:
+            nothing: Tokens = ()
             return TextDelta(
-                self.index, 0, "", (), None, FinishReason.LENGTH, None, prompt_logprobs
+                self.index, "", nothing, FinishReason.LENGTH, None, first.prompt_logprobs
             )
-        if num_tokens < len(token_ids):
-            token_ids = token_ids[:num_tokens]
-            logprobs = None if logprobs is None else logprobs[:num_tokens]
+        if finish_reason:
+            tokens = tokens[: answer.num_tokens - first.position]  # a stop string leaves the rest
         return TextDelta(
-            self.index,
-            first_index,
-            text,
-            token_ids,
-            logprobs,
-            finish_reason,
-            stop_reason,
-            prompt_logprobs,
+            self.index, text, tokens, finish_reason, answer.stop_reason, first.prompt_logprobs
         )
 
 
@@ -180,7 +188,7 @@ class _OneAnswer(Answers):
 
     async def __aenter__(self) -> _OneAnswer:
         self._choice.generation = self._generation = await self._stay.__aenter__()
-        self._batches = aiter(self._generation)
+        self._arrivals = aiter(self._generation)
         return self
 
     async def __aexit__(
@@ -195,18 +203,21 @@ class _OneAnswer(Answers):
         if self._choice.is_done:
             return []
         try:
-            return [self._choice.take(await anext(self._batches))]
+            return [self._choice.take(await anext(self._arrivals))]
         except (StopAsyncIteration, _IsComplete):
             if not self._choice.is_done:
                 raise InvariantViolated(_ENDLESS) from None
             return []  # the sink has had the last one
 
     def write_to(self, sink: DeltaSink) -> None:
-        def take(batch: TokenBatch) -> bool:
-            if not sink.has_room():
+        has_room, write, delta_of = sink.has_room, sink.write, self._choice.take
+
+        def take(tokens: Tokens) -> bool:
+            if not has_room():
                 return False
-            sink.write(self._choice.take(batch))
-            if self._choice.is_done and not batch.finish_reason:
+            delta = delta_of(tokens)
+            write(delta)
+            if delta.finish_reason and not tokens[-1].finish_reason:
                 raise _IsComplete
             return True
 
@@ -229,20 +240,20 @@ class _ManyAnswers(Answers):
         deltas = [await self._queue.get()]
         while not self._queue.empty():
             deltas.append(self._queue.get_nowait())
-        self._num_running -= sum(delta.finish_reason is not FinishReason.NONE for delta in deltas)
+        self._num_running -= sum(bool(delta.finish_reason) for delta in deltas)
         return deltas
 
     async def run(self, choice: Choice, mesh: Mesh) -> None:
         """Generate one answer into the queue."""
         async with mesh.generate(choice.request) as generation:
             choice.generation = generation
-            batches = aiter(generation)
+            arrivals = aiter(generation)
             while not choice.is_done:
                 try:
-                    batch = await anext(batches)
+                    tokens = await anext(arrivals)
                 except StopAsyncIteration:
                     raise InvariantViolated(_ENDLESS) from None
-                await self._queue.put(choice.take(batch))
+                await self._queue.put(choice.take(tokens))
 
 
 def open_answers(mesh: Mesh, choices: Sequence[Choice]) -> AbstractAsyncContextManager[Answers]:

@@ -22,7 +22,7 @@ from services.gateway.limits import STALL_S, SamplingForm
 from shared import wire
 from shared.errors import DeadlinePassed, InvalidRequest, MeshError, RemoteProtocolError
 from shared.messages.columns import pack_f32, pack_u32, unpack_u32
-from shared.request import FinishReason, TokenLogprobs
+from shared.request import TokenLogprobs
 from shared.rpc.methods import CHANGE_ROLE, GENERATE, LIST_MODELS, TOKENIZE
 from shared.rpc.service import FIRST_MESSAGE_S, ServerStream, Servicer, bind, bind_unary
 from shared.rpc.status import MAX_TRAILER_BYTES, RECEIPT_TRAILER
@@ -190,7 +190,7 @@ class Inference:
                 call.note()
                 for delta in deltas:
                     response = _response(delta, form.sampling)
-                    if delta.finish_reason is not FinishReason.NONE:
+                    if delta.finish_reason:
                         response.usage = _usage(answers.usage)
                     if delta.prompt_logprobs is not None:
                         response.prompt_logprobs = [
@@ -305,11 +305,11 @@ def _usage(usage: TokenCounts) -> wire.Usage:
 
 
 def _response(delta: TextDelta, sampling: SamplingForm) -> wire.GenerateResponse:
-    logprobs = delta.logprobs or ()
+    logprobs = delta.logprobs
     return wire.GenerateResponse(
         text=delta.text,
         token_ids=pack_u32(delta.token_ids),
-        first_index=delta.first_index,
+        first_index=delta.tokens[0].position if delta.tokens else 0,
         logprobs=pack_f32(entry.logprob for entry in logprobs),
         top_logprobs=[_top(entry) for entry in logprobs] if sampling.logprobs else [],
         finish_reason=wire.FinishReason(int(delta.finish_reason)),

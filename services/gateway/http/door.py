@@ -328,7 +328,7 @@ class HttpDoor:
                 answers.write_to(chunks)
                 while deltas := await answers.next():
                     call.note()
-                    if events_now := chunks.of(deltas):
+                    if events_now := b"".join([chunks.of(delta) for delta in deltas]):
                         await events.write(events_now)
             usage = answers.usage if has_usage else None
             receipts = answers.receipts() if has_receipt else ()
@@ -354,21 +354,21 @@ class _Chunks:
     ) -> None:
         self.has_room = events.has_room
         self._write = events.write_nowait
-        self._format = answer_format
+        self._chunks = answer_format.chunks
+        self._has_counts = answer_format.continuous_usage
         self._request_id = call.caller.request_id
         self._answers = answers
 
-    def of(self, deltas: Sequence[TextDelta]) -> bytes:
-        """Return the events of these deltas, about to be written."""
-        usage = self._answers.usage if self._format.continuous_usage else None
-        chunks = self._format.chunks(deltas, usage)
+    def of(self, delta: TextDelta) -> bytes:
+        """Return the events of a delta, about to be written."""
+        chunks = self._chunks(delta, self._answers.usage if self._has_counts else None)
         if chunks and is_debugging():
             note(Moment.WRITTEN, self._request_id, num_bytes=len(chunks))
         return chunks
 
     def write(self, delta: TextDelta) -> None:
         """See ``DeltaSink``."""
-        if chunks := self.of((delta,)):
+        if chunks := self.of(delta):
             self._write(chunks)
 
 

@@ -59,7 +59,7 @@ class _Collected:
     def add(self, delta: TextDelta) -> None:
         self.texts.append(delta.text)
         self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs or ()
+        self.logprobs += delta.logprobs
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
         self.finish_reason = delta.finish_reason
@@ -103,31 +103,29 @@ class AnswerFormat:
 
     # --- streams --------------------------------------------------------------------------------
 
-    def chunks(self, deltas: Sequence[TextDelta], usage: TokenCounts | None) -> bytes:
-        """Return the events of these deltas, b'' if they show nothing yet.
+    def chunks(self, delta: TextDelta, usage: TokenCounts | None) -> bytes:
+        """Return the events of a delta, b'' if it shows nothing yet.
 
         usage: counts so far if they go into every chunk, else None.
         """
+        choice, text = delta.choice, delta.text
+        plain = self._plain.get(choice)
+        if plain is not None and not delta.finish_reason:
+            return b"".join((plain[0], _encode(text), plain[1])) if text else b""
         counts = None if usage is None else bodies.UsageBody.of(usage)
-        events: list[bytes] = []
-        for delta in deltas:
-            if delta.choice not in self._begun:
-                self._begun.add(delta.choice)
-                if (first := self._first(delta)) is not None:
-                    events.append(self._event(first, counts))
-            is_last = delta.finish_reason is not FinishReason.NONE
-            if is_last or (self._has_logprobs and delta.token_ids):
-                logprobs = self._logprobs(delta) if self._has_logprobs else None
-                name = FINISH_NAMES.get(delta.finish_reason)
-                content = self.new_text(delta.text)
-                last = (logprobs, name, delta.stop_reason)
-                events.append(self._event(self.chunk_choice(delta.choice, content, *last), counts))
-            elif delta.text and counts is None:
-                before, after = self._plain.get(delta.choice) or self._cut(delta.choice)
-                events.append(before + _encode(delta.text) + after)
-            elif delta.text:
-                events.append(self._event(self._plain_choice(delta.choice, delta.text), counts))
-        return b"".join(events)
+        events = b""
+        if choice not in self._begun:
+            self._begun.add(choice)
+            if (first := self._first(delta)) is not None:
+                events = self._event(first, counts)
+            if counts is None and not self._has_logprobs:
+                self._cut(choice)
+        if delta.finish_reason or (self._has_logprobs and delta.tokens):
+            logprobs = self._logprobs(delta) if self._has_logprobs else None
+            last = (logprobs, FINISH_NAMES.get(delta.finish_reason), delta.stop_reason)
+            content = self.new_text(text)
+            return events + self._event(self.chunk_choice(choice, content, *last), counts)
+        return events + self._event(self._plain_choice(choice, text), counts) if text else events
 
     def closing(self, usage: TokenCounts | None, receipts: Sequence[dict[str, Any]]) -> bytes:
         """Return the end of a stream: the chunk without choices, if usage or receipts were asked
@@ -144,12 +142,12 @@ class AnswerFormat:
         chunk = self.chunk(object=self.chunk_name, choices=choices, **self._named(), **fields)
         return b"data: " + _encode(chunk) + b"\n\n"
 
-    def _cut(self, index: int) -> tuple[bytes, bytes]:
-        """What stands before and after the text of a chunk that is nothing but text."""
+    def _cut(self, index: int) -> None:
+        """Note what stands before and after the text of this answer's chunks, which are nothing but
+        text until its last."""
         event = self._event(self._plain_choice(index, _MARK), None)
         before, _, after = event.partition(_encode(_MARK))
         self._plain[index] = before, after
-        return before, after
 
     # --- whole bodies ---------------------------------------------------------------------------
 
@@ -213,7 +211,7 @@ class ChatFormat(AnswerFormat):
         return bodies.ChatChunkChoice(delta.choice, opening, None, None)
 
     def _logprobs(self, delta: TextDelta) -> bodies.ChatLogprobs:
-        return self._entries(delta.token_ids, delta.logprobs or ())
+        return self._entries(delta.token_ids, delta.logprobs)
 
     def _content(
         self, index: int, answer: _Collected
@@ -274,7 +272,7 @@ class CompletionFormat(AnswerFormat):
         return bodies.CompletionChunkChoice(delta.choice, text, columns, None)
 
     def _logprobs(self, delta: TextDelta) -> bodies.CompletionLogprobs:
-        return self._columns[delta.choice].take(delta.token_ids, delta.logprobs or ())
+        return self._columns[delta.choice].take(delta.token_ids, delta.logprobs)
 
     def _content(
         self, index: int, answer: _Collected

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel, DecodeStream
 
-from shared.request import FinishReason
+from shared.request import AnswerToken, FinishReason
 
 PROMPT_TAIL = 8
 """Prompt tokens that an answer's decoder starts from, where the answer continues the prompt's text:
@@ -204,25 +204,15 @@ class StopMatcher:
         return 0
 
 
-class TextStep(NamedTuple):
-    """What a batch of tokens gave.
-
-    num_tokens: how many of them belong to the answer (fewer than given if a stop string ended it).
-    finish_reason: STOP if a stop string or the batch itself ended the answer. stop_reason: the stop
-    string or token id; None for an end-of-sequence token.
-    """
-
-    text: str
-    num_tokens: int
-    finish_reason: FinishReason
-    stop_reason: str | int | None = None
-
-
 class AnswerText:
     """Text of one answer: decoder, then stop strings.
 
     min_tokens: stop strings that are complete before the answer has this many tokens do not count.
     include_stop: keep the stop string, or the text of the token that ended the answer, in the text.
+
+    Of the answer so far: num_tokens belong to it (fewer than were given if a stop string ended it);
+    finish_reason is STOP if a stop string or a token ended it; stop_reason is that string or token
+    id, None for an end-of-sequence token.
     """
 
     def __init__(
@@ -242,40 +232,48 @@ class AnswerText:
         self._min_tokens = min_tokens
         self._include_stop = include_stop
         self.num_tokens = 0
+        self.finish_reason = FinishReason.NONE
+        self.stop_reason: str | int | None = None
 
     @property
     def has_stop(self) -> bool:
         """Whether text can end the answer: there are stop strings."""
         return self._matcher.has_stop
 
-    def feed(self, token_ids: Sequence[int], finish_reason: FinishReason) -> TextStep:
-        """Take a batch; the answer is over once a finish reason comes back."""
+    def feed(self, tokens: Sequence[AnswerToken]) -> str:
+        """Take tokens, at least one, and return the text that they give; the answer may be over
+        then."""
+        finish_reason = tokens[-1].finish_reason
         if not finish_reason and self._is_plain:
-            num_tokens = len(token_ids)
-            self.num_tokens += num_tokens
-            if num_tokens == 1:
-                return TextStep(self._step_of(token_ids[0]), 1, finish_reason)
-            text = "".join([self._step_of(token_id) for token_id in token_ids])
-            return TextStep(text, num_tokens, finish_reason)
+            self.num_tokens += len(tokens)
+            if len(tokens) == 1:
+                return self._step_of(tokens[0].token_id)
+            return "".join([self._step_of(token.token_id) for token in tokens])
         pieces: list[str] = []
-        last = len(token_ids) - 1
-        stop_reason: int | None = None
-        for position, token_id in enumerate(token_ids):
+        for token in tokens:
             self.num_tokens += 1
-            if position == last and finish_reason is FinishReason.STOP:
-                stop_reason = token_id if token_id in self._stop_token_ids else None
+            if token.finish_reason is FinishReason.STOP:
+                self.stop_reason = (
+                    token.token_id if token.token_id in self._stop_token_ids else None
+                )
                 if not self._include_stop:
                     continue
-            text, found = self._step(token_id)
+            text, found = self._step(token.token_id)
             pieces.append(text)
             if found is not None:
-                return TextStep("".join(pieces), position + 1, FinishReason.STOP, found)
-        if finish_reason is not FinishReason.NONE:
+                return self._stopped(pieces, found)
+        if finish_reason:
             text, found = self._matcher.feed(self._detokenizer.flush())
             pieces += (text, self._matcher.flush())
             if found is not None:
-                return TextStep("".join(pieces), len(token_ids), FinishReason.STOP, found)
-        return TextStep("".join(pieces), len(token_ids), finish_reason, stop_reason)
+                return self._stopped(pieces, found)
+            self.finish_reason = finish_reason
+        return "".join(pieces)
+
+    def _stopped(self, pieces: list[str], stop: str) -> str:
+        """A stop string ended the answer."""
+        self.finish_reason, self.stop_reason = FinishReason.STOP, stop
+        return "".join(pieces)
 
     def _step(self, token_id: int) -> tuple[str, str | None]:
         piece = self._detokenizer.step(token_id)

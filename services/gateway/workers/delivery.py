@@ -11,7 +11,7 @@ Knows no request: who gets what is the recipients' affair. Figures: bench/gatewa
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from typing import Protocol
 
 from services.gateway.workers.timeline import AnswerWatcher
@@ -64,14 +64,9 @@ class Delivery:
     def _run(self) -> None:
         loop = asyncio.get_running_loop()
         now = loop.time()
-        followed: dict[tuple[float, int], int] = {}
         recipients = self._recipients
-        for _ in range(min(len(recipients), DELIVERIES_A_TURN)):
-            recipient = recipients.popleft()
-            if recipient.is_due:
-                told = recipient.deliver(now)
-                followed[told] = followed.get(told, 0) + 1
-        self._tell(now, followed)
+        first = [recipients.popleft() for _ in range(min(len(recipients), DELIVERIES_A_TURN))]
+        self._tell(now, Counter([one.deliver(now) for one in first if one.is_due]))
         self._is_running = bool(recipients)
         if recipients:
             loop.call_soon(self._run)

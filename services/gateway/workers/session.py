@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 from services.gateway.core.dispatcher import BlamePair, Dispatcher, Effect, LookForPair, Send
-from services.gateway.core.lifecycle import CancelLeg, Emit, End, Leg, Lifecycle, Reroute
+from services.gateway.core.lifecycle import CancelLeg, End, Leg, Lifecycle, Reroute
 from services.gateway.core.worker import Role, Worker
-from services.gateway.mesh import GenerationRequest, TokenBatch
+from services.gateway.mesh import GenerationRequest, Tokens
 from services.gateway.workers.delivery import Delivery
 from services.gateway.workers.membership import Membership
 from services.gateway.workers.peers import WorkerSession
@@ -110,7 +110,7 @@ class RequestShell:
         self._delivery = delivery
         self._pending: list[AnswerToken] = []  # have arrived, and not been handed on
         self._num_new = 0  # of them since the last delivery
-        self._take: Callable[[TokenBatch], bool] | None = None
+        self._take: Callable[[Tokens], bool] | None = None
         self._is_held = False
         self._failure: Exception | None = None
         self._deadline: asyncio.TimerHandle | None = None
@@ -140,11 +140,11 @@ class RequestShell:
             self.leave(failure)
             raise
 
-    def __aiter__(self) -> AsyncIterator[TokenBatch]:
+    def __aiter__(self) -> AsyncIterator[Tokens]:
         return self
 
-    async def __anext__(self) -> TokenBatch:
-        """Return what has arrived since the last call, as one batch."""
+    async def __anext__(self) -> Tokens:
+        """Return what has arrived since the last call."""
         while True:
             if self._failure is not None:
                 raise self._failure
@@ -159,22 +159,10 @@ class RequestShell:
                 continue
             await self._wake.wait()
             self._wake.clear()
-        return self._next_batch()
-
-    def _next_batch(self) -> TokenBatch:
-        """Return all that is pending, at least one token, as one batch."""
         tokens, self._pending = self._pending, []
-        first_index, token_id, finish_reason, logprobs, prompt_logprobs = tokens[0]
-        token_ids = (token_id,)
-        rows = None if logprobs is None else (logprobs,)
-        if len(tokens) > 1:
-            token_ids = tuple([token.token_id for token in tokens])
-            finish_reason = tokens[-1].finish_reason
-            if rows is not None:
-                rows = tuple([token.logprobs for token in tokens if token.logprobs is not None])
-        return TokenBatch(first_index, token_ids, rows, finish_reason, prompt_logprobs)
+        return tokens
 
-    def offer_to(self, take: Callable[[TokenBatch], bool]) -> None:
+    def offer_to(self, take: Callable[[Tokens], bool]) -> None:
         self._take = take
 
     def hold(self) -> None:
@@ -190,14 +178,14 @@ class RequestShell:
         self.is_due = False
         num_new, self._num_new = self._num_new, 0
         told = self.timeline.emitted(now, num_new)
-        pending = self._pending
-        if self._take is not None and self._failure is None and pending:
+        pending, take = self._pending, self._take
+        if pending and take is not None:
             try:
-                if self._take(self._next_batch()):
+                if take(pending):
+                    self._pending = []
                     return told
-                self._pending = pending
             except Exception as failure:
-                self._failure = failure
+                self._failure, self._take = failure, None
         if self._failure is not None or self._is_due_now:
             self._wake.set()
         return told
@@ -287,9 +275,9 @@ class RequestShell:
         """Carry out what a core decided; never waits."""
         for effect in effects:
             match effect:
-                case Emit():
-                    self._pending += effect.tokens
-                    self._num_new += len(effect.tokens)
+                case AnswerToken():
+                    self._pending.append(effect)
+                    self._num_new += 1
                     self._delivery.due(self)
                 case CancelLeg(leg):
                     self._legs[leg].cancel()

@@ -78,7 +78,7 @@ def load_vllm(
         stack.callback(core.shutdown)
         group = _only_group(core, folder)
         layout = _layout(wanted, group)
-        spec = _spec(files, wanted, layout, release)
+        spec = _spec(files, wanted, release)
         pools: Pools
         streams: Streams = InlineStreams()
         if device.type == "cuda":
@@ -304,7 +304,7 @@ def _layout(wanted: Any, group: Any) -> KvLayout:
     )
 
 
-def _spec(files: ModelFolder, wanted: Any, layout: KvLayout, release: str) -> ModelSpec:
+def _spec(files: ModelFolder, wanted: Any, release: str) -> ModelSpec:
     model = wanted.model_config
     served = str(model.dtype).removeprefix("torch.")
     eos = files.eos_token_ids

@@ -11,7 +11,6 @@ from shared.telemetry.definitions import (
     attainment,
     each_attains,
     percentiles,
-    tail_attains,
 )
 
 
@@ -55,17 +54,6 @@ def test_percentiles_each_on_their_own_are_weaker_than_attainment() -> None:
     assert not each_attains([late, slow], slo, target=0.9)
     assert not each_attains([RequestOutcome(0.0), late], slo, target=0.9)
     assert each_attains([], slo)
-
-
-def test_the_tail_of_all_gaps_and_the_median_wait() -> None:
-    """Sarathi-Serve's capacity: refused requests wait for ever."""
-    smooth = RequestOutcome(0.0, [0.1 + 0.01 * token for token in range(300)])
-    stalled = RequestOutcome(0.0, [0.1, 0.2, 0.9, 1.0, 1.1])
-    assert tail_attains([smooth], tbt_s=0.05)
-    assert tail_attains([smooth, RequestOutcome(0.0, [0.1, 0.8])], tbt_s=0.05)  # 1 gap of 300
-    assert not tail_attains([smooth, stalled], tbt_s=0.05)
-    assert not tail_attains([smooth, RequestOutcome(0.0), RequestOutcome(0.0)], tbt_s=0.05)
-    assert not tail_attains([RequestOutcome(0.0, [3.0])], tbt_s=0.05)
 
 
 def test_percentiles_come_from_one_order() -> None:

@@ -6,7 +6,6 @@ import pytest
 
 from services.gateway.core.lifecycle import (
     CancelLeg,
-    Emit,
     End,
     Leg,
     Lifecycle,
@@ -46,7 +45,7 @@ def test_tokens_of_both_legs_leave_in_order() -> None:
     life = a_request()
     attempt = life.dispatched()
     assert life.token_arrived(attempt, Leg.DECODE, token(1)) == []
-    assert life.token_arrived(attempt, Leg.PREFILL, token(0)) == [Emit((token(0), token(1)))]
+    assert life.token_arrived(attempt, Leg.PREFILL, token(0)) == [token(0), token(1)]
 
 
 def test_the_first_token_waits_until_decode_has_room() -> None:
@@ -54,7 +53,7 @@ def test_the_first_token_waits_until_decode_has_room() -> None:
     life = a_request()
     attempt = life.dispatched()
     assert life.token_arrived(attempt, Leg.PREFILL, token(0)) == []
-    assert life.granted(attempt) == [Emit((token(0),))]
+    assert life.granted(attempt) == [token(0)]
 
 
 def test_without_room_the_held_token_is_dropped_with_its_attempt() -> None:
@@ -82,7 +81,7 @@ def test_the_last_token_ends_the_request_and_cancels_what_is_open() -> None:
     attempt = life.dispatched()
     last = token(0, finish=FinishReason.STOP)
     effects = life.token_arrived(attempt, Leg.PREFILL, last)
-    assert effects == [Emit((last,)), CancelLeg(Leg.PREFILL), CancelLeg(Leg.DECODE), End(None)]
+    assert effects == [last, CancelLeg(Leg.PREFILL), CancelLeg(Leg.DECODE), End(None)]
     assert life.state is State.FINISHED
 
 
@@ -112,7 +111,7 @@ def test_a_lost_decode_worker_means_another_attempt_with_the_tokens_so_far() -> 
     assert life.token_arrived(first, Leg.DECODE, token(2, 99)) == []
     assert life.num_dropped == 1
     life.granted(second)
-    assert life.token_arrived(second, Leg.PREFILL, token(2, 12)) == [Emit((token(2, 12),))]
+    assert life.token_arrived(second, Leg.PREFILL, token(2, 12)) == [token(2, 12)]
 
 
 def test_prefill_lost_before_its_token_cancels_decode_and_retries() -> None:
@@ -240,9 +239,9 @@ def test_a_colocated_worker_is_one_leg_with_nothing_to_wait_for() -> None:
     """Its tokens leave at once, and its last one leaves nothing to cancel."""
     life = a_request(max_tokens=2)
     attempt = life.dispatched(is_whole=True)
-    assert life.token_arrived(attempt, Leg.WHOLE, token(0)) == [Emit((token(0),))]
+    assert life.token_arrived(attempt, Leg.WHOLE, token(0)) == [token(0)]
     last = token(1, finish=FinishReason.LENGTH)
-    assert life.token_arrived(attempt, Leg.WHOLE, last) == [Emit((last,)), End(None)]
+    assert life.token_arrived(attempt, Leg.WHOLE, last) == [last, End(None)]
 
 
 def test_a_colocated_worker_that_fails_is_the_only_one_to_avoid() -> None:
@@ -254,7 +253,7 @@ def test_a_colocated_worker_that_fails_is_the_only_one_to_avoid() -> None:
     assert life.leg_failed(attempt, Leg.WHOLE, error, lost=False) == [Reroute(error, (Leg.WHOLE,))]
     again = life.dispatched()
     life.granted(again)
-    assert life.token_arrived(again, Leg.PREFILL, token(1)) == [Emit((token(1),))]
+    assert life.token_arrived(again, Leg.PREFILL, token(1)) == [token(1)]
 
 
 @pytest.mark.parametrize("finish", [FinishReason.NONE, FinishReason.STOP])

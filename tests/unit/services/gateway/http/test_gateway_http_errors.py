@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from services.gateway.front.auth import KeyRing, hash_key
 from services.gateway.limits import MAX_BODY_BYTES
-from services.gateway.mesh import TokenBatch
+from services.gateway.mesh import Tokens
 from shared.errors import (
     DeadlinePassed,
     InvariantViolated,
@@ -25,6 +25,7 @@ from shared.errors import (
     ShuttingDown,
     WorkerLost,
 )
+from tests.support.answer_tokens import answer_tokens
 from tests.support.http_client import HI, gateway, post_bytes, raw_connection
 from tests.support.scripted_mesh import (
     ScriptedMesh,
@@ -93,8 +94,8 @@ async def test_an_error_after_the_first_token_of_a_whole_answer_is_a_status() ->
 async def test_a_generation_that_just_ends_is_our_bug() -> None:
     """Silence is never taken for a finished answer."""
 
-    async def silent(_: object) -> AsyncGenerator[TokenBatch]:
-        yield TokenBatch(0, (100,))
+    async def silent(_: object) -> AsyncGenerator[Tokens]:
+        yield answer_tokens((100,))
 
     async with gateway(ScriptedMesh(silent)) as client:
         status, _, body = await client.ask("POST", "/v1/completions", json={"prompt": "a"})

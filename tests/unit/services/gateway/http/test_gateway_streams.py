@@ -12,7 +12,8 @@ import aiohttp
 import pytest
 
 from services.gateway.http import server as http_server
-from services.gateway.mesh import TokenBatch
+from services.gateway.mesh import Tokens
+from tests.support.answer_tokens import answer_tokens
 from tests.support.http_client import gateway, parse_events, post_bytes, raw_connection
 from tests.support.scripted_mesh import (
     ScriptedMesh,
@@ -93,9 +94,9 @@ async def test_a_client_that_goes_away_cancels_at_once(
 async def test_a_client_that_does_not_read_is_cut_off() -> None:
     """Its buffer stays bounded and its generation is cancelled."""
 
-    async def endless(_: object) -> AsyncGenerator[TokenBatch]:
+    async def endless(_: object) -> AsyncGenerator[Tokens]:
         for index in itertools.count(0, 500):
-            yield TokenBatch(index, (100,) * 500)
+            yield answer_tokens((100,) * 500, first=index)
             await asyncio.sleep(0)
 
     mesh = ScriptedMesh(endless)

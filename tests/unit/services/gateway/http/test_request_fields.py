@@ -17,7 +17,7 @@ from services.gateway.front.frontdoor import FrontDoor
 from services.gateway.http.door import serve_http
 from services.gateway.http.openai_forms import ChatBody, CompletionBody
 from services.gateway.http.unserved_fields import UNSERVED
-from services.gateway.mesh import GenerationRequest, TokenBatch
+from services.gateway.mesh import GenerationRequest, Tokens
 from services.gateway.text.chat_template import ChatTemplate
 from services.gateway.text.text_model import TextModel
 from shared.model_folder import SpecialTokens
@@ -65,10 +65,10 @@ def text_model() -> TextModel:
     return TextModel(tokenizer, ChatTemplate(variables + TEMPLATE, SpecialTokens(eos="<eos>")))
 
 
-async def script(request: GenerationRequest) -> AsyncGenerator[TokenBatch]:
+async def script(request: GenerationRequest) -> AsyncGenerator[Tokens]:
     """An answer with a special token in its midst."""
-    async for batch in saying("hello <b> and the end")(request):
-        yield batch
+    async for tokens in saying("hello <b> and the end")(request):
+        yield tokens
 
 
 class Exchange(NamedTuple):

@@ -24,6 +24,7 @@ from services.gateway.text.text_model import INLINE_CHARS, TextModel
 from shared.errors import InvalidRequest, ModelError
 from shared.model_folder import DEMO_FOLDER, ModelFolder, SpecialTokens
 from shared.request import FinishReason, SamplingParams
+from tests.support.answer_tokens import answer_tokens
 from tests.support.tiny_tokenizer import EOS, VOCAB_SIZE, tiny_text_model, tiny_tokenizer
 
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -139,8 +140,7 @@ def test_texts_are_looked_up_only_where_tokens_are_bytes() -> None:
     assert (
         TextModel(sentencepiece_style(), None)
         .new_answer(SamplingParams())
-        .feed([256, 257], FinishReason.NONE)
-        .text
+        .feed(answer_tokens([256, 257]))
         == "the fox"
     )
 
@@ -282,14 +282,13 @@ def feed_all(
 ) -> tuple[str, int, FinishReason, str | int | None]:
     """Feed ids in batches; returns text, number of tokens, finish reason and stop reason."""
     texts: list[str] = []
-    num_tokens = 0
     for start in range(0, len(ids), per_batch):
         is_last = start + per_batch >= len(ids)
-        step = answer.feed(ids[start : start + per_batch], finish if is_last else FinishReason.NONE)
-        texts.append(step.text)
-        num_tokens += step.num_tokens
-        if step.finish_reason is not FinishReason.NONE:
-            return "".join(texts), num_tokens, step.finish_reason, step.stop_reason
+        part = ids[start : start + per_batch]
+        reason = finish if is_last else FinishReason.NONE
+        texts.append(answer.feed(answer_tokens(part, reason, first=start)))
+        if answer.finish_reason is not FinishReason.NONE:
+            return "".join(texts), answer.num_tokens, answer.finish_reason, answer.stop_reason
     raise AssertionError("the answer did not end")
 
 
@@ -323,49 +322,50 @@ def test_a_stop_string_ends_the_answer_at_its_token() -> None:
     """Tokens after the one that completes the stop string do not count."""
     ids = TOKENIZER.encode("one and two", add_special_tokens=False).ids
     answer = AnswerText(StreamDetokenizer(TOKENIZER), stop=["nd"])
-    step = answer.feed(ids, FinishReason.LENGTH)
-    assert step.text == "one a"
-    assert step.finish_reason is FinishReason.STOP
-    assert step.stop_reason == "nd"
-    assert TOKENIZER.decode(ids[: step.num_tokens]) == "one and"
+    assert answer.feed(answer_tokens(ids, FinishReason.LENGTH)) == "one a"
+    assert answer.finish_reason is FinishReason.STOP
+    assert answer.stop_reason == "nd"
+    assert TOKENIZER.decode(ids[: answer.num_tokens]) == "one and"
 
 
 def test_the_stop_string_is_kept_on_request() -> None:
     """include_stop keeps the stop string, and the text of a stop token."""
     ids = TOKENIZER.encode("one and two", add_special_tokens=False).ids
     answer = AnswerText(StreamDetokenizer(TOKENIZER), stop=["nd"], include_stop=True)
-    assert answer.feed(ids, FinishReason.LENGTH).text == "one and"
+    assert answer.feed(answer_tokens(ids, FinishReason.LENGTH)) == "one and"
     answer = AnswerText(StreamDetokenizer(TOKENIZER), stop_token_ids=[ids[-1]], include_stop=True)
-    step = answer.feed(ids, FinishReason.STOP)
-    assert (step.text, step.stop_reason) == ("one and two", ids[-1])
+    assert answer.feed(answer_tokens(ids, FinishReason.STOP)) == "one and two"
+    assert answer.stop_reason == ids[-1]
 
 
 def test_a_stop_token_has_no_text_and_is_the_stop_reason() -> None:
     """The token that ended the answer counts as a token but shows no text; end-of-sequence gives no
     reason."""
     ids = TOKENIZER.encode("ab", add_special_tokens=False).ids
-    step = AnswerText(StreamDetokenizer(TOKENIZER), stop_token_ids=[ids[1]]).feed(
-        ids, FinishReason.STOP
-    )
-    assert step == ("a", 2, FinishReason.STOP, ids[1])
-    step = AnswerText(StreamDetokenizer(TOKENIZER)).feed([ids[0], EOS], FinishReason.STOP)
-    assert step == ("a", 2, FinishReason.STOP, None)
+    for last, stop_reason in ((ids[1], ids[1]), (EOS, None)):
+        answer = AnswerText(StreamDetokenizer(TOKENIZER), stop_token_ids=[ids[1]])
+        assert answer.feed(answer_tokens([ids[0], last], FinishReason.STOP)) == "a"
+        assert (answer.num_tokens, answer.stop_reason) == (2, stop_reason)
+        assert answer.finish_reason is FinishReason.STOP
 
 
 def test_stop_strings_wait_for_min_tokens() -> None:
     """A stop string that is complete too early is ordinary text."""
     ids = TOKENIZER.encode("a.b.c.", add_special_tokens=False).ids
     answer = AnswerText(StreamDetokenizer(TOKENIZER), stop=["."], min_tokens=4)
-    step = answer.feed(ids, FinishReason.LENGTH)
-    assert (step.text, step.num_tokens) == ("a.b", 4)
+    assert answer.feed(answer_tokens(ids, FinishReason.LENGTH)) == "a.b"
+    assert answer.num_tokens == 4
 
 
-def test_an_empty_last_batch_ends_the_answer() -> None:
-    """A finish without a token flushes what was held back."""
+def test_the_last_token_brings_what_was_held_back() -> None:
+    """It was the beginning of a stop string that never came."""
     answer = AnswerText(StreamDetokenizer(TOKENIZER), stop=["bc"])
     ids = TOKENIZER.encode("ab", add_special_tokens=False).ids
-    assert answer.feed(ids, FinishReason.NONE).text == "a"
-    assert answer.feed((), FinishReason.LENGTH) == ("b", 0, FinishReason.LENGTH, None)
+    assert answer.feed(answer_tokens(ids)) == "a"
+    assert not answer.finish_reason
+    assert answer.feed(answer_tokens([EOS], FinishReason.STOP, first=2)) == "b"
+    assert answer.finish_reason is FinishReason.STOP
+    assert answer.stop_reason is None
 
 
 # --- single tokens ------------------------------------------------------------------------------

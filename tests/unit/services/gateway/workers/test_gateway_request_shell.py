@@ -8,13 +8,14 @@ from typing import Any, cast
 import pytest
 
 from services.gateway.core.lifecycle import Leg
-from services.gateway.mesh import GenerationRequest, TokenBatch
+from services.gateway.mesh import GenerationRequest, Tokens
 from services.gateway.workers.delivery import Delivery
 from services.gateway.workers.session import HELD_TOKENS, RequestShell
 from services.gateway.workers.timeline import Timeline
 from shared.errors import WorkerLost
 from shared.ids import RequestId
 from shared.request import AnswerToken, FinishReason, SamplingParams
+from tests.support.answer_tokens import answer_tokens
 
 
 def a_shell(max_tokens: int = 1000) -> RequestShell:
@@ -53,7 +54,7 @@ async def step(shell: RequestShell, position: int) -> None:
     await asyncio.sleep(0)
 
 
-async def next_batch(shell: RequestShell) -> TokenBatch | None:
+async def next_tokens(shell: RequestShell) -> Tokens | None:
     """What the consumer has after two turns of the loop, if anything."""
     waiting = asyncio.get_running_loop().create_task(anext(shell))
     for _ in range(2):
@@ -68,12 +69,12 @@ async def next_batch(shell: RequestShell) -> TokenBatch | None:
 async def test_a_failed_sink_is_heard_before_what_came_after_it() -> None:
     """Its tokens are lost: an answer that went on to its end would have a hole."""
 
-    def refuse(batch: TokenBatch) -> bool:
-        raise ValueError(f"token {batch.token_ids[0]}")
+    def refuse(tokens: Tokens) -> bool:
+        raise ValueError(f"token {tokens[0].token_id}")
 
     shell = a_shell()
     arrive(shell, 0)
-    assert (await anext(shell)).token_ids == (0,)
+    assert await anext(shell) == [AnswerToken(0, 0)]
     shell.offer_to(refuse)
     await step(shell, 1)
     arrive(shell, 2, FinishReason.STOP)
@@ -88,19 +89,14 @@ async def test_who_reads_no_part_is_woken_for_many_tokens_or_the_end() -> None:
     arrive(shell, 0)
     for position in range(1, HELD_TOKENS - 1):
         await step(shell, position)
-    assert await next_batch(shell) is None
+    assert await next_tokens(shell) is None
     await step(shell, HELD_TOKENS - 1)
-    batch = await next_batch(shell)
-    assert batch is not None
-    assert batch.token_ids == tuple(range(HELD_TOKENS))
+    assert await next_tokens(shell) == answer_tokens(range(HELD_TOKENS))
     await step(shell, HELD_TOKENS)
-    assert await next_batch(shell) is None
+    assert await next_tokens(shell) is None
     arrive(shell, HELD_TOKENS + 1, FinishReason.STOP)
-    batch = await next_batch(shell)
-    assert batch is not None
-    assert batch == TokenBatch(
-        HELD_TOKENS, (HELD_TOKENS, HELD_TOKENS + 1), finish_reason=FinishReason.STOP
-    )
+    last = HELD_TOKENS, HELD_TOKENS + 1
+    assert await next_tokens(shell) == answer_tokens(last, FinishReason.STOP, first=HELD_TOKENS)
 
 
 async def test_who_holds_hears_of_a_failure() -> None:
@@ -109,7 +105,7 @@ async def test_who_holds_hears_of_a_failure() -> None:
     shell.hold()
     arrive(shell, 0)
     shell.apply(shell.lifecycle.leg_failed(0, Leg.WHOLE, WorkerLost("gone"), lost=True))
-    assert (await anext(shell)).token_ids == (0,)
+    assert await anext(shell) == [AnswerToken(0, 0)]
     with pytest.raises(WorkerLost):
         await anext(shell)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.core.lifecycle import Emit, Leg, Lifecycle
+from services.gateway.core.lifecycle import Leg, Lifecycle
 from services.gateway.core.routing import RouteDecision
 from services.gateway.http.sse import BUFFER_BYTES, EventStream
 from services.gateway.text.detokenizer import AnswerText, StreamDetokenizer
@@ -17,6 +17,7 @@ from services.gateway.workers.timeline import Transfer
 from shared.errors import WorkerLost
 from shared.request import AnswerToken, FinishReason, SamplingParams
 from shared.telemetry.lifetime import Receipt
+from tests.support.answer_tokens import answer_tokens
 from tests.support.http_client import gateway, parse_events, post_bytes, raw_connection
 from tests.support.scripted_mesh import ScriptedMesh, http_gateway, saying
 from tests.support.tiny_tokenizer import tiny_tokenizer
@@ -31,7 +32,7 @@ def running() -> Lifecycle:
     assert lifecycle.dispatched() == 0
     lifecycle.granted(0)
     effects = lifecycle.token_arrived(0, Leg.PREFILL, AnswerToken(0, 50))
-    assert effects == [Emit((AnswerToken(0, 50),))]
+    assert effects == [AnswerToken(0, 50)]
     return lifecycle
 
 
@@ -40,7 +41,7 @@ def test_a_token_in_turn_is_the_clients() -> None:
     lifecycle = running()
     for position, token_id in ((1, 51), (2, 52)):
         token = AnswerToken(position, token_id)
-        assert lifecycle.token_arrived(0, Leg.DECODE, token) == [Emit((token,))]
+        assert lifecycle.token_arrived(0, Leg.DECODE, token) == [token]
     assert lifecycle.token_ids == (1, 2, 50, 51, 52)
 
 
@@ -65,7 +66,7 @@ def test_tokens_that_came_early_keep_their_turn() -> None:
     lifecycle = running()
     assert lifecycle.token_arrived(0, Leg.DECODE, AnswerToken(2, 52)) == []
     tokens = (AnswerToken(1, 51), AnswerToken(2, 52))
-    assert lifecycle.token_arrived(0, Leg.DECODE, tokens[0]) == [Emit(tokens)]
+    assert lifecycle.token_arrived(0, Leg.DECODE, tokens[0]) == [*tokens]
 
 
 def test_a_decode_token_before_the_grant_waits_for_the_first() -> None:
@@ -74,7 +75,7 @@ def test_a_decode_token_before_the_grant_waits_for_the_first() -> None:
     lifecycle.dispatched()
     assert lifecycle.token_arrived(0, Leg.DECODE, AnswerToken(1, 51)) == []
     tokens = (AnswerToken(0, 50), AnswerToken(1, 51))
-    assert lifecycle.token_arrived(0, Leg.PREFILL, tokens[0]) == [Emit(tokens)]
+    assert lifecycle.token_arrived(0, Leg.PREFILL, tokens[0]) == [*tokens]
 
 
 def test_nothing_is_handed_on_after_the_end() -> None:
@@ -171,10 +172,10 @@ def test_text_does_not_depend_on_how_tokens_are_cut() -> None:
     for stop in ((), ("nowhere",)):
         whole = AnswerText(StreamDetokenizer(tiny_tokenizer()), stop=stop)
         cut = AnswerText(StreamDetokenizer(tiny_tokenizer()), stop=stop)
-        texts.append(whole.feed(ids, FinishReason.LENGTH).text)
+        texts.append(whole.feed(answer_tokens(ids, FinishReason.LENGTH)))
         *pieces, last = [ids[:2], *([one] for one in ids[2:])]
-        text = "".join(cut.feed(piece, FinishReason.NONE).text for piece in pieces)
-        assert text + cut.feed(last, FinishReason.LENGTH).text == texts[-1]
+        text = "".join(cut.feed(answer_tokens(piece)) for piece in pieces)
+        assert text + cut.feed(answer_tokens(last, FinishReason.LENGTH)) == texts[-1]
         assert cut.num_tokens == whole.num_tokens == len(ids)
         assert cut.has_stop is bool(stop)
     assert texts[0] == texts[1]
