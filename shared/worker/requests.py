@@ -299,6 +299,7 @@ class Requests:
     def _close_prompt(self, request: Request) -> None:
         assert request.sequence is not None
         del self._prompts[request]
+        # The scheduler held its blocks for the push; an answer's went back with its last step.
         self._scheduler.release(request.sequence)
         outcome = request.life.outcome or LifeOutcome.CANCELLED
         self._prompt_metrics.requests.labels(outcome.value).inc()
@@ -336,7 +337,7 @@ class Requests:
                 lane=stats.lane,
             )
             self._handle(request, LifeEvent.PUSHED)
-        self._handle(request, LifeEvent.SETTLED)
+        self._handle(request, LifeEvent.SETTLED)  # ignored unless it was cancelled or has failed
 
     def _joined(self, request: Request, sequence: TokenSequence) -> None:
         """All KV of an answer is here: it runs from the next step on."""

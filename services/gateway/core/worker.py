@@ -237,6 +237,7 @@ class Worker:
 
     def _conclude(self) -> None:
         status, num_unseen = self.status, self._num_unseen
+        # On an idle worker the first of those that the report has not seen begins at once.
         is_idle = not (status.num_running or status.num_waiting)
         self.num_queued = status.num_waiting + num_unseen - (is_idle and num_unseen > 0)
         self.reserved_share = self.reserved_blocks / max(1, self.num_blocks)
