@@ -32,7 +32,8 @@ from shared.liveness import Liveness, PeerState
 from shared.request import AnswerToken, SamplingParams, WorkItem
 from shared.transfer.messages import LinkId, TransferKey
 from shared.worker.core.life import Task
-from tests.support.core_worker import WIRE_S, Clock, CoreOrder, CoreWorker, RandomBytes, Word
+from tests.support.core_worker import CoreOrder, CoreWorker, Word
+from tests.support.event_heap import WIRE_S, Clock, RandomBytes
 
 MODEL = FakeModel(vocab_size=64, max_model_len=512, num_layers=2, num_kv_heads=1, head_dim=8)
 TASKS = {Leg.PREFILL: Task.PROMPT, Leg.DECODE: Task.ANSWER, Leg.WHOLE: Task.WHOLE}
