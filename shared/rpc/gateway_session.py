@@ -103,7 +103,7 @@ class GatewaySession:
         """Wait until every queued event was given to the connection, or the session has ended."""
         await self._drained.wait()
 
-    async def run(self, on_command: Callable[[Any], None]) -> MeshError:
+    async def run(self, host: SessionHost) -> MeshError:
         """Serve until the session is over; returns why."""
 
         def on_message(command: Any) -> None:
@@ -114,7 +114,11 @@ class GatewaySession:
             order = getattr(command, self._orders)
             if order is not None:
                 self.seen = StreamId(order.stream_id)
-            on_command(command)
+                host.session_order(self, order)
+            elif command.cancel is not None:
+                host.session_cancel(self, StreamId(command.cancel.stream_id))
+            else:
+                raise RemoteProtocolError("a command of no known kind")
 
         try:
             return await self._stream.run(on_message)
@@ -137,10 +141,12 @@ class SessionHost(Protocol):
         """The handshake is done."""
         ...
 
-    def session_command(self, session: GatewaySession, command: Any) -> None:
-        """A command that is neither hello nor heartbeat. Raises RemoteProtocolError: end the
-        session.
-        """
+    def session_order(self, session: GatewaySession, order: Any) -> None:
+        """The message of an order. Raises RemoteProtocolError: end the session."""
+        ...
+
+    def session_cancel(self, session: GatewaySession, stream_id: StreamId) -> None:
+        """The gateway wants no more of an order; it may have ended already."""
         ...
 
     def session_closed(self, session: GatewaySession, *, is_silent: bool) -> None:
@@ -219,7 +225,7 @@ class GatewaySessions:
         self._host.session_opened(session)
         error: MeshError = WorkerLost("the session was cancelled")
         try:
-            error = await session.run(lambda command: self._host.session_command(session, command))
+            error = await session.run(self._host)
         finally:
             self._sessions.discard(session)
             self._host.session_closed(session, is_silent=error.code == "silent")

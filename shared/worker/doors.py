@@ -8,6 +8,7 @@ cost of streaming does not grow with the batch. Losing a session cancels its req
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -38,7 +39,7 @@ _STEP_BYTES = MAX_MESSAGE_BYTES // 2
 """Where a step's message is cut: so far below the limit that what is not counted never matters."""
 
 
-class Door:
+class Door(ABC):
     """The sessions of all gateways at one of a worker's two doors. on_silent: a gateway stopped
     talking; its incarnation."""
 
@@ -71,9 +72,9 @@ class Door:
             max_outbox_bytes=max_outbox_bytes,
         )
 
-    def order_of(self, command: Any) -> tuple[int, Callable[[], tuple[Task, Order]]] | None:
-        """Return the stream id of an order and what reads it; None: the command is no order."""
-        raise NotImplementedError
+    @abstractmethod
+    def read(self, order: Any) -> tuple[Task, Order]:
+        """Check the message of an order. Raises RemoteProtocolError."""
 
     # --- SessionHost -----------------------------------------------------------------------------
 
@@ -81,18 +82,27 @@ class Door:
         """See ``SessionHost``."""
         self._opened[session] = SessionRequests(session, self.event)
 
-    def session_command(self, session: GatewaySession, command: Any) -> None:
+    def session_order(self, session: GatewaySession, order: Any) -> None:
         """See ``SessionHost``."""
-        asked = self._opened[session]
-        order = self.order_of(command)
-        if order is not None:
-            self._take(asked, StreamId(order[0]), order[1])
-        elif command.cancel is not None:
-            request = asked.requests.get(StreamId(command.cancel.stream_id))
-            if request is not None:
-                self.requests.cancel(request)
-        else:
-            raise RemoteProtocolError("a command of no known kind")
+        asked, stream_id = self._opened[session], StreamId(order.stream_id)
+        if stream_id in asked.requests:
+            raise RemoteProtocolError("a stream_id is used once", param="stream_id")
+        try:
+            task, checked = self.read(order)
+            if task is not Task.ANSWER:
+                require_sendable(checked.item)
+            request = self.requests.take(task, checked, asked)
+        except MeshError as error:
+            asked.failed(stream_id, error)
+            return
+        if request is not None:
+            asked.requests[stream_id] = request
+
+    def session_cancel(self, session: GatewaySession, stream_id: StreamId) -> None:
+        """See ``SessionHost``."""
+        request = self._opened[session].requests.get(stream_id)
+        if request is not None:
+            self.requests.cancel(request)
 
     def session_closed(self, session: GatewaySession, *, is_silent: bool) -> None:
         """See ``SessionHost``."""
@@ -100,22 +110,6 @@ class Door:
             self.requests.cancel(request)
         if is_silent:
             self._on_silent(session.gateway)
-
-    def _take(
-        self, asked: SessionRequests, stream_id: StreamId, read: Callable[[], tuple[Task, Order]]
-    ) -> None:
-        if stream_id in asked.requests:
-            raise RemoteProtocolError("a stream_id is used once", param="stream_id")
-        try:
-            task, order = read()
-            if task is not Task.ANSWER:
-                require_sendable(order.item)
-            request = self.requests.take(task, order, asked)
-        except MeshError as error:
-            asked.failed(stream_id, error)
-            return
-        if request is not None:
-            asked.requests[stream_id] = request
 
 
 class PromptDoor(Door):
@@ -125,12 +119,9 @@ class PromptDoor(Door):
     method = PREFILL_SESSION
     event = wire.PrefillEvent
 
-    def order_of(self, command: Any) -> tuple[int, Callable[[], tuple[Task, Order]]] | None:
+    def read(self, order: wire.StartPrefill) -> tuple[Task, Order]:
         """See ``Door``."""
-        start = command.start
-        if start is None:
-            return None
-        return start.stream_id, lambda: (Task.PROMPT, codec.start_prefill_from_wire(start))
+        return Task.PROMPT, codec.start_prefill_from_wire(order)
 
 
 class AnswerDoor(Door):
@@ -140,17 +131,10 @@ class AnswerDoor(Door):
     method = DECODE_SESSION
     event = wire.DecodeEvent
 
-    def order_of(self, command: Any) -> tuple[int, Callable[[], tuple[Task, Order]]] | None:
+    def read(self, order: wire.Reserve) -> tuple[Task, Order]:
         """See ``Door``."""
-        reserve = command.reserve
-        if reserve is None:
-            return None
-
-        def read() -> tuple[Task, Order]:
-            order = codec.reserve_from_wire(reserve)
-            return Task.WHOLE if order.peer == self.incarnation else Task.ANSWER, order
-
-        return reserve.stream_id, read
+        read = codec.reserve_from_wire(order)
+        return Task.WHOLE if read.peer == self.incarnation else Task.ANSWER, read
 
 
 class SessionRequests:

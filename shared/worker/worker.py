@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
@@ -18,7 +18,6 @@ from shared.engine.base import Engine
 from shared.engine.worker import ComputeRunner
 from shared.ids import Incarnation, new_incarnation
 from shared.kv.pool import BlockPool
-from shared.membership.decode_peers import DecodePeer
 from shared.membership.join import WorkerRole
 from shared.profile.machine import UNMEASURED, MachineProfile
 from shared.runtime.platform import Platform
@@ -101,7 +100,7 @@ class MeshWorker:
         self._life = WorkerLife(
             launch.home, config, platform, engine, self.incarnation, serves=launch.serves
         )
-        self._door_metrics()
+        self._open_metrics()
         self.step_times = StepTimes() if launch.is_mixed and not config.token_budget else None
         self.pool: BlockPool
         self.scheduler: Scheduler
@@ -113,7 +112,7 @@ class MeshWorker:
         self.receiver: KvReceiver | None = None
         self.doors: list[Door] = []
 
-    def _door_metrics(self) -> None:
+    def _open_metrics(self) -> None:
         """What a worker never does is counted, too, but nobody asks for the numbers."""
         if self.launch.home is WorkerRole.PREFILL:
             self.prompt_metrics = PrefillMetrics(self.load)
@@ -166,7 +165,7 @@ class MeshWorker:
                     loops=loops,
                     drain=lambda: self.requests.drain(self._config.drain_s),
                     why_not_ready=self._why_not_ready,
-                    on_peers=self._set_peers,
+                    on_peers=self.pairs.set_peers if self.pairs is not None else lambda _: None,
                     on_home=self._set_home,
                 )
                 return await self._life.run(parts, ready, stop)
@@ -298,10 +297,6 @@ class MeshWorker:
         self.doors.append(
             kind(self.requests, self.incarnation, VERSION, on_silent=self._life.rejoin)
         )
-
-    def _set_peers(self, peers: Sequence[DecodePeer]) -> None:
-        if self.pairs is not None:
-            self.pairs.set_peers([it for it in peers if it.incarnation != self.incarnation])
 
     def _set_home(self, home: WorkerRole, epoch: int) -> None:
         """Of two orders the one with the larger epoch counts; nothing in hand is touched by it."""

@@ -115,6 +115,43 @@ async def test_every_gateway_sees_a_move_and_the_newer_one_counts() -> None:
 
 
 @virtual_time
+async def test_of_two_gateways_that_order_at_once_one_is_told_that_it_lost() -> None:
+    """The worker takes one of the two, and nobody is told of a home that it does not have."""
+    async with whole_mesh(**EITHER, num_gateways=2, num_prefill=3, num_decode=2) as mesh:
+        moving = mesh.prefills[0]
+        async with asyncio.TaskGroup() as tasks:
+            orders = [
+                tasks.create_task(_home_or_error(move(mesh, moving, home, gateway)))
+                for gateway, home in ((0, "token"), (1, "prompt"))
+            ]
+        said = [order.result() for order in orders]
+        assert sorted(said) in (["old_epoch", "prompt"], ["old_epoch", "token"])
+        (home,) = {*said} - {"old_epoch"}
+        for gateway in (0, 1):
+            await mesh.until(lambda g=gateway: pools(mesh, g)[0] == home)
+
+
+@virtual_time
+async def test_of_two_moves_at_once_the_second_finds_the_role_without_others() -> None:
+    """What is on its way counts: two orders that are right alone may not empty a role together."""
+    async with whole_mesh(**EITHER, num_prefill=2, num_decode=1) as mesh:
+        async with asyncio.TaskGroup() as tasks:
+            orders = [
+                tasks.create_task(_home_or_error(move(mesh, running, "token")))
+                for running in mesh.prefills
+            ]
+        assert [order.result() for order in orders] == ["token", "last_of_role"]
+        assert pools(mesh) == ["token", "prompt", "token"]
+
+
+async def _home_or_error(order: Any) -> str:
+    try:
+        return (await order)["home"]
+    except InvalidRequest as refusal:
+        return refusal.code
+
+
+@virtual_time
 async def test_moves_that_cannot_be_are_refused_and_change_nothing() -> None:
     """Each refusal names its remedy; the mesh goes on."""
     async with whole_mesh(**EITHER) as mesh:

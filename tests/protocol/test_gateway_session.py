@@ -10,7 +10,7 @@ import pytest
 from shared import wire
 from shared.errors import WorkerLost
 from shared.http2.connection import ConnectionLimits
-from shared.ids import Incarnation
+from shared.ids import Incarnation, StreamId
 from shared.liveness import LivenessRule
 from shared.messages import codec
 from shared.rpc.gateway_session import GatewaySession, GatewaySessions
@@ -33,8 +33,12 @@ class Host:
     def session_opened(self, session: GatewaySession) -> None:
         self.sessions.append(session)
 
-    def session_command(self, session: GatewaySession, command: Any) -> None:
-        del session, command
+    def session_order(self, session: GatewaySession, order: Any) -> None:
+        del session, order
+        self.num_commands += 1
+
+    def session_cancel(self, session: GatewaySession, stream_id: StreamId) -> None:
+        del session, stream_id
         self.num_commands += 1
 
     def session_closed(self, session: GatewaySession, *, is_silent: bool) -> None:

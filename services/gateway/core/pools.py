@@ -210,6 +210,24 @@ def change_home(
     return after
 
 
+def is_confirmed(worker: Worker, wanted: Home) -> bool:
+    """Whether the worker has taken the home that it was ordered to take.
+
+    Raises InvalidRequest: another gateway's order came before this one, or after it.
+    """
+    home = home_of(worker)
+    if wanted.replaces(home):
+        return False
+    if home.role is not wanted.role:
+        raise InvalidRequest(
+            f"another gateway moved worker {worker.incarnation:016x} at the same time (its home is "
+            f"{pool_at_home(worker).value}): look at it again, then repeat the order",
+            param="worker",
+            code="old_epoch",
+        )
+    return True
+
+
 def _has_other(table: PeerTable, worker: Worker) -> bool:
     """Whether somebody else does what this worker does at home."""
     return any(

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator
 import structlog
 
 from services.gateway.core.peer_table import OwnModel, PeerTable
-from services.gateway.core.pools import Home, change_home, home_of
+from services.gateway.core.pools import Home, change_home, is_confirmed
 from services.gateway.core.routing import RouteDecision, RoutingPolicy, route
 from services.gateway.core.sides import RouteRequest
 from services.gateway.core.worker import Role, Worker, WorkerStatus
@@ -81,6 +81,7 @@ class Membership:
         self.usability = News()
         self.directives = News()
         self._homes: dict[Incarnation, Home] = {}  # ordered, not told yet
+        self._moving = asyncio.Lock()
         self._decode_workers: tuple[Worker, ...] = ()
 
     def new_lease_token(self) -> LeaseToken:
@@ -139,6 +140,7 @@ class Membership:
         if self.table.get(incarnation) is not worker:
             return
         self.table.leave(incarnation)
+        self._homes.pop(incarnation, None)
         sessions = [self._sessions.pop((incarnation, role)) for role in worker.serves]
         for session in sessions:
             self._session_tasks.pop(session).cancel()
@@ -170,13 +172,17 @@ class Membership:
     async def change_home(self, incarnation: Incarnation, home: str) -> Worker:
         """Have a worker change what it is at home; returns it once it has said so.
 
-        Raises NotFound, InvalidRequest: see ``pools.change_home``. WorkerLost: it left meanwhile.
-        DeadlinePassed: it did not say so in time.
+        One after the other. Raises NotFound, InvalidRequest: see ``pools.change_home`` and
+        ``is_confirmed``. WorkerLost: it left meanwhile. DeadlinePassed: it did not say so in time.
         """
-        wanted = change_home(self.table, incarnation, home)
-        self._homes[incarnation] = wanted
-        self.directives.tell()
-        _log.info("home ordered", worker=incarnation, home=home, epoch=wanted.epoch)
+        async with self._moving:  # the rule for the last one of a role counts what is settled
+            wanted = change_home(self.table, incarnation, home)
+            self._homes[incarnation] = wanted
+            self.directives.tell()
+            _log.info("home ordered", worker=incarnation, home=home, epoch=wanted.epoch)
+            return await self._confirmed(incarnation, wanted)
+
+    async def _confirmed(self, incarnation: Incarnation, wanted: Home) -> Worker:
         try:
             async with asyncio.timeout(CONFIRM_S):
                 while True:
@@ -184,7 +190,7 @@ class Membership:
                     worker = self.table.get(incarnation)
                     if worker is None:
                         raise WorkerLost("the worker left the mesh before it moved")
-                    if not wanted.replaces(home_of(worker)):
+                    if is_confirmed(worker, wanted):
                         return worker
                     await changed.wait()
         except TimeoutError:
