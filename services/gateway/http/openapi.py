@@ -43,14 +43,15 @@ class ApiOperation(NamedTuple):
     """What a route takes and gives.
 
     answer: a struct for JSON, else a media type. event: of a stream, if the body may ask for one.
-    needs_model: no answer without a served model. refusal: what a 503 says, if not an error.
+    needs_workers: no answer without the model or the worker that it names. refusal: what a 503
+    says, if not an error.
     """
 
     summary: str
     answer: type[msgspec.Struct] | str
     body: type[msgspec.Struct] | None = None
     event: type[msgspec.Struct] | None = None
-    needs_model: bool = False
+    needs_workers: bool = False
     refusal: type[msgspec.Struct] | None = None
 
 
@@ -60,27 +61,27 @@ OPERATIONS: dict[tuple[str, str], ApiOperation] = {
         bodies.ChatCompletion,
         body=ChatBody,
         event=bodies.ChatCompletionChunk,
-        needs_model=True,
+        needs_workers=True,
     ),
     ("POST", "/v1/completions"): ApiOperation(
         "Continue one or several prompts, whole or as a stream of events.",
         bodies.Completion,
         body=CompletionBody,
         event=bodies.CompletionChunk,
-        needs_model=True,
+        needs_workers=True,
     ),
     ("GET", "/v1/models"): ApiOperation("List the served model.", bodies.ModelList),
     ("GET", "/v1/models/{name:.+}"): ApiOperation(
-        "Tell of one model.", bodies.ModelCard, needs_model=True
+        "Tell of one model.", bodies.ModelCard, needs_workers=True
     ),
     ("POST", "/tokenize"): ApiOperation(
         "Turn a prompt, or messages by the chat template, into token ids.",
         bodies.Tokens,
         body=TokenizeBody,
-        needs_model=True,
+        needs_workers=True,
     ),
     ("POST", "/detokenize"): ApiOperation(
-        "Turn token ids into text.", bodies.Text, body=DetokenizeBody, needs_model=True
+        "Turn token ids into text.", bodies.Text, body=DetokenizeBody, needs_workers=True
     ),
     ("GET", "/health"): ApiOperation("Say that the process lives.", bodies.Health),
     ("GET", "/ready"): ApiOperation(
@@ -97,6 +98,7 @@ OPERATIONS: dict[tuple[str, str], ApiOperation] = {
         "Change what a worker is when nothing is asked of it; what it has in hand goes on.",
         bodies.ClusterWorker,
         body=RoleBody,
+        needs_workers=True,
     ),
     ("GET", "/openapi.json"): ApiOperation("This document.", "application/json"),
     ("GET", "/"): ApiOperation("A page to chat and to watch the mesh.", "text/html"),
@@ -203,6 +205,15 @@ _ABOUT = (
     "Every GET is also answered as HEAD."
 )
 
+_IN_PATH: dict[str, Schema] = {
+    "name": {"type": "string", "minLength": 1},
+    "worker": {
+        "type": "string",
+        "minLength": 1,
+        "description": "A worker's incarnation, as /cluster tells it.",
+    },
+}
+
 _PARAMETERS: dict[str, Schema] = {
     "timeout": {
         "name": "X-Request-Timeout",
@@ -241,15 +252,16 @@ def _operation(route: Route, operation: ApiOperation, model: ServedModel | None)
     }
     if route.policy is Policy.ANYBODY:
         made["security"] = []
-    if "{name" in route.path:
-        named: Schema = {"name": "name", "in": "path", "required": True}
-        named["schema"] = {"type": "string", "minLength": 1}
-        if model is not None:
-            named["example"] = model.name
-        made["parameters"] = [named]
+    parameters: list[Schema] = []
+    for name in re.findall(r"{(\w+)", route.path):
+        parameters.append({"name": name, "in": "path", "required": True, "schema": _IN_PATH[name]})
+        if name == "name" and model is not None:
+            parameters[-1]["example"] = model.name
     if operation.body is not None:
-        made["parameters"] = [{"$ref": f"#/components/parameters/{name}"} for name in _PARAMETERS]
+        parameters += [{"$ref": f"#/components/parameters/{name}"} for name in _PARAMETERS]
         made["requestBody"] = {"required": True, "content": _json(operation.body)}
+    if parameters:
+        made["parameters"] = parameters
     return made
 
 
@@ -282,7 +294,7 @@ def _error_statuses(route: Route, operation: ApiOperation) -> set[int]:
         statuses.add(429)
     if operation.body is not None:
         statuses |= {413, 504}
-    if operation.needs_model:
+    if operation.needs_workers:
         statuses |= {404, 503}
     return statuses
 
