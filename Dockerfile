@@ -73,10 +73,12 @@ RUN pip install ".[${EXTRA},otel]" \
 # The CPU kernels, where a compiler can be had; without them torch computes the same, slower.
 FROM build AS native
 ARG BUILD_PACKAGES=g++
-COPY shared/engine/native /native
-RUN python3 /native/build.py \
+COPY shared/cache_folder.py shared/
+COPY shared/engine/native shared/engine/native
+RUN python3 -m shared.engine.native.build \
     || { [ -n "${BUILD_PACKAGES}" ] && apt-get update -q \
-         && apt-get install -q -y --no-install-recommends ${BUILD_PACKAGES} && python3 /native/build.py; } \
+         && apt-get install -q -y --no-install-recommends ${BUILD_PACKAGES} \
+         && python3 -m shared.engine.native.build; } \
     || echo "no native kernels in this image"
 
 FROM runtime AS prefill
@@ -88,7 +90,7 @@ RUN [ -z "${RUN_PACKAGES}" ] \
     || echo "this image lacks ${RUN_PACKAGES}"
 COPY --from=worker-dependencies /opt/pdmesh /opt/pdmesh
 COPY --from=application /app /app
-COPY --from=native /native /app/shared/engine/native
+COPY --from=native /src/shared/engine/native /app/shared/engine/native
 # What is compiled at run time goes here, where an overlay has put something writable.
 RUN install --directory --owner 10001 --group 10001 --mode 700 /cache
 ENV PDMESH_METRICS_PORT=9090

@@ -70,8 +70,9 @@ $(VLLM_VENV)/.dev: pyproject.toml
 setup-vllm: $(VLLM_VENV)/.dev ## make the environment for --engine vllm (VLLM=vllm: with CUDA)
 	@echo "ready: source $(VLLM_VENV)/bin/activate, then pdmesh up --engine vllm"
 
+test-vllm: FILES ?= tests/vllm
 test-vllm: $(VLLM_VENV)/.dev ## run the tests of --engine vllm in its environment (ARGS="-m vllm": the nightly ones, too)
-	@$(VLLM_VENV)/bin/python -m pytest -m "vllm and not nightly" tests/vllm $(ARGS)
+	@$(VLLM_VENV)/bin/python -m pytest -m "vllm and not nightly" $(FILES) $(ARGS)
 
 compose-test: $(VENV)/.dev ## build the images and test the mesh in real containers (as root, or with Docker)
 	@$(BIN)/python -m tools.compose_test $(ARGS)

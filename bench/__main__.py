@@ -43,6 +43,7 @@ TITLES = {
     12: "steps over vLLM beside vLLM",
     13: "a routing decision, an idle gateway",
     14: "pools that move beside fixed roles",
+    15: "one host beside vLLM's server",
 }
 """What each goal's number asks."""
 

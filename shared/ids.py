@@ -6,7 +6,10 @@ Random sources are arguments, so that a simulation with one seed replays bit for
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NewType
+
+from shared.address import Address
 
 ID_BYTES = 16
 """Length of a request id, a transfer id and a lease token."""
@@ -15,7 +18,7 @@ RequestId = NewType("RequestId", bytes)
 """16 random bytes, made by the gateway for every request."""
 
 TransferId = NewType("TransferId", bytes)
-"""16 random bytes, made by decode for every grant."""
+"""16 random bytes, made by the sink for every grant."""
 
 LeaseToken = NewType("LeaseToken", bytes)
 """16 random bytes, made by the gateway for every attempt and told to its two workers alone: unlike
@@ -24,6 +27,16 @@ a request id it stands in no log, header or trace. Who cannot name it neither op
 Incarnation = NewType("Incarnation", int)
 """Random 64 bits per process start, never 0: a peer that restarts on the same address is a new
 peer."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeshPeer:
+    """A worker as gateways name it to others. Another incarnation on the same address is another
+    worker."""
+
+    incarnation: Incarnation
+    address: Address
+
 
 StreamId = NewType("StreamId", int)
 """Names one (request, attempt) within one gateway-worker session; made by the gateway, never

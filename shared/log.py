@@ -2,14 +2,21 @@
 
 Only fields on the allow-list leave the process, so that no prompt, output, key or header can slip
 into a log by a careless call; control characters are escaped, so that a client cannot forge lines.
-Use ``structlog.get_logger(__name__)`` everywhere; this module only sets it up.
+Use ``structlog.get_logger(__name__)`` everywhere; this module only sets it up. The one exception is
+``log_often``, for the line that every request writes.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
 import sys
+import threading
+import time
+from collections import deque
 from collections.abc import Mapping, MutableMapping
+from datetime import UTC, datetime
 from typing import Any, TextIO
 
 import orjson
@@ -19,6 +26,17 @@ Event = MutableMapping[str, Any]
 
 MAX_TEXT = 2000
 """Longest text of one field; tracebacks are cut from the front, their end says more."""
+
+GATHER_S = 0.05
+"""How long lines of ``log_often`` wait for each other; a write each would cost more than its
+line."""
+
+MAX_GATHERED = 10_000
+"""Lines of ``log_often`` that wait where nobody reads the log; more are lost, and counted."""
+
+MAX_WRITE = 4096
+"""Characters that are written at once (PIPE_BUF), in whole lines: processes that share a pipe do
+not mix theirs."""
 
 _RECORD_FIELDS = frozenset({"event", "level", "timestamp", "logger", "exception", "stack"})
 
@@ -47,6 +65,8 @@ ALLOWED_FIELDS = frozenset({
     "total", "free", "held", "step", "graphs", "staging", "num_rows", "done", "of", "sizes",
     # the one line of a request
     "receipts", "trace_id",
+    # predictions that do not come true
+    "error_p50", "more_than", "for_s",
     # a moment of a request (telemetry/moments.py): when, and which tokens, layers and frame
     "at_s", "start", "stop", "index", "num_tokens", "frame_idx", "slot", "first_layer",
     "last_layer",
@@ -56,6 +76,7 @@ ALLOWED_FIELDS = frozenset({
 
 _is_debugging = False
 _is_informing = True
+_gathered: _GatheredLines | None = None
 
 
 def is_debugging() -> bool:
@@ -106,6 +127,85 @@ def _dump(value: Any, **_options: Any) -> str:
     return orjson.dumps(value, default=str).decode()
 
 
+class _GatheredLines:
+    """JSON lines that leave together, written by a thread: a log that nobody reads must not hold
+    the loop. processors: the chain of structlog whose work is done here."""
+
+    def __init__(self, service: str, out: TextIO, processors: list[Any]) -> None:
+        self._service = service
+        self._out = out
+        self._processors = processors
+        self._renderer = processors[-1]
+        self._lines: deque[str] = deque()
+        self._has_lines = threading.Event()
+        self._writing = threading.Lock()
+        self._num_lost = 0
+        self._num_told_lost = 0
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether structlog would still render lines as this does: tests put other chains there."""
+        chain = structlog.get_config()["processors"]
+        return chain is self._processors and chain[-1] is self._renderer
+
+    def add(self, event: str, fields: dict[str, Any]) -> bool:
+        """Take a line; False: it has a character that must be escaped."""
+        at = f"{datetime.now(UTC).isoformat()[:-6]}Z"
+        record = {"event": event, "level": "info", "service": self._service, "timestamp": at}
+        line = _dump({**record, **fields})
+        if not line.isprintable():
+            return False
+        if len(self._lines) >= MAX_GATHERED:
+            self._num_lost += 1
+            return True
+        self._lines.append(line)
+        if not self._has_lines.is_set():
+            self._has_lines.set()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="log", daemon=True)
+            self._thread.start()
+            atexit.register(self.write)
+        return True
+
+    def _run(self) -> None:
+        while True:
+            self._has_lines.wait()
+            time.sleep(GATHER_S)
+            self._has_lines.clear()
+            self.write()
+
+    def write(self) -> None:
+        """Write what is there."""
+        with self._writing, contextlib.suppress(OSError, ValueError):  # its reader has gone
+            text = ""
+            while self._lines:
+                line = self._lines.popleft()
+                if text and len(text) + len(line) >= MAX_WRITE:
+                    self._write(text)
+                    text = ""
+                text += f"{line}\n"
+            self._write(text)
+        if num_lost := self._num_lost - self._num_told_lost:
+            self._num_told_lost += num_lost
+            structlog.get_logger(__name__).warning("log lines lost", count=num_lost)
+
+    def _write(self, text: str) -> None:
+        if text:
+            self._out.write(text)
+            self._out.flush()
+
+
+def log_often(event: str, **fields: Any) -> None:
+    """Log, at info level, what happens with every request: for a twentieth of what a line costs
+    otherwise, and some time later.
+
+    fields: on the allow-list (a test looks), and of JSON's types.
+    """
+    if _gathered is None or not _gathered.is_current or not _gathered.add(event, fields):
+        structlog.get_logger(__name__).info(event, **fields)
+
+
 class _Handler(logging.Handler):
     """Brings the libraries' own records (grpclib, aiohttp, asyncio) into the same lines."""
 
@@ -126,7 +226,7 @@ def configure_logs(
     service: stands in every line. level: debug, info, warning or error. form: json, pretty, or
     auto = pretty on a terminal. stream: stderr by default.
     """
-    global _is_debugging, _is_informing
+    global _is_debugging, _is_informing, _gathered
     out = stream if stream is not None else sys.stderr
     number = logging.getLevelNamesMapping()[level.upper()]
     _is_debugging = number <= logging.DEBUG
@@ -142,17 +242,19 @@ def configure_logs(
         event["service"] = service
         return event
 
+    processors: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        add_service,
+        structlog.processors.format_exc_info,
+        _allow_only,
+        _escape,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        renderer,
+    ]
+    _gathered = None if is_pretty or not _is_informing else _GatheredLines(service, out, processors)
     structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            add_service,
-            structlog.processors.format_exc_info,
-            _allow_only,
-            _escape,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            renderer,
-        ],
+        processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(number),
         # One write a line, so that lines of processes that share a file do not mix.
         logger_factory=structlog.WriteLoggerFactory(out),

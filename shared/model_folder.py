@@ -24,13 +24,16 @@ GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_pen
 """The keys of generation_config.json that become defaults of a request."""
 
 DEMO_FOLDER = Path(__file__).parent / "models" / "demo"
+BUNDLED = {"demo": DEMO_FOLDER, "demo-tools": DEMO_FOLDER.with_name("demo-tools")}
+"""Models that come with the package, by the names that ``--model`` takes."""
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
 
 
 def resolve_model(name_or_path: str) -> Path:
-    """Return the local folder of a model: a path, ``demo`` (bundled), or a hub name (``org/name``).
+    """Return the local folder of a model: a path, a bundled one (``demo``,
+    ``demo-tools``), or a hub name (``org/name``).
 
     A hub name needs the extra ``hub``, is downloaded once, and is found in the local cache when
     there is no network.
@@ -40,8 +43,9 @@ def resolve_model(name_or_path: str) -> Path:
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return path
-    if name_or_path == "demo" and DEMO_FOLDER.is_dir():
-        return DEMO_FOLDER
+    bundled = BUNDLED.get(name_or_path)
+    if bundled is not None and bundled.is_dir():
+        return bundled
     if path.exists():
         raise ModelError(f"{path} is a file: --model wants the folder that holds config.json")
     if _HUB_NAME.fullmatch(name_or_path) is None:

@@ -1,6 +1,7 @@
 """Durations and sizes as people write them: ``"30 s"``, ``"250 ms"``, ``"4 GiB"``.
 
-What unit a setting has stands at the end of its name (``drain_s``, ``kv_gib``); a setting whose
+What unit a setting has stands at the end of its name (``drain_s``, ``kv_gib``; a ``cache`` has
+bytes); a setting whose
 name names none is a plain number. Knows no setting.
 """
 
@@ -32,6 +33,7 @@ _SUFFIXES: Final = {
     "kib": ("KiB", _SIZES),
     "mib": ("MiB", _SIZES),
     "gib": ("GiB", _SIZES),
+    "cache": ("B", _SIZES),
 }
 _QUANTITY: Final = re.compile(r"\s*(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*([A-Za-z]*)\s*")
 

@@ -36,6 +36,7 @@ class SamplingParams:
     and is read in every step): no other token is chosen; empty = all may be.
     bad_words: token sequences that the answer never holds, as in vLLM: whenever it ends with all
     of one but its last token, that one is not chosen.
+    grammar: what the answer as a whole matches, as ``shared/grammar.py`` writes it; '' = anything.
     """
 
     max_tokens: int = 16
@@ -50,6 +51,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: bytes = field(default=b"", repr=False)
     bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: str = field(default="", repr=False)
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -58,7 +60,7 @@ class SamplingParams:
     needs_history: bool = field(init=False, repr=False, compare=False)
     """Whether earlier tokens change the logits; asked for every row of every step."""
     has_masks: bool = field(init=False, repr=False, compare=False)
-    """Whether the client forbids tokens; asked likewise."""
+    """Whether the client forbids tokens, by name or by a grammar; asked likewise."""
 
     def __post_init__(self) -> None:
         needs_history = (
@@ -68,7 +70,8 @@ class SamplingParams:
             or any(len(word) > 1 for word in self.bad_words)
         )
         object.__setattr__(self, "needs_history", needs_history)
-        object.__setattr__(self, "has_masks", bool(self.allowed_token_ids or self.bad_words))
+        has_masks = bool(self.allowed_token_ids or self.bad_words or self.grammar)
+        object.__setattr__(self, "has_masks", has_masks)
 
 
 class TokenLogprobs(NamedTuple):

@@ -2,7 +2,8 @@
 TOML file that ``PDMESH_CONFIG`` names, then the defaults of the records in ``config.py``; and back.
 
 The file is one for all services: ``[mesh]`` for what they share, ``[gateway]``, ``[prefill]`` and
-``[decode]`` for what is one role's own, which wins over ``[mesh]``. Values are plain numbers in the
+``[decode]`` for what is one role's own, which wins over ``[mesh]``; ``[tenants.NAME]`` for the
+gateway's tenants (``tenants.py``). Values are plain numbers in the
 unit that the name ends with, or text with a unit (``"30 s"``, ``"4 GiB"``). All of it is checked
 when it is read, whoever reads it, so that a mistake in ``[decode]`` is found on the gateway's
 machine, too. The command line (``services/cli/sources.py``) lays its flags over what is read here.
@@ -24,6 +25,7 @@ from typing import Any, Final, TypeVar, cast, get_args, get_type_hints
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig, ServiceConfig, WorkerConfig
 from shared.errors import InvalidRequest
 from shared.quantity import read_quantity, unit_of
+from shared.tenants import TABLE, tenants_of
 
 PREFIX: Final = "PDMESH_"
 CONFIG_VARIABLE: Final = "PDMESH_CONFIG"
@@ -43,8 +45,8 @@ Sections = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A value and where it comes from: origin 'flag', 'env', 'file' or 'default'; where: which
-    flag, which variable, which section of which file."""
+    """A value and where it comes from: origin 'env', 'file' or 'default'; where: which variable,
+    which section of which file."""
 
     value: Any
     origin: str = "default"
@@ -59,13 +61,16 @@ def read_settings(kind: type[ServiceConfig], environment: Mapping[str, str]) -> 
     settings = {field.name: Setting(field.default) for field in dataclasses.fields(kind)}
     path = environment.get(CONFIG_VARIABLE, "").strip()
     if path:
-        for name, (value, section) in _of_role(read_config_file(Path(path)), kind).items():
+        sections = read_config_file(Path(path))
+        for name, (value, section) in _of_role(sections, kind).items():
             settings[name] = Setting(value, "file", f"{path} [{section}]")
+        if TABLE in sections and TABLE in settings and settings[TABLE].origin == "default":
+            settings[TABLE] = Setting(Path(path), "file", f"{path} [{TABLE}]")
     for name, type_ in field_types(kind).items():
         variable = PREFIX + name.upper()
         text = environment.get(variable, "").strip()
         if text:
-            read, what = _TEXTS[type_]
+            read, what = _SIZE if unit_of(name) == "B" else _TEXTS[type_]
             try:
                 settings[name] = Setting(read(text), "env", variable)
             except (ValueError, KeyError):
@@ -150,7 +155,10 @@ def read_config_file(path: Path) -> Sections:
         raise InvalidRequest(words, param="config") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"{path} is not valid TOML: {error}", param="config") from None
+    tenants = document.pop(TABLE, None)
     sections = {name: _section(path, name, content) for name, content in document.items()}
+    if tenants is not None:
+        sections[TABLE] = dict[str, Any](tenants_of(tenants, path))
     for kind in ROLES.values():
         found = _of_role(sections, kind)
         try:
@@ -238,6 +246,12 @@ def _boolean(text: str) -> bool:
     values = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
     return values[text.lower()]
 
+
+def _size(text: str) -> int:
+    return int(read_quantity(f"{text} B" if text.isdigit() else text, "B"))
+
+
+_SIZE: Final = (_size, "a size, as 4GB")
 
 _TEXTS: Final[dict[type, tuple[Callable[[str], Any], str]]] = {
     str: (str, "text"),

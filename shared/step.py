@@ -6,10 +6,24 @@ Plain records, known to neither side's inside.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from shared.request import SamplingParams, TokenLogprobs
+
+
+@dataclass(slots=True, eq=False)
+class Guide:
+    """The grammar of one answer, and where in it the answer is.
+
+    output: tokens of the answer that earlier attempts gave. state, num_taken: the engine's own, of
+    its first ``num_taken`` tokens; it makes them from the rest.
+    """
+
+    grammar: str = field(repr=False)
+    output: Sequence[int] = field(repr=False)
+    state: Any = field(default=None, init=False, repr=False)
+    num_taken: int = field(default=0, init=False)
 
 
 @dataclass(slots=True)  # not frozen: every row of every step makes one, and frozen costs double
@@ -18,13 +32,14 @@ class SampleSpec:
 
     index: position of the token in the answer; the counter of its random number.
     prompt, output: the ids that penalties and bad words look at (only read when
-    ``params.needs_history``).
+    ``params.needs_history``). guide: of an answer that follows a grammar.
     """
 
     params: SamplingParams
     index: int
     prompt: Sequence[int]
     output: Sequence[int]
+    guide: Guide | None = None
 
     def forbidden(self, eos_token_ids: frozenset[int]) -> set[int]:
         """Return the tokens that must not come next: those that would end the answer before
@@ -77,8 +92,10 @@ that such a row computes, and the row of that step whose token goes into it."""
 
 class RowResult(NamedTuple):
     """token_id: -1 if the row sampled nothing. logprobs: when the row's params asked for them.
-    prompt_logprobs: one entry per prompt target."""
+    prompt_logprobs: one entry per prompt target. failure: why the row's grammar can say nothing
+    more, '' = nothing is wrong; the token means nothing then."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    failure: str = ""

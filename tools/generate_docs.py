@@ -119,6 +119,13 @@ def lease() -> str:
     return states(_of_moves(MOVES, LeaseState, LeaseEvent))
 
 
+def pair() -> str:
+    """A pair, at one of its ends."""
+    from shared.worker.core.pairs import MOVES, PairEvent, PairState
+
+    return states(_of_moves(MOVES, PairState, PairEvent))
+
+
 def worker() -> str:
     """A worker, as a gateway sees it."""
     from tools.explored_states import worker_moves
@@ -211,6 +218,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "life": life,
         "sequence": sequence,
         "lease": lease,
+        "pair": pair,
         "worker": worker,
         "peer": peer,
     },

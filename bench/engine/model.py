@@ -34,6 +34,8 @@ LARGER = {
 }
 """1.1 B parameters, of TinyLlama's shape."""
 
+MODELS = {"125m": SIZES, "1.1b": LARGER}
+
 
 def make(folder: Path, sizes: dict[str, int] = SIZES) -> None:
     """Write the checkpoint as transformers does."""
@@ -46,19 +48,19 @@ def make(folder: Path, sizes: dict[str, int] = SIZES) -> None:
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
-def convert(folder: Path, target: Path) -> None:
+def convert(folder: Path, target: Path, sizes: dict[str, int]) -> None:
     """Write the same weights as GGUF; matrices stay bfloat16."""
     import gguf
     import numpy as np
 
     writer = gguf.GGUFWriter(str(target), "llama")
     writer.add_context_length(MAX_LEN)
-    writer.add_embedding_length(SIZES["hidden_size"])
-    writer.add_block_count(SIZES["num_hidden_layers"])
-    writer.add_feed_forward_length(SIZES["intermediate_size"])
-    writer.add_head_count(SIZES["num_attention_heads"])
-    writer.add_head_count_kv(SIZES["num_key_value_heads"])
-    writer.add_rope_dimension_count(SIZES["hidden_size"] // SIZES["num_attention_heads"])
+    writer.add_embedding_length(sizes["hidden_size"])
+    writer.add_block_count(sizes["num_hidden_layers"])
+    writer.add_feed_forward_length(sizes["intermediate_size"])
+    writer.add_head_count(sizes["num_attention_heads"])
+    writer.add_head_count_kv(sizes["num_key_value_heads"])
+    writer.add_rope_dimension_count(sizes["hidden_size"] // sizes["num_attention_heads"])
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_vocab_size(VOCAB)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
@@ -67,7 +69,8 @@ def convert(folder: Path, target: Path) -> None:
         kind, layer = _gguf_name(name)
         matrix = np.asarray(words).reshape(shape)
         if kind in ("attn_q", "attn_k"):
-            matrix = _permuted(matrix, kind)
+            heads = "num_attention_heads" if kind == "attn_q" else "num_key_value_heads"
+            matrix = _permuted(matrix, sizes[heads])
         full = f"{kind}.weight" if layer is None else f"blk.{layer}.{kind}.weight"
         if matrix.ndim == 1:  # norms are float32 there
             wide = (matrix.astype(np.uint32) << 16).view(np.float32)
@@ -81,9 +84,8 @@ def convert(folder: Path, target: Path) -> None:
     writer.close()
 
 
-def _permuted(matrix, kind: str):
+def _permuted(matrix, heads: int):
     """llama.cpp rotates neighbours where transformers rotates halves: reorder a head's rows."""
-    heads = SIZES["num_attention_heads" if kind == "attn_q" else "num_key_value_heads"]
     rows, columns = matrix.shape
     halves = matrix.reshape(heads, 2, rows // heads // 2, columns)
     return halves.swapaxes(1, 2).reshape(rows, columns).copy()
@@ -117,4 +119,4 @@ def _tensors(path: Path):
 
 
 if __name__ == "__main__":
-    convert(Path(sys.argv[1]), Path(sys.argv[2]))
+    convert(Path(sys.argv[1]), Path(sys.argv[2]), MODELS[sys.argv[3]])

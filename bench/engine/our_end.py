@@ -159,7 +159,7 @@ class End:
             sequence = self.sequence(job["tokens"], 1)
             began_at = time.perf_counter()
             scheduler.add(sequence)
-            while scheduler.has_work:
+            while scheduler.unfinished:
                 plan = scheduler.plan()
                 scheduler.commit(plan, await self.compute.step(plan.rows))
             took.append(time.perf_counter() - began_at)

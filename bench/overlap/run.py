@@ -37,15 +37,14 @@ from bench.transfer.run import LANES, congestion_control
 from shared.address import Address
 from shared.engine.worker import ThreadCompute
 from shared.errors import MeshError
-from shared.ids import Incarnation, RequestId
-from shared.membership.decode_peers import DecodePeer
+from shared.ids import Incarnation, MeshPeer, RequestId
 from shared.rpc.tcp import TcpNetwork
 from shared.runtime.worker_process import SWITCH_INTERVAL_S
 from shared.transfer.messages import TransferKey
-from shared.transfer.plan import TransferMode
+from shared.transfer.plan import DEFAULT_GROUP_BYTES, TransferMode
 from shared.transport.settings import UcxSettings
 from shared.transport.ucxx import open_ucx
-from shared.worker.dial import PairTable
+from shared.worker.pairs import PairTable
 from shared.worker.pusher import Pusher
 from shared.worker.receiver import KvReceiver, LeaseTerms, ReceiveStats
 
@@ -94,27 +93,37 @@ async def serve_decode(num_tokens: int) -> None:
     """Receive until standard input ends; each line asks for the digest of what is in the pool."""
     engine = ModelledEngine(num_layers=NUM_LAYERS, num_tokens=num_tokens, seed=None)
     compute, transport = ThreadCompute(engine, name="decode"), await open_ucx()
+    random_bytes = random.Random(1).randbytes
     receiver = KvReceiver(
+        engine=engine,
+        compute=compute,
+        transport=transport,
+        leases=OpenHouse(engine, num_tokens),
+        random_bytes=random_bytes,
+    )
+    pairs = PairTable(
         incarnation=DECODE,
         version="bench",
         engine=engine,
         compute=compute,
         transport=transport,
-        leases=OpenHouse(engine, num_tokens),
-        random_bytes=random.Random(1).randbytes,
+        network=TcpNetwork(),
+        sink=receiver,
+        random_bytes=random_bytes,
     )
     reader = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     pipe, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     await receiver.open()
-    serving = TcpNetwork().serve(Address("127.0.0.1", 0), [receiver.servicer])
-    async with background(receiver.run), serving as server:
+    serving = TcpNetwork().serve(Address("127.0.0.1", 0), [pairs.servicer])
+    async with background(pairs.run, receiver.run), serving as server:
         print(server.address.port, flush=True)
         while await reader.readline():
             digest = engine.digest(engine.block_table(), num_tokens)
             engine.clear()
             print(digest, flush=True)
     pipe.close()
+    receiver.close()
     await transport.close()
     await compute.close()
 
@@ -205,7 +214,8 @@ async def measure(
         compute=compute,
         transport=transport,
         network=TcpNetwork(),
-        sink=pusher,
+        source=pusher,
+        group_bytes=DEFAULT_GROUP_BYTES,
         random_bytes=random.Random(2).randbytes,
         on_change=paired.set,
     )
@@ -213,7 +223,7 @@ async def measure(
     try:
         port = int(decode.stdout.readline())
         async with background(pusher.run, pairs.run):
-            pairs.set_peers([DecodePeer(DECODE, Address("127.0.0.1", port))])
+            pairs.set_peers([MeshPeer(DECODE, Address("127.0.0.1", port))])
             await paired.wait()
             prefill = Prefill(engine, compute, pusher, num_tokens)
             for repetition in range(repetitions + 1):

@@ -5,20 +5,22 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import Annotated, Literal
 
-from cyclopts import App, CycloptsError, Group, UnusedCliTokensError
+from cyclopts import App, CycloptsError, Group, Parameter, UnusedCliTokensError
 
 from services.cli import help_texts
 from services.cli.bench.command import bench
 from services.cli.chat import chat
-from services.cli.completion import completion
-from services.cli.config import config_app
+from services.cli.config import config
 from services.cli.demo import demo
 from services.cli.doctor.report import doctor
+from services.cli.explain import explain
 from services.cli.generate import generate
 from services.cli.keys import hash_api_key, make_secret
 from services.cli.models import models
 from services.cli.one_service import decode, gateway, prefill
+from services.cli.plan.app import plan_app
 from services.cli.profile import profile
 from services.cli.role import role
 from services.cli.sources import SOURCES
@@ -34,7 +36,8 @@ from shared.version import VERSION
 LOCAL = Group("On this machine", sort_key=1)
 SERVICES = Group("One service (a host each)", sort_key=2)
 CLIENT = Group("Clients", sort_key=3)
-OTHER = Group("Other", sort_key=4)
+PLANS = Group("Plans", sort_key=4)
+OTHER = Group("Other", sort_key=5)
 
 app = App(
     name="pdmesh",
@@ -56,6 +59,31 @@ def version() -> None:
     print(VERSION)
 
 
+def completion(
+    shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(show_env_var=False)],
+    /,
+    *,
+    install: Annotated[
+        bool, Parameter(negative="", show_env_var=False, show_default=False)
+    ] = False,
+) -> int:
+    """Print the script that completes commands and flags in a shell, or install it.
+
+    Parameters
+    ----------
+    shell
+        bash, zsh or fish.
+    install
+        Write it where the shell looks, and for bash and zsh a line into the shell's start file.
+    """
+    if not install:
+        print(app.generate_completion(shell=shell))
+        return EXIT_OK
+    path = app.install_completion(shell=shell)
+    print(f"written to {path}: a new {shell} completes pdmesh")
+    return EXIT_OK
+
+
 app.command(demo, group=LOCAL, help_epilogue=help_texts.DEMO, sort_key=1)
 app.command(up, group=LOCAL, help_epilogue=help_texts.UP, sort_key=2)
 app.command(doctor, group=LOCAL, help_epilogue=help_texts.DOCTOR, sort_key=3)
@@ -69,13 +97,15 @@ app.command(generate, group=CLIENT, help_epilogue=help_texts.GENERATE, sort_key=
 app.command(models, group=CLIENT, help_epilogue=help_texts.MODELS, sort_key=3)
 app.command(top, group=CLIENT, help_epilogue=help_texts.TOP, sort_key=4)
 app.command(role, group=CLIENT, help_epilogue=help_texts.ROLE, sort_key=5)
-app.command(bench, group=CLIENT, help_epilogue=help_texts.BENCH, sort_key=6)
+app.command(explain, group=CLIENT, help_epilogue=help_texts.EXPLAIN, sort_key=6)
+app.command(bench, group=CLIENT, help_epilogue=help_texts.BENCH, sort_key=7)
 app.command(completion, group=OTHER, help_epilogue=help_texts.COMPLETION)
 app.command(hash_api_key, name="hash-key", group=OTHER, help_epilogue=help_texts.HASH_KEY)
 app.command(make_secret, name="secret", group=OTHER, help_epilogue=help_texts.SECRET)
 app.command(version, group=OTHER, help_epilogue="")
-config_app.group = OTHER
-app.command(config_app)
+plan_app.group = PLANS
+app.command(plan_app)
+app.command(config, group=OTHER, help_epilogue=help_texts.CONFIG)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import orjson
-from cyclopts import App, ArgumentCollection, Group, Parameter, Token
+from cyclopts import App, Group, Parameter
 
-from services.cli import help_texts
-from services.cli.flags import config_flags
-from services.cli.sources import SOURCES, ConfigFlag, JsonFlag, with_config_file
+from services.cli.one_service import decode, gateway, prefill
+from services.cli.sources import ConfigFlag, JsonFlag, with_config_file
 from shared.config import (
     SECRET_SETTINGS,
     ServiceConfig,
@@ -54,35 +53,7 @@ _SECTION_HEADS: Final = {
 }
 
 
-class Origins:
-    """Tells a command where each of its values comes from, in its hidden flag ``--origins``."""
-
-    def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-        """The last source in the row: it fills in nothing else."""
-        if not commands or commands[-1] not in ROLES:
-            return
-        (target, *_) = arguments.match("--origins")
-        for argument in arguments:
-            for token in argument.tokens[:1]:
-                origin = "flag" if token.source == "cli" else token.source
-                name = argument.name.removeprefix("--").replace("-", "_")
-                where = token.keyword or argument.name
-                told = json.dumps([name, origin, where])
-                target.append(Token(value=told, source="origins", index=len(target.tokens)))
-
-
-_Origins = Annotated[tuple[str, ...], Parameter(show=False, show_env_var=False)]
-
-config_app = App(
-    name="config",
-    help="Print the configuration that the services would run with, and where each value is from.",
-    help_epilogue=help_texts.CONFIG,
-    config=(*SOURCES, Origins()),
-)
-
-
-@config_app.default
-def show(
+def config(
     *,
     file: ConfigFlag = None,
     example: Annotated[
@@ -99,7 +70,7 @@ def show(
 ) -> int:
     """Print the configuration that the services would run with, and where each value is from.
 
-    It is checked like at a start. With a role's name after it, flags of that role are taken, too.
+    It is checked like at a start.
     """
     if example:
         print(example_file(), end="")
@@ -111,32 +82,6 @@ def show(
         settings[role] = read_settings(kind, environment)
     _print(settings, as_json)
     return EXIT_OK
-
-
-def _add_role(role: str, kind: type[ServiceConfig]) -> None:
-    """Make the command of one role, with its flags."""
-
-    def show_role(
-        *, config: Any, file: Any = None, as_json: bool = False, origins: tuple[str, ...] = ()
-    ) -> int:
-        config.check()
-        told = {name: (origin, where) for name, origin, where in map(json.loads, origins)}
-        settings = {
-            field.name: Setting(getattr(config, field.name), *told.get(field.name, ()))
-            for field in dataclasses.fields(kind)
-        }
-        _print({role: settings}, as_json)
-        return EXIT_OK
-
-    what = "gateway" if role == "gateway" else f"{role} worker"
-    show_role.__doc__ = f"The same of one {what}, with its flags."
-    hints = {"config": kind, "file": ConfigFlag, "as_json": JsonFlag, "origins": _Origins}
-    show_role.__annotations__ = {**hints, "return": int}
-    config_app.command(config_flags(show_role), name=role, help_epilogue="")
-
-
-for _role, _kind in ROLES.items():
-    _add_role(_role, _kind)
 
 
 def example_file() -> str:
@@ -196,7 +141,8 @@ def _default(kind: type[ServiceConfig], name: str) -> Any:
 
 
 def _help_texts(role: str) -> dict[str, str]:
-    arguments = config_app[role].assemble_argument_collection(parse_docstring=True)
+    command = {"gateway": gateway, "prefill": prefill, "decode": decode}[role]
+    arguments = App(default_command=command).assemble_argument_collection(parse_docstring=True)
     return {
         argument.name.removeprefix("--").replace("-", "_"): argument.parameter.help or ""
         for argument in arguments

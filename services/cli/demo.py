@@ -35,8 +35,8 @@ PROMPT = (
 EXPECTED = "1986"
 
 DEMO = UpConfig(
-    model=DEMO_MODEL, host="127.0.0.1", port=0, grpc_port=0, engine="torch", device="cpu",
-    num_blocks=512,
+    model=DEMO_MODEL, prefill=1, decode=1, host="127.0.0.1", port=0, grpc_port=0,
+    engine="torch", device="cpu", num_blocks=512,
 )  # fmt: skip
 
 NEXT = """\

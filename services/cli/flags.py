@@ -7,11 +7,11 @@ import errno
 import inspect
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import Annotated, Final, ParamSpec, TypeVar, cast, get_type_hints
+from typing import Annotated, Any, Final, ParamSpec, TypeVar, cast, get_type_hints
 
-from cyclopts import Group, Parameter
+from cyclopts import Group, Parameter, Token
 
 from services.gateway.front.auth import read_keys
 from services.gateway.front.quota import KeyLimits
@@ -24,6 +24,7 @@ from shared.config import (
 )
 from shared.engine.vllm.release import release
 from shared.errors import InvalidRequest, MeshError
+from shared.quantity import read_quantity, unit_of
 from shared.rpc.tls import MeshTls, TlsFiles, server_context
 
 P = ParamSpec("P")
@@ -68,8 +69,19 @@ def _grouped(kind: type[ServiceConfig]) -> type[ServiceConfig]:
     for declared_by, group in GROUPS.items():
         if declared_by in kind.__mro__:
             for name in inspect.get_annotations(declared_by):
-                groups[name] = Parameter(group=group)
+                converter = read_size if unit_of(name) == "B" else None
+                groups[name] = Parameter(group=group, converter=converter)
     return annotated(kind, groups)
+
+
+def read_size(_: Any, tokens: Sequence[Token]) -> int:
+    """'4GB', '512 MiB'; a bare number is bytes. Raises InvalidRequest."""
+    text = tokens[0].value
+    try:
+        size = read_quantity(f"{text} B" if text.lstrip("-").isdigit() else text, "B")
+    except ValueError as error:
+        raise InvalidRequest(f"{tokens[0].keyword or 'a size'} {error}") from None
+    return int(size)
 
 
 def annotated(kind: type[Record], parameters: Mapping[str, Parameter]) -> type[Record]:

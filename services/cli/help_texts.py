@@ -104,11 +104,18 @@ pdmesh role 127.0.0.1:34567 token         by address, as pdmesh top shows it
 pdmesh role 1f2e3d prompt                 by the beginning of its incarnation
 """)
 
+EXPLAIN: Final = _examples("""
+pdmesh explain chatcmpl-1f2e3d4c5b6a79881f2e3d4c5b6a7988
+pdmesh explain 1f2e3d4c5b6a79881f2e3d4c5b6a7988 --replay      decide again, from the record
+pdmesh explain 1f2e3d4c5b6a79881f2e3d4c5b6a7988 --json > why.json
+pdmesh explain why.json --replay          later, without the mesh
+""")
+
 BENCH: Final = _examples("""
 pdmesh bench                              the local mesh, 1 request/s for 30 s
 pdmesh bench --rates 0.5,1,2 --scale-lengths 0.1 --output report
 pdmesh bench --goodput --slo-ttft 500ms --slo-tpot 50ms
-pdmesh bench --trace mooncake.jsonl --scale-lengths 0.1 --speed 2
+pdmesh bench --trace mooncake.jsonl --scale-lengths 0.1 --rate 2
 pdmesh bench http://10.0.0.5:8000 http://10.0.0.6:8000 --rate 20 --synthetic code
 """)
 
@@ -124,10 +131,76 @@ pdmesh profile --model /models/llama --device cuda:1
 pdmesh profile --force --json | jq .saturating_tokens
 """)
 
+PLAN: Final = _examples("""
+pdmesh plan paper distserve               their figures, ours beside them
+pdmesh plan kv demo --tokens 8192 --link 25GB/s
+pdmesh plan simulate 3P+2D --workload azure-conv --rate 8
+pdmesh plan fleet --rate 8 --device a100 --model llama-3-8b
+""")
+
+PLAN_PAPER: Final = _examples(r"""
+pdmesh plan paper distserve --requests requests.csv --model opt-13b --prefill 2,1 --decode 1,1 \
+    --data data --out latencies.csv
+pdmesh plan paper mooncake --replay conversation_trace.jsonl --policy lru --blocks 10000
+""")
+
+PLAN_DISTSERVE: Final = _examples(r"""
+pdmesh plan paper distserve
+pdmesh plan paper distserve --requests requests.csv --model opt-66b --prefill 4,1 --decode 2,2 \
+    --data data --out latencies.csv
+pdmesh plan paper distserve --requests requests.csv --system vllm --prefill 1,1 --decode 1,1 \
+    --data data --fidelity exact
+""")
+
+PLAN_MOONCAKE: Final = _examples("""
+pdmesh plan paper mooncake
+pdmesh plan paper mooncake --replay trace.jsonl --policy lfu --blocks 50000
+pdmesh plan paper mooncake --replay trace.jsonl --blocks inf --json | jq .hit_rate
+""")
+
+PLAN_PLACEMENT: Final = _examples(r"""
+pdmesh plan paper distserve-placement --requests requests.csv --data data --gpus 4
+pdmesh plan paper distserve-placement --requests requests.csv --data data --model opt-66b \
+    --nodes 4 --gpus 8 --affinity high --slo-ttft 400ms --success joint
+""")
+
+PLAN_SPLITWISE: Final = _examples("""
+pdmesh plan paper splitwise
+pdmesh plan paper splitwise --data data --most-token 10
+pdmesh plan paper splitwise --data data --model llama2-70b --design HA --workload conv
+""")
+
+PLAN_SIMULATE: Final = _examples("""
+pdmesh plan simulate 3P+2D --workload azure-conv --rate 10
+pdmesh plan simulate 4M --rate 10 --policy least_loaded --json | jq .attainment
+pdmesh plan simulate 2P+2D --workload trace.jsonl --rate 2 --model llama-3-8b --link 100Gb/s
+""")
+
+PLAN_COMPARE: Final = _examples("""
+pdmesh plan compare 5M 3P+2D 4P+1D --workload azure-conv --rate 10
+pdmesh plan compare 2P+2D 4M --workload trace.jsonl --rate 4 --slo-ttft 500ms --json
+""")
+
+PLAN_FLEET: Final = _examples(r"""
+pdmesh plan fleet --rate 8 --device a100 --model llama-3-8b --tp 1,2
+pdmesh plan fleet --rate 8 --devices a100,h100 --model llama-3-8b --price a100=1.80,h100=3.20
+pdmesh plan fleet --budget 6000 --watts --device h100 --model llama-3-70b --tp 4 --output plan
+""")
+
+PLAN_MAP: Final = _examples("""
+pdmesh plan map 6 --workload azure-conv --rate 8
+pdmesh plan map 8 --profile profile.json --rate 3 --output plan
+""")
+
+PLAN_KV: Final = _examples("""
+pdmesh plan kv llama-3-70b --tokens 8192 --link 25GB/s
+pdmesh plan kv /models/qwen --tokens 32768 --link 400Gb/s --device h100 --devices 4
+pdmesh plan kv demo --tokens 512 --json | jq .move_s
+""")
+
 CONFIG: Final = _examples("""
 pdmesh config --example > mesh.toml       every setting with its default, commented out
 pdmesh config --config mesh.toml          what each service makes of it
-pdmesh config decode --max-running 64     with flags of one service
 """)
 
 COMPLETION: Final = _examples("""
@@ -143,4 +216,5 @@ pdmesh gateway --mesh-host 0.0.0.0 --mesh-secret-file secret
 HASH_KEY: Final = _examples("""
 pdmesh hash-key alice >> keys.txt && pdmesh up --api-keys keys.txt
 pdmesh hash-key bob --requests-per-minute 60 --concurrent-requests 4 >> keys.txt
+pdmesh hash-key ops --may roles >> keys.txt
 """)

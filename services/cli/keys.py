@@ -7,7 +7,7 @@ import secrets
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -25,6 +25,7 @@ def hash_api_key(
     salt: str = "",
     requests_per_minute: Annotated[int, Parameter(show_env_var=False)] = 0,
     concurrent_requests: Annotated[int, Parameter(show_env_var=False)] = 0,
+    may: Annotated[Literal["", "roles"], Parameter(show_env_var=False)] = "",
 ) -> None:
     """Make an API key; print the line for the gateway's --api-keys file.
 
@@ -43,12 +44,14 @@ def hash_api_key(
         Of this key; 0 = what the gateway's --key-requests-per-minute says.
     concurrent_requests
         Of this key at once; 0 = what the gateway's --key-concurrent-requests says.
+    may
+        'roles': this key may also change what workers are (`pdmesh role`).
     """
     limits = KeyLimits(
         requests_per_minute=requests_per_minute, concurrent_requests=concurrent_requests
     )
     secret = sys.stdin.readline().strip() if key == "-" else key or new_key()
-    line = hash_key(name, secret, salt, limits)
+    line = hash_key(name, secret, salt, limits, may)
     if not key:
         print(f"the key, shown this once: {secret}", file=sys.stderr)
     print(line)

@@ -9,6 +9,7 @@ import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,35 @@ class Share:
     threads: int
     gpus: str
     num_sharers: int
+
+
+class LocalShape(NamedTuple):
+    """How many workers of which kind; why: for people, where it was chosen for them."""
+
+    prefill: int = 0
+    decode: int = 0
+    colocated: int = 0
+    workers: int = 0
+    why: str = ""
+
+
+def shape_for(*, computes: bool, num_cores: int, num_gpus: int) -> LocalShape:
+    """Return the shape of a mesh of which nobody has said anything.
+
+    computes: whether the engine has steps that cores or GPUs can be short of. Apart pays where
+    each role has a device of its own; within one, the half of an idle role lies idle
+    (bench/serve, docs/when-disaggregation-helps.md).
+    """
+    if not computes:
+        return LocalShape(prefill=1, decode=1)
+    if num_gpus > 1:
+        why = f"{num_gpus} GPUs, so as many workers, each prefill or decode as the load has it"
+        return LocalShape(workers=num_gpus, why=why)
+    device = "the GPU" if num_gpus else "all cores" if num_cores > 1 else "the one core"
+    why = f"one worker for prompts and answers, with {device}: apart, each role would have a part"
+    return LocalShape(
+        colocated=1, why=f"{why} of it, and leave that idle while the other has a queue"
+    )
 
 
 def find_gpus(environment: Mapping[str, str]) -> list[str]:

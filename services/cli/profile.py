@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import orjson
@@ -15,14 +16,20 @@ from services.cli.flags import CannotRun, config_flags, require_worker_modules
 from services.cli.interrupts import Interrupts
 from services.cli.sources import ConfigFlag, JsonFlag
 from shared.config import PrefillConfig
+from shared.errors import InvalidRequest
 from shared.log import configure_logs
 from shared.profile.machine import MachineProfile
 from shared.runtime.service import EXIT_OK
 
 if TYPE_CHECKING:
     from shared.profile.kept import KeptProfile  # loads what gateways' machines lack
+    from shared.profile.step_profile import StepProfile
 
 _FORCE: Final = Parameter(negative="")
+_OUTPUT: Final = Parameter(name=("--output", "-o"), show_env_var=False, show_default=False)
+_MEASURE: Final = Parameter(show_env_var=False)
+
+MOST_MEASURE_S: Final = 3600.0
 
 
 @config_flags
@@ -30,6 +37,8 @@ def profile(
     *,
     config: PrefillConfig = PrefillConfig(),  # noqa: B008  (frozen)
     force: Annotated[bool, _FORCE] = False,
+    output: Annotated[Path | None, _OUTPUT] = None,
+    measure: Annotated[float, _MEASURE] = 30.0,
     as_json: JsonFlag = False,
     file: ConfigFlag = None,
 ) -> int:
@@ -42,12 +51,19 @@ def profile(
     ----------
     force
         Measure also if there is a file.
+    output
+        Time steps of all sizes instead, with prompts and without, and write the lines through them
+        to this file: a time model for pdmesh plan --profile.
+    measure
+        Seconds that --output may take.
     """
     config.check()
     if config.engine != "torch":
         raise CannotRun("--engine fake computes on no machine: there is nothing to measure")
     require_worker_modules(config.engine)
     configure_logs(service="profile", level="warning", form=config.log_format)
+    if output is not None:
+        return _profile_steps(config, output, measure, as_json=as_json)
     from shared.runtime.worker_process import profile_machine
 
     measured: list[KeptProfile] = []
@@ -69,6 +85,50 @@ def profile(
     console.print(_sweep(kept.profile))
     word = f"measured in {kept.took_s:.1f} s" if kept.took_s else "measured at an earlier start"
     console.print(f"\n{word}; {f'kept in {kept.path}' if kept.path else 'not kept'}")
+    return EXIT_OK
+
+
+def _profile_steps(config: PrefillConfig, output: Path, limit_s: float, *, as_json: bool) -> int:
+    if not 1 <= limit_s <= MOST_MEASURE_S:
+        raise InvalidRequest(f"--measure must be 1..{MOST_MEASURE_S} seconds")
+    if not output.parent.is_dir():
+        raise CannotRun(f"cannot write {output}: {output.parent} is no folder")
+    from shared.runtime.worker_process import profile_steps
+
+    measured: list[StepProfile] = []
+
+    async def main() -> int:
+        measured.append(await profile_steps(config, limit_s=limit_s))
+        return EXIT_OK
+
+    interrupts = Interrupts()
+    interrupts.at_once = lambda: os._exit(128 + signal.SIGINT)
+    if code := interrupts.run(main):
+        return code
+    (found,) = measured
+    try:
+        found.write(output)
+    except OSError as error:
+        raise CannotRun(f"cannot write {output}: {error.strerror}") from None
+    if as_json:
+        print(output.read_text(encoding="utf-8"), end="")
+        return EXIT_OK
+    table = Table(box=None, pad_edge=False)
+    for name in ("steps", "constant", "a token", "a position", "mean error", "measured", "up to"):
+        table.add_column(name, justify="right")
+    for name, phase in (("with prompts", found.prompts), ("without", found.answers)):
+        table.add_row(
+            name,
+            f"{phase.constant_s * 1e3:.3f} ms",
+            f"{phase.token_s * 1e6:.2f} µs",
+            f"{phase.attended_s * 1e9:.3f} ns",
+            f"{phase.error:.1%}",
+            f"{phase.num_steps} steps",
+            f"{phase.most_tokens} tokens, {phase.most_attended} positions",
+        )
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(table)
+    console.print(f"{found.model} on {', '.join(found.machine.values())}; written to {output}")
     return EXIT_OK
 
 

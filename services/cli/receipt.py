@@ -30,6 +30,9 @@ def receipt_table(receipt: Mapping[str, Any], usage: Mapping[str, Any] | None = 
             label = name.removesuffix("_s").replace("_", " ").replace("handover", "hand-over")
             table.add_row(label, _ms(receipt.get(name)), PHASES[name])
     table.add_row("= first token", _ms(receipt.get("ttft_s")), "from arrival", style="bold")
+    if receipt.get("fetched_tokens"):
+        what = f"{receipt['fetched_tokens']} tokens from another worker's cache, beside the queue"
+        table.add_row("prefix fetched", _ms(receipt.get("fetch_s")), what)
     if receipt.get("transfer_bytes"):
         exposed = _ms(receipt.get("transfer_exposed_s"))
         table.add_row("KV transfer", _ms(receipt.get("transfer_s")), _transfer(receipt))

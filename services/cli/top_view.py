@@ -18,7 +18,7 @@ BAR_WIDTH: Final = 24
 WIDE: Final = 125
 """Columns from which on everything has its place; less leaves out what says least, down to 80."""
 LEFT: Final = ("role", "address", "state", "blocks", "prefill → decode", "lane")
-WIDE_ONLY: Final = ("tokens", "pairs", "count", "size", "p10", "p99")
+WIDE_ONLY: Final = ("tokens", "off by", "cached", "pairs", "count", "size", "p10", "p99")
 STATE_STYLES: Final = {"usable": "green", "draining": "yellow", "connecting": "yellow"}
 BLOCK_STYLES: Final = {"reserved": ("█", "cyan"), "quarantined": ("▓", "red"), "free": ("░", "dim")}
 SPARKS: Final = " ▁▂▃▄▅▆▇█"
@@ -137,11 +137,31 @@ def _workers(view: Mapping[str, Any], width: int) -> RenderableType:
                 "wait": str(worker["waiting"]),
                 "tokens": f"{worker['pending_tokens']:,}",
                 "step": f"{worker['step_s'] * 1000:.1f} ms",
+                "off by": _error(worker),
+                "cached": _cached(worker),
                 "blocks": bar,
                 "pairs": _pairs(worker),
             }
         )
     return _table(rows, is_wide) if rows else Text("none has joined", "dim")
+
+
+def _error(worker: Mapping[str, Any]) -> Text:
+    """Return by what share half of its predicted times to a first token were off; red if it is
+    routed by load alone for it."""
+    prediction = worker.get("prediction")  # a gateway of before predicts nothing
+    if not prediction or prediction["ttft_error"] is None:
+        return Text("")
+    style = "" if prediction["believed"] else "red"
+    return Text(f"{prediction['ttft_error']:.0%}", style)
+
+
+def _cached(worker: Mapping[str, Any]) -> str:
+    """Return which share of the last minute's prompts its prefix cache had."""
+    prompts = worker.get("prompts")  # a gateway of before tells none
+    if not prompts or not prompts["tokens"]:
+        return ""
+    return f"{prompts['cached_tokens'] / prompts['tokens']:.0%}"
 
 
 def _role(worker: Mapping[str, Any]) -> str:

@@ -190,7 +190,7 @@ STOPS: tuple[Stop, ...] = (
         "The last step is over: token 1 is sampled, and goes to the gateway at once.",
         "{seconds:.4f} s of steps",
         "shared.schedule.scheduler:Scheduler.commit",
-        "shared.worker.requests:Requests._tell_first",
+        "shared.worker.request:Request.tell_first",
     ),
     Stop(
         Moment.COMMITTED,

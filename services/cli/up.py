@@ -17,13 +17,14 @@ from rich.console import Console
 
 from services.cli.flags import (
     annotated,
+    read_size,
     require,
     require_door_files,
     require_free_ports,
     require_worker_modules,
 )
 from services.cli.interrupts import Interrupts
-from services.cli.machine import Share, find_gpus, num_cores, shares
+from services.cli.machine import LocalShape, Share, find_gpus, num_cores, shape_for, shares
 from services.cli.sources import ConfigFlag, with_config_file
 from services.cli.status import StatusView, status_view
 from services.local import LocalMesh, Service, local_mesh, plan_services, wait_for_pair
@@ -58,17 +59,18 @@ class UpConfig:
     model: Annotated[str | None, _MESH] = None
     """A Hugging Face folder, a hub name, or 'demo' for the bundled model."""
 
-    prefill: Annotated[int, _MESH] = 1
-    """Prefill workers."""
+    prefill: Annotated[int | None, _MESH] = None
+    """Prefill workers. Without this and the next three flags one worker does both on a CPU or one
+    GPU, and on several GPUs each has a worker that may be either; up says which and why."""
 
-    decode: Annotated[int, _MESH] = 1
-    """Decode workers."""
+    decode: Annotated[int | None, _MESH] = None
+    """Decode workers; one, if only --prefill is given, and the other way round."""
 
-    colocated: Annotated[int, _MESH] = 0
-    """Workers that compute prompts and answers alike, in place of all prefill and decode workers;
-    to compare with, or where prompts are short."""
+    colocated: Annotated[int | None, _MESH] = None
+    """Workers that compute prompts and answers alike, in place of all prefill and decode
+    workers."""
 
-    workers: Annotated[int, _MESH] = 0
+    workers: Annotated[int | None, _MESH] = None
     """Workers that may be either, in place of all others: half of them begin as prefill workers,
     and each does the other role's work, too, while the mesh needs it (--policy splitwise)."""
 
@@ -161,6 +163,13 @@ class UpConfig:
     cache_prefixes: Annotated[bool | None, _WORKERS] = None
     """Keep KV of finished prompts for later ones with the same beginning."""
 
+    dram_cache: Annotated[int | None, _WORKERS, Parameter(converter=read_size)] = None
+    """Host memory below each worker's KV pool, as 4GB."""
+
+    cache_policy: Annotated[Literal["lru", "lfu", "length-aware"] | None, _WORKERS] = None
+    """What gives way there: used longest ago, least often, or least often and then the longest
+    prefix."""
+
     transfer_mode: Annotated[Literal["auto", "layerwise", "serialized"] | None, _WORKERS] = None
     """layerwise: KV moves while later layers compute; serialized: after them."""
 
@@ -193,10 +202,12 @@ _OWN_FIELDS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class MeshPlan:
-    """What is to be started. gateway: its configuration, which ``services`` holds as variables."""
+    """What is to be started. gateway: its configuration, which ``services`` holds as variables.
+    why_shape: why it has these workers, if nobody asked for them."""
 
     services: list[Service]
     gateway: GatewayConfig
+    why_shape: str
 
 
 def show_service_defaults(command: Callable[..., int]) -> Callable[..., int]:
@@ -245,6 +256,8 @@ def up(
     with status_view(console) as view:
         if log is not None:
             view.say(f"logs: {log}")
+        if plan.why_shape:
+            view.say(f"shape: {plan.why_shape} (--prefill 1 --decode 1: apart)")
 
         async def main() -> int:
             def change(mesh: LocalMesh) -> None:
@@ -277,24 +290,9 @@ def plan_mesh(config: UpConfig, environment: Mapping[str, str]) -> MeshPlan:
     Raises InvalidRequest: a flag, a variable or the file is wrong. ModelError: there is no such
     model. MeshError: a port is taken, or a package is missing.
     """
-    for name in ("prefill", "decode"):
-        require(
-            1 <= getattr(config, name) <= MAX_WORKERS,
-            f"--{name} must be 1..{MAX_WORKERS}",
-            param=name,
-        )
-    for name in ("colocated", "workers"):
-        require(
-            0 <= getattr(config, name) <= MAX_WORKERS,
-            f"--{name} must be 0..{MAX_WORKERS}",
-            param=name,
-        )
-    require(
-        not (config.colocated and config.workers),
-        "--workers and --colocated are two answers to one question: give one",
-        param="workers",
-    )
-    if config.workers and config.policy is None:
+    _require_numbers(config)
+    shape, gpus = _shape(config, environment)
+    if shape.workers and config.policy is None:
         config = dataclasses.replace(config, policy="splitwise")
     gateway = _gateway(config, environment)
     if gateway.tls_client_ca is not None and not gateway.metrics_address:
@@ -302,11 +300,10 @@ def plan_mesh(config: UpConfig, environment: Mapping[str, str]) -> MeshPlan:
         gateway = dataclasses.replace(gateway, metrics_address="127.0.0.1:0")
     here = "127.0.0.1"
     places: dict[str, Any] = {"host": here, "advertise": here, "port": 0, "metrics_port": 0}
-    places |= {"movable": True} if config.workers else {}
+    places |= {"movable": True} if shape.workers else {}
     prefill = _with(PrefillConfig, config, environment, gateway=here, **places)
-    is_colocated = config.colocated > 0
     decode = _with(
-        DecodeConfig, config, environment, gateway=here, colocated=is_colocated, **places
+        DecodeConfig, config, environment, gateway=here, colocated=shape.colocated > 0, **places
     )
     for engine in {prefill.engine, decode.engine}:
         require_worker_modules(engine)
@@ -317,14 +314,9 @@ def plan_mesh(config: UpConfig, environment: Mapping[str, str]) -> MeshPlan:
         read_model_config(ModelFolder(folder))  # before the gateway finds fault with its tokenizer
     if not gateway.model_name and "/" in gateway.model and not Path(gateway.model).is_dir():
         gateway = dataclasses.replace(gateway, model_name=gateway.model)
-    workers: list[PrefillConfig | DecodeConfig] = [decode] * config.colocated
-    if config.workers:
-        num_prompt = config.workers // 2
-        workers = [*[prefill] * num_prompt, *[decode] * (config.workers - num_prompt)]
-    elif not is_colocated:
-        workers = [*[prefill] * config.prefill, *[decode] * config.decode]
-    has_choice = any(w.engine != "fake" and w.device in ("auto", "cuda") for w in workers)
-    gpus = find_gpus(environment) if has_choice else []
+    num_prompt = shape.prefill or shape.workers // 2
+    num_answer = shape.decode or shape.colocated or shape.workers - num_prompt
+    workers = [*[prefill] * num_prompt, *[decode] * num_answer]
     parts = shares([w.device for w in workers], num_cores=num_cores(), gpus=gpus)
     sized = [_sized(worker, part) for worker, part in zip(workers, parts, strict=True)]
     services = plan_services(
@@ -335,7 +327,41 @@ def plan_mesh(config: UpConfig, environment: Mapping[str, str]) -> MeshPlan:
     for service, part in zip(services[1:], parts, strict=True):
         if part.gpus:
             service.env["CUDA_VISIBLE_DEVICES"] = part.gpus
-    return MeshPlan(services, gateway)
+    return MeshPlan(services, gateway, shape.why)
+
+
+def _require_numbers(config: UpConfig) -> None:
+    for name, least in (("prefill", 1), ("decode", 1), ("colocated", 0), ("workers", 0)):
+        number = getattr(config, name)
+        require(
+            number is None or least <= number <= MAX_WORKERS,
+            f"--{name} must be {least}..{MAX_WORKERS}",
+            param=name,
+        )
+    require(
+        not (config.colocated and config.workers),
+        "--workers and --colocated are two answers to one question: give one",
+        param="workers",
+    )
+
+
+def _shape(config: UpConfig, environment: Mapping[str, str]) -> tuple[LocalShape, list[str]]:
+    """Return how many workers of which kind, as asked or as fits this machine, and the GPUs that
+    they may have."""
+    told = [_with(kind, config, environment) for kind in (PrefillConfig, DecodeConfig)]
+    has_choice = any(one.engine != "fake" and one.device in ("auto", "cuda") for one in told)
+    gpus = find_gpus(environment) if has_choice else []
+    if config.colocated:
+        shape = LocalShape(colocated=config.colocated)
+    elif config.workers:
+        shape = LocalShape(workers=config.workers)
+    elif config.prefill or config.decode:
+        shape = LocalShape(prefill=config.prefill or 1, decode=config.decode or 1)
+    else:
+        computes = any(one.engine != "fake" for one in told)
+        num_gpus = len(gpus) or int(any(one.device.startswith("cuda:") for one in told))
+        shape = shape_for(computes=computes, num_cores=num_cores(), num_gpus=num_gpus)
+    return shape, gpus
 
 
 def _gateway(config: UpConfig, environment: Mapping[str, str]) -> GatewayConfig:

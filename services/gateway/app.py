@@ -37,7 +37,8 @@ from shared.runtime.loops import serve_until_stopped
 from shared.runtime.platform import Platform
 from shared.telemetry.loop_lag import watch_loop_lag
 from shared.telemetry.process import register_process_metrics
-from shared.telemetry.tracing import tracing
+from shared.telemetry.trace_export import tracing
+from shared.tenants import read_tenants, require_keys
 from shared.version import VERSION
 
 Ready = Callable[[Address, Address, Address, Address | None], None]
@@ -84,11 +85,22 @@ class Gateway:
                     VERSION,
                     platform.random_bytes,
                     self._own_model,
+                    config.index_memory_mib << 20,
                 )
             )
             metrics = ClientMetrics()
             answers = AnswerMetrics(metrics.registry)
-            mesh = self.mesh = GatewayMesh(members, config, (answers,))
+            keys = KeyRing.read(
+                config.api_keys,
+                plain_key=config.api_key,
+                limits=KeyLimits(
+                    requests_per_minute=config.key_requests_per_minute,
+                    concurrent_requests=config.key_concurrent_requests,
+                ),
+            )
+            tenants = read_tenants(config.tenants) if config.tenants is not None else {}
+            require_keys(tenants, keys.names)
+            mesh = self.mesh = GatewayMesh(members, config, (answers,), tenants)
             loop_lag = register_mesh_metrics(metrics.registry, mesh, members)
             register_process_metrics(metrics.registry, "gateway", self.incarnation, VERSION)
             front = FrontDoor(
@@ -96,20 +108,16 @@ class Gateway:
                 text=self._text,
                 random_bytes=platform.random_bytes,
                 metrics=metrics,
-                keys=KeyRing.read(
-                    config.api_keys,
-                    plain_key=config.api_key,
-                    limits=KeyLimits(
-                        requests_per_minute=config.key_requests_per_minute,
-                        concurrent_requests=config.key_concurrent_requests,
-                    ),
-                ),
+                keys=keys,
                 defaults=self._defaults,
                 default_timeout_s=config.request_timeout_s,
                 max_choices=config.max_choices,
                 trusts_templates=config.trust_templates,
+                response_memory=config.response_memory_mib << 20,
                 version=VERSION,
                 tracer=tracer,
+                tool_parser=config.tool_parser,
+                reasoning_parser=config.reasoning_parser,
                 salt_key=platform.secret.derived("cache salt") if platform.secret else b"",
             )
             files = TlsFiles.given(config.tls_cert, config.tls_key, config.tls_client_ca)
@@ -179,7 +187,7 @@ async def serve_gateway(
     text: the tokenizer of the model that the workers serve; it stays the caller's to close.
     ready: called once, when all doors are open. defaults: the model's own
     sampling defaults. own_model: what ``text`` belongs to; workers with another one are refused.
-    Raises OSError: a port is in use. InvalidRequest: the file of API keys, or one for
+    Raises OSError: a port is in use. InvalidRequest: the file of API keys or tenants, or one for
     TLS, is unusable."""
     gateway = Gateway(config, platform, text, defaults or {}, own_model)
     return await gateway.run(ready, stop or asyncio.Event())

@@ -17,6 +17,7 @@ from services.gateway.mesh import ServedModel
 from shared.errors import InvalidRequest
 from shared.messages.columns import pack_u32
 from shared.request import GREEDY_BELOW, SamplingParams
+from shared.tenants import MAX_LIMIT_MS, MAX_PRIORITY, Asked
 
 MAX_CONNECTIONS = 16_384
 MAX_BODY_BYTES = 4 << 20
@@ -51,6 +52,7 @@ INTEGERS: dict[str, tuple[int, int]] = {
     "logprobs": (0, MAX_LOGPROBS),
     "top_logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
+    "priority": (0, MAX_PRIORITY),
 }
 """Least and largest value, both allowed."""
 
@@ -65,7 +67,7 @@ NUMBERS: dict[str, tuple[float, float]] = {
 }
 """Likewise."""
 
-ABOVE_ZERO: dict[str, float] = {"top_p": 1.0}
+ABOVE_ZERO: dict[str, float] = {"top_p": 1.0, "ttft_ms": MAX_LIMIT_MS, "tpot_ms": MAX_LIMIT_MS}
 """Largest value; 0 itself is not allowed."""
 
 LABEL_PATTERN = f"[A-Za-z0-9._-]{{1,{MAX_LABEL_CHARS}}}"
@@ -104,6 +106,7 @@ class SamplingForm:
     prompt_logprobs: int | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
+    grammar: str = ""
 
 
 def refusal(param: str, rule: str, *, code: str = "") -> InvalidRequest:
@@ -191,6 +194,19 @@ def checked_bad_words(words: Sequence[str]) -> Sequence[str]:
         if not word.strip():
             raise refusal("bad_words", "a word must have a character that is no space")
     return words
+
+
+def checked_asked(
+    priority: int | None, ttft_ms: float | None, tpot_ms: float | None, *, tenant: str
+) -> Asked:
+    """Return what a request asks of the queue; None = as its tenant has it. Raises InvalidRequest:
+    out of range."""
+    if priority is not None:
+        checked_int(priority, 0, MAX_PRIORITY, param="priority")
+    for param, limit_ms in (("ttft_ms", ttft_ms), ("tpot_ms", tpot_ms)):
+        if limit_ms is not None:
+            checked_above_zero(limit_ms, MAX_LIMIT_MS, param=param)
+    return Asked(tenant, priority, ttft_ms, tpot_ms)
 
 
 def truncated(
@@ -297,7 +313,20 @@ def sampling_params(
         prompt_logprobs=_checked_logprobs(form.prompt_logprobs, "prompt_logprobs"),
         allowed_token_ids=_checked_allowed(form.allowed_token_ids, model.vocab_size),
         bad_words=bad_words,
+        grammar=form.grammar,
     )
+
+
+def require_guidable(form: SamplingForm, param: str) -> None:
+    """Raise InvalidRequest if a form both leaves the choice of tokens to a grammar and does not.
+
+    param: the field that asks for the grammar.
+    """
+    for name in ("min_tokens", "ignore_eos", "allowed_token_ids", "bad_words"):
+        if getattr(form, name):
+            raise refusal(
+                name, f"does not go with {param}, which says what may come and when to end"
+            )
 
 
 def seed_of_choice(seed: int, choice: int) -> int:

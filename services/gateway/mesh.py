@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from shared.ids import RequestId
 from shared.request import AnswerToken, SamplingParams
 from shared.telemetry.tracing import NO_SPAN, TraceSpan
+from shared.tenants import NOTHING_ASKED, Asked
 
 
 @dataclass(slots=True, kw_only=True)  # frozen costs three times as much to make
@@ -23,7 +24,8 @@ class GenerationRequest:
 
     label: for logs only, already checked. deadline_at, arrived_at: loop time; ``arrived_at`` is
     when the request's bytes arrived, so that TTFT counts parsing and tokenizing too. cache_salt:
-    keys the prefix cache (tenant). span: of the call that asks for it.
+    keys the prefix cache (tenant). span: of the call that asks for it. asked: tenant, priority and
+    limits.
     """
 
     request_id: RequestId
@@ -34,6 +36,7 @@ class GenerationRequest:
     cache_salt: bytes
     arrived_at: float
     span: TraceSpan = field(default=NO_SPAN, repr=False)
+    asked: Asked = NOTHING_ASKED
 
 
 Tokens = Sequence[AnswerToken]
@@ -113,6 +116,15 @@ class Mesh(Protocol):
         """Return workers, load and the last minute's traffic, JSON-ready: see ``cluster.py``."""
         ...
 
+    def explain(self, request_id: str) -> dict[str, Any]:
+        """Return why one of the last requests went where it went, JSON-ready: the record of each
+        attempt's decision, which can be replayed (``core/decision_record.py``), and its receipt.
+
+        request_id: of its answer, or what x-request-id said.
+        Raises InvalidRequest: it is none. NotFound: it is not remembered here.
+        """
+        ...
+
     async def change_role(self, worker: str, role: str) -> dict[str, Any]:
         """Have a worker change what it is when nothing is asked of it; nothing it has in hand is
         touched. Returns the worker as ``cluster`` tells of it.
@@ -125,7 +137,8 @@ class Mesh(Protocol):
     def generate(self, request: GenerationRequest) -> AbstractAsyncContextManager[Generation]:
         """Admit and dispatch on entry; leaving early (break, cancel, error) cancels everywhere.
 
-        Raises on entry: Overloaded, ShuttingDown, DeadlinePassed, WorkerLost. Expects a
+        Raises on entry: Overloaded, WouldBeLate, ShuttingDown, DeadlinePassed, WorkerLost,
+        InvalidRequest (a priority above its tenant's). Expects a
         validated request: ids below the vocabulary size, prompt plus ``max_tokens`` within
         ``max_model_len``.
         """

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from shared.errors import InvalidRequest
 from shared.kv.layout import KvLayout
 from shared.model_spec import ModelSpec
 from shared.step import RowResult, StepRow
@@ -38,17 +39,10 @@ class Engine(Protocol):
     layers.
     """
 
-    @property
-    def spec(self) -> ModelSpec: ...
-
-    @property
-    def layout(self) -> KvLayout: ...
-
-    @property
-    def num_blocks(self) -> int: ...
-
-    @property
-    def block_size(self) -> int: ...
+    spec: ModelSpec
+    layout: KvLayout
+    num_blocks: int
+    block_size: int
 
     @property
     def machine(self) -> Mapping[str, str]:
@@ -70,15 +64,21 @@ class Engine(Protocol):
         """
         ...
 
+    def expect(self, grammar: str) -> None:
+        """A request under this grammar has come: make it ready beside the steps. On any thread.
+
+        Raises InvalidRequest (code ``unsupported``): this engine holds no answer to a grammar.
+        """
+        raise InvalidRequest(
+            "this model's engine holds no answer to a grammar: leave it out, or serve the model "
+            "with --engine torch",
+            code="unsupported",
+        )
+
     def layer_times(self) -> Sequence[float]:
         """Return when the KV of each layer of the last step was written and not merely queued, in
         ``time.monotonic``'s seconds; empty: when ``on_layer`` was called. Compute thread only, and
         for steps with ``on_layer``."""
-        ...
-
-    def step_seconds(self, rows: Sequence[StepRow]) -> float:
-        """Predict the duration of a step (exact under virtual time, an estimate otherwise; 0 =
-        unknown)."""
         ...
 
     def enter_thread(self) -> None:
@@ -124,4 +124,12 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free device memory."""
+        ...
+
+
+class ModelledEngine(Engine, Protocol):
+    """An engine that knows what its steps take, for it makes that up."""
+
+    def step_seconds(self, rows: Sequence[StepRow]) -> float:
+        """Return the duration of a step."""
         ...

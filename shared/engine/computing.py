@@ -11,6 +11,7 @@ import torch
 
 from shared.engine.attention.triton import unsupported as triton_unsupported
 from shared.engine.config import ModelConfig
+from shared.engine.native.build import NATIVE
 from shared.engine.native.forward import unsupported as native_unsupported
 from shared.engine.paged_kv import TORCH_DTYPES
 from shared.engine.weights import Checkpoint
@@ -19,7 +20,7 @@ from shared.kv.layout import KvLayout
 
 _log = structlog.get_logger(__name__)
 
-Kernels = Literal["native", "triton", "torch"]
+Kernels = Literal["native", "avx512", "avx2", "triton", "torch"]
 
 
 def keep_precision() -> None:
@@ -43,7 +44,8 @@ def choose(
 ) -> tuple[KvLayout, Kernels]:
     """Return what computes, and in which dtype; say which, and what that means for answers.
 
-        native; triton if exact   the same bits, whatever a row is computed with
+        native; triton if exact   the same bits, whatever a row is computed with, native ones on
+                                  whatever CPU
         float32                   the same tokens: logprobs differ by 1e-5 (CPU), too little to
                                   change one, but where two tokens tie
         16 bits otherwise         neither: a tenth of the answers may differ by a token
@@ -56,6 +58,8 @@ def choose(
     if served not in TORCH_DTYPES:
         known = ", ".join(TORCH_DTYPES)
         raise ModelError(f"{checkpoint.folder.path}: dtype {served} is not supported ({known} are)")
+    if dtype == "auto" and served == "float16" and device.type == "cpu":
+        served = "float32"  # nothing computes it quicker there
     layout = KvLayout(
         dtype=served,
         num_layers=config.num_layers,
@@ -65,7 +69,7 @@ def choose(
     chosen = choose_kernels(kernels, config, layout, block_size, device, exact=exact)
     if dtype == "auto" and chosen == "torch" and device.type == "cpu":
         layout = replace(layout, dtype="float32")
-    if chosen == "native" or (chosen == "triton" and exact):
+    if chosen in NATIVE or (chosen == "triton" and exact):
         answers = "the same bits in any batch"
     elif layout.dtype == "float32":
         answers = "the same tokens in any batch, but where two tie"
@@ -96,10 +100,12 @@ def choose_kernels(
     if asked == "torch":
         return "torch"
     fused: Kernels = "triton" if device.type == "cuda" else "native"
-    if asked in ("native", "triton"):
+    if asked in ("triton", *NATIVE):
         fused = asked
-    if fused == "native":
-        reason = native_unsupported(config, TORCH_DTYPES[layout.dtype], device)
+    if fused in NATIVE:
+        instructions = "" if fused == "native" else fused
+        dtype = TORCH_DTYPES[layout.dtype]
+        reason = native_unsupported(config, dtype, device, instructions)
     else:
         reason = triton_unsupported(
             layout, config.num_heads, block_size=block_size, device=device, is_exact=exact

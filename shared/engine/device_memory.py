@@ -73,6 +73,8 @@ def kv_bytes_of(memory: DeviceMemory, share: float, *, least: int) -> int:
 
     Raises EngineFailed: fewer are left; it says what took them, and the flags to turn.
     """
+    # Of its share and of what is really free the smaller one: others may have taken more than
+    # theirs.
     own = int(memory.total * share) - memory.held
     besides = memory.step + memory.graphs + memory.staging + RUNTIME_BYTES
     left = min(own, memory.free) - besides

@@ -26,10 +26,11 @@ from typing import Any
 import numpy as np
 
 from shared.engine.base import Buffer, OnLayer
-from shared.errors import LocalProtocolError
+from shared.engine.guides import Guides, RowMask
+from shared.errors import InvalidRequest, LocalProtocolError
 from shared.kv.layout import KvLayout
 from shared.model_spec import ModelSpec
-from shared.request import FinishReason, SamplingParams, TokenLogprobs, finish_reason_of
+from shared.request import TokenLogprobs
 from shared.step import RowResult, SampleSpec, StepRow
 
 _MASK = (1 << 64) - 1
@@ -37,7 +38,7 @@ _M = 0x5851F42D4C957F2D  # = 5 modulo 8, so its powers repeat only after 2^62 po
 _M_INVERSE = pow(_M, -1, 1 << 64)
 _GOLDEN = 0x9E3779B97F4A7C15
 
-_Words = Any
+Words = Any
 """A numpy array of uint64; numpy's stubs make a mess of wrapping arithmetic."""
 
 
@@ -106,86 +107,10 @@ DEFAULT_MODEL = FakeModel()
 DEFAULT_TIMING = FakeTiming()
 
 
-# --- the reference: no pool, no engine ----------------------------------------------------------
-
-
-def fake_continuation(
-    tokens: Sequence[int],
-    num_tokens: int,
-    params: SamplingParams | None = None,
-    *,
-    num_prompt_tokens: int | None = None,
-    model: FakeModel = DEFAULT_MODEL,
-) -> list[int]:
-    """Return the next ``num_tokens`` tokens: the reference of exactness tests.
-
-    num_prompt_tokens: where the answer begins, if ``tokens`` holds a part of it. Stops for nothing,
-    not even for end-of-sequence.
-    """
-    params = params or SamplingParams()
-    num_prompt = len(tokens) if num_prompt_tokens is None else num_prompt_tokens
-    context, everything = _Context(model), list(tokens)
-    state = int(context.extend(everything)[-1])
-    while len(everything) < len(tokens) + num_tokens:
-        output = everything[num_prompt:]
-        spec = SampleSpec(params, len(output), everything[:num_prompt], output)
-        everything.append(_choose(state, spec, model))
-        state = int(context.extend(everything[-1:])[-1])
-    return everything[len(tokens) :]
-
-
-def fake_answer(
-    prompt: Sequence[int], params: SamplingParams, *, model: FakeModel = DEFAULT_MODEL
-) -> tuple[list[int], FinishReason]:
-    """Return the whole answer to a prompt, and why it ends."""
-    num_most = max(1, min(params.max_tokens, model.max_model_len - len(prompt)))
-    answer = fake_continuation(prompt, num_most, params, model=model)
-    for index, token in enumerate(answer):
-        reason = finish_reason_of(
-            token,
-            index,
-            len(prompt) + index + 1,
-            params,
-            eos_token_ids=frozenset(model.eos_token_ids),
-            max_model_len=model.max_model_len,
-        )
-        if reason is not FinishReason.NONE:
-            return answer[: index + 1], reason
-    raise AssertionError("an answer of max_tokens tokens is finished")
-
-
-def fake_prompt_logprobs(
-    prompt: Sequence[int], num_top: int, *, model: FakeModel = DEFAULT_MODEL
-) -> list[TokenLogprobs]:
-    """Return the logprobs of the prompt's tokens but the first, which nothing predicts."""
-    states = _Context(model).extend(prompt)[:-1]
-    pairs = zip(states.tolist(), prompt[1:], strict=True)
-    return [_prompt_logprobs(state, target, num_top, model) for state, target in pairs]
-
-
-class _Context:
-    """H and S of one token list, kept by value. The engine keeps them in the pool instead."""
-
-    def __init__(self, model: FakeModel) -> None:
-        self._arithmetic = _Arithmetic(model)
-        self._last = self._arithmetic.seeds
-        self._state = np.zeros(1, np.uint64)
-        self._num_tokens = 0
-
-    def extend(self, tokens: Sequence[int]) -> _Words:
-        """Append tokens and return S at each of them."""
-        start, stop = self._num_tokens, self._num_tokens + len(tokens)
-        chain = self._arithmetic.chain(self._last, tokens, start)
-        shares = self._arithmetic.shares(self._arithmetic.words(chain), start)
-        states = np.cumsum(shares, dtype=np.uint64) + self._state
-        self._last, self._state, self._num_tokens = chain[:, -1:], states[-1:], stop
-        return states
-
-
 # --- the arithmetic -----------------------------------------------------------------------------
 
 
-def _mix(words: _Words) -> _Words:
+def _mix(words: Words) -> Words:
     """SplitMix64's finalizer: a bijection of 64 bits in which every input bit moves all others."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -199,22 +124,22 @@ def _mix_int(word: int) -> int:
     return word ^ (word >> 31)
 
 
-class _Arithmetic:
+class FakeArithmetic:
     """H, KV and S of one model as array operations. KV arrays are ``[layer, key/value, token,
     j]``."""
 
     def __init__(self, model: FakeModel) -> None:
         self._num_layers = model.num_layers
         self._num_words = model.num_kv_heads * model.head_dim // 8  # of a key, and of a value
-        self.seeds: _Words = _mix(np.arange(1, model.num_layers + 1, dtype=np.uint64))[:, None]
+        self.seeds: Words = _mix(np.arange(1, model.num_layers + 1, dtype=np.uint64))[:, None]
         j = np.arange(2 * self._num_words, dtype=np.uint64) * np.uint64(_GOLDEN)
-        self._word_offsets: _Words = j.reshape(1, 2, 1, self._num_words)
-        self._powers: _Words = np.ones(0, np.uint64)
-        self._inverse_powers: _Words = np.ones(0, np.uint64)
-        self._weights: _Words = np.ones((0, 0, 0, 0), np.uint64)
+        self._word_offsets: Words = j.reshape(1, 2, 1, self._num_words)
+        self._powers: Words = np.ones(0, np.uint64)
+        self._inverse_powers: Words = np.ones(0, np.uint64)
+        self._weights: Words = np.ones((0, 0, 0, 0), np.uint64)
         self._grow(256)
 
-    def chain(self, last: _Words, tokens: Sequence[int], start: int) -> _Words:
+    def chain(self, last: Words, tokens: Sequence[int], start: int) -> Words:
         """H of the tokens at positions ``start...``, ``[layer, token]``. last: H before, ``[layer,
         1]``.
 
@@ -228,13 +153,13 @@ class _Arithmetic:
         powers = self._powers[:count]
         return powers * np.uint64(_M) * last + (powers * sums)[None, :]
 
-    def words(self, chain: _Words) -> _Words:
+    def words(self, chain: Words) -> Words:
         """KV of positions whose H is given."""
         words = _mix(chain[:, None, :, None] + self._word_offsets)
         words[:, 0, :, 0] = chain
         return words
 
-    def shares(self, words: _Words, start: int) -> _Words:
+    def shares(self, words: Words, start: int) -> Words:
         """What each position adds to S, ``[token]``."""
         stop = start + words.shape[2]
         self._grow(stop)
@@ -256,9 +181,12 @@ class _Arithmetic:
         self._weights = np.ascontiguousarray(weights.transpose(1, 2, 0, 3))
 
 
-def _choose(state: int, sample: SampleSpec, model: FakeModel) -> int:
+def choose_token(
+    state: int, sample: SampleSpec, model: FakeModel, mask: RowMask | None = None
+) -> int:
     """The next token. Every parameter that would change a real model's choice changes this one.
 
+    mask: of an answer that follows a grammar; any token that it allows is as likely.
     Floats are rounded first: the wire carries them as 32 bits.
     """
     params, salt = sample.params, hashlib.blake2b(digest_size=8)
@@ -278,6 +206,9 @@ def _choose(state: int, sample: SampleSpec, model: FakeModel) -> int:
         for value in (params.temperature, params.top_p, params.min_p):
             salt.update(b"%d," % round(value * 10_000))
     word = _mix_int(state ^ int.from_bytes(salt.digest(), "little"))
+    if mask is not None:
+        kept = np.flatnonzero(~mask.banned)
+        return int(kept[word % kept.size])
     if not (params.has_masks or sample.index < params.min_tokens):
         return _nearest(word, frozenset(), model)
     forbidden = sample.forbidden(frozenset(model.eos_token_ids))
@@ -309,7 +240,7 @@ def _logprobs(state: int, token: int, num_top: int, model: FakeModel) -> TokenLo
     return TokenLogprobs(logprob, top)
 
 
-def _prompt_logprobs(state: int, target: int, num_top: int, model: FakeModel) -> TokenLogprobs:
+def prompt_logprobs_at(state: int, target: int, num_top: int, model: FakeModel) -> TokenLogprobs:
     own = _logprobs(state, target, 0, model)
     return TokenLogprobs(
         own.logprob, _logprobs(state, state % model.vocab_size, num_top, model).top
@@ -334,59 +265,49 @@ class FakeEngine:
         block_size: int = 16,
         timing: FakeTiming = DEFAULT_TIMING,
         real_time: bool = False,
+        guides: Guides | None = None,
     ) -> None:
-        self._model = model
-        self._spec = model.spec
-        self._layout = model.layout
-        self._num_blocks = num_blocks
-        self._block_size = block_size
+        self._guides = guides
+        self.model = model
+        self.spec = model.spec
+        self.layout = model.layout
+        self.num_blocks = num_blocks
+        self.block_size = block_size
         self._timing = timing
         self._real_time = real_time
-        self._arithmetic = _Arithmetic(model)
+        self._arithmetic = FakeArithmetic(model)
         num_words = model.num_kv_heads * model.head_dim // 8
         shape = (model.num_layers, 2, num_blocks * block_size, num_words)
-        self._pool: _Words = np.zeros(shape, np.uint64)
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self._spec
-
-    @property
-    def layout(self) -> KvLayout:
-        return self._layout
-
-    @property
-    def num_blocks(self) -> int:
-        return self._num_blocks
-
-    @property
-    def block_size(self) -> int:
-        return self._block_size
-
-    @property
-    def model(self) -> FakeModel:
-        return self._model
+        self._pool: Words = np.zeros(shape, np.uint64)
 
     def step(self, rows: Sequence[StepRow], on_layer: OnLayer | None = None) -> list[RowResult]:
         """See ``Engine.step``. Writes layer by layer, so a gather that comes too early is
         caught."""
         begin = time.perf_counter()
+        guided = self._guides.begin(rows) if self._guides is not None else None
         duration = self.step_seconds(rows) if self._real_time else 0.0
         writes = [self._computed(row) for row in rows]
-        for layer in range(self._model.num_layers):
+        for layer in range(self.model.num_layers):
             for slots, words in writes:
                 self._pool[layer][:, slots] = words[layer]
             if self._real_time:
-                due = begin + duration * (layer + 1) / self._model.num_layers
+                due = begin + duration * (layer + 1) / self.model.num_layers
                 time.sleep(max(0.0, due - time.perf_counter()))
             if on_layer is not None:
                 on_layer(layer)
-        return [self._result(row) for row in rows]
+        masks = {} if guided is None else guided.result().by_row(rows)
+        return [self._result(row, masks.get(idx)) for idx, row in enumerate(rows)]
 
     @property
     def machine(self) -> Mapping[str, str]:
         """See Engine."""
         return {}
+
+    def expect(self, grammar: str) -> None:
+        """See Engine."""
+        if self._guides is None:
+            raise InvalidRequest("this fake model has no tokenizer", code="unsupported")
+        self._guides.expect(grammar)
 
     def pool_arrays(self) -> Sequence[np.ndarray]:
         """See Engine: keys and values of every layer."""
@@ -397,7 +318,7 @@ class FakeEngine:
         return ()
 
     def step_seconds(self, rows: Sequence[StepRow]) -> float:
-        """See ``Engine.step_seconds``. A row of one token counts as a decode row."""
+        """See ``ModelledEngine``. A row of one token counts as a decode row."""
         if not rows:
             return 0.0
         seconds = self._timing.base_s
@@ -449,7 +370,7 @@ class FakeEngine:
     def close(self) -> None:
         """See ``Engine.close``."""
 
-    def _computed(self, row: StepRow) -> tuple[_Words, _Words]:
+    def _computed(self, row: StepRow) -> tuple[Words, Words]:
         """The slots and KV of a row's tokens; H goes on from what the pool says."""
         if row.start:
             before = self._slots(row.block_table, row.start - 1, row.start)
@@ -460,7 +381,7 @@ class FakeEngine:
         stop = row.start + len(row.token_ids)
         return self._slots(row.block_table, row.start, stop), self._arithmetic.words(chain)
 
-    def _result(self, row: StepRow) -> RowResult:
+    def _result(self, row: StepRow, mask: RowMask | None) -> RowResult:
         if row.sample is None and not row.prompt_targets:
             return RowResult(-1)
         # Reads the whole context back, this row's tokens included.
@@ -468,21 +389,22 @@ class FakeEngine:
         words = self._pool[:, :, self._slots(row.block_table, 0, stop)]
         states = np.cumsum(self._arithmetic.shares(words, 0), dtype=np.uint64)[row.start :].tolist()
         prompt_logprobs = tuple(
-            _prompt_logprobs(state, target, row.prompt_logprobs or 0, self._model)
+            prompt_logprobs_at(state, target, row.prompt_logprobs or 0, self.model)
             for state, target in zip(states, row.prompt_targets, strict=False)
         )
         if row.sample is None:
             return RowResult(-1, None, prompt_logprobs)
-        token_id = _choose(states[-1], row.sample, self._model)
+        token_id = choose_token(states[-1], row.sample, self.model, mask)
         logprobs = None
         if row.sample.params.logprobs is not None:
             num_top = row.sample.params.logprobs
-            logprobs = _logprobs(states[-1], token_id, num_top, self._model)
-        return RowResult(token_id, logprobs, prompt_logprobs)
+            logprobs = _logprobs(states[-1], token_id, num_top, self.model)
+        failure = "" if mask is None else mask.failure
+        return RowResult(token_id, logprobs, prompt_logprobs, failure)
 
-    def _slots(self, block_table: Sequence[int], start: int, stop: int) -> _Words:
+    def _slots(self, block_table: Sequence[int], start: int, stop: int) -> Words:
         """Slots of positions [start, stop)."""
-        size = self._block_size
+        size = self.block_size
         if not 0 <= start <= stop <= len(block_table) * size:
             raise LocalProtocolError(
                 f"tokens [{start}, {stop}) lie outside a table of {len(block_table)} blocks"
@@ -493,7 +415,7 @@ class FakeEngine:
         return blocks[positions // size - first] * size + positions % size
 
     @staticmethod
-    def _first_bytes(buffer: Buffer, num_bytes: int) -> _Words:
+    def _first_bytes(buffer: Buffer, num_bytes: int) -> Words:
         view = np.frombuffer(buffer, np.uint8)
         if view.size < num_bytes:
             raise LocalProtocolError(f"{view.size} bytes of buffer for {num_bytes} bytes of KV")

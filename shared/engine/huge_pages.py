@@ -28,6 +28,8 @@ def zeros(num_bytes: int) -> np.ndarray:
         return np.zeros(num_bytes, dtype=np.uint8)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory, the default, gets no huge pages
     try:
+        # A page more than is asked for: mmap aligns to small pages, and the beginning is skipped up
+        # to a huge one.
         mapping = mmap.mmap(-1, num_bytes + _HUGE, flags)
     except OSError as error:
         raise MemoryError(f"{num_bytes} bytes of host memory: {error.strerror}") from error

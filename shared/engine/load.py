@@ -9,11 +9,22 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from shared.cache_folder import cache_folder
 from shared.config import DecodeConfig, WorkerConfig
 from shared.engine.base import DEFAULT_BLOCK_SIZE, Engine
 from shared.engine.fake import FakeEngine, FakeModel, FakeTiming
+from shared.engine.guides import Guides
 from shared.engine.models.registry import read_model_config
-from shared.engine.native.build import Unavailable, find_compiled, library, unsupported
+from shared.engine.native.build import (
+    INSTRUCTIONS,
+    NATIVE,
+    NUMBERS,
+    Unavailable,
+    best_instructions,
+    compile_into,
+    find_compiled,
+    unsupported,
+)
 from shared.model_folder import ModelFolder, resolve_model
 
 FAKE_NUM_BLOCKS = 1024
@@ -35,10 +46,10 @@ def load_engine(config: WorkerConfig, begins: Callable[[str], None] = lambda _: 
     from shared.engine.device_memory import MemoryNeeds
     from shared.engine.torch_engine import TorchEngine
 
-    if _compiles_kernels(config, ModelFolder(folder)):
+    if kernels := _kernels_to_compile(config, ModelFolder(folder)):
         begins("compiling kernels, once for this machine")
         with suppress(Unavailable):  # the engine says why it does without
-            library()
+            compile_into(cache_folder("native"), *kernels)
     begins("loading weights")
     return TorchEngine.load(
         folder,
@@ -76,15 +87,21 @@ def _vllm(config: WorkerConfig, folder: Path, begins: Callable[[str], None]) -> 
     return load_vllm(folder, config, arguments, installed, begins)
 
 
-def _compiles_kernels(config: WorkerConfig, folder: ModelFolder) -> bool:
-    """Whether the first use of this machine's native kernels is now."""
+def _kernels_to_compile(config: WorkerConfig, folder: ModelFolder) -> tuple[str, str] | None:
+    """Return numbers and instructions of the native kernels whose first use here is now."""
     from shared.engine.device import resolve_device
 
-    is_native = config.kernels == "native" or (
+    is_native = config.kernels in NATIVE or (
         config.kernels == "auto" and resolve_device(config.device).type == "cpu"
     )
-    dtype = config.dtype if config.dtype != "auto" else read_model_config(folder).dtype
-    return is_native and dtype == "bfloat16" and not unsupported() and find_compiled() is None
+    numbers = config.dtype if config.dtype != "auto" else read_model_config(folder).dtype
+    if not is_native or numbers not in NUMBERS:
+        return None
+    is_named = config.kernels in INSTRUCTIONS
+    instructions = config.kernels if is_named else best_instructions(numbers)
+    if unsupported(instructions) or find_compiled(numbers, instructions):
+        return None
+    return numbers, instructions
 
 
 def _max_graph_rows(config: WorkerConfig) -> int:
@@ -111,4 +128,7 @@ def _fake(config: WorkerConfig, folder: ModelFolder) -> FakeEngine:
         block_size=config.block_size or DEFAULT_BLOCK_SIZE,
         timing=timing,
         real_time=config.fake_step_s > 0,
+        guides=Guides(
+            lambda: folder.tokenizer_path.read_text("utf-8"), model.vocab_size, model.eos_token_ids
+        ),
     )

@@ -14,13 +14,15 @@ from typing import Any
 import torch
 
 from shared.engine.device import has_expandable_segments
+from shared.engine.native.build import available
 
 
 def probe() -> dict[str, Any]:
     """Return the facts; '' and empty lists stand for what is not there.
 
     cuda_built: CUDA version that torch was built for. ipc_error: why another process cannot open
-    this one's device memory, '' if it can or there is no device.
+    this one's device memory, '' if it can or there is no device. native: see
+    ``native.build.AvailableKernels``.
     """
     facts: dict[str, Any] = {
         "version": torch.__version__,
@@ -29,6 +31,7 @@ def probe() -> dict[str, Any]:
         "devices": [],
         "all_peers": True,
         "ipc_error": "",
+        "native": available()._asdict(),
         "has_nvml": _can_load("libnvidia-ml.so.1"),
         "expandable_segments": has_expandable_segments(os.environ),
     }

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from shared.engine.guides import Masks
 from shared.engine.philox import uniforms
 from shared.engine.upload import to_device
 from shared.request import GREEDY_BELOW, SamplingParams, TokenLogprobs
@@ -61,14 +62,18 @@ def sample(
     specs: Sequence[SampleSpec],
     *,
     eos_token_ids: frozenset[int],
+    masks: Masks | None = None,
 ) -> list[Sampled]:
     """Choose one token per row.
 
-    logits: float32 ``[len(specs), vocab_size]``; overwritten.
+    logits: float32 ``[len(specs), vocab_size]``; overwritten. masks: of rows that follow a grammar.
     """
+    # First: all that follows overwrites the logits.
     reported = _RawLogprobs.of(logits, specs)
     _penalise(logits, specs)
     _bias(logits, specs)
+    if masks is not None:
+        _guide(logits, masks)
     _mask(logits, specs, eos_token_ids)
     token_ids = logits.argmax(dim=-1)
     drawn = [row for row, spec in enumerate(specs) if not is_greedy(spec.params)]
@@ -154,6 +159,7 @@ def _penalise(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> None:
             ids = to_device(seen, logits.device)
             old = scores[ids]
             penalty = params.repetition_penalty
+            # Either way down: a negative logit that is divided would go up.
             scores[ids] = torch.where(old > 0, old / penalty, old * penalty)
         if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
             seen, counts = np.unique(output, return_counts=True)
@@ -209,6 +215,17 @@ def _mask(logits: torch.Tensor, specs: Sequence[SampleSpec], eos_token_ids: froz
             ids += forbidden
     if rows:
         logits[tuple(to_device(np.array((rows, ids)), logits.device))] = float("-inf")
+
+
+def _guide(logits: torch.Tensor, masks: Masks) -> None:
+    """Leave the rows that follow a grammar the tokens that it allows."""
+    banned = to_device(masks.banned, logits.device)
+    if len(masks.places) == logits.shape[0]:
+        logits.masked_fill_(banned, float("-inf"))
+        return
+    places = _numbers(masks.places, np.int64, logits.device)
+    rows = logits.index_select(0, places).masked_fill_(banned, float("-inf"))
+    logits.index_copy_(0, places, rows)
 
 
 def _draw(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:

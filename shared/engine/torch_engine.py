@@ -7,7 +7,6 @@ Puts the parts together (folder, weights, decoder, pool, sampler) and keeps to t
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -24,34 +23,32 @@ from shared.engine.base import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_CPU_KV_BYTES,
     Buffer,
-    Engine,
     OnLayer,
 )
-from shared.engine.computing import Kernels, choose, keep_precision
+from shared.engine.computing import choose, keep_precision
 from shared.engine.decode_buckets import DecodeBuckets
 from shared.engine.device import (
     current,
-    enter_thread,
     name_of,
-    new_staging,
     require_shareable_memory,
     resolve_device,
 )
+from shared.engine.device_engine import DeviceEngine
 from shared.engine.device_memory import MemoryNeeds, kv_bytes_of, measure
 from shared.engine.failures import DeviceFailures
 from shared.engine.forward import Forward, Passed
+from shared.engine.guides import Guides, Masks
 from shared.engine.layers import LayerOps, TorchOps
 from shared.engine.models.decoder import load_decoder
 from shared.engine.models.registry import read_model_config
+from shared.engine.native.build import NATIVE
 from shared.engine.native.forward import NativeForward
 from shared.engine.paged_kv import TORCH_DTYPES, PagedKv
 from shared.engine.recording import CudaRecorder, InlineRecorder
-from shared.engine.step_time import StepTimeModel, step_size
 from shared.engine.streams import CudaStreams, InlineStreams, Streams
 from shared.engine.torch_forward import TorchForward
 from shared.engine.weights import Checkpoint
 from shared.errors import LocalProtocolError, ModelError
-from shared.kv.layout import KvLayout
 from shared.model_folder import ModelFolder
 from shared.model_spec import ModelSpec
 from shared.request import TokenLogprobs
@@ -73,7 +70,7 @@ class _StepOutputs(NamedTuple):
     Looked at before the kernels, for they drive the rows out of the caches (bench/engine).
 
     samples: the rows that sample; specs: theirs. prompts: rows that want prompt logprobs, with
-    their places. step_size: tokens computed, and tokens of KV read.
+    their places.
     """
 
     num_rows: int
@@ -81,7 +78,6 @@ class _StepOutputs(NamedTuple):
     specs: list[SampleSpec]
     is_plain_greedy: bool
     prompts: list[tuple[int, StepRow]]
-    step_size: tuple[int, int]
 
     @classmethod
     def of(cls, rows: Sequence[StepRow]) -> _StepOutputs:
@@ -95,10 +91,10 @@ class _StepOutputs(NamedTuple):
             if row.prompt_logprobs is not None and row.prompt_targets:
                 prompts.append((idx, row))
         is_plain_greedy = all(map(sampler.is_plain_greedy, specs))
-        return cls(len(rows), samples, specs, is_plain_greedy, prompts, step_size(rows))
+        return cls(len(rows), samples, specs, is_plain_greedy, prompts)
 
 
-class TorchEngine(Engine):
+class TorchEngine(DeviceEngine):
     """One model on one device. See ``base.Engine`` for the contract."""
 
     def __init__(
@@ -109,15 +105,16 @@ class TorchEngine(Engine):
         *,
         streams: Streams,
         device: torch.device,
-        kernels: Kernels = "torch",
+        kernels: str = "torch",
+        guides: Guides | None = None,
     ) -> None:
+        super().__init__(
+            spec, kv.layout, kv.num_blocks, kv.block_size, device=device, streams=streams
+        )
+        self._guides = guides
         self._forward = forward
-        self._spec = spec
         self._kv = kv
-        self._streams = streams
-        self._device = device
         self._kernels = kernels
-        self._step_time = StepTimeModel()
 
     @classmethod
     def load(
@@ -144,10 +141,11 @@ class TorchEngine(Engine):
         CPU; weights, activations and KV all use it. num_blocks or kv_bytes: size of the pool;
         neither = 1 GiB on CPU, on CUDA what ``memory_needs`` (its defaults, if None) leave.
         num_threads: torch's, for the whole process. exact: no answer depends on its batch or
-        chunks, or there is no engine (see ``_choose``). kernels: ``native`` (native/),
-        ``triton`` (attention/triton.py, triton_layers.py), ``torch``, or ``auto``: native or triton
-        where they run. max_graph_rows: record decode steps of up to so many rows and replay them
-        (decode_buckets.py) where the kernels allow it; 0 = none.
+        chunks, or there is no engine (see ``choose``). kernels: ``native`` (native/; ``avx512``,
+        ``avx2``: by those instructions), ``triton`` (attention/triton.py, triton_layers.py),
+        ``torch``, or ``auto``: native or triton where they run. max_graph_rows: record decode steps
+        of up to so many rows and replay them (decode_buckets.py) where the kernels allow it; 0 =
+        none.
         Raises ModelError: the folder is missing, unsupported or damaged, or an argument does not
         fit it. Raises EngineFailed: the device is missing or too small.
         """
@@ -178,14 +176,21 @@ class TorchEngine(Engine):
             eos_token_ids=eos,
             dtype=served,
         )
+        guides = Guides(lambda: files.tokenizer_path.read_text("utf-8"), spec.vocab_size, eos)
         block_bytes = layout.token_bytes * block_size
         with DeviceFailures("making the KV pool"), torch.inference_mode(), current(place):
             streams: Streams = InlineStreams()
-            if chosen == "native":
+            if chosen in NATIVE:
                 count = _choose_blocks(num_blocks, kv_bytes, block_bytes)
                 kv = PagedKv(layout, count, block_size, place)
-                forward = NativeForward(config, checkpoint, kv, max_model_len=length)
-                return cls(forward, spec, kv, streams=streams, device=place, kernels=chosen)
+                asked = "" if chosen == "native" else chosen
+                forward = NativeForward(
+                    config, checkpoint, kv, max_model_len=length, instructions=asked
+                )
+                said = f"native, {forward.instructions}"
+                return cls(
+                    forward, spec, kv, streams=streams, device=place, kernels=said, guides=guides
+                )
             attention: AttentionBackend = SdpaAttention()
             ops: LayerOps = TorchOps()
             if chosen == "triton":
@@ -211,7 +216,9 @@ class TorchEngine(Engine):
                     device=place,
                     buckets=buckets,
                 )
-                return cls(forward, spec, kv, streams=streams, device=place, kernels=chosen)
+                return cls(
+                    forward, spec, kv, streams=streams, device=place, kernels=chosen, guides=guides
+                )
 
             graph_rows = max_graph_rows if attention.has_static_plans else 0
             num_padding = int(graph_rows > 0)
@@ -244,22 +251,6 @@ class TorchEngine(Engine):
                 return over(kv, buckets)
 
     @property
-    def spec(self) -> ModelSpec:
-        return self._spec
-
-    @property
-    def layout(self) -> KvLayout:
-        return self._kv.layout
-
-    @property
-    def num_blocks(self) -> int:
-        return self._kv.num_blocks
-
-    @property
-    def block_size(self) -> int:
-        return self._kv.block_size
-
-    @property
     def forward(self) -> Forward:
         """The loaded model, for tests and benchmarks."""
         return self._forward
@@ -271,12 +262,11 @@ class TorchEngine(Engine):
         """
         if not rows:
             return []
-        began_at = time.perf_counter()
         wanted = _StepOutputs.of(rows)
+        guided = self._guides.begin(rows) if self._guides is not None else None
         with DeviceFailures("a step"), self._streams.computing():
-            results = self._results(wanted, self._forward.run(rows, wanted.samples, on_layer))
-        self._step_time.observe(*wanted.step_size, time.perf_counter() - began_at)
-        return results
+            passed = self._forward.run(rows, wanted.samples, on_layer)
+            return self._results(wanted, passed, None if guided is None else guided.result())
 
     @property
     def machine(self) -> Mapping[str, str]:
@@ -288,77 +278,50 @@ class TorchEngine(Engine):
             "torch": torch.__version__,
         }
 
+    def expect(self, grammar: str) -> None:
+        """See Engine."""
+        if self._guides is None:
+            super().expect(grammar)
+        else:
+            self._guides.expect(grammar)
+
     def pool_arrays(self) -> list[np.ndarray]:
         """See Engine."""
         return self._kv.arrays()
 
-    def layer_times(self) -> Sequence[float]:
-        """See Engine."""
-        return self._streams.layer_times()
-
-    def step_seconds(self, rows: Sequence[StepRow]) -> float:
-        """Predict from recent steps; 0 before the first few."""
-        return self._step_time.predict(*step_size(rows))
-
-    def enter_thread(self) -> None:
-        """See Engine."""
-        enter_thread(self._device)
-
-    def new_buffer(self, num_bytes: int) -> Buffer:
-        """See Engine."""
-        with DeviceFailures("allocating a staging buffer"):
-            return new_staging(num_bytes, self._device)
-
-    def gather(
-        self,
-        block_table: Sequence[int],
-        start: int,
-        stop: int,
-        first_layer: int,
-        last_layer: int,
-        out: Buffer,
+    def _copy_out(
+        self, table: Sequence[int], start: int, stop: int, first: int, last: int, out: Buffer
     ) -> None:
-        """Copy KV out of the pool; ``out`` may be longer than the frame."""
-        with (
-            DeviceFailures("a gather"),
-            torch.inference_mode(),
-            self._streams.copying(first_layer, last_layer),
-        ):
-            self._kv.gather(block_table, start, stop, first_layer, last_layer, out)
+        self._kv.gather(table, start, stop, first, last, out)
 
-    def scatter(
-        self,
-        block_table: Sequence[int],
-        start: int,
-        stop: int,
-        first_layer: int,
-        last_layer: int,
-        data: Buffer,
+    def _copy_in(
+        self, table: Sequence[int], start: int, stop: int, first: int, last: int, data: Buffer
     ) -> None:
-        """Copy a frame into the pool; ``data`` may be longer than the frame."""
-        with (
-            DeviceFailures("a scatter"),
-            torch.inference_mode(),
-            # No layer to wait for: nobody else writes or reads these blocks.
-            self._streams.copying(0, 0),
-        ):
-            self._kv.scatter(block_table, start, stop, first_layer, last_layer, data)
+        self._kv.scatter(table, start, stop, first, last, data)
 
     def close(self) -> None:
         """Give the pool and the weights back; the engine is unusable afterwards."""
+        if self._guides is not None:
+            self._guides.close()
         for name in ("_kv", "_forward"):
             self.__dict__.pop(name, None)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _results(self, wanted: _StepOutputs, passed: Passed) -> list[RowResult]:
+    def _results(
+        self, wanted: _StepOutputs, passed: Passed, masks: Masks | None
+    ) -> list[RowResult]:
         if passed.best is not None and wanted.is_plain_greedy:
             sampled = [RowResult(token_id) for token_id in passed.best]
         else:
-            eos = self._spec.eos_token_ids
+            eos = self.spec.eos_token_ids
             with torch.inference_mode():
-                drawn = sampler.sample(passed.logits(), wanted.specs, eos_token_ids=eos)
+                drawn = sampler.sample(
+                    passed.logits(), wanted.specs, eos_token_ids=eos, masks=masks
+                )
             sampled = [RowResult(*one) for one in drawn]
+            for place, reason in masks.failures.items() if masks is not None else ():
+                sampled[place] = sampled[place]._replace(failure=reason)
         results = sampled
         if len(sampled) < wanted.num_rows:
             results = [RowResult(-1)] * wanted.num_rows

@@ -2,9 +2,7 @@
 
 ``ThreadCompute`` is production: one named thread for steps, one for copies (gather, scatter,
 digests), which run beside the steps; torch releases the GIL inside kernels, so the loop stays free
-for I/O. ``VirtualCompute`` is its twin for virtual time: the engine runs inline and takes
-``engine.step_seconds`` of loop time, spread over its layers, so that what a layer-wise push hides
-under compute can be seen and asserted.
+for I/O. Its twin for virtual time is ``tests/support/virtual_compute.py``.
 
 This module knows no request, no block and no transfer.
 """
@@ -16,8 +14,8 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 from shared.engine.base import Engine
 from shared.engine.work_thread import WorkThread
@@ -152,7 +150,7 @@ class ThreadCompute:
             if self._has_failed:
                 raise EngineFailed("the step before this one failed")
             self._has_failed = True  # until it has not
-            _fill(to_come, self._last)
+            fill_in(to_come, self._last)
             began_at = time.perf_counter()
             self._last = self._engine.step(rows, on_layer)
             step.seconds = time.perf_counter() - began_at
@@ -183,7 +181,8 @@ class ThreadCompute:
         await loop.run_in_executor(None, self._copies.close)
 
 
-def _fill(to_come: ToCome, last: Sequence[RowResult]) -> None:
+def fill_in(to_come: ToCome, last: Sequence[RowResult]) -> None:
+    """Give rows the tokens that they lacked when they were planned."""
     for token_ids, source in to_come:
         token_ids[0] = last[source].token_id
 
@@ -216,7 +215,7 @@ class _ThreadStep:
         except MeshError:
             raise
         except Exception as error:
-            raise _engine_failed(error) from error
+            raise engine_failed(error) from error
         if self._reports is not None:
             self._reports.finish()
         return results
@@ -234,7 +233,8 @@ def _look_at(outcome: asyncio.Future[list[RowResult]]) -> None:
         outcome.exception()
 
 
-def _engine_failed(error: Exception) -> EngineFailed:
+def engine_failed(error: Exception) -> EngineFailed:
+    """Return what whoever waits for a step is told."""
     return EngineFailed(f"the engine failed: {type(error).__name__}: {error}")
 
 
@@ -277,92 +277,3 @@ class _LayerReports:
         if num_layers > self._num_delivered:
             self._num_delivered = num_layers
             self._on_layers_done(num_layers)
-
-
-class VirtualCompute:
-    """Runs the engine inline and lets the loop's clock move by the modelled step time.
-
-    The engine writes the whole step's KV at the start of the step; the layer events, the results
-    and the end of the step come at their modelled times."""
-
-    def __init__(self, engine: Engine, *, copy_s: float = 0.0) -> None:
-        """copy_s: loop time that every copy takes."""
-        self._engine = engine
-        self._num_layers = engine.layout.num_layers
-        self._copy_s = copy_s
-        self._last: Sequence[RowResult] = ()
-
-    def begin(
-        self,
-        rows: Sequence[StepRow],
-        to_come: ToCome = (),
-        on_layers_done: OnLayersDone | None = None,
-    ) -> BegunStep:
-        """See ComputeRunner."""
-        return _VirtualStep(lambda: self._run(rows, to_come, on_layers_done))
-
-    async def step(
-        self, rows: Sequence[StepRow], on_layers_done: OnLayersDone | None = None
-    ) -> list[RowResult]:
-        """See ComputeRunner."""
-        return await self.begin(rows, (), on_layers_done).results()
-
-    async def _run(
-        self, rows: Sequence[StepRow], to_come: ToCome, on_layers_done: OnLayersDone | None
-    ) -> tuple[list[RowResult], StepDone]:
-        _fill(to_come, self._last)
-        began_at = asyncio.get_running_loop().time()
-        step_s = self._engine.step_seconds(rows)
-        try:
-            results = self._engine.step(rows)
-        except MeshError:
-            raise
-        except Exception as error:
-            raise _engine_failed(error) from error
-        layers_at = [
-            began_at + step_s * num_done / self._num_layers
-            for num_done in range(1, self._num_layers + 1)
-        ]
-        for num_done, layer_at in enumerate(layers_at, 1):
-            await _sleep_until(layer_at)
-            if on_layers_done is not None:
-                on_layers_done(num_done)
-        self._last = results
-        return results, StepDone(layers_at, layers_at[-1])
-
-    async def copy(self, work: Callable[[], T]) -> T:
-        """See ComputeRunner."""
-        await asyncio.sleep(self._copy_s)
-        return work()
-
-    async def close(self) -> None:
-        """See ComputeRunner."""
-
-
-async def _sleep_until(when: float) -> None:
-    # Absolute times, so that rounding errors of the layers do not add up.
-    await asyncio.sleep(max(0.0, when - asyncio.get_running_loop().time()))
-
-
-class _VirtualStep:
-    """See BegunStep. It begins when its results are waited for: whoever takes steps waits for one
-    after the other, and between them no virtual time passes."""
-
-    def __init__(
-        self, run: Callable[[], Coroutine[Any, Any, tuple[list[RowResult], StepDone]]]
-    ) -> None:
-        self.seconds = 0.0
-        self.done = StepDone()
-        self._run = run
-        self._has_begun = False
-
-    async def results(self) -> list[RowResult]:
-        self._has_begun = True
-        loop = asyncio.get_running_loop()
-        began_at = loop.time()
-        results, self.done = await self._run()
-        self.seconds = loop.time() - began_at
-        return results
-
-    def withdraw(self) -> bool:
-        return not self._has_begun

@@ -79,6 +79,7 @@ class ConnectionLimits:
             more = {
                 "_keepalive_timeout": self.keepalive_timeout_s,
                 "_keepalive_permit_without_calls": True,
+                # grpclib stops after two pings on a connection without data; 0 = it never does.
                 "_http2_max_pings_without_data": 0,
                 "_http2_min_sent_ping_interval_without_data": self.keepalive_s / 2,
             }
@@ -159,6 +160,9 @@ class _Budget:
             self._opened_at[event.stream_id] = self._clock()
         elif isinstance(event, StreamEnded):
             self._opened_at.pop(event.stream_id, None)
+        # A stream that is reset at once costs a handler its start and its cancellation, and the
+        # peer two small frames. A client that leaves amid a few answers is none of these: more than
+        # half must be.
         elif isinstance(event, StreamReset):
             opened_at = self._opened_at.pop(event.stream_id, None)
             if opened_at is not None and self._clock() - opened_at < self._limits.reset_within_s:
@@ -167,6 +171,8 @@ class _Budget:
                     self._num_opened > self._limits.reset_grace
                     and self._num_quick_resets * 2 > self._num_opened
                 )
+        # These frames take nothing of any window, so flow control does not hold them back; nor does
+        # it an empty DATA frame.
         elif isinstance(event, _CONTROL_EVENTS) or (
             isinstance(event, DataReceived) and not event.flow_controlled_length
         ):
@@ -249,6 +255,7 @@ class GuardedProtocol(H2Protocol):
         self._transport = cast("asyncio.Transport", writer)
         link: socket.socket | None = transport.get_extra_info("socket")
         if link is not None and link.family in (socket.AF_INET, socket.AF_INET6):
+            # Nagle's algorithm would hold a token back until the one before it is acknowledged.
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connection = self._link = GuardedConnection(
             self._new_h2(), self._transport, config=self.config
@@ -276,6 +283,8 @@ class GuardedProtocol(H2Protocol):
         )
         h2.max_inbound_frame_size = limits.frame_bytes
         h2.initiate_connection()
+        # SETTINGS reach the windows of streams alone (RFC 9113, 6.9.2): a connection's own grows by
+        # this.
         h2.increment_flow_control_window(limits.connection_window_bytes - _DEFAULT_WINDOW_BYTES)
         return h2
 
@@ -287,9 +296,12 @@ class GuardedProtocol(H2Protocol):
                 at = connection.feed_data(streams, data, at)
                 if at == len(data):
                     break
+                # h2 gets no more than what is its own, so that plain DATA behind it takes the short
+                # way again.
                 end = bytes_for_h2(connection.h2, data, at)
                 super().data_received(data[at:end])
                 at = end
+                # Before the rest of such a frame is collected: h2 would hold up to 16 MiB of it.
                 if not connection.is_closing() and self._has_overlong_frame():
                     self.goodbye(ErrorCodes.FRAME_SIZE_ERROR)
         except Exception as error:  # bytes of a stranger must end nothing but their connection

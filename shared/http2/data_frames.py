@@ -57,11 +57,13 @@ def take_data(h2: Any, streams: Mapping[int, Stream], data: bytes, at: int) -> i
         own_window = theirs._inbound_window_manager
         if (
             theirs.state_machine.state not in _HEARS
+            # With a content-length h2 counts what comes against it: its word, so its frames.
             or theirs._expected_content_length is not None
             or length > window.current_window_size
             or length > own_window.current_window_size
         ):
             break
+        # From here on h2 must believe that it has seen this frame.
         window.current_window_size -= length
         own_window.current_window_size -= length
         theirs._actual_content_length += length

@@ -59,6 +59,7 @@ class InboundBuffer(Buffer):
             if not self._arrived:
                 return None
             self._take_chunk()
+        # gRPC's prefix: a byte that says whether the message is compressed, then its length.
         chunk, begin = taken[0], self._at + PREFIX_BYTES
         if begin > len(chunk) or chunk[self._at]:
             return None
@@ -107,4 +108,6 @@ class InboundBuffer(Buffer):
         data, ack_size = self._arrived.popleft()
         self._taken.append(data)
         self._taken_bytes += len(data)
+        # Only now: what nobody has asked for keeps its part of the window, and so the peer from
+        # sending more.
         self._ack(ack_size)

@@ -12,10 +12,14 @@ from typing import NamedTuple
 
 
 class BlockStored(NamedTuple):
-    """KV of the prefix that ``key`` names (``prefix_hash.py``) can be found here, in ``block``."""
+    """KV of the prefix that ``key`` names (``prefix_hash.py``) can be found here, the end of it in
+    ``block``. end: tokens of the prefix. parent: the prefix that it continues by a block, empty if
+    it is the first."""
 
     key: bytes
     block: int
+    end: int
+    parent: bytes = b""
 
 
 class BlockRemoved(NamedTuple):
@@ -29,3 +33,6 @@ KvEvent = BlockStored | BlockRemoved
 
 KvListener = Callable[[KvEvent], None]
 """Returns at once and changes nothing of the pool."""
+
+OnIdle = Callable[[int], None]
+"""Told of a cached block that nobody holds any more; likewise."""

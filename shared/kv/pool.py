@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from shared.errors import InvariantViolated, LocalProtocolError
 from shared.kv.allocator import BlockAllocator
-from shared.kv.events import KvListener
+from shared.kv.events import KvListener, OnIdle
 from shared.kv.prefix_cache import PrefixCache
 from shared.kv.prefix_hash import PrefixChain, root_hash
 
@@ -134,12 +134,28 @@ class BlockPool:
         """Tell it of every prefix that becomes findable or goes, from now on."""
         self._cache.listeners.append(listener)
 
+    def when_idle(self, on_idle: OnIdle) -> None:
+        """Tell it of every cached block that nobody holds any more, from now on."""
+        self._cache.on_idle = on_idle
+
     # --- handing out and taking back -------------------------------------------------------------
 
     def new_chain(self, salt: bytes = b"") -> PrefixChain:
         """Return the empty hash chain of a new token list. salt: the tenant's; other salts never
         share KV."""
         return PrefixChain(root_hash(self._model_key, salt), self._block_size)
+
+    def num_cached_tokens(
+        self, chain: PrefixChain, tokens: Sequence[int], max_hit_tokens: int
+    ) -> int:
+        """Return how many tokens ``acquire`` would find cached now. Changes nothing."""
+        return len(self._hits(chain, tokens, max_hit_tokens)) * self._block_size
+
+    def _hits(self, chain: PrefixChain, tokens: Sequence[int], max_hit_tokens: int) -> list[int]:
+        max_hit_blocks = min(max_hit_tokens, len(tokens)) // self._block_size
+        if not self._cache_prefixes or max_hit_blocks <= 0:
+            return []
+        return self._cache.match(chain.hashes(tokens, max_hit_blocks))
 
     def acquire(
         self,
@@ -162,24 +178,38 @@ class BlockPool:
         sample.
         keep_free: blocks that must stay available afterwards.
         """
-        max_hit_blocks = min(max_hit_tokens, len(tokens), num_tokens) // self._block_size
-        hits: list[int] = []
-        if self._cache_prefixes and max_hit_blocks > 0:
-            hits = self._cache.match(chain.hashes(tokens, max_hit_blocks))
+        hits = self._hits(chain, tokens, min(max_hit_tokens, num_tokens))
         num_new = self.num_blocks_for(num_tokens) - len(hits)
+        # Idle hits count as available, but this very call takes them.
         num_revived = sum(map(self._cache.is_idle, hits))
         if self.num_available - num_revived - num_new < keep_free:
             return None
+        # Hits are held before new blocks are taken: that may evict idle ones, and these are idle
+        # yet.
+        table = self._hold(hits)
+        table.blocks.extend(self._take() for _ in range(num_new))
+        self._num_acquired_tokens += len(tokens)
+        self._num_hit_tokens += table.num_hit_tokens
+        return table
+
+    def pin(self, chain: PrefixChain, tokens: Sequence[int]) -> BlockTable:
+        """Hold what the cache has of this prefix, and nothing more: for who sends it on. That is no
+        hit, for nothing is saved here."""
+        return self._hold(self._hits(chain, tokens, len(tokens)))
+
+    def hold(self, blocks: Sequence[int]) -> BlockTable:
+        """Hold cached blocks, each for itself, for who copies them elsewhere."""
+        if any(block not in self._cache for block in blocks):
+            raise LocalProtocolError("only cached blocks can be held for a copy")
+        return self._hold(blocks)
+
+    def _hold(self, hits: Sequence[int]) -> BlockTable:
         for block in hits:
             if self._cache.is_idle(block):
                 self._cache.set_held(block)
             self._allocator.share(block)
-        blocks = array("i", hits)
-        blocks.extend(self._take() for _ in range(num_new))
         num_hit_tokens = len(hits) * self._block_size
-        self._num_acquired_tokens += len(tokens)
-        self._num_hit_tokens += num_hit_tokens
-        return BlockTable(blocks, num_hit_tokens, num_published=len(hits))
+        return BlockTable(array("i", hits), num_hit_tokens, num_published=len(hits))
 
     def grow(self, table: BlockTable, num_tokens: int) -> bool:
         """Extend the table to ``num_tokens`` positions; all of it, or False and nothing changes."""
@@ -205,7 +235,8 @@ class BlockPool:
             return
         hashes = chain.hashes(tokens, num_full)
         for idx in range(table.num_published, num_full):
-            self._cache.insert(hashes[idx], table.blocks[idx])
+            parent = hashes[idx - 1] if idx else b""
+            self._cache.insert(hashes[idx], table.blocks[idx], (idx + 1) * self._block_size, parent)
         table.num_published = num_full
 
     def release(self, table: BlockTable) -> None:
@@ -218,6 +249,7 @@ class BlockPool:
         self._require_live(table)
         table.is_released = True
         for block in reversed(table.blocks):
+            # Others still share it.
             if self._allocator.drop(block) > 0:
                 continue
             if block in self._cache:

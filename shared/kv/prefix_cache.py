@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from shared.errors import InvariantViolated, LocalProtocolError
-from shared.kv.events import BlockRemoved, BlockStored, KvListener
+from shared.kv.events import BlockRemoved, BlockStored, KvListener, OnIdle
 
 
 class PrefixCache:
@@ -21,6 +21,7 @@ class PrefixCache:
         self._hash_of: dict[int, bytes] = {}
         self._idle: dict[int, None] = {}  # a dict is an ordered set
         self.listeners: list[KvListener] = []
+        self.on_idle: OnIdle | None = None
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -52,22 +53,25 @@ class PrefixCache:
             blocks.append(block)
         return blocks
 
-    def insert(self, block_hash: bytes, block: int) -> bool:
+    def insert(self, block_hash: bytes, block: int, end: int, parent: bytes = b"") -> bool:
         """Cache a held block, or return False if that prefix has a block already (the newcomer
-        stays private)."""
+        stays private). end, parent: see ``BlockStored``, for those who listen."""
         if block in self._hash_of:
             raise LocalProtocolError(f"block {block} is cached under another hash")
+        # Two computed the same prefix at once; references to the first block stay right.
         if block_hash in self._block_of:
             return False
         self._block_of[block_hash] = block
         self._hash_of[block] = block_hash
         for tell in self.listeners:
-            tell(BlockStored(block_hash, block))
+            tell(BlockStored(block_hash, block, end, parent))
         return True
 
     def set_idle(self, block: int) -> None:
         """Nobody holds the cached block any more: it becomes the last to be evicted."""
         self._idle[block] = None
+        if self.on_idle is not None:
+            self.on_idle(block)
 
     def set_held(self, block: int) -> None:
         """Somebody holds the idle block again."""

@@ -2,7 +2,7 @@
 
 The gateway is the registry (docs/protocol.md). Names are resolved again every ``RESOLVE_S`` and
 whenever a gateway is lost, so gateways may come, go and multiply with nothing to configure. What
-the gateways say about decode workers is merged by ``decode_peers.py``.
+the gateways say about partners is merged.
 
 This module knows no request and no KV.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, NamedTuple, NoReturn
@@ -23,17 +23,20 @@ from shared.address import Address, parse_address
 from shared.config import MESH_PORT
 from shared.errors import (
     IncompatiblePeer,
+    LocalProtocolError,
     MeshError,
     RemoteProtocolError,
     WorkerLost,
 )
-from shared.ids import Incarnation, StreamId
+from shared.ids import Incarnation, MeshPeer, StreamId
+from shared.kv.journal import Journal
 from shared.kv.layout import KvLayout
 from shared.liveness import LivenessRule
-from shared.membership.decode_peers import DecodePeer, DecodePeers, Effect
 from shared.messages import codec
-from shared.messages.columns import pack_u64
+from shared.messages.columns import pack_f32, pack_u64
+from shared.messages.kv_codec import kv_to_wire
 from shared.model_spec import ModelSpec
+from shared.predict.step_time import StepFit
 from shared.rpc.gateway_session import check_hello
 from shared.rpc.methods import REGISTRY_JOIN
 from shared.rpc.network import Network
@@ -49,6 +52,9 @@ RETURNS_S = 0.5
 
 REPORT_S = 0.5
 """Between two statuses; a load that changed is told sooner."""
+
+MAX_KV_INTERVAL_S = 10.0
+"""Longest time that a gateway may ask a worker to keep changes of its prefixes back."""
 
 _REJOIN_S = (*[0.05] * 40, *[0.2] * 40, 1.0)
 """A gateway that restarts is back within seconds, and its clients wait for its workers."""
@@ -102,8 +108,10 @@ class Registration:
     """All gateways of one worker. ``run`` owns every task.
 
     load: read whenever a status is due, and with it ``seen``: what of a gateway's orders it
-    counts. on_peers: called with the merged list whenever it has changed. on_drain: a gateway asked
-    this worker to drain. on_change: ``num_joined`` has changed.
+    counts. on_peers: called with the standing partners that any gateway names, whenever they have
+    changed. on_pair: a gateway asks for a pair with one more. on_drain: a gateway asked this worker
+    to drain. on_change: ``num_joined`` has changed. journal: which prefixes are here, for gateways
+    that ask; None = this worker tells nobody.
     """
 
     def __init__(
@@ -114,10 +122,12 @@ class Registration:
         announcement: Announcement,
         load: Callable[[], WorkerLoad],
         seen: Callable[[Incarnation], SeenOrders] = lambda _: SeenOrders(),
-        on_peers: Callable[[Sequence[DecodePeer]], None] = lambda _: None,
+        on_peers: Callable[[Sequence[MeshPeer]], None] = lambda _: None,
+        on_pair: Callable[[MeshPeer], None] = lambda _: None,
         on_drain: Callable[[], None] = lambda: None,
-        on_home: Callable[[WorkerRole, int], None] = lambda role, epoch: None,
+        on_home: Callable[[WorkerRole, int, int], None] = lambda role, epoch, order: None,
         on_change: Callable[[], None] = lambda: None,
+        journal: Journal | None = None,
         liveness: LivenessRule | None = None,
     ) -> None:
         self._network = network
@@ -126,13 +136,15 @@ class Registration:
         self._load = load
         self._seen = seen
         self._on_peers = on_peers
+        self._on_pair = on_pair
         self._on_drain = on_drain
         self._on_home = on_home
         self._on_change = on_change
+        self._journal = journal
         self._interval_s = REPORT_S if liveness is None else liveness.interval_s
         self._links: dict[Address, _Link] = {}
-        self._peers = DecodePeers()
-        self._forgetting: asyncio.TimerHandle | None = None
+        self._named: dict[Address, tuple[MeshPeer, ...]] = {}
+        self._peers: tuple[MeshPeer, ...] = ()
         self._was_accepted = False
         self._is_leaving = False
         self._look_again = asyncio.Event()
@@ -180,8 +192,7 @@ class Registration:
         Raises IncompatiblePeer: the first gateway that answers refuses this worker. A refusal
         later, when this worker has been a member already, is that gateway's trouble: it is logged
         and tried again."""
-        with plain_errors(), contextlib.ExitStack() as stack:
-            stack.callback(self._stop_forgetting)
+        with plain_errors():
             async with asyncio.TaskGroup() as tasks:
                 while True:
                     self._look_again.clear()
@@ -200,6 +211,7 @@ class Registration:
                 link = self._links[address] = _Link(address)
                 link.task = tasks.create_task(self._keep_joined(link))
         for address, link in list(self._links.items()):
+            # A name may lose an address before its gateway is gone: who is connected stays.
             if address not in found and not link.is_connected:
                 del self._links[address]
                 if link.task is not None:
@@ -229,14 +241,17 @@ class Registration:
                 _log.warning("gateway lost", gateway=str(link.address), error=reason.message)
             elif num_failures == 0:
                 _log.info("gateway not joined", gateway=str(link.address), error=reason.message)
+            # A gateway that comes back may have another address behind the same name.
             self._look_again.set()
             await asyncio.sleep(_REJOIN_S[min(num_failures, len(_REJOIN_S) - 1)])
             num_failures += 1
 
     def _left(self, link: _Link) -> bool:
         gateway, link.gateway, link.stream = link.gateway, None, None
+        if self._journal is not None:
+            self._journal.unsubscribe(link)
         link.is_connected = False
-        self._tell(self._peers.gateway_lost(link.address, self._now()))
+        self._name(link.address, ())
         if gateway is None:
             return False
         # The same gateway under another address (IPv4 and IPv6 of one name) has just forgotten this
@@ -262,6 +277,7 @@ class Registration:
                     f"--mesh-host and --mesh-port ({MESH_PORT} by default)",
                     code="no_registry",
                 ) from error
+            # Before anybody hears of it: ``num_joined`` and ``rejoin`` look at these.
             link.gateway, link.stream = gateway, stream
             self._was_accepted = True
             _log.info("gateway joined", gateway=str(link.address), incarnation=gateway)
@@ -312,58 +328,74 @@ class Registration:
         while True:
             link.has_news.clear()
             is_last = self._is_leaving
+            # Read in one breath with the load: an order in between would be counted twice, or not
+            # at all.
             seen = SeenOrders() if link.gateway is None else self._seen(link.gateway)
-            await stream.send(wire.WorkerReport(status=_status(self._load(), seen)))
+            status = _status(self._load(), seen)
+            status.kv = self._kv_changes(link)
+            await stream.send(wire.WorkerReport(status=status))
             if is_last:
                 await stream.end()
                 return
+            if status.kv is not None and not status.kv.is_whole:
+                continue  # a snapshot, in pieces
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._interval_s):
                     await link.has_news.wait()
                     await asyncio.sleep(_BURST_S)
+
+    def _kv_changes(self, link: _Link) -> wire.KvChanges | None:
+        """Return what is to be told of prefixes now; load goes out at once, this when it is due."""
+        if self._journal is None or asyncio.get_running_loop().time() < link.kv_due_at:
+            return None
+        changes = self._journal.report(link)
+        if changes is None:
+            return None
+        if changes.is_whole:
+            link.kv_due_at = asyncio.get_running_loop().time() + link.kv_interval_s
+        return kv_to_wire(changes)
+
+    def _ask_kv(self, link: _Link, ask: wire.AskKv) -> None:
+        if self._journal is None:
+            return
+        try:
+            self._journal.subscribe(link, ask.granule_tokens)
+        except LocalProtocolError as error:
+            raise RemoteProtocolError(error.message, param="granule_tokens") from None
+        if not 0 <= ask.interval_s <= MAX_KV_INTERVAL_S:
+            raise RemoteProtocolError(
+                f"must be 0 to {MAX_KV_INTERVAL_S:g} seconds", param="interval_s"
+            )
+        link.kv_interval_s, link.kv_due_at = ask.interval_s, 0.0
+        link.has_news.set()
 
     async def _listen(self, link: _Link, stream: ClientStream[Any, Any]) -> None:
         async for directive in stream:
             if directive.refused is not None:
                 raise _refusal(directive.refused)
             if directive.peers is not None:
-                peers = [*map(_decode_peer, directive.peers.peers)]
-                self._tell(self._peers.named(link.address, peers, self._now()))
+                self._name(link.address, tuple(map(_mesh_peer, directive.peers.peers)))
+            if directive.pair is not None:
+                self._on_pair(_mesh_peer(directive.pair))
             if directive.drain is not None:
                 self._on_drain()
             if directive.home is not None:
                 self._take_home(directive.home)
+            if directive.kv is not None:
+                self._ask_kv(link, directive.kv)
 
     def _take_home(self, order: wire.SetHome) -> None:
         try:
             role = WorkerRole(wire.Role(order.role))
         except ValueError:
             raise RemoteProtocolError("no worker's role", param="role") from None
-        self._on_home(role, order.epoch)
+        self._on_home(role, order.epoch, order.order)
 
-    # --- decode workers ---------------------------------------------------------------------------
-
-    def _tell(self, effects: list[Effect]) -> None:
-        self._stop_forgetting()
-        due = self._peers.next_tick_at
-        if due is not None:
-            self._forgetting = asyncio.get_running_loop().call_at(due, self._forget)
-        for told in effects:
-            self._on_peers(told.peers)
-
-    def _forget(self) -> None:
-        # Of a timer that fires a little early: it was asked for at this very instant.
-        due = self._peers.next_tick_at
-        if due is not None:
-            self._tell(self._peers.tick(max(due, self._now())))
-
-    def _stop_forgetting(self) -> None:
-        if self._forgetting is not None:
-            self._forgetting.cancel()
-
-    @staticmethod
-    def _now() -> float:
-        return asyncio.get_running_loop().time()
+    def _name(self, gateway: Address, peers: tuple[MeshPeer, ...]) -> None:
+        self._named[gateway] = peers
+        before, self._peers = self._peers, _merged(self._named.values())
+        if self._peers != before:
+            self._on_peers(self._peers)
 
 
 _BURST_S = 0.05
@@ -381,6 +413,7 @@ class _Link:
         self.stream: ClientStream[Any, Any] | None = None
         self.has_news = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
+        self.kv_interval_s = self.kv_due_at = 0.0
 
 
 _HOMES = {
@@ -401,19 +434,35 @@ def _status(load: WorkerLoad, seen: SeenOrders) -> wire.WorkerStatus:
         step_s=load.step_s,
         draining=load.is_draining,
         paired=pack_u64(load.paired),
+        pair_speeds=pack_f32(load.pair_speeds),
+        egress_bytes=load.egress_bytes,
         seen_prefill_id=seen.prefill,
         seen_decode_id=seen.decode,
         num_prompts=load.num_prompts,
         num_answers=load.num_answers,
         home=_HOMES[load.home],
         home_epoch=load.home_epoch,
+        prompt_steps=_fit_to_wire(load.prompt_steps),
+        answer_steps=_fit_to_wire(load.answer_steps),
+        queue_s=load.queue_s,
+        step_tokens=load.step_tokens,
+        home_order=load.home_order,
     )
 
 
-def _decode_peer(peer: wire.Peer) -> DecodePeer:
+def _fit_to_wire(fit: StepFit) -> wire.StepFit | None:
+    return wire.StepFit(**fit._asdict()) if fit.num_steps else None
+
+
+def _merged(named: Iterable[Sequence[MeshPeer]]) -> tuple[MeshPeer, ...]:
+    """Return all that any gateway names, each once, in the order in which they are named."""
+    return tuple({peer.incarnation: peer for peers in named for peer in peers}.values())
+
+
+def _mesh_peer(peer: wire.Peer) -> MeshPeer:
     if not (peer.incarnation and peer.host and 0 < peer.port < 65536):
         raise RemoteProtocolError("the gateway named a peer without incarnation, host or port")
-    return DecodePeer(Incarnation(peer.incarnation), Address(peer.host, peer.port))
+    return MeshPeer(Incarnation(peer.incarnation), Address(peer.host, peer.port))
 
 
 def _refusal(error: wire.Error) -> MeshError:

@@ -65,6 +65,7 @@ class MeshNetwork:
         self._secret = secret
         self._hello = hello
         self._random_bytes = random_bytes
+        # By connection, and weak: one that is gone takes its proof with it.
         self._proven: WeakKeyDictionary[Any, _Proven] = WeakKeyDictionary()
         self._num_refused = 0
         self._log_at = 0.0
@@ -122,6 +123,7 @@ class MeshNetwork:
 
     def _check(self, message: wire.Proof | None, wanted: bytes, theirs: Opening) -> None:
         """Raises NotOfThisMesh: the other end has not proven that it knows our secret."""
+        # Compared in constant time: how long it takes says nothing of where the two differ.
         if message is None or not hmac.compare_digest(message.proof, wanted):
             raise NotOfThisMesh(
                 f"this {_role(self._hello.role)} and the {_role(theirs.role)} have different mesh "
@@ -138,6 +140,7 @@ class MeshNetwork:
         except MeshError as error:
             self._note_stranger(stream.peer, error)
             raise
+        # Before the answer leaves: whoever reads it may call in the same instant.
         self._proven[stream.connection] = _Proven(agreed.key)
         await stream.send(wire.Proof(proof=agreed.of_listener))
 
@@ -229,6 +232,7 @@ class _Proven:
     def takes(self, text: str, path: str) -> bool:
         """Whether a stamp is this connection's, and fresh."""
         number = stamped_number(self._key, text, path)
+        # A stamp that was seen on the wire is worth nothing a second time.
         if number is None or number <= self._last_number:
             return False
         self._last_number = number

@@ -55,6 +55,7 @@ class Agreement(NamedTuple):
 def agreement(secret: MeshSecret, dialler: Opening, listener: Opening) -> Agreement:
     """Return both proofs and the connection's key."""
     first = dialler.packed()
+    # With its length in front: no two pairs of openings make the same bytes.
     context = len(first).to_bytes(8, "little") + first + listener.packed()
     return Agreement(
         secret.derived("proof of the dialler", context),
@@ -71,6 +72,7 @@ def stamp(key: bytes, number: int, path: str) -> str:
 def stamped_number(key: bytes, text: str, path: str) -> int | None:
     """Return the number of a call with this stamp; None: the key did not make it for ``path``."""
     digits = text.partition("-")[0]
+    # int() takes other scripts' digits, and as many as anybody likes to send.
     if not (digits.isascii() and digits.isdigit() and len(digits) < 16):
         return None
     number = int(digits)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from shared import wire
 from shared.errors import ERROR_TYPES, IncompatiblePeer, MeshError, RemoteProtocolError, WorkerLost
+from shared.grammar import MAX_GRAMMAR_BYTES
 from shared.ids import ID_BYTES, Incarnation, LeaseToken, RequestId, StreamId
 from shared.kv.layout import DTYPE_BYTES, KvLayout
 from shared.messages.columns import pack_f32, pack_u8, pack_u32, unpack_f32, unpack_u8, unpack_u32
@@ -32,11 +33,11 @@ from shared.request import (
 from shared.schedule.plan import NewToken, PromptTimes
 from shared.transfer.messages import TransferKey
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 7
 """Grows when a message changes its meaning; peers of different versions do not work together."""
 
 FINGERPRINT_BYTES = 32
-MAX_TOKENS = (MAX_MESSAGE_BYTES - (64 << 10)) // 4
+MAX_TOKENS = (MAX_MESSAGE_BYTES - MAX_GRAMMAR_BYTES - (64 << 10)) // 4
 """Longest token list in a message, which has room for all else that an order says."""
 _MAX_U32 = (1 << 32) - 1
 _LAST_REASON = int(max(FinishReason))  # they are numbered without gaps
@@ -44,12 +45,21 @@ _NAN = math.nan
 _TRACE_CONTEXT = re.compile("00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
+class PrefixAt(NamedTuple):
+    """Who has KV of a prompt's first tokens; worth waiting for so many seconds."""
+
+    worker: Incarnation
+    num_tokens: int
+    wait_s: float
+
+
 class Order(NamedTuple):
     """A checked ``StartPrefill`` or ``Reserve``: one attempt, as its worker is told of it.
 
     peer: the worker at the other end of its KV; of a prompt None = no KV is pushed. wait_s: how
     long a reservation may wait for blocks. deadline_s: seconds left, None = no limit.
-    trace_context: see ``tracing.TraceSpan.context``.
+    trace_context: see ``tracing.TraceSpan.context``. prefix: to be fetched before the prompt is
+    computed.
     """
 
     stream_id: StreamId
@@ -59,6 +69,7 @@ class Order(NamedTuple):
     deadline_s: float | None = None
     wait_s: float = 0.0
     trace_context: str = ""
+    prefix: PrefixAt | None = None
 
 
 class StepColumns(NamedTuple):
@@ -140,6 +151,7 @@ def error_from_wire(error: wire.Error | None) -> MeshError:
         return WorkerLost("the worker failed without saying why")
     cls = ERROR_TYPES.get(error.type, WorkerLost)
     retry_after_s = error.retry_after_s
+    # Of a peer that is wrong, NaN too: a hint must not keep clients away for ever.
     if not 0 <= retry_after_s < 1e6:
         retry_after_s = 0.0
     return cls(
@@ -232,6 +244,7 @@ def sampling_to_wire(params: SamplingParams) -> wire.SamplingParams:
         allowed_token_ids=params.allowed_token_ids,
         bad_word_lengths=pack_u32([len(word) for word in params.bad_words]),
         bad_word_ids=pack_u32([token_id for word in params.bad_words for token_id in word]),
+        grammar=params.grammar,
     )
 
 
@@ -261,7 +274,14 @@ def sampling_from_wire(params: wire.SamplingParams | None) -> SamplingParams:
         prompt_logprobs=_optional_count(params.prompt_logprobs, "prompt_logprobs"),
         allowed_token_ids=params.allowed_token_ids,
         bad_words=_bad_words(params),
+        grammar=_grammar(params.grammar),
     )
+
+
+def _grammar(text: str) -> str:
+    is_short = len(text.encode()) <= MAX_GRAMMAR_BYTES
+    _require(is_short, f"must be at most {MAX_GRAMMAR_BYTES} bytes", "grammar")
+    return text
 
 
 def _bad_words(params: wire.SamplingParams) -> tuple[tuple[int, ...], ...]:
@@ -317,6 +337,17 @@ def _order(command: wire.StartPrefill | wire.Reserve, peer: Incarnation | None) 
         peer=peer,
         deadline_s=_seconds(command.deadline_s, "deadline_s") or None,
         trace_context=_trace_context(command.trace_context),
+        prefix=_prefix(command.prefix, len(command.token_ids) // 4),
+    )
+
+
+def _prefix(prefix: wire.PrefixSource | None, num_tokens: int) -> PrefixAt | None:
+    if prefix is None:
+        return None
+    return PrefixAt(
+        Incarnation(prefix.incarnation),
+        _int(prefix.num_tokens, 1, num_tokens, "num_tokens"),
+        _seconds(prefix.wait_s, "wait_s"),
     )
 
 
@@ -336,6 +367,7 @@ def _flatten(rows: Iterable[TokenLogprobs | None]) -> tuple[bytes, bytes, bytes,
     top_ids: list[int] = []
     top_logprobs: list[float] = []
     for row in rows:
+        # 0.0 is a logprob, that of a sure token: none travels as NaN.
         logprobs.append(_NAN if row is None else row.logprob)
         top = () if row is None else row.top
         counts.append(len(top))
@@ -407,6 +439,9 @@ def prefill_token_to_wire(
         queue_s=times.queue_s,
         compute_s=times.compute_s,
         cached_tokens=times.cached_tokens,
+        fetched_tokens=times.fetched_tokens,
+        fetch_s=times.fetch_s,
+        fetched_bytes=times.fetched_bytes,
     )
     if (logprobs := token.logprobs) is not None:
         message.logprob = logprobs.logprob
@@ -431,7 +466,7 @@ def require_times(
 
 def prefill_token_from_wire(event: wire.PrefillToken) -> AnswerToken:
     """Unpack and check the first token of an attempt, and the worker's times in it."""
-    require_times(event, "queue_s", "compute_s")
+    require_times(event, "queue_s", "compute_s", "fetch_s")
     top_ids = unpack_u32(event.top_ids, name="top_ids")
     tops = unpack_f32(event.top_logprobs, count=len(top_ids), name="top_logprobs")
     logprobs = None

@@ -8,7 +8,6 @@ ranges) is caught by ``codec.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar, cast
 
@@ -16,7 +15,7 @@ import betterproto2
 from grpclib.encoding.base import CodecBase
 
 from shared.errors import MeshError, RemoteProtocolError, TooLarge
-from shared.messages.wire_format import Room, reader, writer
+from shared.messages.wire_format import Reader, Room, Writer, reader, writer
 
 PREFIX_BYTES = 5
 """Of a gRPC message: one byte that says whether it is compressed, four of length."""
@@ -45,7 +44,8 @@ class MessageCodec(CodecBase):
             raise TypeError(
                 f"this call sends {message_type.__name__}, not {type(message).__name__}"
             )
-        data = _encoder(message_type)(message)
+        write = _writer_of(message_type)
+        data = bytes(write(message)) if write else cast("bytes", message.SerializeToString())
         if len(data) > MAX_MESSAGE_BYTES:
             raise TooLarge(
                 f"a message of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}"
@@ -54,7 +54,10 @@ class MessageCodec(CodecBase):
 
     def decode(self, data: bytes, message_type: Any) -> Any:
         try:
-            return _decoder(message_type)(data)
+            read, is_of_client = _reader_of(message_type)
+            if read is None:
+                return message_type.FromString(data)
+            return read(data, 0, len(data), None, Room(is_of_client=is_of_client))
         except MeshError:
             raise
         except Exception as error:
@@ -65,23 +68,17 @@ class MessageCodec(CodecBase):
 
 
 @cache
-def _encoder(message_type: Any) -> Callable[[Any], bytes]:
-    if not issubclass(message_type, betterproto2.Message):
-        return lambda message: cast("bytes", message.SerializeToString())
-    write = writer(message_type)
-    return lambda message: bytes(write(message))
+def _writer_of(message_type: Any) -> Writer | None:
+    """None: a message of a standard service, which has its own way."""
+    return writer(message_type) if issubclass(message_type, betterproto2.Message) else None
 
 
 @cache
-def _decoder(message_type: Any) -> Callable[[bytes], Any]:
+def _reader_of(message_type: Any) -> tuple[Reader | None, bool]:
+    """Likewise; and whether an unknown field is refused."""
     if not issubclass(message_type, betterproto2.Message):
-        return message_type.FromString
-    read, is_of_client = reader(message_type), message_type.__name__ in _OF_CLIENTS
-
-    def decode(data: bytes) -> Any:
-        return read(data, 0, len(data), None, Room(is_of_client=is_of_client))
-
-    return decode
+        return None, False
+    return reader(message_type), message_type.__name__ in _OF_CLIENTS
 
 
 def framed(data: bytes) -> bytes:

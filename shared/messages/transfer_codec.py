@@ -1,4 +1,4 @@
-"""Messages of ``Transfer.Push``, wire <-> domain, checked strictly.
+"""Messages of ``Transfer.Pair``, wire <-> domain, checked strictly.
 
 What a peer sends is taken apart here once; whatever has a wrong length, range or shape raises
 RemoteProtocolError. What the messages mean is ``shared/transfer``'s business.
@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from shared import wire
-from shared.errors import IncompatiblePeer, RemoteProtocolError
+from shared.errors import IncompatiblePeer, MeshError, RemoteProtocolError
 from shared.ids import ID_BYTES, Incarnation, LeaseToken, RequestId, TransferId
 from shared.kv.layout import KvLayout
 from shared.lanes import Certainty, LaneFinding, is_well_formed
 from shared.messages import codec
+from shared.messages.columns import pack_u32, unpack_u32
 from shared.model_spec import ModelSpec
+from shared.request import MAX_SALT_BYTES
 from shared.transfer.messages import (
     Abort,
     Ack,
@@ -23,10 +25,12 @@ from shared.transfer.messages import (
     Credit,
     Grant,
     Open,
-    PushMessage,
-    PushReply,
+    Pull,
     Refused,
+    SinkMessage,
+    SourceMessage,
     Span,
+    StopSending,
     TransferKey,
     WindowOffer,
 )
@@ -49,24 +53,28 @@ class PairIdentity(NamedTuple):
     group_bytes: int
     max_frame_bytes: int
     host: bytes
+    pushes: bool
+    receives: bool
 
 
 class PairTerms(NamedTuple):
-    """What a handshake agreed on."""
+    """What a handshake agreed on. goes_out, comes_in: which ways KV may flow."""
 
     peer: Incarnation
     transport_address: bytes
     rule: FrameRule
     host: bytes
     engine: str
+    goes_out: bool
+    comes_in: bool
 
 
-def hello_to_wire(role: wire.Role, it: PairIdentity) -> wire.PairHello:
+def hello_to_wire(it: PairIdentity) -> wire.PairHello:
     """Our half of the handshake."""
     return wire.PairHello(
         hello=wire.Hello(
             protocol_version=codec.PROTOCOL_VERSION,
-            role=role,
+            role=wire.Role.PREFILL if it.pushes else wire.Role.DECODE,
             incarnation=it.incarnation,
             version=it.version,
         ),
@@ -76,19 +84,21 @@ def hello_to_wire(role: wire.Role, it: PairIdentity) -> wire.PairHello:
         group_bytes=it.group_bytes,
         max_frame_bytes=it.max_frame_bytes,
         host=it.host,
+        pushes=it.pushes,
+        receives=it.receives,
     )
 
 
-def agree(it: PairIdentity, theirs: wire.PairHello | None, role: wire.Role) -> PairTerms:
-    """Compare both halves. role: what the peer must be.
+def agree(it: PairIdentity, theirs: wire.PairHello | None) -> PairTerms:
+    """Compare both halves.
 
     Of both frame limits the smaller one counts; a group is never larger than a frame.
-    Raises IncompatiblePeer: protocol version, model or layout differ. RemoteProtocolError: the
-    message is not a handshake.
+    Raises IncompatiblePeer: protocol version, model or layout differ, or neither of the two takes
+    KV from the other. RemoteProtocolError: the message is not a handshake.
     """
     hello = codec.require_hello(None if theirs is None else theirs.hello)
-    if theirs is None or theirs.model is None or theirs.layout is None or hello.role != role:
-        raise RemoteProtocolError("a pair must begin with a complete hello of the right role")
+    if theirs is None or theirs.model is None or theirs.layout is None:
+        raise RemoteProtocolError("a pair must begin with a complete hello")
     model = codec.model_from_wire(theirs.model)
     if model.fingerprint != it.spec.fingerprint:
         raise IncompatiblePeer(
@@ -105,11 +115,15 @@ def agree(it: PairIdentity, theirs: wire.PairHello | None, role: wire.Role) -> P
         group_bytes=max(1, min(it.group_bytes, _number(theirs.group_bytes, "group_bytes"))),
         max_frame_bytes=min(it.max_frame_bytes, _number(theirs.max_frame_bytes, "max_frame_bytes")),
     )
-    return PairTerms(Incarnation(hello.incarnation), address, rule, theirs.host, model.engine)
+    goes_out, comes_in = it.pushes and theirs.receives, it.receives and theirs.pushes
+    if not (goes_out or comes_in):
+        raise IncompatiblePeer("neither of the two takes KV from the other", code="no_direction")
+    peer = Incarnation(hello.incarnation)
+    return PairTerms(peer, address, rule, theirs.host, model.engine, goes_out, comes_in)
 
 
 def finding_of(canary: wire.Canary) -> LaneFinding:
-    """What prefill knows of the lane. Raises RemoteProtocolError."""
+    """What the source knows of the lane. Raises RemoteProtocolError."""
     return LaneFinding(_lane(canary.lane), Certainty(min(canary.certainty, max(Certainty))))
 
 
@@ -124,113 +138,96 @@ def _lane(name: str) -> str:
     return name
 
 
-# --- prefill -> decode --------------------------------------------------------------------------
+# --- source -> sink, sink -> source -------------------------------------------------------------
 
 
-def command_to_wire(message: PushMessage) -> wire.PushCommand:
-    """One control message to decode."""
+def message_to_wire(message: SourceMessage | SinkMessage | Pull) -> wire.PairMessage:
+    """One message about a transfer."""
     match message:
+        case Pull(key=key, token_ids=token_ids, salt=salt):
+            return wire.PairMessage(
+                pull=wire.PullPrefix(
+                    request_id=key.request_id,
+                    attempt=key.attempt,
+                    lease_token=key.token,
+                    token_ids=pack_u32(token_ids),
+                    cache_salt=salt,
+                )
+            )
         case Open(key=key):
-            return wire.PushCommand(
+            return wire.PairMessage(
                 open=wire.OpenTransfer(
                     request_id=key.request_id, attempt=key.attempt, lease_token=key.token
                 )
             )
         case Span():
-            return wire.PushCommand(
-                span=wire.AnnounceSpan(
-                    transfer_id=message.transfer_id, start=message.start, stop=message.stop
-                )
-            )
+            return wire.PairMessage(span=wire.AnnounceSpan(**message._asdict()))
         case Commit():
-            return wire.PushCommand(
-                commit=wire.CommitTransfer(
+            return wire.PairMessage(commit=wire.CommitTransfer(**message._asdict()))
+        case Abort(transfer_id=transfer_id, error=error, frames=frames):
+            raw = None if error is None else codec.error_to_wire(error)
+            return wire.PairMessage(
+                abort=wire.AbortTransfer(transfer_id=transfer_id, error=raw, frames=frames)
+            )
+        case Grant(key=key):
+            return wire.PairMessage(
+                grant=wire.TransferGrant(
+                    request_id=key.request_id,
+                    attempt=key.attempt,
+                    lease_token=key.token,
                     transfer_id=message.transfer_id,
-                    first_token=message.first_token,
-                    num_frames=message.num_frames,
+                    epoch=message.epoch,
+                    tag_base=message.tag_base,
+                    skip_tokens=message.skip_tokens,
                 )
             )
-        case Abort():
-            return wire.PushCommand(abort=_abort_to_wire(message))
+        case Refused(key=key, error=error):
+            return wire.PairMessage(
+                refused=wire.TransferRefused(
+                    request_id=key.request_id,
+                    attempt=key.attempt,
+                    lease_token=key.token,
+                    error=codec.error_to_wire(error),
+                )
+            )
+        case Credit():
+            return wire.PairMessage(
+                credit=wire.TransferCredit(
+                    transfer_id=message.transfer_id,
+                    frames=message.frames,
+                    slots=list(message.slots),
+                )
+            )
+        case Ack():
+            return wire.PairMessage(ack=wire.TransferAck(**message._asdict()))
+        case StopSending(transfer_id=transfer_id, error=error):
+            raw = codec.error_to_wire(error)
+            return wire.PairMessage(stop=wire.StopTransfer(transfer_id=transfer_id, error=raw))
 
 
-def command_from_wire(command: wire.PushCommand) -> PushMessage | None:
-    """Take a command apart; None for a heartbeat.
+def message_from_wire(message: wire.PairMessage) -> SourceMessage | SinkMessage | Pull:
+    """Take a message about a transfer apart.
 
-    Raises RemoteProtocolError: it is none of the messages that may come now, or malformed.
+    Raises RemoteProtocolError: it is none of those, or malformed.
     """
-    if command.heartbeat is not None:
-        return None
-    if command.open is not None:
-        return Open(_key(command.open))
-    if (span := command.span) is not None:
+    if message.open is not None:
+        return Open(_key(message.open))
+    if (span := message.span) is not None:
         return Span(
             _transfer_id(span.transfer_id),
             _number(span.start, "start"),
             _number(span.stop, "stop"),
         )
-    if (commit := command.commit) is not None:
+    if (commit := message.commit) is not None:
         return Commit(
             _transfer_id(commit.transfer_id),
             _number(commit.first_token, "first_token"),
             _number(commit.num_frames, "num_frames"),
         )
-    if command.abort is not None:
-        return _abort_from_wire(command.abort)
-    raise RemoteProtocolError("an unknown or misplaced command on a pair stream")
-
-
-# --- decode -> prefill --------------------------------------------------------------------------
-
-
-def reply_to_wire(reply: PushReply) -> wire.PushEvent:
-    """One control message to prefill."""
-    match reply:
-        case Grant():
-            return wire.PushEvent(
-                grant=wire.TransferGrant(
-                    request_id=reply.key.request_id,
-                    attempt=reply.key.attempt,
-                    lease_token=reply.key.token,
-                    transfer_id=reply.transfer_id,
-                    epoch=reply.epoch,
-                    tag_base=reply.tag_base,
-                    skip_tokens=reply.skip_tokens,
-                )
-            )
-        case Refused():
-            return wire.PushEvent(
-                refused=wire.TransferRefused(
-                    request_id=reply.key.request_id,
-                    attempt=reply.key.attempt,
-                    lease_token=reply.key.token,
-                    error=codec.error_to_wire(reply.error),
-                )
-            )
-        case Credit():
-            return wire.PushEvent(
-                credit=wire.TransferCredit(
-                    transfer_id=reply.transfer_id, frames=reply.frames, slots=list(reply.slots)
-                )
-            )
-        case Ack():
-            return wire.PushEvent(
-                ack=wire.TransferAck(
-                    transfer_id=reply.transfer_id, frames=reply.frames, done=reply.done
-                )
-            )
-        case Abort():
-            return wire.PushEvent(abort=_abort_to_wire(reply))
-
-
-def reply_from_wire(event: wire.PushEvent) -> PushReply | None:
-    """Take an event apart; None for a heartbeat.
-
-    Raises RemoteProtocolError: it is none of the messages that may come now, or malformed.
-    """
-    if event.heartbeat is not None:
-        return None
-    if (grant := event.grant) is not None:
+    if (abort := message.abort) is not None:
+        error = None if abort.error is None else codec.error_from_wire(abort.error)
+        return Abort(_transfer_id(abort.transfer_id), error, _number(abort.frames, "frames"))
+    if (grant := message.grant) is not None:
         return Grant(
             _key(grant),
             _transfer_id(grant.transfer_id),
@@ -239,36 +236,41 @@ def reply_from_wire(event: wire.PushEvent) -> PushReply | None:
             _number(grant.tag_base, "tag_base", MAX_U64 - MAX_FRAMES),
             _number(grant.skip_tokens, "skip_tokens"),
         )
-    if (refused := event.refused) is not None:
-        if refused.error is None:
-            raise RemoteProtocolError("a refusal without a reason")
-        return Refused(_key(refused), codec.error_from_wire(refused.error))
-    if (credit := event.credit) is not None:
+    if (refused := message.refused) is not None:
+        return Refused(_key(refused), _reason(refused.error))
+    if (credit := message.credit) is not None:
         return Credit(
             _transfer_id(credit.transfer_id),
             _number(credit.frames, "frames"),
             tuple(_number(slot, "slots") for slot in credit.slots),
         )
-    if (ack := event.ack) is not None:
+    if (ack := message.ack) is not None:
         return Ack(_transfer_id(ack.transfer_id), _number(ack.frames, "frames"), bool(ack.done))
-    if event.abort is not None:
-        return _abort_from_wire(event.abort)
-    raise RemoteProtocolError("an unknown or misplaced event on a pair stream")
+    if (stop := message.stop) is not None:
+        return StopSending(_transfer_id(stop.transfer_id), _reason(stop.error))
+    if (pull := message.pull) is not None:
+        token_ids = unpack_u32(pull.token_ids, name="token_ids")
+        if not 0 < len(token_ids) <= codec.MAX_TOKENS:
+            raise RemoteProtocolError(f"must be 1..{codec.MAX_TOKENS} tokens", param="token_ids")
+        if len(pull.cache_salt) > MAX_SALT_BYTES:
+            raise RemoteProtocolError(f"must be at most {MAX_SALT_BYTES} bytes", param="cache_salt")
+        return Pull(_key(pull), token_ids, pull.cache_salt)
+    raise RemoteProtocolError("an unknown or misplaced message on a pair stream")
 
 
 # --- windows ------------------------------------------------------------------------------------
 
 
-def windows_to_wire(offers: Sequence[WindowOffer]) -> wire.PushEvent:
-    """Decode's slots, for prefill to map."""
+def windows_to_wire(offers: Sequence[WindowOffer]) -> wire.PairMessage:
+    """The sink's slots, for the source to map."""
     windows = [wire.StagingWindow(slot=slot, key=key, proof=proof) for slot, key, proof in offers]
-    return wire.PushEvent(windows=wire.StagingWindows(windows=windows))
+    return wire.PairMessage(windows=wire.StagingWindows(windows=windows))
 
 
 def windows_from_wire(windows: wire.StagingWindows | None) -> list[WindowOffer]:
     """Raises RemoteProtocolError: none came, or what came is malformed."""
     if windows is None:
-        raise RemoteProtocolError("decode said nothing about its staging windows")
+        raise RemoteProtocolError("the sink said nothing about its staging windows")
     if len(windows.windows) > MAX_WINDOWS:
         raise RemoteProtocolError(f"more than {MAX_WINDOWS} windows", param="windows")
     return [_window(window) for window in windows.windows]
@@ -287,24 +289,19 @@ def _window(window: wire.StagingWindow) -> WindowOffer:
 # --- inside -------------------------------------------------------------------------------------
 
 
-def _abort_to_wire(abort: Abort) -> wire.AbortTransfer:
-    return wire.AbortTransfer(
-        transfer_id=abort.transfer_id,
-        error=None if abort.error is None else codec.error_to_wire(abort.error),
-        frames=abort.frames,
-    )
-
-
-def _abort_from_wire(abort: wire.AbortTransfer) -> Abort:
-    error = None if abort.error is None else codec.error_from_wire(abort.error)
-    return Abort(_transfer_id(abort.transfer_id), error, _number(abort.frames, "frames"))
+def _reason(error: wire.Error | None) -> MeshError:
+    if error is None:
+        raise RemoteProtocolError("a refusal without a reason", param="error")
+    return codec.error_from_wire(error)
 
 
 def _transfer_id(raw: Any) -> TransferId:
     return TransferId(_id(raw, "transfer_id"))
 
 
-def _key(message: wire.OpenTransfer | wire.TransferGrant | wire.TransferRefused) -> TransferKey:
+def _key(
+    message: wire.OpenTransfer | wire.TransferGrant | wire.TransferRefused | wire.PullPrefix,
+) -> TransferKey:
     return TransferKey(
         RequestId(_id(message.request_id, "request_id")),
         _number(message.attempt, "attempt"),

@@ -79,6 +79,7 @@ def varint(data: bytes, at: int, first: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
             return value, at
+    # Nine bytes hold 63 bits, so the tenth has one.
     if data[at] > 1:
         raise Malformed("a number of more than 64 bits")
     return value | data[at] << 63, at + 1
@@ -239,8 +240,10 @@ def _reader(fields: _Fields) -> Reader:
     branches: list[str] = []
     for name, field in fields.all:
         lines = _reading(fields, name, field, scope)
+        # Of a oneof the last one that came counts, and the others are as if they had not come.
         lines += [f"values[{other!r}] = None" for other in fields.others(name, field.group)]
         tags = {field.number << 3 | _wire_type(field): lines}
+        # Numbers may come one by one or packed, whichever the schema says: a parser takes both.
         if field.repeated and _wire_type(field) == _VARINT:
             one_by_one = ["end_of_all = stop", "while at < end_of_all:", *_indented(1, lines)]
             packed = [*_SIZED_LINES, *one_by_one, "if at != end_of_all: cut()"]
@@ -297,6 +300,7 @@ def _reading(fields: _Fields, name: str, field: Any, scope: dict[str, Any]) -> l
         return [*_SIZED_LINES, "room.take()", entry, store, "at = stop"]
     if kind == "message":
         scope[f"read_{name}"] = reader(fields.inner(name))
+        # A message field that comes twice is one message: the second adds to the first.
         old = "None" if field.repeated else place
         value = f"read_{name}(data, at, stop, {old}, room)"
         return [*_SIZED_LINES, *take[:-1], take[-1].format(value), "at = stop"]
@@ -363,11 +367,7 @@ def _writing(fields: _Fields, name: str, field: Any, scope: dict[str, Any]) -> l
     if kind == "sint32":
         return [tag, "out += zigzag(value)"]
     if kind in _VARINTS:
-        return [
-            tag,
-            "if 0 <= value < 128: out.append(value)",
-            f"else: out += {_VARINTS[kind][1]}",
-        ]
+        return [tag, *_number_of("value", _VARINTS[kind][1])]
     make: list[str] = []
     if kind == "map":
         scope |= {f"write_{name}": _writer(_EntryFields(*field.map_meta)), "Entry": _Entry}
@@ -381,7 +381,15 @@ def _writing(fields: _Fields, name: str, field: Any, scope: dict[str, Any]) -> l
         *make,
         tag,
         "size = len(value)",
-        "if size < 128: out.append(size)",
-        "else: out += unsigned(size, 64)",
+        *_number_of("size", "unsigned(size, 64)"),
         "out += value",
+    ]
+
+
+def _number_of(name: str, otherwise: str) -> list[str]:
+    """Return the lines that append a varint; of up to two bytes, as most are, without a call."""
+    return [
+        f"if 0 <= {name} < 128: out.append({name})",
+        f"elif 128 <= {name} < 16384: out.append({name} & 127 | 128); out.append({name} >> 7)",
+        f"else: out += {otherwise}",
     ]

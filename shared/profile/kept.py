@@ -130,6 +130,8 @@ def _write(path: Path, key: Key, profile: MachineProfile) -> bool:
     body = orjson.dumps({"machine": key, "profile": profile}, option=orjson.OPT_INDENT_2)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # In the same folder, so that the rename is one step: a reader sees the old file or the new
+        # one.
         descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".profile-")
         try:
             with os.fdopen(descriptor, "wb") as scratch:
@@ -152,6 +154,7 @@ def _write(path: Path, key: Key, profile: MachineProfile) -> bool:
 async def _locked(folder: Path) -> AsyncGenerator[None]:
     """Hold this folder's lock; where there can be none, hold nothing. The kernel frees it if its
     holder dies."""
+    # On a thread: another worker may hold it for as long as it measures.
     lock = await asyncio.to_thread(_lock, folder)
     with lock or contextlib.nullcontext():
         yield

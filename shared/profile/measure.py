@@ -85,6 +85,7 @@ async def sweep(
         if quickest_s and 2 * quickest_s[-1] > (ends_at - stopwatch()) / 2:
             break
         quickest_s.append(await _step_s(compute, row))
+    # Round after round, not length after length: a disturbance then costs every length one sample.
     for _ in range(_MOST_ROUNDS):
         for at, row in enumerate(rows[: len(quickest_s)]):
             if stopwatch() + quickest_s[at] < ends_at:
@@ -126,6 +127,7 @@ async def _interference(
     ends_at = stopwatch() + COPIES_S
     alone_s: list[float] = []
     beside_s: list[float] = []
+    # By turns, so that what else the machine does falls on both alike.
     while not alone_s or stopwatch() < ends_at:
         alone_s.append(await _step_s(compute, row))
         async with asyncio.TaskGroup() as tasks:

@@ -85,6 +85,7 @@ class _CallHandler(GrpclibServerHandler):
             return
         super().accept(stream, checked, release_stream)
         path = dict(checked)[":path"]
+        # A health check that watches is a call that never ends: a drain must not wait for it.
         if not path.startswith(_STANDARD_SERVICES):
             self._server.started(self._tasks[stream])
 
@@ -113,6 +114,7 @@ class _ServerProtocol(GuardedProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        # Only once the connection stands can it be told why it ends.
         if not self._server.connected(self):
             self.goodbye(ErrorCodes.REFUSED_STREAM)
         elif (is_known := self._server.is_known) is not None:
@@ -201,6 +203,8 @@ class CallServer:
     def _refuse_calls(self) -> None:
         self._is_draining = True
         self.set_ready(False)
+        # grpclib looks a method up at each call: replaced in its table, it refuses from the next
+        # call on.
         for path, method in list(self.mapping.items()):
             if not path.startswith(_STANDARD_SERVICES):
                 self.mapping[path] = method._replace(func=_refuse)

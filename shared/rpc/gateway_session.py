@@ -77,16 +77,12 @@ class GatewaySession:
             on_sent=self._sent,
         )
 
-    @property
-    def outbox_bytes(self) -> int:
-        """Bytes of events that wait to be sent."""
-        return self._outbox_bytes
-
     def send(self, event: Any, num_bytes: int = EVENT_BYTES) -> None:
         """Send an event, or queue it, in order. num_bytes: its approximate size, columns
         included."""
         if self._stream.is_over:
             return
+        # Before it is sent: one that leaves at once is taken off the books within the call.
         self._sizes.append(num_bytes)
         self._outbox_bytes += num_bytes
         self._drained.clear()
@@ -113,6 +109,8 @@ class GatewaySession:
                 return
             order = getattr(command, self._orders)
             if order is not None:
+                # A gateway adds to a report those of its own orders that it has not seen
+                # (services/gateway/core/worker.py).
                 self.seen = StreamId(order.stream_id)
                 host.session_order(self, order)
             elif command.cancel is not None:
@@ -230,6 +228,7 @@ class GatewaySessions:
             self._sessions.discard(session)
             self._host.session_closed(session, is_silent=error.code == "silent")
             _log.info("session closed", gateway=gateway, error=error.message)
+        # Who is gone needs no word; who broke a rule is told which.
         if not isinstance(error, WorkerLost):
             raise error
 

@@ -51,8 +51,7 @@ class HeartbeatStream(Generic[Out, In]):
     peer: what to call it in errors, e.g. "decode worker". on_suspect: called with True when the
     peer has been silent so long that nothing new should be given to it, and with False when it is
     heard again. on_sent: called when a message was given to the connection; heartbeats are not
-    told. sends_at_once: False = every message waits until a task has its turn, so that what its
-    sender does next comes before it.
+    told.
     """
 
     def __init__(
@@ -64,11 +63,9 @@ class HeartbeatStream(Generic[Out, In]):
         rule: LivenessRule | None = None,
         on_suspect: Callable[[bool], None] | None = None,
         on_sent: Callable[[], None] = lambda: None,
-        sends_at_once: bool = True,
     ) -> None:
         self._stream = stream
         self._on_sent = on_sent
-        self._sends_at_once = sends_at_once
         self._is_sending = False
         self._heartbeat = heartbeat
         self._peer = peer
@@ -85,12 +82,18 @@ class HeartbeatStream(Generic[Out, In]):
         """Seconds since the peer was heard."""
         return self._liveness.silence_s(asyncio.get_running_loop().time())
 
-    def send(self, message: Out) -> None:
-        """Send a message, or queue it, in order; after the end it is dropped."""
+    def send(self, message: Out, *, at_once: bool = True) -> None:
+        """Send a message, or queue it, in order; after the end it is dropped.
+
+        at_once: False = it waits until a task has its turn, so that what the caller does next comes
+        before it.
+        """
         if self._end.done():
             return
         try:
-            may_pass = self._sends_at_once and not self._outbox and not self._is_sending
+            # Nothing may overtake what waits, nor break into a send that waits for the peer's
+            # window.
+            may_pass = at_once and not self._outbox and not self._is_sending
             if may_pass and self._stream.send_nowait(message):
                 self._on_sent()
                 return
@@ -124,6 +127,8 @@ class HeartbeatStream(Generic[Out, In]):
                     tasks.create_task(self._write())
                     tasks.create_task(self._read(on_message))
                     tasks.create_task(self._watch())
+                    # An end is an error like those of the three loops: whichever comes first ends
+                    # the others.
                     raise await self._end
         except MeshError as error:
             self.close(error)
@@ -138,6 +143,7 @@ class HeartbeatStream(Generic[Out, In]):
                     await self._has_mail.wait()
             except TimeoutError:
                 await self._send_next(self._heartbeat)
+            # Cleared before the outbox is emptied: what is queued during a send sets it again.
             self._has_mail.clear()
             while self._outbox:
                 await self._send_next(self._outbox.popleft())
@@ -153,6 +159,8 @@ class HeartbeatStream(Generic[Out, In]):
         while (message := await self._stream.receive()) is not None:
             self._liveness.heard(loop.time())
             self._suspect(False)
+            # What came in one read is taken without a wait, which would be a turn of the loop for
+            # each.
             while message is not None:
                 on_message(message)
                 message = self._stream.receive_nowait()
@@ -164,6 +172,7 @@ class HeartbeatStream(Generic[Out, In]):
             wake_at = self._liveness.next_check_at(loop.time())
             await asyncio.sleep(wake_at - loop.time())
             now = loop.time()
+            # This loop may have stood still itself: what it has not read is not the peer's silence.
             self._liveness.slept(wake_at, now)
             state = self._liveness.state(now)
             self._suspect(state is not PeerState.ALIVE)

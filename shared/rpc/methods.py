@@ -6,7 +6,7 @@ A test compares this table with the descriptor set, so it cannot drift from prot
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from grpclib.const import Cardinality
 
@@ -40,8 +40,8 @@ PREFILL_SESSION = Method(
 DECODE_SESSION = Method(
     "/pdmesh.v1.Decode/Session", Cardinality.STREAM_STREAM, wire.DecodeCommand, wire.DecodeEvent
 )
-TRANSFER_PUSH = Method(
-    "/pdmesh.v1.Transfer/Push", Cardinality.STREAM_STREAM, wire.PushCommand, wire.PushEvent
+TRANSFER_PAIR = Method(
+    "/pdmesh.v1.Transfer/Pair", Cardinality.STREAM_STREAM, wire.PairMessage, wire.PairMessage
 )
 REGISTRY_JOIN = Method(
     "/pdmesh.v1.Registry/Join",
@@ -74,16 +74,4 @@ CHANGE_ROLE = Method(
     Cardinality.UNARY_UNARY,
     wire.ChangeRoleRequest,
     wire.ChangeRoleResponse,
-)
-
-ALL_METHODS: tuple[Method[Any, Any], ...] = (
-    PREFILL_SESSION,
-    DECODE_SESSION,
-    TRANSFER_PUSH,
-    REGISTRY_JOIN,
-    MESH_PROVE,
-    GENERATE,
-    TOKENIZE,
-    LIST_MODELS,
-    CHANGE_ROLE,
 )

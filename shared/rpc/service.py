@@ -88,12 +88,6 @@ class ServerStream(Generic[Request, Reply]):
         deadline_at: str | None = metadata.get(DEADLINE_KEY)
         self.deadline_at = None if deadline_at is None else float(deadline_at)
 
-    def remaining_s(self) -> float | None:
-        """Seconds until the caller's deadline (>= 0), or None if it set none."""
-        if self.deadline_at is None:
-            return None
-        return max(0.0, self.deadline_at - asyncio.get_running_loop().time())
-
     async def receive(self, *, within_s: float | None = None) -> Request | None:
         """Return the next message, or None when the caller has ended its side.
 
@@ -172,6 +166,7 @@ class ServerStream(Generic[Request, Reply]):
     async def _finish(self, error: MeshError | None) -> None:
         """Send the trailers. A caller that is gone needs none."""
         raw = self._raw
+        # A handler that has cancelled its call, or refused it, has had its last word.
         if raw._send_trailing_metadata_done or raw._cancel_done:
             return
         status, message, trailers = Status.OK, None, dict(self._trailers)
@@ -218,6 +213,7 @@ def bind(method: Method[Request, Reply], handler: StreamHandler[Request, Reply])
                 async with timeout:
                     await handler(stream)
             except TimeoutError as error:
+                # A TimeoutError of the handler's own is its bug, not the caller's deadline.
                 if not timeout.expired():
                     raise
                 raise DeadlinePassed("the call's deadline passed") from error

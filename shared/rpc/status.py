@@ -14,6 +14,7 @@ from grpclib.const import Status
 from shared.errors import (
     ERROR_TYPES,
     DeadlinePassed,
+    Forbidden,
     IncompatiblePeer,
     InvalidRequest,
     InvariantViolated,
@@ -55,6 +56,7 @@ STATUS_TABLE: dict[str, StatusRow] = {
     "no_capacity": StatusRow(400, Status.FAILED_PRECONDITION, "invalid_request_error", False),
     "deadline": StatusRow(504, Status.DEADLINE_EXCEEDED, "timeout_error", False),
     "overloaded": StatusRow(503, Status.UNAVAILABLE, "overloaded_error", True),
+    "would_be_late": StatusRow(429, Status.RESOURCE_EXHAUSTED, "rate_limit_error", True),
     "shutting_down": StatusRow(503, Status.UNAVAILABLE, "overloaded_error", True),
     "worker_lost": StatusRow(503, Status.UNAVAILABLE, "server_error", True),
     "kv_transfer_failed": StatusRow(503, Status.UNAVAILABLE, "server_error", True),
@@ -74,7 +76,7 @@ _BY_GRPC_STATUS: dict[Status, type[MeshError]] = {
     Status.OUT_OF_RANGE: InvalidRequest,
     Status.NOT_FOUND: NotFound,
     Status.UNAUTHENTICATED: Unauthorized,
-    Status.PERMISSION_DENIED: Unauthorized,
+    Status.PERMISSION_DENIED: Forbidden,
     Status.RESOURCE_EXHAUSTED: TooLarge,
     Status.DEADLINE_EXCEEDED: DeadlinePassed,
     Status.FAILED_PRECONDITION: IncompatiblePeer,
@@ -124,6 +126,7 @@ def error_to_json(error: MeshError) -> str:
         "retry_after_s": error.retry_after_s,
     }
     text = json.dumps(record)
+    # Cut in the message, not in the JSON: what is left must still be read by a program.
     while len(text) > MAX_TRAILER_BYTES:  # escapes make one character up to 12 bytes
         record["message"] = record["message"][: len(record["message"]) // 2]
         text = json.dumps(record)

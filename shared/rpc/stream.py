@@ -61,6 +61,7 @@ class ClientStream(Generic[Request, Reply]):
         except Exception as error:
             self._fail(error)
         self._is_ended = self._is_ended or end
+        # See service.py: grpclib's send need not yield, and a long burst would hold the loop.
         self._num_sends += 1
         if self._num_sends % _SENDS_BEFORE_YIELD == 0:
             await asyncio.sleep(0)
@@ -180,8 +181,10 @@ class ClientStream(Generic[Request, Reply]):
             with _mapped():
                 raise failure
         except MeshError as error:
+            # A message that is too large has not left: the call goes on without it.
             if self._error is None and error.type != "too_large":
                 stream = self._raw._stream
+                # What the server said before the connection broke says more than that it broke.
                 told = _told(dict(stream.trailers or stream.headers or ()))
                 self._error = told if isinstance(error, WorkerLost) and told else error
             raise (self._error or error) from error.__cause__
@@ -280,43 +283,13 @@ async def open_stream(
     finally:
         if timer is not None:
             timer.cancel()
+        # In place of the end of grpclib's own ``async with``, which is never entered: without the
+        # reset the server would go on for nobody, without the release the stream would stay in the
+        # books.
         if raw._send_request_done:
             _reset(raw)
             with contextlib.suppress(H2Error, AttributeError, KeyError):
                 raw._release_stream()
-
-
-async def call_unary(
-    channel: Any,
-    method: Method[Request, Reply],
-    request: Request,
-    *,
-    timeout_s: float | None = None,
-    metadata: Mapping[str, str] | None = None,
-) -> Reply:
-    """One request, one reply. Raises MeshError."""
-    async with open_stream(channel, method, timeout_s=timeout_s, metadata=metadata) as stream:
-        await stream.send(request, end=True)
-        reply = await stream.receive()
-        if reply is None:
-            raise RemoteProtocolError("the server ended the call without a reply")
-        await stream.receive()
-        return reply
-
-
-@contextlib.asynccontextmanager
-async def call_server_stream(
-    channel: Any,
-    method: Method[Request, Reply],
-    request: Request,
-    *,
-    timeout_s: float | None = None,
-    metadata: Mapping[str, str] | None = None,
-) -> AsyncGenerator[ClientStream[Request, Reply]]:
-    """One request, a stream of replies; the request is sent on entering."""
-    async with open_stream(channel, method, timeout_s=timeout_s, metadata=metadata) as stream:
-        await stream.send(request, end=True)
-        yield stream
 
 
 @contextlib.contextmanager

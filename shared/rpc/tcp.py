@@ -135,6 +135,7 @@ class TcpNetwork:
         try:
             yield TcpServer(calls, listener)
         finally:
+            # New connections first, then those that there are: none may come in between.
             listener.close()
             await calls.close()
             with contextlib.suppress(TimeoutError):

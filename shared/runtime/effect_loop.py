@@ -60,6 +60,8 @@ class EffectLoop(Generic[Effect]):
         """Tick the core at each of its deadlines, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
+            # Read and cleared without a wait in between: a deadline that moves from now on sets it
+            # again.
             self._tick_at = self._core.next_tick_at
             self._clock_moved.clear()
             try:

@@ -28,6 +28,8 @@ class Parent:
         self._socket = socket.socket(fileno=int(text)) if text.isdigit() else None
         if self._socket is not None:
             self._socket.setblocking(False)
+            # A child of ours that outlived us would keep the cord open, and our parent would not
+            # see our end.
             os.set_inheritable(self._socket.fileno(), False)
 
     def tell(self, **facts: Any) -> None:
@@ -35,6 +37,7 @@ class Parent:
         if self._socket is not None:
             try:
                 self._socket.send(orjson.dumps(facts) + b"\n")
+            # Also one that is not read: the socket does not wait, and a start must not.
             except OSError:
                 return
 

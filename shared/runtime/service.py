@@ -180,6 +180,7 @@ async def _supervise(name: str, main: Main, parent: Parent, drain_s: float) -> i
         is_over_limit = True
         _log.warning("the drain limit came first", limit_s=drain_s)
         service.cancel()
+        # Cancelled work may hang in a thread, which nothing can end but the process.
         await asyncio.sleep(CANCEL_WITHIN_S)
         sys.stderr.flush()
         os._exit(EXIT_DRAIN_LIMIT)
@@ -194,6 +195,8 @@ async def _supervise(name: str, main: Main, parent: Parent, drain_s: float) -> i
         async with asyncio.TaskGroup() as tasks:
             service = tasks.create_task(run(), name=name)
             guard = tasks.create_task(limit(service), name=f"{name} drain limit")
+            # Waited for, not awaited: a service that was cancelled at its limit would look like our
+            # own cancellation.
             await asyncio.wait([service])
             guard.cancel()
     finally:

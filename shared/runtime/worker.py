@@ -15,9 +15,9 @@ from shared.address import Address
 from shared.config import WorkerConfig
 from shared.engine.base import Engine
 from shared.engine.worker import ComputeRunner
-from shared.ids import Incarnation, StreamId
+from shared.ids import Incarnation, MeshPeer, StreamId
+from shared.kv.journal import Journal
 from shared.kv.pool import BlockPool
-from shared.membership.decode_peers import DecodePeer
 from shared.membership.join import (
     Announcement,
     Registration,
@@ -51,9 +51,10 @@ class WorkerParts:
     """One worker, as ``WorkerLife`` needs it.
 
     loops: run until the end; the first one ends first. load: read for every status. drain: awaited
-    after a stop. why_not_ready: one sentence, '' when its own parts are ready. on_peers: the decode
-    workers of the mesh, whenever they have changed. on_home: a gateway says what the worker is when
-    nothing is asked of it, and with which epoch.
+    after a stop. why_not_ready: one sentence, '' when its own parts are ready. journal: which
+    prefixes are here, for gateways that ask. on_peers: the
+    standing partners, whenever they have changed. on_pair: one more is needed. on_home: a gateway
+    says what the worker is when nothing is asked of it, with the order's epoch and number.
     """
 
     servicers: Sequence[Servicer]
@@ -63,8 +64,10 @@ class WorkerParts:
     loops: Sequence[Loop]
     drain: Callable[[], Awaitable[bool]]
     why_not_ready: Callable[[], str]
-    on_peers: Callable[[Sequence[DecodePeer]], None] = lambda _: None
-    on_home: Callable[[WorkerRole, int], None] = lambda role, epoch: None
+    journal: Journal | None = None
+    on_peers: Callable[[Sequence[MeshPeer]], None] = lambda _: None
+    on_pair: Callable[[MeshPeer], None] = lambda _: None
+    on_home: Callable[[WorkerRole, int, int], None] = lambda role, epoch, order: None
 
 
 class WorkerLife:
@@ -124,9 +127,11 @@ class WorkerLife:
                 load=parts.load,
                 seen=self._seen,
                 on_peers=parts.on_peers,
+                on_pair=parts.on_pair,
                 on_drain=stop.set,
                 on_home=parts.on_home,
                 on_change=self._show_readiness,
+                journal=parts.journal,
             )
             register_process_metrics(
                 parts.metrics.registry, self._role.name.lower(), self._incarnation, VERSION

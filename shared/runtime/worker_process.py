@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 import functools
 import os
 import sys
@@ -22,6 +23,8 @@ from shared.mesh_secret import MeshSecret, mesh_secret
 from shared.profile.kept import KeptProfile, find_or_measure, key_of
 from shared.profile.machine import MachineProfile
 from shared.profile.measure import measure
+from shared.profile.measure_steps import fitted_profile, measure_steps
+from shared.profile.step_profile import StepProfile
 from shared.rpc.tls import MeshTls
 from shared.runtime import realtime
 from shared.runtime.platform import Platform, real_platform
@@ -77,6 +80,20 @@ async def profile_machine(config: WorkerConfig, *, is_forced: bool) -> KeptProfi
     """
     async with _machinery(config) as (engine, platform), devices(platform, engine) as opened:
         return await _profile(config, engine, *opened, is_forced=is_forced)
+
+
+async def profile_steps(config: WorkerConfig, *, limit_s: float) -> StepProfile:
+    """Time steps of all sizes that this machine can run, for ``limit_s`` or a little longer, and
+    return the lines through them.
+
+    Raises ModelError, EngineFailed: see ``load_engine``. TransferFailed: UCX does not start.
+    InvalidRequest: too little could be measured, or steps follow no line.
+    """
+    async with _machinery(config) as (engine, platform), devices(platform, engine) as opened:
+        compute, _ = opened
+        steps = await measure_steps(engine, compute, time.perf_counter, limit_s=limit_s)
+        today = datetime.datetime.now(datetime.UTC).date().isoformat()
+        return fitted_profile(steps, engine, date=today)
 
 
 @contextlib.asynccontextmanager

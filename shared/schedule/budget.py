@@ -14,8 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-PredictStep = Callable[[int, int], float]
-"""(tokens computed, positions attended to by all of them together) -> seconds; grows with both."""
+from shared.predict.step_time import PredictStep, attended
 
 LEAST_CHUNK = 16
 """Tokens that the first prompt of a step gets however late other sequences are: a step costs as
@@ -23,11 +22,6 @@ much with one token more as with these."""
 
 TILE = 16
 """Larger chunks are cut to a multiple: matrix kernels cost the whole tile."""
-
-
-def attended(start: int, stop: int) -> int:
-    """Return how many positions tokens [start, stop) of one sequence attend to, all together."""
-    return (stop - start) * (start + stop + 1) // 2
 
 
 class StepBudget(Protocol):

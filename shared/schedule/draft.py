@@ -5,10 +5,15 @@ Decides nothing about who runs; knows what a row of a sequence looks like.
 
 from __future__ import annotations
 
-from shared.schedule.budget import StepBudget, attended
+from shared.errors import InvariantViolated
+from shared.predict.step_time import attended
+from shared.request import TokenLogprobs
+from shared.schedule.budget import StepBudget
 from shared.schedule.plan import Failure, StepPlan
 from shared.schedule.sequence import Sequence
-from shared.step import SampleSpec, StepRow
+from shared.step import RowResult, SampleSpec, StepRow
+
+_NAN = float("nan")
 
 NOT_YET = -1
 """Where the token of the running step goes; no engine takes it for a token."""
@@ -58,7 +63,7 @@ class Draft:
             self.add(sequence, start + 1)
             return
         index = start + 1 - sequence.item.num_prompt_tokens
-        sample = SampleSpec(sampling, index, (), ())
+        sample = SampleSpec(sampling, index, (), (), sequence.guide)
         self.rows.append(StepRow(tokens[start:], start, sequence.block_table, sample))
         self.sequences.append(sequence)
         self._num_attended += attended(start, start + 1)
@@ -70,10 +75,11 @@ class Draft:
         start = len(sequence.tokens)
         index = start + 1 - sequence.item.num_prompt_tokens
         token_ids = [NOT_YET]
-        sample = SampleSpec(sequence.item.sampling, index, (), ())
+        sample = SampleSpec(sequence.item.sampling, index, (), (), sequence.guide)
         self.rows.append(StepRow(token_ids, start, sequence.block_table, sample))
         self.sequences.append(sequence)
         self._to_come.append((token_ids, source))
+        self._num_attended += attended(start, start + 1)
         self.num_decode_rows += 1
 
     def finished(self) -> StepPlan:
@@ -86,6 +92,7 @@ class Draft:
             failed=tuple(self.failed),
             num_decode_rows=self.num_decode_rows,
             num_prefill_tokens=self.num_prefill_tokens,
+            num_attended=self._num_attended,
             to_come=self._to_come,
         )
 
@@ -97,8 +104,9 @@ def _row(sequence: Sequence, start: int, stop: int) -> StepRow:
         if sequence.sampling.needs_history:
             prompt = sequence.tokens[: sequence.num_prompt_tokens]
             output = sequence.tokens[sequence.num_prompt_tokens :]
-        sample = SampleSpec(sequence.sampling, sequence.num_output_tokens, prompt, output)
-    if wants_prompt_logprobs(sequence):
+        index = sequence.num_output_tokens
+        sample = SampleSpec(sequence.sampling, index, prompt, output, sequence.guide)
+    if sequence.owes_prompt_logprobs:
         prompt_logprobs = sequence.sampling.prompt_logprobs
         targets = sequence.tokens[start + 1 : min(stop + 1, sequence.num_prompt_tokens)]
     return StepRow(
@@ -111,6 +119,16 @@ def _row(sequence: Sequence, start: int, stop: int) -> StepRow:
     )
 
 
-def wants_prompt_logprobs(sequence: Sequence) -> bool:
-    """Whether prompt logprobs are still owed: they go out with the first token of the answer."""
-    return sequence.sampling.prompt_logprobs is not None and sequence.num_output_tokens == 0
+def collect_prompt_logprobs(sequence: Sequence, row: StepRow, result: RowResult) -> None:
+    """Keep those of a row until the answer's first token.
+
+    Raises InvariantViolated: not one for each target.
+    """
+    if len(result.prompt_logprobs) != len(row.prompt_targets):
+        raise InvariantViolated(
+            f"{len(row.prompt_targets)} prompt logprobs were asked for, "
+            f"{len(result.prompt_logprobs)} came"
+        )
+    if not sequence.prompt_logprobs:
+        sequence.prompt_logprobs.append(TokenLogprobs(_NAN))  # nothing predicts the first token
+    sequence.prompt_logprobs.extend(result.prompt_logprobs)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shared.errors import MeshError
+from shared.errors import InvalidRequest, MeshError
 from shared.request import FinishReason, TokenLogprobs
 from shared.schedule.sequence import Sequence
 from shared.step import StepRow, ToCome
@@ -20,6 +20,16 @@ class Failure(NamedTuple):
     sequence: Sequence
     error: MeshError
 
+    @classmethod
+    def of_grammar(cls, sequence: Sequence, reason: str) -> Failure:
+        """Of an answer whose grammar can say nothing more; its blocks go with its last step."""
+        error = InvalidRequest(
+            f"after {sequence.num_output_tokens} tokens the answer's grammar cannot be followed "
+            f"any more ({reason}): make it simpler",
+            code="grammar_failed",
+        )
+        return cls(sequence, error)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
@@ -30,7 +40,8 @@ class StepPlan:
     admitted: sequences that got blocks in this plan: KV of their tokens [0, num_computed_tokens) is
     there already.
     preempted: lost their blocks and wait for recompute. failed: tell their owners now, even if
-    there are no rows. to_come: of a step planned ahead, the tokens that its rows still lack.
+    there are no rows. num_attended: positions that all its tokens together attend to. to_come: of a
+    step planned ahead, the tokens that its rows still lack.
     """
 
     rows: tuple[StepRow, ...]
@@ -40,7 +51,13 @@ class StepPlan:
     failed: tuple[Failure, ...]
     num_decode_rows: int
     num_prefill_tokens: int
+    num_attended: int
     to_come: ToCome = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it computes."""
+        return self.num_decode_rows + self.num_prefill_tokens
 
     @property
     def is_empty(self) -> bool:
@@ -65,19 +82,24 @@ class NewToken:
 
 class PromptTimes(NamedTuple):
     """How a prompt was computed, in seconds. queue_s: arrival until the first step that computes
-    it. compute_s: from there to the first token."""
+    it. compute_s: from there to the first token. fetched_tokens: of the cached ones, those that
+    another worker sent for it, in fetch_s of the queue's time."""
 
     queue_s: float
     compute_s: float
     cached_tokens: int
+    fetched_tokens: int = 0
+    fetch_s: float = 0.0
+    fetched_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
     """What a committed step gave, in row order; sequences that ended or were aborted meanwhile do
-    not appear."""
+    not appear. failed: tell their owners; they will not run again."""
 
     tokens: tuple[NewToken, ...]
+    failed: tuple[Failure, ...] = ()
 
     @property
     def finished(self) -> tuple[Sequence, ...]:

@@ -19,27 +19,20 @@ from __future__ import annotations
 
 from bisect import insort
 from dataclasses import dataclass
+from operator import attrgetter
 
-from shared.errors import InvariantViolated, LocalProtocolError, NoBlocks, NoCapacity
+from shared.errors import LocalProtocolError, NoBlocks, NoCapacity
 from shared.kv.pool import BlockPool, BlockTable
-from shared.request import FinishReason, TokenLogprobs, finish_reason_of
+from shared.request import FinishReason, finish_reason_of
 from shared.schedule.budget import StepBudget, TokenBudget
-from shared.schedule.draft import Draft, wants_prompt_logprobs
+from shared.schedule.draft import Draft, collect_prompt_logprobs
+from shared.schedule.ledger import check_queues
 from shared.schedule.plan import Failure, NewToken, SchedulerStatistics, StepOutcome, StepPlan
+from shared.schedule.runs import num_equal_steps, take_steps
 from shared.schedule.sequence import Sequence, SequenceEvent, SequenceState
-from shared.step import RowResult, StepRow
+from shared.step import RowResult
 
-_NAN = float("nan")
-
-
-def _arrival(sequence: Sequence) -> int:
-    return sequence.arrival
-
-
-def _is_over(sequence: Sequence) -> bool:
-    """Whether it ended or was aborted while steps that were planned before still have a row of
-    it."""
-    return sequence.is_aborted or sequence.finish_reason is not FinishReason.NONE
+_arrival = attrgetter("arrival")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +81,8 @@ class Scheduler:
 
         Raises NoCapacity: it does not fit into the whole pool.
         """
-        # The second token needs room for the KV of the first.
-        extra = 1 if sequence.num_remaining_tokens > 1 else 0
-        self._enqueue(sequence, sequence.num_tokens + extra)
+        # A second token needs room for the KV of the first.
+        self._enqueue(sequence, sequence.num_tokens + int(sequence.num_remaining_tokens > 1))
 
     def add_prefill(self, sequence: Sequence) -> None:
         """Queue a prompt of which only the next token is wanted; its KV goes elsewhere.
@@ -124,7 +116,27 @@ class Scheduler:
             )
         self._take_in(sequence, SequenceEvent.QUEUED)
         sequence.chain = self._pool.new_chain(sequence.item.cache_salt)
+        self._expect_cached(sequence)
         self._waiting.append(sequence)
+
+    def await_prefix(self, sequence: Sequence, num_tokens: int) -> None:
+        """KV of so many leading tokens is on its way into the prefix cache: do not let this prompt
+        in before ``prefix_ended``. It keeps its place, and others go on meanwhile."""
+        sequence.awaits_prefix = True
+        sequence.num_expected_tokens = max(sequence.num_expected_tokens, num_tokens)
+
+    def prefix_ended(self, sequence: Sequence) -> None:
+        """All of it has come, or no more will. Allowed twice, and after the sequence has ended."""
+        if sequence.awaits_prefix:
+            sequence.awaits_prefix = False
+            self._expect_cached(sequence)
+            self._update_claim()
+
+    def _expect_cached(self, sequence: Sequence) -> None:
+        assert sequence.chain is not None
+        sequence.num_expected_tokens = self._pool.num_cached_tokens(
+            sequence.chain, sequence.tokens, sequence.most_cached_tokens
+        )
 
     def _take_in(self, sequence: Sequence, event: SequenceEvent) -> None:
         sequence.move(event)
@@ -199,7 +211,8 @@ class Scheduler:
         plan = draft.finished()
         if plan.rows:
             self._plan = plan
-            self._set_out(plan)
+            for sequence in plan.sequences:
+                sequence.steps_in_flight += 1
         return plan
 
     def plan_next(self) -> StepPlan | None:
@@ -213,16 +226,18 @@ class Scheduler:
         running = self._plan
         if running is None or self._next is not None:
             raise LocalProtocolError("one step at a time is planned ahead, of one that runs")
+        # Whoever waits may be let in as soon as it is known who ends.
         if self._waiting:
             return None
         row_of = {sequence: idx for idx, sequence in enumerate(running.sequences)}
         draft = Draft(self._budget)
         for sequence in self._running:
             source = row_of.get(sequence)
-            if _is_over(sequence) or (source is not None and self._ends_next(sequence)):
+            if sequence.is_over or (source is not None and self._ends_next(sequence)):
                 continue
             if len(draft.rows) == self._policy.max_running:
                 break
+            # Penalties look at all tokens so far, the one that is being sampled included.
             if not sequence.is_decoding or sequence.sampling.needs_history:
                 return None
             num_tokens = len(sequence.tokens) + (source is not None)
@@ -237,7 +252,8 @@ class Scheduler:
         if not draft.rows:
             return None
         self._next = draft.finished()
-        self._set_out(self._next)
+        for sequence in self._next.sequences:
+            sequence.steps_in_flight += 1
         self._stalled = [seq for seq in self._stalled if not seq.steps_in_flight]
         self._update_claim()
         return self._next
@@ -252,19 +268,16 @@ class Scheduler:
             if sequence.is_aborted and not sequence.steps_in_flight:
                 self._retire(sequence)
 
-    def _set_out(self, plan: StepPlan) -> None:
-        for sequence in plan.sequences:
-            sequence.steps_in_flight += 1
-
     def _ends_next(self, sequence: Sequence) -> bool:
         """Whether its next token is its last, whichever it is."""
-        is_longest = sequence.num_tokens + 1 >= self._policy.max_model_len
-        return sequence.num_remaining_tokens <= 1 or is_longest
+        num_most = self._policy.max_model_len - sequence.num_tokens
+        return min(sequence.num_remaining_tokens, num_most) <= 1
 
     def _plan_decodes(self, draft: Draft) -> None:
         """Give every decoding sequence its next token, oldest first, taking room from the newest if
         need be."""
         block_size = self._pool.block_size
+        # A copy: making room takes others out of the list.
         for sequence in self._running[: self._policy.max_running]:
             if sequence.state is not SequenceState.RUNNING or not sequence.is_decoding:
                 continue
@@ -320,13 +333,15 @@ class Scheduler:
 
     def _plan_admissions(self, draft: Draft) -> None:
         """Let waiting sequences in, oldest first, none overtaking, each with all its blocks or
-        none."""
-        while self._waiting and len(self._running) < self._policy.max_running:
-            sequence = self._waiting[0]
+        none; those whose prefix is on its way are passed over."""
+        while len(self._running) < self._policy.max_running:
+            sequence = next((it for it in self._waiting if not it.awaits_prefix), None)
             # What it will find in the cache, and so where it begins, shows only when it is let in.
-            if draft.room(0) <= 0 or not self._may_run(sequence) or not self._admit(sequence):
+            if sequence is None or draft.room(0) <= 0 or not self._may_run(sequence):
                 return
-            del self._waiting[0]
+            if not self._admit(sequence):
+                return
+            self._waiting.remove(sequence)
             insort(self._running, sequence, key=_arrival)
             draft.admitted.append(sequence)
             self._add_chunk(sequence, draft)
@@ -344,19 +359,16 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> bool:
         assert sequence.chain is not None
-        table = self._pool.acquire(
-            sequence.chain,
-            sequence.tokens,
-            sequence.num_tokens,
-            # The last token must be computed: its logits give the next. Cached KV gives no prompt
-            # logprobs.
-            max_hit_tokens=0 if wants_prompt_logprobs(sequence) else sequence.num_tokens - 1,
-            keep_free=self._pool.keep_free_for_growth,
+        pool, tokens = self._pool, sequence.tokens
+        most, keep = sequence.most_cached_tokens, pool.keep_free_for_growth
+        table = pool.acquire(
+            sequence.chain, tokens, len(tokens), max_hit_tokens=most, keep_free=keep
         )
         if table is None:
             return False
         sequence.table = table
         sequence.num_computed_tokens = table.num_hit_tokens
+        # What a recompute finds again was its own: no client was saved anything.
         if sequence.num_preemptions == 0:
             sequence.num_cached_tokens = table.num_hit_tokens
         sequence.move(SequenceEvent.ADMITTED)
@@ -365,8 +377,9 @@ class Scheduler:
     def _update_claim(self) -> None:
         """Tell the pool what is spoken for, so that new reservations do not overtake who is here
         already."""
-        first = self._waiting[:1]
-        waiting = [*first, *(seq for seq in self._waiting[1:] if seq.num_preemptions)]
+        # Not all that wait: together they would claim the pool, and a queue would end reservations.
+        ready = [seq for seq in self._waiting if not seq.awaits_prefix]
+        waiting = [*ready[:1], *(seq for seq in ready[1:] if seq.num_preemptions)]
         stalled = sum(seq.state is SequenceState.RUNNING for seq in self._stalled)
         self._pool.claim(
             sum(self._pool.num_blocks_for(seq.num_tokens) for seq in waiting) + stalled
@@ -382,6 +395,7 @@ class Scheduler:
         self._plan, self._next = self._next, None
         self._num_steps += 1
         tokens: list[NewToken] = []
+        failed: list[Failure] = []
         block_size = self._pool.block_size
         for sequence, row, result in zip(plan.sequences, plan.rows, results, strict=True):
             table, stop = sequence.table, row.stop
@@ -392,16 +406,20 @@ class Scheduler:
             # Of one that was aborted, a row planned ahead goes one beyond the tokens it has.
             if (table.num_published + 1) * block_size <= stop <= len(sequence.tokens):
                 self._pool.publish(table, sequence.chain, sequence.tokens, stop)
-            if _is_over(sequence):
+            if sequence.is_over:
                 if not sequence.steps_in_flight:
                     self._retire(sequence)
                 continue
+            if result.failure:
+                failed.append(Failure.of_grammar(sequence, result.failure))
+                self.abort(sequence)
+                continue
             if row.prompt_logprobs is not None:
-                self._collect_prompt_logprobs(sequence, row, result)
+                collect_prompt_logprobs(sequence, row, result)
             if row.sample is not None:
                 tokens.append(self._append(sequence, row.sample.index, result))
         self._update_claim()
-        return StepOutcome(tokens=tuple(tokens))
+        return StepOutcome(tokens=tuple(tokens), failed=tuple(failed))
 
     def _append(self, sequence: Sequence, index: int, result: RowResult) -> NewToken:
         sequence.tokens.append(result.token_id)
@@ -414,12 +432,11 @@ class Scheduler:
             max_model_len=self._policy.max_model_len,
         )
         is_done = sequence.is_prefill_only or sequence.finish_reason is not FinishReason.NONE
+        # A row planned ahead still writes into its blocks: then the commit of that step retires it.
         if is_done and not sequence.steps_in_flight:
             self._retire(sequence)
-        prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-        if sequence.prompt_logprobs:
-            prompt_logprobs = tuple(sequence.prompt_logprobs)
-            sequence.prompt_logprobs.clear()
+        prompt_logprobs = tuple(sequence.prompt_logprobs)
+        sequence.prompt_logprobs.clear()
         return NewToken(
             sequence,
             result.token_id,
@@ -429,64 +446,55 @@ class Scheduler:
             prompt_logprobs,
         )
 
-    def _collect_prompt_logprobs(self, sequence: Sequence, row: StepRow, result: RowResult) -> None:
-        if len(result.prompt_logprobs) != len(row.prompt_targets):
-            raise InvariantViolated(
-                f"{len(row.prompt_targets)} prompt logprobs were asked for, "
-                f"{len(result.prompt_logprobs)} came"
-            )
-        if not sequence.prompt_logprobs:
-            sequence.prompt_logprobs.append(TokenLogprobs(_NAN))  # nothing predicts the first token
-        sequence.prompt_logprobs.extend(result.prompt_logprobs)
+    def runway(self) -> int:
+        """Return how many steps of one token for each running sequence come next, whatever the
+        tokens are: 0 if one may end by its token, may be let in or may lack a block."""
+        most = self._policy.max_running
+        num_running = len(self._running)
+        if self._plan is not None or num_running > most or (self._waiting and num_running < most):
+            return 0
+        limit, has_end_tokens = self._policy.max_model_len, bool(self._policy.eos_token_ids)
+        return num_equal_steps(self._running, self._pool, limit, has_end_tokens=has_end_tokens)
+
+    def advance(self, answers: list[list[int]]) -> None:
+        """Do what ``plan`` and ``commit`` would do in as many steps as each list has tokens.
+
+        answers: of each running sequence, in order of arrival, its next tokens. Raises
+        LocalProtocolError: not as many for each, or more than ``runway``.
+        """
+        num_steps = len(answers[0]) if len(answers) == len(self._running) > 0 else 0
+        if not 0 < num_steps <= self.runway() or any(len(it) != num_steps for it in answers):
+            raise LocalProtocolError("advance wants one list a running sequence, within the runway")
+        take_steps(self._running, answers, self._pool)
+        self._num_steps += num_steps
+        self._stalled = []
+        self._update_claim()
 
     # --- looking at it -------------------------------------------------------------------------
 
-    @property
-    def has_work(self) -> bool:
-        """Whether anything waits or runs (it may still lack blocks: then ``plan`` is empty)."""
-        return bool(self._waiting or self._running)
-
     def statistics(self) -> SchedulerStatistics:
         """Return all gauges and counters at once."""
-        active = [*self._waiting, *self._running]
+        prompts = [seq for seq in self.unfinished if not seq.is_decoding]
         return SchedulerStatistics(
             num_waiting=len(self._waiting),
             num_running=len(self._running),
             num_held=len(self._held),
             num_stalled=len(self._stalled),
-            pending_tokens=sum(seq.num_uncomputed_tokens for seq in active if not seq.is_decoding),
+            pending_tokens=sum(seq.num_uncomputed_tokens for seq in prompts),
             num_steps=self._num_steps,
             num_preemptions=self._num_preemptions,
             num_recomputed_tokens=self._num_recomputed_tokens,
         )
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        """Who computes, then who waits for it."""
+        return [*self._running, *self._waiting]
 
     def tables(self) -> list[BlockTable]:
         """Every block table that a sequence holds, for ``BlockPool.check_integrity``."""
         return [seq.table for seq in (*self._running, *self._held) if seq.table is not None]
 
     def check_integrity(self) -> None:
-        """Raise InvariantViolated unless every sequence is in one place and holds the blocks its KV
-        needs."""
-        for state, queue in (
-            (SequenceState.WAITING, self._waiting),
-            (SequenceState.RUNNING, self._running),
-        ):
-            arrivals = [seq.arrival for seq in queue]
-            if arrivals != sorted(set(arrivals)):
-                raise InvariantViolated(f"{state.value} sequences are not in order of arrival")
-            for seq in queue:
-                has_blocks = seq.table is not None
-                if seq.state is not state or has_blocks != (state is SequenceState.RUNNING):
-                    raise InvariantViolated(f"{seq!r} stands among the {state.value} ones")
-        for seq in (*self._running, *self._held):
-            num_covered = len(seq.block_table) * self._pool.block_size
-            if seq.table is not None and num_covered < seq.num_computed_tokens:
-                raise InvariantViolated(
-                    f"blocks for {num_covered} tokens hold KV of {seq.num_computed_tokens}"
-                )
-
-    def __repr__(self) -> str:
-        return (
-            f"<Scheduler {len(self._running)} running, {len(self._waiting)} waiting, "
-            f"{len(self._held)} held>"
-        )
+        """See ``check_queues``."""
+        check_queues(self._waiting, self._running, self._held, self._pool.block_size)

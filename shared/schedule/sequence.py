@@ -18,6 +18,7 @@ from shared.errors import LocalProtocolError
 from shared.kv.pool import BlockTable
 from shared.kv.prefix_hash import PrefixChain
 from shared.request import FinishReason, SamplingParams, TokenLogprobs, WorkItem
+from shared.step import Guide
 
 
 class SequenceState(Enum):
@@ -63,9 +64,11 @@ class Sequence:
 
     arrival: order among all sequences of a scheduler; set when added. chain: the prefix hashes of
     ``tokens``.
+    num_expected_tokens: prompt tokens that the prefix cache had when it was queued.
     num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
+    awaits_prefix: its prefix is on its way from another worker; it is let in when that has ended.
     steps_in_flight: planned steps, not committed yet, that read or write its blocks; while there
-    are any the blocks may not be given back.
+    are any the blocks may not be given back. guide: where the answer is in its grammar.
     """
 
     item: WorkItem
@@ -75,6 +78,7 @@ class Sequence:
     table: BlockTable | None = field(default=None, init=False, repr=False)
     chain: PrefixChain | None = field(default=None, init=False, repr=False)
     num_computed_tokens: int = field(default=0, init=False)
+    num_expected_tokens: int = field(default=0, init=False)
     num_cached_tokens: int = field(default=0, init=False)
     num_preemptions: int = field(default=0, init=False)
     finish_reason: FinishReason = field(default=FinishReason.NONE, init=False)
@@ -85,11 +89,16 @@ class Sequence:
     is_aborted: bool = field(default=False, init=False)
     is_prefill_only: bool = field(default=False, init=False)
     is_released: bool = field(default=False, init=False)
+    awaits_prefix: bool = field(default=False, init=False)
+    guide: Guide | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not 1 <= self.item.num_prompt_tokens <= len(self.item.token_ids):
             raise LocalProtocolError("a sequence needs a prompt of at least one token")
         self.tokens = list(self.item.token_ids)
+        if self.item.sampling.grammar:
+            output = self.item.token_ids[self.item.num_prompt_tokens :]
+            self.guide = Guide(self.item.sampling.grammar, output)
 
     def move(self, event: SequenceEvent) -> None:
         """Move by the table. Raises LocalProtocolError: it has no such move."""
@@ -136,6 +145,23 @@ class Sequence:
         outputs."""
         num_tokens = len(self.tokens)
         return num_tokens - self.num_computed_tokens == 1 and num_tokens > len(self.item.token_ids)
+
+    @property
+    def owes_prompt_logprobs(self) -> bool:
+        """Whether prompt logprobs are still to come: with the first token of the answer."""
+        return self.item.sampling.prompt_logprobs is not None and self.num_output_tokens == 0
+
+    @property
+    def most_cached_tokens(self) -> int:
+        """Tokens that need not be computed, if the cache has them. The last must be: its logits
+        give the next. Cached KV gives no logprobs."""
+        return 0 if self.owes_prompt_logprobs else len(self.tokens) - 1
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it ended or was aborted while steps that were planned before still have a row of
+        it."""
+        return self.is_aborted or self.finish_reason is not FinishReason.NONE
 
     @property
     def is_finished(self) -> bool:

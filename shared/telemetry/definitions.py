@@ -2,20 +2,15 @@
 
 Definitions as in DistServe (OSDI 2024): attainment counts every submitted request, refused ones as
 missed; goodput is the highest rate that still attains the target, per GPU. Other papers divide or
-average differently; their variants are here under their names, and numbers are only compared after
-going through here. Pure.
+average differently (splitwise-sim by all tokens, Mooncake over the longest tenth of gaps), so
+numbers are only compared after going through here. Pure.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from itertools import pairwise
-
-LONGEST_SHARE = 0.1
-"""Of a request's gaps, Mooncake's share."""
 
 
 def tpot(first_at: float, last_at: float, num_tokens: int) -> float:
@@ -26,30 +21,12 @@ def tpot(first_at: float, last_at: float, num_tokens: int) -> float:
     return (last_at - first_at) / (num_tokens - 1) if num_tokens > 1 else 0.0
 
 
-class TpotRule(Enum):
-    """What stands for the time of one token in a request's answer.
-
-    simdistserve's rule, decode time over decode steps, is MEAN_GAP: n tokens take n - 1 steps after
-    the prefill.
-    """
-
-    MEAN_GAP = "mean"
-    """(last - first) / (n - 1): DistServe."""
-
-    PER_TOKEN = "per-token"
-    """(last - first) / n: splitwise-sim."""
-
-    LONGEST_TENTH = "longest-tenth"
-    """Mean of the longest 10 % of gaps, at least one: Mooncake (FAST 2025)."""
-
-
 @dataclass(frozen=True, slots=True)
 class Slo:
     """Limits that a request must meet, both of them, in seconds."""
 
     ttft_s: float
     tpot_s: float
-    tpot_rule: TpotRule = TpotRule.MEAN_GAP
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +61,6 @@ class RequestOutcome:
         have equal times and no gap between them, so that they cannot make a stream look even."""
         return [gap for gap in self.tbt_s if gap > 0]
 
-    def tpot_by(self, rule: TpotRule) -> float:
-        """Time per token by one of the rules; 0 for one token or none."""
-        match rule:
-            case TpotRule.MEAN_GAP:
-                return self.tpot_s
-            case TpotRule.PER_TOKEN:
-                times = self.token_times
-                return (times[-1] - times[0]) / len(times) if times else 0.0
-            case TpotRule.LONGEST_TENTH:
-                gaps = sorted(self.tbt_s, reverse=True)
-                longest = gaps[: math.ceil(len(gaps) * LONGEST_SHARE)]
-                return sum(longest) / len(longest) if longest else 0.0
-
     @property
     def e2e_s(self) -> float | None:
         """Arrival to last token; None without a token."""
@@ -107,7 +71,7 @@ class RequestOutcome:
         ttft_s = self.ttft_s
         if ttft_s is None or not self.is_complete:
             return False
-        return ttft_s <= slo.ttft_s and self.tpot_by(slo.tpot_rule) <= slo.tpot_s
+        return ttft_s <= slo.ttft_s and self.tpot_s <= slo.tpot_s
 
 
 def attainment(outcomes: Sequence[RequestOutcome], slo: Slo) -> float:
@@ -115,21 +79,6 @@ def attainment(outcomes: Sequence[RequestOutcome], slo: Slo) -> float:
     if not outcomes:
         return 1.0
     return sum(outcome.meets(slo) for outcome in outcomes) / len(outcomes)
-
-
-def each_attains(outcomes: Sequence[RequestOutcome], slo: Slo, *, target: float = 0.9) -> bool:
-    """Whether the percentiles of TTFT and of TPOT meet their limits, each on its own: the rule of
-    simdistserve. Weaker than attainment, which wants both of one request."""
-    served = [outcome for outcome in outcomes if outcome.token_times and outcome.is_complete]
-    lost = [math.inf] * (len(outcomes) - len(served))
-    if not outcomes:
-        return True
-    ttft = [outcome.token_times[0] - outcome.arrived_at for outcome in served]
-    tpot = [outcome.tpot_by(slo.tpot_rule) for outcome in served]
-    return (
-        percentile(ttft + lost, 100 * target) <= slo.ttft_s
-        and percentile(tpot + lost, 100 * target) <= slo.tpot_s
-    )
 
 
 def goodput(

@@ -47,7 +47,10 @@ class Receipt(NamedTuple):
     left the gateway. first_step_s: token 1 to token 2, which hides what was left of the transfer.
     transfer_exposed_s: from token 1 sampled until KV was acknowledged. reserve_wait_s: waited for
     blocks on decode, beside prefill. tpot_s: mean gap after token 1. prefill_pool, decode_pool:
-    what the two workers were when they were chosen: prompt, token or mixed.
+    what the two workers were when they were chosen: prompt, token or mixed. predicted_ttft_s: what
+    was expected when the attempt that brought token 1 was dispatched. fetched_tokens: of the cached
+    ones, those that another worker's cache sent for this prompt; fetch_s lies in prefill_queue_s.
+    fetched_from: whom that was asked of.
     """
 
     queue_s: float = 0.0
@@ -57,6 +60,7 @@ class Receipt(NamedTuple):
     prefill_s: float = 0.0
     handover_s: float = 0.0
     ttft_s: float | None = None
+    predicted_ttft_s: float | None = None
     first_step_s: float | None = None
     tpot_s: float | None = None
     e2e_s: float | None = None
@@ -73,6 +77,10 @@ class Receipt(NamedTuple):
     decode_pool: str = ""
     attempts: int = 0
     cached_tokens: int = 0
+    fetched_tokens: int = 0
+    fetched_bytes: int = 0
+    fetch_s: float = 0.0
+    fetched_from: str = ""
     decode_cached_tokens: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -89,13 +97,15 @@ class Receipt(NamedTuple):
 
         The rounded phases still add up to the rounded ``ttft_s``: hand-over takes the remainder.
         """
-        record: dict[str, Any] = {}
-        for name, value in zip(self._fields, self, strict=True):
-            if value is None:
-                continue
-            record[name] = round(value, 6) if isinstance(value, float) else value
+        record: dict[str, Any] = {
+            # To whole microseconds: a fifth of what ``round(value, 6)`` takes.
+            name: round(value * 1e6) / 1e6 if type(value) is float else value
+            for name, value in zip(self._fields, self, strict=True)
+            if value is not None
+        }
         if self.ttft_s is not None:
             others = sum(record[name] for name in TTFT_PHASES if name != "handover_s")
+            # Six rounded phases would miss the rounded sum by a few microseconds.
             record["handover_s"] = round(record["ttft_s"] - others, 6)
         record["errors"] = list(self.errors)
         return record
@@ -118,6 +128,8 @@ def receipt_of(marks: Marks, *, output_tokens: int = 0, **facts: Any) -> Receipt
     end_at = _or(marks.first_token_at, _or(marks.ended_at, last_dispatched_at))
     waited_s = max(0.0, end_at - last_dispatched_at)
     claimed_s = marks.prefill_queue_s + marks.prefill_s
+    # Another host's clock may run a little faster, and a worker may be wrong: phases must not add
+    # up to more than was waited.
     scale = waited_s / claimed_s if claimed_s > waited_s else 1.0
     prefill_queue_s, prefill_s = marks.prefill_queue_s * scale, marks.prefill_s * scale
     ttft_s = first_step_s = tpot_s = None

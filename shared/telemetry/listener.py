@@ -29,6 +29,7 @@ class _ScrapeConnection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
+        # Our own bugs are logged, and an answer that has begun cannot become another.
         if status >= 500 or request.writer.output_size > 0:
             return super().handle_error(request, status, exc, message)
         response = web.Response(status=status, text="this is not valid HTTP\n")
@@ -65,6 +66,7 @@ async def serve_metrics(
     app.add_routes(
         [web.get("/metrics", metrics), web.get("/health", health), web.get("/ready", ready)]
     )
+    # The runner for its handlers alone: its own sites would make connections that log strangers.
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     manager = runner.server

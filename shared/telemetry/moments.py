@@ -27,7 +27,7 @@ class Moment(Enum):
     PARSED = "parsed"  # its body is a form
     TOKENIZED = "tokenized"  # its prompt is token ids, and within every limit
     ADMITTED = "admitted"  # it has a place in the gateway
-    ROUTED = "routed"  # a pair of workers is chosen; logged at info level, with the decision
+    ROUTED = "routed"  # a pair of workers is chosen, from these
     DISPATCHED = "dispatched"  # both legs were sent
     RESERVED = "reserved"  # decode has taken the blocks for it
     QUEUED = "queued"  # prefill has it, and now asks decode to open its transfer

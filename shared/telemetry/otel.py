@@ -40,7 +40,7 @@ _KINDS = {
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 
-class _Span:
+class _Span(TraceSpan):
     """A span that is recorded. One that is not is ``NO_SPAN``."""
 
     is_recording = True
@@ -89,7 +89,7 @@ class _Span:
         self._span.end()
 
 
-class _Tracer:
+class _Tracer(Tracer):
     def __init__(self, provider: TracerProvider, exporter: OneWarning, version: str) -> None:
         self._provider = provider
         self._exporter = exporter

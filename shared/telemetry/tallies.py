@@ -29,6 +29,8 @@ class Tally:
 
     def observe(self, value: float, times: int = 1) -> None:
         """Count a value; ``times``: so many equal ones."""
+        # Each value once, in the first bucket that holds it; Prometheus' sums of buckets are made
+        # at a scrape.
         self.counts[bisect_left(self._bounds, value)] += times
         self.total += value * times
 

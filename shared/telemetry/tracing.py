@@ -4,31 +4,21 @@ A gateway begins a request's span and one for each attempt; the text form of an 
 travels to its workers with their orders, and they report their phases under it when those are over.
 Only what a gateway decided to sample travels, so a worker without a context has nothing to do.
 
-Whether anything is exported is for the standard ``OTEL_*`` variables to say; the library behind it
-is in ``otel.py``, imported only then. Knows no request and no service, and never sees a client's
-text: attributes are ids, counts, names of ours and error types.
+Whether anything is exported is for the standard ``OTEL_*`` variables to say (``trace_export.py``);
+the library behind it is in ``otel.py``, imported only then. Knows no request and no service, and
+never sees a client's text: attributes are ids, counts, names of ours and error types.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import os
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from enum import Enum
-from typing import Protocol
-
-import structlog
-
-_log = structlog.get_logger(__name__)
 
 Value = str | int | float | bool | tuple[str, ...]
 Attributes = Mapping[str, Value]
 
 CANCELLED = "cancelled"
 """The error of a span whose work was given up by the client; others are types of ``MeshError``."""
-
-ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 
 class SpanKind(Enum):
@@ -39,22 +29,22 @@ class SpanKind(Enum):
     CLIENT = "client"
 
 
-class TraceSpan(Protocol):
-    """Work in progress. Nothing here waits or raises; after ``end`` all but ``context`` is void."""
+class TraceSpan:
+    """Work in progress; this one records nothing, ``otel.py`` has the one that does.
 
-    @property
-    def is_recording(self) -> bool:
-        """Whether it is worth while to collect attributes."""
-        ...
+    Nothing here waits or raises; after ``end`` all but ``context`` is void.
+    """
+
+    is_recording: bool = False
+    """Whether it is worth while to collect attributes."""
 
     @property
     def context(self) -> str:
         """What another process needs to add to it: a W3C ``traceparent``; '' if nobody shall."""
-        ...
+        return ""
 
     def set(self, attributes: Attributes) -> None:
         """Add attributes."""
-        ...
 
     def begin(
         self,
@@ -65,77 +55,38 @@ class TraceSpan(Protocol):
         kind: SpanKind = SpanKind.INTERNAL,
     ) -> TraceSpan:
         """Begin a part of it. began_at: loop time."""
-        ...
+        return self
 
     def phase(
         self, name: str, began_at: float, attributes: Attributes | None = None, *, error: str = ""
     ) -> None:
         """Report a part of it that ends now. began_at: loop time. error: type of what ended it."""
-        ...
 
     def end(self, *, error: str = "") -> None:
         """End it. error: type of what ended it, '' if all went well."""
-        ...
 
 
-class Tracer(Protocol):
-    """One service's way to its traces. Nothing but ``close`` waits, and nothing raises."""
+class Tracer:
+    """One service's way to its traces; this one has none. Nothing but ``close`` waits, and nothing
+    raises."""
 
     def request(self, name: str, began_at: float, headers: Mapping[str, str]) -> TraceSpan:
         """Begin what a client asked for, under the client's own ``traceparent`` if it sent one."""
-        ...
+        return NO_SPAN
 
     def within(self, context: str) -> TraceSpan:
         """Return another process's span, to report phases under; '' = one that records nothing.
 
         context: a ``TraceSpan.context``, checked where it was received.
         """
-        ...
+        return NO_SPAN
 
     async def close(self) -> None:
         """Hand over what is left, for a bounded while."""
-        ...
 
 
-class _NoSpan:
-    is_recording = False
-    context = ""
-
-    def set(self, attributes: Attributes) -> None:
-        pass
-
-    def begin(
-        self,
-        name: str,
-        began_at: float,
-        attributes: Attributes | None = None,
-        *,
-        kind: SpanKind = SpanKind.INTERNAL,
-    ) -> TraceSpan:
-        return self
-
-    def phase(
-        self, name: str, began_at: float, attributes: Attributes | None = None, *, error: str = ""
-    ) -> None:
-        pass
-
-    def end(self, *, error: str = "") -> None:
-        pass
-
-
-class _NoTracer:
-    def request(self, name: str, began_at: float, headers: Mapping[str, str]) -> TraceSpan:
-        return NO_SPAN
-
-    def within(self, context: str) -> TraceSpan:
-        return NO_SPAN
-
-    async def close(self) -> None:
-        pass
-
-
-NO_SPAN: TraceSpan = _NoSpan()
-NO_TRACER: Tracer = _NoTracer()
+NO_SPAN = TraceSpan()
+NO_TRACER = Tracer()
 
 
 class Phases:
@@ -165,49 +116,3 @@ class Phases:
             attributes, error = {**(attributes or {}), "pdmesh.cancelled": True}, ""
         self._span.phase(self._name, self._began_at, attributes, error=error)
         self._name = ""
-
-
-def is_wanted(environment: Mapping[str, str]) -> bool:
-    """Return whether the ``OTEL_*`` variables ask for traces: an OTLP endpoint is named, and
-    nothing turns the SDK or its exporter off."""
-    if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
-        return False
-    if environment.get("OTEL_TRACES_EXPORTER", "").strip() not in ("", "otlp"):
-        return False
-    return any(environment.get(name, "").strip() for name in ENDPOINTS)
-
-
-@asynccontextmanager
-async def tracing(service: str, incarnation: int, version: str) -> AsyncGenerator[Tracer]:
-    """Trace for the length of the block, if the environment asks for it; flush at its end.
-
-    service: the name that traces show, unless the environment gives another. A service whose traces
-    cannot be had says so once and serves without them.
-    """
-    tracer = _open(service, incarnation, version)
-    try:
-        yield tracer
-    finally:
-        await tracer.close()
-
-
-def _open(service: str, incarnation: int, version: str) -> Tracer:
-    if not is_wanted(os.environ):
-        return NO_TRACER
-    missing = "opentelemetry.exporter.otlp.proto.http"
-    try:
-        is_missing = importlib.util.find_spec(missing) is None
-    except ModuleNotFoundError:  # of a package above it
-        is_missing = True
-    if is_missing:
-        _log.warning(
-            "no traces", reason="OpenTelemetry is not installed: pip install 'pdmesh[otel]'"
-        )
-        return NO_TRACER
-    from shared.telemetry.otel import open_tracer
-
-    try:
-        return open_tracer(service, f"{incarnation:016x}", version)
-    except Exception as error:
-        _log.warning("no traces", reason=f"the OTEL_* variables are wrong: {error}")
-        return NO_TRACER

@@ -15,6 +15,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from shared.kv.events import BlockStored, KvEvent
+from shared.predict.step_time import NO_FIT, StepFit
 from shared.telemetry.loop_lag import LoopLag
 
 STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -40,7 +41,11 @@ class WorkerLoad:
     pending_tokens: prompt tokens queued or running. reserved_blocks: held by leases and sequences.
     step_s: moving mean of the step time. paired: incarnations of the decode workers whose canary
     crossed. num_prompts, num_answers: what it holds of either kind; a worker that serves one role
-    need not count. home: the role's name, '' = the one it joined with."""
+    need not count. home: the role's name, '' = the one it joined with. home_order:
+    by which order, 0 = none. queue_s: predicted seconds until all its prompts are computed.
+    step_tokens: most tokens of a step. prompt_steps, answer_steps: how long steps take with
+    prompts, and without. pair_speeds: bytes a second to each of ``paired``, 0 = not measured.
+    egress_bytes: KV that is announced to others and not acknowledged."""
 
     pending_tokens: int = 0
     num_waiting: int = 0
@@ -55,6 +60,13 @@ class WorkerLoad:
     num_answers: int = 0
     home: Literal["", "prefill", "decode"] = ""
     home_epoch: int = 0
+    queue_s: float = 0.0
+    step_tokens: int = 0
+    prompt_steps: StepFit = NO_FIT
+    answer_steps: StepFit = NO_FIT
+    pair_speeds: tuple[float, ...] = ()
+    egress_bytes: int = 0
+    home_order: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +129,14 @@ class WorkerMetrics:
         self.kv_removed = Counter(
             f"{prefix}_kv_blocks_removed", "Findable KV blocks that went", registry=registry
         )
+        self.tier_stored = Counter(
+            f"{prefix}_tier_blocks_stored", "KV blocks copied below the pool", ["tier"],
+            registry=registry,
+        )  # fmt: skip
+        self.tier_loaded = Counter(
+            f"{prefix}_tier_tokens_loaded", "Tokens whose KV came back from there", ["tier"],
+            registry=registry,
+        )  # fmt: skip
         self.requests = Counter(
             f"{prefix}_requests", "Attempts by how they ended", ["outcome"], registry=registry
         )
@@ -131,6 +151,7 @@ class WorkerMetrics:
         self.loop_lag = LoopLag()
         self.holdings: Callable[[], WorkerHoldings] = WorkerHoldings
         if load is not None:
+            # Asked for at each scrape: who puts the worker together sets it after this.
             registry.register(_LoadCollector(prefix, load, lambda: self.holdings()))
 
     def observe_loop_lag(self, lag_s: float) -> None:

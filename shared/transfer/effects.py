@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 from shared.errors import MeshError
 from shared.ids import Incarnation, TransferId
-from shared.transfer.messages import LinkId, PushMessage, PushReply, TransferKey
+from shared.transfer.messages import LinkId, SinkMessage, SourceMessage, TransferKey
 from shared.transfer.plan import Frame
 
 MAX_RESERVE_WAIT_S = 60.0
@@ -31,10 +31,10 @@ class CloseLink(NamedTuple):
 
 
 class SendMessage(NamedTuple):
-    """Put a control message on the pair stream, to decode."""
+    """Put a control message on the pair stream, to the sink."""
 
     link: LinkId
-    message: PushMessage
+    message: SourceMessage
 
 
 class GatherAndSend(NamedTuple):
@@ -86,10 +86,10 @@ class SenderTiming:
 
 
 class SendReply(NamedTuple):
-    """Put a control message on the pair stream, to prefill."""
+    """Put a control message on the pair stream, to the source."""
 
     link: LinkId
-    message: PushReply
+    message: SinkMessage
 
 
 class AskTerms(NamedTuple):
@@ -135,7 +135,8 @@ class VerifyAndPlace(NamedTuple):
 class HandOver(NamedTuple):
     """All KV is in the blocks: the sequence may run. The blocks are its own from here.
 
-    receive_s: first span announced until last frame placed.
+    receive_s: first span announced until last frame placed. num_tokens: of a prefix that another
+    worker had, so many; of a prompt all.
     """
 
     key: TransferKey
@@ -143,6 +144,7 @@ class HandOver(NamedTuple):
     num_bytes: int
     num_frames: int
     receive_s: float
+    num_tokens: int
 
 
 class ReportFailure(NamedTuple):

@@ -1,4 +1,4 @@
-"""What the two ends of a transfer say to each other on the control stream, as plain records.
+"""What source and sink of a transfer say to each other on their pair's stream, as plain records.
 
 One record per message of ``proto/pdmesh/v1/transfer.proto``; ``shared/messages/transfer_codec.py``
 moves them over the wire. Nothing here decides anything, and nothing here knows protobuf.
@@ -6,18 +6,23 @@ moves them over the wire. Nothing here decides anything, and nothing here knows 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, NewType, TypeAlias
 
 from shared.errors import MeshError
 from shared.ids import LeaseToken, RequestId, TransferId
 
 LinkId = NewType("LinkId", int)
-"""One life of one pair stream within this process; a reconnected peer gets a new one."""
+"""One life of one pair within this process; a reconnected peer gets a new one."""
 
 
 class TransferKey(NamedTuple):
     """Names a transfer before it has an id: one attempt of one request, and what proves that its
-    partner speaks. An open with another token meets no lease, and hinders none."""
+    partner speaks. An open with another token meets no lease, and hinders none.
+
+    Where a worker has several ranks, an attempt is several transfers, and their strand (which rank
+    to which) belongs here: open, grant and refusal have a field number kept for it.
+    """
 
     request_id: RequestId
     attempt: int
@@ -52,11 +57,11 @@ class Commit(NamedTuple):
 
 
 class Abort(NamedTuple):
-    """This side gave the transfer up.
+    """The source gave the transfer up, or answers ``StopSending``.
 
     error: None = a clean end, nothing went wrong (the answer needed no sink).
-    frames: from the source: frames [0, frames) have been or will be sent, later ones never; the
-    sink lets the former land and cancels the receives of the latter. From the sink: 0.
+    frames: frames [0, frames) have been or will be sent, later ones never; the sink lets the former
+    land and cancels the receives of the latter.
     """
 
     transfer_id: TransferId
@@ -118,8 +123,24 @@ class Ack(NamedTuple):
     done: bool
 
 
-PushMessage: TypeAlias = Open | Span | Commit | Abort
+class StopSending(NamedTuple):
+    """The sink gave the transfer up; the source answers with ``Abort``."""
+
+    transfer_id: TransferId
+    error: MeshError
+
+
+class Pull(NamedTuple):
+    """The sink has room for the KV of these tokens: open a transfer under this key, with as many of
+    them as your cache has. Shells alone use it. salt: the tenant's."""
+
+    key: TransferKey
+    token_ids: Sequence[int]
+    salt: bytes
+
+
+SourceMessage: TypeAlias = Open | Span | Commit | Abort
 """From the source to the sink."""
 
-PushReply: TypeAlias = Grant | Refused | Credit | Ack | Abort
+SinkMessage: TypeAlias = Grant | Refused | Credit | Ack | StopSending
 """From the sink to the source."""

@@ -34,8 +34,9 @@ from shared.transfer.messages import (
     Credit,
     Grant,
     LinkId,
-    PushReply,
+    SinkMessage,
     Span,
+    StopSending,
 )
 from shared.transfer.plan import MAX_FRAMES, Frame, FrameRule, plan_frames
 
@@ -57,6 +58,7 @@ class Receiver:
         "_effects",
         "_frames",
         "_free_slots",
+        "_is_prefix",
         "_last_span",
         "_machine",
         "_next_post",
@@ -88,12 +90,15 @@ class Receiver:
         timing: ReceiverTiming,
         effects: list[ReceiverEffect],
         free_slots: list[int],
+        is_prefix: bool = False,
     ) -> None:
+        """is_prefix: it may end before all tokens: the source sends what its cache has."""
         self.key = grant.key
         self.grant = grant
         self.link = link
         self._rule = rule
         self._num_tokens = num_tokens
+        self._is_prefix = is_prefix
         self._window = window
         self._timing = timing
         self._effects = effects
@@ -190,7 +195,8 @@ class Receiver:
             return
         if self._commit is not None:
             raise RemoteProtocolError("two different commits of one transfer")
-        if self._next_start != self._num_tokens or commit.num_frames != len(self._frames):
+        is_short = self._next_start != self._num_tokens and not self._is_prefix
+        if is_short or commit.num_frames != len(self._frames):
             raise RemoteProtocolError(
                 f"commit of {commit.num_frames} frames after {self._next_start} tokens; here are "
                 f"{len(self._frames)} frames and {self._num_tokens} tokens"
@@ -234,7 +240,7 @@ class Receiver:
         if self.state not in _LIVE:
             return
         self._machine.step(ReceiverEvent.GAVE_UP)
-        self._say(Abort(self.grant.transfer_id, error))
+        self._say(StopSending(self.grant.transfer_id, error))
         if is_reported:
             self._effects.append(ReportFailure(self.key, error))
         self._stop(now)
@@ -325,7 +331,7 @@ class Receiver:
 
     # --- inside ---
 
-    def _say(self, reply: PushReply) -> None:
+    def _say(self, reply: SinkMessage) -> None:
         self._effects.append(SendReply(self.link, reply))
 
     @property
@@ -345,7 +351,8 @@ class Receiver:
                     self._commit.first_token,
                     num_bytes,
                     len(self._frames),
-                    now - self._began_at,
+                    now - self._began_at if self._frames else 0.0,
+                    self._next_start,
                 )
             )
 

@@ -41,8 +41,8 @@ from shared.transfer.messages import (
     Grant,
     LinkId,
     Open,
-    PushMessage,
     Refused,
+    SourceMessage,
     Span,
     TransferKey,
 )
@@ -104,7 +104,7 @@ class Receivers:
     ) -> None:
         """window: most slots of one transfer. max_waiting: most opens that wait for their terms."""
         if num_slots < 1 or window < 1:
-            raise LocalProtocolError("a decode worker needs at least one staging slot")
+            raise LocalProtocolError("a sink needs at least one staging slot")
         self._num_slots = num_slots
         self._window = window
         self._max_waiting = max_waiting
@@ -164,9 +164,16 @@ class Receivers:
             self._note_deadline(expires_at)
 
     def attached(
-        self, key: TransferKey, num_tokens: int, skip_tokens: int, now: float
+        self,
+        key: TransferKey,
+        num_tokens: int,
+        skip_tokens: int,
+        now: float,
+        *,
+        is_prefix: bool = False,
     ) -> list[ReceiverEffect]:
-        """The answer to AskTerms: the lease side gives its terms. Grant the open.
+        """The answer to AskTerms: the lease side gives its terms. Grant the open. is_prefix: see
+        ``Receiver``.
 
         Raises LocalProtocolError: no open waits, or the terms contradict themselves.
         """
@@ -188,6 +195,7 @@ class Receivers:
             timing=self._timing,
             effects=self._effects,
             free_slots=self._free_slots,
+            is_prefix=is_prefix,
         )
         self._receivers[key] = receiver
         self._by_id[waiting.link, grant.transfer_id] = receiver
@@ -202,7 +210,7 @@ class Receivers:
 
     # --- the peer, the lease side and the shell ---
 
-    def message(self, link: LinkId, message: PushMessage, now: float) -> list[ReceiverEffect]:
+    def message(self, link: LinkId, message: SourceMessage, now: float) -> list[ReceiverEffect]:
         """The source said something.
 
         A message about no transfer of this link is late and dropped; one that breaks the rules
@@ -294,6 +302,11 @@ class Receivers:
     def is_live(self, key: TransferKey) -> bool:
         """Whether this attempt has a transfer whose lease is not back yet."""
         return key in self._receivers
+
+    def is_using(self, link: LinkId) -> bool:
+        """Whether an open or a transfer on this link is not over."""
+        known = (*self._waiting.values(), *self._receivers.values())
+        return any(it.link == link for it in known)
 
     def statistics(self) -> ReceiverStatistics:
         """Counts for metrics and tests."""

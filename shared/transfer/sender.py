@@ -1,6 +1,6 @@
 """The source's end of one transfer: spans in, frames out, never more than there are receives for.
 
-Spans and layers come from the step loop, the grant, credit and receipts from decode. A frame goes
+Spans and layers come from the step loop, the grant, credit and receipts from the sink. A frame goes
 when it is granted, credited, its layers are written, every earlier frame is on its way, and there
 is a staging slot (``senders.py`` gives it). Giving up stops new frames; what was sent must settle
 before the transfer ends, because a send that was cancelled may still read its buffer.
@@ -34,8 +34,9 @@ from shared.transfer.messages import (
     Grant,
     LinkId,
     Open,
-    PushMessage,
+    SourceMessage,
     Span,
+    StopSending,
     TransferKey,
 )
 from shared.transfer.plan import MAX_FRAMES, Frame, FrameRule, PushMode, plan_frames
@@ -79,6 +80,7 @@ class Sender:
         "_span_of_frame",
         "_spans",
         "_timing",
+        "is_prefix",
         "key",
         "link",
     )
@@ -91,8 +93,12 @@ class Sender:
         num_tokens: int,
         timing: SenderTiming,
         effects: list[SenderEffect],
+        *,
+        is_prefix: bool = False,
     ) -> None:
+        """is_prefix: what the cache has is sent, which may be less than was asked for."""
         self.key = key
+        self.is_prefix = is_prefix
         self.link = link
         self._rule = rule
         self._num_tokens = num_tokens
@@ -144,6 +150,11 @@ class Sender:
     def num_frames(self) -> int:
         """Frames known so far; all of them once the transfer is committed."""
         return len(self._frames)
+
+    @property
+    def pending_bytes(self) -> int:
+        """Of the frames known so far, those that are not acknowledged."""
+        return sum(frame.num_bytes for frame in self._frames[self._acked :])
 
     @property
     def slots_in_use(self) -> list[int]:
@@ -246,7 +257,8 @@ class Sender:
         """
         if self.state in (SenderState.OPENING, SenderState.PUSHING):
             covered = self._spans[-1].stop if self._spans else 0
-            if self._commit_token is not None or covered != self._num_tokens:
+            is_short = covered != self._num_tokens and not self.is_prefix
+            if self._commit_token is not None or is_short:
                 raise LocalProtocolError(
                     f"commit with {covered} of {self._num_tokens} tokens, or committed twice"
                 )
@@ -328,14 +340,13 @@ class Sender:
             self._end()
             self._drain()
 
-    def peer_aborted(self, abort: Abort, now: float) -> None:
+    def peer_aborted(self, stop: StopSending, now: float) -> None:
         """The sink gave up. Answer with what we have sent: it must know what may still arrive."""
         before = self.state
         self._machine.step(SenderEvent.PEER_ABORTED)
         if before is self.state:
             return
-        default = TransferFailed("the decode worker gave the transfer up", code="peer_aborted")
-        self._stop(abort.error or default, now)
+        self._stop(stop.error, now)
         self._say_abort(None)
         self._drain()
 
@@ -391,10 +402,10 @@ class Sender:
             return
         match self.state:
             case SenderState.OPENING:
-                self.gave_up(TransferFailed("the decode worker did not answer in time"), now)
+                self.gave_up(TransferFailed("the sink did not answer in time"), now)
             case SenderState.WITHDRAWING:
                 self._progress_at = now
-                self._effects.append(CloseLink(self.link, "the decode worker answers no open"))
+                self._effects.append(CloseLink(self.link, "the sink answers no open"))
             case SenderState.PUSHING | SenderState.COMMITTING:
                 self.gave_up(TransferFailed("the transfer makes no progress", code="stalled"), now)
             case _:
@@ -429,7 +440,7 @@ class Sender:
         assert self._grant is not None
         self._say(Abort(self._grant.transfer_id, error, self._next_frame))
 
-    def _say(self, message: PushMessage) -> None:
+    def _say(self, message: SourceMessage) -> None:
         self._effects.append(SendMessage(self.link, message))
 
     def _made_progress(self, now: float) -> None:

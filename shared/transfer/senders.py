@@ -2,7 +2,8 @@
 
 Staging slots are few and shared. A transfer that can send queues for one slot at a time, so slots
 go round all transfers and none waits forever: a slot is held only by a frame for which the sink has
-posted a receive, so it comes home without help from any other transfer.
+posted a receive, so it comes home without help from any other transfer. Prefixes that other workers
+pull have at most half of the slots at a time: prompts' KV, for which clients wait, goes first.
 
     slots = free + in flight          (``check_integrity``)
 
@@ -19,13 +20,13 @@ from shared.errors import InvariantViolated, LocalProtocolError, MeshError, Remo
 from shared.ids import TransferId
 from shared.transfer.effects import SenderEffect, SenderTiming
 from shared.transfer.messages import (
-    Abort,
     Ack,
     Credit,
     Grant,
     LinkId,
-    PushReply,
     Refused,
+    SinkMessage,
+    StopSending,
     TransferKey,
 )
 from shared.transfer.plan import Frame, FrameRule, PushMode, plan_frames
@@ -50,10 +51,12 @@ class Senders:
 
     def __init__(self, *, num_slots: int, timing: SenderTiming | None = None) -> None:
         if num_slots < 1:
-            raise LocalProtocolError("a prefill worker needs at least one staging slot")
+            raise LocalProtocolError("a source needs at least one staging slot")
         self._num_slots = num_slots
         self._timing = timing or SenderTiming()
         self._free_slots = list(range(num_slots))
+        self._most_prefix_slots = max(1, num_slots // 2)
+        self._num_prefix_slots = 0
         self._rules: dict[LinkId, FrameRule] = {}
         self._senders: dict[TransferKey, Sender] = {}
         self._by_id: dict[tuple[LinkId, TransferId], Sender] = {}
@@ -79,12 +82,24 @@ class Senders:
     # --- the step loop ---
 
     def begin(
-        self, key: TransferKey, link: LinkId, num_tokens: int, now: float
+        self,
+        key: TransferKey,
+        link: LinkId,
+        num_tokens: int,
+        now: float,
+        *,
+        is_prefix: bool = False,
     ) -> list[SenderEffect]:
-        """Open a transfer. Raises LocalProtocolError: no such link, or this attempt has one."""
+        """Open a transfer. is_prefix: see ``Sender``.
+
+        Raises LocalProtocolError: no such link, or this attempt has one.
+        """
         if key in self._senders or link not in self._rules:
             raise LocalProtocolError("a transfer needs a live link, once per attempt")
-        sender = Sender(key, link, self._rules[link], num_tokens, self._timing, self._effects)
+        rule = self._rules[link]
+        sender = Sender(
+            key, link, rule, num_tokens, self._timing, self._effects, is_prefix=is_prefix
+        )
         self._senders[key] = sender
         sender.open(now)
         self._settle(sender)
@@ -123,12 +138,12 @@ class Senders:
 
     # --- the peer and the shell ---
 
-    def message(self, link: LinkId, message: PushReply, now: float) -> list[SenderEffect]:
+    def message(self, link: LinkId, message: SinkMessage, now: float) -> list[SenderEffect]:
         """The sink said something. A message about no transfer of this link is late and dropped."""
         match message:
             case Grant(key=key) | Refused(key=key):
                 sender = self._senders.get(key)
-            case Credit(transfer_id=id_) | Ack(transfer_id=id_) | Abort(transfer_id=id_):
+            case Credit(transfer_id=id_) | Ack(transfer_id=id_) | StopSending(transfer_id=id_):
                 sender = self._by_id.get((link, id_))
         if sender is None or sender.link != link:
             self._num_late += 1
@@ -143,7 +158,7 @@ class Senders:
                     sender.credit_raised(message, now)
                 case Ack():
                     sender.acked(message, now)
-                case Abort():
+                case StopSending():
                     sender.peer_aborted(message, now)
         except RemoteProtocolError as error:
             self._know(sender)
@@ -159,6 +174,7 @@ class Senders:
         if sender is None:
             raise LocalProtocolError("a send settled after its transfer was over")
         self._free_slots.append(sender.send_settled(frame_idx, error, now))
+        self._num_prefix_slots -= sender.is_prefix
         self._settle(sender)
         return self._take(now)
 
@@ -180,6 +196,15 @@ class Senders:
     def is_live(self, key: TransferKey) -> bool:
         """Whether this attempt has a transfer that is not over."""
         return key in self._senders
+
+    def is_using(self, link: LinkId) -> bool:
+        """Whether a transfer on this link is not over."""
+        return any(sender.link == link for sender in self._senders.values())
+
+    @property
+    def pending_bytes(self) -> int:
+        """KV that is announced and not acknowledged."""
+        return sum(sender.pending_bytes for sender in self._senders.values())
 
     def frames_of(self, key: TransferKey, start: int, stop: int) -> list[Frame]:
         """Return what tokens [start, stop) would send as far as this end knows: nothing of a
@@ -207,7 +232,7 @@ class Senders:
                 f"+ {len(in_flight)} in flight"
             )
         for sender in self._senders.values():
-            if sender.can_send and self._free_slots:
+            if sender.can_send and self._free_slots and self._may_have_slot(sender):
                 raise InvariantViolated("a transfer can send and a slot is free, but nothing goes")
 
     # --- inside ---
@@ -244,11 +269,22 @@ class Senders:
         ):
             self._next_tick_at = deadline_at
 
+    def _may_have_slot(self, sender: Sender) -> bool:
+        return not sender.is_prefix or self._num_prefix_slots < self._most_prefix_slots
+
     def _take(self, now: float) -> list[SenderEffect]:
+        held_back: list[Sender] = []
         while self._free_slots and self._queue:
             _, sender = self._queue.popitem(last=False)
-            if sender.can_send:
-                sender.slot_given(self._free_slots.pop(), now)
-                self._settle(sender)
+            if not sender.can_send:
+                continue
+            if not self._may_have_slot(sender):
+                held_back.append(sender)
+                continue
+            self._num_prefix_slots += sender.is_prefix
+            sender.slot_given(self._free_slots.pop(), now)
+            self._settle(sender)
+        for sender in held_back:
+            self._queue[sender.key] = sender
         effects, self._effects[:] = list(self._effects), []
         return effects

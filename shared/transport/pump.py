@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shared.bell import LoopBell
 from shared.errors import LocalProtocolError, TransferFailed
@@ -26,12 +26,10 @@ from shared.lanes import Certainty, LaneFinding
 from shared.transport.base import Buffer, Outcome, Window
 from shared.transport.nap import Nap
 from shared.transport.protocol_table import name_of, read_lane
+from shared.transport.pump_records import PumpEndpoint, PumpOperation
 from shared.transport.settings import UcxSettings
 from shared.transport.ucp import CANCELED, OK, TagApi
 from shared.transport.windows import WindowApi
-
-if TYPE_CHECKING:
-    from shared.transport.ucxx import UcxEndpoint, UcxOperation
 
 _logger = logging.getLogger(__name__)
 _PROGRESS_BATCH = 64
@@ -77,11 +75,11 @@ class Pump:
         self._tags: Any = None
         self._windows: Any = None
         self._next_token = 1
-        self._in_flight: dict[int, UcxOperation] = {}  # the pin table
-        self._sinks: dict[int, tuple[UcxEndpoint, int]] = {}
-        self._endpoints: dict[UcxEndpoint, None] = {}
-        self._lost: list[UcxEndpoint] = []
-        self._closing: list[UcxEndpoint] = []
+        self._in_flight: dict[int, PumpOperation] = {}  # the pin table
+        self._sinks: dict[int, tuple[PumpEndpoint, int]] = {}
+        self._endpoints: dict[PumpEndpoint, None] = {}
+        self._lost: list[PumpEndpoint] = []
+        self._closing: list[PumpEndpoint] = []
 
     # --- called from the loop ---------------------------------------------------------------------
 
@@ -112,7 +110,7 @@ class Pump:
                 with contextlib.suppress(OSError):  # the pump has ended meanwhile
                     os.eventfd_write(self._wakeup_fd, 1)
 
-    def submit(self, operation: UcxOperation) -> None:
+    def submit(self, operation: PumpOperation) -> None:
         if self.num_submitted >= self._settings.max_in_flight:
             raise LocalProtocolError("too many transfer operations in flight")
         self.num_submitted += 1
@@ -253,7 +251,7 @@ class Pump:
                 if not self._is_stopping:
                     self.stop(None)
 
-    def connect(self, argument: tuple[UcxEndpoint, bytes, asyncio.Future[None]]) -> None:
+    def connect(self, argument: tuple[PumpEndpoint, bytes, asyncio.Future[None]]) -> None:
         endpoint, payload, made = argument
         try:
             address = self._lib.UCXAddress.create_from_buffer(payload)
@@ -275,7 +273,7 @@ class Pump:
             self._report(_fail_future, made, TransferFailed(f"no window: {error}"))
 
     def map_window(
-        self, argument: tuple[tuple[UcxEndpoint, bytes], asyncio.Future[Buffer | None]]
+        self, argument: tuple[tuple[PumpEndpoint, bytes], asyncio.Future[Buffer | None]]
     ) -> None:
         (endpoint, key), mapped = argument
         try:
@@ -288,7 +286,7 @@ class Pump:
             self._report(_fail_future, mapped, TransferFailed(f"cannot map a window: {error}"))
 
     def find_lane(
-        self, argument: tuple[tuple[UcxEndpoint, bool, str, int], asyncio.Future[LaneFinding]]
+        self, argument: tuple[tuple[PumpEndpoint, bool, str, int], asyncio.Future[LaneFinding]]
     ) -> None:
         (endpoint, sends, memory, num_bytes), found = argument
         try:
@@ -303,7 +301,7 @@ class Pump:
             failure = TransferFailed(f"cannot tell what carries messages: {error}")
             self._report(_fail_future, found, failure)
 
-    def post(self, operation: UcxOperation) -> None:
+    def post(self, operation: PumpOperation) -> None:
         endpoint = operation.peer
         if not endpoint.is_open:
             self._settle(operation, Outcome.FAILED, "the endpoint is closed")
@@ -345,16 +343,16 @@ class Pump:
             text = "the peer is lost" if endpoint.is_lost else self._tags.text_of(status)
             self._settle(operation, Outcome.FAILED, text)
 
-    def _settle(self, operation: UcxOperation, outcome: Outcome, error: str = "") -> None:
+    def _settle(self, operation: PumpOperation, outcome: Outcome, error: str = "") -> None:
         self._reports.append((operation.settle, outcome, error))
 
-    def _abandon(self, operation: UcxOperation, error: str) -> None:
+    def _abandon(self, operation: PumpOperation, error: str) -> None:
         """UCX may still touch the buffer, whenever it likes: keep all of it to the end of the
         process, and tell the owner."""
         _abandoned.append((operation.buffer, self._worker, self._tags))
         self._settle(operation, Outcome.ABANDONED, error)
 
-    def cancel(self, operation: UcxOperation) -> None:
+    def cancel(self, operation: PumpOperation) -> None:
         # UCX can withdraw receives only. A send ends when its message is matched, by a sink if need
         # be.
         if operation.request and operation.is_receive:
@@ -362,7 +360,7 @@ class Pump:
             if not operation.request:
                 self._post_sink(operation.peer, operation.tag)
 
-    def _post_sink(self, endpoint: UcxEndpoint, tag: int) -> None:
+    def _post_sink(self, endpoint: PumpEndpoint, tag: int) -> None:
         if len(self._sinks) >= _MAX_SINKS:
             _, oldest = next(iter(self._sinks.values()))
             self._tags.cancel(oldest)
@@ -373,7 +371,7 @@ class Pump:
         if request := self._tags.receive(None, 0, tag, token):
             self._sinks[token] = (endpoint, request)
 
-    def close_endpoint(self, argument: tuple[UcxEndpoint, asyncio.Future[None] | None]) -> None:
+    def close_endpoint(self, argument: tuple[PumpEndpoint, asyncio.Future[None] | None]) -> None:
         endpoint, closed = argument
         if endpoint.is_open:
             endpoint.is_open = False
@@ -397,7 +395,7 @@ class Pump:
                 self._begin_closing(endpoint)
                 self._report(endpoint.report_lost, None)
 
-    def _begin_closing(self, endpoint: UcxEndpoint) -> None:
+    def _begin_closing(self, endpoint: PumpEndpoint) -> None:
         """Withdraw the receives, which UCX does not count as the endpoint's; the rest the close has
         ended."""
         for operation in self._operations_of(endpoint).values():
@@ -422,7 +420,7 @@ class Pump:
             if endpoint.waiting_close is not None:
                 self._report(_set_future, endpoint.waiting_close)
 
-    def _operations_of(self, endpoint: UcxEndpoint) -> dict[int, UcxOperation]:
+    def _operations_of(self, endpoint: PumpEndpoint) -> dict[int, PumpOperation]:
         return {token: one for token, one in self._in_flight.items() if one.peer is endpoint}
 
     def stop(self, stopped: asyncio.Future[None] | None) -> None:

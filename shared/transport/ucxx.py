@@ -25,20 +25,18 @@ from shared.errors import LocalProtocolError, TransferFailed
 from shared.lanes import LaneFinding
 from shared.transport.address import seal, unseal
 from shared.transport.base import Buffer, Outcome, Window
-from shared.transport.operation import PendingOperation, require_tag, require_usable
+from shared.transport.operation import require_tag, require_usable
 from shared.transport.pump import Pump
+from shared.transport.pump_records import PumpEndpoint, PumpOperation
 from shared.transport.settings import UcxSettings
 
 _MAGIC = b"UCX1"
 
 
-class UcxOperation(PendingOperation):
-    """A tag message in flight. ``buffer`` keeps the memory alive, and a bytearray from being
-    resized."""
+class UcxOperation(PumpOperation):
+    """A tag message in flight."""
 
-    __slots__ = (
-        "_pump", "buffer", "is_cancelled", "is_receive", "num_bytes", "peer", "pointer", "request",
-        "tag", )  # fmt: skip
+    __slots__ = ("_pump",)
 
     def __init__(
         self,
@@ -75,8 +73,6 @@ class UcxOperation(PendingOperation):
         self.is_receive = is_receive
         self.num_bytes = num_bytes
         self.tag = tag
-        self.request = 0  # the pump's
-        self.is_cancelled = False
 
     def cancel(self) -> None:
         if self.outcome is None and not self.is_cancelled:
@@ -100,21 +96,15 @@ def _as_array(buffer: Buffer) -> Any:
         raise LocalProtocolError(f"not a transfer buffer: {error}") from error
 
 
-class UcxEndpoint:
-    """One peer. Attributes without underscore belong to the pump."""
+class UcxEndpoint(PumpEndpoint):
+    """One peer."""
 
     def __init__(self, pump: Pump, on_lost: Callable[[], None]) -> None:
+        super().__init__()
         self._pump = pump
         self._on_lost = on_lost
         self._is_alive = True
         self._closed: asyncio.Future[None] | None = None
-        self.ucx: Any = None
-        self.handle = 0
-        self.is_open = True
-        self.is_lost = False
-        self.sinks: set[int] = set()
-        self.settle_by = 0.0
-        self.waiting_close: asyncio.Future[None] | None = None
 
     @property
     def alive(self) -> bool:

@@ -9,7 +9,7 @@
     stats = await handle.wait()              # keep the blocks until this returns or raises
 
 Every decision is in ``shared/transfer/senders.py``; this shell knows no scheduling, and links to
-sinks come from ``pairs.py``.
+sinks come from ``pairs.py`` (``link.py``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from shared.transfer.effects import (
     SendMessage,
 )
 from shared.transfer.frames import HEADER_BYTES, Header, pack_header
-from shared.transfer.messages import LinkId, PushReply, TransferKey
+from shared.transfer.messages import LinkId, Pull, SinkMessage, TransferKey
 from shared.transfer.plan import (
     DEFAULT_GROUP_BYTES,
     DEFAULT_MAX_FRAME_BYTES,
@@ -50,7 +50,7 @@ from shared.transfer.plan import (
 )
 from shared.transfer.senders import Senders, SenderStatistics
 from shared.transport.base import Outcome
-from shared.worker.dial import SourceLink
+from shared.worker.link import PairLink
 
 _SPEED_WEIGHT = 0.1  # of a new measurement in a link's moving mean
 
@@ -95,7 +95,7 @@ class PushHandle:
         self,
         pusher: Pusher,
         key: TransferKey,
-        link: SourceLink,
+        link: PairLink,
         block_table: Callable[[], Sequence[int]],
     ) -> None:
         self._pusher = pusher
@@ -177,6 +177,10 @@ class PushHandle:
         """
         return await asyncio.shield(self._ended)
 
+    def when_ended(self, tell: Callable[[PushHandle], None]) -> None:
+        """Call this when ``wait`` would return or raise."""
+        self._ended.add_done_callback(lambda _: tell(self))
+
     def frame_posted(self, frame: Frame, now: float) -> None:
         """Count a frame that is on its way; the pusher calls this."""
         if self.first_sent_at is None:
@@ -210,7 +214,7 @@ class PushHandle:
                     num_frames=self.num_frames,
                     transfer_s=now - first_sent_at,
                     exposed_s=now - computed_at,
-                    lane=self.link.lane,
+                    lane=self.link.lane_out,
                     mode=self._mode_name,
                 )
             )
@@ -228,7 +232,7 @@ PlannedSpan = tuple[PushHandle, int, int]
 
 
 class Pusher:
-    """All transfers of this source; the ``SourceLinkUser`` of its ``PairTable``.
+    """All transfers of this source; the ``LinkUser`` of its ``PairTable``.
 
     One per process. ``run`` owns every task and must be running before the first link is up.
     """
@@ -260,10 +264,11 @@ class Pusher:
             not staging.is_on_device(self._slots[0]) if has_digest is None else has_digest
         )
         self._core = Senders(num_slots=num_slots, timing=timing)
-        self._links: dict[LinkId, SourceLink] = {}
+        self._links: dict[LinkId, PairLink] = {}
         self._handles: dict[TransferKey, PushHandle] = {}
         self._effects: EffectLoop[SenderEffect] = EffectLoop(self._core, self._do)
         self._tasks: asyncio.TaskGroup | None = None
+        self.on_pull: Callable[[PairLink, Pull], None] = _refuse_pull
 
     async def run(self) -> None:
         """Work until cancelled; then every transfer ends with ShuttingDown."""
@@ -276,33 +281,38 @@ class Pusher:
                     self._tasks = None
         finally:
             for handle in list(self._handles.values()):
-                handle.end(ShuttingDown("the prefill worker is shutting down"), was_needed=True)
+                handle.end(ShuttingDown("this worker is shutting down"), was_needed=True)
 
     def begin(
         self,
         key: TransferKey,
-        decode: Incarnation,
+        sink: Incarnation,
         *,
         num_tokens: int,
         block_table: Callable[[], Sequence[int]],
+        is_prefix: bool = False,
     ) -> PushHandle:
         """Open a transfer of ``num_tokens`` tokens: all that will be computed for this attempt.
 
         block_table: asked whenever a frame is gathered; must cover all tokens announced so far,
-        and those blocks must stay the sequence's own until ``wait`` has ended.
+        and those blocks must stay the sequence's own until ``wait`` has ended. is_prefix: see
+        ``Sender``.
         Raises WorkerLost: no link to that sink now. LocalProtocolError: this attempt has
         a transfer already.
         """
-        link = next(
-            (link for link in self._links.values() if link.peer.incarnation == decode), None
-        )
+        link = next((link for link in self._links.values() if link.peer == sink), None)
         if link is None:
-            raise WorkerLost("this prefill worker has no pair with that decode worker now")
-        effects = self._core.begin(key, link.id, num_tokens, self._now())
+            raise WorkerLost("this worker has no pair with that worker now")
+        effects = self._core.begin(key, link.id, num_tokens, self._now(), is_prefix=is_prefix)
         handle = PushHandle(self, key, link, block_table)
         self._handles[key] = handle
         self._effects.perform(effects)
         return handle
+
+    @property
+    def pending_bytes(self) -> int:
+        """KV that is announced and not acknowledged."""
+        return self._core.pending_bytes
 
     def statistics(self) -> SenderStatistics:
         """Counts for metrics and tests."""
@@ -360,18 +370,25 @@ class Pusher:
         """See ``PushHandle.abort``."""
         self._effects.perform(self._core.give_up(key, error, self._now()))
 
-    # --- events of the links (SourceLinkUser) ---
+    # --- events of the links (LinkUser) ---
 
-    def link_up(self, link: SourceLink) -> None:
+    def link_up(self, link: PairLink) -> None:
         """A pair is ready."""
         self._links[link.id] = link
         self._core.link_up(link.id, link.rule)
 
-    def link_message(self, link: SourceLink, message: PushReply) -> None:
+    def link_message(self, link: PairLink, message: SinkMessage | Pull) -> None:
         """The sink said something."""
+        if isinstance(message, Pull):
+            self.on_pull(link, message)
+            return
         self._effects.perform(self._core.message(link.id, message, self._now()))
 
-    def link_lost(self, link: SourceLink, error: MeshError) -> None:
+    def is_using(self, link: PairLink) -> bool:
+        """See ``LinkUser``."""
+        return self._core.is_using(link.id)
+
+    def link_lost(self, link: PairLink, error: MeshError) -> None:
         """A pair is gone."""
         del self._links[link.id]
         self._effects.perform(self._core.link_lost(link.id, error, self._now()))
@@ -458,10 +475,14 @@ class Pusher:
         return asyncio.get_running_loop().time()
 
 
-def _refine_speed(link: SourceLink, num_bytes: int, took_s: float) -> None:
+def _refine_speed(link: PairLink, num_bytes: int, took_s: float) -> None:
     # Small frames measure latency, not speed.
     if num_bytes >= DEFAULT_GROUP_BYTES and took_s > 0:
         link.bytes_per_s += _SPEED_WEIGHT * (num_bytes / took_s - link.bytes_per_s)
+
+
+def _refuse_pull(link: PairLink, pull: Pull) -> None:
+    link.close("a worker that shares no prefixes was asked for one")
 
 
 def _look_at(ended: asyncio.Future[PushStats]) -> None:

@@ -1,14 +1,14 @@
-"""Receives KV: serves ``Transfer.Push``, posts receives into staging, verifies, places, and
-answers.
+"""Receives KV: posts receives into staging, verifies, places, and answers.
 
 Every decision is in ``shared/transfer/receivers.py``; who has room is the lease book's
-(``LeaseBook``). This shell knows no gateway and no scheduler.
+(``LeaseBook``), and links to sources come from ``pairs.py`` (``link.py``). This shell knows no
+gateway and no scheduler.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -25,9 +25,6 @@ from shared.errors import (
 )
 from shared.failpoints import failpoint
 from shared.ids import Incarnation, RandomBytes
-from shared.liveness import LivenessRule
-from shared.messages.transfer_codec import PairIdentity
-from shared.rpc.service import Servicer
 from shared.runtime.effect_loop import EffectLoop
 from shared.telemetry.moments import Moment, note
 from shared.transfer.effects import (
@@ -46,12 +43,11 @@ from shared.transfer.effects import (
     VerifyAndPlace,
 )
 from shared.transfer.frames import HEADER_BYTES, check_digest, check_header
-from shared.transfer.messages import LinkId, PushMessage, TransferKey, WindowOffer
-from shared.transfer.plan import DEFAULT_MAX_FRAME_BYTES, FrameRule
+from shared.transfer.messages import LinkId, Pull, SourceMessage, TransferKey, WindowOffer
+from shared.transfer.plan import DEFAULT_MAX_FRAME_BYTES
 from shared.transfer.receivers import Receivers, ReceiverStatistics, TagRanges
 from shared.transport.base import Operation, Outcome, Transport
-from shared.transport.pairing import PairRules
-from shared.worker.accept import PairServer, SinkLink
+from shared.worker.link import PairLink
 from shared.worker.slots import ReceiveSlots
 
 _log = structlog.get_logger(__name__)
@@ -63,12 +59,13 @@ class LeaseTerms:
     the lease is back.
 
     num_tokens: all tokens whose KV the sequence needs (``len(token_ids)``). skip_tokens: leading
-    ones already here.
+    ones already here. is_prefix: see ``Receiver``.
     """
 
     num_tokens: int
     skip_tokens: int
     block_table: Sequence[int]
+    is_prefix: bool = False
 
 
 class NoTermsYet(Enum):
@@ -80,11 +77,13 @@ class NoTermsYet(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiveStats:
-    """One finished receive. receive_s: first frame announced until last frame placed."""
+    """One finished receive. receive_s: first frame announced until last frame placed. num_tokens:
+    as ``HandOver``."""
 
     num_bytes: int
     num_frames: int
     receive_s: float
+    num_tokens: int = 0
 
 
 class LeaseBook(Protocol):
@@ -131,13 +130,12 @@ class LeaseBook(Protocol):
 
 
 class KvReceiver:
-    """All transfers into this sink. One per process; ``run`` owns every task."""
+    """All transfers into this sink; the ``LinkSink`` of its ``PairTable``. One per process; ``run``
+    owns every task."""
 
     def __init__(
         self,
         *,
-        incarnation: Incarnation,
-        version: str,
         engine: Engine,
         compute: ComputeRunner,
         transport: Transport,
@@ -145,70 +143,34 @@ class KvReceiver:
         random_bytes: RandomBytes,
         num_slots: int = 16,
         max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
-        group_bytes: int = DEFAULT_MAX_FRAME_BYTES,
         window: int = 8,
         timing: ReceiverTiming | None = None,
-        liveness: LivenessRule | None = None,
-        rules: PairRules | None = None,
-        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """``open`` allocates ``num_slots`` staging slots of ``max_frame_bytes`` (slots.py).
 
-        group_bytes: the largest groups that may be agreed on; the default leaves them to prefill.
         window: most slots of one transfer.
         """
         self._engine = engine
         self._compute = compute
         self._transport = transport
-        rules = rules or PairRules()
         self._leases = leases
         self._slots = ReceiveSlots(
             engine, compute, transport, num_slots, max_frame_bytes, random_bytes
         )
-        tags = TagRanges(random_bytes)
+        self.tags = TagRanges(random_bytes)
         self._core = Receivers(
             num_slots=num_slots,
-            tags=tags,
+            tags=self.tags,
             random_bytes=random_bytes,
             window=window,
             timing=timing,
         )
-        self._links: dict[LinkId, SinkLink] = {}
+        self._links: dict[LinkId, PairLink] = {}
         self._block_tables: dict[TransferKey, Sequence[int]] = {}
         self._receives: dict[tuple[TransferKey, int], Operation] = {}
         self._withdrawn: set[Operation] = set()  # the source will never send these frames
         self._effects: EffectLoop[ReceiverEffect] = EffectLoop(self._core, self._do)
         self._tasks: asyncio.TaskGroup | None = None
-        self._pairs = PairServer(
-            PairIdentity(
-                incarnation,
-                version,
-                engine.spec,
-                engine.layout,
-                transport.address,
-                group_bytes,
-                max_frame_bytes,
-                rules.host,
-            ),
-            engine=engine,
-            compute=compute,
-            transport=transport,
-            tags=tags,
-            sink=self,
-            liveness=liveness,
-            rules=rules,
-            on_change=on_change,
-        )
-
-    @property
-    def not_ready_reason(self) -> str:
-        """Why no pair may be used although sources came; '' otherwise."""
-        return self._pairs.not_ready_reason
-
-    @property
-    def servicer(self) -> Servicer:
-        """What ``Network.serve`` takes."""
-        return self._pairs.servicer
 
     async def open(self) -> None:
         """Make the staging slots. Before ``run``, and before anybody hears of this worker: a pair
@@ -216,22 +178,17 @@ class KvReceiver:
         await self._slots.open()
 
     def close(self) -> None:
-        """Let go of the staging slots, so that the transport can end."""
+        """Let go of the staging slots, so that the transport can end; after the pairs' end."""
         self._slots.close()
 
     async def run(self) -> None:
-        """Work until cancelled; then every pair ends, its transfers fail, its endpoint closes, and
-        the slots go."""
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                self._tasks = tasks
-                tasks.create_task(self._pairs.run())
-                try:
-                    await self._effects.keep_time()
-                finally:
-                    self._tasks = None  # nothing new starts; the pairs close what there is
-        finally:
-            self.close()
+        """Work until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            try:
+                await self._effects.keep_time()
+            finally:
+                self._tasks = None  # nothing new starts; the pairs close what there is
 
     def lease_changed(self, key: TransferKey) -> None:
         """The lease side has made or granted this reservation: if an open waits, ``attach``
@@ -246,9 +203,20 @@ class KvReceiver:
         """
         self._effects.perform(self._core.give_up(key, error, self._now()))
 
+    def is_linked(self, source: Incarnation) -> bool:
+        """Whether this source can push to us now."""
+        return any(link.peer == source for link in self._links.values())
+
+    def pull(self, source: Incarnation, pull: Pull) -> None:
+        """Ask a source for what it has in its cache; its open follows. On a link that is lost it
+        goes nowhere."""
+        link = next((link for link in self._links.values() if link.peer == source), None)
+        if link is not None:
+            link.reply(pull)
+
     def lane_from(self, source: Incarnation) -> str:
         """What carries KV from this source; '' if there is no pair with it now."""
-        lanes = (link.lane for link in self._links.values() if link.source == source)
+        lanes = (link.lane_in for link in self._links.values() if link.peer == source)
         return next(lanes, "")
 
     def statistics(self) -> ReceiverStatistics:
@@ -259,24 +227,28 @@ class KvReceiver:
         """Raise InvariantViolated unless every staging slot is accounted for."""
         self._core.check_integrity()
 
-    # --- events of the pairs (SinkLinkUser) -----------------------------------------------------
+    # --- events of the pairs (LinkSink) -----------------------------------------------------
 
     @property
     def windows(self) -> tuple[list[WindowOffer], object]:
-        """See ``SinkLinkUser``."""
+        """See ``LinkSink``."""
         return self._slots.offers, self._slots.memory
 
-    def link_up(self, link: SinkLink, rule: FrameRule) -> None:
-        """A source has paired up."""
+    def link_up(self, link: PairLink) -> None:
+        """A pair is ready."""
         self._links[link.id] = link
-        link.offer([offer for offer in self._slots.offers if offer not in link.windows])
-        self._core.link_up(link.id, link.source, rule)
+        link.offer([offer for offer in self._slots.offers if offer not in link.offered])
+        self._core.link_up(link.id, link.peer, link.rule)
 
-    def link_message(self, link: SinkLink, message: PushMessage) -> None:
+    def link_message(self, link: PairLink, message: SourceMessage) -> None:
         """The source said something."""
         self._effects.perform(self._core.message(link.id, message, self._now()))
 
-    def link_lost(self, link: SinkLink, error: MeshError) -> None:
+    def is_using(self, link: PairLink) -> bool:
+        """See ``LinkUser``."""
+        return self._core.is_using(link.id)
+
+    def link_lost(self, link: PairLink, error: MeshError) -> None:
         """A pair is gone; its endpoint is closed next, which settles what is posted."""
         del self._links[link.id]
         self._effects.perform(self._core.link_lost(link.id, error, self._now()))
@@ -287,7 +259,7 @@ class KvReceiver:
         match effect:
             case SendReply(link=link_id, message=message):
                 if (link := self._links.get(link_id)) is not None:
-                    link.send(message)
+                    link.reply(message)
             case PostReceive():
                 self._post(effect)
             case CancelReceive(key=key, frame_idx=frame_idx):
@@ -305,6 +277,7 @@ class KvReceiver:
                     num_bytes=effect.num_bytes,
                     num_frames=effect.num_frames,
                     receive_s=effect.receive_s,
+                    num_tokens=effect.num_tokens,
                 )
                 self._leases.placed(key, effect.first_token, stats)
             case ReportFailure(key=key, error=error):
@@ -333,12 +306,18 @@ class KvReceiver:
         self._block_tables[key] = terms.block_table
         note(Moment.OPENED, key.request_id, cached_tokens=terms.skip_tokens)
         self._effects.perform(
-            self._core.attached(key, terms.num_tokens, terms.skip_tokens, self._now())
+            self._core.attached(
+                key,
+                terms.num_tokens,
+                terms.skip_tokens,
+                self._now(),
+                is_prefix=terms.is_prefix,
+            )
         )
 
     def _post(self, order: PostReceive) -> None:
         link = self._links[order.link]
-        peer_writes = bool(link.windows)
+        peer_writes = bool(link.offered)
         num_bytes = HEADER_BYTES if peer_writes else order.frame.num_bytes
         operation = self._transport.receive(
             link.endpoint, self._slots[order.slot], num_bytes, order.tag

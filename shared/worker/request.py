@@ -6,18 +6,34 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from shared.errors import MeshError
 from shared.ids import StreamId
 from shared.messages.codec import Order
 from shared.schedule.plan import NewToken, PromptTimes
 from shared.schedule.sequence import Sequence as TokenSequence
+from shared.telemetry.moments import Moment, note
 from shared.telemetry.tracing import Phases, TraceSpan, Value
 from shared.worker.core.lease import Lease
 from shared.worker.core.life import Life, Task
 from shared.worker.pusher import PushHandle, PushStats
 from shared.worker.receiver import ReceiveStats
+
+if TYPE_CHECKING:
+    from shared.worker.prefixes import PrefixFetch
+
+
+class Fetched(NamedTuple):
+    """What came of a prefix that another worker has: so many tokens of it, and how long the prompt
+    waited for them."""
+
+    num_tokens: int = 0
+    seconds: float = 0.0
+    num_bytes: int = 0
+
+
+_NOTHING = Fetched()
 
 
 class AskingGateway(Protocol):
@@ -28,7 +44,8 @@ class AskingGateway(Protocol):
         ...
 
     def joined(self, stream_id: StreamId, stats: ReceiveStats, lane: str) -> None:
-        """All KV is placed: tokens follow from the next step on. lane: what carried it."""
+        """All KV is placed: tokens of an answer follow from the next step on. lane: what carried
+        it."""
         ...
 
     def first_token(self, stream_id: StreamId, token: NewToken, times: PromptTimes) -> None:
@@ -58,7 +75,7 @@ class Request:
 
     An answer holds a lease until its KV is here, then a sequence; all others hold a sequence from
     the start. started_at: its first step was planned; None = it waits. error: type of what ended
-    it.
+    it. prefix: what the prompt waited for, on its way from another worker. fetched: what came.
     """
 
     order: Order
@@ -74,11 +91,36 @@ class Request:
     stats: PushStats = field(default_factory=PushStats)
     deadline: asyncio.TimerHandle | None = None
     error: str = ""
+    prefix: PrefixFetch | None = None
+    fetched: Fetched = _NOTHING
 
     @property
     def task(self) -> Task:
         """What this worker does for it."""
         return self.life.task
+
+    def tell_first(self, token: NewToken, now: float) -> None:
+        """Token 1 is sampled: the gateway hears it, and what it took."""
+        sequence, started_at = token.sequence, self.started_at
+        started_at = self.arrived_at if started_at is None else started_at
+        times = PromptTimes(
+            queue_s=started_at - self.arrived_at,
+            compute_s=now - started_at,
+            cached_tokens=sequence.num_cached_tokens,
+            fetched_tokens=self.fetched.num_tokens,
+            fetch_s=self.fetched.seconds,
+            fetched_bytes=self.fetched.num_bytes,
+        )
+        attributes: dict[str, Value] = {
+            "pdmesh.prompt_tokens": sequence.num_prompt_tokens,
+            "pdmesh.cached_tokens": times.cached_tokens,
+        }
+        if self.task is Task.PROMPT:
+            note(Moment.SAMPLED, self.order.key.request_id, seconds=times.compute_s)
+            self.phases.end(attributes)
+        else:
+            self.phases.turn("decode.steps", now, attributes)
+        self.gateway.first_token(self.order.stream_id, token, times)
 
     def trace_push(self, error: str = "") -> None:
         """Report a transfer that is over, if anything was sent or should have been."""
@@ -88,7 +130,7 @@ class Request:
         attributes: dict[str, Value] = {
             "pdmesh.bytes": push.num_bytes,
             "pdmesh.frames": push.num_frames,
-            "pdmesh.lane": push.link.lane,
+            "pdmesh.lane": push.link.lane_out,
         }
         if not error:
             attributes |= {

@@ -13,13 +13,7 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from shared.engine.worker import StepDone
-from shared.errors import (
-    DeadlinePassed,
-    LeaseLost,
-    MeshError,
-    RemoteProtocolError,
-    ShuttingDown,
-)
+from shared.errors import DeadlinePassed, LeaseLost, MeshError, RemoteProtocolError, ShuttingDown
 from shared.failpoints import failpoint
 from shared.ids import StreamId
 from shared.kv.pool import BlockPool
@@ -28,12 +22,11 @@ from shared.model_spec import ModelSpec
 from shared.request import FinishReason
 from shared.runtime.groups import plain_errors
 from shared.schedule.admission import Duty, require_admissible
-from shared.schedule.plan import Failure, NewToken, PromptTimes, StepPlan
+from shared.schedule.plan import Failure, NewToken, StepPlan
 from shared.schedule.scheduler import Scheduler
 from shared.schedule.sequence import Sequence as TokenSequence
-from shared.step import StepRow
 from shared.telemetry.moments import Moment, note
-from shared.telemetry.tracing import CANCELLED, NO_TRACER, Phases, Tracer, Value
+from shared.telemetry.tracing import CANCELLED, NO_TRACER, Phases, Tracer
 from shared.telemetry.worker import DecodeMetrics, PrefillMetrics
 from shared.transfer.messages import TransferKey
 from shared.worker.core.leases import Leases
@@ -56,15 +49,18 @@ from shared.worker.receiver import KvReceiver
 from shared.worker.request import AskingGateway, Request
 from shared.worker.reservations import Reservations
 from shared.worker.stepper import Stepper
+from shared.worker.tier_moves import PrefixWays
 
 _log = structlog.get_logger(__name__)
+
+_WHEN = {Task.PROMPT: "prefill", Task.PREFIX: "the fetch of a prefix"}
 
 
 class Requests:
     """The ``StepSink`` of the worker's stepper; ``reservations`` is its receiver's ``LeaseBook``.
 
     Call ``connect`` before any request comes. tasks: what this worker does. max_prompts,
-    max_answers: more at once are refused. on_change: the load has changed.
+    max_answers: more at once are refused. expect: ``Engine.expect``. on_change: of the load.
     """
 
     def __init__(
@@ -79,6 +75,7 @@ class Requests:
         answer_metrics: DecodeMetrics,
         max_prompts: int,
         max_answers: int,
+        expect: Callable[[str], None] = lambda _: None,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self._tasks = tasks
@@ -89,6 +86,7 @@ class Requests:
         self._answer_metrics = answer_metrics
         self._max_prompts = max_prompts
         self._max_answers = max_answers
+        self._expect = expect
         self._on_change = on_change
         self._prompts: dict[Request, None] = {}
         self._answers: dict[TransferKey, Request] = {}  # whole ones, too
@@ -113,7 +111,8 @@ class Requests:
         *,
         pusher: Pusher | None = None,
         receiver: KvReceiver | None = None,
-        step_seconds: Callable[[Sequence[StepRow]], float] = lambda _: 0.0,
+        prefixes: PrefixWays | None = None,
+        step_seconds: Callable[[StepPlan], float] = lambda _: 0.0,
         tracer: Tracer = NO_TRACER,
     ) -> None:
         """Close the circle: all of these need this object, and this object needs them.
@@ -124,6 +123,7 @@ class Requests:
         self.reservations.receiver = receiver
         self._pusher = pusher
         self._receiver = receiver
+        self._prefixes = prefixes
         self._step_seconds = step_seconds
         self._tracer = tracer
 
@@ -166,9 +166,11 @@ class Requests:
         if task is Task.PROMPT:
             duty = Duty("prefill", len(self._prompts), self._max_prompts, self.is_draining)
         else:
-            duty = Duty("decode", len(self._answers), self._max_answers, self.is_draining)
+            duty = Duty("decode", self.num_answers, self._max_answers, self.is_draining)
         deadline_at = None if order.deadline_s is None else now + order.deadline_s
         require_admissible(order.item, self._spec, duty, deadline_at=deadline_at, now=now)
+        if order.item.sampling.grammar:
+            self._expect(order.item.sampling.grammar)
         if task is not Task.PROMPT and order.key in self._answers:
             raise RemoteProtocolError("this attempt has a reservation already", code="reserved")
 
@@ -202,8 +204,18 @@ class Requests:
         if push is not None:
             assert self._watchers is not None
             self._watchers.create_task(self._watch_push(request, push))
+        if self._prefixes is not None:
+            self._prefixes.begin(request)
         self._stepper.changed()
         self._on_change()
+        return request
+
+    def take_prefix(self, order: Order, fetch: AskingGateway) -> Request:
+        """Bring a prompt's beginning into the cache, from the worker that has it."""
+        now = _now()
+        request = self._begin(order, fetch, Life(Task.PREFIX), "prefill.fetch", now)
+        self._answers[order.key] = request
+        self.reservations.reserve(request, now)
         return request
 
     def _begin_push(self, order: Order, sequence: TokenSequence) -> PushHandle | None:
@@ -242,8 +254,7 @@ class Requests:
             self._handle(request, LifeEvent.CANCELLED)
 
     def _deadline_passed(self, request: Request) -> None:
-        role = "prefill" if request.task is Task.PROMPT else "decode"
-        error = DeadlinePassed(f"the deadline passed during {role}")
+        error = DeadlinePassed(f"the deadline passed during {_WHEN.get(request.task, 'decode')}")
         self._handle(request, LifeEvent.FAILED, error)
 
     # --- performing what a life decides ----------------------------------------------------------
@@ -289,10 +300,16 @@ class Requests:
             del self._by_sequence[request.sequence]
         if request.deadline is not None:
             request.deadline.cancel()
+        if request.prefix is not None and self._prefixes is not None:
+            self._prefixes.leave(request)
         request.gateway.ended(request.order.stream_id)
         if not self._prompts and not self._answers:
             self._idle.set()
-        self._stepper.wake()  # what it held may be what others lack
+        self.blocks_freed()
+
+    def blocks_freed(self) -> None:
+        """What somebody held may be what others lack."""
+        self._stepper.wake()
         self.reservations.grant_waiting()
         self._on_change()
 
@@ -309,6 +326,9 @@ class Requests:
     def _close_answer(self, request: Request) -> None:
         del self._answers[request.order.key]
         sequence = request.sequence
+        if request.task is Task.PREFIX:
+            request.phases.end(error=request.error)
+            return
         if sequence is None:
             outcome = "not_joined"
             request.phases.end(error=request.error)
@@ -359,8 +379,7 @@ class Requests:
             request.started_at = now
             self._handle(request, LifeEvent.ADMITTED)
             request.phases.turn("prefill.compute", now)
-            is_prompt = request.task is Task.PROMPT
-            metrics = self._prompt_metrics if is_prompt else self._answer_metrics
+            metrics = self._answer_metrics if request.task is Task.WHOLE else self._prompt_metrics
             metrics.queue_seconds.observe(now - request.arrived_at)
             metrics.prompt_tokens.inc(sequence.num_tokens)
             metrics.cached_tokens.inc(sequence.num_cached_tokens)
@@ -383,7 +402,7 @@ class Requests:
             if id(sequence) in admitted and row.start > 0:
                 request.push.span(0, row.start, is_cached=True)
             spans.append((request.push, row.start, row.stop))
-        self._pusher.step_planned(spans, self._step_seconds(plan.rows))
+        self._pusher.step_planned(spans, self._step_seconds(plan))
         return [push for push, _, _ in spans]
 
     def step_done(
@@ -395,7 +414,7 @@ class Requests:
         for token in tokens:  # before all else: a client waits for each
             request = self._by_sequence[token.sequence]
             if request.life.state is LifeState.COMPUTING:
-                self._tell_first(request, token)
+                request.tell_first(token, _now())
                 turns.append((request, token))
             else:
                 _, rows = by_gateway.setdefault(id(request.gateway), (request.gateway, []))
@@ -416,25 +435,6 @@ class Requests:
             else:
                 self._go_on(request, token)
         self.reservations.grant_waiting()
-
-    def _tell_first(self, request: Request, token: NewToken) -> None:
-        now, sequence = _now(), token.sequence
-        started_at = request.arrived_at if request.started_at is None else request.started_at
-        times = PromptTimes(
-            queue_s=started_at - request.arrived_at,
-            compute_s=now - started_at,
-            cached_tokens=sequence.num_cached_tokens,
-        )
-        attributes: dict[str, Value] = {
-            "pdmesh.prompt_tokens": sequence.num_prompt_tokens,
-            "pdmesh.cached_tokens": times.cached_tokens,
-        }
-        if request.task is Task.PROMPT:
-            note(Moment.SAMPLED, request.order.key.request_id, seconds=times.compute_s)
-            request.phases.end(attributes)
-        else:
-            request.phases.turn("decode.steps", now, attributes)
-        request.gateway.first_token(request.order.stream_id, token, times)
 
     def _go_on(self, request: Request, token: NewToken) -> None:
         """Token 1 is sampled and not the last one: here or elsewhere others follow."""
@@ -492,8 +492,8 @@ class Requests:
 
     @property
     def num_answers(self) -> int:
-        """Answers, whole ones included, that hold something."""
-        return len(self._answers)
+        """Answers, whole ones included, that hold something; prefixes are none."""
+        return sum(it.task is not Task.PREFIX for it in self._answers.values())
 
 
 def _now() -> float:

@@ -28,7 +28,7 @@ from shared.worker.core.lease import (
 )
 from shared.worker.core.lease import Effect as LeaseEffect
 from shared.worker.core.leases import Leases
-from shared.worker.core.life import LifeEvent, LifeState
+from shared.worker.core.life import LifeEvent, LifeState, Task
 from shared.worker.receiver import KvReceiver, LeaseTerms, NoTermsYet, ReceiveStats
 from shared.worker.request import Request
 
@@ -109,6 +109,15 @@ class Reservations:
         self._on_change()
 
     def _granted(self, request: Request, lease: Lease) -> None:
+        if request.task is not Task.PREFIX:
+            self._tell_granted(request, lease)
+        request.gateway.granted(
+            request.order.stream_id, cached_tokens=lease.skip_tokens, wait_s=lease.wait_s
+        )
+        self._arm(lease.expires_at)
+        self._lease_changed(lease)
+
+    def _tell_granted(self, request: Request, lease: Lease) -> None:
         request.phases.turn("decode.receive", _now(), {"pdmesh.cached_tokens": lease.skip_tokens})
         self._metrics.queue_seconds.observe(lease.wait_s)
         self._metrics.prompt_tokens.inc(lease.num_tokens)
@@ -120,11 +129,6 @@ class Reservations:
             cached_tokens=lease.skip_tokens,
             wait_s=lease.wait_s,
         )
-        request.gateway.granted(
-            request.order.stream_id, cached_tokens=lease.skip_tokens, wait_s=lease.wait_s
-        )
-        self._arm(lease.expires_at)
-        self._lease_changed(lease)
 
     def _lease_changed(self, lease: Lease) -> None:
         if self.receiver is not None:
@@ -165,6 +169,7 @@ class Reservations:
             num_tokens=lease.num_tokens,
             skip_tokens=lease.skip_tokens,
             block_table=lease.block_table,
+            is_prefix=request.task is Task.PREFIX,
         )
 
     def source_lost(self, source: Incarnation, error: MeshError) -> None:
@@ -179,6 +184,14 @@ class Reservations:
             # Cancelled in the same instant: nothing writes the blocks any more, and nobody wants
             # them.
             self.release(key)
+            return
+        if request.task is Task.PREFIX:
+            assert self.receiver is not None
+            effects = self._leases.keep(lease, stats.num_tokens, now=_now())
+            lane = self.receiver.lane_from(lease.source)
+            request.gateway.joined(request.order.stream_id, stats, lane)
+            self._handle(request, LifeEvent.KEPT)
+            self._perform_leases(effects)
             return
         if first_token >= self._vocab_size:
             # In a step it would fail every sequence of the batch.

@@ -1,106 +1,132 @@
-"""How long a step of a colocated worker takes: measured once before it joins, then kept true.
+"""How long this worker's steps take: measured before it joins, then learned from every step.
 
-The shape of the model (a constant, so much a token, so much a position that is attended to) comes
-from a profile of the engine; what else this machine does meanwhile is one factor, learned from the
-steps that computed prompts. Decides nothing: ``shared/schedule/budget.py`` asks it.
+Two kinds of steps are learned apart, those with prompts in them and those without: the same number
+of tokens costs differently (``shared/predict/step_time.py``). Decides nothing: the budget of a step
+and the way of KV ask it, and gateways are told what it knows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import structlog
 
 from shared.engine.base import Engine
-from shared.engine.step_time import StepTimeModel
 from shared.engine.worker import ComputeRunner
-from shared.schedule.budget import attended
+from shared.predict.step_time import StepFit, StepTimeModel, attended
+from shared.profile.step_rows import batches, chunks
 from shared.schedule.plan import StepPlan
 from shared.step import StepRow
-from shared.telemetry.worker import MovingMean
 
 _log = structlog.get_logger(__name__)
 
-DEPTHS = (0, 1024)
-"""Where in its prompt a chunk of the profile begins."""
+PROFILE_S = 0.3
+"""No step of the profile is begun later than this: who waits for the first answer waits for it."""
 
-SMALLEST, LEAST_LARGEST = 16, 64
-"""Tokens of the first chunk; each is twice the one before it, until one takes longer than the
-target: steps beyond it are nobody's business. So many are tried whatever the target."""
+DEPTHS = (0, 1024)
+"""Where in its sequence a chunk or a token of the profile begins."""
+
+LEAST_LARGEST = 64
+"""Chunks grow until one takes longer than the target: steps beyond it are nobody's business. So
+many tokens are tried whatever the target."""
 
 REPETITIONS = 3
 """The quickest of them counts: what disturbs a step only ever slows it."""
 
-_SLOWEST = 4.0
-"""Most that one step may claim to be slower than predicted: one that stood still says nothing."""
+
+class ProfileRange(NamedTuple):
+    """What a profile is to cover. max_tokens, max_rows: of a step with prompts, and of one without;
+    0 = there are none. target_s: steps with prompts keep to it, and none larger than the first that
+    does not is tried; 0 = nothing hangs on it. known: whole prompts that were measured earlier,
+    tokens and seconds of each: then only what begins late in a prompt is tried."""
+
+    max_tokens: int
+    max_rows: int
+    target_s: float = 0.0
+    known: Sequence[tuple[int, float]] = ()
 
 
 class StepTimes:
-    """Predicts a step from its tokens and the positions they attend to. 0 until profiled."""
+    """One worker's steps."""
 
     def __init__(self) -> None:
-        self._model = StepTimeModel()
-        self._slowness = MovingMean()
-        self._quickest_s = 0.0
-        self._most_tokens = 0
+        self._prompts, self._answers = StepTimeModel(), StepTimeModel()
 
     def predict(self, num_tokens: int, num_attended: int) -> float:
-        """Return seconds, never less than the quickest step of the profile took."""
-        seconds = max(self._quickest_s, self._model.predict(num_tokens, num_attended))
-        return seconds * (self._slowness.value or 1.0)
+        """Predict a step with prompts, in seconds; 0 = not known yet."""
+        return self._prompts.predict(num_tokens, num_attended)
+
+    def of(self, plan: StepPlan) -> float:
+        """Predict a step that is planned; 0 = not known yet."""
+        model = self._prompts if plan.num_prefill_tokens else self._answers
+        return model.predict(plan.num_tokens, plan.num_attended)
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
-        """Take note of a step that was run. Only those with prompt chunks count, and none that is
-        larger than all of the profile, as a whole prompt is while nobody decodes."""
-        num_tokens = plan.num_decode_rows + plan.num_prefill_tokens
-        if not plan.num_prefill_tokens or num_tokens > self._most_tokens:
-            return
-        num_attended = sum(attended(row.start, row.stop) for row in plan.rows)
-        predicted_s = max(self._quickest_s, self._model.predict(num_tokens, num_attended))
-        if predicted_s > 0:
-            self._slowness.add(min(_SLOWEST, seconds / predicted_s))
+        """Take note of a step that was run."""
+        model = self._prompts if plan.num_prefill_tokens else self._answers
+        model.observe(plan.num_tokens, plan.num_attended, seconds)
+
+    def fits(self) -> tuple[StepFit, StepFit]:
+        """Return what is known of steps with prompts, and of those without."""
+        return self._prompts.fit(), self._answers.fit()
 
     async def profile(
         self,
         engine: Engine,
         compute: ComputeRunner,
         stopwatch: Callable[[], float],
+        wanted: ProfileRange,
         *,
-        target_s: float,
-        max_tokens: int,
+        limit_s: float = PROFILE_S,
     ) -> None:
-        """Run steps of growing size, up to ``max_tokens``, until they take longer than the target.
+        """Run steps of growing size, for ``limit_s`` or a little longer; for longer where a target
+        hangs on them.
 
         They write into blocks of the pool: nobody may hold any yet.
         Raises EngineFailed: the device failed.
         """
         began_at = stopwatch()
-        room = min(engine.spec.max_model_len - 1, engine.num_blocks * engine.block_size)
-        for depth in DEPTHS:
-            size = SMALLEST
-            while size <= max_tokens and depth + size <= room:
-                row = _row(engine, depth, size)
-                seconds = await _quickest(compute, row, stopwatch)
-                self._quickest_s = min(seconds, self._quickest_s or seconds)
-                self._most_tokens = max(self._most_tokens, size)
-                for _ in range(REPETITIONS):
-                    self._model.observe(size, attended(depth, depth + size), seconds)
-                if seconds > target_s and size >= LEAST_LARGEST:
-                    break
-                size *= 2
+        prompts = chunks(engine, wanted.max_tokens, DEPTHS[bool(wanted.known) :])
+        answers = batches(engine, wanted.max_rows, DEPTHS)
+        for num_tokens, seconds in wanted.known:
+            self._prompts.observe(num_tokens, attended(0, num_tokens), seconds)
+        if wanted.max_tokens:
+            until = began_at + (limit_s / 2 if wanted.max_rows else limit_s)
+            await self._try(self._prompts, prompts, compute, stopwatch, until, wanted.target_s)
+        if wanted.max_rows:
+            until = max(began_at + limit_s, stopwatch() + limit_s / 2)
+            await self._try(self._answers, answers, compute, stopwatch, until)
         _log.info("steps profiled", seconds=round(stopwatch() - began_at, 3))
 
+    @staticmethod
+    async def _try(
+        model: StepTimeModel,
+        steps: Iterator[list[StepRow]],
+        compute: ComputeRunner,
+        stopwatch: Callable[[], float],
+        until: float,
+        target_s: float = 0.0,
+    ) -> None:
+        for rows in steps:
+            num_tokens = sum(len(row.token_ids) for row in rows)
+            if stopwatch() > until and not (target_s and num_tokens <= LEAST_LARGEST):
+                break
+            num_attended = sum(attended(row.start, row.stop) for row in rows)
+            seconds = await _quickest(compute, rows, stopwatch)
+            for _ in range(REPETITIONS):
+                model.observe(num_tokens, num_attended, seconds)
+            if target_s and seconds > target_s and num_tokens >= LEAST_LARGEST:
+                break
+        model.profiled()
 
-def _row(engine: Engine, start: int, size: int) -> StepRow:
-    num_blocks = -(-(start + size) // engine.block_size)
-    token_ids = [1 % engine.spec.vocab_size] * size
-    return StepRow(token_ids=token_ids, start=start, block_table=range(num_blocks))
 
-
-async def _quickest(compute: ComputeRunner, row: StepRow, stopwatch: Callable[[], float]) -> float:
+async def _quickest(
+    compute: ComputeRunner, rows: list[StepRow], stopwatch: Callable[[], float]
+) -> float:
     seconds: list[float] = []
     for _ in range(REPETITIONS):
         began_at = stopwatch()
-        await compute.step([row])
+        await compute.step(rows)
         seconds.append(stopwatch() - began_at)
     return min(seconds)

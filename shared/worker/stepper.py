@@ -87,6 +87,7 @@ class Stepper:
         self._look_ahead = look_ahead
         # The device may have gone on from the first to the second: the loop hears of it later.
         self._running: _Step | None = None
+        self._began_at = 0.0
         self._next: _Step | None = None
         self._is_to_plan_next = False
         self._wake = asyncio.Event()
@@ -110,6 +111,12 @@ class Stepper:
     async def quiet(self) -> None:
         """Wait until no step runs. After the last answer's end one may, with a row too far."""
         await self._quiet.wait()
+
+    def running(self) -> tuple[StepPlan, float] | None:
+        """Return the step that runs and the seconds since it began; None if none does."""
+        if self._running is None:
+            return None
+        return self._running.plan, asyncio.get_running_loop().time() - self._began_at
 
     @property
     def step_s(self) -> float:
@@ -157,6 +164,7 @@ class Stepper:
 
         begun = self._compute.begin(plan.rows, (), layers_ready if pushes else None)
         self._running = _Step(plan, begun, pushes)
+        self._began_at = asyncio.get_running_loop().time()
         self._quiet.clear()
         return True
 
@@ -167,9 +175,12 @@ class Stepper:
         plan, step, pushes = self._running
         results = await step.results()
         self._running, self._next = self._next, None
+        self._began_at = asyncio.get_running_loop().time()
         outcome = self._scheduler.commit(plan, results)
         if plan.num_decode_rows:
             failpoint("decode.mid_decode")
+        if outcome.failed:
+            self._sink.sequences_failed(outcome.failed)
         self._sink.step_done(outcome.tokens, pushes, step.done if pushes else None)
         if self._on_step is not None:
             self._on_step(plan, step.seconds)

@@ -16,15 +16,20 @@ from shared.address import Address
 from shared.config import WorkerConfig
 from shared.engine.base import Engine
 from shared.engine.worker import ComputeRunner
+from shared.home import Home
 from shared.ids import Incarnation, new_incarnation
+from shared.kv.journal import Journal
 from shared.kv.pool import BlockPool
+from shared.kv.tiers import CachePolicy
 from shared.membership.join import WorkerRole
 from shared.profile.machine import UNMEASURED, MachineProfile
 from shared.runtime.platform import Platform
 from shared.runtime.worker import WorkerLife, WorkerParts, devices, pool_and_scheduler
 from shared.schedule.budget import BatchBudget, EitherBudget, StepBudget, TimeBudget, TokenBudget
+from shared.schedule.queue_time import backlog_of, queue_seconds
 from shared.schedule.scheduler import Scheduler
-from shared.telemetry.tracing import Tracer, tracing
+from shared.telemetry.trace_export import tracing
+from shared.telemetry.tracing import Tracer
 from shared.telemetry.worker import (
     DecodeMetrics,
     PairSpeed,
@@ -40,13 +45,15 @@ from shared.version import VERSION
 from shared.worker.core.lease import LeasePolicy
 from shared.worker.core.leases import Leases
 from shared.worker.core.life import Task
-from shared.worker.dial import PairTable
 from shared.worker.doors import AnswerDoor, Door, PromptDoor
+from shared.worker.pairs import PairTable
+from shared.worker.prefixes import PrefixFetches, PrefixSource
 from shared.worker.pusher import Pusher
 from shared.worker.receiver import KvReceiver
 from shared.worker.requests import Requests
-from shared.worker.step_times import StepTimes
+from shared.worker.step_times import ProfileRange, StepTimes
 from shared.worker.stepper import Stepper
+from shared.worker.tier_moves import DramArena, PrefixWays, TierMoves
 
 _log = structlog.get_logger(__name__)
 
@@ -92,7 +99,7 @@ class MeshWorker:
         self, launch: LaunchProfile, config: WorkerConfig, platform: Platform, engine: Engine
     ) -> None:
         self.launch = launch
-        self.home, self.home_epoch = launch.home, 0
+        self.home = Home(launch.home)
         self._config = config
         self._platform = platform
         self._engine = engine
@@ -101,15 +108,19 @@ class MeshWorker:
             launch.home, config, platform, engine, self.incarnation, serves=launch.serves
         )
         self._open_metrics()
-        self.step_times = StepTimes() if launch.is_mixed and not config.token_budget else None
+        self.step_times = StepTimes()
+        self._budget: StepBudget = TokenBudget(config.max_step_tokens)
         self.pool: BlockPool
+        self.journal: Journal
         self.scheduler: Scheduler
         self.leases: Leases
         self.requests: Requests
         self.stepper: Stepper
-        self.pairs: PairTable | None = None
+        self.pairs: PairTable
         self.pusher: Pusher | None = None
         self.receiver: KvReceiver | None = None
+        self.prefix_source: PrefixSource | None = None
+        self.tiers: TierMoves | None = None
         self.doors: list[Door] = []
 
     def _open_metrics(self) -> None:
@@ -148,24 +159,28 @@ class MeshWorker:
             metrics.holdings = lambda: self._holdings(transport)
             self.prompt_metrics.pairs = self._pair_speeds
             with contextlib.ExitStack() as stack:
-                loops = [self.stepper.run, self.requests.run]
+                loops = [self.stepper.run, self.requests.run, self.pairs.run]
                 servicers = [door.sessions.servicer for door in self.doors]
-                if self.pairs is not None and self.pusher is not None:
-                    loops += [self.pairs.run, self.pusher.run]
+                servicers.append(self.pairs.servicer)
+                if self.tiers is not None:
+                    loops.append(self.tiers.run)
+                if self.pusher is not None:
+                    loops.append(self.pusher.run)
                 if self.receiver is not None:
                     stack.enter_context(contextlib.closing(self.receiver))
                     await self.receiver.open()
                     loops.append(self.receiver.run)
-                    servicers.append(self.receiver.servicer)
                 parts = WorkerParts(
                     servicers=servicers,
                     sessions=[door.sessions for door in self.doors],
                     metrics=metrics,
                     load=self.load,
+                    journal=self.journal,
                     loops=loops,
                     drain=lambda: self.requests.drain(self._config.drain_s),
                     why_not_ready=self._why_not_ready,
-                    on_peers=self.pairs.set_peers if self.pairs is not None else lambda _: None,
+                    on_peers=self.pairs.set_peers,
+                    on_pair=self.pairs.ask,
                     on_home=self._set_home,
                 )
                 return await self._life.run(parts, ready, stop)
@@ -173,29 +188,32 @@ class MeshWorker:
     # --- putting it together ---------------------------------------------------------------------
 
     async def _profile(self, compute: ComputeRunner, transport: Transport) -> MachineProfile:
-        """Measure what is not known: steps by time, and what keeps the device busy."""
-        config = self._config
-        if self.step_times is not None:
-            await self.step_times.profile(
-                self._engine,
-                compute,
-                self._platform.stopwatch,
-                target_s=config.tbt_target_s,
-                max_tokens=config.max_step_tokens,
-            )
-        if self.launch.pushes and config.needs_profile:
-            return await self._platform.profile(self._engine, compute, transport)
-        return UNMEASURED
+        """Measure what is not known: how long steps take, and what keeps the device busy."""
+        config, launch = self._config, self.launch
+        machine = UNMEASURED
+        if launch.pushes and config.needs_profile:
+            machine = await self._platform.profile(self._engine, compute, transport)
+        wanted = ProfileRange(
+            max_tokens=config.max_step_tokens if launch.pushes or launch.is_mixed else 0,
+            max_rows=config.max_running if launch.receives or launch.is_mixed else 0,
+            target_s=config.tbt_target_s if launch.is_mixed and not config.token_budget else 0.0,
+            known=machine.samples,
+        )
+        await self.step_times.profile(self._engine, compute, self._platform.stopwatch, wanted)
+        return machine
 
     def _open_books(self, profile: MachineProfile) -> None:
         config = self._config
+        self._budget = self._step_budget(profile)
         self.pool, self.scheduler = pool_and_scheduler(
             config,
             self._engine,
             watermark_blocks=config.watermark_blocks,
-            budget=self._budget(profile),
+            budget=self._budget,
         )
         self.pool.listen(self._home_metrics.kv_changed)
+        self.journal = Journal(self.pool.block_size)
+        self.pool.listen(self.journal)
         self.leases = Leases(self.pool, LeasePolicy(max_leases=config.max_requests))
         self.requests = Requests(
             tasks=self.launch.tasks,
@@ -207,10 +225,11 @@ class MeshWorker:
             answer_metrics=self.answer_metrics,
             max_prompts=config.max_jobs,
             max_answers=config.max_requests,
+            expect=self._engine.expect,
             on_change=self._life.changed,
         )
 
-    def _budget(self, profile: MachineProfile) -> StepBudget:
+    def _step_budget(self, profile: MachineProfile) -> StepBudget:
         """Return what bounds a step: prompts alone by what keeps the device busy, prompts beside
         answers by time."""
         config, most_tokens = self._config, self._config.max_step_tokens
@@ -218,7 +237,7 @@ class MeshWorker:
         if self.launch.pushes:
             together = config.batch_tokens or profile.saturating_tokens or most_tokens
             alone = BatchBudget(most_tokens, together)
-        if self.step_times is None:
+        if not self.launch.is_mixed or config.token_budget:
             return alone
         beside = TimeBudget(
             self.step_times.predict,
@@ -238,59 +257,98 @@ class MeshWorker:
         tracer: Tracer,
     ) -> None:
         config, engine, life = self._config, self._engine, self._life
-        rules = PairRules.of(config)
         self.stepper = Stepper(
             compute=compute,
             scheduler=self.scheduler,
             metrics=self.answer_metrics,
             prompt_metrics=self.prompt_metrics if self.launch.pushes else None,
             sink=self.requests,
-            on_step=None if self.step_times is None else self.step_times.learn,
+            on_step=self.step_times.learn,
             look_ahead=config.look_ahead,
         )
-        if self.launch.pushes:
+        shares = config.share_prefixes
+        if self.launch.pushes or shares:
             self.pusher = Pusher(
                 engine=engine,
                 compute=compute,
-                num_slots=(config.staging_mib << 20) // DEFAULT_MAX_FRAME_BYTES,
+                num_slots=self._num_slots(for_prefixes=not self.launch.pushes),
                 mode=TransferMode(config.transfer_mode),
                 profile=profile,
                 has_digest=config.exact or None,
             )
-            self.pairs = PairTable(
-                incarnation=self.incarnation,
-                version=VERSION,
-                engine=engine,
-                compute=compute,
-                transport=transport,
-                network=life.network,
-                sink=self.pusher,
-                random_bytes=self._platform.random_bytes,
-                on_change=life.changed,
-                group_bytes=config.group_kib << 10,
-                rules=rules,
-            )
+        if self.launch.pushes:
             self._open_door(PromptDoor)
-        if self.launch.receives:
+        if self.launch.receives or shares:
             self.receiver = KvReceiver(
-                incarnation=self.incarnation,
-                version=VERSION,
                 engine=engine,
                 compute=compute,
                 transport=transport,
                 leases=self.requests.reservations,
                 random_bytes=self._platform.random_bytes,
-                num_slots=(config.staging_mib << 20) // DEFAULT_MAX_FRAME_BYTES,
-                rules=rules,
-                on_change=life.changed,
+                num_slots=self._num_slots(for_prefixes=not self.launch.receives),
             )
+        if self.launch.receives:
             self._open_door(AnswerDoor)
+        prefixes: PrefixWays | None = self._share_prefixes() if shares else None
+        if config.dram_cache and (self.launch.pushes or self.launch.is_mixed):  # it has prompts
+            prefixes = self.tiers = self._open_tiers(compute, prefixes)
+        self.pairs = PairTable(
+            incarnation=self.incarnation,
+            version=VERSION,
+            engine=engine,
+            compute=compute,
+            transport=transport,
+            network=life.network,
+            random_bytes=self._platform.random_bytes,
+            source=self.pusher,
+            sink=self.receiver,
+            max_warm=config.warm_pairs,
+            on_change=life.changed,
+            # Who pushes prompts says how large groups are.
+            group_bytes=(config.group_kib << 10 if self.launch.pushes else DEFAULT_MAX_FRAME_BYTES),
+            rules=PairRules.of(config),
+        )
         self.requests.connect(
             self.stepper,
             pusher=self.pusher,
             receiver=self.receiver,
-            step_seconds=engine.step_seconds,
+            prefixes=prefixes,
+            step_seconds=self.step_times.of,
             tracer=tracer,
+        )
+
+    def _num_slots(self, *, for_prefixes: bool) -> int:
+        """Return the staging slots of one way; prefixes alone need fewer."""
+        num = (self._config.staging_mib << 20) // DEFAULT_MAX_FRAME_BYTES
+        return max(2, num // 2) if for_prefixes else num
+
+    def _share_prefixes(self) -> PrefixFetches:
+        assert self.pusher is not None
+        assert self.receiver is not None
+        self.prefix_source = PrefixSource(self.pool, self.pusher, self.requests.blocks_freed)
+        self.pusher.on_pull = self.prefix_source.pulled
+        return PrefixFetches(
+            self.requests.take_prefix,
+            self.requests.cancel,
+            self.scheduler,
+            self.receiver,
+            self._platform.random_bytes,
+            self.stepper.changed,
+        )
+
+    def _open_tiers(self, compute: ComputeRunner, others: PrefixWays | None) -> TierMoves:
+        return TierMoves(
+            DramArena(self._engine, self._config.dram_cache),
+            CachePolicy(self._config.cache_policy),
+            compute=compute,
+            pool=self.pool,
+            scheduler=self.scheduler,
+            journal=self.journal,
+            metrics=self._home_metrics,
+            predict=self.step_times.predict,
+            others=others,
+            on_blocks=self.requests.blocks_freed,
+            on_end=self.stepper.changed,
         )
 
     def _open_door(self, kind: type[Door]) -> None:
@@ -298,22 +356,21 @@ class MeshWorker:
             kind(self.requests, self.incarnation, VERSION, on_silent=self._life.rejoin)
         )
 
-    def _set_home(self, home: WorkerRole, epoch: int) -> None:
-        """Of two orders the one with the larger epoch counts; nothing in hand is touched by it."""
-        if not self.launch.may_be_either:
-            _log.warning("this worker has one role for good", asked=home.name.lower())
-        elif epoch > self.home_epoch:
-            self.home, self.home_epoch = home, epoch
-            _log.info("home changed", home=home.name.lower(), epoch=epoch)
-            self._life.changed()
+    def _set_home(self, home: WorkerRole, epoch: int, order: int) -> None:
+        before = self.home
+        self.home = before.after(Home(home, epoch, order), self.launch.serves)
+        what = "home kept" if self.home is before else "home changed"
+        _log.info(what, home=self.home.role.name.lower(), epoch=self.home.epoch, asked=epoch)
+        self._life.changed()
 
     # --- looking at it ---------------------------------------------------------------------------
 
     def load(self) -> WorkerLoad:
         """What this worker is busy with now."""
+        prompt_steps, answer_steps = self.step_times.fits()
         scheduled, leased = self.scheduler.statistics(), self.leases.statistics()
-        paired = self.pairs.paired if self.pairs is not None else ()
         own = (self.incarnation,) if self.launch.is_mixed else ()
+        speeds = self.pairs.speeds
         return WorkerLoad(
             pending_tokens=scheduled.pending_tokens,
             num_waiting=scheduled.num_waiting + leased.num_waiting,
@@ -323,18 +380,36 @@ class MeshWorker:
             quarantined_blocks=leased.num_quarantined_blocks,
             step_s=self.stepper.step_s,
             is_draining=self.requests.is_draining,
-            paired=(*own, *paired),
+            paired=(*own, *speeds),
+            pair_speeds=(*(0.0 for _ in own), *speeds.values()),
+            egress_bytes=0 if self.pusher is None else self.pusher.pending_bytes,
             num_prompts=self.requests.num_prompts_held,
             num_answers=self.requests.num_answers,
-            home="prefill" if self.home is WorkerRole.PREFILL else "decode",
-            home_epoch=self.home_epoch,
+            home="prefill" if self.home.role is WorkerRole.PREFILL else "decode",
+            home_epoch=self.home.epoch,
+            queue_s=self._queue_s(),
+            step_tokens=self._config.max_step_tokens,
+            prompt_steps=prompt_steps,
+            answer_steps=answer_steps,
+            home_order=self.home.order,
         )
+
+    def _queue_s(self) -> float:
+        """Predict when every prompt that is here now is computed, the running step's share done."""
+        backlog = backlog_of(self.scheduler.unfinished)
+        if not backlog.prompts:
+            return 0.0
+        seconds = queue_seconds(backlog, self._budget, self.step_times.predict)
+        running = self.stepper.running()
+        if running is not None and running[0].num_prefill_tokens:
+            plan, elapsed_s = running
+            seconds -= min(elapsed_s, self.step_times.of(plan))
+        return max(0.0, seconds)
 
     def _why_not_ready(self) -> str:
         if self.launch.is_mixed:
             return ""  # it needs nobody
-        parts = [part for part in (self.pairs, self.receiver) if part is not None]
-        return next((part.not_ready_reason for part in parts if part.not_ready_reason), "")
+        return self.pairs.not_ready_reason
 
     def _holdings(self, transport: Transport) -> WorkerHoldings:
         transfers, free_slots = 0, 0
@@ -355,6 +430,6 @@ class MeshWorker:
 
     def _pair_speeds(self) -> list[PairSpeed]:
         return [
-            PairSpeed(decode=str(pair.address), lane=pair.lane, bytes_per_s=pair.gbytes_per_s * 1e9)
-            for pair in (self.pairs.statistics() if self.pairs is not None else ())
+            PairSpeed(decode=pair.name, lane=pair.lane, bytes_per_s=pair.gbytes_per_s * 1e9)
+            for pair in self.pairs.statistics()
         ]

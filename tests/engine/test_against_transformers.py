@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +50,14 @@ def expected(folder_of: Callable[..., Path]) -> Callable[[str], tuple[list, list
         return known[shape]
 
     return answers
+
+
+@pytest.fixture(params=["auto", "torch"])
+def engine_of(
+    request: pytest.FixtureRequest, engine_of: Callable[..., TorchEngine]
+) -> Callable[..., TorchEngine]:
+    """Load a shape on the kernels that a CPU takes by itself, and on torch's."""
+    return functools.partial(engine_of, kernels=request.param)
 
 
 @every_shape
@@ -141,7 +150,8 @@ def test_sharded(folder_of: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kernels"), [("bfloat16", "torch"), ("float16", "torch"), ("bfloat16", "native")]
+    ("dtype", "kernels"),
+    [("bfloat16", "torch"), ("float16", "torch"), ("bfloat16", "native"), ("bfloat16", "avx2")],
 )
 @every_shape
 def test_half_precision(
@@ -149,7 +159,7 @@ def test_half_precision(
 ) -> None:
     """A folder in 16 bits runs in 16 bits, as close to float32 as transformers in 16 bits is."""
     folder = folder_of(shape, dtype=dtype)
-    if kernels == "native":
+    if kernels != "torch":
         needs_native()
     engine = TorchEngine.load(folder, num_blocks=20, dtype=dtype, kernels=kernels)
     assert {weight.dtype for weight in engine.forward.weights} == {getattr(torch, dtype)}

@@ -383,7 +383,11 @@ def test_kernels_are_chosen_by_device(
     monkeypatch.setattr(computing, "triton_unsupported", lambda *_, **__: "")
     assert chosen("auto", "cuda") == "triton"
     assert chosen("torch", "cuda") == "torch"
-    assert chosen("auto", "cpu") == "torch"  # float32: native does not compute it
+    monkeypatch.setattr(computing, "native_unsupported", lambda *_: "")
+    assert chosen("auto", "cpu") == chosen("native", "cpu") == "native"
+    assert chosen("avx2", "cpu") == "avx2"
+    monkeypatch.setattr(computing, "native_unsupported", lambda *_: "no native ones here")
+    assert chosen("auto", "cpu") == "torch"
     monkeypatch.setattr(computing, "triton_unsupported", lambda *_, **__: "no triton here")
     assert chosen("auto", "cuda") == "torch"
     with pytest.raises(ModelError, match="the triton kernels cannot run here: no triton here"):
@@ -397,17 +401,21 @@ def test_each_slow_part_of_loading_is_told(
     is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As it begins; compiling only where it has to be done."""
-    compiled: list[str] = []
+    compiled: list[tuple[str, str]] = []
+    found = Path("kernels.so") if is_compiled else None
     monkeypatch.setattr(TorchEngine, "load", lambda *_, **__: None)
-    monkeypatch.setattr(load, "unsupported", lambda: "")
-    monkeypatch.setattr(load, "find_compiled", lambda: Path("kernels.so") if is_compiled else None)
-    monkeypatch.setattr(load, "library", lambda: compiled.append("once"))
+    monkeypatch.setattr(load, "unsupported", lambda _: "")
+    monkeypatch.setattr(load, "best_instructions", lambda _: "avx512-bf16")
+    monkeypatch.setattr(load, "find_compiled", lambda *_: found)
+    monkeypatch.setattr(load, "compile_into", lambda _, *what: compiled.append(what))
     parts: list[str] = []
     load.load_engine(PrefillConfig(device="cpu"), parts.append)
     middle = [] if is_compiled else ["compiling kernels, once for this machine"]
     assert parts == ["importing torch", *middle, "loading weights"]
-    assert compiled == ([] if is_compiled else ["once"])
-    load.load_engine(PrefillConfig(device="cpu", dtype="float32"), parts.append)
+    load.load_engine(PrefillConfig(device="cpu", dtype="float32", kernels="avx2"), parts.append)
+    assert parts[-len(middle) - 2 :] == ["importing torch", *middle, "loading weights"]
+    assert compiled == ([] if is_compiled else [("bfloat16", "avx512-bf16"), ("float32", "avx2")])
+    load.load_engine(PrefillConfig(device="cpu", kernels="torch"), parts.append)
     assert parts[-2:] == ["importing torch", "loading weights"]
 
 

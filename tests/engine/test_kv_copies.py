@@ -195,7 +195,7 @@ def test_layers_are_marked_before_they_are_reported(
     engine_of: Callable[..., TorchEngine],
 ) -> None:
     """On CUDA a copy waits for a layer's mark, so the mark must be set when on_layer is called."""
-    loaded = engine_of("llama-gqa2", num_blocks=2)
+    loaded = engine_of("llama-gqa2", num_blocks=2, kernels="torch")
     streams = MarkingStreams()
     forward = TorchForward(
         loaded.forward._decoder,

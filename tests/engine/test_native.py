@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
+import subprocess
+import sys
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +24,10 @@ from shared.engine.torch_engine import TorchEngine
 from shared.errors import LocalProtocolError, ModelError
 from shared.step import SampleSpec, StepRow
 from tests.support.checkpoints import SHAPES
+from tests.support.command import ROOT
 from tests.support.engine_driver import greedy
 from tests.support.native import needs_native
+from tests.support.tiers import few
 
 pytestmark = pytest.mark.torch
 
@@ -29,15 +35,28 @@ EngineOf = Callable[..., TorchEngine]
 LENGTH = 150
 
 
+WAYS = {
+    "bfloat16": ("bfloat16", "native"),
+    "bfloat16 avx512": ("bfloat16", "avx512"),
+    "bfloat16 avx2": ("bfloat16", "avx2"),
+    "float32": ("float32", "native"),
+    "float32 avx2": ("float32", "avx2"),
+}
+every_way = pytest.mark.parametrize("native_of", few(WAYS, "bfloat16 avx2"), indirect=True)
+
+
 @pytest.fixture
-def native_of(folder_of: Callable[..., Path]) -> Iterator[Callable[..., TorchEngine]]:
-    """Load a shape in bfloat16 on the native kernels."""
-    needs_native()
+def native_of(
+    folder_of: Callable[..., Path], request: pytest.FixtureRequest
+) -> Iterator[Callable[..., TorchEngine]]:
+    """Load a shape on the native kernels: in bfloat16 by the quickest, or one of ``WAYS``."""
+    dtype, kernels = WAYS[getattr(request, "param", "bfloat16")]
+    needs_native(dtype, kernels if kernels in build.INSTRUCTIONS else "")
     engines: list[TorchEngine] = []
 
     def engine(shape: str, **options: object) -> TorchEngine:
-        options = {"num_blocks": 40, "kernels": "native", **options}
-        engines.append(TorchEngine.load(folder_of(shape, dtype="bfloat16"), **options))
+        options = {"num_blocks": 40, "kernels": kernels, **options}
+        engines.append(TorchEngine.load(folder_of(shape, dtype=dtype), **options))
         return engines[-1]
 
     threads = torch.get_num_threads()
@@ -63,6 +82,7 @@ def hidden_of(engine: TorchEngine, tokens: list[int], cuts: list[int], table: li
     return torch.cat(parts)
 
 
+@every_way
 @pytest.mark.parametrize("shape", SHAPES)
 def test_same_bits_however_a_prompt_is_cut(shape: str, native_of: EngineOf) -> None:
     """Whole, in chunks, token by token, in another place of the pool, with other block sizes."""
@@ -74,6 +94,7 @@ def test_same_bits_however_a_prompt_is_cut(shape: str, native_of: EngineOf) -> N
         assert torch.equal(hidden_of(engine, tokens, cuts, table), whole)
 
 
+@every_way
 @pytest.mark.parametrize("shape", ["llama-gqa2", "qwen3-bias-mixed-windows", "mistral-window"])
 def test_same_bits_in_any_company(shape: str, native_of: EngineOf) -> None:
     """A sequence gets the same hidden states alone and in a batch of prompts and single tokens."""
@@ -113,6 +134,29 @@ def test_same_bits_with_any_number_of_threads(native_of: EngineOf) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", build.NUMBERS)
+def test_same_bits_on_any_cpu(dtype: str, shape: str, folder_of: Callable[..., Path]) -> None:
+    """Hidden states, logits and KV, whatever instructions the kernels are made of: workers of
+    unequal machines give the same answers."""
+    tokens, table = prompt_of(shape, 70), list(range(5))
+    states, logits, keys = [], [], []
+    for name in build.INSTRUCTIONS:
+        if build.unsupported(name) or (dtype == "float32" and name == "avx512-bf16"):
+            continue
+        kernels = name if name in build.NATIVE else "native"
+        engine = TorchEngine.load(folder_of(shape, dtype=dtype), num_blocks=5, kernels=kernels)
+        assert engine.machine["kernels"] == f"native, {name}"
+        states.append(hidden_of(engine, tokens, [], table))
+        with torch.inference_mode():
+            logits.append(engine.forward.logits(states[-1]).clone())
+        keys.append(torch.stack(list(engine._kv.keys)))
+        engine.close()
+    assert len(states) > 1 or pytest.skip("this CPU has one kind of instructions")
+    for same in (states, logits, keys):
+        assert all(torch.equal(one, same[0]) for one in same[1:])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_layers_are_reported_in_order_and_change_nothing(shape: str, native_of: EngineOf) -> None:
     """A layer's KV is in the pool when it is reported, and the result is that of one call."""
     engine = native_of(shape)
@@ -131,17 +175,27 @@ def test_layers_are_reported_in_order_and_change_nothing(shape: str, native_of: 
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 6, 7, 13, 64, 97, 200])
-@pytest.mark.parametrize(("rows", "k"), [(64, 64), (200, 96), (33, 130), (1, 2)])
+@pytest.mark.parametrize(("rows", "k"), [(64, 64), (200, 96), (33, 130), (1, 2), (70, 5000)])
 def test_a_product_is_that_of_torch(count: int, rows: int, k: int) -> None:
-    """Every way to cut rows into tiles, and matrices that fill no panel."""
-    needs_native()
+    """Every way to cut rows into tiles and k into stretches, and matrices that fill no panel; and
+    numbers that no normal bfloat16 holds."""
     generator = torch.Generator().manual_seed(count * rows + k)
     matrix = torch.randn(rows, k, generator=generator).to(torch.bfloat16)
     x = torch.randn(count, k, generator=generator).to(torch.bfloat16)
+    x[0] *= 2.0**-126
     want = x.double() @ matrix.double().T
-    got = library.load().product(matrix)(x).double()
-    # One rounding to bfloat16 of a float32 sum.
-    assert torch.allclose(got, want, rtol=2**-8, atol=1e-4 * k**0.5)
+    got = {
+        (dtype, name): library.load(dtype, name).product(matrix.to(dtype))(x.to(dtype))
+        for dtype in (torch.bfloat16, torch.float32)
+        for name in build.INSTRUCTIONS
+        if not build.unsupported(name)
+    }
+    assert got or pytest.skip("no native kernels")
+    for (dtype, _), product in got.items():
+        # One rounding to bfloat16 of a float32 sum; or the sum.
+        rounding = 2**-8 if dtype == torch.bfloat16 else 0
+        assert torch.allclose(product.double(), want, rtol=rounding, atol=1e-4 * k**0.5)
+        assert torch.equal(product, got[dtype, "avx2"])
 
 
 def test_the_most_likely_token_is_the_first_of_equals(native_of: EngineOf) -> None:
@@ -208,7 +262,7 @@ def test_kernels_are_chosen(
 ) -> None:
     """auto falls back to torch, in float32, and says why; native insists; torch never compiles."""
     folder = folder_of("llama-gqa2", dtype="bfloat16")
-    monkeypatch.setattr(build, "unsupported", lambda: "this CPU lacks everything")
+    monkeypatch.setattr(build, "unsupported", lambda _: "this CPU lacks everything")
     library.load.cache_clear()
     try:
         engine = TorchEngine.load(folder, num_blocks=2)
@@ -221,8 +275,8 @@ def test_kernels_are_chosen(
             TorchEngine.load(folder, num_blocks=2, kernels="native")
     finally:
         library.load.cache_clear()
-    with pytest.raises(ModelError, match="they compute bfloat16, not float32"):
-        TorchEngine.load(folder_of("llama-gqa2"), num_blocks=2, kernels="native")
+    with pytest.raises(ModelError, match="they compute bfloat16 and float32, not float16"):
+        TorchEngine.load(folder, num_blocks=2, dtype="float16", kernels="native")
 
 
 def test_what_is_computed_is_said(folder_of: Callable[..., Path]) -> None:
@@ -249,7 +303,8 @@ def test_what_is_computed_is_said(folder_of: Callable[..., Path]) -> None:
     needs_native()
     bits = ("info", "bfloat16", "native", "the same bits in any batch")
     assert said("bfloat16") == said("bfloat16", exact=True) == bits
-    assert said("float16") == ("info", "float32", "torch", tokens)
+    for stored in ("float32", "float16"):
+        assert said(stored) == ("info", "float32", *bits[2:])
 
 
 def test_a_gpus_products_are_not_rounded_on_the_way(
@@ -276,25 +331,55 @@ def test_a_build_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     needs_native()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(build, "HERE", tmp_path / "package")
-    made = build.library()
+    made = build.library("bfloat16", "avx2")
     assert made.parent == tmp_path / "pdmesh" / "native"
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert build.library() == made
+    assert build.library("bfloat16", "avx2") == made
+
+
+def test_an_install_brings_the_sources() -> None:
+    """Without one of them no installed worker could compile, or find what was compiled."""
+    settings = tomllib.loads((Path(ROOT) / "pyproject.toml").read_text())["tool"]["setuptools"]
+    brought = settings["package-data"]["shared.engine.native"]
+    assert {path.name for path in build.SOURCES} <= {*brought}
+    assert {*build.HERE.glob("*.cpp"), *build.HERE.glob("*.h")} == {*build.SOURCES}
+
+
+@pytest.mark.slow
+def test_an_image_gets_all_kernels(tmp_path: Path) -> None:
+    """What the Dockerfile copies for its stage of kernels is enough to make them."""
+    needs_native()
+    stage = (Path(ROOT) / "Dockerfile").read_text().split(" AS native\n")[1].split("\nFROM ")[0]
+    for source, target in re.findall(r"^COPY (shared/\S+) (\S+)$", stage, re.M):
+        if (Path(ROOT) / source).is_dir():
+            shutil.copytree(Path(ROOT) / source, tmp_path / target, ignore=_COMPILED)
+        else:
+            (tmp_path / target).mkdir(parents=True, exist_ok=True)
+            shutil.copy(Path(ROOT) / source, tmp_path / target)
+    (command,) = re.findall(r"^RUN (.*) \\$", stage, re.M)
+    assert command == "python3 -m shared.engine.native.build"
+    alone = {"PATH": os.environ["PATH"]}
+    subprocess.run([sys.executable, *command.split()[1:]], cwd=tmp_path, env=alone, check=True)
+    made = (tmp_path / "shared/engine/native").glob("*.so")
+    assert len(list(made)) == 2 * len(build.INSTRUCTIONS) - 1
+
+
+_COMPILED = shutil.ignore_patterns("*.so", "__pycache__")
 
 
 def test_why_there_is_no_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a compiler, with a broken one, and without a place to write, the reason is told."""
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(build.Unavailable, match="no C\\+\\+ compiler"):
-        build.compile_into(tmp_path)
+        build.compile_into(tmp_path, "bfloat16", "avx2")
     broken = tmp_path / "broken"
     broken.write_text("#!/bin/sh\necho 'no such option' >&2\nexit 1\n")
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
     with pytest.raises(build.Unavailable, match="no such option"):
-        build.compile_into(tmp_path)
+        build.compile_into(tmp_path, "bfloat16", "avx2")
     with pytest.raises(build.Unavailable, match="cannot be written"):
-        build.compile_into(Path("/proc/nowhere"))
+        build.compile_into(Path("/proc/nowhere"), "bfloat16", "avx2")
     assert not list(tmp_path.glob("*.so"))
 
 
@@ -302,7 +387,7 @@ def test_why_there_is_no_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_packed_from_a_file_as_from_memory(rows: int, k: int, tmp_path: Path) -> None:
     """Whole and partial groups of rows, one piece and several, from any place of a file."""
     needs_native()
-    kernels = library.load()
+    kernels = library.load(torch.bfloat16)
     matrix = torch.randn(rows, k).to(torch.bfloat16)
     path = tmp_path / "matrix"
     path.write_bytes(b"head" + matrix.view(torch.int16).numpy().tobytes() + b"tail")
@@ -327,7 +412,7 @@ def test_packed_beside_others(rows: int) -> None:
     """After other rows, from a column in the middle of a group; and side by side in halves."""
     needs_native()
     k, half = 34, library.PANEL // 2
-    kernels = library.load()
+    kernels = library.load(torch.bfloat16)
     above, below = (torch.randn(rows, k).to(torch.bfloat16) for _ in range(2))
 
     def packed(*places: dict[str, int]) -> torch.Tensor:
@@ -360,7 +445,7 @@ def test_a_file_that_cannot_be_packed(tmp_path: Path) -> None:
             library.PackJob(file=one.fileno(), rows=rows, k=64, panels=room.data_ptr(), width=64)
             for (one, rows), room in zip(places, panels, strict=True)
         ]
-        problems = [job.problem for job in library.load().pack(jobs)]
+        problems = [job.problem for job in library.load(torch.bfloat16).pack(jobs)]
     assert problems == ["the file ends too soon", "Bad file descriptor", ""]
     assert panels[2].view(32, 64, 2)[:, :16].count_nonzero() == 0
 

@@ -38,7 +38,7 @@ def test_the_policy_of_the_page_passes_the_test_of_the_page(
     page = "add-a-routing-policy.md"
     written: dict[str, Any] = dict(vars(routing))
     exec(code_of(page, "class TwoChoices"), written)
-    monkeypatch.setitem(routing.POLICIES, "two_choices", written["TwoChoices"])
+    monkeypatch.setitem(routing.POLICIES, "p2c", written["TwoChoices"])
     names: dict[str, Any] = {
         **vars(routing),
         "a_mesh": a_mesh,
@@ -47,11 +47,11 @@ def test_the_policy_of_the_page_passes_the_test_of_the_page(
         "Incarnation": Incarnation,
         "replace": replace,
     }
-    exec(code_of(page, "def test_two_choices"), names)
-    names["test_two_choices_takes_the_less_loaded_of_two"]()
-    names["POLICIES"] = {"two_choices": routing.LeastLoaded}
+    exec(code_of(page, "def test_p2c"), names)
+    names["test_p2c_takes_the_less_loaded_of_two"]()
+    names["POLICIES"] = {"p2c": routing.LeastLoaded}
     with pytest.raises(AssertionError):
-        names["test_two_choices_takes_the_less_loaded_of_two"]()
+        names["test_p2c_takes_the_less_loaded_of_two"]()
 
 
 def test_the_family_of_the_page_answers_as_transformers_does(

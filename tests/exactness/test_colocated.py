@@ -97,7 +97,11 @@ async def test_after_preemption(
     async with a_mesh(
         folder_of, shape, tiny_text, 34, token_budget=100, cache_prefixes=False
     ) as mesh:
-        await compare(mesh, reference, prompts)
+        # Small models are quick: on a busy machine an answer may end before the next prompt comes.
+        for _ in range(10):
+            await compare(mesh, reference, prompts)
+            if mesh.decode.scheduler.statistics().num_preemptions:
+                break
         assert mesh.decode.scheduler.statistics().num_preemptions > 0
 
 

@@ -36,9 +36,11 @@ NUM_PROMPTS = 12
 
 PATHS = {
     "native": {"kernels": "native", "dtype": "bfloat16"},
+    "native avx2": {"kernels": "avx2", "dtype": "bfloat16"},
+    "native float32": {"kernels": "native", "dtype": "float32"},
     "torch": {"kernels": "torch", "dtype": "float32"},
 }
-SAME_BITS = ("native",)
+SAME_BITS = ("native", "native avx2", "native float32")
 every_path = pytest.mark.parametrize("path", PATHS)
 
 
@@ -93,7 +95,7 @@ def truth(prompts: list[list[int]]) -> Callable[[str], list[Running]]:
 
 
 def an_engine(path: str, block_size: int, num_blocks: int) -> TorchEngine:
-    if path == "native":
+    if path in SAME_BITS:
         needs_native()
     return TorchEngine.load(
         DEMO_FOLDER, block_size=block_size, num_blocks=num_blocks, num_threads=1, **PATHS[path]

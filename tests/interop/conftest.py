@@ -67,7 +67,18 @@ _READY = re.compile(r"(http://\S+)/v1 \(OpenAI's API\), (\S+) \(gRPC\)")
 @contextmanager
 def pdmesh_up(*options: str) -> Generator[tuple[str, str]]:
     """Run `pdmesh up` with these options; gives HTTP URL and gRPC address."""
-    command = [sys.executable, "-m", "services.cli", "up", "--port", "0", "--device", "cpu"]
+    command = [
+        sys.executable,
+        "-m",
+        "services.cli",
+        "up",
+        "--port",
+        "0",
+        "--prefill",
+        "1",
+        "--device",
+        "cpu",
+    ]
     up = subprocess.Popen(
         [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

@@ -50,4 +50,4 @@ async def test_langchain(
     assert got["too_long"]["name"] == "OpenAIContextOverflowError"
     # What would change the answer and is not served is refused by the field that langchain sent.
     assert got["tools"]["param"] == "tools"
-    assert got["structured"]["param"] == "response_format"
+    assert got["structured"] in ({"a": "yes"}, {"a": "no"})

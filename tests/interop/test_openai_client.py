@@ -148,9 +148,7 @@ async def test_errors_arrive_as_the_clients_own(client: AsyncOpenAI, model: str)
         await client.chat.completions.create(model=model, messages=HI, max_tokens=10_000_000)
     assert long.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError):
-        await client.chat.completions.create(
-            model=model, messages=HI, response_format={"type": "json_object"}
-        )
+        await client.chat.completions.create(model=model, messages=HI, modalities=["audio"])
     with pytest.raises(openai.NotFoundError):
         await client.responses.create(model=model, input="hi")
 

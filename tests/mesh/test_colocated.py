@@ -11,19 +11,21 @@ from typing import Any
 import pytest
 
 from shared.engine.fake import FakeEngine, FakeTiming
-from shared.engine.worker import VirtualCompute
 from shared.errors import DeadlinePassed, InvalidRequest, Overloaded, WorkerLost
-from shared.schedule.budget import attended
+from shared.predict.step_time import attended
 from shared.schedule.plan import StepPlan
-from shared.worker.step_times import StepTimes
+from shared.worker.step_times import ProfileRange, StepTimes
 from tests.support.cores import Worker, a_sequence
 from tests.support.storm import sampled, storm
 from tests.support.tiers import few
+from tests.support.virtual_compute import VirtualCompute
 from tests.support.whole_mesh import Answer, WholeMesh, whole_mesh
 from tests.support.worker_mesh import MODEL, a_prompt, expected, virtual_time
 
 SLOW = FakeTiming(base_s=0.02, prefill_token_s=0.001)
 """Steps long enough for a test to fall between them."""
+
+CHUNKS = ProfileRange(max_tokens=2048, max_rows=0, target_s=0.1)
 
 COLOCATED: dict[str, Any] = {"num_prefill": 0, "decode": {"colocated": True}}
 
@@ -143,23 +145,25 @@ async def test_a_profile_predicts_steps_it_has_not_seen() -> None:
     engine = FakeEngine(model=MODEL, num_blocks=200, block_size=16, timing=timing)
     loop, times = asyncio.get_running_loop(), StepTimes()
     assert times.predict(100, 100) == 0.0
-    await times.profile(engine, VirtualCompute(engine), loop.time, target_s=0.1, max_tokens=2048)
+    await times.profile(engine, VirtualCompute(engine), loop.time, CHUNKS, limit_s=9.0)
     for start, size in ((0, 40), (0, 150), (500, 100)):
         right = timing.base_s + size * timing.prefill_token_s
         assert times.predict(size, attended(start, start + size)) == pytest.approx(right, rel=0.1)
 
 
 @virtual_time
-async def test_steps_larger_than_the_profile_correct_nothing() -> None:
-    """A whole prompt's step says nothing about chunks; a chunk's that took twice as long does."""
+async def test_a_step_that_stood_still_says_little() -> None:
+    """Of many steps one is no reason to expect others like it; if most are, it is."""
     engine = FakeEngine(model=MODEL, num_blocks=200, block_size=16, timing=SLOW)
     loop, times = asyncio.get_running_loop(), StepTimes()
-    await times.profile(engine, VirtualCompute(engine), loop.time, target_s=0.1, max_tokens=2048)
-    before = times.predict(100, 100)
-    times.learn(_a_plan(1000), 10 * times.predict(1000, attended(0, 1000)))
-    assert times.predict(100, 100) == before
-    times.learn(_a_plan(64), 2 * times.predict(64, attended(0, 64)))
-    assert times.predict(100, 100) > before
+    await times.profile(engine, VirtualCompute(engine), loop.time, CHUNKS, limit_s=9.0)
+    before = times.predict(64, attended(0, 64))
+    for seconds in (before, before, 100 * before):
+        times.learn(_a_plan(64), seconds)
+    assert times.predict(64, attended(0, 64)) == pytest.approx(before, rel=0.01)
+    for _ in range(5):
+        times.learn(_a_plan(64), 2 * before)
+    assert times.predict(64, attended(0, 64)) == pytest.approx(2 * before, rel=0.1)
 
 
 def _a_plan(num_tokens: int) -> StepPlan:
@@ -173,7 +177,8 @@ async def test_a_target_below_every_step_is_never_met() -> None:
     """Whatever the line through the profile says of sizes that were not tried."""
     engine = FakeEngine(model=MODEL, num_blocks=200, block_size=16, timing=FakeTiming(base_s=0.01))
     loop, times = asyncio.get_running_loop(), StepTimes()
-    await times.profile(engine, VirtualCompute(engine), loop.time, target_s=1e-6, max_tokens=2048)
+    wanted = CHUNKS._replace(target_s=1e-6)
+    await times.profile(engine, VirtualCompute(engine), loop.time, wanted, limit_s=9.0)
     assert min(times.predict(size, attended(0, size)) for size in range(2048)) > 0.009
 
 

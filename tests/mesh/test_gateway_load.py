@@ -111,14 +111,13 @@ async def test_reports_of_load_wake_nobody(monkeypatch: pytest.MonkeyPatch) -> N
     to tell prefill workers of decode workers. A worker that drains wakes the first, one that comes
     or goes both; each prefill worker is told once."""
     told: list[int] = []
-    peers_of = Registry._peers_of
+    list_of = Registry._list
 
-    def counted(registry: Registry, worker: Worker) -> Any:
-        directive = peers_of(registry, worker)
-        told.append(len(directive.peers.peers))
-        return directive
+    def counted(registry: Registry, peers: tuple[Worker, ...]) -> Any:
+        told.append(len(peers))
+        return list_of(registry, peers)
 
-    monkeypatch.setattr(Registry, "_peers_of", counted)
+    monkeypatch.setattr(Registry, "_list", counted)
     async with whole_mesh(num_prefill=3, num_decode=2) as mesh:
         members: Any = mesh.gateways[0].members
         reports: list[Incarnation] = []

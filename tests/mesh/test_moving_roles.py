@@ -17,7 +17,7 @@ from shared import wire
 from shared.engine.fake import FakeTiming
 from shared.errors import DeadlinePassed, InvalidRequest, NotFound, WorkerLost
 from shared.rpc.methods import CHANGE_ROLE
-from shared.rpc.stream import call_unary
+from tests.support.calls import call_unary
 from tests.support.storm import storm
 from tests.support.tiers import few
 from tests.support.whole_mesh import Answer, WholeMesh, whole_mesh
@@ -111,7 +111,7 @@ async def test_every_gateway_sees_a_move_and_the_newer_one_counts() -> None:
         await move(mesh, moving, "token", gateway=1)
         for gateway in (0, 1):
             await mesh.until(lambda g=gateway: pools(mesh, g)[0] == "token")
-        assert moving.worker.home_epoch == 3
+        assert moving.worker.home.epoch == 3
 
 
 @virtual_time
@@ -142,6 +142,42 @@ async def test_of_two_moves_at_once_the_second_finds_the_role_without_others() -
             ]
         assert [order.result() for order in orders] == ["token", "last_of_role"]
         assert pools(mesh) == ["token", "prompt", "token"]
+
+
+@pytest.mark.parametrize("later_s", [0.0, 0.01, 0.05, 0.06, 0.08, 0.12, 0.2, 0.5])
+@virtual_time
+async def test_two_gateways_that_move_two_workers_cannot_empty_a_role_together(
+    later_s: float,
+) -> None:
+    """Neither knows of the other's order, and each alone is right; whoever loses is told."""
+    async with whole_mesh(**EITHER, num_gateways=2, num_prefill=2, num_decode=1) as mesh:
+        async with asyncio.TaskGroup() as tasks:
+            first = tasks.create_task(_home_or_error(move(mesh, mesh.prefills[0], "token", 0)))
+            await asyncio.sleep(later_s)
+            second = tasks.create_task(_home_or_error(move(mesh, mesh.prefills[1], "token", 1)))
+        said = [first.result(), second.result()]
+        assert said.count("token") <= 1
+        assert {*said} <= {"token", "old_epoch", "last_of_role"}
+        await asyncio.sleep(1.0)
+        for gateway in (0, 1):
+            assert pools(mesh, gateway).count("token") == 1 + said.count("token")
+        # Who is told to look again and repeat finds out who is right.
+        if "token" not in said:
+            assert await _home_or_error(move(mesh, mesh.prefills[0], "token", 1)) == "token"
+        assert pools(mesh, 1).count("prompt") == 1
+
+
+@virtual_time
+async def test_three_gateways_in_a_ring_leave_one_worker() -> None:
+    """Each one's witness is the worker that the next one moves."""
+    async with whole_mesh(**EITHER, num_gateways=3, num_prefill=3, num_decode=1) as mesh:
+        for _ in range(4):  # until all have tried so often that only the rule holds them
+            async with asyncio.TaskGroup() as tasks:
+                for gateway, running in enumerate(mesh.prefills):
+                    tasks.create_task(_home_or_error(move(mesh, running, "token", gateway)))
+            for gateway in range(3):
+                assert pools(mesh, gateway).count("prompt") >= 1
+        assert (await mesh.ask(a_prompt(40), 8)).token_ids == expected(a_prompt(40), 8)
 
 
 async def _home_or_error(order: Any) -> str:
@@ -237,7 +273,7 @@ async def test_a_gateway_that_dies_between_leaves_the_worker_where_it_was_or_whe
             ordered.cancel()
         await asyncio.sleep(2.0)
         seen = mesh.gateways[1].members.table.get(moving.incarnation)
-        assert seen.home is (Role.DECODE if moving.worker.home_epoch else Role.PREFILL)
+        assert seen.home is (Role.DECODE if moving.worker.home.epoch else Role.PREFILL)
         answer = await mesh.ask(a_prompt(40), 8, gateway=1)
         assert answer.token_ids == expected(a_prompt(40), 8)
 

@@ -7,9 +7,10 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from shared.engine.fake import FakeEngine, FakeModel, FakeTiming, fake_continuation
+from shared.engine.fake import FakeEngine, FakeModel, FakeTiming
 from shared.profile.machine import MachineProfile
 from shared.transfer.frames import Header, check_digest, pack_header
+from tests.support.fake_reference import fake_continuation
 from tests.support.worker_mesh import a_prompt, expected, virtual_time, worker_mesh
 
 SMALL_GROUPS = {"group_kib": 1}

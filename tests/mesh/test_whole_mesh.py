@@ -18,6 +18,7 @@ import structlog
 
 from services.gateway.core.lifecycle import Lifecycle
 from services.gateway.workers.session import RequestShell
+from shared import log
 from shared.engine.fake import FakeModel, FakeTiming
 from shared.errors import (
     DeadlinePassed,
@@ -502,14 +503,18 @@ async def test_a_lost_session_fails_over_before_its_connection_is_closed(
 
 
 @virtual_time
-async def test_every_decision_is_logged_with_its_candidates() -> None:
-    """The record says which pair was chosen by which policy, and from what."""
+async def test_every_decision_is_logged_with_its_candidates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where all turns of a request are logged: which pair was chosen by which policy, and from
+    what."""
+    monkeypatch.setattr(log, "_is_debugging", True)
     async with whole_mesh(num_decode=2) as mesh:
         with structlog.testing.capture_logs() as records:
             await mesh.ask(a_prompt(20), 4)
         (routed,) = (record for record in records if record["event"] == "routed")
         decision = routed["decision"]
-        assert decision["policy"] == "least_loaded"
+        assert decision["policy"] == "conductor"
         assert decision["num_prefills"] == len(decision["prefills"]) == 1
         assert decision["num_decodes"] == len(decision["decodes"]) == 2
         assert decision["decode"] in {candidate["worker"] for candidate in decision["decodes"]}

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from shared.engine.fake import FakeTiming, fake_prompt_logprobs
+from shared.engine.fake import FakeTiming
 from shared.messages import codec
 from shared.request import FinishReason, SamplingParams
+from tests.support.fake_reference import fake_prompt_logprobs
 from tests.support.loopback import LoopbackSettings
 from tests.support.step_rows import step_tokens_from_wire
 from tests.support.worker_mesh import MODEL, a_prompt, expected, virtual_time, worker_mesh

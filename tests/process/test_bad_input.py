@@ -28,7 +28,6 @@ from shared.messages import codec
 from shared.messages.columns import pack_u32, pack_u64
 from shared.request import SamplingParams
 from shared.rpc.methods import (
-    ALL_METHODS,
     CHANGE_ROLE,
     DECODE_SESSION,
     GENERATE,
@@ -37,10 +36,11 @@ from shared.rpc.methods import (
     PREFILL_SESSION,
     REGISTRY_JOIN,
     TOKENIZE,
-    TRANSFER_PUSH,
+    TRANSFER_PAIR,
     Method,
 )
 from shared.rpc.status import ERROR_TRAILER
+from tests.support.calls import ALL_METHODS
 from tests.support.fuzz import a_fuzzed_call
 from tests.support.process_mesh import (
     ProcessMesh,
@@ -212,7 +212,7 @@ BAD_REQUESTS: dict[str, tuple[tuple[str, Any], int, str, str | None]] = {
         chat(messages=[{"role": "Us er", "content": "a"}]), 400, "unsupported",
         "messages[0].role",
     ),
-    "tools": (chat(tools=[{}]), 400, "unsupported", "tools"),
+    "tools": (chat(tools=[{}]), 400, "invalid_request", "tools[0].function"),
     "tokenize nothing": (("/tokenize", {}), 400, "invalid_request", "prompt"),
     "detokenize nonsense": (("/detokenize", {"tokens": [-1]}), 400, "bad_token_id", "tokens"),
 }  # fmt: skip
@@ -383,9 +383,9 @@ def honest_calls() -> dict[str, list[list[Any]]]:
             wire.DecodeCommand(heartbeat=wire.Heartbeat()),
             wire.DecodeCommand(cancel=wire.CancelDecode(stream_id=1)),
         ]],
-        TRANSFER_PUSH.path: [[
-            wire.PushCommand(hello=pair),
-            wire.PushCommand(open=wire.OpenTransfer(
+        TRANSFER_PAIR.path: [[
+            wire.PairMessage(hello=pair),
+            wire.PairMessage(open=wire.OpenTransfer(
                 request_id=bytes(range(16)), lease_token=bytes(range(16)))),
         ]],
     }  # fmt: skip

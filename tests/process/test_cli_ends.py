@@ -33,7 +33,7 @@ def start(command: str, **streams: int) -> subprocess.Popen[bytes]:
     "command",
     [
         "", "--help", "up --help", "version", "config", "config --example", "config --json",
-        "config decode", "completion bash", "doctor", "doctor --json",
+        "completion bash", "doctor", "doctor --json",
     ],
 )  # fmt: skip
 def test_a_reader_that_has_left_is_no_catastrophe(command: str) -> None:

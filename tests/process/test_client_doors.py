@@ -19,13 +19,13 @@ from services.gateway.front.auth import hash_key
 from services.gateway.front.quota import KeyLimits
 from shared import wire
 from shared.address import Address
-from shared.errors import QuotaExceeded, Unauthorized
-from shared.rpc.methods import LIST_MODELS, TOKENIZE
-from shared.rpc.stream import call_unary
+from shared.errors import Forbidden, QuotaExceeded, Unauthorized
+from shared.rpc.methods import CHANGE_ROLE, LIST_MODELS, TOKENIZE
 from shared.rpc.tcp import TcpNetwork
 from shared.rpc.tls import GRPC, TlsFiles, client_context
 from shared.runtime.service import EXIT_BAD_CONFIG
 from tests.protocol.test_rpc_floods import flood
+from tests.support.calls import call_unary
 from tests.support.certificates import LAST_YEAR, Authority
 from tests.support.command import pdmesh, run_pdmesh
 from tests.support.process_mesh import ROLES, process_mesh
@@ -107,6 +107,10 @@ class Client:
         """Call Tokenize. Raises MeshError."""
         await self._call(TOKENIZE, wire.TokenizeRequest(text="a"), key)
 
+    async def change_role(self, worker: str, key: str) -> None:
+        """Call ChangeRole. Raises MeshError."""
+        await self._call(CHANGE_ROLE, wire.ChangeRoleRequest(worker=worker, role="token"), key)
+
     async def _call(self, method: Any, request: Any, key: str) -> None:
         address = Address("127.0.0.1", self._ports["grpc_port"])
         network = TcpNetwork(client_tls=self._grpc_tls)
@@ -124,6 +128,43 @@ class Client:
             self._tls.wrap_socket(link, server_hostname="127.0.0.1") as tls,
         ):
             return tls.getpeercert(binary_form=True) or b""
+
+
+async def test_only_a_key_with_the_right_moves_a_worker(tmp_path: Path) -> None:
+    """Of two keys of a running gateway one may change roles, on both doors and by the command; the
+    other is told what it lacks, until its line says that it may."""
+    keys = tmp_path / "keys"
+    ops = hash_key("ops", "k2", may="roles")
+    keys.write_text(f"{hash_key('alice', 'k1')}\n{ops}\n")
+    authority = Authority(tmp_path)
+    async with process_mesh() as mesh:
+        with mesh.explained():
+            files = authority.sign("server")
+            gateway = await mesh.start_gateway(**settings_of(files), api_keys=keys)
+            for role in ("prefill", "prefill", "decode"):
+                await mesh.add(role, movable=True)
+            client = Client(gateway, authority)
+            while True:
+                view = json.loads((await client.ask("/cluster", "k1"))[2])
+                if [it["state"] for it in view["workers"]] == ["usable"] * 3:
+                    break
+            first, second = [it for it in view["workers"] if it["role"] == "prefill"]
+            path = f"/cluster/workers/{first['incarnation']}/role"
+            status, _, said = await client.ask(path, "k1", {"role": "token"})
+            assert status == 403
+            assert "hash-key NAME --may roles" in json.loads(said)["error"]["message"]
+            with pytest.raises(Forbidden):
+                await client.change_role(first["incarnation"], "k1")
+            view = json.loads((await client.ask("/cluster", "k1"))[2])
+            assert {it["home"] for it in view["workers"][:2]} == {"prompt"}
+
+            status, _, said = await client.ask(path, "k2", {"role": "token"})
+            assert (status, json.loads(said)["home"]) == (200, "token")
+            await client.ask(path, "k2", {"role": "prompt"})
+            await client.change_role(second["incarnation"], "k2")
+            keys.write_text(f"{hash_key('alice', 'k1', may='roles')}\n{ops}\n")
+            status, _, said = await client.ask(path, "k1", {"role": "token"})
+            assert json.loads(said)["error"]["code"] == "last_of_role"
 
 
 @contextlib.asynccontextmanager

@@ -10,6 +10,8 @@ import pytest
 
 from services.cli.doctor import machine_checks as checks
 from services.cli.doctor import report as doctor
+from services.cli.doctor.finding import Finding
+from shared.engine.native import build
 
 pytestmark = [pytest.mark.process, pytest.mark.ucx]
 
@@ -40,6 +42,28 @@ async def test_a_torch_that_cannot_be_loaded_is_told_in_its_own_words(
     assert checks.check_torch(facts, error).is_wrong
 
 
+def test_what_a_cpu_would_compute_with_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By which instructions; without a compiler what would help; on another CPU what happens."""
+    monkeypatch.setattr(build, "_cpu_flags", lambda: frozenset(build.INSTRUCTIONS["avx2"]))
+    monkeypatch.setattr(build, "find_compiled", lambda *_: None)
+
+    def found() -> Finding:
+        return checks.check_kernels({"native": build.available()._asdict()})
+
+    monkeypatch.setattr(build, "_compiler", lambda: "g++")
+    assert found().verdict == "right"
+    assert "bfloat16 by avx2, float32 by avx2" in found().text
+    monkeypatch.undo()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(build, "find_compiled", lambda *_: None)
+    monkeypatch.setattr(build, "_cpu_flags", lambda: frozenset(build.INSTRUCTIONS["avx512"]))
+    assert found().is_wrong
+    assert "g++" in found().remedy
+    monkeypatch.setattr(build, "_cpu_flags", lambda: frozenset({"sse2"}))
+    assert found().verdict == "absent"
+    assert "this CPU lacks avx2, fma" in found().text
+
+
 @pytest.mark.torch
 def test_the_whole_command_says_something_of_everything() -> None:
     """As a user runs it; whether all is well depends on the machine."""
@@ -50,7 +74,7 @@ def test_the_whole_command_says_something_of_everything() -> None:
     assert run.returncode == (1 if "✗" in run.stdout else 0), run.stderr
     assert "Traceback" not in run.stdout + run.stderr
     for name in (
-        "pdmesh", "torch", "UCX", "RDMA", "GPU", "CUDA IPC", "port 8000", "port 8001",
-        "port 8200", "SysV limits", "locked memory", "open files",
+        "pdmesh", "torch", "CPU kernels", "UCX", "RDMA", "GPU", "CUDA IPC", "port 8000",
+        "port 8001", "port 8200", "SysV limits", "locked memory", "open files",
     ):  # fmt: skip
         assert f" {name} " in run.stdout, name

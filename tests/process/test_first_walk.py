@@ -19,7 +19,7 @@ SIZE = (80, 24)
 SHOWN = {
     "generate": r"17 \+ 25 = 42\.(?s:.*)first token",
     "top": r"● ready(?s:.*)\nprefill .* 0%\ndecode .* 0%\ndecode .* 0%\n(?s:.*) GB/s| MB/s",
-    "tour": r"services/",
+    "tour": r"acts +(services|shared)/",
     "doctor": r"\S",
 }
 """What stands on the screen when a command has ended."""

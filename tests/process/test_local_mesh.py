@@ -63,7 +63,7 @@ async def test_up_serves_a_request_and_ctrl_c_leaves_nothing() -> None:
 @pytest.mark.quick
 async def test_generate_streams_a_right_answer_and_its_receipt() -> None:
     """The bundled model finds the code in KV that was moved; SIGTERM ends a mesh with 0."""
-    async with pdmesh("up", *SMALL) as up:
+    async with pdmesh("up", "--prefill", "1", *SMALL) as up:
         url = await up.url()
         async with pdmesh("generate", RECALL, "--url", url, "--temperature", "0") as asked:
             assert await asked.ended() == 0
@@ -73,14 +73,19 @@ async def test_generate_streams_a_right_answer_and_its_receipt() -> None:
         assert await up.ended() == 0
 
 
-async def test_up_with_colocated_workers_has_no_others() -> None:
-    """With real weights the answer is the same, and nothing was transferred for it."""
-    async with pdmesh("up", "--colocated", "2", *SMALL) as up:
+@pytest.mark.parametrize(("asked", "num_workers"), [((), 1), (("--colocated", "2"), 2)])
+async def test_up_with_colocated_workers_has_no_others(
+    asked: tuple[str, ...], num_workers: int
+) -> None:
+    """With real weights the answer is the same, and nothing was transferred for it. One such worker
+    is what a CPU has if nothing is asked for, and up says why."""
+    async with pdmesh("up", *asked, *SMALL) as up:
         url = await up.url()
+        assert ("shape: one worker for prompts and answers" in up.out) == (not asked)
         answer = await chat(url, temperature=0, include_receipt=True)
         assert "4821" in answer["choices"][0]["message"]["content"]
         assert (answer["receipt"]["mode"], answer["receipt"]["transfer_bytes"]) == ("colocated", 0)
-        assert len(up.children) == 3
+        assert len(up.children) == 1 + num_workers
         async with pdmesh("top", "--once", "--url", url) as top:
             assert await top.ended() == 0
         assert "colocated" in top.out

@@ -8,12 +8,14 @@ import asyncio
 import random
 import signal
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 import pytest_asyncio
 
+from services.gateway.front.auth import hash_key
 from services.gateway.text.text_model import TextModel
 from shared.model_folder import ModelFolder, resolve_model
 from tests.support.command import pdmesh
@@ -70,7 +72,8 @@ class Pools:
             return response.status, await response.json()
 
     async def add(self, *roles: str) -> None:
-        """Start workers that may be either, and wait until each has all its partners."""
+        """Start workers that may be either, and wait until each has its standing partners: all who
+        are at home on the other side."""
         started = [await self.mesh.start(role, **EITHER) for role in roles]
         await self.mesh.ready(*started)
         self.workers += started
@@ -79,7 +82,9 @@ class Pools:
             seen = await self.workers_now()
             either = [worker for worker in seen if worker["moves"]]
             return len(seen) == len(self.workers) and all(
-                worker["state"] == "usable" and len(worker["paired"]) >= len(either)
+                worker["state"] == "usable"
+                and {it["incarnation"] for it in either if it["home"] != worker["home"]}
+                <= {*worker["paired"]}
                 for worker in either
             )
 
@@ -230,15 +235,22 @@ async def test_what_cannot_be_moved_is_refused_in_one_line(mesh: ProcessMesh) ->
     assert [worker["home"] for worker in after] == [worker["home"] for worker in before]
 
 
-async def test_without_the_right_key_nobody_moves(mesh: ProcessMesh) -> None:
-    """No key and a wrong one are told apart from a right one, which moves the worker."""
-    pools = Pools(mesh, await mesh.start_gateway(policy="splitwise", api_key=KEY), KEY)
+async def test_without_the_right_key_nobody_moves(mesh: ProcessMesh, tmp_path: Path) -> None:
+    """No key, a wrong one and one without the right are told apart from one that has it, which
+    moves the worker."""
+    keys = tmp_path / "keys"
+    keys.write_text(f"{hash_key('ops', KEY, may='roles')}\n{hash_key('app', 'key-of-an-app')}\n")
+    pools = Pools(mesh, await mesh.start_gateway(policy="splitwise", api_keys=keys), KEY)
     await pools.add("prefill", "prefill", "decode")
     chosen, *_ = await pools.workers_now()
     for variables in ({}, {"PDMESH_API_KEY": "another"}):
         code, out, err = await said_of_role(pools, chosen["address"], "token", **variables)
         assert (code, out, err.count("\n")) == (1, "", 1)
         assert "give it with --api-key or PDMESH_API_KEY" in err
+    asks_only = {"PDMESH_API_KEY": "key-of-an-app"}
+    code, out, err = await said_of_role(pools, chosen["address"], "token", **asks_only)
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "'app' may ask, but has no right to change roles" in err
     stranger = Pools(mesh, pools.gateway, "another")
     status, body = await stranger.move(chosen["incarnation"], "token")
     assert (status, body["error"]["code"]) == (401, "invalid_api_key")

@@ -30,7 +30,7 @@ from shared.rpc.methods import (
     MESH_PROVE,
     PREFILL_SESSION,
     REGISTRY_JOIN,
-    TRANSFER_PUSH,
+    TRANSFER_PAIR,
     Method,
 )
 from shared.rpc.network import Network
@@ -132,7 +132,7 @@ FIRST_WORDS: list[tuple[str, Method[Any, Any], Any]] = [
     ("gateway", REGISTRY_JOIN, announcement(9)),
     ("prefill", PREFILL_SESSION, wire.PrefillCommand(hello=hello(wire.Role.GATEWAY))),
     ("decode", DECODE_SESSION, wire.DecodeCommand(hello=hello(wire.Role.GATEWAY))),
-    ("decode", TRANSFER_PUSH, wire.PushCommand(hello=wire.PairHello(
+    ("decode", TRANSFER_PAIR, wire.PairMessage(hello=wire.PairHello(
         hello=hello(wire.Role.PREFILL),
         model=codec.model_to_wire(fake_model().spec),
         layout=codec.layout_to_wire(fake_model().layout),
@@ -177,7 +177,7 @@ async def test_a_stranger_can_neither_join_nor_give_orders(
     with pytest.raises(NotOfThisMesh, match="different mesh secrets"):
         await call(wrong, target.door(door), method, words)
     right = within(target.mesh.secret)
-    if method is not TRANSFER_PUSH:  # which goes on with UCX
+    if method is not TRANSFER_PAIR:  # which goes on with UCX
         assert await call(right, target.door(door), method, words) is not None
 
         async def has_left() -> bool:
@@ -285,8 +285,8 @@ async def test_a_join_that_was_overheard_cannot_be_repeated() -> None:
 
 
 async def test_no_acknowledgement_is_taken_from_who_took_decodes_address() -> None:
-    """Prefill and the gateway both dial it again; it would grant and acknowledge whatever comes,
-    but has no proof, and hears not one command."""
+    """Prefill and the gateway both dial it, for decode has joined as the one who is there; it would
+    grant and acknowledge whatever comes, but has no proof, and hears not one command."""
     heard: list[str] = []
     has_been_dialled = asyncio.Event()
 
@@ -301,20 +301,20 @@ async def test_no_acknowledgement_is_taken_from_who_took_decodes_address() -> No
 
     servicers = [
         hears(MESH_PROVE, lambda it: wire.Proof(hello=hello(wire.Role.DECODE), nonce=it.nonce)),
-        hears(TRANSFER_PUSH, lambda _: wire.PushEvent(ack=wire.TransferAck(done=True))),
+        hears(TRANSFER_PAIR, lambda _: wire.PairMessage(ack=wire.TransferAck(done=True))),
         hears(DECODE_SESSION, lambda _: wire.DecodeEvent(hello=hello(wire.Role.DECODE))),
     ]
     async with process_mesh() as mesh:
         with mesh.explained():
             gateway = await mesh.start_gateway()
-            prefill, decode = await mesh.add("prefill"), await mesh.add("decode")
-            await mesh.paired(gateway, 1)
-            await decode.end_at_once()
-            address = _local(decode.facts["grpc_port"])
+            prefill = await mesh.add("prefill")
+            address = _local(free_port())
             async with TcpNetwork().serve(address, servicers):
+                decode = await mesh.add("decode", advertise=address)
                 async with asyncio.timeout(ANSWERS_WITHIN_S):
                     await has_been_dialled.wait()
                 await prefill.said("different mesh secrets.*pair lost")
+                await decode.end_at_once()
             assert {*heard} == {MESH_PROVE.path}
             await mesh.add("decode")
             await mesh.paired(gateway, 1)

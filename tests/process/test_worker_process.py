@@ -17,13 +17,14 @@ from dataclasses import dataclass
 import pytest
 
 from shared.address import Address
-from shared.engine.fake import FakeModel, fake_continuation
+from shared.engine.fake import FakeModel
 from shared.errors import MeshError
 from shared.ids import Incarnation
 from shared.model_folder import ModelFolder, resolve_model
 from shared.request import SamplingParams
 from shared.rpc.tcp import TcpNetwork
 from tests.support.fake_gateway import FakeGateway, fake_gateway
+from tests.support.fake_reference import fake_continuation
 from tests.support.tiers import few
 
 pytestmark = [pytest.mark.process, pytest.mark.ucx]

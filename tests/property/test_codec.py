@@ -27,9 +27,9 @@ from shared.messages import codec, columns, transfer_codec
 from shared.messages.message_codec import MessageCodec
 from shared.model_spec import ModelSpec
 from shared.request import AnswerToken, FinishReason, SamplingParams, TokenLogprobs, WorkItem
-from shared.rpc.methods import ALL_METHODS
 from shared.schedule.plan import NewToken
 from shared.schedule.sequence import Sequence as TokenSequence
+from tests.support.calls import ALL_METHODS
 from tests.support.step_rows import step_tokens_from_wire
 
 U32 = st.integers(0, 2**32 - 1)
@@ -49,8 +49,7 @@ READERS: dict[str, Callable[[Any], object]] = {
     "StepTokens": step_tokens_from_wire,
     "PrefillToken": codec.prefill_token_from_wire,
     "Error": codec.error_from_wire,
-    "PushCommand": transfer_codec.command_from_wire,
-    "PushEvent": transfer_codec.reply_from_wire,
+    "PairMessage": transfer_codec.message_from_wire,
 }
 
 SAMPLING = st.builds(
@@ -188,10 +187,7 @@ def test_damaged_messages_break_a_rule_or_nothing(name: str, data: st.DataObject
                 )
             ]
         ),
-        "PushCommand": wire.PushCommand(
-            open=wire.OpenTransfer(request_id=bytes(16), attempt=1, lease_token=bytes(16))
-        ),
-        "PushEvent": wire.PushEvent(
+        "PairMessage": wire.PairMessage(
             grant=wire.TransferGrant(
                 request_id=bytes(16), transfer_id=bytes(16), epoch=1, lease_token=bytes(16)
             )

@@ -14,7 +14,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shared.engine.fake import FakeEngine, FakeModel, fake_answer, fake_prompt_logprobs
+from shared.engine.fake import FakeEngine, FakeModel
 from shared.errors import NoBlocks, NoCapacity
 from shared.kv.pool import BlockTable
 from shared.request import FinishReason
@@ -22,6 +22,7 @@ from shared.schedule.plan import NewToken, StepPlan
 from shared.schedule.sequence import Sequence, SequenceState
 from shared.step import RowResult
 from tests.support.cores import Worker, a_sequence, answer_of
+from tests.support.fake_reference import fake_answer, fake_prompt_logprobs
 
 MODEL = FakeModel(
     vocab_size=50, max_model_len=64, eos_every=25, num_layers=2, num_kv_heads=1, head_dim=8
@@ -297,7 +298,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 if sequence.state is SequenceState.HELD:
                     self.worker.scheduler.release(sequence)
             if self.plan is None:
-                if not self.worker.scheduler.has_work:
+                if not self.worker.scheduler.unfinished:
                     break
                 continue
             self.look_ahead()
@@ -306,7 +307,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.end()
         self.counts_hold()
         self.answers_are_exact()
-        assert not self.worker.scheduler.has_work
+        assert not self.worker.scheduler.unfinished
         assert self.worker.pool.num_held == 0
         for sequence in self.sequences:
             is_cut = sequence.is_aborted or sequence in self.failed or sequence.is_released

@@ -13,7 +13,6 @@ import aiohttp
 import grpc
 import pytest
 
-from services.cli.bench.endpoints import open_endpoints
 from services.cli.client import NO_ACCESS, Access, CannotRun
 from services.cli.generate import Answer, stream_answer
 from services.cli.models import fetch_models
@@ -22,9 +21,9 @@ from shared import wire
 from shared.address import Address
 from shared.errors import WorkerLost
 from shared.rpc.methods import LIST_MODELS
-from shared.rpc.stream import call_unary
 from shared.rpc.tcp import TcpNetwork
 from shared.rpc.tls import GRPC, ServerTls, TlsFiles, client_context
+from tests.support.calls import call_unary
 from tests.support.certificates import Authority
 from tests.support.scripted_mesh import MODEL, ScriptedMesh, front_door, http_gateway, saying
 
@@ -115,15 +114,6 @@ async def test_with_a_client_authority_both_doors_want_a_certificate(
             async with TcpNetwork(client_tls=wrong).channel(address) as channel:
                 with pytest.raises(WorkerLost):
                     await call_unary(channel, LIST_MODELS, wire.ListModelsRequest(), timeout_s=5)
-
-
-async def test_the_load_generator_speaks_grpc_over_tls(authority: Authority) -> None:
-    """``grpcs://`` for ``pdmesh bench``."""
-    async with (
-        grpc_gateway(authority.sign("server")) as address,
-        open_endpoints([f"grpcs://{address}"], access=Access(tls_ca=authority.path)) as endpoints,
-    ):
-        assert endpoints[0].description.model == MODEL.name
 
 
 async def test_grpcio_speaks_to_us_over_tls(authority: Authority) -> None:

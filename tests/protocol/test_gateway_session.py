@@ -99,16 +99,16 @@ async def test_an_event_is_on_its_way_when_send_returns(kind: Any) -> None:
         (session,) = host.sessions
         for number in range(3):
             session.send(granted(number))
-            assert session.outbox_bytes == 0
+            assert session._outbox_bytes == 0
         large = wire.DecodeEvent(tokens=wire.StepTokens(token_ids=bytes(WINDOW_BYTES)))
         session.send(large, WINDOW_BYTES)
         session.send(granted(3))
-        assert session.outbox_bytes > WINDOW_BYTES
+        assert session._outbox_bytes > WINDOW_BYTES
         events = [await stream.receive() for _ in range(5)]
         await session.wait_drained()
-        assert session.outbox_bytes == 0
+        assert session._outbox_bytes == 0
         session.send(granted(4))
-        assert session.outbox_bytes == 0
+        assert session._outbox_bytes == 0
         events.append(await stream.receive())
         await stream.end()
     assert events == [granted(0), granted(1), granted(2), large, granted(3), granted(4)]
@@ -159,8 +159,8 @@ async def test_heartbeats_and_what_comes_after_the_end_wait_for_nobody() -> None
             beat = await stream.receive()
             assert beat is not None
             assert beat.heartbeat is not None
-            assert session.outbox_bytes == 0
+            assert session._outbox_bytes == 0
         session.close(WorkerLost("the test is over"))
         session.send(granted(1))
-        assert session.outbox_bytes == 0
+        assert session._outbox_bytes == 0
         await session.wait_drained()

@@ -10,7 +10,8 @@ from shared import wire
 from shared.address import Address
 from shared.errors import DeadlinePassed, MeshError, WorkerLost
 from shared.rpc.methods import DECODE_SESSION, GENERATE, TOKENIZE
-from shared.rpc.stream import call_server_stream, call_unary, open_stream
+from shared.rpc.stream import open_stream
+from tests.support.calls import call_server_stream, call_unary
 from tests.support.echo_service import EchoService, ask, echo_server, reserve
 from tests.support.memory_network import MemoryFabric, MemoryNetwork
 from tests.support.virtual_loop import Deadlock, run_virtual

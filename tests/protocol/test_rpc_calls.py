@@ -25,8 +25,9 @@ from shared.http2.connection import ConnectionLimits
 from shared.rpc.methods import DECODE_SESSION, GENERATE, LIST_MODELS, TOKENIZE, Method
 from shared.rpc.network import Network
 from shared.rpc.service import ServerStream, Servicer, bind
-from shared.rpc.stream import call_server_stream, call_unary, open_stream
+from shared.rpc.stream import open_stream
 from shared.rpc.tcp import TcpNetwork
+from tests.support.calls import call_server_stream, call_unary
 from tests.support.echo_service import ANY_PORT, EchoService, ask, echo_server, granted, reserve
 from tests.support.memory_network import MemoryNetwork
 

@@ -16,8 +16,8 @@ from shared import wire
 from shared.address import Address
 from shared.http2.complaints import Complaints
 from shared.rpc.methods import GENERATE, TOKENIZE
-from shared.rpc.stream import call_unary
 from shared.rpc.tcp import TcpNetwork
+from tests.support.calls import call_unary
 from tests.support.echo_service import echo_server
 
 NUM_FRAMES = 50_000

@@ -16,8 +16,8 @@ from shared import wire
 from shared.address import Address
 from shared.rpc.call_server import CallServer
 from shared.rpc.methods import GENERATE, TOKENIZE
-from shared.rpc.stream import call_unary
 from shared.rpc.tcp import TcpNetwork, TcpServer
+from tests.support.calls import call_unary
 from tests.support.echo_service import EchoService, ask, echo_server
 from tests.support.raw_http2 import RawClient, framed, raw_client
 

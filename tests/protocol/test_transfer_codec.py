@@ -16,13 +16,11 @@ from shared.lanes import Certainty, LaneFinding
 from shared.messages.transfer_codec import (
     PairIdentity,
     agree,
-    command_from_wire,
-    command_to_wire,
     finding_of,
     hello_to_wire,
     lane_of,
-    reply_from_wire,
-    reply_to_wire,
+    message_from_wire,
+    message_to_wire,
     windows_from_wire,
     windows_to_wire,
 )
@@ -36,6 +34,7 @@ from shared.transfer.messages import (
     Open,
     Refused,
     Span,
+    StopSending,
     TransferKey,
     WindowOffer,
 )
@@ -43,89 +42,64 @@ from shared.transfer.messages import (
 u32 = st.integers(0, 2**32 - 1)
 ids = st.binary(min_size=16, max_size=16).map(TransferId)
 keys = st.builds(TransferKey, ids.map(RequestId), u32, ids.map(LeaseToken))
-commands = st.one_of(
+messages = st.one_of(
     st.builds(Open, keys),
     st.builds(Span, ids, u32, u32),
     st.builds(Commit, ids, u32, u32),
     st.builds(Abort, ids, st.none(), u32),
-)
-replies = st.one_of(
     st.builds(Grant, keys, ids, st.integers(0, 2**64 - 1), st.integers(0, 2**63), u32),
     st.builds(Credit, ids, u32, st.lists(u32, max_size=5).map(tuple)),
     st.builds(Ack, ids, u32, st.booleans()),
-    st.builds(Abort, ids, st.none(), u32),
 )
 
 
-@given(commands)
-def test_commands_cross_unchanged(command: Any):
+@given(messages)
+def test_messages_cross_unchanged(message: Any):
     """Through real bytes."""
-    raw = bytes(command_to_wire(command))
-    assert command_from_wire(wire.PushCommand.parse(raw)) == command
+    assert crossed(message) == message
 
 
-@given(replies)
-def test_replies_cross_unchanged(reply: Any):
-    """Through real bytes."""
-    raw = bytes(reply_to_wire(reply))
-    assert reply_from_wire(wire.PushEvent.parse(raw)) == reply
+def crossed(message: Any) -> Any:
+    """What comes out at the other end."""
+    return message_from_wire(wire.PairMessage.parse(bytes(message_to_wire(message))))
 
 
 def test_errors_cross_as_what_they_are():
     """Type, message and code survive; an abort without an error stays without."""
     error = NoBlocks("full", code="x")
     key = TransferKey(RequestId(b"r" * 16), 1, LeaseToken(b"k" * 16))
-    refused = reply_from_wire(wire.PushEvent.parse(bytes(reply_to_wire(Refused(key, error)))))
-    assert isinstance(refused, Refused)
-    assert (type(refused.error), refused.error.message, refused.error.code) == (
-        NoBlocks,
-        "full",
-        "x",
-    )
-    abort = Abort(TransferId(b"t" * 16), error, 3)
-    crossed = command_from_wire(wire.PushCommand.parse(bytes(command_to_wire(abort))))
-    assert isinstance(crossed, Abort)
-    assert isinstance(crossed.error, NoBlocks)
-    assert crossed.frames == 3
-
-
-def test_heartbeats_are_no_messages():
-    """They only prove life."""
-    assert command_from_wire(wire.PushCommand(heartbeat=wire.Heartbeat())) is None
-    assert reply_from_wire(wire.PushEvent(heartbeat=wire.Heartbeat())) is None
+    transfer_id = TransferId(b"t" * 16)
+    for said in (
+        Refused(key, error),
+        StopSending(transfer_id, error),
+        Abort(transfer_id, error, 3),
+    ):
+        heard = crossed(said)
+        assert type(heard) is type(said)
+        assert isinstance(heard.error, NoBlocks)
+        assert (heard.error.message, heard.error.code) == ("full", "x")
+        assert heard._replace(error=error) == said
 
 
 BAD: Any = "text"
 
 
 @pytest.mark.parametrize(
-    "command",
+    "message",
     [
-        wire.PushCommand(),
-        wire.PushCommand(hello=wire.PairHello()),
-        wire.PushCommand(canary=wire.Canary()),
-        wire.PushCommand(open=wire.OpenTransfer(request_id=b"short", lease_token=b"k" * 16)),
-        wire.PushCommand(open=wire.OpenTransfer(request_id=b"r" * 16, lease_token=b"k" * 15)),
-        wire.PushCommand(span=wire.AnnounceSpan(transfer_id=b"")),
-        wire.PushCommand(span=wire.AnnounceSpan(transfer_id=b"t" * 16, start=BAD)),
-        wire.PushCommand(commit=wire.CommitTransfer(transfer_id=b"t" * 16, num_frames=1 << 33)),
-        wire.PushCommand(abort=wire.AbortTransfer(transfer_id=BAD)),
-    ],
-)
-def test_malformed_commands_are_the_peers_fault(command: Any):
-    """Missing, misplaced, short, of another type, or out of range."""
-    with pytest.raises(RemoteProtocolError):
-        command_from_wire(command)
-
-
-@pytest.mark.parametrize(
-    "event",
-    [
-        wire.PushEvent(),
-        wire.PushEvent(hello=wire.PairHello()),
-        wire.PushEvent(refused=wire.TransferRefused(request_id=b"r" * 16, lease_token=b"k" * 16)),
-        wire.PushEvent(credit=wire.TransferCredit(transfer_id=b"t" * 15)),
-        wire.PushEvent(
+        wire.PairMessage(),
+        wire.PairMessage(hello=wire.PairHello()),
+        wire.PairMessage(canary=wire.Canary()),
+        wire.PairMessage(open=wire.OpenTransfer(request_id=b"short", lease_token=b"k" * 16)),
+        wire.PairMessage(open=wire.OpenTransfer(request_id=b"r" * 16, lease_token=b"k" * 15)),
+        wire.PairMessage(span=wire.AnnounceSpan(transfer_id=b"")),
+        wire.PairMessage(span=wire.AnnounceSpan(transfer_id=b"t" * 16, start=BAD)),
+        wire.PairMessage(commit=wire.CommitTransfer(transfer_id=b"t" * 16, num_frames=1 << 33)),
+        wire.PairMessage(abort=wire.AbortTransfer(transfer_id=BAD)),
+        wire.PairMessage(stop=wire.StopTransfer(transfer_id=b"t" * 16)),
+        wire.PairMessage(refused=wire.TransferRefused(request_id=b"r" * 16, lease_token=b"k" * 16)),
+        wire.PairMessage(credit=wire.TransferCredit(transfer_id=b"t" * 15)),
+        wire.PairMessage(
             grant=wire.TransferGrant(
                 request_id=b"r" * 16,
                 lease_token=b"k" * 16,
@@ -135,17 +109,18 @@ def test_malformed_commands_are_the_peers_fault(command: Any):
         ),
     ],
 )
-def test_malformed_events_are_the_peers_fault(event: Any):
-    """A tag range that runs out of 64 bits is one of them."""
+def test_malformed_messages_are_the_peers_fault(message: Any):
+    """Missing, misplaced, short, of another type, or out of range, as tags that run out of 64 bits
+    are."""
     with pytest.raises(RemoteProtocolError):
-        reply_from_wire(event)
+        message_from_wire(message)
 
 
 @given(st.lists(st.builds(WindowOffer, u32, st.binary(min_size=1, max_size=99), ids), max_size=5))
 def test_windows_cross_unchanged(offers: list[WindowOffer]):
     """Through real bytes; none at all is an answer, too."""
     raw = bytes(windows_to_wire(offers))
-    assert windows_from_wire(wire.PushEvent.parse(raw).windows) == offers
+    assert windows_from_wire(wire.PairMessage.parse(raw).windows) == offers
 
 
 @pytest.mark.parametrize(
@@ -177,15 +152,17 @@ def an_identity(**changes: Any) -> PairIdentity:
         dtype="float16",
     )
     layout = KvLayout(dtype=dtype, num_layers=2, num_kv_heads=1, head_dim=8)
-    whole = PairIdentity(Incarnation(9), "1", spec, layout, b"address", 1000, 5000, b"h" * 16)
+    whole = PairIdentity(
+        Incarnation(9), "1", spec, layout, b"address", 1000, 5000, b"h" * 16, True, True
+    )
     return whole._replace(**changes)
 
 
 def test_the_smaller_limits_count():
     """Both ends come to the same rule, whichever way round."""
     one, other = an_identity(), an_identity(group_bytes=10, max_frame_bytes=9000)
-    terms = agree(one, hello_to_wire(wire.Role.DECODE, other), wire.Role.DECODE)
-    same = agree(other, hello_to_wire(wire.Role.PREFILL, one), wire.Role.PREFILL)
+    terms = agree(one, hello_to_wire(other))
+    same = agree(other, hello_to_wire(one))
     assert terms.rule == same.rule
     assert (terms.rule.group_bytes, terms.rule.max_frame_bytes) == (10, 5000)
     assert (terms.peer, terms.transport_address, terms.host) == (9, b"address", b"h" * 16)
@@ -197,32 +174,47 @@ def test_the_smaller_limits_count():
         ({"fingerprint": b"x" * 32}, "model_fingerprint"),
         ({"dtype": "bfloat16"}, "kv_layout"),
         ({"max_frame_bytes": 70}, "max_frame_bytes"),
+        ({"pushes": False, "receives": False}, "no_direction"),
     ],
 )
 def test_what_differs_is_named(changes: dict[str, Any], code: str):
     """Two workers that must not exchange KV find out in the handshake."""
-    theirs = hello_to_wire(wire.Role.DECODE, an_identity(**changes))
+    theirs = hello_to_wire(an_identity(**changes))
     with pytest.raises(IncompatiblePeer) as caught:
-        agree(an_identity(), theirs, wire.Role.DECODE)
+        agree(an_identity(), theirs)
     assert caught.value.code == code
 
 
-def test_an_incomplete_or_misplaced_hello_is_refused():
-    """Nothing, a missing part, the wrong role, no address."""
+@pytest.mark.parametrize("ours", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("theirs", [(True, True), (True, False), (False, True)])
+def test_kv_flows_from_who_pushes_to_who_receives(
+    ours: tuple[bool, bool], theirs: tuple[bool, bool]
+):
+    """Both ends come to the same ways; two that only push, or only receive, are no pair."""
+    one, other = (an_identity(pushes=way[0], receives=way[1]) for way in (ours, theirs))
+    out, back = ours[0] and theirs[1], theirs[0] and ours[1]
+    if not (out or back):
+        with pytest.raises(IncompatiblePeer, match="neither"):
+            agree(one, hello_to_wire(other))
+        return
+    mine, peers = agree(one, hello_to_wire(other)), agree(other, hello_to_wire(one))
+    assert (mine.goes_out, mine.comes_in) == (peers.comes_in, peers.goes_out) == (out, back)
+
+
+def test_an_incomplete_hello_is_refused():
+    """Nothing, a missing part, no address."""
     mine = an_identity()
-    whole = hello_to_wire(wire.Role.DECODE, mine)
+    whole = hello_to_wire(mine)
     with pytest.raises(RemoteProtocolError):
-        agree(mine, None, wire.Role.DECODE)
-    with pytest.raises(RemoteProtocolError):
-        agree(mine, whole, wire.Role.PREFILL)
+        agree(mine, None)
     for name, value in (("model", None), ("layout", None), ("hello", None)):
-        broken = hello_to_wire(wire.Role.DECODE, mine)
+        broken = hello_to_wire(mine)
         setattr(broken, name, value)
         with pytest.raises(RemoteProtocolError):
-            agree(mine, broken, wire.Role.DECODE)
+            agree(mine, broken)
     whole.transport_address = b""
     with pytest.raises(RemoteProtocolError):
-        agree(mine, whole, wire.Role.DECODE)
+        agree(mine, whole)
 
 
 def test_what_a_canary_says_of_its_lane_is_checked():

@@ -147,7 +147,7 @@ def test_a_whole_transfer():
     hand_over, done = end.come(2)
     assert done == SendReply(LINK, Ack(grant.transfer_id, 3, done=True))
     num_bytes = sum(post.frame.num_bytes for post in posts)
-    assert hand_over == HandOver(KEY, 7, num_bytes, 3, 1.0)
+    assert hand_over == HandOver(KEY, 7, num_bytes, 3, 1.0, 4)
     assert not end.core.is_live(KEY)
     assert end.free_slots == 8
 
@@ -302,7 +302,7 @@ def test_slots_go_round_within_a_window():
 def test_a_local_abort_waits_for_what_prefill_has_sent():
     """Receives are not cancelled before prefill says which frames are coming: those land."""
     end = End().receiving()
-    assert kinds(end.abort()) == ["Abort", "QuarantineLease"]
+    assert kinds(end.abort()) == ["StopSending", "QuarantineLease"]
     assert end.abort() == []
     assert end.say(Abort(end.id, None, frames=1)) == [CancelReceive(KEY, 1), CancelReceive(KEY, 2)]
     assert end.free_slots == 5
@@ -360,14 +360,14 @@ def test_a_damaged_frame_fails_the_transfer():
     """Nothing of it is acknowledged, prefill is told, the lease side, too."""
     end = End().receiving()
     end.arrive(0)
-    assert kinds(end.place(0, BAD)) == ["Abort", "ReportFailure", "QuarantineLease"]
+    assert kinds(end.place(0, BAD)) == ["StopSending", "ReportFailure", "QuarantineLease"]
     assert end.arrive(1) == []  # what lands now is thrown away
 
 
 def test_a_frame_that_is_lost_fails_the_transfer():
     """A receive that fails without being cancelled."""
     end = End().receiving()
-    assert kinds(end.arrive(0, GONE)) == ["Abort", "ReportFailure", "QuarantineLease"]
+    assert kinds(end.arrive(0, GONE)) == ["StopSending", "ReportFailure", "QuarantineLease"]
 
 
 def test_what_does_not_settle_closes_the_pair():
@@ -391,7 +391,7 @@ def test_a_frame_that_never_comes_fails_the_transfer():
     end.later(29.0)
     end.come(0)
     assert end.later(29.0) == []
-    assert kinds(end.later(1.0)) == ["Abort", "ReportFailure", "QuarantineLease"]
+    assert kinds(end.later(1.0)) == ["StopSending", "ReportFailure", "QuarantineLease"]
 
 
 def test_nobody_waits_for_a_prompt_that_queues():
@@ -425,13 +425,13 @@ def test_a_peer_that_breaks_the_rules_loses_this_transfer_only(which: int):
 def test_both_ends_must_count_the_same_frames(num_frames: int):
     """A commit with another count is a violation."""
     end = End().receiving()
-    assert kinds(end.say(Commit(end.id, 7, num_frames)))[:2] == ["Abort", "ReportFailure"]
+    assert kinds(end.say(Commit(end.id, 7, num_frames)))[:2] == ["StopSending", "ReportFailure"]
 
 
 def test_a_commit_before_any_span_breaks_the_rules():
     """So the table says: RESERVED knows no commit."""
     end = End().granted()
-    assert kinds(end.say(Commit(end.id, 7, 0))) == ["Abort", "ReportFailure", "ReleaseLease"]
+    assert kinds(end.say(Commit(end.id, 7, 0))) == ["StopSending", "ReportFailure", "ReleaseLease"]
 
 
 def test_repeated_messages_change_nothing():
@@ -441,7 +441,7 @@ def test_repeated_messages_change_nothing():
     assert end.say(Commit(end.id, 7, 3)) == []
     assert end.say(Commit(end.id, 7, 3)) == []
     assert end.say(Span(end.id, 0, 4)) == []
-    assert kinds(end.say(Commit(end.id, 8, 3)))[:1] == ["Abort"]
+    assert kinds(end.say(Commit(end.id, 8, 3)))[:1] == ["StopSending"]
 
 
 def test_late_and_foreign_messages_are_dropped_and_counted():
@@ -499,6 +499,20 @@ def test_without_the_fence_everything_is_free_at_once(monkeypatch: pytest.Monkey
     take_fence_away(monkeypatch)
     end = End().receiving()
     end.arrive(0)
-    assert kinds(end.abort()) == ["Abort", "CancelReceive", "CancelReceive", "ReleaseLease"]
+    assert kinds(end.abort()) == ["StopSending", "CancelReceive", "CancelReceive", "ReleaseLease"]
     assert end.free_slots == 8
     assert end.place(0) == end.arrive(1) == []
+
+
+def test_a_prefix_may_end_before_all_tokens() -> None:
+    """The source had less than was asked for: so many tokens are handed over, and no more."""
+    end = End()
+    end.core.message(LINK, Open(KEY), end.now)
+    (granting,) = end.core.attached(KEY, 4, 0, end.now, is_prefix=True)
+    transfer_id = granting.message.transfer_id
+    end.say(Span(transfer_id, 0, 2))
+    for idx in range(3):
+        end.come(idx)
+    effects = end.say(Commit(transfer_id, 0, 3))
+    (hand_over,) = (it for it in effects if isinstance(it, HandOver))
+    assert (hand_over.num_tokens, hand_over.num_frames) == (2, 3)

@@ -34,6 +34,7 @@ from shared.transfer.messages import (
     Open,
     Refused,
     Span,
+    StopSending,
     TransferKey,
 )
 from shared.transfer.plan import FrameRule, PushMode
@@ -231,7 +232,7 @@ def test_decodes_abort_is_answered():
     """The answer says which frames are on their way: decode waits for those and no others."""
     end = End().pushing(sent=2)
     error = NoBlocks("preempted")
-    assert said(end.say(Abort(ID, error))) == [Abort(ID, None, 2)]
+    assert said(end.say(StopSending(ID, error))) == [Abort(ID, None, 2)]
     end.settle(0)
     assert end.settle(1) == [EndTransfer(KEY, error, was_needed=True)]
 
@@ -241,7 +242,7 @@ def test_aborts_that_cross_are_answered_once():
     end = End().pushing(sent=1)
     mine = TransferFailed("mine")
     assert said(end.give_up(mine)) == [Abort(ID, mine, 1)]
-    assert end.say(Abort(ID, TransferFailed("yours"))) == []
+    assert end.say(StopSending(ID, TransferFailed("yours"))) == []
     assert end.settle(0) == [EndTransfer(KEY, mine, was_needed=True)]
 
 
@@ -312,7 +313,7 @@ def test_more_skipped_than_there_is_breaks_the_rules():
 
 
 @pytest.mark.parametrize(
-    "message", [credit(1), Ack(ID, 1, done=True), Abort(ID, None), Refused(KEY, GONE)]
+    "message", [credit(1), Ack(ID, 1, done=True), StopSending(ID, GONE), Refused(KEY, GONE)]
 )
 def test_late_messages_are_dropped_and_counted(message: Any):
     """A transfer that is over cannot be named any more."""
@@ -346,7 +347,7 @@ def test_a_forged_acknowledgement_frees_nothing(forged: tuple[LinkId, Any]):
 def test_messages_of_another_link_are_not_listened_to():
     """A peer that guesses a transfer id of another pair does no harm."""
     end = End().pushing(sent=1)
-    assert end.core.message(LinkId(2), Abort(ID, GONE), end.now) == []
+    assert end.core.message(LinkId(2), StopSending(ID, GONE), end.now) == []
     assert end.core.is_live(KEY)
 
 
@@ -422,3 +423,45 @@ def test_the_callers_mistakes_raise():
         end.begin()
     with pytest.raises(LocalProtocolError):
         end.settle(7)
+
+
+def test_prefixes_have_at_most_half_of_the_slots() -> None:
+    """Two prefixes are pulled and then a prompt is pushed: it finds slots free, whoever came
+    first, and every slot comes home."""
+    end = End(num_slots=4)
+    keys = [TransferKey(RequestId(bytes([i]) * 16), 0, LeaseToken(b"k" * 16)) for i in range(3)]
+    ids = [TransferId(bytes([i]) * 16) for i in range(3)]
+    sent: list[tuple[TransferKey, int]] = []
+
+    def note(effects: list[Any]) -> None:
+        sent.extend((it.key, it.frame.idx) for it in effects if isinstance(it, GatherAndSend))
+
+    for key, transfer_id in zip(keys, ids, strict=True):
+        is_prefix = key != keys[2]
+        note(end.core.begin(key, LINK, 4, end.now, is_prefix=is_prefix))
+        note(end.say(Grant(key, transfer_id, 5, 1000, 0)))
+        note(end.core.span_planned(key, 0, 4, PushMode.LAYERWISE, end.now, is_cached=True))
+        note(end.core.commit(key, 0, end.now))
+        note(end.say(credit(3, of=transfer_id)))
+        end.core.check_integrity()
+    assert [key for key, _ in sent] == [keys[0], keys[0], keys[2], keys[2]]
+    while sent:
+        key, idx = sent.pop(0)
+        note(end.core.send_settled(key, idx, None, end.now))
+        end.core.check_integrity()
+        note(end.say(Ack(ids[keys.index(key)], idx + 1, done=idx == 2)))
+    assert end.core.statistics().num_free_slots == 4
+    assert end.core.statistics().num_transfers == 0
+
+
+def test_a_prefix_may_end_before_all_tokens() -> None:
+    """What the cache has is sent and committed; a prompt must be whole."""
+    end = End()
+    end.core.begin(KEY, LINK, 4, end.now, is_prefix=True)
+    end.span(0, 2, is_cached=True)
+    end.commit()
+    effects = end.say(Grant(KEY, ID, 5, 1000, 0))
+    assert said(effects)[-1] == Commit(ID, 7, LAYERS)
+    other = End().granted()
+    with pytest.raises(LocalProtocolError):
+        other.commit()

@@ -13,8 +13,7 @@ import pytest
 
 from shared.engine.worker import StepDone
 from shared.errors import MeshError, ShuttingDown, TooLarge, TransferFailed, WorkerLost
-from shared.ids import Incarnation
-from shared.membership.decode_peers import DecodePeer
+from shared.ids import Incarnation, MeshPeer
 from shared.profile.machine import MachineProfile
 from shared.rpc.heartbeat_stream import MAX_OUTBOX, HeartbeatStream
 from shared.telemetry.moments import Moment
@@ -228,25 +227,31 @@ async def test_a_dead_transport_ends_the_pair():
 
 
 @in_virtual_time
-async def test_an_unlisted_peer_is_let_go(wire: LoopbackFabric):
-    """The gateway's list is the truth: what is not on it is closed, its transfers end."""
+async def test_an_unlisted_peer_is_kept_but_not_dialled_again(wire: LoopbackFabric):
+    """What it has in hand goes on and the pair stays warm; once lost it is not made again."""
     async with running_ends(wire.open) as ends:
         table = await ends.prefill.take(LONG)
         handle = ends.prefill.begin(LONG, table)
         ends.pairs.set_peers([])
-        with pytest.raises(WorkerLost):
-            await handle.wait()
-        assert ends.pairs.paired == ()
+        ends.prefill.compute_all(LONG, table, handle)
+        assert (await handle.wait()).num_frames > 1
         ends.prefill.give_back(table)
         await ends.settled()
         ends.check_all_home()
+        (link,) = ends.pairs._links.values()
+        link.close("the test wants it")
+        await asyncio.sleep(60)
+        assert ends.pairs.paired == ()
+        assert ends.network.num_dials == 1
 
 
 @in_virtual_time
 async def test_another_incarnation_is_another_peer(wire: LoopbackFabric):
     """A restarted decode worker on the same address is not the one that was listed."""
     async with running_ends(wire.open) as ends:
-        ends.pairs.set_peers([DecodePeer(Incarnation(77), ADDRESS)])
+        ends.pairs.set_peers([MeshPeer(Incarnation(77), ADDRESS)])
+        (link,) = ends.pairs._links.values()
+        link.close("the test wants it")
         dials = ends.network.num_dials
         while ends.network.num_dials < dials + 2:
             await asyncio.sleep(1)
@@ -667,8 +672,8 @@ class Peer:
         await self.is_reading.wait()
         self.sent.append(message)
 
-    def stream(self, *, sends_at_once: bool = True) -> HeartbeatStream[str, str]:
-        return HeartbeatStream(self, heartbeat="beat", peer="peer", sends_at_once=sends_at_once)
+    def stream(self) -> HeartbeatStream[str, str]:
+        return HeartbeatStream(self, heartbeat="beat", peer="peer")
 
 
 @in_virtual_time
@@ -742,11 +747,11 @@ async def test_a_message_may_be_left_to_a_task():
     """What its sender does in the same turn, and what it wakes by that, comes first."""
     peer = Peer()
     peer.can_send_nowait = True
-    stream = peer.stream(sends_at_once=False)
+    stream = peer.stream()
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(stream.run(lambda message: None))
         await asyncio.sleep(0.01)
-        stream.send("1")
+        stream.send("1", at_once=False)
         assert peer.sent == []
         await asyncio.sleep(0.01)
         assert peer.sent == ["1"]

@@ -78,7 +78,7 @@ class Worker:
         """Step until nothing waits or runs."""
         tokens: list[NewToken] = []
         for _ in range(most_steps):
-            if not self.scheduler.has_work:
+            if not self.scheduler.unfinished:
                 return tokens
             tokens += self.step()
         raise AssertionError(f"{self.scheduler!r} did not finish in {most_steps} steps")

@@ -46,7 +46,8 @@ class EchoService:
         request = await call.receive()
         assert request is not None
         self.metadata, self.peer = dict(call.metadata), call.peer
-        self.remaining_s = call.remaining_s()
+        if call.deadline_at is not None:
+            self.remaining_s = call.deadline_at - asyncio.get_running_loop().time()
         self.num_started += 1
         self.started.set()
         verb, _, argument = request.text.partition(":")

@@ -240,6 +240,7 @@ class FakeGateway:
         lease_token: bytes = b"",
         legs: str = "pd",
         is_pushed: bool = True,
+        prefix: wire.PrefixSource | None = None,
     ) -> FakeRequest:
         """Send both legs (or one: legs="p", "d") at this instant."""
         stream_id = StreamId(self._next_stream_id)
@@ -260,10 +261,14 @@ class FakeGateway:
         request = FakeRequest(self, stream_id, prefill, decode, num_prompt)
         self.requests.append(request)
         if "p" in legs:
-            start = wire.StartPrefill(**common, decode_incarnation=decode if is_pushed else 0)
+            sink = decode if is_pushed else 0
+            start = wire.StartPrefill(**common, decode_incarnation=sink, prefix=prefix)
             self.sessions[prefill].send(wire.PrefillCommand(start=start))
         if "d" in legs:
-            reserve = wire.Reserve(**common, wait_s=wait_s, prefill_incarnation=prefill)
+            whole = prefix if prefill == decode else None
+            reserve = wire.Reserve(
+                **common, wait_s=wait_s, prefill_incarnation=prefill, prefix=whole
+            )
             self.sessions[decode].send(wire.DecodeCommand(reserve=reserve))
         return request
 

@@ -22,13 +22,12 @@ import structlog
 from shared.address import Address
 from shared.engine.worker import ThreadCompute
 from shared.errors import MeshError, TransferFailed
-from shared.ids import Incarnation
-from shared.membership.decode_peers import DecodePeer
+from shared.ids import Incarnation, MeshPeer
 from shared.rpc.tcp import TcpNetwork
 from shared.transfer.effects import SenderTiming
 from shared.transfer.messages import TransferKey
 from shared.transport.ucxx import open_ucx
-from shared.worker.dial import PairTable
+from shared.worker.pairs import PairTable
 from shared.worker.pusher import Pusher
 from shared.worker.receiver import KvReceiver
 from tests.support.ledger_end import LedgerEnd
@@ -58,8 +57,6 @@ class Decode:
         self.transport = await open_ucx()
         self.end = LedgerEnd(self.kv, most_tokens=MOST_TOKENS, on_attach=self._plan_cancel)
         self.receiver = KvReceiver(
-            incarnation=Incarnation(2),
-            version="test",
             engine=self.kv,
             compute=self.compute,
             transport=self.transport,
@@ -67,15 +64,27 @@ class Decode:
             random_bytes=self.rng.randbytes,
             num_slots=config["num_slots"],
             max_frame_bytes=config["max_frame_bytes"],
+        )
+        pairs = PairTable(
+            incarnation=Incarnation(2),
+            version="test",
+            engine=self.kv,
+            compute=self.compute,
+            transport=self.transport,
+            network=TcpNetwork(),
+            sink=self.receiver,
+            random_bytes=self.rng.randbytes,
             group_bytes=config["group_bytes"],
+            max_frame_bytes=config["max_frame_bytes"],
         )
         self.end.connect(self.receiver)
         self.num_cancelled = 0
         await self.receiver.open()
-        self.running = asyncio.get_running_loop().create_task(self.receiver.run())
+        loop = asyncio.get_running_loop()
+        self.running = [loop.create_task(job.run()) for job in (pairs, self.receiver)]
         self.serving = contextlib.AsyncExitStack()
         server = await self.serving.enter_async_context(
-            TcpNetwork().serve(Address("127.0.0.1", 0), [self.receiver.servicer])
+            TcpNetwork().serve(Address("127.0.0.1", 0), [pairs.servicer])
         )
         return server.address.port
 
@@ -121,9 +130,11 @@ class Decode:
     async def finish(self) -> dict[str, Any]:
         """Wait until every lease has ended; close everything; say what happened."""
         report = await self.wait_home()
-        self.running.cancel()
-        await asyncio.wait([self.running])
+        for task in self.running:
+            task.cancel()
+        await asyncio.wait(self.running)
         await self.serving.aclose()
+        self.receiver.close()
         await self.transport.close()
         await self.compute.close()
         return report
@@ -153,7 +164,7 @@ class Prefill:
             compute=self.compute,
             transport=self.transport,
             network=TcpNetwork(),
-            sink=self.pusher,
+            source=self.pusher,
             random_bytes=self.rng.randbytes,
             on_change=lambda: paired.set() if self.pairs.paired else paired.clear(),
             group_bytes=config["group_bytes"],
@@ -163,7 +174,7 @@ class Prefill:
         loop = asyncio.get_running_loop()
         self.running = [loop.create_task(job.run()) for job in (self.pusher, self.pairs)]
         address = Address("127.0.0.1", config["port"])
-        self.pairs.set_peers([DecodePeer(Incarnation(2), address)])
+        self.pairs.set_peers([MeshPeer(Incarnation(2), address)])
         await paired.wait()
         self.outcomes: Counter[str] = Counter()
         self.next_request = 0

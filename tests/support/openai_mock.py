@@ -40,8 +40,6 @@ class OpenAiMock:
     fate: Callable[[int], str] = lambda number: ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
-    most_at_once: int = 0
-    _num_open: int = 0
     _came: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     async def until(self, num_requests: int) -> None:
@@ -65,12 +63,7 @@ class OpenAiMock:
             self._came.notify_all()
         if fate == "refuse":
             return _error(503, "too busy")
-        self._num_open += 1
-        self.most_at_once = max(self.most_at_once, self._num_open)
-        try:
-            return await self._stream(request, body, fate)
-        finally:
-            self._num_open -= 1
+        return await self._stream(request, body, fate)
 
     async def _stream(
         self, request: web.Request, body: dict[str, Any], fate: str

@@ -33,7 +33,7 @@ import orjson
 
 from shared import wire
 from shared.address import parse_address
-from shared.engine.fake import FakeModel, fake_continuation
+from shared.engine.fake import FakeModel
 from shared.mesh_secret import new_secret
 from shared.messages.columns import pack_u32, unpack_u32
 from shared.model_folder import ModelFolder, resolve_model
@@ -43,6 +43,7 @@ from shared.rpc.status import RECEIPT_TRAILER
 from shared.rpc.stream import open_stream
 from shared.rpc.tcp import TcpNetwork
 from shared.runtime.parent import PARENT_FD
+from tests.support.fake_reference import fake_continuation
 from tests.support.service_process import ServiceProcess, free_port
 
 ANSWERS_WITHIN_S = 60.0
@@ -236,7 +237,7 @@ class ProcessMesh:
     ) -> None:
         """Wait until nothing is held for anybody: no block, slot, transfer, leg or request.
 
-        num_roles: that each worker serves; it has sessions and slots for each.
+        num_roles: that each worker serves; it has a session for each.
         """
         found: dict[str, dict[str, float]] = {}
 
@@ -245,7 +246,7 @@ class ProcessMesh:
                 gauges = found[worker.name] = await self.gauges(worker)
                 wanted = {
                     "kv_blocks:free": worker.facts["num_blocks"],
-                    "staging_slots_free": 2 * num_roles,
+                    "staging_slots_free": 4,  # two each way
                     "sessions": num_roles * len(gateways),
                 }
                 idle = ("kv_blocks:reserved", "kv_blocks:quarantined", "transfers_open",
@@ -379,11 +380,12 @@ async def process_mesh(
 
 
 def parse_gauges(text: str) -> dict[str, float]:
-    """Every number by its name without ``pdmesh_<service>_``; of those with labels the ones by role
-    or state, e.g. 'workers:decode'."""
-    pattern = r'^pdmesh_(?:gateway|prefill|decode)_(\w+)(?:\{(?:role|state)="(\w+)"\})? (\S+)$'
+    """Every number by its name without ``pdmesh_<service>_``; of those with labels the ones by
+    role, state or tier, e.g. 'workers:decode'."""
+    label = r'\{(?:role|state|tier)="(\w+)"\}'
+    pattern = rf"^pdmesh_(?:gateway|prefill|decode)_(\w+)(?:{label})? (\S+)$"
     found: list[tuple[str, str, str]] = re.findall(pattern, text, re.MULTILINE)
-    return {f"{name}:{label}" if label else name: float(value) for name, label, value in found}
+    return {f"{name}:{of}" if of else name: float(value) for name, of, value in found}
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:

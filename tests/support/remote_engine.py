@@ -116,9 +116,6 @@ class RemoteEngine(Engine):
     def layer_times(self) -> Sequence[float]:
         return ()
 
-    def step_seconds(self, rows: Sequence[StepRow]) -> float:
-        return 0.0
-
     def enter_thread(self) -> None:
         pass
 

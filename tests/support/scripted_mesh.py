@@ -9,6 +9,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from services.gateway.core.admission import AdmissionStatistics
+from services.gateway.core.expectations import Expectations
 from services.gateway.core.peer_table import PeerTable
 from services.gateway.core.window import LastMinute
 from services.gateway.front.auth import KeyRing
@@ -103,6 +104,9 @@ class ScriptedMesh:
     async def change_role(self, worker: str, role: str) -> dict[str, Any]:
         raise NotFound(f"no worker {worker} is in the mesh", param="worker", code="no_worker")
 
+    def explain(self, request_id: str) -> dict[str, Any]:
+        raise NotFound(f"no request {request_id}", param="request_id", code="no_request")
+
     def cluster(self) -> dict[str, Any]:
         return cluster_body(
             incarnation=Incarnation(1),
@@ -110,7 +114,10 @@ class ScriptedMesh:
             uptime_s=1.0,
             model=self.model,
             table=PeerTable(),
-            counts=AdmissionStatistics(self.num_running, 0, 0),
+            expectations=Expectations(),
+            prefixes=None,
+            now=1.0,
+            counts=AdmissionStatistics(self.num_running, 0),
             summary=LastMinute(0.0).summary(1.0),
         )
 

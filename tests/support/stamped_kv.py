@@ -77,9 +77,6 @@ class StampedKv:
     def step(self, rows: Sequence[StepRow], on_layer: Any = None) -> list[RowResult]:
         raise NotImplementedError
 
-    def step_seconds(self, rows: Sequence[StepRow]) -> float:
-        return 0.0
-
     def close(self) -> None:
         pass
 

@@ -6,8 +6,10 @@ from __future__ import annotations
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from services.gateway.text.chat_template import ChatTemplate
+from services.gateway.text.grammars import Grammars
 from services.gateway.text.text_model import TextModel
 from shared.model_folder import SpecialTokens
+from tests.support.grammars import check_in_place
 
 SPECIAL = ("<pad>", "<eos>", "<user>", "<assistant>", "<system>", "<tool>", "<a>", "<b>")
 EOS = 1
@@ -45,4 +47,4 @@ def tiny_tokenizer() -> Tokenizer:
 def tiny_text_model(template: str | None = TEMPLATE) -> TextModel:
     """Return a TextModel over the tiny tokenizer."""
     chat_template = None if template is None else ChatTemplate(template, SpecialTokens(eos="<eos>"))
-    return TextModel(tiny_tokenizer(), chat_template)
+    return TextModel(tiny_tokenizer(), chat_template, grammars=Grammars(check_in_place))

@@ -18,12 +18,11 @@ from typing import Any
 
 from shared.address import Address
 from shared.errors import MeshError, TransferFailed
-from shared.ids import Incarnation, LeaseToken, RequestId
-from shared.membership.decode_peers import DecodePeer
+from shared.ids import Incarnation, LeaseToken, MeshPeer, RequestId
 from shared.profile.machine import UNMEASURED, MachineProfile
 from shared.transfer.messages import TransferKey
 from shared.transport.base import Transport
-from shared.worker.dial import PairTable
+from shared.worker.pairs import PairTable
 from shared.worker.pusher import Pusher, PushHandle
 from shared.worker.receiver import KvReceiver, LeaseTerms, NoTermsYet, ReceiveStats
 from tests.support.memory_network import MemoryFabric, MemoryNetwork
@@ -411,8 +410,6 @@ async def running_ends(
     network = CountingNetwork(fabric, host="prefill")
     decode_end = DecodeEnd(decode_kv, most_tokens=most_tokens)
     receiver = KvReceiver(
-        incarnation=Incarnation(2),
-        version="test",
         engine=decode_kv,
         compute=compute[1],
         transport=transports[1],
@@ -420,7 +417,6 @@ async def running_ends(
         random_bytes=rng.randbytes,
         num_slots=num_slots,
         max_frame_bytes=max_frame_bytes,
-        group_bytes=group_bytes,
         **receiver_options,
     )
     decode_end.receiver = receiver
@@ -444,25 +440,39 @@ async def running_ends(
         compute=compute[0],
         transport=transports[0],
         network=network,
-        sink=pusher,
+        source=pusher,
         random_bytes=rng.randbytes,
         on_change=note_pairs,
+        group_bytes=group_bytes,
+        max_frame_bytes=max_frame_bytes,
+    )
+    decode_pairs = PairTable(
+        incarnation=Incarnation(2),
+        version="test",
+        engine=decode_kv,
+        compute=compute[1],
+        transport=transports[1],
+        network=MemoryNetwork(fabric, host="decode"),
+        sink=receiver,
+        random_bytes=rng.randbytes,
         group_bytes=group_bytes,
         max_frame_bytes=max_frame_bytes,
     )
     prefill_end = PrefillEnd(prefill_kv, pusher, Incarnation(2), most_tokens=most_tokens)
     try:
         async with (
-            MemoryNetwork(fabric, host="decode").serve(ADDRESS, [receiver.servicer]),
+            MemoryNetwork(fabric, host="decode").serve(ADDRESS, [decode_pairs.servicer]),
             asyncio.TaskGroup() as tasks,
         ):
-            running = [tasks.create_task(job.run()) for job in (receiver, pusher, pairs)]
-            pairs.set_peers([DecodePeer(Incarnation(2), ADDRESS)])
+            jobs = (decode_pairs, receiver, pusher, pairs)
+            running = [tasks.create_task(job.run()) for job in jobs]
+            pairs.set_peers([MeshPeer(Incarnation(2), ADDRESS)])
             if decode_fingerprint == prefill_kv.spec.fingerprint:
                 await paired.wait()
             yield Ends(prefill_end, decode_end, pairs, pusher, receiver, network, paired)
             for task in reversed(running):
                 task.cancel()
     finally:
+        receiver.close()
         for transport in transports:
             await transport.close()

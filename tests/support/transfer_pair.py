@@ -47,7 +47,7 @@ from shared.transfer.effects import (
     SendReply,
     VerifyAndPlace,
 )
-from shared.transfer.messages import LinkId, PushMessage, PushReply, TransferKey
+from shared.transfer.messages import LinkId, SinkMessage, SourceMessage, TransferKey
 from shared.transfer.plan import FrameRule, PushMode
 from shared.transfer.receivers import Receivers, TagRanges
 from shared.transfer.senders import Senders
@@ -104,8 +104,8 @@ class TransferPair:
         self._placements: dict[int, tuple[VerifyAndPlace, list[int], MeshError | None, bool]] = {}
         self._num_placements = 0
         self._num_memories = receive_slots
-        self._commands: deque[tuple[LinkId, PushMessage]] = deque()
-        self._replies: deque[tuple[LinkId, PushReply]] = deque()
+        self._commands: deque[tuple[LinkId, SourceMessage]] = deque()
+        self._replies: deque[tuple[LinkId, SinkMessage]] = deque()
         self._is_prefill_up = False
         self._is_decode_up = False
         self._link = LinkId(0)
@@ -359,7 +359,7 @@ class TransferPair:
             self.senders.span_planned(key, start, stop, mode, self.now, is_cached=is_cached)
         )
 
-    def _hear_command(self, link: LinkId, message: PushMessage) -> None:
+    def _hear_command(self, link: LinkId, message: SourceMessage) -> None:
         self._do_all(self.receivers.message(link, message, self.now))
 
     def _attach(self, key: TransferKey) -> None:

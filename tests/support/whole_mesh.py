@@ -27,6 +27,7 @@ from shared.rpc.methods import GENERATE
 from shared.rpc.status import RECEIPT_TRAILER
 from shared.rpc.stream import open_stream
 from shared.runtime.platform import Platform
+from shared.worker.worker import MeshWorker
 from tests.support.loopback import LoopbackFabric, LoopbackSettings
 from tests.support.memory_network import MemoryNetwork
 from tests.support.tiny_tokenizer import tiny_text_model
@@ -148,13 +149,10 @@ class WholeMesh:
                 await asyncio.sleep(0.01)
 
     async def ready(self) -> None:
-        """Wait until every living gateway may use every living pair; a colocated worker is one
-        with itself, too."""
-        launched = [running.worker.launch for running in self.workers]
+        """Wait until every living gateway may use every pair that workers make by themselves, both
+        ways where KV may flow both ways; a colocated worker is one with itself, too."""
         num_pairs = sum(
-            pushes.pushes and receives.receives if pushes is not receives else pushes.is_mixed
-            for pushes in launched
-            for receives in launched
+            _is_pair(source.worker, sink.worker) for source in self.workers for sink in self.workers
         )
         await self.until(
             lambda: all(
@@ -187,6 +185,12 @@ class WholeMesh:
             for session in running.members.sessions:
                 assert session.num_legs == 0, session.worker
                 assert not any(session.worker.orders.values()), session.worker
+
+
+def _is_pair(source: MeshWorker, sink: MeshWorker) -> bool:
+    if source is sink:
+        return source.launch.is_mixed
+    return source.launch.pushes and sink.launch.receives and source.home.role is not sink.home.role
 
 
 @contextlib.asynccontextmanager

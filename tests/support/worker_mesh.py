@@ -19,16 +19,17 @@ from services.decode.app import profile_of as decode_profile
 from services.prefill.app import profile_of as prefill_profile
 from shared.address import Address
 from shared.config import DecodeConfig, PrefillConfig
-from shared.engine.fake import FakeEngine, FakeModel, FakeTiming, fake_continuation
-from shared.engine.worker import VirtualCompute
+from shared.engine.fake import FakeEngine, FakeModel, FakeTiming
 from shared.ids import Incarnation
 from shared.profile.machine import UNMEASURED, MachineProfile
 from shared.request import SamplingParams
 from shared.runtime.platform import Platform
 from shared.worker.worker import MeshWorker
 from tests.support.fake_gateway import FakeGateway, FakeRequest, fake_gateway
+from tests.support.fake_reference import fake_continuation
 from tests.support.loopback import LoopbackFabric, LoopbackSettings
 from tests.support.memory_network import MemoryNetwork
+from tests.support.virtual_compute import VirtualCompute
 from tests.support.virtual_loop import run_virtual
 
 MODEL = FakeModel(max_model_len=2048)
@@ -111,11 +112,14 @@ class WorkerMesh:
     @property
     def num_transfers(self) -> int:
         """Transfers that are not settled, at both ends."""
-        ends = [running.worker.pusher.statistics() for running in self.prefills]
-        num_open = sum(end.num_transfers for end in ends)
-        for running in self.decodes:
-            end = running.worker.receiver.statistics()
-            num_open += end.num_waiting + end.num_live + end.num_settling
+        num_open = 0
+        for running in (*self.prefills, *self.decodes):
+            worker = running.worker
+            if worker.pusher is not None:
+                num_open += worker.pusher.statistics().num_transfers
+            if worker.receiver is not None:
+                end = worker.receiver.statistics()
+                num_open += end.num_waiting + end.num_live + end.num_settling
         return num_open
 
     def assert_pools_full(self) -> None:
@@ -127,7 +131,6 @@ class WorkerMesh:
             assert pool.num_available == pool.num_blocks, repr(pool)
             running.worker.scheduler.check_integrity()
             pool.check_integrity([])
-        for running in self.decodes:
             running.worker.leases.check_integrity()
 
 

@@ -1,6 +1,8 @@
 """Train the bundled demo model and export it as a Hugging Face folder.
 
     python -m tools.demo_model.train --minutes 75 --seed 0 --out shared/models/demo
+    python -m tools.demo_model.train --minutes 40 --from shared/models/demo \\
+        --out shared/models/demo-tools
 
 The learning rate and the latest moment of each step of the length curriculum follow the
 training time spent, so the run ends on time on a slow machine too, with fewer tokens seen. A
@@ -18,6 +20,7 @@ import random
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -28,13 +31,11 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 
-from . import data
+from . import data, tool_data
 from .model import DemoModel, ModelConfig
 
 VOCABULARY_LIMIT = 1280
 CORPUS_DOCUMENTS = 20_000
-BATCH_TOKENS = 8192
-PEAK_RATE = 3e-3
 WARM_UP_STEPS = 60
 DECAY_FROM = 0.35
 PAST_LABEL = -1
@@ -45,9 +46,11 @@ FOCUS_FROM = 0.2
 FOCUS_FIRST_DIGIT = 3.0
 FOCUS_BACKGROUND = 0.02
 
+Stages = tuple[tuple[dict[int, float], float], ...]
+
 #: Rows of each length that a batch is drawn from, and the share of the time after which the
 #: next stage begins at the latest. A stage ends early when recall at its last length is good.
-STAGES: tuple[tuple[dict[int, float], float], ...] = (
+STAGES: Stages = (
     ({128: 1.0}, 0.12),
     ({128: 0.4, 256: 0.6}, 0.35),
     ({128: 0.2, 256: 0.3, 512: 0.5}, 0.5),
@@ -57,6 +60,31 @@ READY_ACCURACY = 0.9
 
 RECALL, ARITHMETIC = 1, 2
 _GROUPS = {"recall": RECALL, "arithmetic": ARITHMETIC}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is learned, and how: of ``demo`` from nothing, of ``demo-tools`` from ``demo``."""
+
+    sequence: Callable[[random.Random, int], list[data.Document]]
+    chat_template: str
+    added_tokens: tuple[str, ...]
+    stages: Stages
+    batch_tokens: int
+    peak_rate: float
+    focus_from: float
+
+
+FROM_NOTHING = Recipe(data.sequence, data.CHAT_TEMPLATE, (), STAGES, 8192, 3e-3, FOCUS_FROM)
+FROM_DEMO = Recipe(
+    tool_data.sequence,
+    tool_data.CHAT_TEMPLATE,
+    tool_data.ADDED_TOKENS,
+    (({256: 0.55, 512: 0.35, 1152: 0.1}, 2.0),),
+    4608,
+    1.5e-3,
+    0.0,
+)
 
 
 @dataclass
@@ -128,7 +156,7 @@ def _encode_row(
     return tokens, weights, groups
 
 
-def make_batch(tokenizer: Tokenizer, seed: str, length: int, rows: int) -> Batch:
+def make_batch(tokenizer: Tokenizer, recipe: Recipe, seed: str, length: int, rows: int) -> Batch:
     """Return a batch that is a pure function of the arguments."""
     rng = random.Random(seed)
     batch = Batch(
@@ -138,7 +166,7 @@ def make_batch(tokenizer: Tokenizer, seed: str, length: int, rows: int) -> Batch
         torch.zeros(rows, length, dtype=torch.long),
     )
     for row in range(rows):
-        tokens, weights, groups = _encode_row(tokenizer, data.sequence(rng, length))
+        tokens, weights, groups = _encode_row(tokenizer, recipe.sequence(rng, length))
         used = min(len(tokens) - 1, length)
         batch.tokens[row, :used] = torch.tensor(tokens[:used])
         batch.targets[row, :used] = torch.tensor(tokens[1 : used + 1])
@@ -165,18 +193,27 @@ def focus(batch: Batch) -> None:
     batch.weights[batch.groups == RECALL] = FOCUS_FIRST_DIGIT
 
 
+def begin_from(model: DemoModel, tensors: dict[str, Tensor]) -> None:
+    """Take over a trained model's weights; tokens that it does not have begin as a mean one."""
+    embedding = "model.embed_tokens.weight"
+    known = tensors[embedding].float()
+    rows = known.mean(0, keepdim=True).repeat(model.config.vocab_size, 1)
+    rows[: len(known)] = known
+    model.load_state_dict({k: v.float() for k, v in tensors.items()} | {embedding: rows})
+
+
 class Optimizers:
     """Muon for the matrices inside the layers, AdamW for the embedding and the norms."""
 
-    def __init__(self, model: DemoModel) -> None:
+    def __init__(self, model: DemoModel, rate: float) -> None:
         matrices = [p for p in model.model.layers.parameters() if p.dim() == 2]
         chosen = {id(p) for p in matrices}
         others = [p for p in model.parameters() if id(p) not in chosen]
         self.muon = torch.optim.Muon(
-            matrices, lr=PEAK_RATE, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"
+            matrices, lr=rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"
         )
         self.adamw = torch.optim.AdamW(
-            others, lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=0.0, fused=True
+            others, lr=rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True
         )
 
     def step(self, rate: float) -> None:
@@ -212,9 +249,9 @@ class Optimizers:
         return ("muon", self.muon), ("adamw", self.adamw)
 
 
-def learning_rate(step: int, share: float) -> float:
+def learning_rate(peak: float, step: int, share: float) -> float:
     """Return the rate after ``share`` of the time: warm-up, then constant, then cosine."""
-    rate = PEAK_RATE * min(1.0, (step + 1) / WARM_UP_STEPS)
+    rate = peak * min(1.0, (step + 1) / WARM_UP_STEPS)
     if share > DECAY_FROM:
         phase = min(1.0, (share - DECAY_FROM) / (1 - DECAY_FROM))
         rate *= 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * phase))
@@ -225,7 +262,7 @@ def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def export(model: DemoModel, tokenizer: Tokenizer, out: Path) -> None:
+def export(model: DemoModel, tokenizer: Tokenizer, template: str, out: Path) -> None:
     """Write the model folder; each file is replaced in one step, the weights last."""
     out.mkdir(parents=True, exist_ok=True)
     config = model.config
@@ -242,7 +279,7 @@ def export(model: DemoModel, tokenizer: Tokenizer, out: Path) -> None:
                 "bos_token": None,
                 "eos_token": data.END,
                 "pad_token": data.PAD,
-                "chat_template": data.CHAT_TEMPLATE,
+                "chat_template": template,
             },
         )
         _write_json(
@@ -284,11 +321,14 @@ def export(model: DemoModel, tokenizer: Tokenizer, out: Path) -> None:
 
 
 @torch.no_grad()
-def held_out_losses(model: nn.Module, tokenizer: Tokenizer) -> dict[int, tuple[float, float]]:
+def held_out_losses(
+    model: nn.Module, tokenizer: Tokenizer, recipe: Recipe
+) -> dict[int, tuple[float, float]]:
     """Return, per row length, the weighted and the unweighted loss on unseen documents."""
     result: dict[int, tuple[float, float]] = {}
     for length in (128, 256, 512, 1152):
-        batch = make_batch(tokenizer, f"held-out-{length}", length, 2 * BATCH_TOKENS // length)
+        rows = 2 * recipe.batch_tokens // length
+        batch = make_batch(tokenizer, recipe, f"held-out-{length}", length, rows)
         loss, losses, _ = weighted_loss(model, batch)
         seen = batch.targets.flatten() != PAST_LABEL
         result[length] = loss.item(), losses[seen].mean().item()
@@ -305,10 +345,18 @@ class Trainer:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         torch.manual_seed(args.seed)
-        self.tokenizer = train_tokenizer(args.seed)
+        if args.start is None:
+            self.recipe = FROM_NOTHING
+            self.tokenizer = train_tokenizer(args.seed)
+        else:
+            self.recipe = FROM_DEMO
+            self.tokenizer = Tokenizer.from_file(str(args.start / "tokenizer.json"))
+            self.tokenizer.add_tokens(list(self.recipe.added_tokens))
         vocabulary = math.ceil(self.tokenizer.get_vocab_size() / 64) * 64
         self.model = DemoModel(ModelConfig(vocab_size=vocabulary))
-        self.optimizers = Optimizers(self.model)
+        if args.start is not None:
+            begin_from(self.model, load_file(args.start / "model.safetensors"))
+        self.optimizers = Optimizers(self.model, self.recipe.peak_rate)
         self.progress = Progress()
         if args.state.exists():
             self._load()
@@ -355,31 +403,33 @@ class Trainer:
                 self._report()
             if time.monotonic() - exported > self.args.export_every * 60:
                 self._save()
-                export(self.model, self.tokenizer, self.args.out)
+                export(self.model, self.tokenizer, self.recipe.chat_template, self.args.out)
                 print(f"exported; held-out {self._held_out()}", flush=True)
                 exported = time.monotonic()
         self._save()
-        export(self.model, self.tokenizer, self.args.out)
+        export(self.model, self.tokenizer, self.recipe.chat_template, self.args.out)
         print(f"done; held-out {self._held_out()}", flush=True)
 
     def _held_out(self) -> str:
-        losses = held_out_losses(self.model, self.tokenizer)
+        losses = held_out_losses(self.model, self.tokenizer, self.recipe)
         return ", ".join(f"{n}: {w:.4f} ({u:.3f} all)" for n, (w, u) in losses.items())
 
     def _step(self) -> None:
         progress = self.progress
         self._advance()
-        lengths, _ = STAGES[progress.stage]
+        lengths, _ = self.recipe.stages[progress.stage]
         rng = random.Random(f"length-{self.args.seed}-{progress.step}")
         length = rng.choices(list(lengths), list(lengths.values()))[0]
         seed = f"train-{self.args.seed}-{progress.step}"
-        batch = make_batch(self.tokenizer, seed, length, BATCH_TOKENS // length)
-        if self.share > FOCUS_FROM:
+        batch = make_batch(
+            self.tokenizer, self.recipe, seed, length, self.recipe.batch_tokens // length
+        )
+        if self.share >= self.recipe.focus_from:
             focus(batch)
         loss, _, right = weighted_loss(self.forward, batch)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizers.step(learning_rate(progress.step, self.share))
+        self.optimizers.step(learning_rate(self.recipe.peak_rate, progress.step, self.share))
 
         groups = batch.groups.flatten()
         recall = right[groups == RECALL].float().mean().item()
@@ -389,12 +439,13 @@ class Trainer:
         )
         progress.loss = _average(progress.loss or None, loss.item())
         progress.step += 1
-        progress.tokens += BATCH_TOKENS
+        progress.tokens += self.recipe.batch_tokens
 
     def _advance(self) -> None:
-        lengths, until = STAGES[self.progress.stage]
+        stages = self.recipe.stages
+        lengths, until = stages[self.progress.stage]
         ready = self.progress.recall.get(max(lengths), 0.0) > READY_ACCURACY
-        if (ready and self.progress.stage + 1 < len(STAGES)) or self.share > until:
+        if (ready and self.progress.stage + 1 < len(stages)) or self.share > until:
             self.progress.stage += 1
             print(f"stage {self.progress.stage + 1} at step {self.progress.step}", flush=True)
 
@@ -416,6 +467,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train the bundled demo model.")
     parser.add_argument("--minutes", type=float, default=75.0, help="training time")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--from", dest="start", type=Path, help="a trained model, to learn tools")
     parser.add_argument("--out", type=Path, default=Path("shared/models/demo"))
     parser.add_argument(
         "--state",

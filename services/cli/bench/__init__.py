@@ -1,8 +1,8 @@
-"""``pdmesh bench``: an open-loop load generator for OpenAI-compatible servers and pdmesh's gRPC.
+"""``pdmesh bench``: an open-loop load generator for OpenAI-compatible servers.
 
 What is sent (``workload.py``, ``sources.py``, ``prompts.py``) is planned before the
 first request and depends on nothing that comes back; ``open_loop.py`` sends it on time,
-``endpoints.py`` and its siblings speak to servers, ``summary.py`` judges with the definitions of
+``endpoints.py`` speaks to servers, ``summary.py`` judges with the definitions of
 ``shared/telemetry/definitions.py``. It knows nothing of how a mesh works inside.
 
 For programs (``bench/`` uses it so):

@@ -7,9 +7,9 @@ share its time. Knows no HTTP.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final, cast
 
-import orjson
+import msgspec
 
 from services.cli.bench.records import Ending, Record
 
@@ -38,60 +38,81 @@ class EventLines:
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
 
+class _Cached(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int | None = None
+    prompt_tokens: int | None = None
+    prompt_tokens_details: _Cached | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: dict[str, Any] | None = None
+    finish_reason: str | None = None
+
+    @property
+    def has_text(self) -> bool:
+        """Of an answer or of its reasoning; a chunk that only opens an answer has none."""
+        if self.delta is None:
+            return bool(self.text)
+        return any(self.delta.get(name) for name in _TEXT_FIELDS)
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_read: Final = msgspec.json.Decoder(_Event).decode
+
+
 class AnswerReader:
     """Of one stream."""
 
-    __slots__ = ("_is_done", "_is_finished", "_record", "_total")
+    __slots__ = ("_is_done", "_record", "_total")
 
     def __init__(self, record: Record) -> None:
         self._record = record
         self._is_done = False
-        self._is_finished = False
         self._total = 0
 
     def take(self, payload: bytes, at: float) -> None:
-        """Take one event in. Raises ValueError: it is not JSON."""
+        """Take one event in. Raises ValueError: it is not JSON, or no event of OpenAI's."""
         if payload == b"[DONE]":
             self._is_done = True
             return
-        event: Any = orjson.loads(payload)
-        if not isinstance(event, dict):
-            raise ValueError("an event is not an object")
-        self._take(event, at)  # pyright: ignore[reportUnknownArgumentType]
-
-    def _take(self, event: dict[str, Any], at: float) -> None:
-        record = self._record
-        error = event.get("error")
-        if error is not None:
-            self._fail(error)
+        record, event = self._record, _read(payload)
+        if event.error is not None:
+            self._fail(event.error)
             return
-        choices = event.get("choices")
-        choice: dict[str, Any] | None = choices[0] if choices else None
-        usage = event.get("usage")
-        if usage:
-            self._total = int(usage.get("completion_tokens") or 0)
-            record.num_prompt = int(usage.get("prompt_tokens") or 0)
-            details = usage.get("prompt_tokens_details")
-            if details:
-                record.num_cached = int(details.get("cached_tokens") or 0)
-        if choice is None:
+        if usage := event.usage:
+            self._total = usage.completion_tokens or 0
+            record.num_prompt = usage.prompt_tokens or 0
+            if usage.prompt_tokens_details:
+                record.num_cached = usage.prompt_tokens_details.cached_tokens or 0
+        if not event.choices:
             return
-        is_last = bool(choice.get("finish_reason"))
+        choice = event.choices[0]
+        is_last = bool(choice.finish_reason)
         if usage and (record.is_counted or not is_last):
             record.is_counted = True  # a count in the last chunk alone says nothing of the others
             if self._total > record.num_output:
                 record.add(at, self._total - record.num_output)
-        elif _has_text(choice):
+        elif choice.has_text:
             record.add(at, 1)
-        self._is_finished = self._is_finished or is_last
+        self._is_done = self._is_done or is_last
 
     def end(self) -> None:
         """The stream is over: say how it ended."""
         record = self._record
         if record.end is not Ending.UNFINISHED:
             return
-        if not (self._is_done or self._is_finished):
-            record.fail(*_broken(record, "the stream ended without an end of the answer"))
+        if not self._is_done:
+            record.fail(_broken(record), "the stream ended without an end of the answer")
         elif not record.times:
             record.fail(Ending.FAILED, "an answer without a token")
         else:
@@ -99,22 +120,13 @@ class AnswerReader:
             record.end = Ending.COMPLETE
 
     def _fail(self, error: Any) -> None:
-        record = self._record
-        is_told = isinstance(error, dict)
-        words = str(error.get("message", error) if is_told else error)  # pyright: ignore[reportUnknownMemberType,reportUnknownArgumentType]
-        code: Any = error.get("code") if is_told else None  # pyright: ignore[reportUnknownMemberType,reportUnknownVariableType]
-        if not record.times and code in REFUSALS:
-            record.fail(Ending.REFUSED, words)
-        else:
-            record.fail(*_broken(record, words))
+        code, words = None, str(error)
+        if isinstance(error, dict):
+            told = cast("dict[str, Any]", error)
+            code, words = told.get("code"), str(told.get("message", told))
+        is_refused = not self._record.times and code in REFUSALS
+        self._record.fail(Ending.REFUSED if is_refused else _broken(self._record), words)
 
 
-def _broken(record: Record, words: str) -> tuple[Ending, str]:
-    return (Ending.CUT if record.times else Ending.FAILED), words
-
-
-def _has_text(choice: dict[str, Any]) -> bool:
-    delta = choice.get("delta")
-    if delta is None:
-        return bool(choice.get("text"))
-    return any(delta.get(name) for name in _TEXT_FIELDS)
+def _broken(record: Record) -> Ending:
+    return Ending.CUT if record.times else Ending.FAILED

@@ -12,17 +12,8 @@ import orjson
 from cyclopts import Group, Parameter
 from rich.console import Console
 
-from services.cli.bench.options import (
-    LoadFlags,
-    RequestFlags,
-    ServerFlags,
-    SloFlags,
-    UrlsFlag,
-    check_urls,
-)
-from services.cli.bench.plots import require_matplotlib
-from services.cli.client import DEFAULT_URL, NO_ACCESS, Access
-from services.cli.flags import CannotRun
+from services.cli.bench.flags import BenchFlags, UrlsFlag
+from services.cli.client import DEFAULT_URL, NO_ACCESS, Access, require_url
 from services.cli.interrupts import Interrupts
 from services.cli.sources import JsonFlag
 from shared.runtime.service import EXIT_FAILED, EXIT_OK
@@ -33,10 +24,7 @@ _OUTPUT: Final = Group("Output", sort_key=5)
 def bench(
     url: UrlsFlag = (DEFAULT_URL,),
     *,
-    load: LoadFlags = LoadFlags(),  # noqa: B008
-    requests: RequestFlags = RequestFlags(),  # noqa: B008
-    slo: SloFlags = SloFlags(),  # noqa: B008
-    server: ServerFlags = ServerFlags(),  # noqa: B008
+    flags: BenchFlags = BenchFlags(),  # noqa: B008
     access: Access = NO_ACCESS,
     output: Annotated[
         Path | None, Parameter(group=_OUTPUT, show_env_var=False, show_default=False)
@@ -52,20 +40,21 @@ def bench(
     Parameters
     ----------
     output
-        Folder for report.html (with plots), report.json and requests.csv (one line a request).
+        Folder for report.svg (plots), report.json and requests.csv (one line a request).
     """
-    urls = check_urls(url)
-    for flags in (load, requests, slo, server):
-        flags.check()
-    source = requests.source()
-    _require_folder(output)
-    # aiohttp and jinja2 are half a second that other commands need not wait for.
+    for one in url:
+        require_url(one)
+    flags.check()
+    source = flags.source()
+    # aiohttp is a third of a second that other commands need not wait for.
     from services.cli.bench.measurement import Measurement
     from services.cli.bench.open_loop import new_event_loop
-    from services.cli.bench.report import WIDTH, build_report, write_report
-    from services.cli.bench.view import report_view
+    from services.cli.bench.report import build_report, require_folder, write_report
+    from services.cli.bench.view import report_view, terminal
 
-    measurement = Measurement(urls, source, load, requests, slo, server, access)
+    if output is not None:
+        require_folder(output)
+    measurement = Measurement(url or (DEFAULT_URL,), source, flags, access)
     progress = Console(stderr=True, highlight=False)
 
     async def main() -> int:
@@ -81,16 +70,11 @@ def bench(
     if as_json:
         print(orjson.dumps(report, option=orjson.OPT_INDENT_2).decode())
     else:
-        console = Console(highlight=False)
-        if not console.is_terminal and "COLUMNS" not in os.environ:
-            console.width = WIDTH
-        console.print(report_view(report))
+        terminal().print(report_view(report))
     if output is not None:
         write_report(report, measurement.runs, output)
-        print(f"written to {output}: report.html, report.json, requests.csv", file=sys.stderr)
-    if code:
-        return code
-    return EXIT_OK if _is_good(report) else EXIT_FAILED
+        print(f"written to {output}: report.svg, report.json, requests.csv", file=sys.stderr)
+    return code or (EXIT_OK if _is_good(report) else EXIT_FAILED)
 
 
 def _is_good(report: dict[str, Any]) -> bool:
@@ -98,14 +82,3 @@ def _is_good(report: dict[str, Any]) -> bool:
     if report["goodput"] is not None:
         return bool(report["goodput"]["is_conclusive"])
     return all(run["ends"].get("complete") and not run["void"] for run in report["runs"])
-
-
-def _require_folder(output: Path | None) -> None:
-    """Make the folder now: a report must not be lost after minutes of measuring."""
-    if output is not None:
-        require_matplotlib()
-        try:
-            output.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            raise CannotRun(f"cannot write to --output {output} ({reason})") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -10,13 +11,13 @@ from typing import Final
 from rich.console import Console
 
 from services.cli.bench.endpoints import Description, ServerEndpoint, fit_of, open_endpoints
+from services.cli.bench.flags import BenchFlags
 from services.cli.bench.open_loop import run_open_loop
-from services.cli.bench.options import LoadFlags, RequestFlags, ServerFlags, SloFlags
 from services.cli.bench.records import Run
 from services.cli.bench.search import RateSearch
 from services.cli.bench.summary import summarize
 from services.cli.bench.view import progress_of, rate_text
-from services.cli.bench.workload import Fit, Load, Source, Workload, plan
+from services.cli.bench.workload import Fit, Load, Source, plan
 from services.cli.client import NO_ACCESS, Access
 from services.cli.flags import CannotRun
 
@@ -30,10 +31,7 @@ class Measurement:
 
     urls: Sequence[str]
     source: Source
-    load: LoadFlags
-    requests: RequestFlags
-    slo: SloFlags
-    server: ServerFlags
+    flags: BenchFlags
     access: Access = NO_ACCESS
     runs: list[Run] = field(default_factory=list[Run])
     descriptions: list[Description] = field(default_factory=list[Description])
@@ -41,40 +39,35 @@ class Measurement:
 
     async def go(self, progress: Console) -> None:
         """Measure. Raises MeshError: a server cannot be used, or nothing is left to be sent."""
-        server, requests = self.server, self.requests
+        flags = self.flags
         async with open_endpoints(
             self.urls,
-            model=server.model,
+            model=flags.model,
             access=self.access,
-            api=server.api,
-            vocab=requests.vocab,
-            ignore_eos=requests.ignore_eos,
+            api=flags.api,
+            ignore_eos=flags.ignore_eos,
         ) as endpoints:
             self.descriptions = [endpoint.description for endpoint in endpoints]
-            fit = fit_of(endpoints, requests.fit)
-            if self.load.warmup:  # what is made once is paid for now: connections, kernels, pools
-                load = Load(rate=math.inf, num_requests=self.load.warmup, arrivals="poisson")
-                workload = plan(self.source, load, fit)
-                await self._send(endpoints, Run(workload, rate=workload.rate), index=-1)
-            rates = self.load.first_rates(self.source)
-            if self.load.goodput:
+            fit = fit_of(endpoints, flags.fit)
+            if flags.warmup:  # what is made once is paid for now: connections, kernels, pools
+                load = Load(rate=math.inf, num_requests=flags.warmup, arrivals="poisson")
+                await self._send(endpoints, Run(plan(self.source, load, fit)))
+            rates = flags.first_rates(self.source)
+            if flags.goodput:
                 await self._find_goodput(endpoints, fit, rates[0] or 1.0, progress)
             else:
                 for rate in rates:
-                    await self._run(endpoints, fit, self._load(rate), progress)
-
-    def _load(self, rate: float | None) -> Load:
-        return self.load.load(rate, self.requests.speed)
+                    await self._run(endpoints, fit, flags.load(rate), progress)
 
     async def _find_goodput(
         self, endpoints: Sequence[ServerEndpoint], fit: Fit, first: float, progress: Console
     ) -> None:
-        search = RateSearch(first, self.slo.attainment, self.slo.tolerance)
+        search = RateSearch(first, self.flags.attainment, self.flags.tolerance)
         self.search = search
         num_void = 0
         while (rate := search.next_rate()) is not None and num_void < MOST_VOID:
-            run = await self._run(endpoints, fit, self._load(rate), progress)
-            summary = summarize(run, self.slo.slo)
+            run = await self._run(endpoints, fit, self.flags.load(rate), progress)
+            summary = summarize(run, self.flags.slo)
             if summary["void"]:
                 num_void += 1  # once more; what this client cannot send it cannot judge
             else:
@@ -86,32 +79,24 @@ class Measurement:
     ) -> Run:
         workload = plan(self.source, load, fit)
         if not workload.asks:
-            raise CannotRun(_nothing_left(workload))
+            left_out = f", {workload.num_skipped} do not fit" if workload.num_skipped else ""
+            raise CannotRun(
+                f"no request of {workload.name} is left to be sent at {rate_text(workload.rate)}"
+                f"{left_out}: give a longer --duration, or smaller --scale-lengths"
+            )
         run = Run(workload, rate=workload.rate)
         self.runs.append(run)
         async with progress_of(run, progress, rate_text(load.rate)):
-            limit = self.load.concurrency_limit
-            await self._send(endpoints, run, index=len(self.runs), limit=limit)
+            await self._send(endpoints, run)
         return run
 
-    async def _send(
-        self, endpoints: Sequence[ServerEndpoint], run: Run, *, index: int, limit: int | None = None
-    ) -> None:
+    async def _send(self, endpoints: Sequence[ServerEndpoint], run: Run) -> None:
         await run_open_loop(
             endpoints,
             run.workload,
             run=run,
-            limit=limit,
-            answer_within_s=self.server.timeout,
-            prompt_seed=self.requests.seed_of_run(index),
-            vocab=self.requests.vocab,
-            spread=self.server.spread,
+            answer_within_s=self.flags.timeout,
+            # New tokens in every run: no prefix cache shall know them from the run before.
+            prompt_seed=secrets.randbits(32),
+            spread=self.flags.spread,
         )
-
-
-def _nothing_left(workload: Workload) -> str:
-    left_out = f", {workload.num_skipped} do not fit" if workload.num_skipped else ""
-    return (
-        f"no request of {workload.name} is left to be sent at {rate_text(workload.rate)}"
-        f"{left_out}: give a longer --duration, or smaller --scale-lengths"
-    )

@@ -2,8 +2,7 @@
 
 Nothing here waits for an answer before it sends the next request, so a slow server meets the load
 that it would meet in life. What the client itself is late is measured and never hidden: a request's
-latencies count from the time when it was due. With a limit of requests at once it is a closed loop,
-says so, and counts from sending.
+latencies count from the time when it was due.
 """
 
 from __future__ import annotations
@@ -55,7 +54,6 @@ async def run_open_loop(
     workload: Workload,
     *,
     run: Run | None = None,
-    limit: int | None = None,
     answer_within_s: float = ANSWER_WITHIN_S,
     prompt_seed: int = 0,
     vocab: int = DEFAULT_VOCAB,
@@ -64,24 +62,22 @@ async def run_open_loop(
     """Send a workload, spread over the endpoints, and wait for every answer.
 
     run: filled in as it goes, so that who is cancelled keeps what there is; its last requests are
-    UNFINISHED then. limit: most requests at once; it makes the loop a closed one.
+    UNFINISHED then.
     Raises InvalidRequest: more prompts than memory should hold.
     """
     run = run or Run(workload, rate=workload.rate)
-    run.limit, run.prompt_seed = limit, prompt_seed
+    run.prompt_seed = prompt_seed
     servers = [endpoints[at] for at in servers_of(workload.asks, len(endpoints), spread)]
     requests = _prepare(servers, workload, prompt_seed, vocab)
-    places = asyncio.Semaphore(limit) if limit else None
     allow_many_connections()
 
     async def ask(record: Record, endpoint: ServerEndpoint, request: bytes) -> None:
-        async with places or contextlib.nullcontext():
-            record.sent_at = time.perf_counter()
-            try:
-                async with asyncio.timeout(answer_within_s):
-                    await endpoint.answer(request, record)
-            except TimeoutError:
-                record.fail(Ending.TIMEOUT, f"no end within {answer_within_s:g} s")
+        record.sent_at = time.perf_counter()
+        try:
+            async with asyncio.timeout(answer_within_s):
+                await endpoint.answer(request, record)
+        except TimeoutError:
+            record.fail(Ending.TIMEOUT, f"no end within {answer_within_s:g} s")
         record.ended_at = time.perf_counter()
         run.num_ended += 1
 

@@ -9,7 +9,6 @@ from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
-from typing import Any
 
 from services.cli.bench.workload import Ask, Workload
 from shared.telemetry.definitions import RequestOutcome
@@ -20,7 +19,7 @@ class Ending(Enum):
 
     COMPLETE = "complete"
     REFUSED = "refused"
-    """429 or 503 before the first token, or gRPC's words for them."""
+    """429 or 503 before the first token."""
 
     FAILED = "failed"
     """Any other error before the first token, or an answer without one."""
@@ -97,19 +96,17 @@ class Record:
         self.end = end
         self.error = " ".join(error.split())[:300]
 
-    def outcome(self, *, is_closed_loop: bool = False) -> RequestOutcome:
-        """Return it in the terms of the definitions; it arrived when it was due, or where a limit
-        of our own held it back, when it was sent."""
+    def outcome(self) -> RequestOutcome:
+        """Return it in the terms of the definitions: it arrived when it was due."""
         times: list[float] = []
         for at, count in zip(self.times, self.counts, strict=True):
             times += [at] * count
-        arrived_at = self.sent_at if is_closed_loop else self.due_at
-        return RequestOutcome(arrived_at, times, self.end is Ending.COMPLETE)
+        return RequestOutcome(self.due_at, times, self.end is Ending.COMPLETE)
 
 
 @dataclass(slots=True)
 class Run:
-    """One run. Times: readings of the stopwatch. limit: requests at once, None = an open loop.
+    """One run. Times: readings of the stopwatch.
 
     loop_lags: how late the client's event loop was, a hundred times a second. cpu_s: CPU time of
     the client's process between the two times.
@@ -117,7 +114,6 @@ class Run:
 
     workload: Workload
     rate: float | None = None
-    limit: int | None = None
     prompt_seed: int = 0
     records: list[Record] = field(default_factory=list[Record])
     started_at: float = 0.0
@@ -126,4 +122,3 @@ class Run:
     loop_lags: list[float] = field(default_factory=list[float])
     num_ended: int = 0
     is_interrupted: bool = False
-    notes: dict[str, Any] = field(default_factory=dict[str, Any])

@@ -1,12 +1,11 @@
 """A measurement as files: report.json (all figures), requests.csv (one line a request) and
-report.html, one page with its plots inside that asks no network for anything.
-"""
+report.svg (plots, by matplotlib)."""
 
 from __future__ import annotations
 
 import csv
 import datetime
-import io
+import importlib
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -16,38 +15,65 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-import jinja2
 import orjson
-from rich.console import Console
 
 from services.cli.bench.measurement import Measurement
-from services.cli.bench.plots import plot_rates, plot_run
 from services.cli.bench.records import Record, Run
+from services.cli.bench.search import RateSearch
 from services.cli.bench.summary import summarize
-from services.cli.bench.view import rate_text, report_view, time_text
-from shared.telemetry.definitions import Slo, TpotRule
+from services.cli.bench.view import rate_text
+from services.cli.flags import CannotRun
+from shared.telemetry.definitions import Slo
 from shared.version import VERSION
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2
 """Of report.json; grows when a field changes its meaning."""
 
-WIDTH: Final = 140
-"""Of a table that nobody's window holds."""
+
+def require_folder(output: Path) -> None:
+    """Make the folder before anything is measured: minutes of measuring must not be lost.
+
+    Raises CannotRun: it cannot be written to, or nothing here can draw.
+    """
+    if find_spec("matplotlib") is None:
+        raise CannotRun("--output draws with matplotlib: pip install 'pdmesh[bench]'")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise CannotRun(f"cannot write to --output {output} ({reason})") from None
 
 
 def build_report(measurement: Measurement) -> dict[str, Any]:
     """Return everything that was measured; JSON's types only, an endless rate is null."""
-    slo, search = measurement.slo.slo, measurement.search
-    flags = [measurement.load, measurement.requests, measurement.slo]
+    flags = measurement.flags
+    return report_of(
+        measurement.runs,
+        flags.slo,
+        flags={**asdict(flags), "trace": str(flags.trace or "")},
+        endpoints=[asdict(found) for found in measurement.descriptions],
+        search=measurement.search,
+    )
+
+
+def report_of(
+    runs: Sequence[Run],
+    slo: Slo,
+    *,
+    flags: Mapping[str, Any],
+    endpoints: Sequence[Mapping[str, Any]],
+    search: RateSearch | None = None,
+) -> dict[str, Any]:
+    """Return the report of runs, measured or simulated."""
     return {
         "pdmesh_bench": SCHEMA,
         "version": VERSION,
         "written_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "environment": _environment(),
-        "flags": {key: _plain(value) for group in flags for key, value in asdict(group).items()},
-        "endpoints": [asdict(found) for found in measurement.descriptions],
-        "slo": {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s, "tpot_rule": slo.tpot_rule.value},
-        "runs": [summarize(run, slo) for run in measurement.runs if run.records],
+        "flags": flags,
+        "endpoints": endpoints,
+        "slo": asdict(slo),
+        "runs": [summarize(run, slo) for run in runs if run.records],
         "goodput": None
         if search is None
         else {
@@ -60,9 +86,38 @@ def build_report(measurement: Measurement) -> dict[str, Any]:
     }
 
 
-def write_report(report: Mapping[str, Any], runs: Sequence[Run], folder: Path) -> None:
-    """Write the three files into a folder that exists, over older ones."""
-    slo = slo_of(report)
+def read_rows(folder: Path, name: str) -> list[dict[str, Any]]:
+    """Return the requests of an earlier report, its runs called by a name of their own.
+
+    Raises CannotRun: there is no such report.
+    """
+    try:
+        with (folder / "requests.csv").open(newline="", encoding="utf-8") as file:
+            rows: list[dict[str, Any]] = list(csv.DictReader(file))
+        if not rows or not {"run", "rate", "end", "ttft_s", "tpot_s", "output"} <= rows[0].keys():
+            raise ValueError("it is no requests.csv of pdmesh bench")
+        return [
+            {
+                **row,
+                "run": f"{name} {row['run']}",
+                "rate": float(row["rate"] or 0),
+                "output": int(row["output"]),
+            }
+            for row in rows
+        ]
+    except (OSError, ValueError) as error:
+        raise CannotRun(f"cannot read the report in {folder} ({error})") from None
+
+
+def write_report(
+    report: Mapping[str, Any],
+    runs: Sequence[Run],
+    folder: Path,
+    beside: Sequence[Mapping[str, Any]] = (),
+) -> None:
+    """Write the three files into a folder that exists, over older ones. beside: requests of other
+    reports, drawn into the same picture."""
+    slo = Slo(**report["slo"])
     runs = [run for run in runs if run.records]
     text = orjson.dumps(report, option=orjson.OPT_INDENT_2)
     (folder / "report.json").write_bytes(text + b"\n")
@@ -71,36 +126,42 @@ def write_report(report: Mapping[str, Any], runs: Sequence[Run], folder: Path) -
         table = csv.DictWriter(file, rows[0])
         table.writeheader()
         table.writerows(rows)
-    (folder / "report.html").write_text(render(report, runs), encoding="utf-8")
+    _plot([*rows, *beside], slo, folder / "report.svg")
 
 
-def slo_of(report: Mapping[str, Any]) -> Slo:
-    """Return the limits that a report was judged by."""
-    limits = report["slo"]
-    return Slo(limits["ttft_s"], limits["tpot_s"], TpotRule(limits["tpot_rule"]))
+def _plot(rows: Sequence[Mapping[str, Any]], slo: Slo, path: Path) -> None:
+    """Draw, of each run: which share of TTFT and of TPOT is at most so large, and TTFT by time of
+    arrival, where a backlog climbs from left to right."""
+    from matplotlib.figure import Figure
+
+    figure: Any = Figure(figsize=(13, 4), layout="constrained")
+    ttft, tpot, arrivals = figure.subplots(1, 3)
+    for number in dict.fromkeys(row["run"] for row in rows):
+        of = [row for row in rows if row["run"] == number and row["end"] == "complete"]
+        name = f"{number}: {rate_text(of[0]['rate'] or None) if of else 'nothing complete'}"
+        ttft.ecdf([float(row["ttft_s"]) for row in of] or [0.0], label=name)
+        tpot.ecdf([float(row["tpot_s"]) for row in of if row["output"] > 1] or [0.0])
+        arrivals.plot(
+            [float(row["due_s"]) for row in of], [float(row["ttft_s"]) for row in of], "."
+        )
+    for plot, title, limit in ((ttft, "TTFT", slo.ttft_s), (tpot, "TPOT", slo.tpot_s)):
+        plot.axvline(limit, color="black", linestyle="--")
+        plot.set(title=f"{title}: share of requests up to", xlabel="s", xlim=(0, None))
+    arrivals.axhline(slo.ttft_s, color="black", linestyle="--")
+    arrivals.set(title="TTFT by time of arrival", xlabel="s into the run", ylim=(0, None))
+    ttft.legend()
+    save_picture(figure, path)
 
 
-def render(report: Mapping[str, Any], runs: Sequence[Run]) -> str:
-    """Return the page: what the terminal shows, with every run in full, and its plots."""
-    shown = Console(record=True, file=io.StringIO(), width=WIDTH, highlight=False)
-    shown.print(report_view(report, in_full=True))
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    filters = {"time": time_text, "rate": rate_text}
-    environment.filters.update(filters)  # pyright: ignore[reportUnknownMemberType]
-    return environment.get_template("report.html").render(
-        report=report,
-        view=shown.export_html(inline_styles=True, code_format="{code}"),
-        rate_plots=plot_rates(report),
-        run_plots=[plot_run(run, slo_of(report)) for run in runs],
-    )
+def save_picture(figure: Any, path: Path) -> None:
+    """Write one of matplotlib's figures as SVG."""
+    matplotlib: Any = importlib.import_module("matplotlib")
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text: small, selectable
+        figure.savefig(path, metadata={"Date": None, "Creator": None})
 
 
 def _row(number: int, run: Run, record: Record, slo: Slo) -> dict[str, Any]:
-    outcome = record.outcome(is_closed_loop=run.limit is not None)
+    outcome = record.outcome()
     has_left = record.sent_at > 0
     tokens = bool(outcome.token_times)
     return {
@@ -114,7 +175,7 @@ def _row(number: int, run: Run, record: Record, slo: Slo) -> dict[str, Any]:
         "sent_s": _seconds(record.sent_at - run.started_at if has_left else None),
         "lag_s": _seconds(record.lag_s if has_left else None),
         "ttft_s": _seconds(outcome.ttft_s),
-        "tpot_s": _seconds(outcome.tpot_by(slo.tpot_rule) if tokens else None),
+        "tpot_s": _seconds(outcome.tpot_s if tokens else None),
         "itl_max_s": _seconds(max(outcome.itl_s, default=0.0) if tokens else None),
         "e2e_s": _seconds(outcome.e2e_s),
         "input_asked": record.ask.num_input,
@@ -129,10 +190,6 @@ def _row(number: int, run: Run, record: Record, slo: Slo) -> dict[str, Any]:
 
 def _seconds(value: float | None) -> str:
     return "" if value is None else f"{value:.6f}"
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value
 
 
 def _environment() -> dict[str, Any]:

@@ -20,14 +20,12 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final
 
 import msgspec
 
 from services.cli.bench.workload import BLOCK_TOKENS, Ask
 from shared.errors import InvalidRequest
-
-TraceFormat = Literal["auto", "mooncake", "azure"]
 
 AZURE_COLUMNS: Final = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 MOST_TOKENS: Final = 10_000_000
@@ -167,8 +165,9 @@ class _AzureRow(msgspec.Struct):
         return Ask(num_input=self.num_input, num_output=self.num_output, due_s=due_s)
 
 
-def read_trace(path: Path, form: TraceFormat = "auto") -> Trace:
-    """Return a trace. 'auto': JSONL if the first character is a brace.
+def read_trace(path: Path, *, must_be_ordered: bool = False) -> Trace:
+    """Return a trace: Mooncake's if its first character is a brace, else Azure's. must_be_ordered:
+    a request that arrives before the one above it is an error, too.
 
     Raises TraceError.
     """
@@ -178,10 +177,9 @@ def read_trace(path: Path, form: TraceFormat = "auto") -> Trace:
         raise TraceError(f"{path}: {(error.strerror or str(error)).lower()}") from None
     except UnicodeDecodeError:
         raise TraceError(f"{path} is not text") from None
-    if form == "auto":
-        form = "mooncake" if "".join(lines[:1]).lstrip().startswith("{") else "azure"
-    head = [] if form == "mooncake" else [name.strip() for name in next(csv.reader(lines), ())]
-    if form == "azure" and not set(AZURE_COLUMNS) <= set(head):
+    is_mooncake = "".join(lines[:1]).lstrip().startswith("{")
+    head = [] if is_mooncake else [name.strip() for name in next(csv.reader(lines), ())]
+    if not (is_mooncake or set(AZURE_COLUMNS) <= set(head)):
         columns = ",".join(AZURE_COLUMNS)
         raise TraceError(f"{path}:1: neither Mooncake's JSONL nor Azure's columns {columns}")
     rows: list[Ask] = []
@@ -192,6 +190,11 @@ def read_trace(path: Path, form: TraceFormat = "auto") -> Trace:
             rows.append(_azure_row(head, line) if head else _read_mooncake(line).ask())
         except ValueError as error:  # msgspec's is one, too
             raise TraceError(f"{path}:{number}: {error}") from None
+        if must_be_ordered and len(rows) > 1 and rows[-1].due_s < rows[-2].due_s:
+            raise TraceError(
+                f"{path}:{number}: arrives {rows[-2].due_s - rows[-1].due_s:g} s before the line "
+                "above: is this one trace, whole and in order? Sort it by time"
+            )
     if not rows:
         raise TraceError(f"{path} holds no request")
     rows.sort(key=lambda ask: ask.due_s)

@@ -10,11 +10,8 @@ from typing import Any, Final
 
 from services.cli.bench.records import MISSED, Ending, Run
 from shared.telemetry.definitions import (
-    RequestOutcome,
     Slo,
-    TpotRule,
     attainment,
-    each_attains,
     percentile,
     percentiles,
 )
@@ -41,72 +38,69 @@ def summarize(run: Run, slo: Slo) -> dict[str, Any]:
     Latencies are of complete requests; attainment is of all but those that an interruption left
     unfinished.
     """
-    is_closed = run.limit is not None
     judged = [record for record in run.records if record.end is not Ending.UNFINISHED]
-    outcomes = [record.outcome(is_closed_loop=is_closed) for record in judged]
+    outcomes = [record.outcome() for record in judged]
     served = [outcome for outcome in outcomes if outcome.is_complete]
-    gaps = [gap for outcome in served for gap in outcome.itl_s]
-    tbts = [gap for outcome in served for gap in outcome.tbt_s]
-    span_s = _span_s(run)
-    num_attained = sum(outcome.meets(slo) for outcome in outcomes)
-    num_output = sum(record.num_output for record in run.records)
-    num_prompt = sum(record.num_prompt or record.ask.num_input for record in run.records)
+    ends = {end.value: count for end in Ending if (count := _count(run, end))}
     ttft = [outcome.token_times[0] - outcome.arrived_at for outcome in served]
-    summary: dict[str, Any] = {
+    share = attainment(outcomes, slo) if outcomes else None
+    client = _client(run, ttft)
+    # Throughput is over the time from the first arrival to the last token.
+    last = max((record.times[-1] for record in run.records if record.times), default=0.0)
+    span_s = last - min(record.due_at for record in run.records) if last else 0.0
+    sums = {
+        "input_tokens": sum(one.num_prompt or one.ask.num_input for one in run.records),
+        "output_tokens": sum(one.num_output for one in run.records),
+        "requests": len(served),
+        "attained": (share or 0.0) * len(outcomes),
+    }
+    arrivals_s = run.records[-1].due_at - run.started_at
+    return {
         "rate": run.rate,
         "num_submitted": len(run.records),
-        "submitted_per_s": _submitted_rate(run),
-        "ends": {end.value: count for end in Ending if (count := _count(run, end))},
+        "submitted_per_s": len(run.records) / arrivals_s if arrivals_s > 0 else 0.0,
+        "ends": ends,
         "num_missed": sum(_count(run, end) for end in MISSED),
         "errors": dict(Counter(r.error for r in run.records if r.error).most_common(5)),
         "is_interrupted": run.is_interrupted,
-        "closed_loop_limit": run.limit,
         "span_s": span_s,
         "ttft_s": spread(ttft),
-        "tpot_s": spread([o.tpot_by(slo.tpot_rule) for o in served if len(o.token_times) > 1]),
-        "itl_s": spread(gaps),
+        "tpot_s": spread([o.tpot_s for o in served if len(o.token_times) > 1]),
+        "itl_s": spread([gap for outcome in served for gap in outcome.itl_s]),
         "e2e_s": spread([o.token_times[-1] - o.arrived_at for o in served]),
-        "input_tokens": num_prompt,
+        "input_tokens": sums["input_tokens"],
         "cached_tokens": sum(record.num_cached for record in run.records),
-        "output_tokens": num_output,
-        "input_tokens_per_s": num_prompt / span_s if span_s else 0.0,
-        "output_tokens_per_s": num_output / span_s if span_s else 0.0,
-        "requests_per_s": len(served) / span_s if span_s else 0.0,
-        "attainment": attainment(outcomes, slo) if outcomes else None,
-        "attained_per_s": num_attained / span_s if span_s else 0.0,
+        "output_tokens": sums["output_tokens"],
+        **{f"{name}_per_s": total / span_s if span_s else 0.0 for name, total in sums.items()},
+        "attainment": share,
         "num_short": sum(
             r.end is Ending.COMPLETE and r.num_output < r.ask.num_output for r in judged
         ),
-        "variants": _variants(outcomes, served, slo, tbts),
-        "client": _client(run, ttft),
-        "workload": _workload(run),
-        "notes": run.notes,
+        "client": client,
+        "workload": {
+            "name": run.workload.name,
+            "arrivals": run.workload.arrivals,
+            "num_planned": len(run.workload.asks),
+            "num_cut": run.workload.num_cut,
+            "num_skipped": run.workload.num_skipped,
+            "prompt_seed": run.prompt_seed,
+        },
+        "void": void_reasons(run, client),
     }
-    summary["void"] = void_reasons(run, summary)
-    return summary
 
 
-def void_reasons(run: Run, summary: dict[str, Any]) -> list[str]:
-    """Return why a run says more of the client than of the server; nothing = it counts.
-
-    A limit of requests at once makes requests wait on purpose, so their lateness voids nothing.
-    """
-    client = summary["client"]
-    bound_s = client["bound_s"]
+def void_reasons(run: Run, client: dict[str, Any]) -> list[str]:
+    """Return why a run says more of the client than of the server; nothing = it counts."""
+    bound = f"{client['bound_s'] * 1e3:.3g} ms"
+    num_late, num_own = client["num_late"], _count(run, Ending.CLIENT)
     reasons: list[str] = []
-    num_late = client["num_late"]
-    if run.limit is None and num_late > max(1, MOST_LATE_SHARE * len(run.records)):
-        reasons.append(
-            f"{num_late} of {len(run.records)} requests left late, by more than {_ms(bound_s)}"
-        )
+    if num_late > max(1, MOST_LATE_SHARE * len(run.records)):
+        reasons.append(f"{num_late} of {len(run.records)} requests left late, by more than {bound}")
     if client["late_share"] > MOST_LATE_SHARE:
-        reasons.append(
-            f"answers were read late: by more than {_ms(bound_s)} {client['late_share']:.1%} of "
-            "the time"
-        )
+        share = f"{client['late_share']:.1%} of the time"
+        reasons.append(f"answers were read late: by more than {bound} {share}")
     if client["cpu_share"] > BUSIEST:
         reasons.append(f"the client used {client['cpu_share']:.0%} of a core")
-    num_own = _count(run, Ending.CLIENT)
     if num_own:
         reasons.append(f"{num_own} requests could not leave this machine")
     return reasons
@@ -138,48 +132,5 @@ def _client(run: Run, ttft: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def _workload(run: Run) -> dict[str, Any]:
-    asks = [record.ask for record in run.records]
-    return {
-        "name": run.workload.name,
-        "arrivals": run.workload.arrivals,
-        "num_planned": len(run.workload.asks),
-        "num_cut": run.workload.num_cut,
-        "num_skipped": run.workload.num_skipped,
-        "input_tokens": spread([ask.num_input for ask in asks]),
-        "output_tokens": spread([ask.num_output for ask in asks]),
-        "prompt_seed": run.prompt_seed,
-    }
-
-
-def _variants(
-    outcomes: list[RequestOutcome], served: list[RequestOutcome], slo: Slo, tbts: list[float]
-) -> dict[str, Any]:
-    """The same run by the rules of other papers."""
-    return {
-        **{f"tpot_{rule.value}_s": spread([o.tpot_by(rule) for o in served]) for rule in TpotRule},
-        "tbt_p99_s": percentile(tbts, 99) if tbts else None,
-        "each_percentile_attains": each_attains(outcomes, slo),
-    }
-
-
-def _span_s(run: Run) -> float:
-    """From the first arrival to the last token."""
-    ends = [record.times[-1] for record in run.records if record.times]
-    return max(ends) - min(record.due_at for record in run.records) if ends else 0.0
-
-
-def _submitted_rate(run: Run) -> float:
-    """As it came to be: arrivals over the time in which they came."""
-    if len(run.records) < 2:
-        return 0.0
-    span_s = run.records[-1].due_at - run.started_at
-    return len(run.records) / span_s if span_s > 0 else 0.0
-
-
 def _count(run: Run, end: Ending) -> int:
     return sum(record.end is end for record in run.records)
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"

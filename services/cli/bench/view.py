@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Final
 
 from rich.console import Console, Group, RenderableType
-from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from services.cli.bench.records import MISSED, Run
 
 INTERVAL_S: Final = 0.5
+WIDTH: Final = 140
 METRICS: Final = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_s": "ITL", "e2e_s": "E2E"}
 COLUMNS: Final = ("p50", "p90", "p95", "p99", "max")
 
@@ -31,38 +32,41 @@ WHY_VOID: Final = (
 async def progress_of(run: Run, console: Console, title: str) -> AsyncGenerator[None]:
     """Show how far a run has come, where somebody looks.
 
-    The loop itself draws, twice a second, a millisecond each time: a thread of rich's own would
-    take the interpreter away from answers that are being read.
+    The loop itself draws, twice a second: a thread of rich's own would take the interpreter away
+    from answers that are being read.
     """
-    if not console.is_terminal:
-        yield
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[facts]}"))
-    bar = Progress(*columns, console=console, auto_refresh=False, transient=True)
-    num_planned = len(run.workload.asks)
-    task = bar.add_task(title, total=num_planned or 1, facts="")
 
     async def watch() -> None:
         while True:
-            num_missed = sum(record.end in MISSED for record in run.records)
-            facts = (
-                f"{run.num_ended}/{num_planned} done, {len(run.records) - run.num_ended} in flight"
-                + (f", {num_missed} missed" if num_missed else "")
+            missed = sum(record.end in MISSED for record in run.records)
+            console.print(
+                f"{title}: {run.num_ended}/{len(run.workload.asks)} done, "
+                f"{len(run.records) - run.num_ended} in flight, {missed} missed   ",
+                end="\r",
             )
-            bar.update(task, completed=run.num_ended, facts=facts, refresh=True)
             await asyncio.sleep(INTERVAL_S)
 
-    with bar:
-        async with asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(watch())
-            try:
-                yield
-            finally:
-                watching.cancel()
+    if not console.is_terminal:
+        yield
+        return
+    async with asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(watch())
+        try:
+            yield
+        finally:
+            watching.cancel()
 
 
-def report_view(report: Mapping[str, Any], *, in_full: bool = False) -> RenderableType:
-    """Return the report: one run in full, several as a table, and in full, too, if wanted."""
+def terminal() -> Console:
+    """Return where a report goes; a table that nobody's window holds gets the width it needs."""
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = WIDTH
+    return console
+
+
+def report_view(report: Mapping[str, Any]) -> RenderableType:
+    """Return the report: one run in full, several as a table."""
     runs: Sequence[Mapping[str, Any]] = report["runs"]
     found = report["endpoints"][0]
     head = Text("pdmesh bench ", style="bold")
@@ -70,11 +74,7 @@ def report_view(report: Mapping[str, Any], *, in_full: bool = False) -> Renderab
     about = f"{found['api']}, prompts of {found['prompts']}, tokens counted {found['counts']}"
     head.append(f"  {found['model']}  {about}", style="not bold dim")
     parts: list[RenderableType] = [head, Text("")]
-    if len(runs) > 1:
-        parts.append(_many_runs(runs))
-    for run in runs if in_full or len(runs) == 1 else ():
-        title = Text(f"\n{rate_text(run['rate'])}", style="bold")
-        parts += [*([title] if len(runs) > 1 else []), *_one_run(run)]
+    parts += [_many_runs(runs)] if len(runs) > 1 else _one_run(runs[0])
     parts += [Text(note, style="yellow") for note in notes_of(report)]
     if report["goodput"] is not None:
         parts += [Text(""), _goodput(report)]
@@ -89,11 +89,6 @@ def notes_of(report: Mapping[str, Any]) -> list[str]:
         notes += [f"{name}VOID, {reason}" for reason in run["void"]]
         if run["is_interrupted"]:
             notes.append(f"{name}interrupted; what had not ended is left out")
-        if run["closed_loop_limit"]:
-            notes.append(
-                f"{name}closed loop, at most {run['closed_loop_limit']} requests at once: "
-                "latencies count from sending, and a slow server meets less load"
-            )
         if run["num_short"] and report["flags"]["ignore_eos"]:
             notes.append(f"{name}answers shorter than asked: {run['num_short']}")
         notes += [f"{name}{count} x {words}" for words, count in run["errors"].items()]

@@ -50,24 +50,18 @@ class Workload:
     num_skipped: int = 0
     arrivals: str = "poisson"
 
-    @property
-    def num_tokens(self) -> int:
-        """Prompt and answer tokens of all requests."""
-        return sum(ask.num_input + ask.num_output for ask in self.asks)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """How much, how long, how bursty.
 
-    rate: requests/s; None = the trace's own (speed: times as fast); infinity = all at once.
+    rate: requests/s; None = the trace's own; infinity = all at once.
     duration_s: no arrivals after it. burstiness: shape of gamma-distributed gaps (1 = Poisson,
     smaller = burstier, infinity = a metronome). arrivals: 'trace' keeps the trace's pattern and
     stretches it to the rate, 'poisson' draws gaps, 'auto' is 'trace' for a source that has times.
     """
 
     rate: float | None = 1.0
-    speed: float = 1.0
     duration_s: float = math.inf
     num_requests: int | None = None
     burstiness: float = 1.0
@@ -118,7 +112,7 @@ def plan(source: Source, load: Load, fit: Fit = AS_IT_COMES) -> Workload:
     rate changes.
     """
     keeps_times = source.has_times and load.arrivals != "poisson"
-    factor = 1 / load.speed
+    factor = 1.0
     if keeps_times and load.rate is not None:
         factor = 0.0 if math.isinf(load.rate) else rate_of(source) / load.rate
     times = _times(load, random.Random(f"arrivals {load.seed}"))

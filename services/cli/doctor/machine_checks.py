@@ -52,6 +52,20 @@ def check_torch(facts: Facts, error: str) -> Finding:
     return right("torch", text)
 
 
+def check_kernels(facts: Facts) -> Finding:
+    """What a worker on this CPU would compute with. facts: see ``check_torch``."""
+    if facts is None:
+        return absent("CPU kernels", NO_WORKERS)
+    native = facts["native"]
+    if not native["reason"]:
+        chosen = ", ".join(f"{dtype} by {by}" for dtype, by in native["instructions"].items())
+        return right("CPU kernels", f"native: {chosen}; the same bits on any CPU")
+    text = f"{native['reason']}: on CPUs torch computes, in float32, two to seven times slower"
+    if "compiler" in native["reason"]:
+        return wrong("CPU kernels", text, "install g++ 11 or newer, or set CXX")
+    return absent("CPU kernels", text)
+
+
 def check_ucx(facts: Facts, error: str) -> Finding:
     """Which UCX a worker would load. error: why it cannot."""
     found = _versions("ucxx-cu13", "ucxx-cu12", "libucx-cu13", "libucx-cu12")

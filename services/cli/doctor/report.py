@@ -98,6 +98,7 @@ async def examine(gateway: str, access: Access) -> Sections:
         "Installation": [
             checks.check_pdmesh(),
             checks.check_torch(torch, torch_error),
+            checks.check_kernels(torch),
             checks.check_ucx(ucx, ucx_error),
             vllm_checks.check_vllm(
                 torch,

@@ -1,104 +1,292 @@
-"""Admission: accept now, wait a bounded while, or refuse at once with a hint when to come back.
+"""Admission: run now, wait a bounded while, or be refused with a hint when to come back.
 
-Pure: arrivals and departures in, decisions out; ``now`` is an argument. It knows counts and times,
-not workers. The bound on requests inside the gateway is what keeps every later queue, buffer and
-map bounded as well.
+The bound on requests inside the gateway is what keeps every later queue, buffer and map bounded as
+well. Who waits is next by ``fair_queue.py``; who would miss its own limits is refused by
+``overload.py``. Pure: every event returns what is to be done, in order; ``now`` is an argument, and
+``next_tick_at`` says when to look again.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass
-from enum import Enum
+import heapq
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from services.gateway.core.fair_queue import FairQueue, QueuedRequest
+from services.gateway.core.overload import Forecast, Overload, OverloadMode, late
+from services.gateway.core.sides import Sides
+from services.gateway.core.tenants import Tenants, Terms
+from services.gateway.core.worker import Worker
 from shared.errors import DeadlinePassed, MeshError, Overloaded
 
+REASONS = ("queue_full", "queue_timeout", "deadline", "slo_ttft", "slo_tbt", "slo_both")
+"""Codes of what admission refuses, but for a gateway that shuts down."""
 
-class Admitted(Enum):
-    """What became of an arrival."""
+_NEW_GAP_SHARE = 0.1
+"""Of the newest gap in the mean time between two departures."""
 
-    NOW = "now"
-    QUEUED = "queued"
+
+class Admit(NamedTuple):
+    """This request runs from now on."""
+
+    key: bytes
+
+
+class TurnAway(NamedTuple):
+    """This request does not run."""
+
+    key: bytes
+    error: MeshError
+
+
+Effect = Admit | TurnAway
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionStatistics:
-    """Counts at one moment."""
+    """Counts at one moment. refusals: how many by their reason's code, since the start."""
 
     num_running: int
     num_waiting: int
-    num_refused: int
+    refusals: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def num_refused(self) -> int:
+        """All refusals together."""
+        return sum(self.refusals.values())
+
+
+@dataclass(slots=True)
+class _Request:
+    """A request in the gateway. arrived_at: from when its time to the first token counts."""
+
+    key: bytes
+    terms: Terms
+    num_tokens: int
+    arrived_at: float
+    deadline_at: float
+    queued: QueuedRequest | None = None
+    has_begun: bool = False
 
 
 class Admission:
-    """A counter of running requests with a bounded first-come-first-served waiting room.
+    """Who runs and who waits.
 
-    Keys are any hashable that names a request; each is admitted at most once.
+    Keys are any hashable that names a request; each is admitted at most once. sides: who can be
+    asked at this moment, for predictions.
     """
 
-    def __init__(self, *, max_running: int, max_waiting: int, max_wait_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        max_running: int,
+        max_waiting: int,
+        max_wait_s: float,
+        overload: Overload,
+        sides: Callable[[], Sides],
+        tenants: Tenants | None = None,
+    ) -> None:
         self._max_running = max_running
         self._max_waiting = max_waiting
         self._max_wait_s = max_wait_s
-        self._running: set[bytes] = set()
-        self._waiting: OrderedDict[bytes, tuple[float, float | None]] = OrderedDict()
-        self._num_refused = 0
-
-    def arrive(self, key: bytes, now: float, deadline_at: float | None) -> Admitted:
-        """Admit or queue a request.
-
-        Raises Overloaded: the waiting room is full. Raises DeadlinePassed: too late already.
-        """
-        if deadline_at is not None and now >= deadline_at:
-            raise DeadlinePassed("the deadline passed before the request was admitted")
-        if len(self._running) < self._max_running and not self._waiting:
-            self._running.add(key)
-            return Admitted.NOW
-        if len(self._waiting) >= self._max_waiting:
-            self._num_refused += 1
-            raise Overloaded(
-                f"{len(self._running)} requests run and {len(self._waiting)} wait: try again soon",
-                code="queue_full",
-                retry_after_s=max(1.0, self._max_wait_s),
-            )
-        self._waiting[key] = (now + self._max_wait_s, deadline_at)
-        return Admitted.QUEUED
-
-    def leave(self, key: bytes) -> list[bytes]:
-        """Forget a request, running or waiting; return those that may run now, oldest first."""
-        self._waiting.pop(key, None)
-        self._running.discard(key)
-        admitted: list[bytes] = []
-        while self._waiting and len(self._running) < self._max_running:
-            next_key, _ = self._waiting.popitem(last=False)
-            self._running.add(next_key)
-            admitted.append(next_key)
-        return admitted
-
-    def give_up_at(self, key: bytes) -> float | None:
-        """Return when a waiting request must be refused; None if it does not wait."""
-        entry = self._waiting.get(key)
-        if entry is None:
-            return None
-        expires_at, deadline_at = entry
-        return expires_at if deadline_at is None else min(expires_at, deadline_at)
-
-    def expire(self, key: bytes, now: float) -> MeshError | None:
-        """Remove a request that has waited too long and return its error; None if it does not
-        wait."""
-        entry = self._waiting.pop(key, None)
-        if entry is None:
-            return None
-        _, deadline_at = entry
-        self._num_refused += 1
-        if deadline_at is not None and now >= deadline_at:
-            return DeadlinePassed("the deadline passed in the queue")
-        return Overloaded(
-            f"no place came free within {self._max_wait_s:g} s",
-            code="queue_timeout",
-            retry_after_s=max(1.0, self._max_wait_s),
+        self._overload = overload
+        self._sides = sides
+        self.tenants = tenants or Tenants()
+        self._queue = FairQueue(
+            lambda name: self.tenants.tenant(name).weight, ageing_s=max_wait_s / 4
         )
+        self._running: dict[bytes, _Request] = {}
+        self._waiting: dict[bytes, _Request] = {}
+        self._num_of_tenant: Counter[str] = Counter()
+        self._give_up: list[tuple[float, bytes]] = []
+        self._refusals: Counter[str] = Counter()
+        self._left_at = 0.0
+        self._gap_s = 0.0
+
+    # --- events ---------------------------------------------------------------------------------
+
+    def arrive(
+        self,
+        key: bytes,
+        now: float,
+        *,
+        terms: Terms = Terms(),  # noqa: B008
+        num_tokens: int = 0,
+        arrived_at: float | None = None,
+        deadline_at: float | None = None,
+    ) -> list[Effect]:
+        """A request comes. arrived_at: when its first byte did, None = now."""
+        request = _Request(
+            key,
+            terms,
+            num_tokens,
+            now if arrived_at is None else arrived_at,
+            math.inf if deadline_at is None else deadline_at,
+        )
+        if now >= request.deadline_at:
+            error = DeadlinePassed("the deadline passed before the request was admitted")
+            return [self._refused(request, error)]
+        has_place = not self._queue and self._has_place(terms.tenant)
+        if terms.has_limit:
+            queue_s = 0.0 if has_place else self._queue.num_ahead(terms.priority) * self._gap_s
+            would_be_late = self._would_be_late(request, now, queue_s=queue_s)
+            if would_be_late is not None:
+                return [self._refused(request, would_be_late)]
+        if has_place:
+            self._queue.pass_by(terms.tenant)
+            return [self._admit(request)]
+        self._wait(request, now)
+        effects = self._fill(now)
+        if len(self._queue) > self._max_waiting:
+            last = self._queue.last(now)
+            assert last is not None
+            effects.append(self._make_room(self._waiting[last.key]))
+        return effects
+
+    def dispatched(self, key: bytes, prefill: Worker, decode: Worker, now: float) -> None:
+        """An attempt of a request that runs was sent to this pair."""
+        request = self._running.get(key)
+        if request is not None:
+            self._overload.dispatched(key, prefill, decode, request.num_tokens, now)
+
+    def prompt_computed(self, key: bytes, decode: Worker, now: float) -> list[TurnAway]:
+        """Its first token is there, and has not been handed on."""
+        request = self._running.get(key)
+        if request is None or request.has_begun:
+            return []
+        error = self._overload.refusal_at_decode(request.terms, decode, now)
+        return [] if error is None else [self._refused(request, error)]
+
+    def emitted(self, key: bytes, num_tokens: int, now: float, *, cached_tokens: int) -> None:
+        """Tokens of an answer were handed on. cached_tokens: of its prompt, not computed."""
+        request = self._running.get(key)
+        if request is None:
+            return
+        cached = 0
+        if not request.has_begun:
+            request.has_begun = True
+            cached = cached_tokens
+            self._overload.began(key, now)
+        self._queue.charge(request.terms.tenant, prompt_tokens=-cached, output_tokens=num_tokens)
+
+    def leave(self, key: bytes, now: float) -> list[Effect]:
+        """A request is over, or its client has gone; whoever may run now is admitted."""
+        waiting = self._waiting.pop(key, None)
+        if waiting is not None and waiting.queued is not None:
+            self._queue.remove(waiting.queued)
+        request = self._running.pop(key, None)
+        if request is not None:
+            self._num_of_tenant[request.terms.tenant] -= 1
+            self._overload.ended(key, now)
+            if self._queue:
+                self._gap_s += _NEW_GAP_SHARE * (now - self._left_at - self._gap_s)
+            self._left_at = now
+        return self._fill(now)
+
+    @property
+    def next_tick_at(self) -> float | None:
+        """When somebody has waited too long; None = nobody waits."""
+        while self._give_up and self._give_up[0][1] not in self._waiting:
+            heapq.heappop(self._give_up)
+        return self._give_up[0][0] if self._give_up else None
+
+    def tick(self, now: float) -> list[Effect]:
+        """TurnAway who has waited too long."""
+        effects: list[Effect] = []
+        while (due_at := self.next_tick_at) is not None and due_at <= now:
+            _, key = heapq.heappop(self._give_up)
+            effects.append(self._waited_too_long(self._waiting[key], now))
+        return effects
+
+    def close(self, error: MeshError) -> list[Effect]:
+        """TurnAway everybody who waits."""
+        return [self._refused(request, error) for request in list(self._waiting.values())]
 
     def statistics(self) -> AdmissionStatistics:
         """Return the counts."""
-        return AdmissionStatistics(len(self._running), len(self._waiting), self._num_refused)
+        return AdmissionStatistics(len(self._running), len(self._waiting), dict(self._refusals))
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _has_place(self, tenant: str) -> bool:
+        return len(self._running) < self._max_running and self._may_run(tenant)
+
+    def _may_run(self, tenant: str) -> bool:
+        most = self.tenants.tenant(tenant).max_running
+        return most is None or self._num_of_tenant[tenant] < most
+
+    def _admit(self, request: _Request) -> Admit:
+        tenant = request.terms.tenant
+        self._running[request.key] = request
+        self._num_of_tenant[tenant] += 1
+        self._queue.charge(tenant, prompt_tokens=request.num_tokens)
+        return Admit(request.key)
+
+    def _wait(self, request: _Request, now: float) -> None:
+        due_at = request.arrived_at + request.terms.ttft_s
+        request.queued = QueuedRequest(request.key, request.terms, now, due_at)
+        self._queue.push(request.queued)
+        self._waiting[request.key] = request
+        # Who names a limit says how long it waits.
+        limit_at = now + self._max_wait_s if self._ignores(due_at) else due_at
+        heapq.heappush(self._give_up, (min(limit_at, request.deadline_at), request.key))
+
+    def _ignores(self, due_at: float) -> bool:
+        return self._overload.mode is OverloadMode.OFF or due_at == math.inf
+
+    def _fill(self, now: float) -> list[Effect]:
+        """Admit whoever is next, as long as there is a place."""
+        effects: list[Effect] = []
+        while self._queue and len(self._running) < self._max_running:
+            queued = self._queue.pop(now, self._may_run)
+            if queued is None:
+                break
+            request = self._waiting.pop(queued.key)
+            would_be_late = self._would_be_late(request, now, queue_s=0.0)
+            if would_be_late is None:
+                effects.append(self._admit(request))
+            else:
+                effects.append(self._refused(request, would_be_late))
+        return effects
+
+    def _would_be_late(self, request: _Request, now: float, *, queue_s: float) -> MeshError | None:
+        if not request.terms.has_limit:
+            return None
+        waited_s = now - request.arrived_at + queue_s
+        return self._overload.refusal(
+            request.terms, request.num_tokens, self._sides(), now, waited_s=waited_s
+        )
+
+    def _waited_too_long(self, request: _Request, now: float) -> TurnAway:
+        due_at = request.arrived_at + request.terms.ttft_s
+        if now >= request.deadline_at:
+            error: MeshError | None = DeadlinePassed("the deadline passed in the queue")
+        elif not self._ignores(due_at):
+            waited_s = now - request.arrived_at
+            error = late(request.terms, Forecast(waited_s + 1e-3, 0.0, waited_s))
+        else:
+            error = Overloaded(
+                f"no place came free within {self._max_wait_s:g} s",
+                code="queue_timeout",
+                retry_after_s=max(1.0, self._max_wait_s),
+            )
+        assert error is not None
+        return self._refused(request, error)
+
+    def _make_room(self, request: _Request) -> TurnAway:
+        error = Overloaded(
+            f"{len(self._running)} requests run and {len(self._waiting) - 1} wait: try again soon",
+            code="queue_full",
+            retry_after_s=max(1.0, self._max_wait_s),
+        )
+        return self._refused(request, error)
+
+    def _refused(self, request: _Request, error: MeshError) -> TurnAway:
+        self._waiting.pop(request.key, None)
+        if request.queued is not None:
+            self._queue.remove(request.queued)
+        self._refusals[error.code or error.type] += 1
+        return TurnAway(request.key, error)

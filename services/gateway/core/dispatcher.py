@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from services.gateway.core import lifecycle
 from services.gateway.core.lifecycle import Leg, Lifecycle, Reroute
+from services.gateway.core.prefixes import HashedPrompt
 from services.gateway.core.routing import RouteDecision
 from services.gateway.core.sides import RouteRequest
 from shared.errors import DeadlinePassed, MeshError, NoBlocks, WorkerLost
@@ -66,7 +67,8 @@ class Dispatcher:
     """Finds the workers of one request, attempt by attempt.
 
     pair_wait_s: the longest wait for a pair, and for room on decode. failover_wait_s: the longest
-    that a client hears nothing because a worker was lost.
+    that a client hears nothing because a worker was lost. prompt: see
+    ``RouteRequest``.
     """
 
     def __init__(
@@ -76,11 +78,13 @@ class Dispatcher:
         deadline_at: float | None,
         pair_wait_s: float,
         failover_wait_s: float,
+        prompt: HashedPrompt | None = None,
     ) -> None:
         self._life = life
         self._deadline_at = deadline_at
         self._pair_wait_s = pair_wait_s
         self._failover_wait_s = failover_wait_s
+        self._prompt = prompt
         self._avoid: frozenset[Incarnation] = frozenset()
         self._legs: dict[Leg, Incarnation] = {}
         self._search: LookForPair | None = None
@@ -172,6 +176,7 @@ class Dispatcher:
             num_tokens=self._life.num_prompt_tokens + self._life.num_output_tokens,
             max_new_tokens=self._life.num_tokens_left,
             avoid=self._avoid,
+            prompt=self._prompt,
         )
         self._search = LookForPair(request, until)
         return [self._search]

@@ -160,7 +160,7 @@ class Lifecycle:
     @property
     def needs_decode(self) -> bool:
         """Whether a decode worker takes part: not if the next token must be the last."""
-        return self.num_tokens_left > 1
+        return self._sampling.max_tokens - len(self._output) > 1
 
     @property
     def sampling(self) -> SamplingParams:

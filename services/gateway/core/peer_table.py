@@ -3,16 +3,23 @@
 Soft state alone: it is rebuilt from the workers' own reports after a restart. Pure. The two sides
 that routing chooses from are kept, too: made again at the first decision after a worker came, went,
 or became usable or not, and never for a change of load.
+
+Workers that are at home on opposite sides are standing partners: they pair up by themselves. Any
+other pair is made when a decision wants it first (``reach``, ``ask_for``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from services.gateway.core.sides import Sides, sides_of
 from services.gateway.core.worker import JoinedModel, Role, Worker, WorkerStatus
 from shared.errors import IncompatiblePeer
 from shared.ids import Incarnation
+
+ASK_AGAIN_S = 1.0
+"""Between two words to a worker about a pair that it has not made yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +46,11 @@ class PeerTable:
         self._workers: dict[Incarnation, Worker] = {}
         self._used_bits = 0
         self._sides: Sides | None = None
+        self._reach: Sides | None = None
         self._max_model_len = 0
+        self.at_home_with_tokens: tuple[Worker, ...] = ()
+        """Whom those at home with prompts pair up with by themselves; the same object until it
+        changes."""
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -80,15 +91,18 @@ class PeerTable:
             self._count()
         return worker
 
-    def report(self, worker: Worker, status: WorkerStatus) -> bool:
-        """Take a worker's report; returns whether it changes who may be chosen, load apart."""
+    def report(self, worker: Worker, status: WorkerStatus, now: float | None = None) -> bool:
+        """Take a worker's report; returns whether it changes who may be chosen, load apart. now:
+        see ``Worker.report``."""
         before = worker.status
-        worker.report(status)
-        is_same = status.paired is before.paired or status.paired == before.paired
-        is_same = is_same and status.is_draining is before.is_draining
+        worker.report(status, now)
+        partners = worker.partners
+        if status.paired is not before.paired and status.paired != before.paired:
+            worker.partners = self._bits_of(worker)  # who takes no prompts from elsewhere has none
+        is_same = worker.partners == partners and status.is_draining is before.is_draining
         if is_same and (status.home, status.home_epoch) == (before.home, before.home_epoch):
             return False
-        worker.partners = self._bits_of(worker)
+        self._note_homes()
         self.note_usability()
         return True
 
@@ -102,7 +116,7 @@ class PeerTable:
 
     def note_usability(self) -> None:
         """A worker's session came, went, fell silent or speaks again."""
-        self._sides = None
+        self._sides = self._reach = None
 
     def _bits_of(self, worker: Worker) -> int:
         if Role.PREFILL not in worker.serves:
@@ -113,7 +127,13 @@ class PeerTable:
     def _count(self) -> None:
         lengths = (worker.model.max_model_len for worker in self._workers.values())
         self._max_model_len = min(lengths, default=0)
+        self._note_homes()
         self.note_usability()
+
+    def _note_homes(self) -> None:
+        at_home = tuple(it for it in self.serving(Role.DECODE) if it.is_home_on(Role.DECODE))
+        if [*map(id, at_home)] != [*map(id, self.at_home_with_tokens)]:
+            self.at_home_with_tokens = at_home
 
     def get(self, incarnation: Incarnation) -> Worker | None:
         """Return a worker, or None."""
@@ -151,13 +171,42 @@ class PeerTable:
             usable = [worker for worker in self._workers.values() if worker.is_usable]
             prefills = [(worker, worker.partners) for worker in usable]
             decodes = [worker for worker in usable if Role.DECODE in worker.serves]
-            self._sides = sides_of(prefills, decodes)
+            self._sides = self._reach = sides_of(prefills, decodes)
             if any(len(worker.serves) > 1 for worker in usable):
-                self._sides.at_home = sides_of(
+                self._reach = _reach_of(prefills, decodes)
+                self._reach.at_home = self._sides.at_home = sides_of(
                     [side for side in prefills if side[0].is_home_on(Role.PREFILL)],
                     [worker for worker in decodes if worker.is_home_on(Role.DECODE)],
                 )
         return self._sides
+
+    @property
+    def reach(self) -> Sides:
+        """The same with every pair that could be made; ``sides`` itself if nobody may be
+        borrowed."""
+        sides = self.sides
+        return sides if self._reach is None else self._reach
+
+    def is_paired(self, prefill: Incarnation, decode: Incarnation) -> bool:
+        """Whether KV may go from one to the other now."""
+        source, sink = self._workers.get(prefill), self._workers.get(decode)
+        return source is not None and sink is not None and bool(source.partners & sink.bit)
+
+    def ask_for(self, prefill: Incarnation, decode: Incarnation, now: float) -> bool:
+        """A decision wants a pair that is not made yet: return whether to tell the prefill worker,
+        which is not told again and again while it is at it."""
+        source = self._workers.get(prefill)
+        if source is None or now < source.asked.get(decode, -ASK_AGAIN_S) + ASK_AGAIN_S:
+            return False
+        source.asked[decode] = now
+        return True
+
+    def standing_partners(self, worker: Worker) -> tuple[Worker, ...]:
+        """Return whom a worker pairs up with by itself, to push to: nobody unless it is at home
+        with prompts."""
+        if not (Role.PREFILL in worker.serves and worker.is_home_on(Role.PREFILL)):
+            return ()
+        return self.at_home_with_tokens
 
     def why_not_ready(self) -> str:
         """Return '' if a pair can take work, else one sentence that says what is missing."""
@@ -172,6 +221,18 @@ class PeerTable:
             if not any(worker.is_usable for worker in workers):
                 return f"no {role.value} worker is usable: all are draining, silent or unreachable"
         return "no prefill worker has reached a decode worker yet"
+
+
+def _reach_of(prefills: Sequence[tuple[Worker, int]], decodes: Sequence[Worker]) -> Sides:
+    """Return the sides as if everybody who may push were paired with everybody else."""
+    everybody = sum(worker.bit for worker in decodes)
+    return sides_of(
+        [
+            (worker, mask | everybody & ~worker.bit if Role.PREFILL in worker.serves else mask)
+            for worker, mask in prefills
+        ],
+        decodes,
+    )
 
 
 def _require_tokenizer(worker: Worker, own: OwnModel) -> None:

@@ -14,10 +14,11 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from services.gateway.core.peer_table import PeerTable
-from services.gateway.core.sides import Places, RouteRequest, Scores, Sides
-from services.gateway.core.turns import Turns, least
+from services.gateway.core.sides import InTurn, Places, RouteRequest, Scores, Sides
+from services.gateway.core.turns import least
 from services.gateway.core.worker import Role, Worker
 from shared.errors import InvalidRequest, NotFound
+from shared.home import Home
 from shared.ids import Incarnation
 
 MAX_PENDING_TOKENS = 8192
@@ -48,7 +49,7 @@ def pool_of(worker: Worker) -> Pool:
     return Pool.MIXED if worker.has_foreign else pool_at_home(worker)
 
 
-class Splitwise:
+class Splitwise(InTurn):
     """Join the shortest queue of the home pool; where that is long or full take a mixed worker,
     then borrow one from the opposite pool, then let one worker do both.
 
@@ -60,9 +61,6 @@ class Splitwise:
     moves_roles = True
     score_prefill = staticmethod(attrgetter("pending_tokens"))
     score_decode = staticmethod(attrgetter("reserved_tokens"))
-
-    def __init__(self) -> None:
-        self._turns = Turns()
 
     def choose(self, request: RouteRequest, sides: Sides, scores: Scores, random: float) -> Places:
         """Return the pair. Who prefers a pool that nobody in reach is in finds the next one."""
@@ -147,29 +145,32 @@ def _has_room(worker: Worker, request: RouteRequest) -> bool:
 # --- homes ----------------------------------------------------------------------------------------
 
 
-class Home(NamedTuple):
-    """What a worker is at home, and the how manieth home that is. Of two the larger epoch wins."""
+class HomeOrder(NamedTuple):
+    """A worker and the home that it is to be given."""
 
-    role: Role
-    epoch: int
-
-    def replaces(self, other: Home) -> bool:
-        """Whether this home holds where the other one was."""
-        return self.epoch > other.epoch
+    worker: Incarnation
+    home: Home[Role]
 
 
-def home_of(worker: Worker) -> Home:
+def home_of(worker: Worker) -> Home[Role]:
     """Return a worker's home as it reported it."""
-    return Home(worker.home, worker.status.home_epoch)
+    return Home(worker.home, worker.status.home_epoch, worker.status.home_order)
 
 
 def change_home(
-    table: PeerTable, incarnation: Incarnation, home: str, epoch: int | None = None
-) -> Home:
-    """Return the home that a worker is to be given. epoch: None = the next one.
+    table: PeerTable, incarnation: Incarnation, home: str, order: int
+) -> list[HomeOrder]:
+    """Return the orders that give a worker another home: each goes out when the worker before has
+    confirmed its own (``is_confirmed``), and after a refusal none does. order: a number that no
+    other order has.
+
+    Somebody stays for the role that is left. If all who could may move themselves, one of them is
+    ordered to stay, before: the order uses up the epoch with which another gateway, which does not
+    know of this move, would send it away. So of any number of gateways that move different workers
+    at once, none takes the last one (the proof: ``docs/roles.md``).
 
     Raises NotFound: no such worker. InvalidRequest: no such home; it serves one side only; it is
-    the last of its role; the epoch is not newer than its own. The message names the remedy.
+    the last of its role. The message names the remedy.
     """
     worker = table.get(incarnation)
     if worker is None:
@@ -183,8 +184,6 @@ def change_home(
         raise InvalidRequest(
             f"a home is one of {', '.join(HOMES)}, not {home!r}", param="role", code="unknown_home"
         )
-    before = home_of(worker)
-    after = Home(role, before.epoch + 1 if epoch is None else epoch)
     if role not in worker.serves:
         raise InvalidRequest(
             f"worker {incarnation:016x} serves {worker.role.value} alone: start one that serves "
@@ -192,25 +191,32 @@ def change_home(
             param="worker",
             code="one_role",
         )
-    if not after.replaces(before):
-        raise InvalidRequest(
-            f"worker {incarnation:016x} has been moved since (epoch {before.epoch}, this is "
-            f"{after.epoch}): look at it again, then repeat the order",
-            param="epoch",
-            code="old_epoch",
-        )
-    if role is not before.role and not _has_other(table, worker):
-        name = _HOME_POOLS[before.role].value
+    orders = [_order(worker, role, order)]
+    if role is worker.home:
+        return orders
+    others = [
+        other
+        for other in table.workers
+        if other is not worker and other.is_usable and other.is_home_on(worker.home)
+    ]
+    if not others:
+        name = _HOME_POOLS[worker.home].value
         raise InvalidRequest(
             f"worker {incarnation:016x} is the last one for {name}s: start another one, or give "
             f"another one the home {name!r} first",
             param="role",
             code="last_of_role",
         )
-    return after
+    if all(len(other.serves) > 1 for other in others):
+        orders.insert(0, _order(others[0], worker.home, order))
+    return orders
 
 
-def is_confirmed(worker: Worker, wanted: Home) -> bool:
+def _order(worker: Worker, role: Role, order: int) -> HomeOrder:
+    return HomeOrder(worker.incarnation, Home(role, worker.status.home_epoch + 1, order))
+
+
+def is_confirmed(worker: Worker, wanted: Home[Role]) -> bool:
     """Whether the worker has taken the home that it was ordered to take.
 
     Raises InvalidRequest: another gateway's order came before this one, or after it.
@@ -218,19 +224,11 @@ def is_confirmed(worker: Worker, wanted: Home) -> bool:
     home = home_of(worker)
     if wanted.replaces(home):
         return False
-    if home.role is not wanted.role:
+    if home != wanted:
         raise InvalidRequest(
-            f"another gateway moved worker {worker.incarnation:016x} at the same time (its home is "
+            f"another gateway gave worker {worker.incarnation:016x} a home at the same time (it is "
             f"{pool_at_home(worker).value}): look at it again, then repeat the order",
             param="worker",
             code="old_epoch",
         )
     return True
-
-
-def _has_other(table: PeerTable, worker: Worker) -> bool:
-    """Whether somebody else does what this worker does at home."""
-    return any(
-        other is not worker and other.is_usable and other.is_home_on(worker.home)
-        for other in table.workers
-    )

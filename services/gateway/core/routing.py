@@ -16,10 +16,22 @@ from heapq import nsmallest
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
+from services.gateway.core.conductor import Conductor, LeastLoaded, Local
+from services.gateway.core.expectations import Prediction
+from services.gateway.core.fetches import Fetch
+from services.gateway.core.peer_table import PeerTable
 from services.gateway.core.pools import Splitwise, pool_of
-from services.gateway.core.sides import Places, RouteRequest, Scores, Sides
-from services.gateway.core.turns import Turns, least
-from services.gateway.core.worker import Worker
+from services.gateway.core.rendezvous import BoundedHash
+from services.gateway.core.sides import (
+    EachAlone,
+    Places,
+    PromptTerms,
+    RouteRequest,
+    Scores,
+    Sides,
+)
+from services.gateway.core.turns import Memory
+from services.gateway.core.worker import Worker, WorkerView
 from shared.ids import Incarnation
 
 MAX_RECORDED = 8
@@ -33,20 +45,76 @@ class Candidate(NamedTuple):
     worker: Incarnation
 
 
+NOBODY = Sides([], [], [])
+NO_SCORES = Scores([], [])
+
+
+class Seen(NamedTuple):
+    """What a decision went by, beside the sides: enough to make it again."""
+
+    request: RouteRequest
+    random: float
+    memory: Memory
+    prefills: Sequence[WorkerView]
+    decodes: Sequence[WorkerView]
+
+
 class RouteDecision(NamedTuple):
-    """Which pair, and why: of each side the best few that the policy saw, best first, and how many
-    there were."""
+    """Which pair, and why: the sides as the policy saw them, and its scores."""
 
     policy: str
     prefill: Incarnation
     decode: Incarnation
-    prefills: tuple[Candidate, ...] = ()
-    decodes: tuple[Candidate, ...] = ()
-    num_prefills: int = 0
-    num_decodes: int = 0
+    sides: Sides = NOBODY
+    scores: Scores = NO_SCORES
     prefill_pool: str = ""
     decode_pool: str = ""
     """What the two workers were when they were chosen."""
+    prediction: Prediction | None = None
+    """What was expected of it; None = the prefill worker reports no step times."""
+    seen: Seen | None = None
+
+    @property
+    def prefills(self) -> tuple[Candidate, ...]:
+        """The best few of this side, best first; sorted when asked, which few requests are."""
+        return _best(self.scores.prefills, self.sides.prefills)
+
+    @property
+    def decodes(self) -> tuple[Candidate, ...]:
+        """Likewise."""
+        return _best(self.scores.decodes, self.sides.decodes)
+
+    @property
+    def num_prefills(self) -> int:
+        """How many there were."""
+        return len(self.scores.prefills)
+
+    @property
+    def num_decodes(self) -> int:
+        """How many there were."""
+        return len(self.scores.decodes)
+
+    @property
+    def terms(self) -> PromptTerms | None:
+        """What the prefill worker's score is made of; None = it is no sum."""
+        terms, places = self.scores.terms, enumerate(self.sides.prefills)
+        if not terms:
+            return None
+        return next(terms[place] for place, it in places if it.incarnation == self.prefill)
+
+    @property
+    def num_cached(self) -> int:
+        """Of the prompt's tokens, those that the prefill worker need not compute."""
+        terms = self.terms
+        return 0 if terms is None else terms.cached_tokens
+
+    @property
+    def fetch(self) -> Fetch | None:
+        """What the prefill worker is to fetch first."""
+        it = self.terms
+        if it is None or not it.source:
+            return None
+        return Fetch(it.source, it.cached_tokens, it.fetch)
 
     @property
     def is_colocated(self) -> bool:
@@ -80,10 +148,28 @@ class RoutingPolicy(Protocol):
     """Whether it borrows workers from the other side. All others leave workers that serve both
     roles to their home, unless nobody is there."""
 
-    score_prefill: Callable[[Worker], float]
-    """What this policy compares of a worker that would compute the prompt."""
-    score_decode: Callable[[Worker], float]
-    """What it compares of one that would continue the answer."""
+    needs_affinity: bool
+    """Whether it looks at ``RouteRequest.affinity``."""
+
+    needs_prefixes: bool
+    """Whether it looks at ``RouteRequest.cached``."""
+
+    fetches: bool
+    """Whether it has prefixes sent from one worker's cache to another: looks at
+    ``RouteRequest.fetches``."""
+
+    def scores(self, request: RouteRequest, sides: Sides) -> Scores:
+        """Return what this policy compares (``EachAlone``: the same for every request)."""
+        ...
+
+    @property
+    def memory(self) -> Memory:
+        """What it keeps from one decision to the next; set to what a record has, it decides as
+        then."""
+        ...
+
+    @memory.setter
+    def memory(self, memory: Memory) -> None: ...
 
     def choose(self, request: RouteRequest, sides: Sides, scores: Scores, random: float) -> Places:
         """Return a prefill worker and one of its partners. random: uniform in [0, 1), drawn by
@@ -96,16 +182,24 @@ def _nothing(worker: Worker) -> float:
     return 0.0
 
 
-class RoundRobin:
+class RoundRobin(EachAlone):
     """Each role in turn, each with its own counter, so that 2 x 2 workers see all four pairs."""
 
     name = "round_robin"
-    moves_roles = False
     score_prefill = staticmethod(_nothing)
     score_decode = staticmethod(_nothing)
 
     def __init__(self) -> None:
         self._num_decisions = 0
+
+    @property
+    def memory(self) -> Memory:
+        """See ``RoutingPolicy``."""
+        return self._num_decisions
+
+    @memory.setter
+    def memory(self, memory: Memory) -> None:
+        self._num_decisions = memory if isinstance(memory, int) else 0
 
     def choose(self, request: RouteRequest, sides: Sides, scores: Scores, random: float) -> Places:
         """Return the next pair."""
@@ -116,11 +210,11 @@ class RoundRobin:
         return prefill, partners[round_number % len(partners)]
 
 
-class Random:
+class Random(EachAlone):
     """Any pair with equal probability."""
 
     name = "random"
-    moves_roles = False
+    memory: Memory = None
     score_prefill = staticmethod(_nothing)
     score_decode = staticmethod(_nothing)
 
@@ -135,38 +229,36 @@ class Random:
         return prefill, sides.partners_of(prefill)[pick]
 
 
-class LeastLoaded:
-    """Join the shortest queue: pending tokens for prefill, share of reserved blocks for decode.
+class TwoChoices(EachAlone):
+    """The less loaded of two random workers, as in Mitzenmacher, "The power of two choices" (2001);
+    of decode workers, two partners of the prefill worker.
 
-    Ties go to the one chosen longest ago, so that idle workers share the work.
+    Many gateways that hear of loads a little late do not all send to the one that seems emptiest.
     """
 
-    name = "least_loaded"
-    moves_roles = False
+    name = "p2c"
+    memory: Memory = None
     score_prefill = staticmethod(attrgetter("pending_tokens"))
     score_decode = staticmethod(attrgetter("reserved_share"))
 
-    def __init__(self) -> None:
-        self._turns = Turns()
-
     def choose(self, request: RouteRequest, sides: Sides, scores: Scores, random: float) -> Places:
-        """Return the shortest prefill queue, then the emptiest decode worker that it reaches; of
-        equal queues one that reaches the emptiest."""
-        prefills, partners, decodes = sides.prefills, sides.partners, sides.decodes
-        shortest = least(scores.prefills, range(len(prefills)))
-        reached = 0
-        for place in shortest:
-            reached |= partners[place]
-        emptiest = least(scores.decodes, sides.places_of(reached))
-        if len(shortest) > 1:
-            best = sum(decodes[place].bit for place in emptiest)
-            shortest = [place for place in shortest if partners[place] & best]
-        prefill = self._turns.longest_ago(prefills, shortest)
-        mask = partners[prefill]
-        emptiest = [place for place in emptiest if decodes[place].bit & mask]
-        decode = self._turns.longest_ago(decodes, emptiest)
-        self._turns.chosen(prefills[prefill].incarnation, decodes[decode].incarnation)
+        """Return the better of two on each side; one number draws all four."""
+        places = range(len(sides.prefills))
+        prefill, random = self._better_of_two(places, scores.prefills, random)
+        decode, _ = self._better_of_two(sides.partners_of(prefill), scores.decodes, random)
         return prefill, decode
+
+    def _better_of_two(
+        self, places: Sequence[int], scores: Sequence[float], random: float
+    ) -> tuple[int, float]:
+        """Return the less loaded of two different places, and what is left of the random number."""
+        number = len(places)
+        if number == 1:
+            return places[0], random
+        pick, rest = divmod(random * number * (number - 1), 1.0)
+        first, second = divmod(int(pick), number - 1)
+        second += second >= first  # any other than the first, each as likely
+        return min(places[first], places[second], key=scores.__getitem__), rest
 
 
 POLICIES: dict[str, Callable[[], RoutingPolicy]] = {
@@ -174,8 +266,33 @@ POLICIES: dict[str, Callable[[], RoutingPolicy]] = {
     "random": Random,
     "least_loaded": LeastLoaded,
     "splitwise": Splitwise,
+    "p2c": TwoChoices,
+    "hash": BoundedHash,
+    "local": Local,
+    "conductor": Conductor,
 }
 """Name on the command line -> policy."""
+
+
+_VIEW = attrgetter("view")
+
+
+class PairWanted(NamedTuple):
+    """The best choice is a pair that is not made yet: have its prefill worker make it."""
+
+    prefill: Incarnation
+    decode: Incarnation
+
+
+def find_pair(
+    policy: RoutingPolicy, request: RouteRequest, table: PeerTable, random: float
+) -> tuple[RouteDecision | None, PairWanted | None]:
+    """Choose among all pairs that could be made; a request never waits for that if another pair can
+    take it: it goes to the best one that is made, and the next one finds the better."""
+    best = route(policy, request, table.reach, random)
+    if best is None or table.is_paired(best.prefill, best.decode):
+        return best, None
+    return route(policy, request, table.sides, random), PairWanted(best.prefill, best.decode)
 
 
 def route(
@@ -189,21 +306,24 @@ def route(
     sides = _usable(sides, request, moves_roles=policy.moves_roles)
     if not sides:
         return None
-    scores = Scores(
-        list(map(policy.score_prefill, sides.prefills)),
-        list(map(policy.score_decode, sides.decodes)),
+    scores = policy.scores(request, sides)
+    seen = Seen(
+        request,
+        random,
+        policy.memory,
+        list(map(_VIEW, sides.prefills)),
+        list(map(_VIEW, sides.decodes)),
     )
     prefill, decode = policy.choose(request, sides, scores, random)
     return RouteDecision(
         policy=policy.name,
         prefill=sides.prefills[prefill].incarnation,
         decode=sides.decodes[decode].incarnation,
-        prefills=_best(scores.prefills, sides.prefills),
-        decodes=_best(scores.decodes, sides.decodes),
-        num_prefills=len(sides.prefills),
-        num_decodes=len(sides.decodes),
+        sides=sides,
+        scores=scores,
         prefill_pool=pool_of(sides.prefills[prefill]).value,
         decode_pool=pool_of(sides.decodes[decode]).value,
+        seen=seen,
     )
 
 

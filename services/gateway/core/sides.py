@@ -7,32 +7,103 @@ a prefill worker, with the bit of every decode worker that it reaches; the peer 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from services.gateway.core.fetches import Fetches
+from services.gateway.core.prefixes import HashedPrompt
+from services.gateway.core.turns import Memory, Turns
 from services.gateway.core.worker import Worker
 from shared.ids import Incarnation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteRequest:
-    """What a policy may know of a request. avoid: workers that failed an earlier attempt."""
+    """What a policy may know of a request. avoid: workers that failed an earlier attempt. prompt:
+    what the next two are found by, where the policy goes by one of them. affinity: the key of the
+    prompt's beginning (``rendezvous.py``). cached: of
+    the prompt's tokens so many are in a worker's cache, as ``prompt`` found; empty = nobody
+    looked. fetches: what could be sent from one cache to another; None = nothing.
+    num_output_tokens: how long such answers are, 0 = not known. now: loop time."""
 
     num_tokens: int
     max_new_tokens: int
     avoid: frozenset[Incarnation] = frozenset()
+    affinity: int = 0
+    prompt: HashedPrompt | None = None
+    cached: Mapping[Incarnation, int] = field(default_factory=dict[Incarnation, int])
+    fetches: Fetches | None = None
+    num_output_tokens: int = 0
+    now: float = 0.0
 
 
 Places = tuple[int, int]
 """A prefill and a decode worker, by their places in the two lists of ``Sides``."""
 
 
+class PromptTerms(NamedTuple):
+    """What a worker's score for a prompt is made of. All in seconds (``is_s``), or in tokens where
+    not every worker's speed is known. wait: until it would begin. cached_tokens: need not be
+    computed; of these ``source`` sends fetched_tokens, which have come after ``fetch``, beside the
+    wait; source 0 = nothing is fetched."""
+
+    wait: float
+    compute: float
+    cached_tokens: int
+    is_s: bool
+    fetch: float = 0.0
+    source: Incarnation = Incarnation(0)
+    fetched_tokens: int = 0
+
+    @property
+    def score(self) -> float:
+        """Until the prompt is computed."""
+        return max(self.wait, self.fetch) + self.compute
+
+
 class Scores(NamedTuple):
-    """What a policy compares: one number for each place of a side; lower is better."""
+    """What a policy compares: one number for each place of a side; lower is better. terms: of the
+    prefill workers' scores, where they are sums."""
 
     prefills: Sequence[float]
     decodes: Sequence[float]
+    terms: Sequence[PromptTerms] = ()
+
+
+class EachAlone:
+    """A policy to which a worker's score is the same for every request, and all that most policies
+    have in common."""
+
+    moves_roles = False
+    needs_affinity = False
+    needs_prefixes = False
+    fetches = False
+    score_prefill: Callable[[Worker], float]
+    score_decode: Callable[[Worker], float]
+
+    def scores(self, request: RouteRequest, sides: Sides) -> Scores:
+        """See ``RoutingPolicy``."""
+        return Scores(
+            list(map(self.score_prefill, sides.prefills)),
+            list(map(self.score_decode, sides.decodes)),
+        )
+
+
+class InTurn(EachAlone):
+    """One whose ties go to the worker that was chosen longest ago."""
+
+    def __init__(self) -> None:
+        self._turns = Turns()
+
+    @property
+    def memory(self) -> Memory:
+        """See ``RoutingPolicy``."""
+        return self._turns.memory
+
+    @memory.setter
+    def memory(self, memory: Memory) -> None:
+        self._turns.memory = memory
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from services.gateway.core.worker import Worker
 from shared.ids import Incarnation
@@ -11,12 +11,28 @@ MAX_REMEMBERED = 4096
 """Workers whose last choice is remembered; more than can be here at once."""
 
 
+Memory = Mapping[Incarnation, int] | int | None
+"""What a policy keeps from one decision to the next, as a decision's record has it: the last choice
+of every worker, a counter, or nothing."""
+
+
 class Turns:
     """The last choice of every worker."""
 
     def __init__(self) -> None:
         self._num_decisions = 0
         self._last_chosen: dict[Incarnation, int] = {}
+
+    @property
+    def memory(self) -> Memory:
+        """A copy of it."""
+        return self._last_chosen.copy()
+
+    @memory.setter
+    def memory(self, memory: Memory) -> None:
+        if isinstance(memory, Mapping):
+            self._last_chosen = dict(memory)
+            self._num_decisions = max(memory.values(), default=0)
 
     def longest_ago(self, workers: Sequence[Worker], places: Sequence[int]) -> int:
         """Return that place whose worker was chosen longest ago, or never."""

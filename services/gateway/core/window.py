@@ -2,8 +2,9 @@
 
 Each second has one bucket of counts and histograms, so that forgetting is exact and costs nothing.
 Memory is bounded whatever comes: ``SECONDS`` buckets, in each at most three times ``NUM_BINS``
-counters and ``MAX_PAIRS`` pairs with twice that. Pure: ``now`` is an argument, in seconds of a
-clock that never goes back. Knows no worker and no request, only what it is told of them.
+counters, ``MAX_PAIRS`` pairs with twice that, and ``MAX_READERS`` workers with two. Pure: ``now``
+is an argument, in seconds of a clock that never goes back. Knows no worker and no request, only
+what it is told of them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ SECONDS = 60
 MAX_PAIRS = 64
 """Pairs of workers whose transfers are told apart in one second; what is beyond goes uncounted but
 for ``Summary.num_unlisted_transfers``."""
+
+MAX_READERS = 1024
+"""Workers whose prompts are told apart in one second; what is beyond goes uncounted."""
 
 _BIN_WIDTH = 1.04
 _LEAST = 1e-6
@@ -81,6 +85,16 @@ class Transfers:
 
 
 @dataclass(slots=True)
+class ReadPrompts:
+    """Tokens of the prompts of one worker, of these how many its prefix cache had, and of these how
+    many another worker had sent for that prompt."""
+
+    num_tokens: int = 0
+    num_cached: int = 0
+    num_fetched: int = 0
+
+
+@dataclass(slots=True)
 class _Second:
     """One bucket. number: the second it is of; another one's means that it is stale."""
 
@@ -93,6 +107,7 @@ class _Second:
     ttft_s: Histogram = field(default_factory=Histogram)
     itl_s: Histogram = field(default_factory=Histogram)
     transfers: dict[Pair, Transfers] = field(default_factory=lambda: {})
+    prompts: dict[int, ReadPrompts] = field(default_factory=lambda: {})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -112,6 +127,7 @@ class Summary:
     ttft_s: Histogram = field(default_factory=Histogram)
     itl_s: Histogram = field(default_factory=Histogram)
     transfers: dict[Pair, Transfers] = field(default_factory=lambda: {})
+    prompts: dict[int, ReadPrompts] = field(default_factory=lambda: {})
     output_tokens_each_s: list[int] = field(default_factory=lambda: [])
 
 
@@ -140,6 +156,12 @@ class LastMinute:
         second = self._second(now)
         second.num_ended += 1
         second.num_failed += has_failed
+
+    def read(self, now: float, worker: int, prompt: ReadPrompts) -> None:
+        """An answer is over whose prompt this worker had."""
+        prompts = self._second(now).prompts
+        if worker in prompts or len(prompts) < MAX_READERS:
+            _add(prompts, worker, prompt)
 
     def transferred(
         self, now: float, pair: Pair, *, num_bytes: int, transfer_s: float, exposed_s: float
@@ -183,6 +205,8 @@ class LastMinute:
                 total.num_bytes += transfers.num_bytes
                 total.gb_per_s.merge(transfers.gb_per_s)
                 total.exposed_s.merge(transfers.exposed_s)
+            for worker, read in second.prompts.items():
+                _add(summary.prompts, worker, read)
         return summary
 
     def _live(self, newest: int) -> Iterable[_Second]:
@@ -194,3 +218,10 @@ class LastMinute:
         if second.number != number:
             second = self._ring[number % SECONDS] = _Second(number)
         return second
+
+
+def _add(prompts: dict[int, ReadPrompts], worker: int, more: ReadPrompts) -> None:
+    read = prompts.setdefault(worker, ReadPrompts())
+    read.num_tokens += more.num_tokens
+    read.num_cached += more.num_cached
+    read.num_fetched += more.num_fetched

@@ -10,9 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import takewhile
+from typing import NamedTuple
 
 from shared.ids import Incarnation, StreamId
 from shared.kv.layout import KvLayout
+from shared.predict.step_time import NO_FIT, StepFit
+
+PLACES = 1024
+"""Most workers of a gateway."""
 
 
 class Role(StrEnum):
@@ -48,8 +54,11 @@ class WorkerStatus:
     """A worker's latest report; tokens and blocks are counts, ``step_s`` a moving mean.
 
     num_prompts, num_answers: what the worker holds of either kind. home: the role that it has been
-    given, None = the one that it joined with. seen: by session, the last order of this gateway that
-    the report counts.
+    given, None = the one that it joined with; home_order: by which order, 0 = none. seen: by
+    session, the last order of this gateway that the report counts. queue_s: predicted seconds until
+    all its prompts are computed. step_tokens: most tokens of a step, 0 = unknown. prompt_steps,
+    answer_steps: how long its steps take. speeds: bytes a second to those that it is paired with,
+    as measured. egress_bytes: KV that it is sending.
     """
 
     pending_tokens: int = 0
@@ -65,18 +74,40 @@ class WorkerStatus:
     num_answers: int = 0
     home: Role | None = None
     home_epoch: int = 0
+    home_order: int = 0
+    queue_s: float = 0.0
+    step_tokens: int = 0
+    prompt_steps: StepFit = NO_FIT
+    answer_steps: StepFit = NO_FIT
+    speeds: Mapping[Incarnation, float] = field(default_factory=dict[Incarnation, float])
+    egress_bytes: int = 0
     seen: Mapping[Role, StreamId] = field(default_factory=dict[Role, StreamId])
 
 
 @dataclass(slots=True)
 class OpenOrder:
     """What one order asks of its worker: prompt tokens until they are computed, blocks to its
-    end."""
+    end. sent_at: loop time. num_cached: of its prompt tokens need not be computed."""
 
     num_tokens: int
     num_blocks: int
     has_prompt: bool
     has_answer: bool
+    sent_at: float = 0.0
+    num_cached: int = 0
+
+
+class WorkerView(NamedTuple):
+    """What a decision saw of a worker: its report, when that came, and the load with this gateway's
+    orders that the report has not seen."""
+
+    status: WorkerStatus
+    reported_at: float
+    pending_tokens: int
+    reserved_blocks: int
+    num_queued: int
+    num_prompts: int
+    num_answers: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,7 +138,9 @@ class Worker:
     bit: int = 0
     """This worker in ``partners`` of others; the peer table gives it."""
     partners: int = 0
-    """The bits of the decode workers that this one may push to, usable or not."""
+    """The bits of the workers that this one is paired with and may push to, usable or not."""
+    asked: dict[Incarnation, float] = field(default_factory=dict[Incarnation, float])
+    """Pairs that it was asked to make, and when."""
     orders: dict[Role, dict[StreamId, OpenOrder]] = field(
         default_factory=lambda: {role: {} for role in Role}
     )
@@ -122,13 +155,20 @@ class Worker:
     """The same in tokens, for workers with blocks of other sizes."""
     num_queued: int = field(init=False, default=0)
     """Orders that wait here for their first step."""
+    reported_at: float = field(init=False, default=0.0)
+    """Loop time of the report."""
+    is_believed: bool = field(init=False, default=True)
+    """Whether its predictions have come true lately; if not, it is taken by its load alone."""
+    view: WorkerView = field(init=False)
+    """All of it at once, and never changed: made anew instead."""
     home: Role = field(init=False)
     """What it does when it does one thing alone."""
     has_foreign: bool = field(init=False, default=False)
     """Whether it holds work that is not its home's; one that serves one role never does."""
 
     _num_prompts: int = field(init=False, default=0)
-    _num_answers: int = field(init=False, default=0)
+    num_answers: int = field(init=False, default=0)
+    """Answers that it holds, or has been asked for."""
     _num_unseen: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -157,6 +197,11 @@ class Worker:
         return self.home is side
 
     @property
+    def place(self) -> int:
+        """Its bit's number: small, and nobody else's while it is here."""
+        return self.bit.bit_length() - 1
+
+    @property
     def is_usable(self) -> bool:
         """Whether new work may be sent here."""
         return self.standing is Standing.USABLE
@@ -172,15 +217,56 @@ class Worker:
 
     # --- load -----------------------------------------------------------------------------------
 
-    def report(self, status: WorkerStatus) -> None:
-        """Take the worker's report."""
+    @property
+    def is_predictable(self) -> bool:
+        """Whether seconds may be compared: it reports step times, and they have come true."""
+        return self.is_believed and self.status.prompt_steps.is_known
+
+    def wait_s(self, now: float) -> tuple[float, float]:
+        """Return the predicted seconds until a prompt that comes now would begin: those of the
+        report that have not passed yet, and those of this gateway's orders that it has not seen."""
+        status = self.status
+        free_at = self.reported_at + status.queue_s
+        queue_s = max(0.0, free_at - now)
+        for session, orders in self.orders.items():
+            seen = status.seen.get(session, 0)
+            unseen = takewhile(seen.__lt__, reversed(orders))
+            for order in reversed([orders[stream_id] for stream_id in unseen]):
+                if order.num_tokens:
+                    begins_at = max(free_at, order.sent_at)
+                    free_at = begins_at + status.prompt_steps.prompt_seconds(
+                        min(order.num_cached, order.num_tokens - 1),
+                        order.num_tokens,
+                        status.step_tokens,
+                    )
+        return queue_s, max(0.0, free_at - now) - queue_s
+
+    def report(self, status: WorkerStatus, now: float | None = None) -> None:
+        """Take the worker's report. now: None = it is corrected here, and as old as it was."""
         self.status = status
+        if now is not None:
+            self.reported_at = now
         self._add_up()
 
-    def sent(self, session: Role, stream_id: StreamId, *, num_tokens: int, num_blocks: int) -> None:
+    def sent(
+        self,
+        session: Role,
+        stream_id: StreamId,
+        *,
+        num_tokens: int,
+        num_blocks: int,
+        now: float = 0.0,
+        num_cached: int = 0,
+    ) -> None:
         """An order went out; ids of a session only grow."""
-        has_answer = session is Role.DECODE
-        order = OpenOrder(num_tokens, num_blocks, has_prompt=num_tokens > 0, has_answer=has_answer)
+        order = OpenOrder(
+            num_tokens,
+            num_blocks,
+            has_prompt=num_tokens > 0,
+            has_answer=session is Role.DECODE,
+            sent_at=now,
+            num_cached=num_cached,
+        )
         self.orders[session][stream_id] = order
         self._add(session, stream_id, order, 1)
 
@@ -206,7 +292,8 @@ class Worker:
     def take_over(self, before: Worker) -> None:
         """This entry replaces an earlier one of the same process: what it sent stays open."""
         self.sessions, self.silent = before.sessions, before.silent
-        self.bit, self.orders = before.bit, before.orders
+        self.bit, self.orders, self.asked = before.bit, before.orders, before.asked
+        self.is_believed = before.is_believed
         self._add_up()
 
     def _add(self, session: Role, stream_id: StreamId, order: OpenOrder, times: int) -> None:
@@ -218,7 +305,7 @@ class Worker:
     def _add_up(self) -> None:
         status = self.status
         self.pending_tokens, self.reserved_blocks = status.pending_tokens, status.reserved_blocks
-        self._num_prompts, self._num_answers = status.num_prompts, status.num_answers
+        self._num_prompts, self.num_answers = status.num_prompts, status.num_answers
         self._num_unseen = 0
         for session, orders in self.orders.items():
             seen = status.seen.get(session, 0)
@@ -232,7 +319,7 @@ class Worker:
         self.pending_tokens += times * order.num_tokens
         self.reserved_blocks += times * order.num_blocks
         self._num_prompts += times * order.has_prompt
-        self._num_answers += times * order.has_answer
+        self.num_answers += times * order.has_answer
         self._num_unseen += times * (order.num_tokens > 0)
 
     def _conclude(self) -> None:
@@ -244,5 +331,14 @@ class Worker:
         self.reserved_tokens = self.reserved_blocks * self.block_size
         home = status.home
         self.home = self.role if home is None or home not in self.serves else home
-        num_foreign = self._num_answers if self.home is Role.PREFILL else self._num_prompts
+        num_foreign = self.num_answers if self.home is Role.PREFILL else self._num_prompts
         self.has_foreign = num_foreign > 0 and len(self.serves) > 1
+        self.view = WorkerView(
+            status,
+            self.reported_at,
+            self.pending_tokens,
+            self.reserved_blocks,
+            self.num_queued,
+            self._num_prompts,
+            self.num_answers,
+        )

@@ -1,8 +1,9 @@
 """API keys: who may call, how much, and whose prefix cache a caller uses.
 
 The key file holds one key a line: ``name:sha256hex[:cache_salt]``, then if need be its limits,
-``requests_per_minute=60 concurrent_requests=4``; ``#`` begins a comment. It keeps digests alone: a
-key is shown once, when ``pdmesh hash-key`` makes it. Two names with one salt are two live keys of
+``requests_per_minute=60 concurrent_requests=4``, and what it may beyond asking, ``may=roles``;
+``#`` begins a comment. It keeps digests alone: a key is shown once, when ``pdmesh hash-key`` makes
+it. Two names with one salt are two live keys of
 one tenant (rotation). A file that has changed counts from the next call on; one with a broken line
 changes nothing.
 Knows no transport: the caller hands over the value of ``authorization``.
@@ -23,7 +24,7 @@ from pathlib import Path
 import structlog
 
 from services.gateway.front.quota import KeyLimits, Quota
-from shared.errors import InvalidRequest, Unauthorized
+from shared.errors import Forbidden, InvalidRequest, Unauthorized
 from shared.watched_files import WatchedFiles
 
 MAX_KEYS = 10_000
@@ -32,9 +33,12 @@ MAX_KEY_CHARS = 512
 PLAIN_KEY_NAME = "api-key"
 """Of the key that ``--api-key`` gives."""
 
+ROLES = "roles"
+"""The right to change workers' homes."""
+
 _LINE = re.compile(
     r"(?P<name>[A-Za-z0-9._-]{1,64}):(?P<digest>[0-9a-fA-F]{64})(:(?P<salt>[!-~]{1,128}))?"
-    r"(?P<limits>(\s+(requests_per_minute|concurrent_requests)=\d{1,9})*)"
+    r"(?P<words>(\s+((requests_per_minute|concurrent_requests)=\d{1,9}|may=roles))*)"
 )
 _log = structlog.get_logger(__name__)
 
@@ -42,16 +46,28 @@ _log = structlog.get_logger(__name__)
 @dataclass(frozen=True, slots=True)
 class ApiKey:
     """A known key. name: for logs and metrics. cache_salt: the tenant; keys without one of their
-    own use their name, so that two keys never share KV unless the file says so."""
+    own use their name, so that two keys never share KV unless the file says so. may: its rights,
+    '' = to ask, as every key."""
 
     name: str
     digest: bytes = field(repr=False)
     cache_salt: bytes = field(repr=False)
     quota: Quota = field(repr=False, compare=False)
+    may: str = ""
+
+    def require(self, right: str) -> None:
+        """Raise Forbidden, with the remedy, unless the key has this right."""
+        if right and self.may != right:
+            raise Forbidden(
+                f"the API key {self.name!r} may ask, but has no right to change {right}: use one "
+                f"that has (`pdmesh hash-key NAME --may {right}` makes its line of --api-keys)",
+                param="authorization",
+                code="missing_right",
+            )
 
 
-NOBODY = ApiKey(name="-", digest=b"", cache_salt=b"", quota=Quota(KeyLimits()))
-"""The caller of a gateway without keys."""
+NOBODY = ApiKey(name="-", digest=b"", cache_salt=b"", quota=Quota(KeyLimits()), may=ROLES)
+"""The caller of a gateway without keys: may whatever may be asked."""
 
 
 class KeyRing:
@@ -103,6 +119,11 @@ class KeyRing:
     def is_open(self) -> bool:
         """Whether no key is needed."""
         return not self._keys
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all keys: who may be a tenant."""
+        return frozenset(key.name for key in self._keys)
 
     def check(self, authorization: str | None) -> ApiKey:
         """Return the key of an ``authorization`` value (``Bearer <key>``).
@@ -161,13 +182,14 @@ def read_keys(path: Path, limits: KeyLimits) -> list[ApiKey]:
         if match is None:
             raise _unusable(
                 f"{path}, line {number}: expected name:sha256hex[:cache_salt], then "
-                "requests_per_minute=N and concurrent_requests=N if need be (`pdmesh hash-key` "
-                "makes such lines)"
+                "requests_per_minute=N, concurrent_requests=N and may=roles if need be (`pdmesh "
+                "hash-key` makes such lines)"
             )
         name = match["name"]
         if name in keys or name == PLAIN_KEY_NAME or len(keys) == MAX_KEYS:
             raise _unusable(f"{path}, line {number}: a second key of this name, or too many keys")
-        own = dict(word.split("=") for word in match["limits"].split())
+        own = dict(word.split("=") for word in match["words"].split())
+        may = own.pop("may", "")
         keys[name] = ApiKey(
             name=name,
             digest=bytes.fromhex(match["digest"]),
@@ -175,6 +197,7 @@ def read_keys(path: Path, limits: KeyLimits) -> list[ApiKey]:
             quota=Quota(
                 dataclasses.replace(limits, **{what: int(most) for what, most in own.items()})
             ),
+            may=may,
         )
     if not keys:
         raise _unusable(f"{path} holds no key: leave --api-keys away to serve everybody")
@@ -213,6 +236,7 @@ def hash_key(
     key: str,
     cache_salt: str = "",
     limits: KeyLimits = KeyLimits(),  # noqa: B008
+    may: str = "",
 ) -> str:
     """Return the line of a key file for this key; a limit of 0 is left to the gateway's flag.
 
@@ -221,9 +245,10 @@ def hash_key(
     digest = hashlib.sha256(key.encode()).hexdigest()
     line = f"{name}:{digest}" + (f":{cache_salt}" if cache_salt else "")
     line += "".join(f" {what}={most}" for what, most in dataclasses.asdict(limits).items() if most)
+    line += f" may={may}" if may else ""
     if not key or _LINE.fullmatch(line) is None or "#" in line:
         raise InvalidRequest(
             "a key's name is 1 to 64 characters of A-Z a-z 0-9 . _ -, its salt 1 to 128 visible "
-            "ASCII characters without #, and the key itself is not empty"
+            "ASCII characters without #, its one right is roles, and the key itself is not empty"
         )
     return line

@@ -15,7 +15,7 @@ from services.gateway.front.answers import Answers
 from services.gateway.front.frontdoor import Caller, FrontDoor
 from services.gateway.front.span_attributes import answer_attributes, route_attributes
 from shared.errors import InvariantViolated, MeshError
-from shared.log import is_informing
+from shared.log import is_informing, log_often
 from shared.telemetry.moments import Moment, note
 
 log: Any = structlog.get_logger("gateway.calls")
@@ -83,7 +83,7 @@ def recorded(
             _end_span(front, route, call)
         if not is_probe and is_informing():
             usage = None if call.answers is None else call.answers.usage
-            log.info(
+            log_often(
                 "request",
                 route=route,
                 request_id=call.request_id,

@@ -9,6 +9,7 @@ any work. Knows neither JSON nor protobuf.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,22 +22,27 @@ from services.gateway.front.quota import Hold
 from services.gateway.limits import SamplingForm
 from services.gateway.mesh import GenerationRequest, Mesh, ServedModel
 from services.gateway.text.detokenizer import PROMPT_TAIL
+from services.gateway.text.grammars import Structure
 from services.gateway.text.text_model import TextModel
+from services.gateway.text.tool_calls import Family, ThoughtParser, chosen_family, chosen_thinking
 from shared.errors import NotFound, Overloaded
 from shared.ids import RandomBytes, RequestId, new_request_id
 from shared.telemetry.moments import Moment, note
 from shared.telemetry.tracing import NO_SPAN, NO_TRACER, Tracer, TraceSpan
+from shared.tenants import NOTHING_ASKED, Asked
 
 
 @dataclass(slots=True, kw_only=True)  # frozen costs three times as much to make
 class Caller:
     """Who calls, since when, and until when at most. arrived_at, deadline_at: loop time. span: of
-    the call. hold: what of the key's limits the call takes until it is over."""
+    the call. hold: what of the key's limits the call takes until it is over. asked:
+    what headers ask for (``asked_by``); a form's fields come before them."""
 
     request_id: RequestId
     key: ApiKey = NOBODY
     hold: Hold | None = None
     label: str = ""
+    asked: Asked = NOTHING_ASKED
     arrived_at: float
     deadline_at: float | None = None
     span: TraceSpan = NO_SPAN
@@ -44,10 +50,12 @@ class Caller:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One prompt, already tokenized. text: as the client gave it, None for token ids."""
+    """One prompt, already tokenized. text: as the client gave it, None for token ids.
+    opens_thought: its end has begun the thinking of the answer."""
 
     token_ids: tuple[int, ...] = field(repr=False)
     text: str | None = field(default=None, repr=False)
+    opens_thought: bool = False
 
 
 @dataclass(slots=True, kw_only=True)  # frozen costs three times as much to make
@@ -57,7 +65,8 @@ class Form:
     num_choices: answers a prompt. default_max_tokens: None = the rest of the context. is_echo_only:
     see ``Choice``.
     continues_text: the answer continues the prompt's own text (completions), rather than answering
-    it (chat).
+    it (chat). structure: what the answer shall match, until ``FrontDoor.structured`` has made a
+    grammar of it.
     """
 
     sampling: SamplingForm
@@ -71,6 +80,10 @@ class Form:
     is_echo_only: bool = False
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
+    structure: Structure | None = None
+    priority: int | None = None
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +99,7 @@ class Rendering:
     chat_template: str | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
     add_special_tokens: bool = False
+    tools: Sequence[Mapping[str, Any]] | None = None
 
 
 class FrontDoor:
@@ -93,7 +107,9 @@ class FrontDoor:
 
     defaults: sampling defaults of the model folder (``ModelFolder.generation_defaults``).
     default_timeout_s: deadline of requests that bring none; 0 = none. max_choices: largest ``n``.
-    trusts_templates: clients may bring their own chat template. salt_key: see ``tenant_salt``.
+    trusts_templates: clients may bring their own chat template. response_memory: most bytes of
+    responses that are kept for ``previous_response_id``. salt_key: see ``tenant_salt``.
+    tool_parser, reasoning_parser: see ``GatewayConfig``.
     """
 
     def __init__(
@@ -108,18 +124,24 @@ class FrontDoor:
         default_timeout_s: float = 0.0,
         max_choices: int = 8,
         trusts_templates: bool = False,
+        response_memory: int = 128 << 20,
         version: str = "",
         tracer: Tracer = NO_TRACER,
         salt_key: bytes = b"",
+        tool_parser: str = "auto",
+        reasoning_parser: str = "auto",
     ) -> None:
         self.mesh = mesh
         self._salt_key = salt_key
         self.text = text
+        self.tool_family: Family | None = chosen_family(tool_parser, text.template)
+        self.thinks = chosen_thinking(reasoning_parser, text.template)
         self.metrics = metrics
         self.keys = keys or KeyRing()
         self.version = version
         self.max_choices = max_choices
         self.trusts_templates = trusts_templates
+        self.response_memory = response_memory
         self._random_bytes = random_bytes
         self._tracer = tracer
         self._defaults = dict(defaults or {})
@@ -139,13 +161,20 @@ class FrontDoor:
         )
 
     def authenticate(
-        self, caller: Caller, *, authorization: str | None, is_metered: bool = False
+        self,
+        caller: Caller,
+        *,
+        authorization: str | None,
+        is_metered: bool = False,
+        right: str = "",
     ) -> Caller:
         """Return the caller with its key. is_metered: the call counts against the key's limits.
+        right: which the key must have, '' = any key may.
 
-        Raises Unauthorized, QuotaExceeded.
+        Raises Unauthorized, Forbidden, QuotaExceeded.
         """
         key = self.keys.check(authorization)
+        key.require(right)
         if key is caller.key:
             return caller
         hold = key.quota.take(asyncio.get_running_loop().time()) if is_metered else None
@@ -213,9 +242,21 @@ class FrontDoor:
             continue_final_message=rendering.continue_final_message,
             template=template,
             arguments=rendering.arguments,
+            tools=rendering.tools,
         )
         ids = await self.text.encode(rendered, add_special_tokens=rendering.add_special_tokens)
-        return Prompt(token_ids=tuple(ids))
+        opens_thought = rendered.rstrip().endswith(ThoughtParser.BEGIN)
+        return Prompt(token_ids=tuple(ids), opens_thought=opens_thought)
+
+    async def structured(self, form: Form) -> None:
+        """Have a form's answers follow its structure, if it has one.
+
+        Raises InvalidRequest: nothing can follow it, or not beside the form's other fields.
+        Overloaded: too many grammars wait to be checked.
+        """
+        if form.structure is not None:
+            limits.require_guidable(form.sampling, form.structure.param)
+            form.sampling.grammar = await self.text.grammars.checked(form.structure)
 
     def choices(
         self, caller: Caller, model: ServedModel, prompts: Sequence[Prompt], form: Form
@@ -236,6 +277,13 @@ class FrontDoor:
         seed = form.sampling.seed
         if seed is None:
             seed = int.from_bytes(self._random_bytes(8), "little")
+        by_header = caller.asked
+        asked = limits.checked_asked(
+            by_header.priority if form.priority is None else form.priority,
+            by_header.ttft_ms if form.ttft_ms is None else form.ttft_ms,
+            by_header.tpot_ms if form.tpot_ms is None else form.tpot_ms,
+            tenant=caller.key.name,
+        )
         salt = tenant_salt(caller.key, form.cache_salt, self._salt_key)
         if form.is_echo_only:
             form = replace(form, sampling=replace(form.sampling, max_tokens=1))
@@ -282,6 +330,7 @@ class FrontDoor:
                             cache_salt=salt,
                             arrived_at=caller.arrived_at,
                             span=caller.span,
+                            asked=asked,
                         ),
                         text=self.text.new_answer(
                             own,
@@ -299,11 +348,31 @@ class FrontDoor:
         return choices
 
 
+def asked_by(headers: Mapping[str, str]) -> Asked:
+    """Return what headers ask for (X-Priority, X-TTFT-Ms, X-TPOT-Ms); ranges are checked with the
+    form. Raises InvalidRequest: no number."""
+    priority, ttft, tpot = map(headers.get, ("X-Priority", "X-TTFT-Ms", "X-TPOT-Ms"))
+    if priority is None and ttft is None and tpot is None:
+        return NOTHING_ASKED
+    if priority is not None and re.fullmatch(r"-?\d{1,9}", priority) is None:
+        raise limits.refusal("x-priority", "must be a whole number")
+    return Asked(
+        "",
+        None if priority is None else int(priority),
+        _number(ttft, "x-ttft-ms", "milliseconds"),
+        _number(tpot, "x-tpot-ms", "milliseconds"),
+    )
+
+
 def checked_timeout(text: str | None, *, param: str) -> float | None:
     """Parse a timeout header in seconds; None if absent. Raises InvalidRequest."""
+    return _number(text, param, "seconds")
+
+
+def _number(text: str | None, param: str, unit: str) -> float | None:
     if text is None:
         return None
     try:
         return float(text)
     except ValueError:
-        raise limits.refusal(param, "must be a number of seconds") from None
+        raise limits.refusal(param, f"must be a number of {unit}") from None

@@ -9,6 +9,8 @@ from shared.telemetry.tracing import Value
 
 _OPERATIONS = {
     "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
     "/v1/completions": "text_completion",
     "/pdmesh.v1.Inference/Generate": "text_completion",
 }

@@ -16,9 +16,11 @@ from typing import Any, TypeVar, cast
 
 from services.gateway import limits
 from services.gateway.front.answers import TextDelta, TokenCounts, open_answers
+from services.gateway.front.auth import ROLES
 from services.gateway.front.calls import Call, recorded
 from services.gateway.front.frontdoor import Form, FrontDoor, Prompt, Rendering
 from services.gateway.limits import STALL_S, SamplingForm
+from services.gateway.text.grammars import Structure, one_wish, parsed_json
 from shared import wire
 from shared.errors import DeadlinePassed, InvalidRequest, MeshError, RemoteProtocolError
 from shared.messages.columns import pack_f32, pack_u32, unpack_u32
@@ -97,7 +99,7 @@ class Inference:
         """Change what a worker is when nothing is asked of it."""
 
         async def answer() -> wire.ChangeRoleResponse:
-            self._admit(stream, call, label="", is_metered=False)
+            self._admit(stream, call, label="", is_metered=False, right=ROLES)
             worker = await self._front.mesh.change_role(request.worker, request.role)
             return wire.ChangeRoleResponse(
                 worker=worker["incarnation"], home=worker["home"], pool=worker["pool"]
@@ -130,12 +132,19 @@ class Inference:
         return result
 
     def _admit(
-        self, stream: ServerStream[Any, Any], call: Call, *, label: str, is_metered: bool = True
+        self,
+        stream: ServerStream[Any, Any],
+        call: Call,
+        *,
+        label: str,
+        is_metered: bool = True,
+        right: str = "",
     ) -> None:
         call.caller = self._front.authenticate(
             call.caller,
             authorization=stream.metadata.get("authorization"),
             is_metered=is_metered,
+            right=right,
         )
         deadline_at = stream.deadline_at
         caller = call.caller
@@ -182,7 +191,12 @@ class Inference:
             or (rendering is not None and rendering.continue_final_message),
             truncate_prompt_tokens=params.truncate_prompt_tokens,
             truncation_side=params.truncation_side or None,
+            structure=_structure(params),
+            priority=request.priority,
+            ttft_ms=request.ttft_ms,
+            tpot_ms=request.tpot_ms,
         )
+        await self._front.structured(form)
         choices = self._front.choices(call.caller, model, [prompt], form)
         async with open_answers(self._front.mesh, choices) as answers:
             call.answers = answers
@@ -287,6 +301,20 @@ def _sampling(params: wire.GenerateParams) -> SamplingForm:
         allowed_token_ids=_column(params.allowed_token_ids, "allowed_token_ids") or None,
         bad_words=params.bad_words,
     )
+
+
+def _structure(params: wire.GenerateParams) -> Structure | None:
+    wishes: list[Structure] = []
+    if params.json_schema:
+        schema = parsed_json(params.json_schema, "json_schema")
+        wishes.append(Structure(kind="json_schema", value=schema, param="json_schema"))
+    if params.regex:
+        wishes.append(Structure(kind="regex", value=params.regex, param="regex"))
+    if params.grammar:
+        wishes.append(Structure(kind="grammar", value=params.grammar, param="grammar"))
+    if params.choice:
+        wishes.append(Structure(kind="choice", value=params.choice, param="choice"))
+    return one_wish(wishes)
 
 
 def _column(data: bytes, param: str) -> Sequence[int]:

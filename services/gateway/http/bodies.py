@@ -10,6 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from services.gateway.front.answers import TokenCounts
+from services.gateway.http.tool_bodies import SAID, SAID_IN_PART
 from shared.errors import MeshError
 from shared.rpc.status import openai_error_body
 
@@ -17,7 +18,7 @@ Receipt = Annotated[
     dict[str, Any],
     msgspec.Meta(description="Where the answer's time went, phase by phase: see docs/protocol.md."),
 ]
-FinishName = Literal["stop", "length"]
+FinishName = Literal["stop", "length", "tool_calls"]
 FinishReason = Annotated[
     FinishName | None, msgspec.Meta(description="null while the answer goes on.")
 ]
@@ -117,7 +118,7 @@ class ChatChoice(msgspec.Struct):
     """One answer."""
 
     index: int
-    message: AnswerMessage
+    message: Annotated[Any, SAID]
     logprobs: ChatLogprobs | None
     finish_reason: FinishName
     stop_reason: StopReason
@@ -142,7 +143,7 @@ class ChatChunkChoice(msgspec.Struct):
     """What is new of one answer."""
 
     index: int
-    delta: DeltaBody
+    delta: Annotated[Any, SAID_IN_PART]
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
     stop_reason: StopReason | UnsetType = UNSET
@@ -270,12 +271,13 @@ class ClusterModel(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ClusterGateway(msgspec.Struct, forbid_unknown_fields=True):
-    """Requests that run, wait for admission, and were refused since the start."""
+    """Requests that run, wait for admission, and were refused since the start, also by code."""
 
     incarnation: str
     running: int
     queued: int
     refused: int
+    refusals: dict[str, int]
 
 
 class ClusterBlocks(msgspec.Struct, forbid_unknown_fields=True):
@@ -287,10 +289,43 @@ class ClusterBlocks(msgspec.Struct, forbid_unknown_fields=True):
     quarantined: int
 
 
+class ClusterPrediction(msgspec.Struct, forbid_unknown_fields=True):
+    """How long a worker's steps take is known, and how well. believed: false = its predictions were
+    wrong for a minute, and it is routed by load alone. queue_s: until a prompt that comes now would
+    begin. Errors are medians of |predicted - real| / real: of its steps with prompts, of those
+    without, and of the time to the first token of answers whose prompts it computed (null if too
+    few ended in the last minute)."""
+
+    known: bool
+    believed: bool
+    queue_s: float
+    prompt_step_error: float
+    answer_step_error: float
+    ttft_error: float | None
+
+
+class ClusterPrompts(msgspec.Struct, forbid_unknown_fields=True):
+    """Prompts that this worker read for answers that ended in the last minute. cached_tokens: of
+    their tokens so many were in its prefix cache; fetched_tokens: of these, another worker had sent
+    them for that prompt."""
+
+    tokens: int
+    cached_tokens: int
+    fetched_tokens: int
+
+
+class ClusterPrefixes(msgspec.Struct, forbid_unknown_fields=True):
+    """What the gateway knows of a worker's prefix cache. state: known = proved equal at its last
+    report. count: prefixes of 128 or more tokens that it has."""
+
+    state: Literal["silent", "learning", "known", "left out"]
+    count: int
+
+
 class ClusterWorker(msgspec.Struct, forbid_unknown_fields=True):
     """One worker, as it reported itself last. home: what it is when nothing is asked of it; pool:
-    what it is now; moves: whether it does the work of both roles. paired: the workers it exchanges
-    KV with; a colocated worker names itself."""
+    what it is now; moves: whether it does the work of both roles. prefixes: null = the policy does
+    not go by them. paired: the workers it exchanges KV with; a colocated worker names itself."""
 
     incarnation: str
     role: Literal["prefill", "decode"]
@@ -304,7 +339,105 @@ class ClusterWorker(msgspec.Struct, forbid_unknown_fields=True):
     pending_tokens: int
     blocks: ClusterBlocks
     step_s: float
+    prediction: ClusterPrediction
+    prompts: ClusterPrompts
+    prefixes: ClusterPrefixes | None
     paired: list[str]
+
+
+class ExplainedSteps(msgspec.Struct, forbid_unknown_fields=True):
+    """How long a worker's steps with prompts take: seconds for a step, for each of its tokens, and
+    for each position that these attend to. num_steps: learned from; 0 = not known."""
+
+    constant_s: float
+    token_s: float
+    attended_s: float
+    num_steps: int
+    error_p50: float
+    error_p90: float
+
+
+class ExplainedTerms(msgspec.Struct, forbid_unknown_fields=True):
+    """What a score is made of, in seconds or, if is_s is false, in tokens: the wait, and what is
+    to compute; cached_tokens need not be. Of these source, another worker, sends fetched_tokens
+    within fetch, beside the wait; null = it computes what it has not."""
+
+    wait: float
+    compute: float
+    cached_tokens: int
+    is_s: bool
+    fetch: float
+    source: str | None
+    fetched_tokens: int
+
+
+class ExplainedWorker(msgspec.Struct, forbid_unknown_fields=True):
+    """A worker as a decision saw it. score: what the policy compared, lower is better. unseen: what
+    this gateway had ordered that the report, report_age_s old, did not count; it is part of
+    pending_tokens and reserved_blocks. queue_s: as the worker predicted it. step_tokens: of its
+    largest step. cached_tokens: of the prompt, in its prefix cache as far as the gateway knows.
+    terms: of the scores of policies conductor and local."""
+
+    worker: str
+    address: str
+    score: float
+    pending_tokens: int
+    unseen_tokens: int
+    reserved_blocks: int
+    unseen_blocks: int
+    queued: int
+    prompts: int
+    answers: int
+    queue_s: float
+    prompt_steps: ExplainedSteps
+    answer_steps: ExplainedSteps
+    step_tokens: int
+    cached_tokens: int
+    terms: ExplainedTerms | None
+    report_age_s: float
+    role: str
+    serves: list[str]
+    home: str | None
+    colocated: bool
+    blocks: int
+    block_size: int
+
+
+class ExplainedDecision(msgspec.Struct, forbid_unknown_fields=True):
+    """Why one attempt of a request went to its pair: everything that the policy looked at, so that
+    `pdmesh explain --replay` can decide again. partners: of each prefill worker the decode workers
+    that it reaches, by their places. prediction: seconds until token 1 and what they consist of;
+    null if the prefill worker knew no step times. fetchable_tokens: what one worker has of the
+    prompt at most. hand_over_speeds: bytes a second to each decode worker from the prefill worker
+    that is ready soonest. num_output_tokens: how long such answers are, 0 = not known."""
+
+    attempt: int
+    policy: str
+    random: float
+    memory: dict[str, int] | int | None
+    num_tokens: int
+    max_new_tokens: int
+    num_output_tokens: int
+    avoid: list[str]
+    affinity: str
+    fetchable_tokens: int
+    layout: dict[str, str | int] | None
+    hand_over_speeds: list[float]
+    prefill: str
+    decode: str
+    prefills: list[ExplainedWorker]
+    decodes: list[ExplainedWorker]
+    partners: list[list[int]]
+    prediction: dict[str, float | None] | None
+
+
+class Explanation(msgspec.Struct, forbid_unknown_fields=True):
+    """Why a request went where it went. receipt: as of now."""
+
+    request_id: str
+    ended: bool
+    decisions: list[ExplainedDecision]
+    receipt: dict[str, Any]
 
 
 class ClusterWindow(msgspec.Struct, forbid_unknown_fields=True):

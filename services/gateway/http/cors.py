@@ -6,41 +6,43 @@ A browser keeps a page from reading what another origin answers unless that says
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Mapping
 
-from aiohttp import web
+from services.gateway.http.messages import HttpRequest, Response
 
-_PREFLIGHT = {"Access-Control-Allow-Methods": "GET, HEAD, POST", "Access-Control-Max-Age": "600"}
+_PREFLIGHT = {
+    "Access-Control-Allow-Methods": "GET, HEAD, POST, DELETE",
+    "Access-Control-Max-Age": "600",
+}
 _EXPOSED = "Retry-After, x-request-id, x-request-label"
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+class AllowedOrigins:
+    """Whose pages may ask; ``*`` = any."""
 
-def allow_origins(app: web.Application, origins: frozenset[str]) -> None:
-    """Let pages of these origins ask; ``*`` = of any. Nothing is changed for empty ``origins``."""
-    if not origins:
-        return
+    def __init__(self, origins: frozenset[str]) -> None:
+        self._origins = origins
 
-    def is_allowed(request: web.BaseRequest) -> bool:
-        return "Origin" in request.headers and (
-            "*" in origins or request.headers["Origin"] in origins
-        )
+    def headers_for(self, request: HttpRequest) -> Mapping[str, str]:
+        """Return what every response to this request says to its browser."""
+        if not self._may_ask(request):
+            return {"Vary": "Origin"}
+        return {
+            "Vary": "Origin",
+            "Access-Control-Allow-Origin": request.headers["Origin"],
+            "Access-Control-Expose-Headers": _EXPOSED,
+        }
 
-    async def say(request: web.Request, response: web.StreamResponse) -> None:
-        response.headers["Vary"] = "Origin"
-        if is_allowed(request):
-            response.headers["Access-Control-Allow-Origin"] = request.headers["Origin"]
-            response.headers["Access-Control-Expose-Headers"] = _EXPOSED
+    def preflight(self, request: HttpRequest) -> Response | None:
+        """Return the answer to a browser that asks beforehand; None = this is no such request, or
+        of a page that may not."""
+        asks = request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers
+        if not asks or not self._may_ask(request):
+            return None
+        # Also what we do not read: OpenAI's client sends a dozen headers about itself.
+        names = request.headers.get("Access-Control-Request-Headers", "")
+        return Response(204, b"", {**_PREFLIGHT, "Access-Control-Allow-Headers": names})
 
-    @web.middleware
-    async def answer_preflight(request: web.Request, handler: Handler) -> web.StreamResponse:
-        asks = "Access-Control-Request-Method" in request.headers
-        if request.method == "OPTIONS" and asks and is_allowed(request):
-            # Also what we do not read: OpenAI's client sends a dozen headers about itself.
-            names = request.headers.get("Access-Control-Request-Headers", "")
-            allowed = {**_PREFLIGHT, "Access-Control-Allow-Headers": names}
-            return web.Response(status=204, headers=allowed)
-        return await handler(request)
-
-    app.on_response_prepare.append(say)
-    app.middlewares.insert(0, answer_preflight)
+    def _may_ask(self, request: HttpRequest) -> bool:
+        origin = request.headers.get("Origin")
+        return origin is not None and ("*" in self._origins or origin in self._origins)

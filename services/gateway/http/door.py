@@ -6,26 +6,22 @@ through ``HttpDoor.routes``, the one table, where each states who may call it.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 
 import msgspec
-from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from services.gateway import limits
-from services.gateway.front.answers import Answers, Choice, TextDelta, open_answers
-from services.gateway.front.calls import Call, typed
-from services.gateway.front.frontdoor import Caller, FrontDoor, Prompt
+from services.gateway.front.answers import Choice
+from services.gateway.front.calls import Call
+from services.gateway.front.frontdoor import FrontDoor, Prompt, asked_by
 from services.gateway.http import bodies
-from services.gateway.http.cors import allow_origins
-from services.gateway.http.openai_answers import (
-    AnswerFormat,
-    AnswerHead,
-    ChatFormat,
-    CompletionFormat,
-)
+from services.gateway.http.answering import Wants, answered, asked_chat, head_of_answer
+from services.gateway.http.connection import listen
+from services.gateway.http.cors import AllowedOrigins
+from services.gateway.http.messages import HttpRequest, Response, json_response
+from services.gateway.http.openai_answers import AnswerFormat, CompletionFormat
 from services.gateway.http.openai_forms import (
     ChatBody,
     CompletionBody,
@@ -37,23 +33,15 @@ from services.gateway.http.openai_forms import (
 )
 from services.gateway.http.openapi import openapi_document
 from services.gateway.http.page_files import page_routes
-from services.gateway.http.server import (
-    Policy,
-    Route,
-    build_app,
-    json_response,
-    listen,
-    read_body,
-)
-from services.gateway.http.sse import EventStream
+from services.gateway.http.responses_door import ResponsesDoor
+from services.gateway.http.server import Policy, Route, Routes, read_body
+from services.gateway.http.tool_answers import chat_format
 from services.gateway.http.unserved_fields import refuse_unserved
 from services.gateway.limits import STALL_S
 from services.gateway.mesh import ServedModel
 from shared.errors import InvalidRequest
-from shared.log import is_debugging
 from shared.rpc.network import Address
 from shared.rpc.tls import ServerTls
-from shared.telemetry.moments import Moment, note
 
 _CHAT = msgspec.json.Decoder(ChatBody)
 _COMPLETION = msgspec.json.Decoder(CompletionBody)
@@ -75,20 +63,28 @@ def serve_http(
     tls: ServerTls | None = None,
     origins: frozenset[str] = frozenset(),
 ) -> AbstractAsyncContextManager[Address]:
-    """Serve HTTP until the block ends; see ``server.listen``.
+    """Serve HTTP until the block ends; see ``connection.listen``.
 
     stall_s: how long a client may leave a full stream unread before it is cut off. origins: whose
     pages may ask, too (``cors.py``).
     """
-    app = build_app(front, HttpDoor(front, stall_s=stall_s).routes())
-    allow_origins(app, origins)
-    return listen(app, address, own_port=own_port, drain_s=drain_s, reuse_port=reuse_port, tls=tls)
+    others = AllowedOrigins(origins) if origins else None
+    return listen(
+        Routes(front, HttpDoor(front, stall_s=stall_s).routes(), others).handle,
+        address,
+        headers_for=others and others.headers_for,
+        own_port=own_port,
+        drain_s=drain_s,
+        reuse_port=reuse_port,
+        tls=tls,
+    )
 
 
 def serve_metrics(front: FrontDoor, address: Address) -> AbstractAsyncContextManager[Address]:
     """Serve what watches a gateway until the block ends: /metrics, /health and /ready, without key
     and TLS."""
-    return listen(build_app(front, HttpDoor(front).watched_routes()), address, drain_s=0.0)
+    routes = Routes(front, HttpDoor(front).watched_routes())
+    return listen(routes.handle, address, drain_s=0.0)
 
 
 class HttpDoor:
@@ -97,6 +93,7 @@ class HttpDoor:
     def __init__(self, front: FrontDoor, *, stall_s: float = STALL_S) -> None:
         self._front = front
         self._stall_s = stall_s
+        self._responses = ResponsesDoor(front, stall_s=stall_s)
         self._document: tuple[ServedModel | None, bytes] | None = None
 
     def routes(self) -> tuple[Route, ...]:
@@ -106,12 +103,14 @@ class HttpDoor:
             Route("GET", "/version", Policy.KEY, self.version),
             Route("GET", "/metrics", Policy.KEY, self.metrics, is_polled=True),
             Route("GET", "/cluster", Policy.KEY, self.cluster, is_polled=True),
-            Route("POST", "/cluster/workers/{worker}/role", Policy.KEY, self.change_role),
+            Route("GET", "/cluster/requests/{request_id}", Policy.KEY, self.explain),
+            Route("POST", "/cluster/workers/{worker}/role", Policy.ROLES, self.change_role),
             Route("GET", "/openapi.json", Policy.KEY, self.openapi),
             Route("GET", "/v1/models", Policy.KEY, self.models),
             Route("GET", "/v1/models/{name:.+}", Policy.KEY, self.one_model),
             Route("POST", "/v1/chat/completions", Policy.METERED, self.chat),
             Route("POST", "/v1/completions", Policy.METERED, self.completion),
+            *self._responses.routes(),
             Route("POST", "/tokenize", Policy.METERED, self.tokenize),
             Route("POST", "/detokenize", Policy.METERED, self.detokenize),
             *page_routes(),
@@ -130,11 +129,11 @@ class HttpDoor:
 
     # --- operators ------------------------------------------------------------------------------
 
-    async def health(self, _: web.Request, call: Call) -> web.Response:
+    async def health(self, _: HttpRequest, call: Call) -> Response:
         """Alive: the loop answers."""
         return json_response(bodies.Health("ok"), headers=call.headers)
 
-    async def ready(self, _: web.Request, call: Call) -> web.Response:
+    async def ready(self, _: HttpRequest, call: Call) -> Response:
         """Would serve a request now."""
         mesh = self._front.mesh
         if mesh.is_ready:
@@ -142,30 +141,34 @@ class HttpDoor:
         answer = bodies.Readiness("not ready", mesh.not_ready_reason)
         return json_response(answer, headers=call.headers, status=503)
 
-    async def version(self, _: web.Request, call: Call) -> web.Response:
+    async def version(self, _: HttpRequest, call: Call) -> Response:
         """Our version."""
         return json_response(bodies.Version(self._front.version), headers=call.headers)
 
-    async def metrics(self, _: web.Request, call: Call) -> web.Response:
+    async def metrics(self, _: HttpRequest, call: Call) -> Response:
         """Numbers for Prometheus."""
         body = generate_latest(self._front.metrics.registry)
-        return web.Response(
-            body=body, headers={**call.headers, "Content-Type": CONTENT_TYPE_LATEST}
-        )
+        return Response(200, body, {**call.headers, "Content-Type": CONTENT_TYPE_LATEST})
 
-    async def cluster(self, _: web.Request, call: Call) -> web.Response:
+    async def cluster(self, _: HttpRequest, call: Call) -> Response:
         """Workers, load and the last minute's traffic, for live views."""
         view = {"version": self._front.version, **self._front.mesh.cluster()}
         headers = {**call.headers, "Cache-Control": "no-store"}
         return json_response(msgspec.convert(view, bodies.Cluster), headers=headers)
 
-    async def change_role(self, request: web.Request, call: Call) -> web.Response:
+    async def explain(self, request: HttpRequest, call: Call) -> Response:
+        """Why a request went where it went."""
+        told = self._front.mesh.explain(request.parameters["request_id"])
+        headers = {**call.headers, "Cache-Control": "no-store"}
+        return json_response(msgspec.convert(told, bodies.Explanation), headers=headers)
+
+    async def change_role(self, request: HttpRequest, call: Call) -> Response:
         """Change what a worker is when nothing is asked of it."""
-        body = await read_body(request, _ROLE)
-        worker = await self._front.mesh.change_role(request.match_info["worker"], body.role)
+        body = await read_body(request, call, _ROLE)
+        worker = await self._front.mesh.change_role(request.parameters["worker"], body.role)
         return json_response(msgspec.convert(worker, bodies.ClusterWorker), headers=call.headers)
 
-    async def openapi(self, _: web.Request, call: Call) -> web.Response:
+    async def openapi(self, _: HttpRequest, call: Call) -> Response:
         """The description of this API; behind the key, because it tells version and model."""
         model = self._front.mesh.model
         if self._document is None or self._document[0] != model:
@@ -180,22 +183,22 @@ class HttpDoor:
             self._document = model, msgspec.json.encode(document)
         return json_response(self._document[1], headers=call.headers)
 
-    async def models(self, _: web.Request, call: Call) -> web.Response:
+    async def models(self, _: HttpRequest, call: Call) -> Response:
         """The model served, if a worker has brought one."""
         model = self._front.mesh.model
         data = [] if model is None else [_model_card(model)]
         return json_response(bodies.ModelList("list", data), headers=call.headers)
 
-    async def one_model(self, request: web.Request, call: Call) -> web.Response:
+    async def one_model(self, request: HttpRequest, call: Call) -> Response:
         """The model of this name."""
-        model = self._front.model(request.match_info["name"])
+        model = self._front.model(request.parameters["name"])
         return json_response(_model_card(model), headers=call.headers)
 
     # --- text -----------------------------------------------------------------------------------
 
-    async def tokenize(self, request: web.Request, call: Call) -> web.Response:
+    async def tokenize(self, request: HttpRequest, call: Call) -> Response:
         """Ids of a prompt or of rendered messages."""
-        body = await read_body(request, _TOKENIZE)
+        body = await read_body(request, call, _TOKENIZE)
         refuse_unserved(body)
         model = self._front.model(body.model)
         text = self._front.text
@@ -211,9 +214,9 @@ class HttpDoor:
         answer = bodies.Tokens(len(ids), model.max_model_len, list(ids))
         return json_response(answer, headers=call.headers)
 
-    async def detokenize(self, request: web.Request, call: Call) -> web.Response:
+    async def detokenize(self, request: HttpRequest, call: Call) -> Response:
         """Text of ids."""
-        body = await read_body(request, _DETOKENIZE)
+        body = await read_body(request, call, _DETOKENIZE)
         model = self._front.model(body.model)
         ids = limits.checked_token_ids(body.tokens, model.vocab_size, param="tokens")
         text = await self._front.text.decode(ids)
@@ -221,32 +224,29 @@ class HttpDoor:
 
     # --- generation -----------------------------------------------------------------------------
 
-    async def chat(self, request: web.Request, call: Call) -> web.StreamResponse:
+    async def chat(self, request: HttpRequest, call: Call) -> Response | None:
         """POST /v1/chat/completions."""
-        body = await read_body(request, _CHAT)
-        form = body.form()
-        note(Moment.PARSED, call.caller.request_id, num_bytes=request.content_length)
-        model = self._front.model(body.model)
-        text = self._front.text
-        messages = messages_for_template(body.messages)
-        prompt = await self._front.chat_prompt(messages, body.rendering)
-        choices = self._front.choices(call.caller, model, [prompt], form)
+        body = await read_body(request, call, _CHAT)
+        asked = await asked_chat(self._front, request, call, body)
         options = body.stream_options or _NO_OPTIONS
-        answer_format = ChatFormat(
-            _head(call.caller, model, "chatcmpl"),
-            text,
-            num_choices=len(choices),
-            has_logprobs=form.sampling.logprobs is not None,
+        answer_format = chat_format(
+            head_of_answer(call, asked.model, "chatcmpl-"),
+            asked.new_parser,
+            asked.use,
+            self._front,
+            num_choices=len(asked.choices),
+            has_logprobs=asked.form.sampling.logprobs is not None,
             usage_field=bool(options.include_usage),
             continuous_usage=bool(options.continuous_usage_stats),
         )
-        return await self._answer(request, call, body, choices, answer_format)
+        return await self._answer(request, call, body, asked.choices, answer_format)
 
-    async def completion(self, request: web.Request, call: Call) -> web.StreamResponse:
+    async def completion(self, request: HttpRequest, call: Call) -> Response | None:
         """POST /v1/completions."""
-        body = await read_body(request, _COMPLETION)
+        body = await read_body(request, call, _COMPLETION)
         form = body.form()
-        note(Moment.PARSED, call.caller.request_id, num_bytes=request.content_length)
+        await self._front.structured(form)
+        call.caller.asked = asked_by(request.headers)
         model = self._front.model(body.model)
         text = self._front.text
         prompts = [await self._prompt(item, body) for item in body.prompts()]
@@ -256,7 +256,7 @@ class HttpDoor:
             echo = [await self._echo(choice, prompts[choice.prompt_idx]) for choice in choices]
         options = body.stream_options or _NO_OPTIONS
         answer_format = CompletionFormat(
-            _head(call.caller, model, "cmpl"),
+            head_of_answer(call, model, "cmpl-"),
             text,
             echo=echo,
             num_choices=len(choices),
@@ -282,100 +282,21 @@ class HttpDoor:
 
     async def _answer(
         self,
-        request: web.Request,
+        request: HttpRequest,
         call: Call,
         body: ChatBody | CompletionBody,
         choices: list[Choice],
         answer_format: AnswerFormat,
-    ) -> web.StreamResponse:
-        if body.stream:
-            options = body.stream_options or _NO_OPTIONS
-            return await self._stream(
-                request,
-                call,
-                choices,
-                answer_format,
-                has_usage=bool(options.include_usage),
-                has_receipt=body.wants_receipt,
-            )
-        deltas: list[TextDelta] = []
-        async with open_answers(self._front.mesh, choices) as answers:
-            call.answers = answers
-            answers.hold()
-            while arrived := await answers.next():
-                deltas += arrived
-                call.note()
-        receipts = answers.receipts() if body.wants_receipt else ()
-        return json_response(
-            answer_format.body(deltas, answers.usage, receipts), headers=call.headers
+    ) -> Response | None:
+        options = body.stream_options or _NO_OPTIONS
+        wants = Wants(
+            stream=bool(body.stream),
+            usage=bool(options.include_usage),
+            receipt=body.wants_receipt,
         )
-
-    async def _stream(
-        self,
-        request: web.Request,
-        call: Call,
-        choices: list[Choice],
-        answer_format: AnswerFormat,
-        *,
-        has_usage: bool,
-        has_receipt: bool,
-    ) -> web.StreamResponse:
-        events = EventStream(request, call.headers, stall_s=self._stall_s)
-        try:
-            async with open_answers(self._front.mesh, choices) as answers:
-                call.answers = answers
-                chunks = _Chunks(events, answer_format, call, answers)
-                answers.write_to(chunks)
-                while deltas := await answers.next():
-                    call.note()
-                    if events_now := b"".join([chunks.of(delta) for delta in deltas]):
-                        await events.write(events_now)
-            usage = answers.usage if has_usage else None
-            receipts = answers.receipts() if has_receipt else ()
-            await events.end(answer_format.closing(usage, receipts))
-        except ConnectionError:
-            raise
-        except Exception as failure:
-            # Before the first byte the guard answers with a status; after it the stream says it.
-            if not events.has_begun:
-                raise
-            error = typed(failure, call)
-            call.outcome = error.code if events.is_cut else error.type
-            await events.end(b"data: %s\n\n" % msgspec.json.encode(bodies.ErrorBody.of(error)))
-        return events.response
-
-
-class _Chunks:
-    """Deltas that become events, and leave at once where there is room (the ``DeltaSink`` of a
-    stream)."""
-
-    def __init__(
-        self, events: EventStream, answer_format: AnswerFormat, call: Call, answers: Answers
-    ) -> None:
-        self.has_room = events.has_room
-        self._write = events.write_nowait
-        self._chunks = answer_format.chunks
-        self._has_counts = answer_format.continuous_usage
-        self._request_id = call.caller.request_id
-        self._answers = answers
-
-    def of(self, delta: TextDelta) -> bytes:
-        """Return the events of a delta, about to be written."""
-        chunks = self._chunks(delta, self._answers.usage if self._has_counts else None)
-        if chunks and is_debugging():
-            note(Moment.WRITTEN, self._request_id, num_bytes=len(chunks))
-        return chunks
-
-    def write(self, delta: TextDelta) -> None:
-        """See ``DeltaSink``."""
-        if chunks := self.of(delta):
-            self._write(chunks)
-
-
-def _head(caller: Caller, model: ServedModel, prefix: str) -> AnswerHead:
-    return AnswerHead(
-        id=f"{prefix}-{caller.request_id.hex()}", model=model.name, created=int(time.time())
-    )
+        return await answered(
+            self._front, request, call, choices, answer_format, wants, stall_s=self._stall_s
+        )
 
 
 def _model_card(model: ServedModel) -> bodies.ModelCard:

@@ -38,6 +38,14 @@ def bounds(field: str, description: str = "") -> msgspec.Meta:
     return rule(description, minimum=low, maximum=high)
 
 
+def limit(field: str, description: str = "") -> msgspec.Meta:
+    return rule(description, exclusiveMinimum=0, maximum=limits.ABOVE_ZERO[field])
+
+
+PRIORITY = "7 = before all others; at most what the API key's tenant may ask for."
+TTFT = "Milliseconds until the first token, at most; default: the tenant's, or none."
+TPOT = "Milliseconds between tokens, at most; default: the tenant's, or none."
+
 ModelName = Annotated[str, rule("Empty or null = the one that is served.", enum=Known.MODELS)]
 TokenId = Annotated[int, rule(minimum=0, maximum=Known.LAST_ID)]
 PromptText = Annotated[str, rule(minLength=1)]
@@ -88,6 +96,5 @@ NumKept = Annotated[
 Template = Annotated[str, rule(maxLength=limits.MAX_TEMPLATE_CHARS, not_=Known.NO_TEMPLATES)]
 Arguments = Annotated[dict[str, Any], rule(maxProperties=limits.MAX_TEMPLATE_ARGUMENTS)]
 CONTINUED = "The answer continues the last message; not with add_generation_prompt: true."
-FreeText = Annotated[dict[str, Any], rule(properties={"type": {"const": "text"}})]
 Side = Annotated[str, rule(enum=list(limits.SIDES))]
-Role = Annotated[str, rule(enum=list(limits.ROLES))]
+Role = Annotated[str, rule(enum=[*limits.ROLES, "tool"])]

@@ -1,5 +1,5 @@
-"""Bytes to typed bodies: UTF-8, JSON, depth and types, each refused with its place and without an
-echo.
+"""Bytes to typed bodies: compression, UTF-8, JSON, depth and types, each refused with its place
+and without an echo.
 
 Knows no endpoint: the caller brings a msgspec decoder of its body's type.
 """
@@ -7,11 +7,13 @@ Knows no endpoint: the caller brings a msgspec decoder of its body's type.
 from __future__ import annotations
 
 import re
+import zlib
 from typing import TypeVar
 
 import msgspec
 
-from services.gateway.limits import MAX_JSON_BRACKETS, MAX_JSON_DEPTH, refusal
+from services.gateway.http.messages import too_large
+from services.gateway.limits import MAX_BODY_BYTES, MAX_JSON_BRACKETS, MAX_JSON_DEPTH, refusal
 from shared.errors import InvalidRequest
 
 Body = TypeVar("Body")
@@ -20,7 +22,41 @@ _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _ALL_SQUARE = bytes.maketrans(b"{}", b"[]")
 _BYTE_POSITION = re.compile(r"\(byte (\d+)\)")
+_MAX_MEMBERS = 256
+"""Members of a gzip body. Each costs a copy of those behind it: a body full of empty ones would
+hold the gateway up for many seconds."""
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
+
+
+def plain(data: bytes, encoding: str) -> bytes:
+    """Return a body as it was before it was compressed; no more is unpacked than a body may have.
+
+    encoding: of the header Content-Encoding. Raises TooLarge, InvalidRequest.
+    """
+    match encoding.lower():
+        case "identity":
+            return data
+        case "gzip" | "x-gzip":
+            window = 16 + zlib.MAX_WBITS
+        case "deflate":
+            window = zlib.MAX_WBITS
+        case _:
+            raise refusal("content-encoding", "is not served: gzip, deflate, or none")
+    unpacked = bytearray()
+    try:
+        for _ in range(_MAX_MEMBERS):
+            part = zlib.decompressobj(window)
+            unpacked += part.decompress(data, MAX_BODY_BYTES + 1 - len(unpacked))
+            if len(unpacked) > MAX_BODY_BYTES:
+                raise too_large()
+            if not part.eof:
+                raise refusal("content-encoding", "the compressed body ends too soon")
+            data = part.unused_data  # gzip may have several members
+            if not data:
+                return bytes(unpacked)
+    except zlib.error:
+        raise refusal("content-encoding", f"the body is not {encoding.lower()}") from None
+    raise refusal("content-encoding", f"the body has more than {_MAX_MEMBERS} compressed members")
 
 
 def parse_body(data: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:

@@ -19,6 +19,7 @@ from msgspec import UNSET, UnsetType
 from services.gateway.front.answers import TextDelta, TokenCounts
 from services.gateway.http import bodies
 from services.gateway.text.text_model import TextModel
+from shared.errors import MeshError
 from shared.request import FinishReason, TokenLogprobs
 
 FINISH_NAMES: Final[dict[FinishReason, bodies.FinishName]] = {
@@ -46,7 +47,7 @@ class AnswerHead:
 
 
 @dataclass(slots=True)
-class _Collected:
+class Collected:
     """One whole answer."""
 
     texts: list[str] = field(default_factory=lambda: [])
@@ -135,6 +136,10 @@ class AnswerFormat:
         counts = UNSET if usage is None else bodies.UsageBody.of(usage)
         return self._data([], usage=counts, **_receipts(receipts)) + DONE
 
+    def failed(self, error: MeshError) -> bytes:
+        """Return the end of a stream that broke: the error, and no [DONE]."""
+        return b"data: %b\n\n" % _encode(bodies.ErrorBody.of(error))
+
     def _event(self, choice: Any, usage: bodies.UsageBody | None) -> bytes:
         return self._data([choice], usage=self._no_usage if usage is None else usage)
 
@@ -158,7 +163,7 @@ class AnswerFormat:
         receipts: Sequence[dict[str, Any]],
     ) -> bytes:
         """Return the answer of a request without streaming, from all of its deltas."""
-        collected = [_Collected() for _ in range(self._num_choices)]
+        collected = [Collected() for _ in range(self._num_choices)]
         for delta in deltas:
             collected[delta.choice].add(delta)
         return _encode(
@@ -174,7 +179,7 @@ class AnswerFormat:
     def _plain_choice(self, index: int, text: str) -> Any:
         return self.chunk_choice(index, self.new_text(text), None, None)
 
-    def _whole_choice(self, index: int, answer: _Collected) -> Any:
+    def _whole_choice(self, index: int, answer: Collected) -> Any:
         name = FINISH_NAMES[answer.finish_reason]
         return self.choice(index, *self._content(index, answer), name, answer.stop_reason)
 
@@ -190,7 +195,7 @@ class AnswerFormat:
     def _logprobs(self, delta: TextDelta) -> Any:
         raise NotImplementedError
 
-    def _content(self, index: int, answer: _Collected) -> tuple[Any, Any]:
+    def _content(self, index: int, answer: Collected) -> tuple[Any, Any]:
         """What a whole answer says, and its logprobs."""
         raise NotImplementedError
 
@@ -214,7 +219,7 @@ class ChatFormat(AnswerFormat):
         return self._entries(delta.token_ids, delta.logprobs)
 
     def _content(
-        self, index: int, answer: _Collected
+        self, index: int, answer: Collected
     ) -> tuple[bodies.AnswerMessage, bodies.ChatLogprobs | None]:
         logprobs = self._entries(answer.token_ids, answer.logprobs) if self._has_logprobs else None
         return bodies.AnswerMessage("assistant", "".join(answer.texts), None), logprobs
@@ -275,7 +280,7 @@ class CompletionFormat(AnswerFormat):
         return self._columns[delta.choice].take(delta.token_ids, delta.logprobs)
 
     def _content(
-        self, index: int, answer: _Collected
+        self, index: int, answer: Collected
     ) -> tuple[str, bodies.CompletionLogprobs | None]:
         text = "".join(answer.texts)
         token_ids: list[int] = answer.token_ids

@@ -17,9 +17,22 @@ import msgspec
 from services.gateway import limits
 from services.gateway.front.frontdoor import Form, Rendering
 from services.gateway.http import field_rules as fields
+from services.gateway.http.structured_fields import (
+    STRUCTURED,
+    StructuredFields,
+    structure_of,
+)
+from services.gateway.http.tool_fields import (
+    MessageCall,
+    ToolChoice,
+    Tools,
+    ToolUse,
+    calls_for_template,
+    for_template,
+    tool_use,
+)
 from services.gateway.http.unserved_fields import (
     UNSERVED,
-    UnservedFields,
     asks_for_something,
     refuse_unserved,
     unsupported,
@@ -35,7 +48,7 @@ class StreamOptions(msgspec.Struct):
     include_receipt: bool | None = None
 
 
-class _RenderedBody(UnservedFields, kw_only=True):
+class _RenderedBody(StructuredFields, kw_only=True):
     """How messages become a prompt; bodies have one line of ancestors."""
 
     add_special_tokens: bool | None = None
@@ -45,6 +58,8 @@ class _RenderedBody(UnservedFields, kw_only=True):
     chat_template_kwargs: fields.Arguments | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | float | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
 
     @property
     def rendering(self) -> Rendering:
@@ -62,20 +77,21 @@ class _RenderedBody(UnservedFields, kw_only=True):
             chat_template=self.chat_template,
             arguments=arguments | (self.chat_template_kwargs or {}),
             add_special_tokens=self.add_special_tokens is True,
+            tools=for_template(self.tools) if self.tools and self.tool_choice != "none" else None,
         )
 
 
 OF_MESSAGES = tuple(
     name
     for name in _RenderedBody.__struct_fields__
-    if name not in (*UNSERVED, "add_special_tokens")
+    if name not in (*UNSERVED, *STRUCTURED, "add_special_tokens")
 )
 """Fields that say nothing of a prompt that is no messages."""
 
 _OF_MESSAGES = attrgetter(*OF_MESSAGES)
 
 
-class _SamplingBody(_RenderedBody, kw_only=True):
+class SamplingBody(_RenderedBody, kw_only=True):
     """What chat and completions have in common."""
 
     model: fields.ModelName | None = None
@@ -105,7 +121,9 @@ class _SamplingBody(_RenderedBody, kw_only=True):
     truncate_prompt_tokens: fields.NumKept | None = None
     truncation_side: fields.Side | None = None
     best_of: Annotated[fields.NumChoices, fields.rule("Equals n.")] | None = None
-    response_format: fields.FreeText | None = None
+    priority: Annotated[int, fields.bounds("priority", fields.PRIORITY)] | None = None
+    ttft_ms: Annotated[float, fields.limit("ttft_ms", fields.TTFT)] | None = None
+    tpot_ms: Annotated[float, fields.limit("tpot_ms", fields.TPOT)] | None = None
 
     @property
     def wants_receipt(self) -> bool:
@@ -131,28 +149,27 @@ Parts = Annotated[list[ContentPart], fields.rule(maxItems=limits.MAX_PARTS)]
 
 
 class Message(msgspec.Struct):
-    """One chat message."""
+    """One chat message. tool_calls: of an answer; tool_call_id: which of them a tool's message is
+    the result of. reasoning: vLLM's name of reasoning_content, the thinking of an answer."""
 
     role: fields.Role
     content: str | Parts | None = None
     name: str | None = None
-    tool_calls: _Unserved = None
-    tool_call_id: _Unserved = None
+    tool_calls: list[MessageCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     function_call: _Unserved = None
     tools: _Unserved = None
     audio: _Unserved = None
-    reasoning: _Unserved = None
-    reasoning_content: _Unserved = None
 
 
 Messages = Annotated[list[Message], fields.rule(minItems=1, maxItems=limits.MAX_MESSAGES)]
 
-UNSERVED_OF_A_MESSAGE = tuple(
-    name for name in Message.__struct_fields__ if name not in ("role", "content", "name")
-)
+UNSERVED_OF_A_MESSAGE = ("function_call", "tools", "audio")
 
 
-class ChatBody(_SamplingBody, kw_only=True):
+class ChatBody(SamplingBody, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: Messages
@@ -160,6 +177,12 @@ class ChatBody(_SamplingBody, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: fields.TopLogprobs | None = None
     echo: Annotated[bool, fields.rule("Not served.", const=False)] | None = None
+    parallel_tool_calls: bool | None = None
+    separate_reasoning: bool | None = None
+
+    def tool_use(self) -> ToolUse | None:
+        """Return what may be called, None = nothing. Raises InvalidRequest."""
+        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     def form(self) -> Form:
         """Return what to generate. Raises InvalidRequest: an unsupported or malformed field."""
@@ -188,10 +211,14 @@ class ChatBody(_SamplingBody, kw_only=True):
             continues_text=self.continue_final_message is True,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             truncation_side=self.truncation_side,
+            structure=structure_of(self),
+            priority=self.priority,
+            ttft_ms=self.ttft_ms,
+            tpot_ms=self.tpot_ms,
         )
 
 
-class CompletionBody(_SamplingBody, kw_only=True):
+class CompletionBody(SamplingBody, kw_only=True):
     """POST /v1/completions."""
 
     prompt: fields.PromptText | fields.PromptList
@@ -225,6 +252,10 @@ class CompletionBody(_SamplingBody, kw_only=True):
             is_echo_only=echo and self.max_tokens == 0,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             truncation_side=self.truncation_side,
+            structure=structure_of(self),
+            priority=self.priority,
+            ttft_ms=self.ttft_ms,
+            tpot_ms=self.tpot_ms,
         )
 
     def prompts(self) -> list[str | list[int]]:
@@ -271,19 +302,44 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 
 def messages_for_template(messages: list[Message]) -> list[dict[str, Any]]:
-    """Return messages as chat templates expect them. Raises InvalidRequest: not text, or too
-    many."""
+    """Return messages as chat templates expect them. Raises InvalidRequest: not text, too many, or
+    a tool's result that nobody asked for."""
     limits.checked_count(
         len(messages), limits.MAX_MESSAGES, param="messages", what="messages", least=1
     )
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    called: set[str] = set()
+    return [
+        _message(message, f"messages[{index}]", called) for index, message in enumerate(messages)
+    ]
 
 
-def _message(message: Message, param: str) -> dict[str, Any]:
-    role = limits.checked_role(message.role, param=f"{param}.role")
+def _message(message: Message, param: str, called: set[str]) -> dict[str, Any]:
+    """called: ids of the calls so far."""
+    is_result = message.role == "tool"
+    role = message.role if is_result else limits.checked_role(message.role, param=f"{param}.role")
     for name in UNSERVED_OF_A_MESSAGE:
         if asks_for_something(getattr(message, name), EMPTY):
             raise unsupported(f"{param}.{name}", "only text is supported")
+    rendered: dict[str, Any] = {"role": role, "content": _content(message, param)}
+    if message.name:
+        rendered["name"] = message.name
+    if thought := message.reasoning_content or message.reasoning:
+        rendered["reasoning_content"] = thought
+    if message.tool_calls:
+        if role != "assistant":
+            raise limits.refusal(f"{param}.tool_calls", "belongs to the role assistant")
+        called |= {call.id for call in message.tool_calls}
+        rendered["tool_calls"] = calls_for_template(message.tool_calls, f"{param}.tool_calls")
+    if is_result:
+        if message.tool_call_id not in called:
+            raise limits.refusal(f"{param}.tool_call_id", "is no id of an earlier message's calls")
+        rendered["tool_call_id"] = message.tool_call_id
+    elif message.tool_call_id:
+        raise limits.refusal(f"{param}.tool_call_id", "belongs to the role tool")
+    return rendered
+
+
+def _content(message: Message, param: str) -> str:
     content = message.content
     if isinstance(content, list):
         limits.checked_count(len(content), limits.MAX_PARTS, param=f"{param}.content", what="parts")
@@ -297,14 +353,11 @@ def _message(message: Message, param: str) -> dict[str, Any]:
                 )
             texts.append(part.text)
         content = "\n".join(texts)
-    rendered: dict[str, Any] = {"role": role, "content": content or ""}
-    if message.name:
-        rendered["name"] = message.name
-    return rendered
+    return content or ""
 
 
 def _sampling(
-    body: _SamplingBody,
+    body: SamplingBody,
     *,
     max_tokens: int | None,
     max_tokens_param: str = "max_tokens",
@@ -348,9 +401,7 @@ def _one(n: int | None) -> int:
     return 1 if n is None else n
 
 
-def _refuse_unsupported(body: _SamplingBody) -> None:
+def _refuse_unsupported(body: SamplingBody) -> None:
     refuse_unserved(body)
-    if (body.response_format or {}).get("type", "text") != "text":
-        raise unsupported("response_format", "only free text is supported")
     if body.best_of is not None and body.best_of != _one(body.n):
         raise unsupported("best_of", "use n")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import msgspec
 
 from services.gateway import limits
-from services.gateway.http import bodies
+from services.gateway.http import bodies, responses_bodies
 from services.gateway.http.field_rules import Known
 from services.gateway.http.openai_forms import (
     OF_MESSAGES,
@@ -25,9 +25,11 @@ from services.gateway.http.openai_forms import (
     RoleBody,
     TokenizeBody,
 )
+from services.gateway.http.responses_forms import ResponsesBody
 from services.gateway.http.server import Policy, Route
 from services.gateway.mesh import ServedModel
 from shared.rpc.status import STATUS_TABLE
+from shared.tenants import MAX_LIMIT_MS, MAX_PRIORITY
 
 OPENAPI_VERSION = "3.2.0"
 """The first version that can describe a stream of events."""
@@ -43,6 +45,7 @@ class ApiOperation(NamedTuple):
     """What a route takes and gives.
 
     answer: a struct for JSON, else a media type. event: of a stream, if the body may ask for one.
+    ends_with_done: whether such a stream's last event is [DONE].
     needs_workers: no answer without the model or the worker that it names. refusal: what a 503
     says, if not an error.
     """
@@ -51,6 +54,7 @@ class ApiOperation(NamedTuple):
     answer: type[msgspec.Struct] | str
     body: type[msgspec.Struct] | None = None
     event: type[msgspec.Struct] | None = None
+    ends_with_done: bool = True
     needs_workers: bool = False
     refusal: type[msgspec.Struct] | None = None
 
@@ -69,6 +73,20 @@ OPERATIONS: dict[tuple[str, str], ApiOperation] = {
         body=CompletionBody,
         event=bodies.CompletionChunk,
         needs_workers=True,
+    ),
+    ("POST", "/v1/responses"): ApiOperation(
+        "Answer a chat as OpenAI's newer API does, whole or as a stream of events.",
+        responses_bodies.ResponseBody,
+        body=ResponsesBody,
+        event=responses_bodies.ResponseEvent,
+        ends_with_done=False,
+        needs_workers=True,
+    ),
+    ("GET", "/v1/responses/{response_id}"): ApiOperation(
+        "Tell a response that is kept.", responses_bodies.ResponseBody
+    ),
+    ("DELETE", "/v1/responses/{response_id}"): ApiOperation(
+        "Forget a response.", responses_bodies.DeletedResponse
     ),
     ("GET", "/v1/models"): ApiOperation("List the served model.", bodies.ModelList),
     ("GET", "/v1/models/{name:.+}"): ApiOperation(
@@ -93,6 +111,9 @@ OPERATIONS: dict[tuple[str, str], ApiOperation] = {
     ("GET", "/metrics"): ApiOperation("Numbers for Prometheus.", "text/plain"),
     ("GET", "/cluster"): ApiOperation(
         "Tell of workers, load and the last minute's traffic.", bodies.Cluster
+    ),
+    ("GET", "/cluster/requests/{request_id}"): ApiOperation(
+        "Tell why one of the last requests went where it went.", bodies.Explanation
     ),
     ("POST", "/cluster/workers/{worker}/role"): ApiOperation(
         "Change what a worker is when nothing is asked of it; what it has in hand goes on.",
@@ -206,7 +227,13 @@ _ABOUT = (
 )
 
 _IN_PATH: dict[str, Schema] = {
+    "request_id": {
+        "type": "string",
+        "pattern": "^([a-z]+[-_])?[0-9a-f]{32}$",
+        "description": "The id of an answer, or what its header x-request-id said.",
+    },
     "name": {"type": "string", "minLength": 1},
+    "response_id": {"type": "string", "minLength": 1},
     "worker": {
         "type": "string",
         "minLength": 1,
@@ -221,6 +248,24 @@ _PARAMETERS: dict[str, Schema] = {
         "description": "Seconds after which the client is no longer interested (504 then).",
         "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": limits.MAX_TIMEOUT_S},
     },
+    "priority": {
+        "name": "X-Priority",
+        "in": "header",
+        "description": "As the body's priority, for who cannot change that.",
+        "schema": {"type": "integer", "minimum": 0, "maximum": MAX_PRIORITY},
+    },
+    "ttft": {
+        "name": "X-TTFT-Ms",
+        "in": "header",
+        "description": "As the body's ttft_ms.",
+        "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_LIMIT_MS},
+    },
+    "tpot": {
+        "name": "X-TPOT-Ms",
+        "in": "header",
+        "description": "As the body's tpot_ms.",
+        "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_LIMIT_MS},
+    },
     "label": {
         "name": "X-Request-Id",
         "in": "header",
@@ -229,6 +274,8 @@ _PARAMETERS: dict[str, Schema] = {
         "schema": {"type": "string"},
     },
 }
+
+_OF_ANSWERS = ("priority", "ttft", "tpot")
 
 _HEADERS: dict[str, Schema] = {
     "x-request-id": {
@@ -258,7 +305,11 @@ def _operation(route: Route, operation: ApiOperation, model: ServedModel | None)
         if name == "name" and model is not None:
             parameters[-1]["example"] = model.name
     if operation.body is not None:
-        parameters += [{"$ref": f"#/components/parameters/{name}"} for name in _PARAMETERS]
+        parameters += [
+            {"$ref": f"#/components/parameters/{name}"}
+            for name in _PARAMETERS
+            if name not in _OF_ANSWERS or operation.event is not None
+        ]
         made["requestBody"] = {"required": True, "content": _json(operation.body)}
     if parameters:
         made["parameters"] = parameters
@@ -271,7 +322,7 @@ def _responses(route: Route, operation: ApiOperation) -> Schema:
     else:
         content = _json(operation.answer)
     if operation.event is not None:
-        content["text/event-stream"] = {"itemSchema": _event(operation.event)}
+        content["text/event-stream"] = {"itemSchema": _event(operation)}
     responses: Schema = {
         "200": {"description": "As asked.", "headers": _headers(), "content": content}
     }
@@ -292,10 +343,14 @@ def _error_statuses(route: Route, operation: ApiOperation) -> set[int]:
         statuses.add(401)
     if route.policy is Policy.METERED:
         statuses.add(429)
+    if route.policy is Policy.ROLES:
+        statuses.add(403)
     if operation.body is not None:
         statuses |= {413, 504}
     if operation.needs_workers:
         statuses |= {404, 503}
+    if "{" in route.path:
+        statuses.add(404)
     return statuses
 
 
@@ -320,13 +375,24 @@ def _reference(struct: type[msgspec.Struct]) -> Schema:
     return {"$ref": _REFERENCE.format(name=struct.__name__)}
 
 
-def _event(struct: type[msgspec.Struct]) -> Schema:
-    chunk = {"oneOf": [_reference(struct), _reference(bodies.ErrorBody)]}
+def _event(operation: ApiOperation) -> Schema:
+    assert operation.event is not None
+    kinds = [_reference(operation.event)]
+    if operation.ends_with_done:
+        kinds.append(_reference(bodies.ErrorBody))
     data: Schema = {
         "type": "string",
         "contentMediaType": "application/json",
-        "contentSchema": chunk,
+        "contentSchema": {"oneOf": kinds},
     }
+    if not operation.ends_with_done:
+        return {
+            "type": "object",
+            "description": "Named as its data says; the last one ends the answer, or tells what "
+            "broke it.",
+            "required": ["event", "data"],
+            "properties": {"event": {"type": "string"}, "data": data},
+        }
     return {
         "type": "object",
         "description": "The last event is [DONE]; a stream without it was cut off.",

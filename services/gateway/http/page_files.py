@@ -10,9 +10,8 @@ from __future__ import annotations
 import hashlib
 from importlib import resources
 
-from aiohttp import ETag, web
-
 from services.gateway.front.calls import Call
+from services.gateway.http.messages import HttpRequest, Response
 from services.gateway.http.server import Policy, Route
 
 _FOLDER = "page"
@@ -41,19 +40,15 @@ class _PageFile:
     def __init__(self, name: str, body: bytes) -> None:
         self._body = body
         self._type = _TYPES[name[name.rindex(".") :]]
-        self._tag = ETag(hashlib.sha256(body).hexdigest()[:32])
+        self._tag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
 
-    async def serve(self, request: web.Request, call: Call) -> web.Response:
+    async def serve(self, request: HttpRequest, call: Call) -> Response:
         """Answer with the file, or with 304 to who has this very one."""
-        headers = {**call.headers, **_HEADERS}
-        known = request.if_none_match or ()
-        if any(tag.value in (self._tag.value, "*") for tag in known):
-            response = web.Response(status=304, headers=headers)
-        else:
-            headers["Content-Type"] = self._type
-            response = web.Response(body=self._body, headers=headers)
-        response.etag = self._tag
-        return response
+        headers = {**call.headers, **_HEADERS, "ETag": self._tag}
+        known = request.headers.get("If-None-Match", "").split(",")
+        if any(tag.strip().removeprefix("W/") in (self._tag, "*") for tag in known):
+            return Response(304, b"", headers)
+        return Response(200, self._body, {**headers, "Content-Type": self._type})
 
 
 def page_routes() -> tuple[Route, ...]:

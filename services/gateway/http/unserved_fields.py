@@ -7,13 +7,16 @@ effect; a test sends every one of them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from operator import attrgetter
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar, cast
 
 import msgspec
 
 from services.gateway import limits
 from shared.errors import InvalidRequest
+
+Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 class Unserved(NamedTuple):
@@ -23,26 +26,14 @@ class Unserved(NamedTuple):
     harmless: tuple[Any, ...] = (False,)
 
 
-_FREE_TEXT = Unserved("only free text is supported")
-_NO_TOOLS = "calling tools is not supported"
 _NO_CODE = Unserved("no code of a client runs here")
 _NO_SUCH_PART = Unserved("the answer has no such part")
 _NO_PLACE = Unserved("a request does not say where it runs")
 _NO_THINKING = "thinking is not told from the rest of an answer"
 
 UNSERVED: dict[str, Unserved] = {
-    **dict.fromkeys(
-        (
-            *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-            *("guided_decoding_backend", "guided_whitespace_pattern", "structured_outputs"),
-            *("structural_tag", "json_schema", "regex", "ebnf"),
-        ),
-        _FREE_TEXT,
-    ),
-    "tools": Unserved(_NO_TOOLS, (False, [])),
-    "functions": Unserved(_NO_TOOLS, (False, [])),
-    "tool_choice": Unserved(_NO_TOOLS, ("none", "auto")),
-    "function_call": Unserved(_NO_TOOLS, ("none", "auto")),
+    "functions": Unserved("use tools", (False, [])),
+    "function_call": Unserved("use tool_choice", ("none", "auto")),
     "web_search_options": Unserved("there is no search"),
     "audio": Unserved("only text is supported"),
     "modalities": Unserved("only text is supported", (["text"],)),
@@ -80,26 +71,28 @@ UNSERVED: dict[str, Unserved] = {
         ),
         _NO_PLACE,
     ),
-    "priority": Unserved("requests are served as they come", (0,)),
     "session_params": Unserved("send the whole prompt each time"),
     "extra_key": Unserved("use cache_salt"),
 }
-"""By name. Beside them ``response_format``, ``best_of``, ``suffix`` and chat's ``echo``, which
-depend on more than a value."""
+"""By name. Beside them ``best_of``, ``suffix`` and chat's ``echo``, which depend on more than a
+value."""
 
 
-def _described(why: str, harmless: tuple[Any, ...]) -> Any:
+def described(why: str, harmless: tuple[Any, ...]) -> Any:
+    """Return the type of such a field."""
     values = {"enum": [None, *harmless]}
     about = msgspec.Meta(description=f"Not served: {why}.", extra_json_schema=values)
     return Annotated[Any, about]
 
 
-UnservedFields = msgspec.defstruct(
-    "UnservedFields",
-    [(name, _described(*about), None) for name, about in UNSERVED.items()],
-    kw_only=True,
-)
-"""A body that has them all, so that what a client sent is seen."""
+def with_unserved(name: str, table: Mapping[str, Unserved], base: type[Body]) -> type[Body]:
+    """Return a body that has these fields, too, so that what a client sent is seen."""
+    fields = [(field, described(*about), None) for field, about in table.items()]
+    made = msgspec.defstruct(name, fields, bases=(base,), kw_only=True, module=__name__)
+    return cast("type[Body]", made)
+
+
+UnservedFields = with_unserved("UnservedFields", UNSERVED, msgspec.Struct)
 
 
 _VALUES = attrgetter(*UNSERVED)
@@ -108,9 +101,13 @@ _ALL_NULL = (None,) * len(UNSERVED)
 
 def refuse_unserved(body: msgspec.Struct) -> None:
     """Raise InvalidRequest for the first field that asks for something we cannot do."""
-    if _VALUES(body) == _ALL_NULL:  # of nearly all bodies, and at once
-        return
-    for name, (why, harmless) in UNSERVED.items():
+    if _VALUES(body) != _ALL_NULL:  # of nearly all bodies, and at once
+        refuse_those_of(UNSERVED, body)
+
+
+def refuse_those_of(table: Mapping[str, Unserved], body: msgspec.Struct) -> None:
+    """Likewise, of another table."""
+    for name, (why, harmless) in table.items():
         if asks_for_something(getattr(body, name), harmless):
             raise unsupported(name, why)
 

@@ -84,6 +84,7 @@ class ChatTemplate:
                     f"chat_template: is not valid: {error}", param="chat_template"
                 ) from None
             raise ModelError(f"the model's chat template is not valid: {error}") from error
+        self.source = source
         self._name = "the request's chat template" if of_client else "the model's chat template"
         self._param = "chat_template" if of_client else "messages"
         self._max_chars = max_chars
@@ -101,6 +102,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         arguments: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Return the prompt.
 
@@ -124,7 +126,7 @@ class ChatTemplate:
             **(arguments or {}),
             **self._names,
             "messages": messages,
-            "tools": None,
+            "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
         text = self._generated(names)

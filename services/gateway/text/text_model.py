@@ -24,6 +24,7 @@ from services.gateway.text.detokenizer import (
     StreamDetokenizer,
     WholeTexts,
 )
+from services.gateway.text.grammars import Grammars
 from shared.errors import InvalidRequest, ModelError, Overloaded
 from shared.model_folder import ModelFolder, SpecialTokens
 from shared.request import SamplingParams
@@ -68,6 +69,7 @@ class TextModel:
         tokenizer: Tokenizer,
         chat_template: ChatTemplate | None,
         special_tokens: SpecialTokens = NO_SPECIAL_TOKENS,
+        grammars: Grammars | None = None,
     ) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -81,6 +83,7 @@ class TextModel:
             if WholeTexts.is_for(tokenizer)
             else {}
         )
+        self.grammars = grammars or Grammars()
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
         self._num_offloaded = 0
 
@@ -102,6 +105,12 @@ class TextModel:
     def close(self) -> None:
         """Stop the threads; a text in progress is finished first."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self.grammars.close()
+
+    @property
+    def template(self) -> str | None:
+        """The chat template as it was written; None = there is none."""
+        return None if self._chat_template is None else self._chat_template.source
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the ids of a text. Raises Overloaded: too many large texts wait already."""
@@ -119,6 +128,7 @@ class TextModel:
         continue_final_message: bool = False,
         template: str | None = None,
         arguments: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Return the prompt text of a chat. template: a client's own, instead of the model's.
 
@@ -140,6 +150,7 @@ class TextModel:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 arguments=arguments,
+                tools=tools,
             )
 
         size = sum(len(str(message.get("content") or "")) + 16 for message in messages)

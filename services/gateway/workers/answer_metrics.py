@@ -22,6 +22,7 @@ TTFT_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0,
     7.5, 10.0, 20.0, 40.0, 80.0,
 )  # fmt: skip
+ERROR_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0)
 GAP_BUCKETS = (
     0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3,
     0.5, 0.75, 1.0, 2.5, 5.0, 10.0,
@@ -44,6 +45,18 @@ class AnswerMetrics:
             f"{prefix}_time_to_first_token_seconds",
             "Arrival of the request to its first token leaving the gateway",
             buckets=TTFT_BUCKETS,
+            registry=registry,
+        )
+        self._predicted_ttft = Tallies(
+            f"{prefix}_predicted_time_to_first_token_seconds",
+            "The same as it was predicted when the answer was dispatched",
+            buckets=TTFT_BUCKETS,
+            registry=registry,
+        )
+        self._prediction_error = Tallies(
+            f"{prefix}_time_to_first_token_prediction_error_ratio",
+            "By what share the prediction was off, of the real one",
+            buckets=ERROR_BUCKETS,
             registry=registry,
         )
         phase_seconds = Tallies(
@@ -90,6 +103,11 @@ class AnswerMetrics:
         self._cached_tokens = Counts(
             f"{prefix}_cached_tokens",
             "Those of them whose KV prefill found in its prefix cache",
+            registry=registry,
+        )
+        self._fetched_tokens = Counts(
+            f"{prefix}_fetched_tokens",
+            "Those of them that another worker's cache sent for this prompt",
             registry=registry,
         )
         self._attempts = Counts(
@@ -145,11 +163,16 @@ class AnswerMetrics:
     def ended(self, now: float, receipt: Receipt, error: str) -> None:
         """See ``AnswerWatcher``."""
         self._attempts.add(receipt.attempts)
+        self._fetched_tokens.add(receipt.fetched_tokens)
         for reason in receipt.errors[: max(0, receipt.attempts - 1)]:
             self._reroutes.add(1, reason)
         if receipt.ttft_s is not None:
             for histogram, seconds in zip(self._phases, receipt.ttft_phases, strict=True):
                 histogram.observe(seconds)
+            if receipt.predicted_ttft_s is not None:
+                self._predicted_ttft.observe(receipt.predicted_ttft_s)
+                error_s = abs(receipt.predicted_ttft_s - receipt.ttft_s)
+                self._prediction_error.observe(error_s / max(receipt.ttft_s, 1e-6))
         if receipt.first_step_s is not None:
             self._first_step.observe(receipt.first_step_s)
         if receipt.tpot_s is not None:

@@ -6,15 +6,27 @@ of the last minute. Nothing here decides.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from services.gateway.core.admission import AdmissionStatistics
+from services.gateway.core.expectations import Expectations
 from services.gateway.core.peer_table import PeerTable
 from services.gateway.core.pools import pool_at_home, pool_of
+from services.gateway.core.prefixes import Prefixes
 from services.gateway.core.routing import RouteDecision
-from services.gateway.core.window import SECONDS, Histogram, LastMinute, Pair, Summary, Transfers
+from services.gateway.core.window import (
+    SECONDS,
+    Histogram,
+    LastMinute,
+    Pair,
+    ReadPrompts,
+    Summary,
+    Transfers,
+)
 from services.gateway.core.worker import Role, Worker
 from services.gateway.mesh import ServedModel
+from services.gateway.workers.membership import Membership
 from services.gateway.workers.timeline import Transfer
 from shared.address import Address
 from shared.ids import Incarnation
@@ -51,6 +63,61 @@ class WindowWatcher:
     def ended(self, now: float, receipt: Receipt, error: str) -> None:
         """See ``AnswerWatcher``."""
         self._window.ended(now, has_failed=error not in ("", CANCELLED))
+        if receipt.ttft_s is not None:
+            worker = int(receipt.prefill, 16)
+            prompt = ReadPrompts(
+                receipt.prompt_tokens, receipt.cached_tokens, receipt.fetched_tokens
+            )
+            self._window.read(now, worker, prompt)
+
+
+class PredictionWatcher:
+    """Tells the mesh's predictions what came of them (an ``AnswerWatcher``)."""
+
+    def __init__(self, members: Membership) -> None:
+        self._members = members
+
+    def first_token(
+        self, now: float, *, ttft_s: float, prompt_tokens: int, cached_tokens: int
+    ) -> None:
+        """See ``AnswerWatcher``."""
+
+    def later_tokens(self, now: float, num_tokens: int, gap_s: float) -> None:
+        """See ``AnswerWatcher``."""
+
+    def transferred(self, now: float, decision: RouteDecision, transfer: Transfer) -> None:
+        """See ``AnswerWatcher``."""
+        self._members.expectations.transferred(
+            decision.prefill,
+            decision.decode,
+            transfer.lane,
+            num_bytes=transfer.num_bytes,
+            seconds=transfer.transfer_s,
+        )
+
+    def ended(self, now: float, receipt: Receipt, error: str) -> None:
+        """See ``AnswerWatcher``. What the prefix cache had was not promised, nor another attempt:
+        such answers say nothing of a worker's predictions."""
+        expectations = self._members.expectations
+        if not error:
+            expectations.ended(receipt.prompt_tokens, receipt.output_tokens)
+        if receipt.fetched_tokens and receipt.attempts == 1:
+            expectations.fetches.fetched(
+                Incarnation(int(receipt.fetched_from, 16)),
+                Incarnation(int(receipt.prefill, 16)),
+                num_bytes=receipt.fetched_bytes,
+                seconds=receipt.fetch_s,
+            )
+        if receipt.ttft_s is None or receipt.attempts > 1 or receipt.cached_tokens:
+            return
+        is_colocated = receipt.prefill == receipt.decode
+        expectations.handed_over(receipt.handover_s, is_colocated=is_colocated)
+        if receipt.predicted_ttft_s is not None:
+            self._members.judge(
+                Incarnation(int(receipt.prefill, 16)),
+                predicted_s=receipt.predicted_ttft_s,
+                actual_s=receipt.ttft_s,
+            )
 
 
 def cluster_body(
@@ -60,6 +127,9 @@ def cluster_body(
     uptime_s: float,
     model: ServedModel | None,
     table: PeerTable,
+    expectations: Expectations,
+    prefixes: Prefixes | None,
+    now: float,
     counts: AdmissionStatistics,
     summary: Summary,
 ) -> dict[str, Any]:
@@ -76,8 +146,13 @@ def cluster_body(
             "running": counts.num_running,
             "queued": counts.num_waiting,
             "refused": counts.num_refused,
+            "refusals": dict(counts.refusals),
         },
-        "workers": [worker_body(worker) for role in Role for worker in table.all(role)],
+        "workers": [
+            worker_body(worker, expectations, prefixes, now, summary.prompts)
+            for role in Role
+            for worker in table.all(role)
+        ],
         "window": {
             "seconds": SECONDS,
             "requests": summary.num_ended,
@@ -95,10 +170,18 @@ def cluster_body(
     }
 
 
-def worker_body(worker: Worker) -> dict[str, Any]:
+def worker_body(
+    worker: Worker,
+    expectations: Expectations,
+    prefixes: Prefixes | None,
+    now: float,
+    prompts: Mapping[int, ReadPrompts],
+) -> dict[str, Any]:
     """Return one worker, JSON-ready. home: what it is when nothing is asked of it; pool: what it is
-    now."""
+    now. prompts: of the last minute, by worker."""
     status = worker.status
+    read = prompts.get(worker.incarnation, ReadPrompts())
+    known = None if prefixes is None else prefixes.known(worker)
     return {
         "incarnation": _hex(worker.incarnation),
         "role": worker.home.value,
@@ -117,6 +200,20 @@ def worker_body(worker: Worker) -> dict[str, Any]:
             "quarantined": status.quarantined_blocks,
         },
         "step_s": round(status.step_s, 6),
+        "prediction": {
+            "known": status.prompt_steps.is_known or status.answer_steps.is_known,
+            "believed": worker.is_believed,
+            "queue_s": round(sum(worker.wait_s(now)), 6),
+            "prompt_step_error": round(status.prompt_steps.error_p50, 4),
+            "answer_step_error": round(status.answer_steps.error_p50, 4),
+            "ttft_error": _rounded(expectations.error_p50(worker.incarnation, now)),
+        },
+        "prompts": {
+            "tokens": read.num_tokens,
+            "cached_tokens": read.num_cached,
+            "fetched_tokens": read.num_fetched,
+        },
+        "prefixes": known and {"state": known[0], "count": known[1]},
         "paired": sorted(_hex(incarnation) for incarnation in status.paired),
     }
 
@@ -138,6 +235,10 @@ def _percentiles(histogram: Histogram, *percents: int) -> dict[str, float] | Non
     if not histogram.count:
         return None
     return {f"p{percent}": round(histogram.percentile(percent), 6) for percent in percents}
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
 
 
 def _hex(incarnation: int) -> str:

@@ -7,21 +7,38 @@ may come in is decided by the admission core, and what happens then by ``session
 from __future__ import annotations
 
 import asyncio
+import math
+import re
 import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from services.gateway.core.admission import Admission, AdmissionStatistics, Admitted
+from services.gateway.core.admission import Admission, AdmissionStatistics, Admit, Effect, TurnAway
+from services.gateway.core.overload import Overload, OverloadMode
+from services.gateway.core.speeds import ReportedSpeeds
+from services.gateway.core.tenants import Tenants, Terms
 from services.gateway.core.window import LastMinute
 from services.gateway.mesh import GenerationRequest, ServedModel
-from services.gateway.workers.cluster import WindowWatcher, cluster_body, worker_body
+from services.gateway.workers.cluster import (
+    PredictionWatcher,
+    WindowWatcher,
+    cluster_body,
+    worker_body,
+)
 from services.gateway.workers.delivery import Delivery
 from services.gateway.workers.membership import Membership
 from services.gateway.workers.session import RequestShell
 from services.gateway.workers.timeline import AnswerWatcher, Timeline
 from shared.config import GatewayConfig
-from shared.errors import InvalidRequest, MeshError, ShuttingDown
+from shared.errors import InvalidRequest, MeshError, NotFound, ShuttingDown
 from shared.ids import Incarnation
+from shared.tenants import Tenant
+
+MOST_REMEMBERED, LEAST_REMEMBERED, REMEMBERED_VIEWS = 1024, 32, 1 << 16
+"""Requests whose decisions can be explained: in a large mesh fewer, for each decision has a view of
+every worker."""
 
 
 class _Stay:
@@ -54,6 +71,15 @@ class _Stay:
             self._mesh.leave(self._request.request_id)
 
 
+@dataclass(slots=True)
+class _Turn:
+    """What admission says of a request that waits; ``wake`` is there only if it does."""
+
+    is_settled: bool = False
+    error: MeshError | None = None
+    wake: asyncio.Event | None = None
+
+
 class GatewayMesh:
     """All workers together, as one thing that continues token lists: the ``Mesh`` of ``mesh.py``.
 
@@ -65,24 +91,29 @@ class GatewayMesh:
         members: Membership,
         config: GatewayConfig,
         watchers: tuple[AnswerWatcher, ...] = (),
+        tenants: Mapping[str, Tenant] | None = None,
     ) -> None:
         self._members = members
         self._config = config
         self._created = int(time.time())
         self._started_at = asyncio.get_running_loop().time()
         self._window = LastMinute(self._started_at)
-        self._watchers = (*watchers, WindowWatcher(self._window))
+        self._watchers = (*watchers, WindowWatcher(self._window), PredictionWatcher(members))
         self._delivery = Delivery(self._watchers)
         self._is_draining = False
-        self._drain_error: ShuttingDown | None = None
         self._idle = asyncio.Event()
         self._idle.set()
         self._admission = Admission(
             max_running=config.max_running,
             max_waiting=config.max_waiting,
             max_wait_s=config.max_wait_s,
+            overload=Overload(OverloadMode(config.overload), ReportedSpeeds()),
+            sides=lambda: members.table.sides,
+            tenants=Tenants(tenants),
         )
-        self._turns: dict[bytes, asyncio.Event] = {}
+        self._turns: dict[bytes, _Turn] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._recent: dict[bytes, Timeline] = {}
         self._shells: dict[bytes, RequestShell] = {}
 
     @property
@@ -118,9 +149,36 @@ class GatewayMesh:
             uptime_s=now - self._started_at,
             model=self.model,
             table=self._members.table,
+            expectations=self._members.expectations,
+            prefixes=self._members.prefixes,
+            now=now,
             counts=self.statistics,
             summary=self._window.summary(now),
         )
+
+    def _remember(self, key: bytes, timeline: Timeline) -> None:
+        self._recent[key] = timeline
+        most = min(MOST_REMEMBERED, REMEMBERED_VIEWS // (self._members.num_workers + 1))
+        while len(self._recent) > max(LEAST_REMEMBERED, most):
+            del self._recent[next(iter(self._recent))]
+
+    def explain(self, request_id: str) -> dict[str, Any]:
+        name = re.split("[-_]", request_id)[-1]  # chatcmpl-, cmpl-, resp_, msg_
+        if re.fullmatch(r"[0-9a-fA-F]{32}", name) is None:
+            raise InvalidRequest(
+                "a request is named by 32 hexadecimal digits: its answer's id, or x-request-id",
+                param="request_id",
+                code="no_request",
+            )
+        timeline = self._recent.get(bytes.fromhex(name))
+        if timeline is None:
+            raise NotFound(
+                f"this gateway remembers no request {name}, only its last {len(self._recent)}: ask "
+                "sooner, and of several gateways the one that answered (--process-port)",
+                param="request_id",
+                code="no_request",
+            )
+        return timeline.explanation()
 
     async def change_role(self, worker: str, role: str) -> dict[str, Any]:
         try:
@@ -132,7 +190,10 @@ class GatewayMesh:
                 param="worker",
                 code="no_worker",
             ) from None
-        return worker_body(await self._members.change_home(incarnation, role))
+        moved = await self._members.change_home(incarnation, role)
+        now = asyncio.get_running_loop().time()
+        members, prompts = self._members, self._window.summary(now).prompts
+        return worker_body(moved, members.expectations, members.prefixes, now, prompts)
 
     def generate(self, request: GenerationRequest) -> _Stay:
         return _Stay(self, request)
@@ -148,8 +209,10 @@ class GatewayMesh:
             watchers=self._watchers,
             span=request.span,
         )
+        self._remember(request.request_id, timeline)
         try:
-            await self._wait_for_place(request)
+            terms = self._admission.tenants.terms(request.asked)
+            await self._wait_for_place(request, terms)
         except BaseException as failure:
             timeline.refused(failure if isinstance(failure, MeshError) else None)
             raise
@@ -159,40 +222,71 @@ class GatewayMesh:
             self._members,
             timeline,
             self._delivery,
+            self._admission,
+            asks_again=self._config.overload != OverloadMode.OFF and terms.tpot_s < math.inf,
             max_attempts=self._config.max_attempts,
             pair_wait_s=self._config.max_wait_s,
             failover_wait_s=self._config.failover_wait_s,
+            prompt=self._members.prompt(request.token_ids, request.cache_salt),
         )
         self._shells[request.request_id] = shell
         await shell.dispatch()
         return shell
 
-    async def _wait_for_place(self, request: GenerationRequest) -> None:
-        loop = asyncio.get_running_loop()
+    async def _wait_for_place(self, request: GenerationRequest, terms: Terms) -> None:
         key = request.request_id
         self._idle.clear()
-        if self._admission.arrive(key, loop.time(), request.deadline_at) is Admitted.NOW:
-            return
-        turn = self._turns[key] = asyncio.Event()
+        turn = self._turns[key] = _Turn()
         try:
-            async with asyncio.timeout_at(self._admission.give_up_at(key)):
-                await turn.wait()
-            if self._drain_error is not None:
-                raise self._drain_error
-        except TimeoutError:
-            error = self._admission.expire(key, loop.time())
-            if error is not None:
-                raise error from None
+            effects = self._admission.arrive(
+                key,
+                asyncio.get_running_loop().time(),
+                terms=terms,
+                num_tokens=len(request.token_ids),
+                arrived_at=request.arrived_at,
+                deadline_at=request.deadline_at,
+            )
+            self._apply(effects)
+            if not turn.is_settled:
+                turn.wake = asyncio.Event()
+                self._set_timer()
+                await turn.wake.wait()
+            if turn.error is not None:
+                raise turn.error
         finally:
             del self._turns[key]
+
+    def _apply(self, effects: Iterable[Effect]) -> None:
+        """Tell those who wait what admission decided."""
+        for effect in effects:
+            turn = self._turns.get(effect.key)
+            if turn is None:
+                continue
+            match effect:
+                case Admit():
+                    turn.is_settled = True
+                case TurnAway(_, error):
+                    turn.is_settled, turn.error = True, error
+            if turn.wake is not None:
+                turn.wake.set()
+
+    def _set_timer(self) -> None:
+        due_at = self._admission.next_tick_at
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if due_at is not None:
+            self._timer = asyncio.get_running_loop().call_at(due_at, self._tick, due_at)
+
+    def _tick(self, due_at: float) -> None:
+        # Of a timer that fires a little early: it was asked for at this very instant.
+        self._apply(self._admission.tick(max(due_at, asyncio.get_running_loop().time())))
+        self._set_timer()
 
     def leave(self, key: bytes) -> None:
         """A request is over, or was not let in."""
         self._shells.pop(key, None)
-        for admitted in self._admission.leave(key):
-            turn = self._turns.get(admitted)
-            if turn is not None:
-                turn.set()
+        self._apply(self._admission.leave(key, asyncio.get_running_loop().time()))
         counts = self._admission.statistics()
         if counts.num_running == 0 and counts.num_waiting == 0:
             self._idle.set()
@@ -209,9 +303,7 @@ class GatewayMesh:
                 await self._idle.wait()
         except TimeoutError:
             error = ShuttingDown("this gateway is shutting down", code="drain_limit")
-            self._drain_error = error
-            for turn in self._turns.values():
-                turn.set()
+            self._apply(self._admission.close(error))
             for shell in list(self._shells.values()):
                 shell.fail(error)
             self._members.usability.tell()  # who looks for a pair looks no longer

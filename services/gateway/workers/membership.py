@@ -10,18 +10,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
 import structlog
 
+from services.gateway.core.expectations import WRONG
 from services.gateway.core.peer_table import OwnModel, PeerTable
-from services.gateway.core.pools import Home, change_home, is_confirmed
-from services.gateway.core.routing import RouteDecision, RoutingPolicy, route
+from services.gateway.core.pools import HomeOrder, change_home, is_confirmed
+from services.gateway.core.prefixes import HashedPrompt, PrefixReports
+from services.gateway.core.router import Router
+from services.gateway.core.routing import RouteDecision, RoutingPolicy
 from services.gateway.core.sides import RouteRequest
 from services.gateway.core.worker import Role, Worker, WorkerStatus
 from services.gateway.workers.peers import WorkerSession
 from shared.errors import DeadlinePassed, WorkerLost
+from shared.home import Home
 from shared.ids import Incarnation, LeaseToken, RandomBytes, new_lease_token
+from shared.kv.journal import KvChanges
+from shared.messages.columns import pack_u32
 from shared.rpc.network import Address, Network
 from shared.runtime.groups import plain_errors
 
@@ -54,8 +60,8 @@ class Membership:
     random_bytes: for the policy, and for lease tokens.
 
     Three things change here. A worker's load changes with every report and wakes nobody. Who may be
-    chosen is ``usability``; what workers are to be told (which decode workers there are, a new
-    home) is ``directives``.
+    chosen is ``usability``; what workers are to be told (their standing partners, a pair to make, a
+    new home) is ``directives``.
     """
 
     def __init__(
@@ -67,10 +73,13 @@ class Membership:
         random_bytes: RandomBytes,
         tasks: asyncio.TaskGroup,
         own_model: OwnModel | None = None,
+        *,
+        index_bytes: int,
     ) -> None:
         self.table = PeerTable(own_model)
+        self.router = Router(policy, self.table, index_bytes=index_bytes)
+        self.expectations, self.prefixes = self.router.expectations, self.router.prefixes
         self._network = network
-        self._policy = policy
         self.incarnation = incarnation
         self._version = version
         self._random = random.Random(random_bytes(8)).random
@@ -80,9 +89,10 @@ class Membership:
         self._session_tasks: dict[WorkerSession, asyncio.Task[None]] = {}
         self.usability = News()
         self.directives = News()
-        self._homes: dict[Incarnation, Home] = {}  # ordered, not told yet
+        self._homes: dict[Incarnation, Home[Role]] = {}  # ordered, not told yet
+        self._pairs: dict[Incarnation, list[Worker]] = {}  # wanted, not told yet
+        self._standing: tuple[Worker, ...] = ()
         self._moving = asyncio.Lock()
-        self._decode_workers: tuple[Worker, ...] = ()
 
     def new_lease_token(self) -> LeaseToken:
         """Return what the two workers of an attempt, and nobody else, know of it."""
@@ -121,13 +131,29 @@ class Membership:
             block_size=worker.block_size,
             at_s=asyncio.get_running_loop().time(),
         )
-        self._note_member(worker)
+        if self.prefixes is not None:
+            self.prefixes.joined(worker)
+        self._note_change()
 
     def update(self, incarnation: Incarnation, status: WorkerStatus) -> None:
         """Take a worker's report."""
         worker = self.table.get(incarnation)
-        if worker is not None and self.table.report(worker, status):
-            self.usability.tell()
+        now = asyncio.get_running_loop().time()
+        if worker is not None and self.table.report(worker, status, now):
+            # That it is colocated shows in its reports.
+            if self.prefixes is not None and self.prefixes.joined(worker):
+                self.directives.tell()
+            self._note_change()
+
+    def told_prefixes(self, worker: Worker, changes: KvChanges) -> None:
+        """A worker told of its cache."""
+        if self.prefixes is not None and self.prefixes.told(worker, changes):
+            _log.warning("prefixes differ: asked for all of them", worker=worker.incarnation)
+            self.directives.tell()
+
+    def take_ask(self, incarnation: Incarnation) -> PrefixReports | None:
+        """Return what a worker is to tell of its cache, and has not been asked yet."""
+        return None if self.prefixes is None else self.prefixes.take_ask(incarnation)
 
     def pair_failed(self, prefill: Incarnation, decode: Incarnation) -> None:
         """See ``PeerTable``."""
@@ -140,7 +166,11 @@ class Membership:
         if self.table.get(incarnation) is not worker:
             return
         self.table.leave(incarnation)
+        self.expectations.left(incarnation)
+        if self.prefixes is not None:
+            self.prefixes.left(worker)
         self._homes.pop(incarnation, None)
+        self._pairs.pop(incarnation, None)
         sessions = [self._sessions.pop((incarnation, role)) for role in worker.serves]
         for session in sessions:
             self._session_tasks.pop(session).cancel()
@@ -156,17 +186,17 @@ class Membership:
             reason=reason,
             at_s=asyncio.get_running_loop().time(),
         )
-        self._note_member(worker)
+        self._note_change()
 
     def note_usability(self) -> None:
         """A worker's session came, went, fell silent or speaks again."""
         self.table.note_usability()
         self.usability.tell()
 
-    def _note_member(self, worker: Worker) -> None:
+    def _note_change(self) -> None:
         self.usability.tell()
-        if Role.DECODE in worker.serves:
-            self._decode_workers = tuple(self.table.serving(Role.DECODE))
+        if self._standing is not self.table.at_home_with_tokens:
+            self._standing = self.table.at_home_with_tokens
             self.directives.tell()
 
     async def change_home(self, incarnation: Incarnation, home: str) -> Worker:
@@ -176,13 +206,18 @@ class Membership:
         ``is_confirmed``. WorkerLost: it left meanwhile. DeadlinePassed: it did not say so in time.
         """
         async with self._moving:  # the rule for the last one of a role counts what is settled
-            wanted = change_home(self.table, incarnation, home)
-            self._homes[incarnation] = wanted
-            self.directives.tell()
-            _log.info("home ordered", worker=incarnation, home=home, epoch=wanted.epoch)
-            return await self._confirmed(incarnation, wanted)
+            number = int.from_bytes(self._random_bytes(8), "little")
+            *before, move = change_home(self.table, incarnation, home, number)
+            for order in before:
+                await self._give_home(order)
+            return await self._give_home(move)
 
-    async def _confirmed(self, incarnation: Incarnation, wanted: Home) -> Worker:
+    async def _give_home(self, order: HomeOrder) -> Worker:
+        incarnation, wanted = order
+        self._homes[incarnation] = wanted
+        self.directives.tell()
+        home = wanted.role.value
+        _log.info("home ordered", worker=incarnation, home=home, epoch=wanted.epoch)
         try:
             async with asyncio.timeout(CONFIRM_S):
                 while True:
@@ -199,20 +234,53 @@ class Membership:
                 "move; look at `pdmesh top`"
             ) from None
 
-    def take_home(self, incarnation: Incarnation) -> Home | None:
+    def take_home(self, incarnation: Incarnation) -> Home[Role] | None:
         """Return a home that this worker has not been told yet; None if there is none."""
         return self._homes.pop(incarnation, None)
 
-    @property
-    def decode_workers(self) -> tuple[Worker, ...]:
-        """Every decode worker that may be pushed to; the same object until it changes."""
-        return self._decode_workers
+    def take_pairs(self, incarnation: Incarnation) -> list[Worker]:
+        """Return with whom this worker is to pair up, and has not been told yet."""
+        return self._pairs.pop(incarnation, [])
+
+    def judge(self, prefill: Incarnation, *, predicted_s: float, actual_s: float) -> None:
+        """Token 1 of a prompt that was computed whole came after ``actual_s``."""
+        worker, now = self.table.get(prefill), asyncio.get_running_loop().time()
+        if worker is None:
+            return
+        is_believed = self.expectations.answered(
+            prefill, predicted_s=predicted_s, actual_s=actual_s, now=now
+        )
+        if is_believed is None:
+            return
+        worker.is_believed = is_believed
+        if is_believed:
+            _log.info("predictions come true again: routed by them", worker=prefill)
+        else:
+            reason = f"half of the last minute's were off by more than {WRONG:.0%}"
+            _log.warning(
+                "predictions are wrong: routed by load alone", worker=prefill, reason=reason
+            )
 
     # --- requests -------------------------------------------------------------------------------
 
+    def prompt(self, token_ids: Sequence[int], salt: bytes) -> HashedPrompt | None:
+        """See ``RouteRequest``; None where the policy does not go by it."""
+        return HashedPrompt(pack_u32(token_ids), salt) if self.router.needs_prompt else None
+
     def route(self, request: RouteRequest) -> RouteDecision | None:
         """Choose a pair, or None if none can take the request now."""
-        return route(self._policy, request, self.table.sides, self._random())
+        now = asyncio.get_running_loop().time()
+        decision, wanted = self.router.route(request, now, self._random())
+        for pair in wanted:
+            self._ask_for_pair(*pair, now)
+        return decision
+
+    def _ask_for_pair(self, worker: Incarnation, peer: Incarnation, now: float) -> None:
+        """A decision would have used this pair, and another one will."""
+        known = self.table.get(peer)
+        if known is not None and self.table.ask_for(worker, peer, now):
+            self._pairs.setdefault(worker, []).append(known)
+            self.directives.tell()
 
     @property
     def sessions(self) -> list[WorkerSession]:
@@ -252,12 +320,20 @@ async def membership(
     version: str,
     random_bytes: RandomBytes,
     own_model: OwnModel | None = None,
+    index_bytes: int = 1 << 28,
 ) -> AsyncGenerator[Membership]:
     """Own the sessions of all workers for the length of the block."""
     with plain_errors():
         async with asyncio.TaskGroup() as tasks:
             members = Membership(
-                network, policy, incarnation, version, random_bytes, tasks, own_model
+                network,
+                policy,
+                incarnation,
+                version,
+                random_bytes,
+                tasks,
+                own_model,
+                index_bytes=index_bytes,
             )
             try:
                 yield members

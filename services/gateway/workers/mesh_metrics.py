@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from services.gateway.core.admission import REASONS
 from services.gateway.core.pools import Pool, pool_of
 from services.gateway.core.worker import Role
 from services.gateway.workers.generation import GatewayMesh
@@ -46,11 +47,14 @@ class _MeshCollector(Collector):
             ("asyncio_tasks", "Tasks of the event loop", len(asyncio.all_tasks())),
         ):
             yield GaugeMetricFamily(f"pdmesh_gateway_{name}", text, value=value)
-        yield CounterMetricFamily(
+        refused = CounterMetricFamily(
             "pdmesh_gateway_answers_refused",
-            "Answers for which there was no place in time",
-            value=counts.num_refused,
+            "Answers for which there was no place in time, or whose limits could not be kept",
+            labels=["reason"],
         )
+        for reason in REASONS:
+            refused.add_metric([reason], counts.refusals.get(reason, 0))
+        yield refused
         workers = GaugeMetricFamily("pdmesh_gateway_workers", "Workers joined", labels=["role"])
         usable = GaugeMetricFamily(
             "pdmesh_gateway_workers_usable", "Workers that take new work", labels=["role"]

@@ -113,22 +113,24 @@ class WorkerSession:
 
     # --- what requests do -----------------------------------------------------------------------
 
-    def start_prefill(self, leg: LegEvents, order: wire.StartPrefill) -> StreamId:
+    def start_prefill(
+        self, leg: LegEvents, order: wire.StartPrefill, *, num_cached: int = 0
+    ) -> StreamId:
         """Send a prompt under a new stream id; events come to ``leg`` until its end, a failure or
-        ``cancel``."""
+        ``cancel``. num_cached: of it need not be computed, as far as is known."""
         num_tokens = len(order.token_ids) // 4
         num_blocks = self.worker.blocks_for(num_tokens)
-        order.stream_id = stream_id = self._attach(leg, num_tokens, num_blocks)
+        order.stream_id = stream_id = self._attach(leg, num_tokens, num_blocks, num_cached)
         self._post(wire.PrefillCommand(start=order))
         return stream_id
 
-    def reserve(self, leg: LegEvents, order: wire.Reserve) -> StreamId:
+    def reserve(self, leg: LegEvents, order: wire.Reserve, *, num_cached: int = 0) -> StreamId:
         """Ask for room under a new stream id; events come likewise. If the order names this very
         worker as its prefill worker (it is colocated), it computes the prompt, too."""
         num_tokens = len(order.token_ids) // 4
         num_prompt = num_tokens if leg.leg is Leg.WHOLE else 0
         num_blocks = self.worker.blocks_for(num_tokens + 1)
-        order.stream_id = stream_id = self._attach(leg, num_prompt, num_blocks)
+        order.stream_id = stream_id = self._attach(leg, num_prompt, num_blocks, num_cached)
         self._post(wire.DecodeCommand(reserve=order))
         return stream_id
 
@@ -141,12 +143,22 @@ class WorkerSession:
         else:
             self._post(wire.DecodeCommand(cancel=wire.CancelDecode(stream_id=stream_id)))
 
-    def _attach(self, leg: LegEvents, num_tokens: int, num_blocks: int) -> StreamId:
+    def _attach(
+        self, leg: LegEvents, num_tokens: int, num_blocks: int, num_cached: int
+    ) -> StreamId:
         """Open a leg, which counts as the worker's load until its report has seen it."""
         stream_id = StreamId(self._next_stream_id)
         self._next_stream_id += 1
         self._legs[stream_id] = leg
-        self.worker.sent(self._role, stream_id, num_tokens=num_tokens, num_blocks=num_blocks)
+        now = asyncio.get_running_loop().time()
+        self.worker.sent(
+            self._role,
+            stream_id,
+            num_tokens=num_tokens,
+            num_blocks=num_blocks,
+            now=now,
+            num_cached=num_cached,
+        )
         return stream_id
 
     def _close(self, stream_id: StreamId) -> LegEvents | None:

@@ -2,24 +2,27 @@
 worker has left.
 
 The gateway is the registry; there is nothing else to run. A worker says what it is, then how it
-is; the gateway answers with whom prefill may push to. Addresses come from here alone, never from a
+is; the gateway answers with whom it is to pair up. Addresses come from here alone, never from a
 request.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from typing import Any
 
-from services.gateway.core.worker import JoinedModel, Role, Worker, WorkerStatus
+from services.gateway.core.worker import PLACES, JoinedModel, Role, Worker, WorkerStatus
 from services.gateway.workers.membership import Membership
 from shared import wire
 from shared.address import is_host
 from shared.errors import IncompatiblePeer, Overloaded, RemoteProtocolError, ShuttingDown
 from shared.ids import Incarnation, StreamId
 from shared.messages import codec
-from shared.messages.columns import unpack_u64
+from shared.messages.columns import unpack_f32, unpack_u64
+from shared.messages.kv_codec import kv_from_wire
+from shared.predict.step_time import NO_FIT, StepFit
 from shared.rpc.methods import REGISTRY_JOIN
 from shared.rpc.service import FIRST_MESSAGE_S, ServerStream, Servicer, bind
 from shared.runtime.groups import plain_errors
@@ -27,7 +30,7 @@ from shared.runtime.groups import plain_errors
 _ROLES = {wire.Role.PREFILL: Role.PREFILL, wire.Role.DECODE: Role.DECODE}
 _WIRE_ROLES = {role: name for name, role in _ROLES.items()}
 
-MAX_WORKERS = 1024
+MAX_WORKERS = PLACES
 """Workers of one gateway; each costs it a connection and two tasks."""
 
 NO_REPORT_S = 6.0
@@ -42,8 +45,8 @@ class Registry:
     def __init__(self, members: Membership, incarnation: Incarnation, version: str) -> None:
         self._members = members
         self._closing = asyncio.Event()
-        self._peers: tuple[Worker, ...] | None = None
-        self._peer_list = wire.GatewayDirective()
+        self._peers: tuple[Worker, ...] = ()
+        self._peer_list = _peer_list(())
         self._hello = wire.Hello(
             protocol_version=codec.PROTOCOL_VERSION,
             role=wire.Role.GATEWAY,
@@ -80,13 +83,13 @@ class Registry:
             with plain_errors():
                 async with asyncio.TaskGroup() as tasks:
                     teller = tasks.create_task(self._tell(stream, worker))
-                    reason = await self._read(stream, worker.incarnation)
+                    reason = await self._read(stream, worker)
                     teller.cancel()
         finally:
             self._members.leave(worker, reason)
 
-    async def _read(self, stream: JoinStream, incarnation: Incarnation) -> str:
-        reader = _StatusReader()
+    async def _read(self, stream: JoinStream, worker: Worker) -> str:
+        reader, incarnation = _StatusReader(), worker.incarnation
         while True:
             try:
                 async with asyncio.timeout(NO_REPORT_S):
@@ -97,39 +100,47 @@ class Registry:
                 return "it left"
             if report.status is not None:
                 self._members.update(incarnation, reader.read(report.status))
+                if report.status.kv is not None:
+                    self._members.told_prefixes(worker, kv_from_wire(report.status.kv))
 
     async def _tell(self, stream: JoinStream, worker: Worker) -> None:
-        """Tell a worker that pushes whom it may push to, and one that may move where to, at each
+        """Tell a worker its standing partners, one more that is needed, and where to move, at each
         change, until this gateway stops."""
-        pushes = Role.PREFILL in worker.serves
-        told: tuple[Worker, ...] | None = None
+        told: tuple[Worker, ...] = ()
         while not self._closing.is_set():
             changed = self._members.directives.next
-            peers = self._members.decode_workers
-            if pushes and peers is not told:
+            peers = self._members.table.standing_partners(worker)
+            if peers is not told:
                 told = peers
-                await stream.send(self._peers_of(worker))
+                await stream.send(self._list(peers))
+            for peer in self._members.take_pairs(worker.incarnation):
+                await stream.send(wire.GatewayDirective(pair=_peer(peer)))
+            ask = self._members.take_ask(worker.incarnation)
+            if ask is not None:
+                await stream.send(wire.GatewayDirective(kv=wire.AskKv(**ask._asdict())))
             home = self._members.take_home(worker.incarnation)
             if home is not None:
-                order = wire.SetHome(role=_WIRE_ROLES[home.role], epoch=home.epoch)
+                role = _WIRE_ROLES[home.role]
+                order = wire.SetHome(role=role, epoch=home.epoch, order=home.order)
                 await stream.send(wire.GatewayDirective(home=order))
             await changed.wait()
         raise ShuttingDown("this gateway is shutting down", retry_after_s=1.0)
 
-    def _peers_of(self, worker: Worker) -> wire.GatewayDirective:
-        """Return the list of decode workers. It is one message until it changes, for all but those
-        that are in it: nobody is told of itself."""
-        peers = self._members.decode_workers
-        if Role.DECODE in worker.serves:
-            return _peer_list([it for it in peers if it.incarnation != worker.incarnation])
+    def _list(self, peers: tuple[Worker, ...]) -> wire.GatewayDirective:
+        """It is one message for all who get it, until it changes."""
+        if not peers:
+            return _peer_list(())
         if peers is not self._peers:
             self._peers, self._peer_list = peers, _peer_list(peers)
         return self._peer_list
 
 
 def _peer_list(peers: Sequence[Worker]) -> wire.GatewayDirective:
-    listed = [wire.Peer(incarnation=it.incarnation, host=it.host, port=it.port) for it in peers]
-    return wire.GatewayDirective(peers=wire.PeerList(peers=listed))
+    return wire.GatewayDirective(peers=wire.PeerList(peers=[*map(_peer, peers)]))
+
+
+def _peer(worker: Worker) -> wire.Peer:
+    return wire.Peer(incarnation=worker.incarnation, host=worker.host, port=worker.port)
 
 
 def read_announcement(announce: wire.WorkerAnnounce, peer_host: str) -> Worker:
@@ -169,18 +180,39 @@ def read_announcement(announce: wire.WorkerAnnounce, peer_host: str) -> Worker:
     )
 
 
+def _amount(value: float) -> float:
+    """What is no amount is not believed: whoever reports it knows nothing."""
+    return value if 0.0 <= value < math.inf else 0.0
+
+
+def _fit(fit: wire.StepFit | None) -> StepFit:
+    if fit is None:
+        return NO_FIT
+    coefficients = fit.constant_s, fit.token_s, fit.attended_s
+    if not all(0.0 <= value < math.inf for value in coefficients):
+        return NO_FIT
+    return StepFit(*coefficients, fit.num_steps, _amount(fit.error_p50), _amount(fit.error_p90))
+
+
 class _StatusReader:
-    """Reads one worker's reports; who is paired is unpacked only where the column has changed."""
+    """Reads one worker's reports; who is paired, and how fast, is unpacked where it has changed."""
 
     def __init__(self) -> None:
-        self._column = b""
+        self._columns = b"", b""
         self._paired: frozenset[Incarnation] = frozenset()
+        self._speeds: dict[Incarnation, float] = {}
 
     def read(self, status: wire.WorkerStatus) -> WorkerStatus:
         """Return the report as the table keeps it. Raises RemoteProtocolError."""
-        if status.paired != self._column:
-            paired = unpack_u64(status.paired, name="paired")
-            self._column, self._paired = status.paired, frozenset(map(Incarnation, paired))
+        columns = status.paired, status.pair_speeds
+        if columns != self._columns:
+            paired = [*map(Incarnation, unpack_u64(status.paired, name="paired"))]
+            num_speeds = len(paired) if status.pair_speeds else 0
+            speeds = unpack_f32(status.pair_speeds, count=num_speeds, name="pair_speeds")
+            self._speeds = dict(zip(paired, map(_amount, speeds), strict=False))
+            if status.paired != self._columns[0]:
+                self._paired = frozenset(paired)
+            self._columns = columns
         return WorkerStatus(
             pending_tokens=status.pending_tokens,
             num_waiting=status.num_waiting,
@@ -195,6 +227,13 @@ class _StatusReader:
             num_answers=status.num_answers,
             home=_ROLES.get(status.home),
             home_epoch=status.home_epoch,
+            home_order=status.home_order,
+            queue_s=_amount(status.queue_s),
+            step_tokens=status.step_tokens,
+            prompt_steps=_fit(status.prompt_steps),
+            answer_steps=_fit(status.answer_steps),
+            speeds=self._speeds,
+            egress_bytes=status.egress_bytes,
             seen={
                 Role.PREFILL: StreamId(status.seen_prefill_id),
                 Role.DECODE: StreamId(status.seen_decode_id),

@@ -12,17 +12,21 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
+from services.gateway.core.admission import Admission
 from services.gateway.core.dispatcher import BlamePair, Dispatcher, Effect, LookForPair, Send
 from services.gateway.core.lifecycle import CancelLeg, End, Leg, Lifecycle, Reroute
+from services.gateway.core.prefixes import HashedPrompt
+from services.gateway.core.routing import RouteDecision
 from services.gateway.core.worker import Role, Worker
 from services.gateway.mesh import GenerationRequest, Tokens
 from services.gateway.workers.delivery import Delivery
 from services.gateway.workers.membership import Membership
 from services.gateway.workers.peers import WorkerSession
-from services.gateway.workers.timeline import Timeline, Transfer
+from services.gateway.workers.timeline import FetchedPrefix, Timeline, Transfer
 from shared import wire
 from shared.errors import MeshError
 from shared.ids import Incarnation, StreamId
+from shared.kv.prefix_hash import UNIT
 from shared.messages import codec
 from shared.messages.columns import pack_u32
 from shared.request import AnswerToken, FinishReason
@@ -30,6 +34,10 @@ from shared.request import AnswerToken, FinishReason
 HELD_TOKENS = 64
 """So many tokens are handed on at once where nobody reads a part of an answer: waking a task costs
 several tokens' text, and the text of more would hold the loop."""
+
+
+LEAST_FETCH_S = 0.1
+"""What every fetch may take: predictions of short ones are not worth much."""
 
 
 class _LegShell:
@@ -54,11 +62,16 @@ class _LegShell:
 
     def token(self, token: AnswerToken) -> None:
         request = self._request
+        if request.asks_again and not token.finish_reason and request.is_refused_now():
+            return
         request.apply(request.lifecycle.token_arrived(self._attempt, self.leg, token))
 
     def prefilled(self, event: wire.PrefillToken) -> None:
         self._request.timeline.prefilled(
-            queue_s=event.queue_s, compute_s=event.compute_s, cached_tokens=event.cached_tokens
+            queue_s=event.queue_s,
+            compute_s=event.compute_s,
+            cached_tokens=event.cached_tokens,
+            fetched=FetchedPrefix(event.fetched_tokens, event.fetch_s, event.fetched_bytes),
         )
 
     def pushed(self, event: wire.PrefillDone) -> None:
@@ -84,7 +97,10 @@ class _LegShell:
 
 
 class RequestShell:
-    """One running answer (the ``Generation`` of ``mesh.py``), from ``dispatch`` to ``leave``."""
+    """One running answer (the ``Generation`` of ``mesh.py``), from ``dispatch`` to ``leave``.
+
+    asks_again: admission is asked once more when the first token is there.
+    """
 
     def __init__(
         self,
@@ -92,10 +108,13 @@ class RequestShell:
         membership: Membership,
         timeline: Timeline,
         delivery: Delivery,
+        admission: Admission,
         *,
+        asks_again: bool = False,
         max_attempts: int,
         pair_wait_s: float,
         failover_wait_s: float,
+        prompt: HashedPrompt | None = None,
     ) -> None:
         self.lifecycle = Lifecycle(request.token_ids, request.sampling, max_attempts=max_attempts)
         self.timeline = timeline
@@ -106,8 +125,11 @@ class RequestShell:
             deadline_at=request.deadline_at,
             pair_wait_s=pair_wait_s,
             failover_wait_s=failover_wait_s,
+            prompt=prompt,
         )
         self._delivery = delivery
+        self._admission = admission
+        self.asks_again = asks_again
         self._pending: list[AnswerToken] = []  # have arrived, and not been handed on
         self._num_new = 0  # of them since the last delivery
         self._take: Callable[[Tokens], bool] | None = None
@@ -178,6 +200,9 @@ class RequestShell:
         self.is_due = False
         num_new, self._num_new = self._num_new, 0
         told = self.timeline.emitted(now, num_new)
+        self._admission.emitted(
+            self._request.request_id, num_new, now, cached_tokens=self.timeline.cached_tokens
+        )
         pending, take = self._pending, self._take
         if pending and take is not None:
             try:
@@ -205,6 +230,18 @@ class RequestShell:
 
     def receipt(self) -> dict[str, Any]:
         return self.timeline.receipt().as_dict()
+
+    def is_refused_now(self) -> bool:
+        """Ask admission once more, now that the prompt is computed; whether that was the end."""
+        self.asks_again = False
+        leg = self._legs.get(Leg.DECODE) or self._legs.get(Leg.WHOLE)
+        if leg is None:
+            return False
+        now = asyncio.get_running_loop().time()
+        refusals = self._admission.prompt_computed(self._request.request_id, leg.worker, now)
+        for refusal in refusals:
+            self.fail(refusal.error)
+        return bool(refusals)
 
     # --- dispatch -------------------------------------------------------------------------------
 
@@ -249,18 +286,27 @@ class RequestShell:
             "trace_context": self.timeline.dispatched(decision, has_decode=has_decode),
             "lease_token": self._membership.new_lease_token(),
         }
+        prefix = _prefix_of(decision, len(send.token_ids))
         self._legs = {}
         if Leg.PREFILL in legs:
             leg = self._leg(Leg.PREFILL, attempt, decision.prefill)
             decode = legs.get(Leg.DECODE, Incarnation(0))
-            start = wire.StartPrefill(**order, decode_incarnation=decode)
-            leg.stream_id = leg.session.start_prefill(leg, start)
+            start = wire.StartPrefill(**order, decode_incarnation=decode, prefix=prefix)
+            leg.stream_id = leg.session.start_prefill(leg, start, num_cached=decision.num_cached)
         if Leg.DECODE in legs or Leg.WHOLE in legs:
             kind = Leg.WHOLE if decision.is_colocated else Leg.DECODE
             leg = self._leg(kind, attempt, decision.decode)
             prefill, wait_s = decision.prefill, send.wait_s
-            reserve = wire.Reserve(**order, prefill_incarnation=prefill, wait_s=wait_s)
-            leg.stream_id = leg.session.reserve(leg, reserve)
+            reserve = wire.Reserve(
+                **order,
+                prefill_incarnation=prefill,
+                wait_s=wait_s,
+                prefix=prefix if kind is Leg.WHOLE else None,
+            )
+            leg.stream_id = leg.session.reserve(leg, reserve, num_cached=decision.num_cached)
+            first = self._legs.get(Leg.PREFILL, leg).worker
+            now = asyncio.get_running_loop().time()
+            self._admission.dispatched(self._request.request_id, first, leg.worker, now)
 
     def _leg(self, leg: Leg, attempt: int, worker: Incarnation) -> _LegShell:
         """Return a leg of a new attempt."""
@@ -322,3 +368,18 @@ class RequestShell:
             self._deadline.cancel()
         self._legs = {}
         self._take = None
+
+
+def _prefix_of(decision: RouteDecision, num_tokens: int) -> wire.PrefixSource | None:
+    """What the prompt's worker is to fetch first. While it waits for its turn it may wait for the
+    prefix, too; beyond that for twice as long as was predicted. num_tokens: of the prompt. The
+    source has as many as is known of it, and perhaps some of the next granule."""
+    fetch, expected = decision.fetch, decision.prediction
+    if fetch is None:
+        return None
+    queue_s = 0.0 if expected is None else expected.queue_s + expected.own_s
+    return wire.PrefixSource(
+        incarnation=fetch.source,
+        num_tokens=min(fetch.num_tokens + UNIT, num_tokens),
+        wait_s=max(queue_s, 2 * fetch.seconds) + LEAST_FETCH_S,
+    )

@@ -9,19 +9,16 @@ the phases of TTFT are those of the attempt that brought the first token.
 from __future__ import annotations
 
 import asyncio
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-import structlog
-
+from services.gateway.core.decision_record import record_of
 from services.gateway.core.routing import RouteDecision
 from shared.errors import MeshError
-from shared.log import is_debugging, is_informing
+from shared.log import is_debugging
 from shared.request import FinishReason
 from shared.telemetry.lifetime import Marks, Receipt, receipt_of
 from shared.telemetry.moments import Moment, note
 from shared.telemetry.tracing import CANCELLED, NO_SPAN, SpanKind, TraceSpan
-
-_log = structlog.get_logger(__name__)
 
 
 class Transfer(NamedTuple):
@@ -32,6 +29,14 @@ class Transfer(NamedTuple):
     exposed_s: float = 0.0
     lane: str = ""
     mode: str = ""
+
+
+class FetchedPrefix(NamedTuple):
+    """Of a prompt's tokens, those that another worker's cache sent."""
+
+    num_tokens: int = 0
+    seconds: float = 0.0
+    num_bytes: int = 0
 
 
 NO_TRANSFER = Transfer()
@@ -90,12 +95,15 @@ class Timeline:
         self._errors: list[str] = []
         self._is_abandoned = False
         self._decision: RouteDecision | None = None
+        self._predicted_ttft_s: float | None = None
+        self._decisions: list[tuple[float, RouteDecision]] = []
         self._has_decode = False
         self._transfer = NO_TRANSFER
         self._is_transfer_told = True
         self._decode_cached_tokens = 0
         self._reserve_wait_s = 0.0
         self._prefill_s = 0.0, 0.0  # in its queue, and computing
+        self._fetched = FetchedPrefix()
         self._arrived_at = arrived_at
         self._admitted_at: float | None = None
         self._dispatched_at: float | None = None
@@ -103,6 +111,7 @@ class Timeline:
         self._second_token_at: float | None = None
         self._last_token_at: float | None = None
         self._ended_at: float | None = None
+        self._receipt: Receipt | None = None
         self._waiting_since = arrived_at
         self._prefilled_at = arrived_at
 
@@ -132,18 +141,17 @@ class Timeline:
             self._dispatched_at = now
         if self.first_token_at is None:
             self._last_dispatched_at = now
+            expected = decision.prediction
+            self._predicted_ttft_s = expected and now - self._arrived_at + expected.ttft_s
         self._decision, self._has_decode = decision, has_decode
+        self._decisions.append((now, decision))
         self._transfer = _COLOCATED if decision.is_colocated else NO_TRANSFER
         self._is_transfer_told = True
-        if is_informing():
-            _log.info(
-                Moment.ROUTED.value,
-                request_id=self._request_id.hex(),
-                at_s=now,
-                attempt=self._attempts - 1,
-                decision=decision.as_dict(),
-            )
-            note(Moment.DISPATCHED, self._request_id, attempt=self._attempts - 1)
+        if is_debugging():
+            attempt = self._attempts - 1
+            record = decision.as_dict()
+            note(Moment.ROUTED, self._request_id, at_s=now, attempt=attempt, decision=record)
+            note(Moment.DISPATCHED, self._request_id, attempt=attempt)
         if not self._span.is_recording:
             return ""
         self._span.phase("route", self._waiting_since, {"pdmesh.policy": decision.policy})
@@ -172,12 +180,20 @@ class Timeline:
         """After an attempt that failed so, another follows."""
         self._errors.append(error.type)
 
-    def prefilled(self, *, queue_s: float, compute_s: float, cached_tokens: int) -> None:
+    def prefilled(
+        self,
+        *,
+        queue_s: float,
+        compute_s: float,
+        cached_tokens: int,
+        fetched: FetchedPrefix | None = None,
+    ) -> None:
         """Prefill's own times, with an attempt's first token."""
         self._prefilled_at = _now()
         if self.first_token_at is None:
             self._prefill_s = queue_s, compute_s
             self.cached_tokens = cached_tokens
+            self._fetched = fetched or FetchedPrefix()
 
     def granted(self, *, cached_tokens: int, wait_s: float) -> None:
         """Decode has room."""
@@ -253,14 +269,30 @@ class Timeline:
         self._attempt.end(error=reason)
         if not self._is_transfer_told:
             self._tell_transfer()
-        receipt = self.receipt()
+        receipt = self._receipt = self.receipt()
         for watcher in self._watchers:
             watcher.ended(now, receipt, reason)
 
+    def explanation(self) -> dict[str, Any]:
+        """Return why each attempt went where it went, and the receipt as of now; JSON-ready."""
+        return {
+            "request_id": self._request_id.hex(),
+            "ended": self._ended_at is not None,
+            "decisions": [
+                record_of(decision, attempt=attempt, at_s=at)
+                for attempt, (at, decision) in enumerate(self._decisions)
+                if decision.seen is not None
+            ],
+            "receipt": self.receipt().as_dict(),
+        }
+
     def receipt(self) -> Receipt:
-        """Return the receipt as of now; complete after ``ended``."""
+        """Return the receipt as of now; complete after ``ended``, and then the same for all."""
+        if self._receipt is not None:
+            return self._receipt
         num_bytes, transfer_s, exposed_s, lane, mode = self._transfer
         prefill, decode = self._workers
+        fetch = None if self._decision is None else self._decision.fetch
         return receipt_of(
             Marks(
                 self._arrived_at,
@@ -277,11 +309,16 @@ class Timeline:
             attempts=self._attempts,
             cached_tokens=self.cached_tokens,
             errors=tuple(self._errors),
+            predicted_ttft_s=self._predicted_ttft_s,
             prompt_tokens=self._prompt_tokens,
             prefill=prefill,
             decode=decode,
             prefill_pool="" if self._decision is None else self._decision.prefill_pool,
             decode_pool="" if self._decision is None or not decode else self._decision.decode_pool,
+            fetched_tokens=self._fetched.num_tokens,
+            fetched_bytes=self._fetched.num_bytes,
+            fetch_s=self._fetched.seconds,
+            fetched_from="" if fetch is None else f"{fetch.source:016x}",
             decode_cached_tokens=self._decode_cached_tokens,
             reserve_wait_s=self._reserve_wait_s,
             transfer_bytes=num_bytes,

@@ -1,7 +1,7 @@
 """The forward pass by the native kernels: weights packed at load, one call a step.
 
-Same function as ``torch_forward`` in bfloat16, and results are the same bits for any batch size,
-chunking and number of threads (kernels.cpp says why), which torch's are not.
+Same function as ``torch_forward`` in bfloat16 and float32, and results are the same bits for any
+batch size, chunking, number of threads and CPU (kernels.cpp says why), which torch's are not.
 """
 
 from __future__ import annotations
@@ -22,31 +22,38 @@ from shared.engine.layers import RotaryEmbedding
 from shared.engine.models.decoder import DecoderNames, expected_shapes
 from shared.engine.native import library
 from shared.engine.native.build import Unavailable
-from shared.engine.paged_kv import PagedKv
+from shared.engine.paged_kv import TORCH_DTYPES, PagedKv
 from shared.engine.weights import Checkpoint
 from shared.errors import LocalProtocolError
 from shared.step import StepRow
 
 _Jobs: TypeAlias = list[tuple[str, library.PackJob]]
 
+_AS_STORED = {"BF16": torch.bfloat16, "F32": torch.float32}
+"""Numbers that lie in a file as they are packed, by safetensors' names."""
+
 _FIRST_ANGLES = 4096
 """Positions whose rotary angles are computed at load; more when a sequence gets there."""
 
 
-def unsupported(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
-    """Why the kernels cannot run this model here; '' if they can. May compile them (seconds)."""
+def unsupported(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, instructions: str = ""
+) -> str:
+    """Why the kernels cannot run this model here; '' if they can. May compile them (seconds).
+    instructions: see ``library.load``."""
     if device.type != "cpu":
         return f"they are for CPUs, not for {device.type}"
-    if dtype != torch.bfloat16:
-        return f"they compute bfloat16, not {str(dtype).removeprefix('torch.')}"
+    if dtype not in (torch.bfloat16, torch.float32):
+        known = "bfloat16 and float32"
+        return f"they compute {known}, not {str(dtype).removeprefix('torch.')}"
     try:
-        kernels = library.load()
+        kernels = library.load(dtype, instructions)
     except Unavailable as error:
         return str(error)
     if config.head_dim > kernels.max_head_dim or config.group_size > kernels.max_group:
         return f"head_dim {config.head_dim} or {config.group_size} heads a group are too many"
     sizes = (config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
-    if any(size % 2 for size in sizes):
+    if dtype == torch.bfloat16 and any(size % 2 for size in sizes):
         return "a matrix has an odd number of columns"
     return ""
 
@@ -55,25 +62,38 @@ class NativeForward:
     """A packed model with its pool. See ``forward.Forward``."""
 
     def __init__(
-        self, config: ModelConfig, checkpoint: Checkpoint, kv: PagedKv, *, max_model_len: int
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        kv: PagedKv,
+        *,
+        max_model_len: int,
+        instructions: str = "",
     ) -> None:
-        """Pack the weights, straight from the files.
+        """Pack the weights, straight from the files. instructions: see ``library.load``.
 
         Raises ModelError: the checkpoint does not fit the config.
         """
-        self._library = library.load()
+        self._dtype = TORCH_DTYPES[kv.layout.dtype]
+        self._library = library.load(self._dtype, instructions)
         self._config = config
         self._kv = kv
         self._max_model_len = max_model_len
         self._tensors: list[torch.Tensor] = []
         self._model = self._pack(checkpoint)
-        self._angles = _Angles(config)
+        self._angles = _Angles(config, self._dtype)
         per_token = config.hidden_size + config.intermediate_size
         per_token += (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        self._scratch = _Scratch(per_token)
-        self._x, self._normed = _Scratch(config.hidden_size), _Scratch(config.hidden_size)
+        self._scratch = _Scratch(per_token, self._dtype)
+        self._x = _Scratch(config.hidden_size, self._dtype)
+        self._normed = _Scratch(config.hidden_size, self._dtype)
         self._logits = torch.empty(0, config.vocab_size)
         self._best = array("q")
+
+    @property
+    def instructions(self) -> str:
+        """What the CPU is asked for: see ``build.INSTRUCTIONS``."""
+        return self._library.instructions
 
     @property
     def weights(self) -> Iterable[torch.Tensor]:
@@ -181,7 +201,7 @@ class NativeForward:
 
         def tensor(name: str) -> torch.Tensor:
             stored = checkpoint.get(name)
-            return stored.to(torch.bfloat16).contiguous()
+            return stored.to(self._dtype).contiguous()
 
         def kept(name: str) -> int:
             self._tensors.append(tensor(name))
@@ -249,9 +269,9 @@ class NativeForward:
         k = checkpoint.tensors[matrices[0]].shape[1]
         rows = sum(counts)
         num_panels = -(-counts[0] // (panel // 2)) if is_gated else -(-rows // panel)
-        panels = huge_pages.tensor((num_panels * panel * k,), torch.bfloat16)
+        panels = huge_pages.tensor((num_panels * panel * k,), self._dtype)
         address = panels.data_ptr()
-        bias = torch.zeros(num_panels * panel, dtype=torch.bfloat16) if biases else None
+        bias = torch.zeros(num_panels * panel, dtype=self._dtype) if biases else None
         first = 0
         for part, name in enumerate(matrices):
             if is_gated:
@@ -259,7 +279,7 @@ class NativeForward:
                 job = library.PackJob(panels=address, width=half, offset=part * half)
                 if bias is not None:
                     halves = bias.view(num_panels, 2, half)[:, part]
-                    flat = torch.zeros(num_panels * half, dtype=torch.bfloat16)
+                    flat = torch.zeros(num_panels * half, dtype=self._dtype)
                     flat[: len(biases[part])] = biases[part]
                     halves.copy_(flat.view(num_panels, half))
             else:
@@ -282,11 +302,11 @@ class NativeForward:
         """Have one matrix packed: with all others from the files, or now if it has to be
         converted."""
         job.rows, job.k = checkpoint.tensors[name].shape
-        if checkpoint.tensors[name].dtype == "BF16":
+        if _AS_STORED.get(checkpoint.tensors[name].dtype) == self._dtype:
             job.file, job.position = checkpoint.place(name)
             jobs.append((name, job))
             return
-        matrix = checkpoint.get(name).to(torch.bfloat16).contiguous()
+        matrix = checkpoint.get(name).to(self._dtype).contiguous()
         job.matrix = matrix.data_ptr()
         self._library.pack([job])
 
@@ -298,9 +318,10 @@ class NativeForward:
 
 
 class _Angles:
-    """Rotary cos and sin of positions, bfloat16 ``[positions, head_dim]``, grown by doubling."""
+    """Rotary cos and sin of positions, ``[positions, head_dim]``, grown by doubling."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        self._dtype = dtype
         self._rotary = RotaryEmbedding(config.rope, config.head_dim, torch.device("cpu"))
         self._compute(min(_FIRST_ANGLES, config.longest_len))
 
@@ -311,17 +332,18 @@ class _Angles:
         return self._addresses
 
     def _compute(self, count: int) -> None:
-        cos, sin = self._rotary.cos_sin(torch.arange(count), torch.bfloat16)
+        cos, sin = self._rotary.cos_sin(torch.arange(count), self._dtype)
         self._tables = cos[:, 0].contiguous(), sin[:, 0].contiguous()
         self._addresses = self._tables[0].data_ptr(), self._tables[1].data_ptr()
         self._count = count
 
 
 class _Scratch:
-    """Rows of bfloat16 that are the same memory in every step."""
+    """Rows of numbers that are the same memory in every step."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
         self._width = width
+        self._dtype = dtype
         self._count = 0
         self.address(64)
 
@@ -333,7 +355,7 @@ class _Scratch:
     def address(self, count: int) -> int:
         """Return where ``rows`` would lie."""
         if count > self._count:
-            self._memory = huge_pages.tensor((count * self._width,), torch.bfloat16)
+            self._memory = huge_pages.tensor((count * self._width,), self._dtype)
             self._count = count
             self._address = self._memory.data_ptr()
         return self._address

@@ -1,20 +1,22 @@
-// The decoder's arithmetic in bfloat16 on CPUs with AVX-512 BF16: one step of a model, fused.
+// The decoder's arithmetic on x86-64 CPUs, in bfloat16 or float32: one step of a model, fused.
 //
 // Same function as models/decoder.py with attention/sdpa.py, rounded where transformers rounds. Why it
 // is fast, and what it promises:
 //
-// * Weights lie in panels of 64 columns, pairs of k side by side, as VDPBF16PS wants them. A tile of up
-//   to 6 tokens x 64 columns stays in 24 registers; a panel is read once from memory and then from L2,
-//   so a decode step moves each weight once, and prefill runs at the multipliers' speed.
-// * Every output element is one chain of multiply-adds over k in ascending order, whatever the batch;
+// * Weights lie in panels of 64 columns, word by word of k (a pair of bfloat16, as VDPBF16PS wants them). A tile
+//   of up to 6 tokens x 64 columns stays in registers; a panel is read once from memory and then from L2, so
+//   a decode step moves each weight once, and prefill runs at the multipliers' speed.
+// * Every output element is one chain of multiply-adds over k in one order, whatever the batch;
 //   attention walks key tiles of 64 at absolute positions, whatever the chunk. So results are the same
 //   bits for any batch size, chunking, number of threads and place in the batch.
+// * They are the same bits on every CPU, too. VDPBF16PS multiplies pairs of bfloat16 and adds the odd product, then
+//   the even one, flushing what is too small; where a CPU lacks it, numbers are widened and the same is added in the same
+//   order (a product of two bfloat16 is exact in float32).
 // * Norms, rotary embedding, SiLU and residuals happen on the way; no temporary leaves the caches.
 //
 // Bindings and docstrings: library.py. Layout of weights: `PackJob`. Nothing here keeps state or
 // knows Python, and nothing but `pd_pack` allocates or reads a file.
 
-#include <immintrin.h>
 #include <omp.h>
 #include <unistd.h>
 
@@ -24,17 +26,26 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
+
+#include "lanes.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace {
 
-using bf16 = std::uint16_t;
+// What multiply-adds take: pairs of bfloat16 where the CPU multiplies those, else float32.
+#if defined(__AVX512BF16__) && !defined(PD_FLOAT32)
+using Operand = bf16;
+#else
+using Operand = float;
+#endif
 
 constexpr int kPanel = 64;      // columns of a weight panel = keys of an attention tile
 constexpr int kTile = 6;        // tokens of a register tile
-constexpr int kLine = 32;       // numbers of a cache line
+constexpr int kLine = 64 / sizeof(Num);  // numbers of a cache line
+constexpr int kLinesAWord = 4;  // lines that a word of each column of a panel fills
 constexpr int kLinesAhead = 2;  // lines of the next panel a tile asks for beside four that it reads
 constexpr int kMaxRows = 192;   // query rows (tokens x heads of a group) that share one walk over keys
 constexpr int kMaxHeadDim = 256;
@@ -46,8 +57,8 @@ constexpr int kEndsTooSoon = -1;
 // --- what Python hands over; mirrored in library.py --------------------------------------------------
 
 struct Linear {
-  const bf16* panels;  // [ceil(n / 64)][k / 2][64][2]
-  const bf16* bias;    // [n] or null
+  const Num* panels;  // [ceil(n / 64)][k / word][64][word], a word = 2 bfloat16 or 1 float32
+  const Num* bias;    // [n] or null
   std::int64_t n, k;
 };
 
@@ -56,23 +67,23 @@ struct Linear {
 // is an error and no signal. Row r becomes column `offset + c % width` of panel `c / width`, where c = first + r:
 // width 64 for a plain matrix, 32 for gate (offset 0) and up (32). error: 0, an errno, or kEndsTooSoon.
 struct PackJob {
-  const bf16* matrix;
+  const Num* matrix;
   std::int64_t file, position, rows, k;
-  bf16* panels;
+  Num* panels;
   std::int64_t first, width, offset, error;
 };
 
 struct Layer {
-  const bf16 *input_norm, *q_norm, *k_norm, *mlp_norm;  // q_norm, k_norm: null if the model has none
+  const Num *input_norm, *q_norm, *k_norm, *mlp_norm;  // q_norm, k_norm: null if the model has none
   Linear qkv, out, gate_up, down;  // gate_up: panels of 32 gate columns, then the same 32 of up
-  bf16 *keys, *values;             // pools [slots][kv_heads][head_dim]
+  Num *keys, *values;             // pools [slots][kv_heads][head_dim]
   std::int64_t window;             // positions a token sees, itself included; 0 = all earlier ones
 };
 
 struct Model {
   std::int64_t hidden, mlp, heads, kv_heads, head_dim, vocab, num_layers, block_size, num_blocks, threads;
   double eps, scale;
-  const bf16 *embedding, *norm;
+  const Num *embedding, *norm;
   Linear head;
   const Layer* layers;
 };
@@ -84,82 +95,40 @@ struct Batch {
   const std::int32_t* starts;     // [num_rows]: position of that token in its sequence
   const std::int32_t* tables;     // block tables of all rows, one after the other
   const std::int32_t* table_at;   // [num_rows + 1]: where each row's begins
-  const bf16 *cos, *sin;          // [positions][head_dim]
-  bf16* x;                        // [num_tokens][hidden]: the residual stream
-  bf16* scratch;                  // [num_tokens][hidden + qkv + heads * head_dim + mlp]
+  const Num *cos, *sin;          // [positions][head_dim]
+  Num* x;                        // [num_tokens][hidden]: the residual stream
+  Num* scratch;                  // [num_tokens][hidden + qkv + heads * head_dim + mlp]
 };
 
 struct Head {
   std::int64_t count;  // hidden states whose logits are wanted
-  bf16* normed;        // [count][hidden]: scratch
+  Num* normed;        // [count][hidden]: scratch
   float* logits;       // [count][vocab]
   std::int64_t* best;  // [count]: the first most likely token of each
 };
 
-// --- numbers -----------------------------------------------------------------------------------------
-
-inline float widen(bf16 v) {
-  std::uint32_t bits = std::uint32_t(v) << 16;
-  float out;
-  std::memcpy(&out, &bits, 4);
-  return out;
-}
-
-inline __m512 widen(__m256i v) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16));
-}
-
-inline __m256i narrow(__m512 v) { return (__m256i)_mm512_cvtneps_pbh(v); }
-
-// Round to bfloat16 and back: where transformers keeps a tensor between two operations.
-inline __m512 rounded(__m512 v) { return widen(narrow(v)); }
-
-inline __m512 load16(const bf16* p) { return widen(_mm256_loadu_si256((const __m256i*)p)); }
-inline __m512 load16(const bf16* p, __mmask16 m) { return widen(_mm256_maskz_loadu_epi16(m, p)); }
-inline void store16(bf16* p, __m512 v) { _mm256_storeu_si256((__m256i*)p, narrow(v)); }
-inline void store16(bf16* p, __m512 v, __mmask16 m) { _mm256_mask_storeu_epi16(p, m, narrow(v)); }
-
-inline __mmask16 mask_of(std::int64_t count) {
-  return count >= 16 ? 0xffff : count <= 0 ? 0 : __mmask16((1u << count) - 1);
-}
-
 // Bring a line into L2. Not _mm_prefetch: GCC drops a loop that does nothing else.
 inline void fetch(const void* p) { asm volatile("prefetcht1 %0" ::"m"(*(const char*)p)); }
 
-// exp to about 1 unit in the last place; exactly 0 far below, infinite far above.
-inline __m512 exp16(__m512 x) {
-  x = _mm512_max_ps(_mm512_set1_ps(-200.f), _mm512_min_ps(_mm512_set1_ps(200.f), x));
-  __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
-  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
-  p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.f)));
-  return _mm512_scalef_ps(p, n);
-}
-
 // --- the register tile -------------------------------------------------------------------------------
 
-// acc[M][64 columns] += a[M][2 * pairs] . panel, pairs in ascending order; meanwhile `lines` lines a
-// pair are asked for from `ahead` on. The panel itself is read in order, which the CPU foresees better
+// acc[M][64 columns] += a[M][words] . panel, words in ascending order; meanwhile `lines` lines a
+// word are asked for from `ahead` on. The panel itself is read in order, which the CPU foresees better
 // than requests for it can say (bench/engine).
+#if defined(__AVX512BF16__) && !defined(PD_FLOAT32)
 template <int M, int lines = 0>
 inline __attribute__((always_inline)) void multiply(
-    __m512 (&acc)[M][4], const bf16* a, std::int64_t stride, const bf16* panel, std::int64_t pairs,
-    const bf16* ahead = nullptr) {
-  for (std::int64_t k = 0; k < pairs; ++k) {
-    const bf16* w = panel + k * 2 * kPanel;
+    Lanes (&acc)[M][4], const Operand* a, std::int64_t stride, const Num* panel, std::int64_t words,
+    const Num* ahead = nullptr) {
+  for (std::int64_t k = 0; k < words; ++k) {
+    const Num* w = panel + k * kPerWord * kPanel;
     for (int i = 0; i < lines; ++i) fetch(ahead + (k * lines + i) * kLine);
     __m512bh w0 = (__m512bh)_mm512_loadu_si512(w), w1 = (__m512bh)_mm512_loadu_si512(w + 32);
     __m512bh w2 = (__m512bh)_mm512_loadu_si512(w + 64), w3 = (__m512bh)_mm512_loadu_si512(w + 96);
 #pragma GCC unroll 6
     for (int m = 0; m < M; ++m) {
       std::int32_t pair;
-      std::memcpy(&pair, a + m * stride + 2 * k, 4);
+      std::memcpy(&pair, a + m * stride + kPerWord * k, 4);
       __m512bh v = (__m512bh)_mm512_set1_epi32(pair);
       acc[m][0] = _mm512_dpbf16_ps(acc[m][0], v, w0);
       acc[m][1] = _mm512_dpbf16_ps(acc[m][1], v, w1);
@@ -168,58 +137,137 @@ inline __attribute__((always_inline)) void multiply(
     }
   }
 }
+#else
+// Sixteen registers hold a part of the tile's columns: then a stretch of k that stays in L1 is walked for each
+// part in turn.
+template <int M, int lines = 0>
+inline __attribute__((always_inline)) void multiply(
+    Lanes (&acc)[M][4], const Operand* a, std::int64_t stride, const Num* panel, std::int64_t words,
+    const Num* ahead = nullptr) {
+  constexpr int kWide = kHas32Registers || M == 1 ? 4 : M == 2 ? 2 : 1;
+  constexpr std::int64_t kNear = kWide == 4 ? 1 << 30 : 64;
+  for (std::int64_t from = 0; from < words; from += kNear) {
+    const std::int64_t upto = std::min(words, from + kNear);
+    for (int part = 0; part < 4; part += kWide) {
+      Lanes sums[M][kWide];
+#pragma GCC unroll 6
+      for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+        for (int j = 0; j < kWide; ++j) sums[m][j] = acc[m][part + j];
+      for (std::int64_t k = from; k < upto; ++k) {
+        const Num* w = panel + (k * kPanel + part * 16) * kPerWord;
+        if (lines && part == 0)
+          for (int i = 0; i < lines; ++i) fetch(ahead + (k * lines + i) * kLine);
+        // A part reads every other or every fourth line, which the CPU does not foresee: all parts together ask
+        // for the next stretch, in order.
+        if (lines == 0 && kWide < 4)
+          for (int i = 0; i < kWide; ++i)
+            fetch(panel + (upto * kLinesAWord + part * kNear + (k - from) * kWide + i) * kLine);
+#pragma GCC unroll 2
+        for (int n = kPerWord - 1; n >= 0; --n) {
+          Lanes weights[kWide];
+#pragma GCC unroll 4
+          for (int j = 0; j < kWide; ++j) weights[j] = numbers(w + j * 16 * kPerWord, n);
+#pragma GCC unroll 6
+          for (int m = 0; m < M; ++m) {
+            const Lanes v = spread(a[m * stride + kPerWord * k + n]);
+#pragma GCC unroll 4
+            for (int j = 0; j < kWide; ++j) sums[m][j] = fma(v, weights[j], sums[m][j]);
+          }
+        }
+      }
+#pragma GCC unroll 6
+      for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+        for (int j = 0; j < kWide; ++j) acc[m][part + j] = sums[m][j];
+    }
+  }
+}
+#endif
 
-// sums = a[M][2 * pairs] . panel. Never inlined: beside an `emit` the compiler keeps constants of that in
+// sums += a[M][words] . panel. Never inlined: beside an `emit` the compiler keeps constants of that in
 // registers and the sums of this loop in memory, which a third of a step's products then wait for.
 template <int M, int lines = 0>
-__attribute__((noinline)) void tile_sums(__m512 (&sums)[M][4], const bf16* a, std::int64_t stride,
-                                         const bf16* panel, std::int64_t pairs,
-                                         const bf16* ahead = nullptr) {
-  __m512 acc[M][4];
+__attribute__((noinline)) void tile_sums(Lanes (*sums)[4], const Operand* a, std::int64_t stride,
+                                         const Num* panel, std::int64_t words,
+                                         const Num* ahead = nullptr) {
+  Lanes acc[M][4];
 #pragma GCC unroll 6
   for (int m = 0; m < M; ++m)
-    for (int j = 0; j < 4; ++j) acc[m][j] = _mm512_setzero_ps();
-  multiply<M, lines>(acc, a, stride, panel, pairs, ahead);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) acc[m][j] = sums[m][j];
+  multiply<M, lines>(acc, a, stride, panel, words, ahead);
 #pragma GCC unroll 6
   for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) sums[m][j] = acc[m][j];
 }
 
-template <int M, class Emit>
-inline void product_tile(const bf16* a, std::int64_t stride, const bf16* panel, std::int64_t pairs,
-                         std::int64_t row, const bf16* ahead, Emit& emit) {
-  __m512 sums[M][4];
-  if (ahead)
-    tile_sums<M, kLinesAhead>(sums, a, stride, panel, pairs, ahead);
-  else
-    tile_sums<M>(sums, a, stride, panel, pairs);
-  for (int m = 0; m < M; ++m) emit(row + m, sums[m]);
+constexpr std::int64_t kDeep = 1024;     // words of k of a panel that L2 (1 MiB) holds twice, beside their rows
+constexpr std::int64_t kRowsPerPiece = 96;
+
+// Up to a tile's rows as `multiply` takes them: widened, where that takes no pairs.
+template <class From>
+const Operand* operands(const From* a, std::int64_t& stride, std::int64_t rows, std::int64_t words) {
+  if constexpr (std::is_same_v<From, Operand>) {
+    return a;
+  } else {
+    static thread_local Operand space[kTile][kDeep * kPerWord];
+    for (std::int64_t row = 0; row < rows; ++row)
+      for (std::int64_t i = 0; i < words * kPerWord; i += 16)
+        store16(space[row] + i, load16(a + row * stride + i, mask_of(words * kPerWord - i)));
+    stride = kDeep * kPerWord;
+    return space[0];
+  }
 }
 
-// emit(row, __m512[4]) for rows [begin, end) of a . panel. Rows are cut into tiles of about equal size.
-// next: the panel that this thread will likely want then, or null. Where two panels fit L2, tiles after
-// the first read this one from there; memory would idle meanwhile, so they bring the next, half of it each
-// until it is there.
+template <int M>
+inline void product_tile(Lanes (*sums)[4], const Num* a, std::int64_t stride, const Num* panel, std::int64_t words,
+                         const Num* ahead) {
+  const Operand* rows = operands(a, stride, M, words);
+  if (ahead)
+    tile_sums<M, kLinesAhead>(sums, rows, stride, panel, words, ahead);
+  else
+    tile_sums<M>(sums, rows, stride, panel, words);
+}
+
+// emit(row, Lanes[4]) for up to 96 rows [begin, end) of a . panel. Rows are cut into tiles of about equal size, k into
+// stretches of which L2 holds a panel's part while all rows pass.
+// next: the panel that this thread will likely want then, or null. Tiles after the first read this one from L2; memory
+// would idle meanwhile, so they bring what comes next, half of it each until it is there.
 template <class Emit>
-void product(const bf16* a, std::int64_t stride, const bf16* panel, std::int64_t pairs,
-             std::int64_t begin, std::int64_t end, const bf16* next, Emit emit) {
-  constexpr std::int64_t kLinesAPair = 2 * kPanel / kLine;
-  const bf16* const next_end = next ? next + pairs * kLinesAPair * kLine : nullptr;
-  std::int64_t left = (end - begin + kTile - 1) / kTile;
-  for (std::int64_t row = begin; row < end; --left) {
-    std::int64_t size = (end - row + left - 1) / left;
-    const bf16* rows = a + row * stride;
-    const bf16* ahead = row > begin && next < next_end ? next : nullptr;
-    switch (size) {
-      case 1: product_tile<1>(rows, stride, panel, pairs, row, ahead, emit); break;
-      case 2: product_tile<2>(rows, stride, panel, pairs, row, ahead, emit); break;
-      case 3: product_tile<3>(rows, stride, panel, pairs, row, ahead, emit); break;
-      case 4: product_tile<4>(rows, stride, panel, pairs, row, ahead, emit); break;
-      case 5: product_tile<5>(rows, stride, panel, pairs, row, ahead, emit); break;
-      default: product_tile<6>(rows, stride, panel, pairs, row, ahead, emit); break;
+void product(const Num* a, std::int64_t stride, const Num* panel, std::int64_t words,
+             std::int64_t begin, std::int64_t end, const Num* next, Emit emit) {
+  static thread_local Lanes all[kRowsPerPiece][4];
+  for (std::int64_t from = 0; from < words; from += kDeep) {
+    const std::int64_t count = std::min(kDeep, words - from);
+    const Num* weights = panel + from * kPerWord * kPanel;
+    const bool is_last = from + count == words;
+    const Num* coming = is_last ? next : weights + count * kPerWord * kPanel;
+    const std::int64_t wanted = std::min(kDeep, is_last ? words : words - from - count);
+    const Num* const coming_end = coming ? coming + wanted * kLinesAWord * kLine : nullptr;
+    std::int64_t left = (end - begin + kTile - 1) / kTile;
+    for (std::int64_t row = begin; row < end; --left) {
+      const std::int64_t size = (end - row + left - 1) / left;
+      const Num* rows = a + row * stride + from * kPerWord;
+      const Num* ahead = row > begin && coming < coming_end ? coming : nullptr;
+      Lanes (*sums)[4] = all + (row - begin);
+      if (from == 0)
+        for (std::int64_t m = 0; m < size; ++m)
+          for (int j = 0; j < 4; ++j) sums[m][j] = zeros();
+      switch (size) {
+        case 1: product_tile<1>(sums, rows, stride, weights, count, ahead); break;
+        case 2: product_tile<2>(sums, rows, stride, weights, count, ahead); break;
+        case 3: product_tile<3>(sums, rows, stride, weights, count, ahead); break;
+        case 4: product_tile<4>(sums, rows, stride, weights, count, ahead); break;
+        case 5: product_tile<5>(sums, rows, stride, weights, count, ahead); break;
+        default: product_tile<6>(sums, rows, stride, weights, count, ahead); break;
+      }
+      if (ahead) coming += count * kLinesAhead * kLine;
+      if (is_last)
+        for (std::int64_t m = 0; m < size; ++m) emit(row + m, sums[m]);
+      row += size;
     }
-    if (ahead) next += pairs * kLinesAhead * kLine;
-    row += size;
   }
 }
 
@@ -248,35 +296,31 @@ struct Team {
   }
 };
 
-constexpr std::int64_t kRowsPerPiece = 96;
-constexpr std::int64_t kDeepest = 2048;  // k up to which two panels fit L2 (1 MiB) beside their rows
-
-// out = a . weights; emit(row, panel, __m512[4]).
+// out = a . weights; emit(row, panel, Lanes[4]).
 template <class Emit>
-void linear(Team& team, const Linear& lin, const bf16* a, std::int64_t num_tokens, Emit emit) {
+void linear(Team& team, const Linear& lin, const Num* a, std::int64_t num_tokens, Emit emit) {
   const std::int64_t panels = (lin.n + kPanel - 1) / kPanel;
   const std::int64_t cuts = (num_tokens + kRowsPerPiece - 1) / kRowsPerPiece;
   team.run(panels * cuts, [&](std::int64_t piece) {
     const std::int64_t panel = piece / cuts, cut = piece % cuts;
     const std::int64_t begin = num_tokens * cut / cuts, end = num_tokens * (cut + 1) / cuts;
-    const bf16* weights = lin.panels + panel * lin.k * kPanel;
-    const auto emit_row = [&](std::int64_t row, __m512(&acc)[4]) { emit(row, panel, acc); };
+    const Num* weights = lin.panels + panel * lin.k * kPanel;
+    const auto emit_row = [&](std::int64_t row, Lanes (&acc)[4]) { emit(row, panel, acc); };
     const std::int64_t then = (piece + team.size) / cuts;  // the panel of this thread's next piece, likely
-    const bool is_wanted = lin.k <= kDeepest && then != panel && then < panels;
-    const bf16* next = is_wanted ? lin.panels + then * lin.k * kPanel : nullptr;
-    product(a, lin.k, weights, lin.k / 2, begin, end, next, emit_row);
+    const Num* next = then != panel && then < panels ? lin.panels + then * lin.k * kPanel : nullptr;
+    product(a, lin.k, weights, lin.k / kPerWord, begin, end, next, emit_row);
   });
 }
 
-inline void add_bias(const Linear& lin, std::int64_t panel, __m512 (&acc)[4]) {
+inline void add_bias(const Linear& lin, std::int64_t panel, Lanes (&acc)[4]) {
   if (!lin.bias) return;
   for (int j = 0; j < 4; ++j) {
     std::int64_t column = panel * kPanel + 16 * j;
-    acc[j] = _mm512_add_ps(acc[j], load16(lin.bias + column, mask_of(lin.n - column)));
+    acc[j] = acc[j] + load16(lin.bias + column, mask_of(lin.n - column));
   }
 }
 
-inline void store_panel(const Linear& lin, std::int64_t panel, const __m512 (&acc)[4], bf16* out) {
+inline void store_panel(const Linear& lin, std::int64_t panel, const Lanes (&acc)[4], Num* out) {
   for (int j = 0; j < 4; ++j) {
     std::int64_t column = panel * kPanel + 16 * j;
     store16(out + column, acc[j], mask_of(lin.n - column));
@@ -284,37 +328,37 @@ inline void store_panel(const Linear& lin, std::int64_t panel, const __m512 (&ac
 }
 
 // x[row] += a . weights, rounded twice as transformers does: the product, then the sum.
-void linear_residual(Team& team, const Linear& lin, const bf16* a, std::int64_t num_tokens, bf16* x) {
-  linear(team, lin, a, num_tokens, [&](std::int64_t row, std::int64_t panel, __m512(&acc)[4]) {
+void linear_residual(Team& team, const Linear& lin, const Num* a, std::int64_t num_tokens, Num* x) {
+  linear(team, lin, a, num_tokens, [&](std::int64_t row, std::int64_t panel, Lanes (&acc)[4]) {
     add_bias(lin, panel, acc);
-    bf16* to = x + row * lin.n;
+    Num* to = x + row * lin.n;
     for (int j = 0; j < 4; ++j) {
       std::int64_t column = panel * kPanel + 16 * j;
-      __mmask16 m = mask_of(lin.n - column);
-      store16(to + column, _mm512_add_ps(load16(to + column, m), rounded(acc[j])), m);
+      Mask m = mask_of(lin.n - column);
+      store16(to + column, load16(to + column, m) + rounded(acc[j]), m);
     }
   });
 }
 
 // --- row-wise operations -----------------------------------------------------------------------------
 
-void rms_norm(const bf16* in, const bf16* weight, std::int64_t size, float eps, bf16* out) {
-  __m512 sum = _mm512_setzero_ps();
+void rms_norm(const Num* in, const Num* weight, std::int64_t size, float eps, Num* out) {
+  Lanes sum = zeros();
   for (std::int64_t i = 0; i < size; i += 16) {
-    __m512 v = load16(in + i, mask_of(size - i));
-    sum = _mm512_fmadd_ps(v, v, sum);
+    Lanes v = load16(in + i, mask_of(size - i));
+    sum = fma(v, v, sum);
   }
-  const float mean = _mm512_reduce_add_ps(sum) / float(size);
-  const __m512 factor = _mm512_set1_ps(1.f / std::sqrt(mean + eps));
+  const float mean = sum_of(sum) / float(size);
+  const Lanes factor = spread(1.f / std::sqrt(mean + eps));
   for (std::int64_t i = 0; i < size; i += 16) {
-    __mmask16 m = mask_of(size - i);
-    __m512 v = rounded(_mm512_mul_ps(load16(in + i, m), factor));
-    store16(out + i, _mm512_mul_ps(v, load16(weight + i, m)), m);
+    Mask m = mask_of(size - i);
+    Lanes v = rounded(load16(in + i, m) * factor);
+    store16(out + i, v * load16(weight + i, m), m);
   }
 }
 
-void norm_rows(Team& team, const Model& model, const bf16* in, const bf16* weight, std::int64_t num_tokens,
-               bf16* out) {
+void norm_rows(Team& team, const Model& model, const Num* in, const Num* weight, std::int64_t num_tokens,
+               Num* out) {
   constexpr std::int64_t kStep = 8;
   team.run((num_tokens + kStep - 1) / kStep, [&](std::int64_t piece) {
     for (std::int64_t t = piece * kStep; t < std::min(num_tokens, (piece + 1) * kStep); ++t)
@@ -323,15 +367,13 @@ void norm_rows(Team& team, const Model& model, const bf16* in, const bf16* weigh
 }
 
 // Rotary embedding in place; pairs are (i, i + half), each product and the sum are rounded.
-void rotate(bf16* head, const bf16* cos, const bf16* sin, std::int64_t dim) {
+void rotate(Num* head, const Num* cos, const Num* sin, std::int64_t dim) {
   const std::int64_t half = dim / 2;
   for (std::int64_t i = 0; i < half; i += 16) {
-    __mmask16 m = mask_of(half - i);
-    __m512 a = load16(head + i, m), b = load16(head + half + i, m);
-    __m512 low = _mm512_sub_ps(rounded(_mm512_mul_ps(a, load16(cos + i, m))),
-                               rounded(_mm512_mul_ps(b, load16(sin + i, m))));
-    __m512 high = _mm512_add_ps(rounded(_mm512_mul_ps(b, load16(cos + half + i, m))),
-                                rounded(_mm512_mul_ps(a, load16(sin + half + i, m))));
+    Mask m = mask_of(half - i);
+    Lanes a = load16(head + i, m), b = load16(head + half + i, m);
+    Lanes low = rounded(a * load16(cos + i, m)) - rounded(b * load16(sin + i, m));
+    Lanes high = rounded(b * load16(cos + half + i, m)) + rounded(a * load16(sin + half + i, m));
     store16(head + i, low, m);
     store16(head + half + i, high, m);
   }
@@ -341,40 +383,13 @@ void rotate(bf16* head, const bf16* cos, const bf16* sin, std::int64_t dim) {
 
 // What one thread needs for one group of query rows.
 struct alignas(64) Workspace {
-  bf16 queries[kMaxRows * kMaxHeadDim];
-  bf16 keys[kMaxHeadDim * kPanel];    // [dim / 2][64 keys][2]
-  bf16 values[kMaxHeadDim * kPanel];  // [dim / 64][32 key pairs][64 columns][2]
+  Operand queries[kMaxRows * kMaxHeadDim];
+  Num keys[kMaxHeadDim * kPanel];    // [dim / word][64 keys][word]
+  Num values[kMaxHeadDim * kPanel];  // [dim / 64][64 / word keys][64 columns][word]
   float out[kMaxRows * kMaxHeadDim];
   float top[kMaxRows];
   alignas(64) float sum[kMaxRows][16];  // by lane: added up once, at the end
 };
-
-// 16 x 16 transpose of 32-bit words: out[c * out_stride .. + 16] = column c of the rows in `r`.
-inline void transpose16(__m512i (&r)[16], std::int32_t* out, std::int64_t out_stride) {
-  __m512i t[16];
-  for (int i = 0; i < 8; ++i) {
-    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-  }
-  for (int i = 0; i < 4; ++i) {
-    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
-    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
-    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
-    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
-  }
-  for (int i = 0; i < 4; ++i) {
-    t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
-    t[4 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
-    t[8 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
-    t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
-  }
-  for (int i = 0; i < 4; ++i) {
-    _mm512_storeu_si512(out + i * out_stride, _mm512_shuffle_i32x4(t[i], t[4 + i], 0x88));
-    _mm512_storeu_si512(out + (4 + i) * out_stride, _mm512_shuffle_i32x4(t[8 + i], t[12 + i], 0x88));
-    _mm512_storeu_si512(out + (8 + i) * out_stride, _mm512_shuffle_i32x4(t[i], t[4 + i], 0xdd));
-    _mm512_storeu_si512(out + (12 + i) * out_stride, _mm512_shuffle_i32x4(t[8 + i], t[12 + i], 0xdd));
-  }
-}
 
 struct Sequence {
   const Model& model;
@@ -392,7 +407,7 @@ struct Sequence {
 // Where the keys and values of up to 64 neighbouring positions lie.
 struct Tile {
   std::int64_t count = 0;
-  const bf16 *keys[kPanel], *values[kPanel];
+  const Num *keys[kPanel], *values[kPanel];
 
   // Find positions [first, min(first + 64, stop)), with one division a block. The rest of the places
   // point to something that exists, for `lay_out` prefetches them.
@@ -421,39 +436,38 @@ void lay_out(const Model& model, const Tile& tile, const Tile& next, std::int64_
   const std::int64_t dim = model.head_dim, at = kv_head * dim, count = tile.count;
   const std::int64_t panels = (dim + kPanel - 1) / kPanel;
   for (std::int64_t group = 0; group < kPanel; group += 16) {
-    for (std::int64_t d = 0; d < dim; d += 32) {
-      __m512i rows[16];
-      __mmask32 m = dim - d >= 32 ? 0xffffffffu : (1u << (dim - d)) - 1;
+    for (std::int64_t d = 0; d < dim; d += 16 * kPerWord) {
+      Words rows[16];
+      const Mask m = mask_of((dim - d) / kPerWord);
       for (int i = 0; i < 16; ++i) {
         fetch(next.keys[group + i] + at + d);
-        rows[i] = _mm512_maskz_loadu_epi16(group + i < count ? m : 0, tile.keys[group + i] + at + d);
+        rows[i] = load_words(tile.keys[group + i] + at + d, group + i < count ? m : 0);
       }
-      transpose16(rows, (std::int32_t*)space.keys + (d / 2) * kPanel + group, kPanel);
+      transpose(rows, (std::int32_t*)space.keys + (d / kPerWord) * kPanel + group, kPanel);
     }
   }
-  // (a0 b0 a1 b1 ...) of two rows of 32 words: the first and the second 16 columns.
-  alignas(64) static constexpr struct Index {
-    std::uint16_t low[32], high[32];
-    constexpr Index() : low(), high() {
-      for (int i = 0; i < 16; ++i) {
-        low[2 * i] = i, low[2 * i + 1] = 32 + i;
-        high[2 * i] = 16 + i, high[2 * i + 1] = 48 + i;
+  for (std::int64_t key = 0; key < kPanel; key += kPerWord) {
+    for (std::int64_t d = 0; d < panels * kPanel; d += 16 * kPerWord) {
+      const Mask m = mask_of((dim - d) / kPerWord);
+      Num* to = space.values + ((d / kPanel) * kPanel + key) * kPanel + (d % kPanel) * kPerWord;
+      fetch(next.values[key] + at + d);
+      const Words a = load_words(tile.values[key] + at + d, key < count ? m : 0);
+      if constexpr (kPerWord == 1) {
+        store_words(to, a);
+      } else {
+        fetch(next.values[key + 1] + at + d);
+        interleave(a, load_words(tile.values[key + 1] + at + d, key + 1 < count ? m : 0), to, to + 32);
       }
     }
-  } index;
-  const __m512i low = _mm512_load_si512(index.low), high = _mm512_load_si512(index.high);
-  for (std::int64_t pair = 0; pair < kPanel / 2; ++pair) {
-    for (std::int64_t d = 0; d < panels * kPanel; d += 32) {
-      __mmask32 m = dim - d >= 32 ? 0xffffffffu : dim <= d ? 0 : (1u << (dim - d)) - 1;
-      fetch(next.values[2 * pair] + at + d);
-      fetch(next.values[2 * pair + 1] + at + d);
-      __m512i a = _mm512_maskz_loadu_epi16(2 * pair < count ? m : 0, tile.values[2 * pair] + at + d);
-      __m512i b = _mm512_maskz_loadu_epi16(2 * pair + 1 < count ? m : 0, tile.values[2 * pair + 1] + at + d);
-      bf16* to = space.values + ((d / kPanel) * (kPanel / 2) + pair) * 2 * kPanel + (d % kPanel) * 2;
-      _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, low, b));
-      _mm512_storeu_si512(to + 32, _mm512_permutex2var_epi16(a, high, b));
-    }
   }
+}
+
+// Keep numbers as what multiply-adds take.
+inline void keep(Operand* to, Lanes v) {
+  if constexpr (sizeof(Operand) == sizeof(Num))
+    store16(to, v);
+  else
+    store16(to, rounded(v));
 }
 
 // M query rows against one tile: scores, running softmax (Milakov and Gimelshein 2018), weighted values.
@@ -461,10 +475,12 @@ void lay_out(const Model& model, const Tile& tile, const Tile& next, std::int64_
 template <int M>
 void attend_tile(const Model& model, Workspace& space, std::int64_t row, const std::int32_t (*visible)[2]) {
   const std::int64_t dim = model.head_dim, panels = (dim + kPanel - 1) / kPanel, padded = panels * kPanel;
-  alignas(64) bf16 weights[M][kPanel];
-  __m512 scores[M][4];
-  tile_sums<M>(scores, space.queries + row * padded, padded, space.keys, dim / 2);
-  const __m512 scale = _mm512_set1_ps(float(model.scale)), never = _mm512_set1_ps(-INFINITY);
+  alignas(64) Operand weights[M][kPanel];
+  Lanes scores[M][4];
+  for (int m = 0; m < M; ++m)
+    for (int j = 0; j < 4; ++j) scores[m][j] = zeros();
+  tile_sums<M>(scores, space.queries + row * padded, padded, space.keys, dim / kPerWord);
+  const Lanes scale = spread(float(model.scale)), never = spread(-INFINITY);
 #pragma GCC unroll 1
   for (int m = 0; m < M; ++m) {
     const std::int32_t from = visible[m][0], to = visible[m][1];
@@ -472,48 +488,48 @@ void attend_tile(const Model& model, Workspace& space, std::int64_t row, const s
       std::memset(weights[m], 0, sizeof weights[m]);
       continue;
     }
-    __m512 top = never;
+    Lanes top = never;
     for (int j = 0; j < 4; ++j) {
-      __mmask16 m16 = mask_of(to - 16 * j) & ~mask_of(from - 16 * j);
-      scores[m][j] = _mm512_mask_mul_ps(never, m16, scores[m][j], scale);
-      top = _mm512_max_ps(top, scores[m][j]);
+      Mask m16 = mask_of(to - 16 * j) & ~mask_of(from - 16 * j);
+      scores[m][j] = select(m16, scores[m][j] * scale, never);
+      top = max_of(top, scores[m][j]);
     }
-    const float before = space.top[row + m], now = std::max(before, _mm512_reduce_max_ps(top));
-    const __m512 shift = _mm512_set1_ps(now);
-    __m512 sum = _mm512_load_ps(space.sum[row + m]);
+    const float before = space.top[row + m], now = std::max(before, most_of(top));
+    const Lanes shift = spread(now);
+    Lanes sum = load16(space.sum[row + m]);
     if (now != before) {
       const float factor = std::exp(before - now);
-      sum = _mm512_mul_ps(sum, _mm512_set1_ps(factor));
+      sum = sum * spread(factor);
       float* out = space.out + (row + m) * padded;
       for (std::int64_t d = 0; d < padded; d += 16)
-        _mm512_storeu_ps(out + d, _mm512_mul_ps(_mm512_loadu_ps(out + d), _mm512_set1_ps(factor)));
+        store16(out + d, load16(out + d) * spread(factor));
       space.top[row + m] = now;
     }
     for (int j = 0; j < 4; ++j) {
-      __m512 weight = exp16(_mm512_sub_ps(scores[m][j], shift));
-      sum = _mm512_add_ps(sum, weight);
-      store16(weights[m] + 16 * j, weight);
+      Lanes weight = exp16(scores[m][j] - shift);
+      sum = sum + weight;
+      keep(weights[m] + 16 * j, weight);
     }
-    _mm512_store_ps(space.sum[row + m], sum);
+    store16(space.sum[row + m], sum);
   }
   std::int32_t seen = 0;  // keys of the tile that any of the rows sees: the others weigh nothing
   for (int m = 0; m < M; ++m) seen = std::max(seen, visible[m][1]);
   for (std::int64_t panel = 0; panel < panels; ++panel) {
     float* out = space.out + row * padded + panel * kPanel;
-    __m512 acc[M][4];
+    Lanes acc[M][4];
 #pragma GCC unroll 6
     for (int m = 0; m < M; ++m)
-      for (int j = 0; j < 4; ++j) acc[m][j] = _mm512_loadu_ps(out + m * padded + 16 * j);
-    multiply<M>(acc, weights[0], kPanel, space.values + panel * kPanel * kPanel, (seen + 1) / 2);
+      for (int j = 0; j < 4; ++j) acc[m][j] = load16(out + m * padded + 16 * j);
+    multiply<M>(acc, weights[0], kPanel, space.values + panel * kPanel * kPanel, (seen + kPerWord - 1) / kPerWord);
 #pragma GCC unroll 6
     for (int m = 0; m < M; ++m)
-      for (int j = 0; j < 4; ++j) _mm512_storeu_ps(out + m * padded + 16 * j, acc[m][j]);
+      for (int j = 0; j < 4; ++j) store16(out + m * padded + 16 * j, acc[m][j]);
   }
 }
 
 // Key/value heads [head, head + heads) for tokens [begin, end) of one row of the batch.
 void attend(const Model& model, const Layer& layer, const Batch& batch, std::int64_t row, std::int64_t head,
-            std::int64_t heads, std::int64_t begin, std::int64_t end, const bf16* qkv, bf16* mixed) {
+            std::int64_t heads, std::int64_t begin, std::int64_t end, const Num* qkv, Num* mixed) {
   static thread_local Workspace space;
   const std::int64_t dim = model.head_dim, padded = (dim + kPanel - 1) / kPanel * kPanel;
   const std::int64_t group = model.heads / model.kv_heads;
@@ -522,11 +538,11 @@ void attend(const Model& model, const Layer& layer, const Batch& batch, std::int
   const std::int64_t of_head = (end - begin) * group, num_rows = of_head * heads;
   const auto place = [&](std::int64_t r) { return (head + r / of_head) * group + r % group; };
   for (std::int64_t r = 0; r < num_rows; ++r) {
-    const bf16* query = qkv + (begin + r % of_head / group) * width + place(r) * dim;
-    std::memcpy(space.queries + r * padded, query, dim * sizeof(bf16));
-    std::memset(space.queries + r * padded + dim, 0, (padded - dim) * sizeof(bf16));
+    const Num* query = qkv + (begin + r % of_head / group) * width + place(r) * dim;
+    for (std::int64_t d = 0; d < padded; d += 16)
+      store16(space.queries + r * padded + d, load16(query + d, mask_of(dim - d)));
     space.top[r] = -INFINITY;
-    _mm512_store_ps(space.sum[r], _mm512_setzero_ps());
+    store16(space.sum[r], zeros());
   }
   std::memset(space.out, 0, num_rows * padded * sizeof(float));
   const Sequence seq{model, layer, batch.tables + batch.table_at[row]};
@@ -563,17 +579,17 @@ void attend(const Model& model, const Layer& layer, const Batch& batch, std::int
     }
   }
   for (std::int64_t r = 0; r < num_rows; ++r) {
-    bf16* to = mixed + (begin + r % of_head / group) * model.heads * dim + place(r) * dim;
-    const __m512 inverse = _mm512_set1_ps(1.f / _mm512_reduce_add_ps(_mm512_load_ps(space.sum[r])));
+    Num* to = mixed + (begin + r % of_head / group) * model.heads * dim + place(r) * dim;
+    const Lanes inverse = spread(1.f / sum_of(load16(space.sum[r])));
     for (std::int64_t d = 0; d < dim; d += 16)
-      store16(to + d, _mm512_mul_ps(_mm512_loadu_ps(space.out + r * padded + d), inverse), mask_of(dim - d));
+      store16(to + d, load16(space.out + r * padded + d) * inverse, mask_of(dim - d));
   }
 }
 
 // --- a layer -----------------------------------------------------------------------------------------
 
 struct Buffers {
-  bf16 *normed, *qkv, *mixed, *act;
+  Num *normed, *qkv, *mixed, *act;
   Buffers(const Model& model, const Batch& batch) {
     normed = batch.scratch;
     qkv = normed + batch.num_tokens * model.hidden;
@@ -589,7 +605,7 @@ void first_half(Team& team, const Model& model, const Layer& layer, const Batch&
   norm_rows(team, model, batch.x, layer.input_norm, batch.num_tokens, to.normed);
   const std::int64_t dim = model.head_dim, kv_width = model.kv_heads * dim;
   const std::int64_t width = model.heads * dim + 2 * kv_width;
-  linear(team, layer.qkv, to.normed, batch.num_tokens, [&](std::int64_t row, std::int64_t panel, __m512(&acc)[4]) {
+  linear(team, layer.qkv, to.normed, batch.num_tokens, [&](std::int64_t row, std::int64_t panel, Lanes (&acc)[4]) {
     add_bias(layer.qkv, panel, acc);
     store_panel(layer.qkv, panel, acc, to.qkv + row * width);
   });
@@ -600,17 +616,17 @@ void first_half(Team& team, const Model& model, const Layer& layer, const Batch&
     for (std::int64_t t = begin; t < end; ++t) {
       if (t == batch.firsts[row + 1]) ++row;
       const std::int64_t position = batch.starts[row] + t - batch.firsts[row];
-      const bf16 *cos = batch.cos + position * dim, *sin = batch.sin + position * dim;
-      bf16* heads = to.qkv + t * width;
+      const Num *cos = batch.cos + position * dim, *sin = batch.sin + position * dim;
+      Num* heads = to.qkv + t * width;
       for (std::int64_t h = 0; h < model.heads + model.kv_heads; ++h) {
-        const bf16* norm = h < model.heads ? layer.q_norm : layer.k_norm;
+        const Num* norm = h < model.heads ? layer.q_norm : layer.k_norm;
         if (norm) rms_norm(heads + h * dim, norm, dim, float(model.eps), heads + h * dim);
         rotate(heads + h * dim, cos, sin, dim);
       }
       const std::int64_t at =
           Sequence{model, layer, batch.tables + batch.table_at[row]}.offset(position);
-      std::memcpy(layer.keys + at, heads + model.heads * dim, kv_width * sizeof(bf16));
-      std::memcpy(layer.values + at, heads + model.heads * dim + kv_width, kv_width * sizeof(bf16));
+      std::memcpy(layer.keys + at, heads + model.heads * dim, kv_width * sizeof(Num));
+      std::memcpy(layer.values + at, heads + model.heads * dim + kv_width, kv_width * sizeof(Num));
     }
   });
 }
@@ -650,14 +666,13 @@ void second_half(Team& team, const Model& model, const Layer& layer, const Batch
   linear_residual(team, layer.out, to.mixed, batch.num_tokens, batch.x);
   norm_rows(team, model, batch.x, layer.mlp_norm, batch.num_tokens, to.normed);
   linear(team, layer.gate_up, to.normed, batch.num_tokens,
-         [&](std::int64_t row, std::int64_t panel, __m512(&acc)[4]) {
+         [&](std::int64_t row, std::int64_t panel, Lanes (&acc)[4]) {
            add_bias(layer.gate_up, panel, acc);
            for (int j = 0; j < 2; ++j) {
              const std::int64_t column = panel * (kPanel / 2) + 16 * j;
-             __m512 gate = rounded(acc[j]), up = rounded(acc[2 + j]);
-             __m512 less = exp16(_mm512_sub_ps(_mm512_setzero_ps(), gate));
-             __m512 silu = rounded(_mm512_div_ps(gate, _mm512_add_ps(_mm512_set1_ps(1.f), less)));
-             store16(to.act + row * model.mlp + column, _mm512_mul_ps(silu, up), mask_of(model.mlp - column));
+             Lanes gate = rounded(acc[j]), up = rounded(acc[2 + j]);
+             Lanes silu = rounded(gate / (spread(1.f) + exp16(zeros() - gate)));
+             store16(to.act + row * model.mlp + column, silu * up, mask_of(model.mlp - column));
            }
          });
   linear_residual(team, layer.down, to.act, batch.num_tokens, batch.x);
@@ -670,20 +685,24 @@ void in_team(const Model& model, int num_phases, Work work) {
   Phases& shared = *phases;
 #pragma omp parallel num_threads(int(model.threads))
   {
+    // As VDPBF16PS has it: what is too small for a normal number is zero.
+    const unsigned before = _mm_getcsr();
+    _mm_setcsr(before | 0x8040);
     Team team{shared, omp_get_num_threads()};
     work(team);
+    _mm_setcsr(before);
   }
 }
 
 void embed(const Model& model, const Batch& batch) {
   for (std::int64_t t = 0; t < batch.num_tokens; ++t)
     std::memcpy(batch.x + t * model.hidden, model.embedding + batch.token_ids[t] * model.hidden,
-                model.hidden * sizeof(bf16));
+                model.hidden * sizeof(Num));
 }
 
 // --- loading -----------------------------------------------------------------------------------------
 
-std::int64_t read_all(const PackJob& job, std::int64_t position, bf16* to, std::int64_t num_bytes) {
+std::int64_t read_all(const PackJob& job, std::int64_t position, Num* to, std::int64_t num_bytes) {
   for (std::int64_t done = 0; done < num_bytes;) {
     const ssize_t count = pread(int(job.file), (char*)to + done, std::size_t(num_bytes - done), position + done);
     if (count == 0) return kEndsTooSoon;
@@ -694,31 +713,31 @@ std::int64_t read_all(const PackJob& job, std::int64_t position, bf16* to, std::
 }
 
 // Up to 16 rows, the first of which becomes `column`; see PackJob.
-void pack_rows(const bf16* rows, std::int64_t column, std::int64_t count, std::int64_t k, bf16* panels,
+void pack_rows(const Num* rows, std::int64_t column, std::int64_t count, std::int64_t k, Num* panels,
                std::int64_t width, std::int64_t offset) {
   std::int64_t done = 0;
   if (count == kPackRows && column % kPackRows == 0) {
-    bf16* to = panels + (column / width) * k * kPanel + (offset + column % width) * 2;
-    for (; done + 32 <= k; done += 32) {
-      __m512i block[kPackRows];
-      for (int i = 0; i < kPackRows; ++i) block[i] = _mm512_loadu_si512(rows + i * k + done);
-      transpose16(block, (std::int32_t*)(to + done * kPanel), kPanel);
+    Num* to = panels + (column / width) * k * kPanel + (offset + column % width) * kPerWord;
+    for (; done + 16 * kPerWord <= k; done += 16 * kPerWord) {
+      Words block[kPackRows];
+      for (int i = 0; i < kPackRows; ++i) block[i] = load_words(rows + i * k + done, 0xffff);
+      transpose(block, (std::int32_t*)(to + done * kPanel), kPanel);
     }
   }
   for (std::int64_t i = 0; i < count; ++i) {
     const std::int64_t c = column + i;
-    bf16* to = panels + (c / width) * k * kPanel + (offset + c % width) * 2;
-    for (std::int64_t d = done; d < k; ++d) to[(d / 2) * 2 * kPanel + d % 2] = rows[i * k + d];
+    Num* to = panels + (c / width) * k * kPanel + (offset + c % width) * kPerWord;
+    for (std::int64_t d = done; d < k; ++d) to[d / kPerWord * kPerWord * kPanel + d % kPerWord] = rows[i * k + d];
   }
 }
 
-void pack_piece(PackJob& job, std::int64_t begin, std::int64_t rows, std::vector<bf16>& read) {
+void pack_piece(PackJob& job, std::int64_t begin, std::int64_t rows, std::vector<Num>& read) {
   if (!job.matrix) read.resize(kPackRows * job.k);
   for (std::int64_t row = begin; row < begin + rows; row += kPackRows) {
     const std::int64_t count = std::min<std::int64_t>(kPackRows, begin + rows - row);
-    const bf16* from = job.matrix ? job.matrix + row * job.k : read.data();
+    const Num* from = job.matrix ? job.matrix + row * job.k : read.data();
     if (!job.matrix) {
-      const std::int64_t row_bytes = job.k * std::int64_t(sizeof(bf16));
+      const std::int64_t row_bytes = job.k * std::int64_t(sizeof(Num));
       const auto error = read_all(job, job.position + row * row_bytes, read.data(), count * row_bytes);
       if (error) {
 #pragma omp atomic write
@@ -784,30 +803,30 @@ EXPORT void pd_forward(const Model* model, const Batch* batch) {
   }
 }
 
-// Logits of hidden states bf16 [count][hidden], rounded to bf16 as transformers does.
-EXPORT void pd_logits(const Model* model, const bf16* hidden, const Head* to) {
+// Logits of hidden states [count][hidden], rounded to Num as transformers does.
+EXPORT void pd_logits(const Model* model, const Num* hidden, const Head* to) {
   in_team(*model, 3, [&](Team& team) {
     norm_rows(team, *model, hidden, model->norm, to->count, to->normed);
     const Linear& head = model->head;
-    linear(team, head, to->normed, to->count, [&](std::int64_t row, std::int64_t panel, __m512(&acc)[4]) {
+    linear(team, head, to->normed, to->count, [&](std::int64_t row, std::int64_t panel, Lanes (&acc)[4]) {
       add_bias(head, panel, acc);
       for (int j = 0; j < 4; ++j) {
         const std::int64_t column = panel * kPanel + 16 * j;
-        _mm512_mask_storeu_ps(to->logits + row * head.n + column, mask_of(head.n - column), rounded(acc[j]));
+        store16(to->logits + row * head.n + column, rounded(acc[j]), mask_of(head.n - column));
       }
     });
     team.run(to->count, [&](std::int64_t row) {
       const float* of_row = to->logits + row * head.n;
-      __m512 top = _mm512_set1_ps(-INFINITY);
+      Lanes top = spread(-INFINITY);
       for (std::int64_t i = 0; i < head.n; i += 16) {
-        __mmask16 m = mask_of(head.n - i);
-        top = _mm512_mask_max_ps(top, m, top, _mm512_maskz_loadu_ps(m, of_row + i));
+        Mask m = mask_of(head.n - i);
+        top = select(m, max_of(top, load16(of_row + i, m)), top);
       }
-      const __m512 highest = _mm512_set1_ps(_mm512_reduce_max_ps(top));
+      const Lanes highest = spread(most_of(top));
       to->best[row] = 0;
       for (std::int64_t i = 0; i < head.n; i += 16) {
-        __mmask16 m = mask_of(head.n - i);
-        __mmask16 hit = _mm512_mask_cmpeq_ps_mask(m, _mm512_maskz_loadu_ps(m, of_row + i), highest);
+        Mask m = mask_of(head.n - i);
+        const Mask hit = m & equal(load16(of_row + i, m), highest);
         if (hit) {
           to->best[row] = i + __builtin_ctz(hit);
           break;
@@ -818,11 +837,11 @@ EXPORT void pd_logits(const Model* model, const bf16* hidden, const Head* to) {
 }
 
 // out [count][n] = in [count][k] . weights: one matrix alone, for measurements and tests.
-EXPORT void pd_linear(const Linear* weights, const bf16* in, std::int64_t count, bf16* out, std::int64_t threads) {
+EXPORT void pd_linear(const Linear* weights, const Num* in, std::int64_t count, Num* out, std::int64_t threads) {
   Model model{};
   model.threads = threads;
   in_team(model, 1, [&](Team& team) {
-    linear(team, *weights, in, count, [&](std::int64_t row, std::int64_t panel, __m512(&acc)[4]) {
+    linear(team, *weights, in, count, [&](std::int64_t row, std::int64_t panel, Lanes (&acc)[4]) {
       add_bias(*weights, panel, acc);
       store_panel(*weights, panel, acc, out + row * weights->n);
     });
@@ -839,14 +858,14 @@ EXPORT void pd_pack(PackJob* jobs, std::int64_t count, std::int64_t threads) {
   };
   std::vector<Piece> pieces;
   for (PackJob* job = jobs; job < jobs + count; ++job) {
-    const std::int64_t panel_bytes = job->k * kPanel * std::int64_t(sizeof(bf16));
+    const std::int64_t panel_bytes = job->k * kPanel * std::int64_t(sizeof(Num));
     const std::int64_t rows = std::max<std::int64_t>(1, kPieceBytes / panel_bytes) * job->width;
     for (std::int64_t begin = 0; begin < job->rows; begin += rows)
       pieces.push_back({job, begin, std::min(rows, job->rows - begin)});
   }
 #pragma omp parallel num_threads(int(threads))
   {
-    std::vector<bf16> read;
+    std::vector<Num> read;
 #pragma omp for schedule(dynamic)
     for (std::size_t i = 0; i < pieces.size(); ++i) pack_piece(*pieces[i].job, pieces[i].begin, pieces[i].rows, read);
   }

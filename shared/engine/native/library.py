@@ -30,7 +30,7 @@ class LinearStruct(Structure):
 
 
 class PackJob(Structure):
-    """A bfloat16 matrix to be packed, from memory or from a file; see kernels.cpp. error:
+    """A matrix to be packed, from memory or from a file; see kernels.cpp. error:
     0, an errno, or ``ENDS_TOO_SOON``."""
 
     _fields_ = (
@@ -84,7 +84,7 @@ class BatchStruct(Structure):
 
 
 class HeadStruct(Structure):
-    """Where logits go: normed: scratch, bfloat16 ``[count, hidden]``; float32 logits
+    """Where logits go: normed: scratch ``[count, hidden]``; float32 logits
     ``[count, vocab]``; best: int64 ``[count]``."""
 
     _fields_ = (
@@ -93,9 +93,11 @@ class HeadStruct(Structure):
 
 
 class Library:
-    """The kernels, loaded."""
+    """The kernels for numbers of one kind, loaded. instructions: see ``build``."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, dtype: torch.dtype, instructions: str) -> None:
+        self.dtype = dtype
+        self.instructions = instructions
         # After torch, whose OpenMP runtime is then shared: one team of threads, not two.
         handle = ctypes.CDLL(path)
         self.max_head_dim = int(handle.pd_max_head_dim())
@@ -133,7 +135,7 @@ class Library:
         self._second_half(byref(model), byref(batch), c_int64(layer))
 
     def logits(self, model: ModelStruct, hidden: int, head: HeadStruct) -> None:
-        """Final norm, head, and the most likely token, of bfloat16 ``[count, hidden]``."""
+        """Final norm, head, and the most likely token, of ``[count, hidden]``."""
         self._logits(byref(model), c_void_p(hidden), byref(head))
 
     def pack(self, jobs: Sequence[PackJob]) -> Sequence[PackJob]:
@@ -144,10 +146,10 @@ class Library:
         return list(packed)
 
     def product(self, matrix: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Pack one bfloat16 matrix ``[n, k]`` and return ``x -> x @ matrix.T``, for measurements
-        and tests; x: bfloat16 ``[count, k]``."""
+        """Pack one matrix ``[n, k]`` and return ``x -> x @ matrix.T``, for measurements and tests;
+        x: ``[count, k]``."""
         rows, k = matrix.shape
-        panels = torch.zeros(-(-rows // PANEL) * PANEL * k, dtype=torch.bfloat16)
+        panels = torch.zeros(-(-rows // PANEL) * PANEL * k, dtype=self.dtype)
         job = PackJob(
             matrix=matrix.data_ptr(), rows=rows, k=k, panels=panels.data_ptr(), width=PANEL
         )
@@ -155,7 +157,7 @@ class Library:
         weights = LinearStruct(panels=panels.data_ptr(), bias=None, n=rows, k=k)
 
         def product(x: torch.Tensor, _keep: torch.Tensor = panels) -> torch.Tensor:
-            out = torch.empty(x.shape[0], rows, dtype=torch.bfloat16)
+            out = torch.empty(x.shape[0], rows, dtype=self.dtype)
             self._linear(
                 byref(weights),
                 c_void_p(x.data_ptr()),
@@ -169,10 +171,13 @@ class Library:
 
 
 @cache
-def load() -> Library:
-    """Return the kernels of this process. Raises build.Unavailable."""
-    path = build.library()
+def load(dtype: torch.dtype, instructions: str = "") -> Library:
+    """Return the kernels of this process for bfloat16 or float32; instructions: '' = the quickest
+    that this CPU has. Raises build.Unavailable."""
+    numbers = str(dtype).removeprefix("torch.")
+    chosen = instructions or build.best_instructions(numbers)
+    path = build.library(numbers, chosen)
     try:
-        return Library(str(path))
+        return Library(str(path), dtype, chosen)
     except OSError as error:
         raise build.Unavailable(f"{path.name} cannot be loaded: {error}") from error

@@ -7,18 +7,17 @@ are processes (``ranks.py``).
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from shared.engine.base import Buffer, Engine, OnLayer
-from shared.engine.device import enter_thread, name_of, new_staging
+from shared.engine.base import Buffer, OnLayer
+from shared.engine.device import name_of
+from shared.engine.device_engine import DeviceEngine
 from shared.engine.failures import DeviceFailures
 from shared.engine.paged_kv import check_blocks, check_copy, slots_of
-from shared.engine.step_time import StepTimeModel, step_size
 from shared.engine.streams import Streams
 from shared.engine.vllm.plugins import STEP
 from shared.engine.vllm.pools import Pools
@@ -30,7 +29,7 @@ from shared.model_spec import ModelSpec
 from shared.step import RowResult, StepRow
 
 
-class VllmEngine(Engine):
+class VllmEngine(DeviceEngine):
     """One model on one device, or on ranks of one host. Made by ``load.py``."""
 
     def __init__(
@@ -50,35 +49,13 @@ class VllmEngine(Engine):
     ) -> None:
         """core: vLLM's EngineCore. facts: for ``machine``. events: of ranks in other processes.
         resources: what ``close`` closes, the core first."""
+        super().__init__(spec, layout, num_blocks, block_size, device=device, streams=streams)
         self._core = core
-        self._spec = spec
-        self._layout = layout
         self._pools = pools
-        self._num_blocks = num_blocks
-        self._block_size = block_size
-        self._device = device
-        self._streams = streams
         self._facts = facts
         self._events = events
         self._resources = resources
         self._rows = Rows(block_size)
-        self._step_time = StepTimeModel()
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self._spec
-
-    @property
-    def layout(self) -> KvLayout:
-        return self._layout
-
-    @property
-    def num_blocks(self) -> int:
-        return self._num_blocks
-
-    @property
-    def block_size(self) -> int:
-        return self._block_size
 
     @property
     def machine(self) -> Mapping[str, str]:
@@ -97,34 +74,31 @@ class VllmEngine(Engine):
         if not rows:
             return []
         self._check(rows)
-        began_at = time.perf_counter()
         plan = self._rows.plan(rows, follows_layers=on_layer is not None)
         try:
             with DeviceFailures("a step"), self._streams.computing():
                 output = self._run(plan, on_layer)
-                results = self._rows.results(rows, output)
+                return self._rows.results(rows, output)
         except BaseException:
             self._rows.forget()
             raise
-        self._step_time.observe(*step_size(rows), time.perf_counter() - began_at)
-        return results
 
     def _check(self, rows: Sequence[StepRow]) -> None:
         for row in rows:
             ids = row.token_ids
-            if min(ids) < 0 or max(ids) >= self._spec.vocab_size:
-                raise LocalProtocolError(f"a token is outside the {self._spec.vocab_size} known")
-            num_blocks = -(-row.stop // self._block_size)
+            if min(ids) < 0 or max(ids) >= self.spec.vocab_size:
+                raise LocalProtocolError(f"a token is outside the {self.spec.vocab_size} known")
+            num_blocks = -(-row.stop // self.block_size)
             # What samples nothing is followed by at least one token.
-            longest = self._spec.max_model_len - int(row.sample is None)
+            longest = self.spec.max_model_len - int(row.sample is None)
             if len(row.block_table) < num_blocks or row.stop > longest:
                 raise LocalProtocolError(f"a row of {row.stop} tokens has no room")
-            check_blocks(np.asarray(row.block_table[:num_blocks]), self._num_blocks)
+            check_blocks(np.asarray(row.block_table[:num_blocks]), self.num_blocks)
 
     def _run(self, plan: Any, on_layer: OnLayer | None) -> Any:
         executor = self._core.model_executor
         if self._events is not None and on_layer is not None:
-            self._events.begin(self._rows.step, self._layout.num_layers, on_layer)
+            self._events.begin(self._rows.step, self.layout.num_layers, on_layer)
         elif on_layer is not None:
             STEP.on_layer = self._told(on_layer)
         try:
@@ -144,69 +118,25 @@ class VllmEngine(Engine):
 
         return written
 
-    def layer_times(self) -> Sequence[float]:
-        """See Engine."""
-        return self._streams.layer_times()
-
-    def step_seconds(self, rows: Sequence[StepRow]) -> float:
-        """Predict from recent steps; 0 before the first few."""
-        return self._step_time.predict(*step_size(rows))
-
-    def enter_thread(self) -> None:
-        """See Engine."""
-        enter_thread(self._device)
-
-    def new_buffer(self, num_bytes: int) -> Buffer:
-        """See Engine."""
-        with DeviceFailures("allocating a staging buffer"):
-            return new_staging(num_bytes, self._device)
-
-    def gather(
-        self,
-        block_table: Sequence[int],
-        start: int,
-        stop: int,
-        first_layer: int,
-        last_layer: int,
-        out: Buffer,
+    def _copy_out(
+        self, table: Sequence[int], start: int, stop: int, first: int, last: int, out: Buffer
     ) -> None:
-        """Copy KV out of vLLM's pools; ``out`` may be longer than the frame."""
-        check_copy(start, stop, first_layer, last_layer, self._layout)
-        blocks, offsets = self._places(block_table, start, stop)
-        with (
-            DeviceFailures("a gather"),
-            torch.inference_mode(),
-            self._streams.copying(first_layer, last_layer),
-        ):
-            self._pools.gather(blocks, offsets, first_layer, last_layer, out)
+        check_copy(start, stop, first, last, self.layout)
+        self._pools.gather(*self._places(table, start, stop), first, last, out)
 
-    def scatter(
-        self,
-        block_table: Sequence[int],
-        start: int,
-        stop: int,
-        first_layer: int,
-        last_layer: int,
-        data: Buffer,
+    def _copy_in(
+        self, table: Sequence[int], start: int, stop: int, first: int, last: int, data: Buffer
     ) -> None:
-        """Copy a frame into vLLM's pools; ``data`` may be longer than the frame."""
-        check_copy(start, stop, first_layer, last_layer, self._layout)
-        blocks, offsets = self._places(block_table, start, stop)
-        with (
-            DeviceFailures("a scatter"),
-            torch.inference_mode(),
-            # No layer to wait for: nobody else writes or reads these blocks.
-            self._streams.copying(0, 0),
-        ):
-            self._pools.scatter(blocks, offsets, first_layer, last_layer, data)
+        check_copy(start, stop, first, last, self.layout)
+        self._pools.scatter(*self._places(table, start, stop), first, last, data)
 
     def _places(
         self, block_table: Sequence[int], start: int, stop: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        slots = slots_of(block_table, start, stop, self._block_size)
-        blocks = slots // self._block_size
-        check_blocks(blocks, self._num_blocks)
-        return blocks + FIRST_BLOCK, slots % self._block_size
+        slots = slots_of(block_table, start, stop, self.block_size)
+        blocks = slots // self.block_size
+        check_blocks(blocks, self.num_blocks)
+        return blocks + FIRST_BLOCK, slots % self.block_size
 
     def close(self) -> None:
         """End vLLM's executor, and its ranks."""

@@ -155,6 +155,14 @@ class Leases:
         del self._leases[lease.key]
         return sequence
 
+    def keep(self, lease: Lease, num_tokens: int, *, now: float) -> list[Effect]:
+        """KV of so many tokens is placed and verified: leave it in the prefix cache, where the
+        prompt that waits for it finds it."""
+        if lease.table is not None:
+            tokens = lease.item.token_ids
+            self._pool.publish(lease.table, lease.chain, tokens, num_tokens)
+        return self.release(lease, now=now)
+
     def release(self, lease: Lease, *, now: float) -> list[Effect]:
         """Free the blocks: nothing can write them any more and nobody needs them. Allowed twice.
 

@@ -4,6 +4,7 @@ and no clock.
     prompt   queued -> computing -> pushing -> closed     computed here, decoded elsewhere
     answer   receiving -> running -> closed               computed elsewhere, decoded here
     whole    queued -> computing -> running -> closed     both here
+    prefix   receiving -> closed                          computed elsewhere, cached here
 
 Two things use a request's blocks: a step and a transfer. The scheduler guards the first (it gives
 blocks back only when no step has them); this table guards the second: what is decided is *closing*
@@ -25,6 +26,7 @@ class Task(Enum):
     PROMPT = "prompt"
     ANSWER = "answer"
     WHOLE = "whole"
+    PREFIX = "prefix"
 
 
 class LifeState(Enum):
@@ -49,6 +51,7 @@ class LifeEvent(Enum):
     SAMPLED = "sampled"  # token 1, the next ones follow elsewhere: its KV is still being pushed
     BEGUN = "begun"  # from the next step on it decodes here: token 1 is sampled, or its KV is here
     ENDED = "ended"  # its last token is sampled: nothing needs to be moved any more
+    KEPT = "kept"  # a prefix is in the cache, and its blocks are given back
     PUSHED = "pushed"  # the other worker acknowledged everything, all sends are settled
     FAILED = "failed"  # by the scheduler, the transfer, the lease or the deadline
     CANCELLED = "cancelled"  # the gateway cancelled it, or its session ended
@@ -119,6 +122,7 @@ MOVES: dict[tuple[LifeState, LifeEvent], Move] = {
     (_S.COMPUTING, _E.BEGUN): Move(_S.RUNNING),
     (_S.COMPUTING, _E.ENDED): Move(_S.CLOSING, LifeOutcome.DONE),
     (_S.RECEIVING, _E.BEGUN): Move(_S.RUNNING),
+    (_S.RECEIVING, _E.KEPT): Move(_S.CLOSED, LifeOutcome.DONE),
     (_S.RUNNING, _E.ENDED): Move(_S.CLOSING, LifeOutcome.DONE),
     (_S.PUSHING, _E.PUSHED): Move(_S.CLOSED, LifeOutcome.DONE),
     **{(state, _E.FAILED): Move(_S.CLOSING, LifeOutcome.FAILED) for state in _LIVE},
@@ -130,7 +134,7 @@ MOVES: dict[tuple[LifeState, LifeEvent], Move] = {
 IGNORED: frozenset[tuple[LifeState, LifeEvent]] = frozenset(
     (state, event)
     for state in (_S.CLOSING, _S.CLOSED)
-    for event in (_E.BEGUN, _E.PUSHED, _E.FAILED, _E.CANCELLED)
+    for event in (_E.BEGUN, _E.KEPT, _E.PUSHED, _E.FAILED, _E.CANCELLED)
 ) | {(_S.CLOSED, _E.SETTLED)}
 """Events that cross with a decision: they come too late and change nothing."""
 
@@ -141,7 +145,8 @@ class Life:
 
     def __init__(self, task: Task, *, has_push: bool = False) -> None:
         self.task = task
-        self._state = LifeState.RECEIVING if task is Task.ANSWER else LifeState.QUEUED
+        receives = task in (Task.ANSWER, Task.PREFIX)
+        self._state = LifeState.RECEIVING if receives else LifeState.QUEUED
         self._outcome: LifeOutcome | None = None
         self._has_push = has_push
 
@@ -190,7 +195,7 @@ class Life:
         computes = before in (LifeState.QUEUED, LifeState.COMPUTING, LifeState.RUNNING)
         if computes and move.outcome is not LifeOutcome.DONE:
             effects.append(StopCompute())
-        if before is LifeState.RECEIVING:
+        if before is LifeState.RECEIVING and move.outcome is not LifeOutcome.DONE:
             effects.append(CancelLease(error or LeaseLost("cancelled", code="cancelled")))
         if self._has_push and move.to is LifeState.CLOSING:
             effects.append(AbortPush(error))

@@ -59,7 +59,13 @@ def main() -> dict[str, Any]:
         "type": "function",
         "function": {"name": "f", "parameters": {"type": "object", "properties": {}}},
     }
-    schema = {"title": "Answer", "type": "object", "properties": {"a": {"type": "string"}}}
+    schema = {
+        "title": "Answer",
+        "type": "object",
+        "properties": {"a": {"enum": ["yes", "no"]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
     return {
         "first": first.text,
         "finish": first.response_metadata["finish_reason"],
@@ -75,7 +81,7 @@ def main() -> dict[str, Any]:
         "wrong_value": failure(temperature=9),
         "too_long": failure(max_tokens=1_000_000),
         "tools": bound_failure(chat.bind_tools([tool])),
-        "structured": bound_failure(chat.with_structured_output(schema, method="json_schema")),
+        "structured": chat.with_structured_output(schema, method="json_schema").invoke("Hello!"),
     }
 
 

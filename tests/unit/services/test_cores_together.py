@@ -14,10 +14,11 @@ from collections.abc import Callable
 import pytest
 
 from services.gateway.core.pools import Pool
-from shared.engine.fake import fake_answer
+from services.sim.mesh import CoreAnswer, CoreMesh
 from shared.errors import InvalidRequest, WorkerLost
 from shared.request import SamplingParams
-from tests.support.core_mesh import MODEL, CoreAnswer, CoreMesh
+from tests.support.core_mesh import MODEL, core_mesh
+from tests.support.fake_reference import fake_answer
 
 PROMPT = tuple(range(1, 42))
 
@@ -58,7 +59,7 @@ def require_nothing_left(mesh: CoreMesh) -> None:
 
 def test_a_whole_request() -> None:
     """Admitted, routed, reserved and computed in chunks, pushed layer by layer, joined, decoded."""
-    mesh = CoreMesh()
+    mesh = core_mesh()
     prefill, decode = mesh.start("prefill"), mesh.start("decode")
     mesh.settle()
     answer = mesh.ask(PROMPT, max_tokens=12)
@@ -72,7 +73,7 @@ def test_a_whole_request() -> None:
 
 def test_what_decode_has_is_not_sent_again() -> None:
     """The second request finds its prompt in both caches."""
-    mesh = CoreMesh()
+    mesh = core_mesh()
     prefill, _ = mesh.start("prefill"), mesh.start("decode")
     mesh.settle()
     first = mesh.ask(PROMPT, max_tokens=3)
@@ -87,7 +88,7 @@ def test_what_decode_has_is_not_sent_again() -> None:
 
 def test_many_at_once_wait_for_a_place_and_for_room() -> None:
     """More than may run at the gateway, and more than decode's pool holds."""
-    mesh = CoreMesh(max_running=6, num_blocks=24)
+    mesh = core_mesh(max_running=6, num_blocks=24)
     for role in ("prefill", "prefill", "decode"):
         mesh.start(role)
     mesh.settle()
@@ -102,7 +103,7 @@ def test_many_at_once_wait_for_a_place_and_for_room() -> None:
 def test_a_failover_in_mid_answer() -> None:
     """The decode worker dies with a part of the answer told: another one continues it, and the
     client sees neither a gap nor a repetition."""
-    mesh = CoreMesh()
+    mesh = core_mesh()
     mesh.start("prefill")
     decodes = {core.incarnation: core for core in (mesh.start("decode"), mesh.start("decode"))}
     mesh.settle()
@@ -123,7 +124,7 @@ def test_a_failover_in_mid_answer() -> None:
 def test_a_worker_that_dies_at_any_moment(role: str, delay_us: int) -> None:
     """Before its order comes, in each chunk, with frames under way, before the acknowledgement, and
     among the first tokens of decode."""
-    mesh = CoreMesh()
+    mesh = core_mesh()
     cores = {
         core.incarnation: core
         for core in (mesh.start(name) for name in ("prefill", "decode", "prefill", "decode"))
@@ -140,7 +141,7 @@ def test_a_worker_that_dies_at_any_moment(role: str, delay_us: int) -> None:
 
 def test_nobody_is_left_to_continue() -> None:
     """The client hears why the attempt failed, after the bounded wait for another pair."""
-    mesh = CoreMesh()
+    mesh = core_mesh()
     mesh.start("prefill")
     decode = mesh.start("decode")
     mesh.settle()
@@ -159,7 +160,7 @@ def test_nobody_is_left_to_continue() -> None:
 def test_a_role_move_in_mid_answer() -> None:
     """A worker gets the other home while it decodes: it is mixed until that answer has ended, takes
     prompts from then on, and nothing is lost."""
-    mesh = CoreMesh(policy="splitwise")
+    mesh = core_mesh(policy="splitwise")
     prefill = mesh.start("prefill", serves_both=True)
     tokens = [mesh.start("decode", serves_both=True) for _ in range(2)]
     mesh.settle()
@@ -192,7 +193,7 @@ def test_two_runs_are_one() -> None:
     """Every event at the same instant, whatever the hashes are: what a simulator needs."""
 
     def played() -> tuple[float, list[list[int]], list[object]]:
-        mesh = CoreMesh(policy="splitwise", num_blocks=24)
+        mesh = core_mesh(policy="splitwise", num_blocks=24)
         workers = [mesh.start(role, serves_both=True) for role in ("prefill", "decode", "decode")]
         mesh.settle()
         answers = [mesh.ask(PROMPT[number:], max_tokens=9) for number in range(6)]

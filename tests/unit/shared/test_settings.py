@@ -28,6 +28,7 @@ from shared.settings import (
     read_config_file,
     section_fields,
 )
+from shared.tenants import Tenant, read_tenants
 
 
 @pytest.fixture(autouse=True)
@@ -184,6 +185,27 @@ def test_a_child_reads_no_file(file: Path) -> None:
     assert read_config(GatewayConfig, variables) == GatewayConfig()
 
 
+def test_tenants_may_stand_in_the_file_and_reach_a_child_by_its_path(file: Path) -> None:
+    """The gateway reads them where they stand; workers pass them over; a file of its own wins."""
+    file.write_text("[gateway]\noverload = 'early'\n[tenants.a]\nweight = 2\nttft_ms = 500\n")
+    variables = {"PDMESH_CONFIG": str(file)}
+    config = read_config(GatewayConfig, variables)
+    assert (config.overload, config.tenants) == ("early", file)
+    assert read_config(GatewayConfig, environment_of(config)).tenants == file
+    assert read_tenants(file) == {"a": Tenant(weight=2.0, ttft_ms=500.0)}
+    assert read_config(PrefillConfig, variables) == PrefillConfig()
+    own = read_config(GatewayConfig, {**variables, "PDMESH_TENANTS": "own.toml"})
+    assert own.tenants == Path("own.toml")
+    file.write_text("[gateway]\ntenants = 'named.toml'\n[tenants.a]\nweight = 2\n")
+    assert read_config(GatewayConfig, variables).tenants == Path("named.toml")
+    file.write_text("[tenants.a]\nweight = -1\n")
+    with pytest.raises(InvalidRequest, match=r"mesh.toml: \[tenants.a\] weight expected"):
+        read_config(DecodeConfig, variables)
+    file.write_text("tenants = 3\n")
+    with pytest.raises(InvalidRequest, match="must be a section"):
+        read_config(GatewayConfig, variables)
+
+
 def test_a_local_mesh_takes_each_section_for_its_role(file: Path) -> None:
     """A flag of ``up`` is for all roles and wins; ports follow the file, then the flag."""
     file.write_text(
@@ -256,7 +278,7 @@ def test_a_mistake_is_one_line_with_file_section_and_key(
         read_config_file(file)
     assert words in caught.value.message
     assert str(file) in caught.value.message
-    for command in (["gateway"], ["decode"], ["up"], ["config"], ["config", "prefill"]):
+    for command in (["gateway"], ["decode"], ["up"], ["config"]):
         assert main([*command, "--config", str(file)]) == 2
         err = capsys.readouterr().err
         assert err == f"pdmesh: {' '.join(caught.value.message.split())}\n"
@@ -293,20 +315,18 @@ def test_the_example_has_every_setting_and_parses_back_to_the_defaults(file: Pat
 def test_what_is_printed_tells_each_origin_and_can_be_read_back(
     file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """flag, env, file with its section, default."""
+    """env, file with its section, default."""
     file.write_text('[mesh]\ndrain_s = "2 s"\n[decode]\nstaging_mib = 64\n')
     monkeypatch.setenv("PDMESH_MAX_RUNNING", "9")
-    arguments = ["--config", str(file), "--num-blocks", "5", "--no-cache-prefixes"]
-    assert main(["config", "decode", *arguments]) == 0
+    assert main(["config", "--config", str(file)]) == 0
     out = capsys.readouterr().out
-    lines = {line.split(" = ")[0]: " ".join(line.split()) for line in out.splitlines()}
-    assert lines["num_blocks"] == "num_blocks = 5 # flag: --num-blocks"
-    assert lines["cache_prefixes"] == "cache_prefixes = false # flag: --no-cache-prefixes"
+    of_decode = out[out.index("[decode]") :].splitlines()
+    lines = {line.split(" = ")[0]: " ".join(line.split()) for line in of_decode}
     assert lines["max_running"] == "max_running = 9 # env: PDMESH_MAX_RUNNING"
     assert lines["drain_s"] == f'drain_s = "2 s" # file: {file} [mesh]'
     assert lines["staging_mib"] == f'staging_mib = "64 MiB" # file: {file} [decode]'
     assert lines["block_size"] == "block_size = 0 # default"
-    config = parsed("decode", *arguments)
+    config = parsed("decode", "--config", str(file))
     monkeypatch.delenv("PDMESH_MAX_RUNNING")
     file.write_text(out)
     read_back = read_config(DecodeConfig, {"PDMESH_CONFIG": str(file)})
@@ -327,7 +347,7 @@ def test_without_a_role_all_three_are_printed(
     assert all(found[role]["drain_s"] == drain for role in ROLES)
     assert found["gateway"]["api_keys"]["value"] == "/etc/keys"
     assert found["gateway"]["policy"] == {
-        "value": "least_loaded", "origin": "default", "where": "",
+        "value": "conductor", "origin": "default", "where": "",
     }  # fmt: skip
 
 
@@ -335,8 +355,6 @@ def test_a_wrong_value_is_told_instead_of_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As at a start."""
-    assert main(["config", "prefill", "--block-size", "5000"]) == 2
-    assert "--block-size must be 0..4096" in capsys.readouterr().err
     monkeypatch.setenv("PDMESH_BLOCK_SIZE", "5000")
     assert main(["config"]) == 2
     assert "--block-size must be 0..4096" in capsys.readouterr().err
@@ -376,9 +394,20 @@ def test_a_secret_is_not_shown(
 ) -> None:
     """``pdmesh config`` says that there is a key and where it is from, as text and as JSON."""
     monkeypatch.setenv("PDMESH_API_KEY", "pdm-secret")
-    for options in ([], ["--json"], ["gateway"], ["gateway", "--json"]):
+    for options in ([], ["--json"]):
         assert main(["config", *options]) == 0
         out = capsys.readouterr().out
         assert "pdm-secret" not in out
         assert "(hidden)" in out
         assert "PDMESH_API_KEY" in out
+
+
+def test_a_cache_is_as_large_as_people_write_it() -> None:
+    """--dram-cache takes units; without one it counts bytes, and without prefixes it is refused."""
+    read = read_config(PrefillConfig, {"PDMESH_DRAM_CACHE": "1.5GB"})
+    assert read.dram_cache == 1_500_000_000
+    for wrong in ("1.5GX", "-1", "2 s"):
+        with pytest.raises(InvalidRequest, match=r"(?i)dram"):
+            read_config(PrefillConfig, {"PDMESH_DRAM_CACHE": wrong})
+    with pytest.raises(InvalidRequest, match="cache-prefixes"):
+        read_config(PrefillConfig, {"PDMESH_DRAM_CACHE": "1GB", "PDMESH_CACHE_PREFIXES": "false"})

@@ -47,8 +47,13 @@ async function request(path, options) {
 }
 
 /** The cluster now. Throws ApiError, Unreachable; signal's AbortError or TimeoutError. */
-export async function cluster(signal) {
-  const response = await request("cluster", { signal });
+export const cluster = (signal) => asked("cluster", signal);
+
+/** Why one of the last requests went where it went. */
+export const explain = (requestId) => asked(`cluster/requests/${encodeURIComponent(requestId)}`);
+
+async function asked(path, signal) {
+  const response = await request(path, { signal });
   try {
     return await response.json();
   } catch (failure) {

@@ -96,7 +96,11 @@ function showTraffic(gateway, window) {
   say(byId("running"), number(gateway.running));
   const parts = [`${number(gateway.queued)} queued`, `${number(window.requests)} in 60 s`];
   if (window.failed) parts.push(`${number(window.failed)} failed`);
-  if (gateway.refused) parts.push(`${number(gateway.refused)} refused`);
+  if (gateway.refused) {
+    const reasons = Object.entries(gateway.refusals);
+    const listed = reasons.map(([reason, count]) => `${reason} ${number(count)}`).join(", ");
+    parts.push(`${number(gateway.refused)} refused (${listed})`);
+  }
   say(byId("answers-more"), parts.join(" · "));
   for (const [id, percentiles] of [
     ["ttft", window.ttft_s],
@@ -204,6 +208,12 @@ function fillWorker(element, worker) {
   if (worker.waiting) load.push(`${number(worker.waiting)} waiting`);
   if (worker.pending_tokens) load.push(`${number(worker.pending_tokens)} to read`);
   if (worker.step_s) load.push(`step ${time(worker.step_s)}`);
+  const { believed, ttft_error } = worker.prediction;
+  if (ttft_error !== null) load.push(`predictions off by ${Math.round(100 * ttft_error)} %`);
+  if (!believed) load.push("routed by load alone");
+  const { tokens, cached_tokens } = worker.prompts;
+  if (cached_tokens)
+    load.push(`${Math.round((100 * cached_tokens) / tokens)} % of prompts cached`);
   say(part(element, "load"), load.join(" · "));
   const held = quarantined
     ? `${number(reserved)} + ${number(quarantined)} quarantined`

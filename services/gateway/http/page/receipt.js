@@ -3,6 +3,7 @@
 
 import { make, say } from "./dom.js";
 import { number, plural, rate, shortId, size, time } from "./format.js";
+import { whyButton } from "./why.js";
 
 /** In order of time; they add up to the time to first token. */
 const PHASES = [
@@ -189,6 +190,7 @@ function summary(receipt) {
 function facts(receipt, usage, requestId) {
   const cached = [
     ["prefill", receipt.cached_tokens],
+    ["fetched from another worker", receipt.fetched_tokens],
     ["decode", receipt.decode_cached_tokens],
   ]
     .filter(([, tokens]) => tokens > 0)
@@ -219,6 +221,11 @@ function facts(receipt, usage, requestId) {
       "attempts",
       number(receipt.attempts ?? 1) +
         (receipt.errors?.length ? ` (${receipt.errors.join(", ")})` : ""),
+    ],
+    [
+      "expected",
+      receipt.predicted_ttft_s !== undefined &&
+        make("span", {}, `token 1 after ${time(receipt.predicted_ttft_s)} `, whyButton(requestId)),
     ],
     ["request", requestId],
   ];

@@ -6,6 +6,7 @@
 __all__ = (
     "AbortTransfer",
     "AnnounceSpan",
+    "AskKv",
     "Canary",
     "CanaryResult",
     "CancelDecode",
@@ -28,12 +29,15 @@ __all__ = (
     "Heartbeat",
     "Hello",
     "Joined",
+    "KvChanges",
     "KvLayout",
+    "KvTier",
     "ListModelsRequest",
     "ListModelsResponse",
     "ModelInfo",
     "OpenTransfer",
     "PairHello",
+    "PairMessage",
     "Peer",
     "PeerList",
     "PrefillCommand",
@@ -41,10 +45,10 @@ __all__ = (
     "PrefillEvent",
     "PrefillFailed",
     "PrefillToken",
+    "PrefixSource",
     "PromptLogprobs",
     "Proof",
-    "PushCommand",
-    "PushEvent",
+    "PullPrefix",
     "Rendering",
     "Reserve",
     "Role",
@@ -53,7 +57,9 @@ __all__ = (
     "StagingWindow",
     "StagingWindows",
     "StartPrefill",
+    "StepFit",
     "StepTokens",
+    "StopTransfer",
     "TokenizeRequest",
     "TokenizeResponse",
     "TopLogprobs",
@@ -142,20 +148,20 @@ class Role(betterproto2.Enum):
 @dataclass(eq=False, repr=False)
 class AbortTransfer(betterproto2.Message):
     """
-    Either side gives up. Prefill always answers decode's abort with its own, so that decode knows which posted
-    receives will still be written (they are left to land) and which never will (they are cancelled).
+    The source gives up, or answers StopTransfer: so the sink knows which posted receives will still be written (they
+    are left to land) and which never will (they are cancelled).
     """
 
     transfer_id: "bytes" = betterproto2.field(1, betterproto2.TYPE_BYTES)
 
     error: "Error | None" = betterproto2.field(2, betterproto2.TYPE_MESSAGE, optional=True)
     """
-    absent = a clean end: the answer needed no decode
+    absent = a clean end: the answer needed no other worker
     """
 
     frames: "int" = betterproto2.field(3, betterproto2.TYPE_UINT32)
     """
-    from prefill: frames [0, frames) were sent
+    frames [0, frames) were sent
     """
 
 
@@ -182,6 +188,22 @@ default_message_pool.register_message("pdmesh.v1", "AnnounceSpan", AnnounceSpan)
 
 
 @dataclass(eq=False, repr=False)
+class AskKv(betterproto2.Message):
+    granule_tokens: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
+    """
+    tell of prefixes that end at multiples of this and of the worker's block size
+    """
+
+    interval_s: "float" = betterproto2.field(2, betterproto2.TYPE_DOUBLE)
+    """
+    least time between two reports of changes
+    """
+
+
+default_message_pool.register_message("pdmesh.v1", "AskKv", AskKv)
+
+
+@dataclass(eq=False, repr=False)
 class Canary(betterproto2.Message):
     """
     A test frame: sent on `tag`, checked and timed, before the pair is used.
@@ -195,7 +217,7 @@ class Canary(betterproto2.Message):
 
     lane: "str" = betterproto2.field(4, betterproto2.TYPE_STRING)
     """
-    what carried the one before it, as far as prefill can tell
+    what carried the one before it, as far as the source can tell
     """
 
     certainty: "int" = betterproto2.field(5, betterproto2.TYPE_UINT32)
@@ -218,12 +240,12 @@ class CanaryResult(betterproto2.Message):
 
     tag: "int" = betterproto2.field(3, betterproto2.TYPE_FIXED64)
     """
-    in the answer to hello: the tag to send the canary on
+    where to send the next canary; 0 = that was the last one
     """
 
     lane: "str" = betterproto2.field(4, betterproto2.TYPE_STRING)
     """
-    in the last one: what carries KV on this pair
+    in the last one: what carries KV this way
     """
 
 
@@ -296,7 +318,7 @@ class CommitTransfer(betterproto2.Message):
 
     first_token: "int" = betterproto2.field(2, betterproto2.TYPE_UINT32)
     """
-    sampled by prefill, already on its way to the client
+    sampled by the source, already on its way to the client
     """
 
     num_frames: "int" = betterproto2.field(3, betterproto2.TYPE_UINT32)
@@ -451,7 +473,7 @@ class GatewayDirective(betterproto2.Message):
         2, betterproto2.TYPE_MESSAGE, optional=True, group="directive"
     )
     """
-    to prefill workers: the decode workers they may push to
+    to a worker at home with prompts: those at home with tokens, its standing partners
     """
 
     drain: "Drain | None" = betterproto2.field(
@@ -470,6 +492,20 @@ class GatewayDirective(betterproto2.Message):
     )
     """
     to a worker that serves both roles: what it is when nothing is asked of it
+    """
+
+    pair: "Peer | None" = betterproto2.field(
+        6, betterproto2.TYPE_MESSAGE, optional=True, group="directive"
+    )
+    """
+    make a pair with this one, too: a decision wanted it, and will again
+    """
+
+    kv: "AskKv | None" = betterproto2.field(
+        8, betterproto2.TYPE_MESSAGE, optional=True, group="directive"
+    )
+    """
+    tell which prefixes there are: a snapshot, then changes; again = from a snapshot anew
     """
 
 
@@ -547,6 +583,23 @@ class GenerateParams(betterproto2.Message):
     left (drops the first tokens; the default) or right
     """
 
+    json_schema: "str" = betterproto2.field(21, betterproto2.TYPE_STRING)
+    """
+    What the answer as a whole matches; at most one of the four.
+    """
+
+    regex: "str" = betterproto2.field(22, betterproto2.TYPE_STRING)
+
+    grammar: "str" = betterproto2.field(23, betterproto2.TYPE_STRING)
+    """
+    Lark's or GBNF
+    """
+
+    choice: "list[str]" = betterproto2.field(24, betterproto2.TYPE_STRING, repeated=True)
+    """
+    one of them
+    """
+
 
 default_message_pool.register_message("pdmesh.v1", "GenerateParams", GenerateParams)
 
@@ -585,6 +638,23 @@ class GenerateRequest(betterproto2.Message):
     rendering: "Rendering | None" = betterproto2.field(7, betterproto2.TYPE_MESSAGE, optional=True)
     """
     with messages only
+    """
+
+    priority: "int | None" = betterproto2.field(8, betterproto2.TYPE_SINT32, optional=True)
+    """
+    How it is served; absent = as the API key's tenant has it.
+
+    0 to 7, which comes before all others
+    """
+
+    ttft_ms: "float | None" = betterproto2.field(9, betterproto2.TYPE_DOUBLE, optional=True)
+    """
+    until the first token at most
+    """
+
+    tpot_ms: "float | None" = betterproto2.field(10, betterproto2.TYPE_DOUBLE, optional=True)
+    """
+    between tokens at most
     """
 
 
@@ -719,6 +789,32 @@ default_message_pool.register_message("pdmesh.v1", "Joined", Joined)
 
 
 @dataclass(eq=False, repr=False)
+class KvChanges(betterproto2.Message):
+    """
+    Which prefixes came and went. The gateway applies them in order; after one that is whole it has `num_keys` keys of each
+    tier, and their exclusive or is `digest`. If not, it asks for a snapshot.
+    """
+
+    is_snapshot: "bool" = betterproto2.field(1, betterproto2.TYPE_BOOL)
+    """
+    what was told before counts no more
+    """
+
+    is_whole: "bool" = betterproto2.field(2, betterproto2.TYPE_BOOL)
+    """
+    with this all is told
+    """
+
+    tiers: "list[KvTier]" = betterproto2.field(3, betterproto2.TYPE_MESSAGE, repeated=True)
+    """
+    HBM, DRAM, SSD; trailing ones that are empty are left out
+    """
+
+
+default_message_pool.register_message("pdmesh.v1", "KvChanges", KvChanges)
+
+
+@dataclass(eq=False, repr=False)
 class KvLayout(betterproto2.Message):
     """
     What two workers must agree on before KV may flow between them. Block sizes may differ.
@@ -742,6 +838,26 @@ class KvLayout(betterproto2.Message):
 
 
 default_message_pool.register_message("pdmesh.v1", "KvLayout", KvLayout)
+
+
+@dataclass(eq=False, repr=False)
+class KvTier(betterproto2.Message):
+    stored: "bytes" = betterproto2.field(1, betterproto2.TYPE_BYTES)
+    """
+    u64 column of keys: the first 8 bytes of prefix hashes; applied before `removed`
+    """
+
+    removed: "bytes" = betterproto2.field(2, betterproto2.TYPE_BYTES)
+    """
+    u64 column
+    """
+
+    num_keys: "int" = betterproto2.field(3, betterproto2.TYPE_UINT64)
+
+    digest: "int" = betterproto2.field(4, betterproto2.TYPE_FIXED64)
+
+
+default_message_pool.register_message("pdmesh.v1", "KvTier", KvTier)
 
 
 @dataclass(eq=False, repr=False)
@@ -798,7 +914,7 @@ class OpenTransfer(betterproto2.Message):
 
     lease_token: "bytes" = betterproto2.field(3, betterproto2.TYPE_BYTES)
     """
-    16 bytes, from StartPrefill: decode has the same from Reserve
+    16 bytes, from StartPrefill: the sink has the same from Reserve
     """
 
 
@@ -824,7 +940,7 @@ class PairHello(betterproto2.Message):
 
     group_bytes: "int" = betterproto2.field(5, betterproto2.TYPE_UINT32)
     """
-    consecutive layers are grouped until a frame is this large
+    consecutive layers are grouped until a frame is this large; of both the smaller
     """
 
     max_frame_bytes: "int" = betterproto2.field(6, betterproto2.TYPE_UINT32)
@@ -837,8 +953,120 @@ class PairHello(betterproto2.Message):
     the same on both ends = one host; empty = not known
     """
 
+    pushes: "bool" = betterproto2.field(8, betterproto2.TYPE_BOOL)
+    """
+    sends KV: of prompts that it computes for others, and of prefixes that they pull
+    """
+
+    receives: "bool" = betterproto2.field(9, betterproto2.TYPE_BOOL)
+    """
+    takes KV over
+    """
+
 
 default_message_pool.register_message("pdmesh.v1", "PairHello", PairHello)
+
+
+@dataclass(eq=False, repr=False)
+class PairMessage(betterproto2.Message):
+    """
+    Either end may say any of it: as the source of a transfer, as its sink, or of the pair itself.
+
+    Oneofs:
+        - message:
+    """
+
+    hello: "PairHello | None" = betterproto2.field(
+        1, betterproto2.TYPE_MESSAGE, optional=True, group="message"
+    )
+    """
+    the pair
+    """
+
+    heartbeat: "Heartbeat | None" = betterproto2.field(
+        2, betterproto2.TYPE_MESSAGE, optional=True, group="message"
+    )
+
+    refused_pair: "Error | None" = betterproto2.field(
+        3, betterproto2.TYPE_MESSAGE, optional=True, group="message"
+    )
+
+    canary_result: "CanaryResult | None" = betterproto2.field(
+        4, betterproto2.TYPE_MESSAGE, optional=True, group="message"
+    )
+    """
+    from the sink
+    """
+
+    canary: "Canary | None" = betterproto2.field(
+        5, betterproto2.TYPE_MESSAGE, optional=True, group="message"
+    )
+    """
+    from the source
+    """
+
+    windows: "StagingWindows | None" = betterproto2.field(
+        6, betterproto2.TYPE_MESSAGE, optional=True, group="message"
+    )
+    """
+    from the sink
+    """
+
+    windows_mapped: "WindowsMapped | None" = betterproto2.field(
+        7, betterproto2.TYPE_MESSAGE, optional=True, group="message"
+    )
+    """
+    from the source
+    """
+
+    open: "OpenTransfer | None" = betterproto2.field(
+        8, betterproto2.TYPE_MESSAGE, optional=True, group="message"
+    )
+    """
+    source -> sink
+    """
+
+    span: "AnnounceSpan | None" = betterproto2.field(
+        9, betterproto2.TYPE_MESSAGE, optional=True, group="message"
+    )
+
+    commit: "CommitTransfer | None" = betterproto2.field(
+        10, betterproto2.TYPE_MESSAGE, optional=True, group="message"
+    )
+
+    abort: "AbortTransfer | None" = betterproto2.field(
+        11, betterproto2.TYPE_MESSAGE, optional=True, group="message"
+    )
+
+    grant: "TransferGrant | None" = betterproto2.field(
+        12, betterproto2.TYPE_MESSAGE, optional=True, group="message"
+    )
+    """
+    sink -> source
+    """
+
+    refused: "TransferRefused | None" = betterproto2.field(
+        13, betterproto2.TYPE_MESSAGE, optional=True, group="message"
+    )
+
+    credit: "TransferCredit | None" = betterproto2.field(
+        14, betterproto2.TYPE_MESSAGE, optional=True, group="message"
+    )
+
+    ack: "TransferAck | None" = betterproto2.field(
+        15, betterproto2.TYPE_MESSAGE, optional=True, group="message"
+    )
+
+    stop: "StopTransfer | None" = betterproto2.field(
+        16, betterproto2.TYPE_MESSAGE, optional=True, group="message"
+    )
+
+    pull: "PullPrefix | None" = betterproto2.field(
+        17, betterproto2.TYPE_MESSAGE, optional=True, group="message"
+    )
+
+
+default_message_pool.register_message("pdmesh.v1", "PairMessage", PairMessage)
 
 
 @dataclass(eq=False, repr=False)
@@ -1008,11 +1236,45 @@ class PrefillToken(betterproto2.Message):
 
     cached_tokens: "int" = betterproto2.field(11, betterproto2.TYPE_UINT32)
     """
-    prompt tokens found in this worker's prefix cache
+    prompt tokens found in this worker's prefix cache, or fetched
     """
+
+    fetched_tokens: "int" = betterproto2.field(12, betterproto2.TYPE_UINT32)
+    """
+    of them, those that another worker sent for this prompt
+    """
+
+    fetch_s: "float" = betterproto2.field(13, betterproto2.TYPE_DOUBLE)
+    """
+    asked for -> all of them here, or given up
+    """
+
+    fetched_bytes: "int" = betterproto2.field(14, betterproto2.TYPE_FIXED64)
 
 
 default_message_pool.register_message("pdmesh.v1", "PrefillToken", PrefillToken)
+
+
+@dataclass(eq=False, repr=False)
+class PrefixSource(betterproto2.Message):
+    """
+    Of a prompt's beginning: another worker has its KV, and sending it is predicted to be quicker than computing it again.
+    """
+
+    incarnation: "int" = betterproto2.field(1, betterproto2.TYPE_FIXED64)
+    """
+    who has it; a pair from there to here is made
+    """
+
+    num_tokens: "int" = betterproto2.field(2, betterproto2.TYPE_UINT32)
+
+    wait_s: "float" = betterproto2.field(3, betterproto2.TYPE_DOUBLE)
+    """
+    if it has not come by then it is computed here
+    """
+
+
+default_message_pool.register_message("pdmesh.v1", "PrefixSource", PrefixSource)
 
 
 @dataclass(eq=False, repr=False)
@@ -1067,101 +1329,33 @@ default_message_pool.register_message("pdmesh.v1", "Proof", Proof)
 
 
 @dataclass(eq=False, repr=False)
-class PushCommand(betterproto2.Message):
+class PullPrefix(betterproto2.Message):
+    """
+    The sink has room for these tokens and asks for the KV of as many of them as the source has in its cache. The source
+    answers with OpenTransfer under the same key; the transfer may end before all tokens (also with none of them).
+    """
+
+    request_id: "bytes" = betterproto2.field(1, betterproto2.TYPE_BYTES)
+
+    attempt: "int" = betterproto2.field(2, betterproto2.TYPE_UINT32)
+
+    lease_token: "bytes" = betterproto2.field(3, betterproto2.TYPE_BYTES)
+    """
+    made by the sink for this transfer
+    """
+
+    token_ids: "bytes" = betterproto2.field(4, betterproto2.TYPE_BYTES)
+    """
+    u32 column
+    """
+
+    cache_salt: "bytes" = betterproto2.field(5, betterproto2.TYPE_BYTES)
+    """
+    as in StartPrefill
     """
 
 
-    Oneofs:
-        - command:
-    """
-
-    hello: "PairHello | None" = betterproto2.field(
-        1, betterproto2.TYPE_MESSAGE, optional=True, group="command"
-    )
-
-    heartbeat: "Heartbeat | None" = betterproto2.field(
-        2, betterproto2.TYPE_MESSAGE, optional=True, group="command"
-    )
-
-    open: "OpenTransfer | None" = betterproto2.field(
-        3, betterproto2.TYPE_MESSAGE, optional=True, group="command"
-    )
-
-    span: "AnnounceSpan | None" = betterproto2.field(
-        4, betterproto2.TYPE_MESSAGE, optional=True, group="command"
-    )
-
-    commit: "CommitTransfer | None" = betterproto2.field(
-        5, betterproto2.TYPE_MESSAGE, optional=True, group="command"
-    )
-
-    abort: "AbortTransfer | None" = betterproto2.field(
-        6, betterproto2.TYPE_MESSAGE, optional=True, group="command"
-    )
-
-    canary: "Canary | None" = betterproto2.field(
-        7, betterproto2.TYPE_MESSAGE, optional=True, group="command"
-    )
-
-    windows_mapped: "WindowsMapped | None" = betterproto2.field(
-        8, betterproto2.TYPE_MESSAGE, optional=True, group="command"
-    )
-
-
-default_message_pool.register_message("pdmesh.v1", "PushCommand", PushCommand)
-
-
-@dataclass(eq=False, repr=False)
-class PushEvent(betterproto2.Message):
-    """
-
-
-    Oneofs:
-        - event:
-    """
-
-    hello: "PairHello | None" = betterproto2.field(
-        1, betterproto2.TYPE_MESSAGE, optional=True, group="event"
-    )
-
-    heartbeat: "Heartbeat | None" = betterproto2.field(
-        2, betterproto2.TYPE_MESSAGE, optional=True, group="event"
-    )
-
-    grant: "TransferGrant | None" = betterproto2.field(
-        3, betterproto2.TYPE_MESSAGE, optional=True, group="event"
-    )
-
-    refused: "TransferRefused | None" = betterproto2.field(
-        4, betterproto2.TYPE_MESSAGE, optional=True, group="event"
-    )
-
-    credit: "TransferCredit | None" = betterproto2.field(
-        5, betterproto2.TYPE_MESSAGE, optional=True, group="event"
-    )
-
-    ack: "TransferAck | None" = betterproto2.field(
-        6, betterproto2.TYPE_MESSAGE, optional=True, group="event"
-    )
-
-    abort: "AbortTransfer | None" = betterproto2.field(
-        7, betterproto2.TYPE_MESSAGE, optional=True, group="event"
-    )
-
-    canary: "CanaryResult | None" = betterproto2.field(
-        8, betterproto2.TYPE_MESSAGE, optional=True, group="event"
-    )
-
-    refused_pair: "Error | None" = betterproto2.field(
-        9, betterproto2.TYPE_MESSAGE, optional=True, group="event"
-    )
-
-    windows: "StagingWindows | None" = betterproto2.field(
-        10, betterproto2.TYPE_MESSAGE, optional=True, group="event"
-    )
-
-
-default_message_pool.register_message("pdmesh.v1", "PushEvent", PushEvent)
+default_message_pool.register_message("pdmesh.v1", "PullPrefix", PullPrefix)
 
 
 @dataclass(eq=False, repr=False)
@@ -1243,6 +1437,11 @@ class Reserve(betterproto2.Message):
     lease_token: "bytes" = betterproto2.field(12, betterproto2.TYPE_BYTES)
     """
     as in StartPrefill: whoever opens the transfer must know it
+    """
+
+    prefix: "PrefixSource | None" = betterproto2.field(13, betterproto2.TYPE_MESSAGE, optional=True)
+    """
+    as in StartPrefill, if the prompt is computed here
     """
 
 
@@ -1347,6 +1546,11 @@ class SamplingParams(betterproto2.Message):
     u32 column, flattened
     """
 
+    grammar: "str" = betterproto2.field(20, betterproto2.TYPE_STRING)
+    """
+    what the answer as a whole must match (docs/structured-output.md); empty = anything
+    """
+
 
 default_message_pool.register_message("pdmesh.v1", "SamplingParams", SamplingParams)
 
@@ -1358,6 +1562,11 @@ class SetHome(betterproto2.Message):
     epoch: "int" = betterproto2.field(2, betterproto2.TYPE_UINT64)
     """
     of two the larger one counts, and of equal ones the first
+    """
+
+    order: "int" = betterproto2.field(3, betterproto2.TYPE_FIXED64)
+    """
+    random: who gave it knows by it whose order the worker took
     """
 
 
@@ -1385,7 +1594,7 @@ default_message_pool.register_message("pdmesh.v1", "StagingWindow", StagingWindo
 @dataclass(eq=False, repr=False)
 class StagingWindows(betterproto2.Message):
     """
-    Staging slots that prefill may write by itself if it can map them. Once after the canaries (empty = none), then
+    Staging slots that the source may write by itself if it can map them. Once after the canaries (empty = none), then
     whenever a slot got new memory: before any credit that names it.
     """
 
@@ -1448,8 +1657,41 @@ class StartPrefill(betterproto2.Message):
     16 random bytes of the attempt, which the two workers of its pair alone are told
     """
 
+    prefix: "PrefixSource | None" = betterproto2.field(12, betterproto2.TYPE_MESSAGE, optional=True)
+    """
+    absent = nothing is fetched
+    """
+
 
 default_message_pool.register_message("pdmesh.v1", "StartPrefill", StartPrefill)
+
+
+@dataclass(eq=False, repr=False)
+class StepFit(betterproto2.Message):
+    """
+    seconds = constant + token x tokens + attended x positions attended to
+    """
+
+    constant_s: "float" = betterproto2.field(1, betterproto2.TYPE_DOUBLE)
+
+    token_s: "float" = betterproto2.field(2, betterproto2.TYPE_DOUBLE)
+
+    attended_s: "float" = betterproto2.field(3, betterproto2.TYPE_DOUBLE)
+
+    num_steps: "int" = betterproto2.field(4, betterproto2.TYPE_UINT32)
+    """
+    learned from; too few predict nothing
+    """
+
+    error_p50: "float" = betterproto2.field(5, betterproto2.TYPE_DOUBLE)
+    """
+    of the last steps: |predicted - real| / real
+    """
+
+    error_p90: "float" = betterproto2.field(6, betterproto2.TYPE_DOUBLE)
+
+
+default_message_pool.register_message("pdmesh.v1", "StepFit", StepFit)
 
 
 @dataclass(eq=False, repr=False)
@@ -1503,6 +1745,20 @@ default_message_pool.register_message("pdmesh.v1", "StepTokens", StepTokens)
 
 
 @dataclass(eq=False, repr=False)
+class StopTransfer(betterproto2.Message):
+    """
+    The sink gives up; the source answers with AbortTransfer.
+    """
+
+    transfer_id: "bytes" = betterproto2.field(1, betterproto2.TYPE_BYTES)
+
+    error: "Error | None" = betterproto2.field(2, betterproto2.TYPE_MESSAGE, optional=True)
+
+
+default_message_pool.register_message("pdmesh.v1", "StopTransfer", StopTransfer)
+
+
+@dataclass(eq=False, repr=False)
 class TokenizeRequest(betterproto2.Message):
     model: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
 
@@ -1550,7 +1806,7 @@ default_message_pool.register_message("pdmesh.v1", "TopLogprobs", TopLogprobs)
 @dataclass(eq=False, repr=False)
 class TransferAck(betterproto2.Message):
     """
-    Frames [0, frames) are verified and placed. `done` = committed: prefill may free its blocks.
+    Frames [0, frames) are verified and placed. `done` = committed: the source may free its blocks.
     """
 
     transfer_id: "bytes" = betterproto2.field(1, betterproto2.TYPE_BYTES)
@@ -1566,7 +1822,7 @@ default_message_pool.register_message("pdmesh.v1", "TransferAck", TransferAck)
 @dataclass(eq=False, repr=False)
 class TransferCredit(betterproto2.Message):
     """
-    Receives are posted for frames [0, frames): prefill sends no other.
+    Receives are posted for frames [0, frames): the source sends no other.
     """
 
     transfer_id: "bytes" = betterproto2.field(1, betterproto2.TYPE_BYTES)
@@ -1590,12 +1846,12 @@ class TransferGrant(betterproto2.Message):
 
     transfer_id: "bytes" = betterproto2.field(3, betterproto2.TYPE_BYTES)
     """
-    16 random bytes, made by decode
+    16 random bytes, made by the sink
     """
 
     epoch: "int" = betterproto2.field(4, betterproto2.TYPE_FIXED64)
     """
-    grows with every grant of this decode worker
+    grows with every grant of this sink
     """
 
     tag_base: "int" = betterproto2.field(5, betterproto2.TYPE_FIXED64)
@@ -1605,7 +1861,7 @@ class TransferGrant(betterproto2.Message):
 
     skip_tokens: "int" = betterproto2.field(6, betterproto2.TYPE_UINT32)
     """
-    decode already has KV of tokens [0, skip)
+    the sink already has KV of tokens [0, skip)
     """
 
     lease_token: "bytes" = betterproto2.field(7, betterproto2.TYPE_BYTES)
@@ -1749,7 +2005,7 @@ class WorkerStatus(betterproto2.Message):
 
     paired: "bytes" = betterproto2.field(9, betterproto2.TYPE_BYTES)
     """
-    u64 column of incarnations: decode workers whose canary crossed; a colocated decode worker: itself
+    u64 column of incarnations: workers that it may push to, whose canary crossed; one that computes whole requests: itself
     """
 
     seen_prefill_id: "int" = betterproto2.field(10, betterproto2.TYPE_UINT32)
@@ -1780,6 +2036,50 @@ class WorkerStatus(betterproto2.Message):
     home_epoch: "int" = betterproto2.field(15, betterproto2.TYPE_UINT32)
     """
     the how manieth home that is
+    """
+
+    home_order: "int" = betterproto2.field(16, betterproto2.TYPE_FIXED64)
+    """
+    which order that was; 0 = none, it is its launch's
+    """
+
+    prompt_steps: "StepFit | None" = betterproto2.field(
+        20, betterproto2.TYPE_MESSAGE, optional=True
+    )
+    """
+    how long its steps take that compute prompts
+    """
+
+    answer_steps: "StepFit | None" = betterproto2.field(
+        21, betterproto2.TYPE_MESSAGE, optional=True
+    )
+    """
+    those that compute answers alone
+    """
+
+    queue_s: "float" = betterproto2.field(22, betterproto2.TYPE_DOUBLE)
+    """
+    predicted seconds until every prompt it holds is computed; 0 with no fit
+    """
+
+    step_tokens: "int" = betterproto2.field(23, betterproto2.TYPE_UINT32)
+    """
+    longer prompts are computed in several steps; 0 = unknown
+    """
+
+    pair_speeds: "bytes" = betterproto2.field(24, betterproto2.TYPE_BYTES)
+    """
+    f32 column beside `paired`: bytes a second to each, as measured; 0 = not yet, empty = none
+    """
+
+    egress_bytes: "int" = betterproto2.field(25, betterproto2.TYPE_UINT64)
+    """
+    KV that is announced to others and not acknowledged
+    """
+
+    kv: "KvChanges | None" = betterproto2.field(30, betterproto2.TYPE_MESSAGE, optional=True)
+    """
+    to gateways that asked for them
     """
 
 

@@ -449,15 +449,22 @@ def test_gpus_are_those_that_we_may_see(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("config", "environment", "visible", "memory_shares"),
     [
-        (UpConfig(), {}, ["GPU-aa,GPU-bb", "GPU-bb,GPU-aa"], [0.9, 0.9]),
+        (UpConfig(), {}, ["GPU-aa,GPU-bb", "GPU-bb,GPU-aa"], [0.9, 0.9]),  # movable ones
         (
             UpConfig(decode=2, device="cuda"),
             {},
             ["GPU-aa,GPU-bb", "GPU-bb,GPU-aa", "GPU-aa,GPU-bb"],
             [0.45, 0.9, 0.45],
         ),
-        (UpConfig(), {"CUDA_VISIBLE_DEVICES": "1"}, ["GPU-bb", "GPU-bb"], [0.45, 0.45]),
-        (UpConfig(device="cuda:1", gpu_memory_share=0.8), {}, [None, None], [0.4, 0.4]),
+        (UpConfig(), {"CUDA_VISIBLE_DEVICES": "1"}, ["GPU-bb"], [0.9]),
+        (
+            UpConfig(prefill=1),
+            {"CUDA_VISIBLE_DEVICES": "1"},
+            ["GPU-bb", "GPU-bb"],
+            [0.45, 0.45],
+        ),
+        (UpConfig(decode=1, device="cuda:1", gpu_memory_share=0.8), {}, [None] * 2, [0.4, 0.4]),
+        (UpConfig(device="cuda:1"), {}, [None], [0.9]),
     ],
 )
 def test_each_worker_of_a_mesh_gets_a_gpu(
@@ -475,6 +482,33 @@ def test_each_worker_of_a_mesh_gets_a_gpu(
     assert [one.env.get("CUDA_VISIBLE_DEVICES") for one in workers] == visible
     shares = [read_config(DecodeConfig, one.env).gpu_memory_share for one in workers]
     assert shares == memory_shares
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        (UpConfig(device="cpu"), "all cores"),
+        (UpConfig(device="cuda:0"), "the GPU"),
+        (UpConfig(device="cuda"), "2 GPUs"),
+        (UpConfig(engine="fake"), ""),
+        (UpConfig(decode=1, device="cpu"), ""),
+    ],
+)
+@pytest.mark.usefixtures("two_gpus")
+def test_a_mesh_finds_its_shape_and_says_why(
+    asked: UpConfig, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Together on one device, workers that move on several; what was asked for needs no reason."""
+    monkeypatch.setattr("services.cli.up.require_worker_modules", lambda _: None)
+    monkeypatch.setattr("services.cli.up.num_cores", lambda: 6)
+    plan = plan_mesh(dataclasses.replace(asked, port=0), {})
+    assert (why in plan.why_shape) if why else not plan.why_shape
+    workers = [read_config(DecodeConfig, one.env) for one in plan.services[1:]]
+    if why in ("all cores", "the GPU"):
+        assert [(one.colocated, one.threads) for one in workers] == [(True, 6)]
+    else:
+        assert [(one.colocated, one.threads) for one in workers] == [(False, 3)] * 2
+    assert all(one.movable == ("GPUs" in why) for one in workers)
 
 
 def test_without_a_terminal_every_change_is_one_line() -> None:

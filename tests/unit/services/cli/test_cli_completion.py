@@ -28,7 +28,7 @@ def script(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Path:
     [
         ("pdmesh ge", {"generate"}),
         ("pdmesh co", {"config", "completion"}),
-        ("pdmesh config ga", {"gateway"}),
+        ("pdmesh config --ex", {"--example"}),
         ("pdmesh decode --max-r", {"--max-running", "--max-requests"}),
         ("pdmesh up --policy r", {"round_robin", "random"}),
         ("pdmesh completion ", {"bash", "zsh", "fish"}),

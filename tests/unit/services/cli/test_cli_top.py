@@ -60,6 +60,20 @@ def test_a_frame_fits_a_narrow_terminal(width: int) -> None:
     assert len(lines) == len(drawn(view)) + 1
 
 
+def test_what_prefix_caches_had_is_a_column() -> None:
+    """Of the last minute's prompts; nothing where none was read."""
+    view = a_view()
+    for worker, (tokens, cached) in zip(view["workers"], ((30, 16), (0, 0)), strict=True):
+        worker["prompts"] = {"tokens": tokens, "cached_tokens": cached}
+    (head,) = (line for line in drawn(view) if line.startswith("role"))
+    assert " cached " in head
+    lines = drawn(view)
+    (prefill,) = (line for line in lines if line.startswith("prefill 10"))
+    (decode,) = (line for line in lines if line.startswith("decode 10"))
+    assert " 53% " in prefill
+    assert "%" not in decode.split("█")[0]
+
+
 def test_a_mesh_without_anything_is_a_frame_too() -> None:
     """No model, no worker, no traffic; and before the first answer, only the trouble."""
     nothing = a_view(

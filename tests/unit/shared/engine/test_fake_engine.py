@@ -11,19 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared.engine.fake import (
-    DEFAULT_MODEL,
-    FakeEngine,
-    FakeModel,
-    FakeTiming,
-    fake_answer,
-    fake_continuation,
-    fake_prompt_logprobs,
-)
+from shared.engine.fake import DEFAULT_MODEL, FakeEngine, FakeModel, FakeTiming
 from shared.errors import LocalProtocolError
 from shared.messages.columns import pack_u32
 from shared.request import FinishReason, SamplingParams
 from shared.step import RowResult, SampleSpec, StepRow
+from tests.support.fake_reference import fake_answer, fake_continuation, fake_prompt_logprobs
 
 MODEL = FakeModel(vocab_size=97, num_layers=3, num_kv_heads=2, head_dim=4)
 PROMPT = [5, 3, 96, 1, 5, 44, 0, 2, 9, 9, 31, 7]

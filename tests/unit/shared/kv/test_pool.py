@@ -264,7 +264,7 @@ def test_matching_changes_nothing() -> None:
     """A look-up alone makes no prefix younger."""
     cache = PrefixCache()
     for block, key in enumerate((b"a", b"b")):
-        cache.insert(key, block)
+        cache.insert(key, block, 16)
         cache.set_idle(block)
     assert cache.match([b"a", b"x", b"b"]) == [0]
     assert cache.evict() == 0
@@ -273,6 +273,6 @@ def test_matching_changes_nothing() -> None:
 def test_one_block_has_one_hash() -> None:
     """A block that is cached under two names would be evicted under one of them only."""
     cache = PrefixCache()
-    cache.insert(b"a", 0)
+    cache.insert(b"a", 0, 16)
     with pytest.raises(LocalProtocolError):
-        cache.insert(b"b", 0)
+        cache.insert(b"b", 0, 16)

@@ -9,7 +9,6 @@ import pytest
 from structlog.testing import capture_logs
 
 from shared.engine.fake import FakeEngine, FakeModel, FakeTiming
-from shared.engine.worker import VirtualCompute
 from shared.errors import TransferFailed
 from shared.profile.kept import KeptProfile, find_or_measure, key_of
 from shared.profile.machine import (
@@ -23,6 +22,7 @@ from shared.profile.machine import (
 from shared.profile.measure import SWEEP_S, doubled, measure, sweep
 from tests.support.loopback import LoopbackFabric, LoopbackSettings
 from tests.support.transfer_ends import in_virtual_time
+from tests.support.virtual_compute import VirtualCompute
 
 PROFILE = MachineProfile(
     saturating_tokens=64,

@@ -25,7 +25,6 @@ from shared.errors import (
 )
 from shared.messages.descriptors import descriptors, schema
 from shared.messages.message_codec import MessageCodec
-from shared.rpc.methods import ALL_METHODS
 from shared.rpc.status import (
     MAX_TRAILER_BYTES,
     STATUS_TABLE,
@@ -36,6 +35,7 @@ from shared.rpc.status import (
     http_status_of,
     openai_error_body,
 )
+from tests.support.calls import ALL_METHODS
 from tests.support.house import ROOT
 
 

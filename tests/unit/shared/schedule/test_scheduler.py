@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from shared.engine.fake import FakeModel, fake_answer, fake_prompt_logprobs
+from shared.engine.fake import FakeModel
 from shared.errors import InvariantViolated, LocalProtocolError, NoBlocks, NoCapacity
 from shared.request import FinishReason
 from shared.schedule.plan import NewToken, StepPlan
 from shared.schedule.sequence import Sequence, SequenceState
 from shared.step import RowResult
 from tests.support.cores import MODEL, Worker, a_sequence, answer_of
+from tests.support.fake_reference import fake_answer, fake_prompt_logprobs
 
 
 def commit(worker: Worker, plan: StepPlan, token: int = 7) -> None:
@@ -137,7 +138,7 @@ def test_prefill_keeps_its_blocks_until_released() -> None:
     assert (token.sequence, token.index, token.finish_reason) == (sequence, 0, FinishReason.NONE)
     assert sequence.state is SequenceState.HELD
     assert worker.scheduler.plan().is_empty
-    assert not worker.scheduler.has_work
+    assert not worker.scheduler.unfinished
     assert worker.pool.num_held == 2
     for _ in range(2):
         worker.scheduler.release(sequence)
@@ -375,7 +376,7 @@ def test_an_abort_between_steps_frees_at_once() -> None:
     for _ in range(2):
         worker.scheduler.abort(sequence)
         assert worker.pool.num_held == 0
-    assert not worker.scheduler.has_work
+    assert not worker.scheduler.unfinished
 
 
 def test_an_abort_during_a_step_frees_at_commit() -> None:
@@ -414,7 +415,7 @@ def test_a_waiting_sequence_is_aborted_without_a_trace() -> None:
         worker.scheduler.abort(sequence)
     worker.scheduler.release(sequence)
     assert worker.scheduler.plan().is_empty
-    assert not worker.scheduler.has_work
+    assert not worker.scheduler.unfinished
     assert worker.scheduler.statistics().num_held == 0
 
 
@@ -631,7 +632,7 @@ def test_answers_planned_ahead_are_the_reference_s(ignore_eos: bool) -> None:
         worker.scheduler.add(sequence)
     tokens = list(worker.step())
     num_ahead = 0
-    while worker.scheduler.has_work:
+    while worker.scheduler.unfinished:
         plan = worker.scheduler.plan()
         following: StepPlan | None = plan
         while following is not None:
@@ -835,3 +836,43 @@ def test_planning_ahead_out_of_turn_is_a_mistake_of_the_caller() -> None:
     commit(worker, plan)
     with pytest.raises(LocalProtocolError):
         worker.scheduler.plan()
+
+
+# --- prefixes on their way ------------------------------------------------------------------------
+
+
+def test_who_awaits_its_prefix_keeps_its_place_and_holds_nobody_up() -> None:
+    """Others pass it; when the prefix has ended it is the next, with what the cache has by then."""
+    worker = Worker(token_budget=64, block_size=4)
+    first, second, third = (a_sequence(tuple(range(i, i + 8))) for i in (1, 20, 40))
+    for sequence in (first, second, third):
+        worker.scheduler.add_prefill(sequence)
+    worker.scheduler.await_prefix(first, 4)
+    assert first.num_expected_tokens == 4
+    plan = worker.scheduler.plan()
+    assert plan.sequences == (second, third)
+    commit(worker, plan)
+    assert not worker.scheduler.plan().rows
+    other = a_sequence(tuple(range(60, 68)))
+    worker.scheduler.add_prefill(other)
+    worker.scheduler.prefix_ended(first)
+    worker.scheduler.prefix_ended(first)
+    assert first.num_expected_tokens == 0
+    plan = worker.scheduler.plan()
+    assert plan.sequences == (first, other)
+    commit(worker, plan)
+    for sequence in (first, second, third, other):
+        worker.scheduler.release(sequence)
+    worker.scheduler.check_integrity()
+
+
+def test_who_awaits_its_prefix_may_be_aborted() -> None:
+    """Its client leaves; the end of the prefix comes later and changes nothing."""
+    worker = Worker()
+    sequence = a_sequence(8)
+    worker.scheduler.add_prefill(sequence)
+    worker.scheduler.await_prefix(sequence, 4)
+    worker.scheduler.release(sequence)
+    worker.scheduler.prefix_ended(sequence)
+    assert not worker.scheduler.plan().rows
+    assert not worker.scheduler.unfinished

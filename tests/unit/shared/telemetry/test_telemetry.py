@@ -9,7 +9,10 @@ import json
 import logging
 import math
 import re
+import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
 
 import orjson
 import pytest
@@ -25,7 +28,9 @@ from tests.support.house import ROOT
 from tests.support.virtual_loop import run_virtual
 
 GAP = st.floats(0, 100)
-_LOGGING = re.compile(r"(self\._)?note|log|_?log\.(debug|info|warning|error|exception|log)")
+_LOGGING = re.compile(
+    r"(self\._)?note|log(_often)?|_?log\.(debug|info|warning|error|exception|log)"
+)
 
 
 @given(st.lists(GAP, min_size=6, max_size=6), GAP, GAP)
@@ -224,10 +229,51 @@ def test_control_characters_cannot_forge_lines(lines: io.StringIO) -> None:
 def test_request_is_one_line_with_its_receipt(lines: io.StringIO) -> None:
     """A finished request is one line that holds its receipt."""
     receipt = receipt_of(Marks(arrived_at=0.0, first_token_at=0.25))
-    structlog.get_logger("x").info("request", request_id="ab", receipts=[receipt.as_dict()])
-    record = orjson.loads(lines.getvalue())
+    log.log_often("request", request_id="ab", receipts=[receipt.as_dict()])
+    (record,) = gathered(lines)
     assert (record["event"], record["request_id"]) == ("request", "ab")
+    assert (record["service"], record["level"]) == ("test", "info")
     assert record["receipts"][0]["ttft_s"] == 0.25
+    assert datetime.fromisoformat(record["timestamp"]).tzinfo is UTC
+
+
+def gathered(lines: io.StringIO) -> list[dict[str, Any]]:
+    """Return the lines of ``log_often`` so far."""
+    assert log._gathered is not None
+    log._gathered.write()
+    return [orjson.loads(line) for line in lines.getvalue().splitlines()]
+
+
+def test_lines_of_requests_are_written_soon_without_being_asked_for(lines: io.StringIO) -> None:
+    """A thread writes them, whole and in their order."""
+    for number in range(100):
+        log.log_often("request", number=number)
+    give_up_at = time.monotonic() + 10
+    while lines.getvalue().count("\n") < 100:
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
+    assert [record["number"] for record in gathered(lines)] == [*range(100)]
+
+
+def test_a_log_that_nobody_reads_loses_lines_and_says_so(lines: io.StringIO) -> None:
+    """Lines wait in bounded room; how many were lost is a line of its own."""
+    assert log._gathered is not None
+    with log._gathered._writing:  # as while a write to a full pipe waits
+        for number in range(log.MAX_GATHERED + 7):
+            log.log_often("request", number=number)
+    *kept, lost = gathered(lines)
+    assert [record["number"] for record in kept] == [*range(log.MAX_GATHERED)]
+    assert (lost["event"], lost["count"]) == ("log lines lost", 7)
+
+
+def test_no_client_can_forge_a_request_line(lines: io.StringIO) -> None:
+    """What is not printable is escaped, as in every other line; pretty logs have the line, too."""
+    log.log_often("request", label='a\n{"event":"forged"}\x9b2J')
+    log.configure_logs(service="test", form="pretty", stream=lines)
+    log.log_often("request", label='a\n{"event":"forged"}\x9b2J')
+    text = lines.getvalue()
+    assert len(text.splitlines()) == 2
+    assert "\x9b" not in text
 
 
 def test_exceptions_are_logged_with_their_traceback(lines: io.StringIO) -> None:

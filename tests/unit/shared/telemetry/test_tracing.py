@@ -10,40 +10,26 @@ import pytest
 import structlog
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from shared.telemetry import tracing as seam
 from shared.telemetry.otel import OneWarning
-from shared.telemetry.tracing import CANCELLED, NO_SPAN, Attributes, Phases, SpanKind, is_wanted
+from shared.telemetry.trace_export import is_wanted, tracing
+from shared.telemetry.tracing import CANCELLED, NO_SPAN, Attributes, Phases, TraceSpan
 
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
 
 
-class RecordedSpan:
-    """Writes its phases down."""
+CONTEXT = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"
 
-    is_recording = True
-    context = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"
+
+class RecordedSpan(TraceSpan):
+    """Writes its phases down."""
 
     def __init__(self) -> None:
         self.phases: list[tuple[str, float, Attributes | None, str]] = []
-
-    def set(self, attributes: Attributes) -> None: ...
-
-    def begin(
-        self,
-        name: str,
-        began_at: float,
-        attributes: Attributes | None = None,
-        *,
-        kind: SpanKind = SpanKind.INTERNAL,
-    ) -> RecordedSpan:
-        return self
 
     def phase(
         self, name: str, began_at: float, attributes: Attributes | None = None, *, error: str = ""
     ) -> None:
         self.phases.append((name, began_at, attributes, error))
-
-    def end(self, *, error: str = "") -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -69,7 +55,8 @@ def test_nothing_is_imported_unless_it_is_wanted() -> None:
     code = """
 import asyncio, sys
 import services.gateway.app, services.gateway.process
-from shared.telemetry.tracing import NO_TRACER, tracing
+from shared.telemetry.trace_export import tracing
+from shared.telemetry.tracing import NO_TRACER
 
 async def main():
     async with tracing("x", 1, "0") as tracer:
@@ -93,8 +80,8 @@ async def test_a_service_without_the_library_says_so_once(
 
     monkeypatch.setattr(importlib.util, "find_spec", find_nothing)
     with structlog.testing.capture_logs() as lines:
-        async with seam.tracing("x", 1, "0") as tracer:
-            assert tracer.within(RecordedSpan.context) is NO_SPAN
+        async with tracing("x", 1, "0") as tracer:
+            assert tracer.within(CONTEXT) is NO_SPAN
             assert tracer.request("x", 0.0, {}) is NO_SPAN
     (line,) = lines
     assert "pip install 'pdmesh[otel]'" in line["reason"]

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Sequence
 import pytest
 
 from shared.engine.base import OnLayer
-from shared.engine.fake import FakeEngine, fake_answer
+from shared.engine.fake import FakeEngine
 from shared.engine.worker import ThreadCompute
 from shared.errors import EngineFailed, MeshError
 from shared.schedule.plan import Failure, NewToken
@@ -22,6 +22,7 @@ from shared.step import RowResult, StepRow
 from shared.telemetry.worker import DecodeMetrics
 from shared.worker.stepper import Stepper
 from tests.support.cores import MODEL, Worker, a_sequence, answer_of
+from tests.support.fake_reference import fake_answer
 
 
 class _Gate(FakeEngine):

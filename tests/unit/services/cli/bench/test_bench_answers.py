@@ -106,9 +106,9 @@ def test_how_an_answer_ended(payloads: tuple[bytes, ...], end: Ending) -> None:
 
 def test_what_is_not_json_is_an_error() -> None:
     """Never a token."""
-    with pytest.raises(ValueError, match="unexpected"):
+    with pytest.raises(ValueError, match="malformed"):
         read(b"{oops")
-    with pytest.raises(ValueError, match="not an object"):
+    with pytest.raises(ValueError, match="object"):
         read(b"[1]")
 
 

@@ -83,9 +83,3 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(TraceError, match="is not text"):
         read_trace(path)
-
-
-def test_a_format_can_be_forced(tmp_path: Path) -> None:
-    """Then its own words say what is wrong."""
-    with pytest.raises(TraceError, match=":1: "):
-        read_trace(written(tmp_path, AZURE), "mooncake")

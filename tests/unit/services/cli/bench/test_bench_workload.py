@@ -64,9 +64,8 @@ def test_nothing_arrives_after_the_duration() -> None:
 
 
 def test_a_trace_keeps_its_times_and_is_stretched_to_a_rate() -> None:
-    """Alone it plays as it was; a speed or a rate changes all gaps by one factor."""
+    """Alone it plays as it was; a rate changes all gaps by one factor."""
     assert [a.due_s for a in plan(TRACE, Load(rate=None)).asks] == [0.0, 2.0, 4.0, 6.0, 8.0]
-    assert plan(TRACE, Load(rate=None, speed=2.0)).asks[-1].due_s == 4.0
     assert plan(TRACE, Load(rate=1.25)).asks[-1].due_s == pytest.approx(4.0)
     drawn = plan(TRACE, Load(rate=1.25, arrivals="poisson"))
     assert (drawn.arrivals, [a.num_input for a in drawn.asks]) == (

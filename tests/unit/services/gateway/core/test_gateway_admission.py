@@ -1,61 +1,150 @@
-"""Admission: bounded, first come first served, refused at once when full."""
+"""Admission: bounded, in the queue's order, refused at once when full; effects say all of it."""
 
 from __future__ import annotations
 
 import pytest
 
-from services.gateway.core.admission import Admission, Admitted
-from shared.errors import DeadlinePassed, Overloaded
+from services.gateway.core.admission import Admission, Admit, Effect, TurnAway
+from services.gateway.core.overload import Overload, OverloadMode
+from services.gateway.core.sides import Sides
+from services.gateway.core.speeds import ReportedSpeeds
+from services.gateway.core.tenants import Tenants, Terms
+from shared.errors import DeadlinePassed, InvalidRequest, Overloaded, ShuttingDown
+from shared.tenants import Asked, Tenant
 
 
-def an_admission(running: int = 1, waiting: int = 2) -> Admission:
-    return Admission(max_running=running, max_waiting=waiting, max_wait_s=2.0)
+def an_admission(running: int = 1, waiting: int = 2, **tenants: Tenant) -> Admission:
+    """One place, room for two, two seconds."""
+    return Admission(
+        max_running=running,
+        max_waiting=waiting,
+        max_wait_s=2.0,
+        overload=Overload(OverloadMode.OFF, ReportedSpeeds()),
+        sides=lambda: Sides([], [], []),
+        tenants=Tenants(tenants),
+    )
 
 
-def test_waiting_requests_run_in_order_of_arrival() -> None:
-    """Each departure lets in the oldest."""
+def of(tenant: str, priority: int = 3) -> Terms:
+    return Terms(tenant=tenant, priority=priority)
+
+
+def refused(effects: list[Effect]) -> tuple[bytes, str]:
+    """Return who was refused, and why; nothing else may have happened."""
+    (effect,) = effects
+    assert isinstance(effect, TurnAway)
+    return effect.key, effect.error.code
+
+
+def test_a_request_runs_at_once_waits_or_follows() -> None:
+    """Places first, then the queue, in order of arrival."""
     admission = an_admission()
-    assert admission.arrive(b"a", 0.0, None) is Admitted.NOW
-    assert admission.arrive(b"b", 0.0, None) is Admitted.QUEUED
-    assert admission.arrive(b"c", 0.0, None) is Admitted.QUEUED
-    assert admission.leave(b"a") == [b"b"]
-    assert admission.leave(b"b") == [b"c"]
+    assert admission.arrive(b"a", 0.0) == [Admit(b"a")]
+    assert admission.arrive(b"b", 0.0) == []
+    assert admission.arrive(b"c", 0.0) == []
+    assert admission.leave(b"a", 0.1) == [Admit(b"b")]
+    assert admission.leave(b"b", 0.2) == [Admit(b"c")]
+    assert admission.leave(b"c", 0.3) == []
 
 
-def test_a_full_waiting_room_refuses_at_once_with_a_hint() -> None:
-    """Overloaded, with Retry-After."""
+def test_a_full_waiting_room_refuses_with_a_hint() -> None:
+    """At once, without looking at the rest."""
     admission = an_admission(waiting=0)
-    admission.arrive(b"a", 0.0, None)
-    with pytest.raises(Overloaded) as refused:
-        admission.arrive(b"b", 0.0, None)
-    assert refused.value.retry_after_s > 0
+    admission.arrive(b"a", 0.0)
+    (refusal,) = admission.arrive(b"b", 0.0)
+    assert isinstance(refusal, TurnAway)
+    assert isinstance(refusal.error, Overloaded)
+    assert (refusal.error.code, refusal.error.retry_after_s) == ("queue_full", 2.0)
+    assert admission.statistics().refusals == {"queue_full": 1}
     assert admission.statistics().num_refused == 1
 
 
-def test_a_waiting_request_gives_up_at_the_earlier_of_limit_and_deadline() -> None:
-    """The error says which of the two it was."""
+def test_who_waits_too_long_is_refused_at_its_time() -> None:
+    """By the limit of the queue, or by its own deadline if that comes first."""
     admission = an_admission()
-    admission.arrive(b"a", 0.0, None)
-    admission.arrive(b"b", 1.0, None)
-    admission.arrive(b"c", 1.0, 1.5)
-    assert admission.give_up_at(b"b") == 3.0
-    assert admission.give_up_at(b"c") == 1.5
-    assert isinstance(admission.expire(b"c", 1.5), DeadlinePassed)
-    assert isinstance(admission.expire(b"b", 3.0), Overloaded)
-    assert admission.expire(b"b", 3.0) is None
+    assert admission.next_tick_at is None
+    admission.arrive(b"a", 0.0)
+    admission.arrive(b"b", 1.0)
+    admission.arrive(b"c", 1.0, deadline_at=1.5)
+    assert admission.next_tick_at == 1.5
+    assert admission.tick(1.4) == []
+    (late,) = admission.tick(1.5)
+    assert isinstance(late, TurnAway)
+    assert (late.key, type(late.error)) == (b"c", DeadlinePassed)
+    assert admission.next_tick_at == 3.0
+    assert refused(admission.tick(3.0)) == (b"b", "queue_timeout")
+    assert admission.next_tick_at is None
+    assert admission.statistics().refusals == {"deadline": 1, "queue_timeout": 1}
 
 
-def test_a_cancelled_waiter_leaves_no_trace() -> None:
-    """Its place goes to the next."""
+def test_who_leaves_the_queue_frees_no_place() -> None:
+    """A place is freed by who ran; who left is not admitted."""
     admission = an_admission()
-    admission.arrive(b"a", 0.0, None)
-    admission.arrive(b"b", 0.0, None)
-    admission.arrive(b"c", 0.0, None)
-    assert admission.leave(b"b") == []
-    assert admission.leave(b"a") == [b"c"]
+    for key in (b"a", b"b", b"c"):
+        admission.arrive(key, 0.0)
+    assert admission.leave(b"b", 0.1) == []
+    assert admission.leave(b"a", 0.2) == [Admit(b"c")]
+    assert admission.leave(b"unknown", 0.3) == []
 
 
-def test_a_passed_deadline_is_refused_at_the_door() -> None:
-    """No queueing for what cannot be met."""
-    with pytest.raises(DeadlinePassed):
-        an_admission().arrive(b"a", 5.0, 5.0)
+def test_a_deadline_that_has_passed_is_refused_at_once() -> None:
+    """Whatever place there is."""
+    (refusal,) = an_admission().arrive(b"a", 5.0, deadline_at=5.0)
+    assert isinstance(refusal, TurnAway)
+    assert isinstance(refusal.error, DeadlinePassed)
+
+
+def test_a_higher_priority_goes_first_and_takes_the_place_of_a_lower_one() -> None:
+    """In the queue, and of a full queue; equal ones do not."""
+    admission = an_admission(waiting=1)
+    admission.arrive(b"a", 0.0)
+    admission.arrive(b"low", 0.0, terms=of("t", 2))
+    assert refused(admission.arrive(b"equal", 0.0, terms=of("t", 2))) == (b"equal", "queue_full")
+    assert refused(admission.arrive(b"high", 0.0, terms=of("t", 5))) == (b"low", "queue_full")
+    assert admission.leave(b"a", 0.1) == [Admit(b"high")]
+
+
+def test_a_tenant_that_fills_the_queue_makes_room_for_another() -> None:
+    """Who has the most waiting for its weight loses its last one."""
+    admission = an_admission(waiting=4)
+    admission.arrive(b"run", 0.0, terms=of("big"))
+    for key in (b"1", b"2", b"3", b"4"):
+        admission.arrive(key, 0.0, terms=of("big"))
+    assert refused(admission.arrive(b"small", 0.0, terms=of("small"))) == (b"4", "queue_full")
+    # It owes nothing for the time when it was away, and has nothing saved up.
+    assert admission.leave(b"run", 0.1) == [Admit(b"1")]
+    admission.emitted(b"1", 1, 0.2, cached_tokens=0)
+    assert admission.leave(b"1", 0.3) == [Admit(b"small")]
+
+
+def test_a_tenant_at_its_own_limit_waits_and_holds_up_nobody() -> None:
+    """Its requests wait for one of its own to end."""
+    admission = an_admission(running=3, capped=Tenant(max_running=1))
+    assert admission.arrive(b"1", 0.0, terms=of("capped", 7)) == [Admit(b"1")]
+    assert admission.arrive(b"2", 0.0, terms=of("capped", 7)) == []
+    assert admission.arrive(b"3", 0.0, terms=of("other")) == [Admit(b"3")]
+    assert admission.leave(b"3", 0.1) == []
+    assert admission.leave(b"1", 0.2) == [Admit(b"2")]
+
+
+def test_a_gateway_that_shuts_down_refuses_who_waits() -> None:
+    """Who runs goes on."""
+    admission = an_admission()
+    for key in (b"a", b"b", b"c"):
+        admission.arrive(key, 0.0)
+    effects = admission.close(ShuttingDown("over"))
+    assert [effect.key for effect in effects] == [b"b", b"c"]
+    assert admission.statistics().num_running == 1
+    assert admission.statistics().num_waiting == 0
+
+
+def test_a_request_has_its_own_limits_before_its_tenants() -> None:
+    """And never a priority above what the tenant may ask for."""
+    tenants = Tenants({"t": Tenant(ttft_ms=500, tpot_ms=50, max_priority=4)})
+    assert tenants.terms(Asked("t", None, None, 80.0)) == Terms("t", 3, 0.5, 0.08)
+    assert tenants.terms(Asked("t", 4)).priority == 4
+    with pytest.raises(InvalidRequest, match="may ask for 0 to 4, not for 5") as caught:
+        tenants.terms(Asked("t", 5))
+    assert (caught.value.param, caught.value.code) == ("priority", "priority_too_high")
+    assert tenants.terms(Asked("stranger", 7)) == Terms("stranger", 7)
+    assert Tenants({"low": Tenant(max_priority=1)}).terms(Asked("low")).priority == 1

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import random
 from typing import Literal
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from services.gateway.core.peer_table import PeerTable
 from services.gateway.core.pools import (
     MAX_PENDING_TOKENS,
-    Home,
+    HomeOrder,
     Pool,
     change_home,
     home_of,
+    is_confirmed,
     pool_of,
 )
 from services.gateway.core.routing import POLICIES, RouteDecision, route
 from services.gateway.core.sides import RouteRequest
 from services.gateway.core.worker import Role, Worker, WorkerStatus
 from shared.errors import InvalidRequest, NotFound
+from shared.home import Home
 from shared.ids import Incarnation, StreamId
 from tests.unit.services.gateway.core.test_gateway_routing import a_worker
 
@@ -381,38 +387,129 @@ def test_colocated_workers_of_one_role_share_the_work_of_both() -> None:
 # --- a new home -----------------------------------------------------------------------------------
 
 
+G1, G2 = 101, 102
+
+
+def _given(table: PeerTable, order: HomeOrder) -> bool:
+    """Have a worker take an order, as it does, and report it; False = it refused."""
+    worker = table.get(order.worker)
+    assert worker is not None
+    if not order.home.replaces(home_of(worker)):
+        return False
+    role, epoch, number = order.home
+    status = WorkerStatus(
+        paired=worker.status.paired, home=role, home_epoch=epoch, home_order=number
+    )
+    table.report(worker, status)
+    return True
+
+
 def test_a_worker_is_given_its_other_home_with_the_next_epoch() -> None:
-    """As long as somebody is left for what it did; the larger epoch holds."""
+    """As long as somebody stays for what it did, and has been ordered to."""
+    table = a_mesh_of("prompt", "prompt", "token")
+    worker, witness, _ = table.workers
+    stay, move = change_home(table, worker.incarnation, "token", G1)
+    assert stay == HomeOrder(witness.incarnation, Home(Role.PREFILL, 1, G1))
+    assert move == HomeOrder(worker.incarnation, Home(Role.DECODE, 1, G1))
+    assert not is_confirmed(witness, stay.home)
+    assert _given(table, stay)
+    assert is_confirmed(witness, stay.home)
+    assert _given(table, move)
+    assert home_of(worker) == move.home
+    *_, back = change_home(table, worker.incarnation, "prompt", G1)
+    assert back.home == Home(Role.PREFILL, 2, G1)
+
+
+def test_who_cannot_move_needs_no_order_to_stay() -> None:
+    """One order is enough then."""
+    table = a_mesh_of("prompt", "prompt", "token")
+    table.join(a_worker(Role.PREFILL, 9))
+    table.report(table.workers[-1], WorkerStatus(paired=table.workers[0].status.paired))
+    table.workers[-1].sessions.update(table.workers[-1].serves)
+    (move,) = change_home(table, Incarnation(1), "token", G1)
+    assert move.worker == 1
+
+
+def test_an_order_that_another_gateway_gave_is_not_ones_own() -> None:
+    """Two renewals with one number: only one of the two gateways may go on."""
     table = a_mesh_of("prompt", "prompt", "token")
     worker = table.workers[0]
-    home = change_home(table, worker.incarnation, "token")
-    assert home == Home(Role.DECODE, 1)
-    assert home.replaces(home_of(worker))
-    table.report(worker, WorkerStatus(home=home.role, home_epoch=home.epoch))
-    assert home_of(worker) == home
-    assert change_home(table, worker.incarnation, "prompt") == Home(Role.PREFILL, 2)
-    assert not Home(Role.PREFILL, 1).replaces(home)
-    assert change_home(table, worker.incarnation, "token", 7) == Home(Role.DECODE, 7)
+    assert _given(table, HomeOrder(worker.incarnation, Home(Role.PREFILL, 1, G2)))
+    with pytest.raises(InvalidRequest, match="at the same time") as caught:
+        is_confirmed(worker, Home(Role.PREFILL, 1, G1))
+    assert caught.value.code == "old_epoch"
+
+
+STEPS = ("report", "report", "decide", "decide", "arrive", "arrive", "look", "look", "give up")
+
+
+@settings(max_examples=400)
+@given(st.data())
+def test_gateways_with_old_views_never_empty_a_role_together(data: st.DataObject) -> None:
+    """Any number of gateways, whose reports come late and whose orders are on their way as long as
+    they like: somebody is always at home with prompts."""
+    num_workers = data.draw(st.integers(2, 3))
+    numbers = itertools.count(1)
+    truth = {w: Home(Role.PREFILL, 0) for w in range(num_workers)}
+    views = [dict(truth) for _ in range(data.draw(st.integers(2, 3)))]
+    running: list[list[HomeOrder]] = [[] for _ in views]
+    sent: list[list[HomeOrder]] = [[] for _ in views]
+    for _ in range(data.draw(st.integers(1, 60))):
+        gateway = data.draw(st.integers(0, len(views) - 1))
+        view, todo, mail = views[gateway], running[gateway], sent[gateway]
+        match data.draw(st.sampled_from(STEPS)):
+            case "report":
+                worker = data.draw(st.integers(0, num_workers - 1))
+                view[worker] = truth[worker]
+            case "decide" if not todo:
+                table = a_mesh_of(*["prompt"] * num_workers, "token")
+                for worker, home in view.items():
+                    it = table.workers[worker]
+                    role, epoch, number = home
+                    status = WorkerStatus(
+                        paired=it.status.paired, home=role, home_epoch=epoch, home_order=number
+                    )
+                    table.report(it, status)
+                mover = data.draw(st.integers(0, num_workers - 1))
+                with contextlib.suppress(InvalidRequest):
+                    orders = change_home(table, Incarnation(1 + mover), "token", next(numbers))
+                    todo += orders
+                    mail.append(orders[0])
+            case "arrive" if mail:
+                order = mail.pop(0)
+                if order.home.replaces(truth[order.worker - 1]):
+                    truth[order.worker - 1] = order.home
+            case "give up":
+                todo.clear()  # what it has sent may still arrive
+            case "look" if todo:
+                home, wanted = view[todo[0].worker - 1], todo[0].home
+                if home == wanted:
+                    todo.pop(0)
+                    mail += todo[:1]
+                elif not wanted.replaces(home):
+                    todo.clear()
+            case _:
+                pass
+        assert any(home.role is Role.PREFILL for home in truth.values())
 
 
 @pytest.mark.parametrize(
-    ("worker", "home", "epoch", "code", "remedy"),
+    ("worker", "home", "code", "remedy"),
     [
-        (77, "token", None, "no_worker", "`pdmesh top` lists"),
-        (1, "chef", None, "unknown_home", "one of prompt, token"),
-        (4, "prompt", None, "one_role", "start one that serves both"),
-        (1, "token", None, "last_of_role", "start another one, or give another one the home"),
-        (2, "prompt", 0, "old_epoch", "look at it again"),
+        (77, "token", "no_worker", "`pdmesh top` lists"),
+        (1, "chef", "unknown_home", "one of prompt, token"),
+        (4, "prompt", "one_role", "start one that serves both"),
+        (1, "token", "last_of_role", "start another one, or give another one the home"),
     ],
 )
 def test_a_move_that_cannot_be_is_refused_with_its_remedy(
-    worker: int, home: str, epoch: int | None, code: str, remedy: str
+    worker: int, home: str, code: str, remedy: str
 ) -> None:
     """Typed, and nothing has changed."""
     table = a_mesh_of("prompt", "token", "token")
     table.join(a_worker(Role.DECODE, 4))
     with pytest.raises((InvalidRequest, NotFound)) as caught:
-        change_home(table, Incarnation(worker), home, epoch)
+        change_home(table, Incarnation(worker), home, G1)
     assert caught.value.code == code
     assert remedy in caught.value.message
     assert isinstance(caught.value, NotFound) == (code == "no_worker")
@@ -424,14 +521,16 @@ def test_who_drains_or_is_silent_does_not_count_as_left() -> None:
     first, second, _ = table.workers
     table.report(second, WorkerStatus(paired=second.status.paired, is_draining=True))
     with pytest.raises(InvalidRequest, match="last one for prompts"):
-        change_home(table, first.incarnation, "token")
+        change_home(table, first.incarnation, "token", G1)
     colocated = a_worker(Role.DECODE, 9)
     table.join(colocated)
     table.report(colocated, WorkerStatus(paired=frozenset({Incarnation(9)})))
-    assert change_home(table, first.incarnation, "token").role is Role.DECODE
+    (move,) = change_home(table, first.incarnation, "token", G1)
+    assert move.home.role is Role.DECODE
 
 
 def test_a_home_that_it_has_already_needs_nobody_else() -> None:
     """The order is repeated with a newer epoch."""
     table = a_mesh_of("prompt", "token")
-    assert change_home(table, Incarnation(1), "prompt") == Home(Role.PREFILL, 1)
+    (order,) = change_home(table, Incarnation(1), "prompt", G1)
+    assert order.home == Home(Role.PREFILL, 1, G1)

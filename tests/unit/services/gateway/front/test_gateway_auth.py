@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from services.gateway.front.auth import NOBODY, KeyRing, hash_key, new_key, tenant_salt
+from services.gateway.front.auth import NOBODY, ROLES, KeyRing, hash_key, new_key, tenant_salt
 from services.gateway.front.quota import KeyLimits
-from shared.errors import InvalidRequest, QuotaExceeded, Unauthorized
+from shared.errors import Forbidden, InvalidRequest, QuotaExceeded, Unauthorized
 from shared.request import MAX_SALT_BYTES
 
 SALT_KEY = bytes(range(32))
@@ -38,6 +38,38 @@ def test_everybody_else_is_refused(tmp_path: Path, value: str | None) -> None:
     ring = ring_of(tmp_path, hash_key("alice", "k1"))
     with pytest.raises(Unauthorized):
         ring.check(value)
+
+
+def test_only_a_key_with_the_right_may_change_roles(tmp_path: Path) -> None:
+    """A line says so; the refusal says whose key it was and how to make one that may."""
+    lines = [hash_key("alice", "k1"), hash_key("ops", "k2", may="roles")]
+    ring = ring_of(tmp_path, "\n".join(lines))
+    ring.check("Bearer k2").require(ROLES)
+    alice = ring.check("Bearer k1")
+    alice.require("")
+    with pytest.raises(Forbidden, match=r"'alice' may ask, but .*hash-key NAME --may roles") as no:
+        alice.require(ROLES)
+    assert no.value.code == "missing_right"
+
+
+def test_without_keys_everybody_may_change_roles() -> None:
+    """Who asks none for a key asks none for a right; the key of --api-key has none."""
+    KeyRing().check(None).require(ROLES)
+    plain = KeyRing.read(None, plain_key="k").check("Bearer k")
+    with pytest.raises(Forbidden):
+        plain.require(ROLES)
+
+
+def test_a_right_may_stand_anywhere_among_the_limits(tmp_path: Path) -> None:
+    """And one that there is not is a malformed line."""
+    line = hash_key("a", "k", limits=KeyLimits(requests_per_minute=5), may="roles")
+    name, *words = line.split()
+    key = ring_of(tmp_path, " ".join([name, *reversed(words)])).check("Bearer k")
+    assert (key.may, key.quota.limits.requests_per_minute) == ("roles", 5)
+    with pytest.raises(InvalidRequest, match="may=roles"):
+        ring_of(tmp_path, f"{name} may=everything")
+    with pytest.raises(InvalidRequest, match="its one right is roles"):
+        hash_key("a", "k", may="everything")
 
 
 def test_without_keys_everybody_may_come() -> None:
@@ -74,7 +106,7 @@ def test_a_malformed_line_is_named_but_not_shown(tmp_path: Path) -> None:
 def test_a_key_never_shows_in_a_repr(tmp_path: Path) -> None:
     """Neither digest nor salt is printed."""
     key = ring_of(tmp_path, hash_key("alice", "k1", "salt")).check("Bearer k1")
-    assert repr(key) == "ApiKey(name='alice')"
+    assert repr(key) == "ApiKey(name='alice', may='')"
 
 
 def test_two_keys_share_a_cache_only_by_a_common_salt(tmp_path: Path) -> None:

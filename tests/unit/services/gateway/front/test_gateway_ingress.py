@@ -16,6 +16,7 @@ from services.gateway.grpc.door import Inference
 from shared import wire
 from shared.errors import (
     DeadlinePassed,
+    Forbidden,
     InvalidRequest,
     MeshError,
     NotFound,
@@ -287,6 +288,18 @@ async def test_keys_are_checked_on_every_method(tmp_path: Path) -> None:
             else:
                 with pytest.raises(Unauthorized):
                     await call()
+    front.text.close()
+
+
+async def test_a_key_that_may_only_ask_changes_no_role_over_grpc(tmp_path: Path) -> None:
+    """The same right as over HTTP."""
+    path = tmp_path / "keys"
+    path.write_text(hash_key("alice", "secret"))
+    front = front_door(ScriptedMesh(), keys=KeyRing.read(path))
+    stream = cast("Any", FakeStream(None, metadata={"authorization": "Bearer secret"}))
+    order = wire.ChangeRoleRequest(worker="a1", role="token")
+    with pytest.raises(Forbidden, match="hash-key NAME --may roles"):
+        await Inference(front).change_role(order, stream)
     front.text.close()
 
 

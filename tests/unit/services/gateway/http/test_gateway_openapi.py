@@ -12,13 +12,20 @@ import msgspec
 import pytest
 
 from services.gateway.front.auth import KeyRing, hash_key
-from services.gateway.http import bodies, door
+from services.gateway.http import bodies, door, responses_door
 from services.gateway.http.door import HttpDoor
 from services.gateway.http.openapi import OPERATIONS, PARTS_OF_THE_PAGE, openapi_document
+from services.gateway.http.structured_fields import STRUCTURED
+from tests.support.grammars import HAS_LIBRARY
 from tests.support.http_client import HI, Client, gateway
 from tests.support.scripted_mesh import MODEL, ScriptedMesh, front_door, saying
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+REQUIRED: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": HI},
+    COMPLETIONS: {"prompt": "a", "echo": True},
+    RESPONSES: {"input": "a"},
+}
 
 
 def document(**options: Any) -> dict[str, Any]:
@@ -108,6 +115,7 @@ def test_every_field_that_is_parsed_is_described_and_no_other() -> None:
     decoders = {
         CHAT: door._CHAT,
         COMPLETIONS: door._COMPLETION,
+        RESPONSES: responses_door.RESPONSES,
         "/tokenize": door._TOKENIZE,
         "/detokenize": door._DETOKENIZE,
         "/cluster/workers/{worker}/role": door._ROLE,
@@ -130,8 +138,10 @@ def test_what_a_running_gateway_knows_is_filled_in() -> None:
     )
 
 
-def companions(name: str, value: Any) -> dict[str, Any]:
+def companions(name: str, value: Any, path: str) -> dict[str, Any]:
     """What a right value of a field needs beside it."""
+    if path == RESPONSES:
+        return {"max_output_tokens": MODEL.max_model_len - 1} if name == "min_tokens" else {}
     if name == "best_of":
         return {"n": value}
     if name == "min_tokens":
@@ -139,7 +149,10 @@ def companions(name: str, value: Any) -> dict[str, Any]:
     return {"logprobs": True} if name == "top_logprobs" else {}
 
 
-CONTEXT_BOUND = {"max_tokens", "max_completion_tokens", "min_tokens", "messages"}
+CONTEXT_BOUND = {
+    *("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens"),
+    *("messages", "input"),
+}
 """Bounded by the context that the prompt leaves."""
 
 
@@ -177,19 +190,24 @@ def _example(schema: dict[str, Any]) -> Any:
     return {"integer": 1, "string": "x"}.get(schema.get("type", ""), {})
 
 
-@pytest.mark.parametrize(("struct", "path"), [("ChatBody", CHAT), ("CompletionBody", COMPLETIONS)])
+@pytest.mark.parametrize(
+    ("struct", "path"),
+    [("ChatBody", CHAT), ("CompletionBody", COMPLETIONS), ("ResponsesBody", RESPONSES)],
+)
 async def test_bounds_are_those_that_the_gateway_enforces(struct: str, path: str) -> None:
     """What the document allows is accepted at the very bound; a step beyond is refused by name."""
     fields = document()["components"]["schemas"][struct]["properties"]
-    fields.pop("prompt", None)  # its four forms have a test of their own
+    for name in ("prompt", "tools", "tool_choice"):
+        fields.pop(name, None)  # they have tests of their own
+    for name in STRUCTURED if not HAS_LIBRARY else ():
+        fields.pop(name)
     num_tried = 0
     async with gateway(ScriptedMesh(saying("abc"))) as client:
         for name, schema in fields.items():
             for value, is_right in edges(schema):
                 num_tried += 1
-                body: dict[str, Any] = {"messages": HI} if path == CHAT else {"prompt": "a"}
-                body |= {name: value} if path == CHAT else {"echo": True, name: value}
-                body |= companions(name, value) if is_right else {}
+                body = REQUIRED[path] | {name: value}
+                body |= companions(name, value, path) if is_right else {}
                 status, _, answer = await client.ask("POST", path, json=body)
                 about = f"{name} = {value!r}: {answer}"
                 if not is_right:

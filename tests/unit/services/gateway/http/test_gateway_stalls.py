@@ -6,12 +6,13 @@ import asyncio
 from typing import Any, cast
 
 import pytest
-from aiohttp import web
 
 from services.gateway import limits
 from services.gateway.front.calls import Call
-from services.gateway.http.server import Policy, Route, build_app, listen
-from services.gateway.http.sse import BUFFER_BYTES, EventStream
+from services.gateway.http.connection import BUFFER_BYTES, Connection, listen
+from services.gateway.http.messages import HttpRequest, Response
+from services.gateway.http.server import Policy, Route, Routes
+from services.gateway.http.sse import EventStream
 from services.gateway.http.stalls import unless_stalled
 from shared.errors import DeadlinePassed
 from shared.rpc.network import Address
@@ -44,7 +45,10 @@ class Link:
     def abort(self) -> None:
         self.is_aborted = True
 
-    async def write(self, num_bytes: int) -> None:
+    def write(self, data: bytes) -> None:
+        """Some bytes more make no difference."""
+
+    async def fill(self, num_bytes: int) -> None:
         """Fill the buffer, and wait until all is read."""
         self._unsent_bytes, self._since = num_bytes, asyncio.get_running_loop().time()
         await self.drained()
@@ -67,7 +71,7 @@ async def test_a_slow_client_is_waited_for() -> None:
 async def test_a_slow_client_of_a_large_answer_is_waited_for() -> None:
     """The buffer is empty when the answer is handed over: what counts is what it was filled to."""
     link: Any = Link(0, 100)
-    await unless_stalled(link.write(10_000), link, 10.0)
+    await unless_stalled(link.fill(10_000), link, 10.0)
     assert asyncio.get_running_loop().time() >= 100
 
 
@@ -77,7 +81,7 @@ async def test_a_client_that_reads_nothing_of_a_large_answer_is_not() -> None:
     link: Any = Link(0, 0)
     began_at = asyncio.get_running_loop().time()
     with pytest.raises(TimeoutError):
-        await unless_stalled(link.write(10_000), link, 10.0)
+        await unless_stalled(link.fill(10_000), link, 10.0)
     assert asyncio.get_running_loop().time() - began_at == pytest.approx(10.0)
 
 
@@ -105,26 +109,21 @@ async def test_what_fails_fails_as_it_did() -> None:
 
 @virtual_time
 async def test_a_paused_stream_is_watched_though_its_buffer_has_room() -> None:
-    """aiohttp drains now and then, and that waits until the buffer is nearly empty: a client that
-    reads some of it and then stops is cut like any other."""
+    """A transport resumes its writer when the buffer is nearly empty: a client that reads some of
+    it and then stops is cut like any other."""
     link = Link(BUFFER_BYTES // 2, 0)
+    listener: Any = None
+    connection = Connection(listener, asyncio.get_running_loop())
+    connection.transport = cast("Any", link)
+    connection.pause_writing()
 
-    class Protocol:
-        writing_paused = True
+    class Asked:
+        is_http11 = True
 
-    class Request:
-        version = (1, 1)
-        transport = link
-        protocol = Protocol()
-
-    class Response:
-        async def write(self, data: bytes) -> None:
-            del data
-            await link.drained()
-
-    events = EventStream(cast("Any", Request()), {}, stall_s=10.0)
+    request: Any = Asked()
+    request.connection = connection
+    events = EventStream(request, {}, stall_s=10.0)
     events.has_begun = True
-    events._response = cast("Any", Response())
     with pytest.raises(DeadlinePassed):
         await events.write(b"data: x\n\n")
     assert link.is_aborted
@@ -138,22 +137,24 @@ async def test_a_client_that_does_not_read_a_whole_answer_is_cut(
     monkeypatch.setattr(limits, "STALL_S", 0.2)
     body = bytes(16 << 20)
     is_over = asyncio.Event()
+    send = Connection.send
 
-    class Large(web.Response):
-        async def write_eof(self, data: bytes = b"") -> None:
-            try:
-                await super().write_eof(data)
-            finally:
-                is_over.set()
+    async def sent(self: Connection, request: HttpRequest, response: Response) -> None:
+        try:
+            await send(self, request, response)
+        finally:
+            is_over.set()
 
-    async def large(request: web.Request, call: Call) -> web.Response:
+    monkeypatch.setattr(Connection, "send", sent)
+
+    async def large(request: HttpRequest, call: Call) -> Response:
         del request, call
-        return Large(body=body)
+        return Response(200, body, {})
 
     front = front_door(ScriptedMesh())
-    app = build_app(front, [Route("GET", "/large", Policy.ANYBODY, large)])
+    routes = Routes(front, [Route("GET", "/large", Policy.ANYBODY, large)])
     async with (
-        listen(app, Address("127.0.0.1", 0)) as address,
+        listen(routes.handle, Address("127.0.0.1", 0)) as address,
         raw_connection(f"http://{address}") as (reader, writer),
     ):
         writer.write(b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")

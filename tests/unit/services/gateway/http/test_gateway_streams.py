@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from services.gateway.http import server as http_server
+from services.gateway.http.connection import Connection
 from services.gateway.mesh import Tokens
 from tests.support.answer_tokens import answer_tokens
 from tests.support.http_client import gateway, parse_events, post_bytes, raw_connection
@@ -40,14 +40,14 @@ async def test_headers_and_first_token_leave_together_and_no_later_than_it() -> 
 async def test_small_events_do_not_wait_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server's end of every connection has TCP_NODELAY."""
     found: list[int] = []
-    connection_made = http_server._ClientConnection.connection_made
+    connection_made = Connection.connection_made
 
     def looked_at(self: Any, transport: Any) -> None:
         connection_made(self, transport)
         link = transport.get_extra_info("socket")
         found.append(link.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
 
-    monkeypatch.setattr(http_server._ClientConnection, "connection_made", looked_at)
+    monkeypatch.setattr(Connection, "connection_made", looked_at)
     async with (
         http_gateway(ScriptedMesh(saying("the"))) as url,
         raw_connection(url) as (reader, writer),

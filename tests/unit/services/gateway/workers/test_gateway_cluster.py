@@ -8,14 +8,17 @@ from pathlib import Path
 import pytest
 
 from services.gateway.core.admission import AdmissionStatistics
+from services.gateway.core.expectations import Expectations
 from services.gateway.core.peer_table import PeerTable
 from services.gateway.core.window import (
     MAX_PAIRS,
+    MAX_READERS,
     NUM_BINS,
     SECONDS,
     Histogram,
     LastMinute,
     Pair,
+    ReadPrompts,
     Summary,
 )
 from services.gateway.core.worker import JoinedModel, Role, Worker, WorkerStatus
@@ -101,6 +104,20 @@ def test_first_tokens_that_come_together_have_no_gap_between_them() -> None:
     summary = window.summary(1.0)
     assert (summary.num_output_tokens, summary.ttft_s.count, summary.itl_s.count) == (3, 1, 2)
     assert summary.itl_s.percentile(99) == pytest.approx(1e-6)
+
+
+def test_prompts_are_added_up_by_worker() -> None:
+    """Over seconds, as long as these are in the window; what is beyond many workers is left out."""
+    window = LastMinute(0.0)
+    for at in (1.0, 2.5):
+        window.read(at, 0xA, ReadPrompts(100, 60))
+    window.read(2.5, 0xB, ReadPrompts(40, 0))
+    told = window.summary(3.0).prompts
+    assert told == {0xA: ReadPrompts(200, 120), 0xB: ReadPrompts(40, 0)}
+    assert window.summary(1.0 + SECONDS).prompts[0xA] == ReadPrompts(100, 60)
+    for worker in range(2 * MAX_READERS):
+        window.read(200.0, worker, ReadPrompts(1, 1))
+    assert len(window.summary(200.0).prompts) == MAX_READERS
 
 
 def test_a_second_is_forgotten_when_the_window_has_passed_it() -> None:
@@ -217,7 +234,10 @@ def a_body(table: PeerTable, summary: Summary, *, reason: str = "") -> dict[str,
         uptime_s=12.3456,
         model=ServedModel(name="m", vocab_size=10, max_model_len=64, created=1),
         table=table,
-        counts=AdmissionStatistics(3, 2, 1),
+        expectations=Expectations(),
+        prefixes=None,
+        now=0.0,
+        counts=AdmissionStatistics(3, 2, {"slo_ttft": 1}),
         summary=summary,
     )
 
@@ -232,19 +252,29 @@ def test_the_view_says_what_workers_reported_and_what_the_window_saw() -> None:
     window.later_tokens(9.6, 1, 0.1)
     transfer(window, 9.5)
     window.ended(9.7, has_failed=False)
+    window.read(9.7, 0xA, ReadPrompts(20, 16))
+    window.read(9.8, 0xA, ReadPrompts(10, 0))
     near = pytest.approx
     assert a_body(table, window.summary(10.0)) == {
         "ready": True,
         "not_ready_reason": "",
         "uptime_s": 12.346,
         "model": {"id": "m", "max_model_len": 64},
-        "gateway": {"incarnation": "000000000000cafe", "running": 3, "queued": 2, "refused": 1},
+        "gateway": {
+            "incarnation": "000000000000cafe",
+            "running": 3,
+            "queued": 2,
+            "refused": 1,
+            "refusals": {"slo_ttft": 1},
+        },
         "workers": [
             {
                 "incarnation": incarnation,
                 "role": role,
                 "home": home,
                 "pool": home,
+                "prompts": {"tokens": tokens, "cached_tokens": cached, "fetched_tokens": 0},
+                "prefixes": None,
                 "moves": False,
                 "address": "10.0.0.5:8001",
                 "state": "usable",
@@ -253,11 +283,19 @@ def test_the_view_says_what_workers_reported_and_what_the_window_saw() -> None:
                 "pending_tokens": 300,
                 "blocks": {"total": 100, "free": 60, "reserved": 30, "quarantined": 10},
                 "step_s": 0.0123,
+                "prediction": {
+                    "known": False,
+                    "believed": True,
+                    "queue_s": 0.0,
+                    "prompt_step_error": 0.0,
+                    "answer_step_error": 0.0,
+                    "ttft_error": None,
+                },
                 "paired": paired,
             }
-            for role, home, incarnation, paired in (
-                ("prefill", "prompt", "000000000000000a", ["000000000000000b"]),
-                ("decode", "token", "000000000000000b", []),
+            for role, home, incarnation, paired, tokens, cached in (
+                ("prefill", "prompt", "000000000000000a", ["000000000000000b"], 30, 16),
+                ("decode", "token", "000000000000000b", [], 0, 0),
             )
         ],
         "window": {

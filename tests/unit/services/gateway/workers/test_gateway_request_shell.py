@@ -16,6 +16,7 @@ from shared.errors import WorkerLost
 from shared.ids import RequestId
 from shared.request import AnswerToken, FinishReason, SamplingParams
 from tests.support.answer_tokens import answer_tokens
+from tests.unit.services.gateway.core.test_gateway_admission import an_admission
 
 
 def a_shell(max_tokens: int = 1000) -> RequestShell:
@@ -34,6 +35,7 @@ def a_shell(max_tokens: int = 1000) -> RequestShell:
         cast("Any", None),
         Timeline(0.0),
         Delivery(),
+        an_admission(),
         max_attempts=1,
         pair_wait_s=1.0,
         failover_wait_s=1.0,

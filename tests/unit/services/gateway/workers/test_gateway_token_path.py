@@ -10,7 +10,8 @@ import pytest
 
 from services.gateway.core.lifecycle import Leg, Lifecycle
 from services.gateway.core.routing import RouteDecision
-from services.gateway.http.sse import BUFFER_BYTES, EventStream
+from services.gateway.http.connection import BUFFER_BYTES
+from services.gateway.http.sse import EventStream
 from services.gateway.text.detokenizer import AnswerText, StreamDetokenizer
 from services.gateway.workers.delivery import DELIVERIES_A_TURN, Delivery
 from services.gateway.workers.timeline import Transfer
@@ -263,8 +264,7 @@ async def test_a_full_stream_has_no_room() -> None:
             return self.size
 
     class Request:
-        version = (1, 1)
-        transport = None
+        is_http11 = True
 
     request: Any = Request()
     events = EventStream(request, {})

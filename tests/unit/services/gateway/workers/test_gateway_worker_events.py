@@ -15,7 +15,7 @@ from services.gateway.core.routing import POLICIES
 from services.gateway.core.worker import Role, Worker, WorkerStatus
 from services.gateway.workers.membership import membership
 from services.gateway.workers.peers import WorkerSession
-from services.gateway.workers.registry import Registry, _StatusReader, read_announcement
+from services.gateway.workers.registry import _StatusReader, read_announcement
 from shared import wire
 from shared.address import Address, is_host
 from shared.errors import MeshError, RemoteProtocolError, WorkerLost
@@ -132,8 +132,8 @@ class Silence:
 
 
 async def test_a_worker_that_serves_both_roles_has_two_sessions() -> None:
-    """It is usable when both are up, told of every decode worker but itself, and one of the decode
-    workers that others are told of; its orders count wherever they were sent."""
+    """It is usable when both are up; what it is at home says whether it has standing partners, or
+    is one; its orders count wherever they were sent."""
     network: Any = Silence()
     policy = POLICIES["splitwise"]()
     randbytes = random.Random(1).randbytes
@@ -157,15 +157,13 @@ async def test_a_worker_that_serves_both_roles_has_two_sessions() -> None:
         both.silent.add(Role.DECODE)
         assert not both.is_usable
 
-        registry = Registry(members, Incarnation(1), "1")
+        def partners(worker: Worker) -> list[int]:
+            return [peer.incarnation for peer in members.table.standing_partners(worker)]
 
-        def told(worker: Worker) -> list[int]:
-            peers = registry._peers_of(worker).peers
-            assert peers is not None
-            return [peer.incarnation for peer in peers.peers]
-
-        assert told(both) == [6]
-        assert told(a_worker(Role.PREFILL, 9)) == [5, 6]
+        third = a_worker(Role.PREFILL, 9)
+        assert [partners(it) for it in (both, other, third)] == [[6], [], [6]]
+        members.update(both.incarnation, WorkerStatus(home=Role.DECODE, home_epoch=1))
+        assert [partners(it) for it in (both, other, third)] == [[], [], [5, 6]]
         members.update(both.incarnation, WorkerStatus(seen={Role.PREFILL: StreamId(1)}))
         both.sent(Role.PREFILL, StreamId(1), num_tokens=9, num_blocks=1)
         both.sent(Role.DECODE, StreamId(1), num_tokens=0, num_blocks=2)
@@ -173,7 +171,7 @@ async def test_a_worker_that_serves_both_roles_has_two_sessions() -> None:
         decode.abandon(WorkerLost("gone"))
         assert both.reserved_blocks == 0
         members.leave(both, "it left")
-        assert members.decode_workers == (other,)
+        assert members.table.at_home_with_tokens == (other,)
         assert len(members.sessions) == 1
 
 

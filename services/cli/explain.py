@@ -1,0 +1,175 @@
+"""``pdmesh explain``: why a request went where it went, and whether it would go there again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import orjson
+from cyclopts import Parameter
+
+from services.cli.client import (
+    DEFAULT_URL,
+    NO_ACCESS,
+    Access,
+    UrlFlag,
+    get_json,
+    open_session,
+    require_url,
+)
+from services.gateway.core.decision_record import replay as decide_again
+from shared.errors import InvalidRequest
+from shared.runtime.service import EXIT_FAILED, EXIT_OK
+
+LIMIT_S = 10.0
+MOST_SHOWN = 8
+"""Workers of a side; those with the lowest scores."""
+
+_unset = Parameter(show_env_var=False)
+
+
+def explain(
+    request: Annotated[str, _unset],
+    /,
+    *,
+    replay: Annotated[bool, _unset] = False,
+    json: Annotated[bool, _unset] = False,
+    url: UrlFlag = DEFAULT_URL,
+    access: Access = NO_ACCESS,
+) -> int:
+    """Say why a request went where it went.
+
+    The gateway keeps the decisions of its last requests: what it knew of every worker, its policy's
+    scores, and what it expected the first token to take.
+
+    Parameters
+    ----------
+    request
+        The id of an answer, or of the header x-request-id; or a file that --json wrote.
+    replay
+        Decide again here, from the record alone, and say whether it comes out the same.
+    json
+        Print the record instead, to keep it.
+    """
+    path = Path(request)
+    told = _read(path) if path.is_file() else asyncio.run(_ask(request, url, access))
+    if json:
+        print(orjson.dumps(told, option=orjson.OPT_INDENT_2).decode())
+        return EXIT_OK
+    is_same = True
+    for line in _lines(told):
+        print(line)
+    if replay:
+        for decision in told["decisions"]:
+            again = decide_again(decision)
+            is_same = is_same and not again.differences
+            verdict = "; ".join(again.differences) or "the same pair, from the same scores"
+            print(f"attempt {decision['attempt']} decided again: {verdict}")
+    return EXIT_OK if is_same else EXIT_FAILED
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        told = orjson.loads(path.read_bytes())
+        assert isinstance(told["decisions"], list)
+        assert isinstance(told["receipt"], dict)
+    except (orjson.JSONDecodeError, KeyError, TypeError, AssertionError):
+        raise InvalidRequest(
+            f"{path} is not what `pdmesh explain REQUEST_ID --json` prints"
+        ) from None
+    return told
+
+
+async def _ask(request: str, url: str, access: Access) -> dict[str, Any]:
+    require_url(url)
+    path = f"/cluster/requests/{quote(request, safe='')}"
+    async with open_session(access) as session:
+        return await get_json(session, url, path, limit_s=LIMIT_S)
+
+
+def _lines(told: Mapping[str, Any]) -> Iterator[str]:
+    receipt, decisions = told["receipt"], told["decisions"]
+    state = "ended" if told["ended"] else "still running"
+    yield f"request {told['request_id']}, {state}"
+    if not decisions:
+        waited = f"{1000 * receipt['queue_s']:.1f} ms in the queue"
+        yield f"it was never sent to workers: {', '.join(receipt['errors']) or waited}"
+    for decision in decisions:
+        yield ""
+        yield from _decision(decision)
+    if decisions:
+        yield ""
+        yield _outcome(decisions[-1]["prediction"], receipt)
+
+
+def _decision(decision: Mapping[str, Any]) -> Iterator[str]:
+    avoided = f", avoiding {', '.join(decision['avoid'])}" if decision["avoid"] else ""
+    yield (
+        f"attempt {decision['attempt']}: {decision['num_tokens']:,} tokens, at most "
+        f"{decision['max_new_tokens']:,} to come; policy {decision['policy']}, random number "
+        f"{decision['random']:.6f}{avoided}"
+    )
+    for side, load, unit in (
+        ("prefill", "tokens", "pending_tokens"),
+        ("decode", "blocks", "reserved_blocks"),
+    ):
+        workers = decision[f"{side}s"]
+        yield f"  {side}: {len(workers)} could be taken; lower scores are better"
+        for worker in _best(workers, decision[side]):
+            mark = "▶" if worker["worker"] == decision[side] else " "
+            unseen = worker[f"unseen_{load}"]
+            own = f" ({unseen:,} of them ordered since its report)" if unseen else ""
+            queue = f", queue {1000 * worker['queue_s']:.1f} ms" if side == "prefill" else ""
+            terms = worker.get("terms")
+            yield (
+                f"  {mark} {worker['address']:<21} score {worker['score']:g}{_terms(terms)}: "
+                f"{worker[unit]:,} {load}{own}{queue}, "
+                f"report {1000 * worker['report_age_s']:.0f} ms old"
+            )
+
+
+def _terms(terms: Mapping[str, Any] | None) -> str:
+    """Say what a score is the sum of."""
+    if terms is None:
+        return ""
+    unit = "s" if terms["is_s"] else "tokens"
+    own = terms["cached_tokens"] - terms["fetched_tokens"]
+    cached = f", {own:,} tokens cached" if own else ""
+    wait = f"wait {terms['wait']:.3g}"
+    if terms["source"]:
+        fetched, source = f"{terms['fetched_tokens']:,} tokens", terms["source"]
+        wait = f"the longer of {wait} and fetch {terms['fetch']:.3g} ({fetched} from {source})"
+    return f" = {wait} + compute {terms['compute']:.3g} {unit}{cached}"
+
+
+def _best(workers: Sequence[Mapping[str, Any]], chosen: str) -> list[Mapping[str, Any]]:
+    best = sorted(workers, key=lambda it: it["score"])
+    shown = best[:MOST_SHOWN]
+    return shown + [it for it in best[MOST_SHOWN:] if it["worker"] == chosen]
+
+
+def _outcome(prediction: Mapping[str, Any] | None, receipt: Mapping[str, Any]) -> str:
+    came = receipt.get("ttft_s")
+    actual = "no first token yet" if came is None else f"it came after {1000 * came:.1f} ms"
+    if prediction is None:
+        return f"nothing was predicted, for the prefill worker knew no step times; {actual}"
+    terms = (
+        ("queue", "queue_s"),
+        ("own orders", "own_s"),
+        ("fetch", "fetch_s"),
+        ("prefill", "prefill_s"),
+        ("hand-over", "handover_s"),
+    )
+    total = " + ".join(f"{name} {1000 * prediction[key]:.1f}" for name, key in terms)
+    expected_s = receipt.get("predicted_ttft_s", prediction["ttft_s"])
+    waited_s = expected_s - prediction["ttft_s"]
+    num_cached, num_fetched = receipt["cached_tokens"], receipt["fetched_tokens"]
+    fetched = f", {num_fetched:,} of them fetched" if num_fetched else ""
+    cached = f" ({num_cached:,} tokens were cached{fetched})" if num_cached else ""
+    return (
+        f"first token expected after {1000 * expected_s:.1f} ms = waited {1000 * waited_s:.1f} + "
+        f"{total}; {actual}{cached}"
+    )

@@ -1,0 +1,1 @@
+"""``pdmesh plan``: what would happen, what to buy, and what papers' numbers come out here."""

@@ -1,0 +1,143 @@
+"""``pdmesh plan paper distserve``: DistServe's simulator on a file of requests, its queues, its
+placements."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from statistics import quantiles
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from services.cli.plan.view import interruptible, plain_console, progress, show_tables, write_result
+from services.cli.sources import JsonFlag
+from services.planner.core.prefill_queue import queue_tables
+from services.planner.distserve_data import (
+    DECIMALS,
+    LATENCY_COLUMNS,
+    DistServeData,
+    GivenRequest,
+    System,
+    check_sizes,
+    printed,
+    read_degree,
+    read_requests,
+    results_text,
+)
+from services.sim.baselines.distserve import DistServeSim, Fidelity, Latency
+from shared.errors import InvalidRequest
+from shared.runtime.service import EXIT_OK
+
+_PLAIN = Parameter(show_env_var=False)
+
+
+@interruptible
+def distserve(
+    *,
+    requests: Annotated[Path | None, _PLAIN] = None,
+    model: Annotated[str, _PLAIN] = "opt-13b",
+    system: Annotated[System, _PLAIN] = "distserve",
+    prefill: Annotated[str, _PLAIN] = "2,1",
+    decode: Annotated[str, _PLAIN] = "1,1",
+    data: Annotated[Path | None, _PLAIN] = None,
+    out: Annotated[Path | None, _PLAIN] = None,
+    fidelity: Annotated[Fidelity, _PLAIN] = "runs",
+    as_json: JsonFlag = False,
+) -> int:
+    """DistServe (OSDI'24): its simulator by its rules, exact to the printed decimals.
+
+    Parameters
+    ----------
+    requests
+        CSV with the columns req_id, arrival_s, prompt_len, output_len. If it has ttft_ms,
+        decode_ms and tpot_ms as well, it is said how far ours are from them.
+    model
+        A model of the coefficient file, such as opt-13b or opt-66b.
+    system
+        distserve: prefill and decode on instances of their own; vllm: both on one.
+    prefill
+        Tensor and pipeline parallelism of the prefill instance, TP,PP.
+    decode
+        The same of the decode instance; of vllm the same degree again.
+    data
+        Folder with the coefficient files and the KV capacities, as DistServe publishes them:
+        ref_distserve_profile_a100_80g_distserve.json (and …_vllm.json),
+        ref_distserve_max_num_tokens.csv.
+    out
+        CSV to write: the request's columns with ttft_ms, decode_ms, tpot_ms.
+    fidelity
+        exact: an event for every step. runs: steps that nothing changes are added up. Same results.
+    """
+    if requests is None:
+        if out is not None:
+            raise InvalidRequest("--out needs --requests FILE.csv: there is nothing to write")
+        show_tables(queue_tables(), as_json=as_json)
+        return EXIT_OK
+    if data is None:
+        raise InvalidRequest("--requests needs --data DIR: the folder with the coefficient files")
+    prefill_degree = read_degree("--prefill", prefill)
+    decode_degree = read_degree("--decode", decode)
+    if system == "vllm" and prefill_degree != decode_degree:
+        raise InvalidRequest(
+            f"--system vllm runs both phases on one instance: give one degree twice, not "
+            f"--prefill {prefill} --decode {decode}"
+        )
+    files = DistServeData(data, system)
+    phases = files.phase(model, prefill_degree), files.phase(model, decode_degree)
+    given = read_requests(requests)
+    check_sizes(requests, given, phases[0])
+    began = time.perf_counter()
+    sim = DistServeSim(*phases, is_split=system == "distserve", fidelity=fidelity)
+    with progress(f"{model} {system}", len(given)) as on_progress:
+        latencies = sim.run([request.arrival for request in given], on_progress)
+    took_s = time.perf_counter() - began
+    if out is not None:
+        write_result(out, results_text(given, latencies))
+    where = (
+        f"P({prefill_degree}) D({decode_degree})" if system == "distserve" else str(prefill_degree)
+    )
+    duration_s = given[-1].arrival.at_ms / 1000
+    rate = f"{len(given) / duration_s:.2f} requests/s" if duration_s else "all at once"
+    console = plain_console()
+    console.print(f"{model} {system} {where}: {len(given)} requests, {rate}")
+    for name, values in (
+        ("TTFT", [latency.ttft_ms for latency in latencies]),
+        ("TPOT", [latency.tpot_ms for latency in latencies]),
+    ):
+        shown = " / ".join(f"{value:.3f}" for value in _percentiles(values))
+        console.print(f"{name} p50 / p90 / p99  {shown} ms")
+    for line in _against(given, latencies):
+        console.print(line)
+    console.print(f"{fidelity}: {sim.num_steps} steps in {sim.num_events} events, {took_s:.2f} s")
+    if out is not None:
+        print(f"written to {out}", file=sys.stderr)
+    return EXIT_OK
+
+
+def _percentiles(values: list[float]) -> list[float]:
+    """p50, p90 and p99 by linear interpolation, as their scripts count."""
+    cuts = quantiles(
+        [*values, *values[:1]] if len(values) == 1 else values, n=100, method="inclusive"
+    )
+    return [cuts[49], cuts[89], cuts[98]]
+
+
+def _against(given: list[GivenRequest], latencies: list[Latency]) -> list[str]:
+    """Say how far a run is from the one that the file holds, if it holds one."""
+    pairs = [
+        (request.felt, printed(latency))
+        for request, latency in zip(given, latencies, strict=True)
+        if request.felt is not None
+    ]
+    if not pairs:
+        return []
+    num_same = sum(theirs == ours for theirs, ours in pairs)
+    lines = [
+        f"the file's own results: {num_same} of {len(pairs)} rows are the same, digit by digit"
+    ]
+    for idx, (name, num) in enumerate(zip(LATENCY_COLUMNS, DECIMALS, strict=True)):
+        most = max(abs(theirs[idx] - ours[idx]) for theirs, ours in pairs)
+        lines.append(f"  largest difference of {name}: {most:.{num}f}")
+    return lines

@@ -1,0 +1,133 @@
+"""What a plan says beside its figures: what binds, the next best, headroom, and what if the load or
+the time model is another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+from services.cli.bench.search import RateSearch
+from services.cli.plan.sim_flags import SimFlags
+from services.planner.core.fleet import neighbours
+from services.planner.core.limits import Limit, binding_limit
+from services.planner.core.mesh_text import MeshShape
+from services.planner.mesh_run import MeshRun
+
+TOLERANCE: Final = 0.05
+MOST_RUNS: Final = 12
+"""Of a search for the rate that still attains."""
+
+VARIANTS: Final[Mapping[str, Mapping[str, float]]] = {
+    "rate -20 %": {"rate": 0.8},
+    "rate +20 %": {"rate": 1.2},
+    "lengths -20 %": {"scale_lengths": 0.8},
+    "lengths +20 %": {"scale_lengths": 1.2},
+    "times -20 %": {"slower": 0.8},
+    "times +20 %": {"slower": 1.2},
+}
+
+NUM_SEEDS: Final = 2
+"""Other draws of the same load: how much of the answer is chance."""
+
+
+@dataclass(slots=True)
+class Explained:
+    """What has been found out of one mesh so far. headroom: highest rate that attains, over the one
+    asked for; None = not looked for. sensitivity: attained share by what is different."""
+
+    limit: Limit | None = None
+    headroom: float | None = None
+    most_rate: float | None = None
+    sensitivity: dict[str, float] = field(default_factory=dict[str, float])
+    runner_up: tuple[str, float] | None = None
+    rates: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+
+    def facts(self) -> dict[str, Any]:
+        """Return it for programs."""
+        return asdict(self)
+
+
+def num_runs(shape: MeshShape, *, has_runner_up: bool) -> int:
+    """Return how many simulations ``explain`` takes at most."""
+    others = len(neighbours(shape)) if has_runner_up else 0
+    return len(VARIANTS) + NUM_SEEDS + MOST_RUNS + others
+
+
+def explain(
+    flags: SimFlags,
+    run: MeshRun,
+    found: Explained,
+    *,
+    has_runner_up: bool = True,
+    one_more: Callable[[], None] = lambda: None,
+) -> None:
+    """Find out more of a mesh, and fill it in as it is found; Ctrl-C leaves what is there."""
+    shape = run.shape
+    if run.felt is not None:
+        found.limit = binding_limit(run.felt)
+    seeds = {f"seed {flags.seed + n}": {"seed": flags.seed + n} for n in range(1, NUM_SEEDS + 1)}
+    for name, factors in VARIANTS.items():
+        changes = {
+            key: factor if key == "slower" else getattr(flags, key) * factor
+            for key, factor in factors.items()
+        }
+        found.sensitivity[name] = flags.variant(**changes).run(shape).attained or 0.0
+        one_more()
+    for name, change in seeds.items():
+        found.sensitivity[name] = flags.variant(**change).run(shape).attained or 0.0
+        one_more()
+    found.most_rate = goodput(flags, shape, flags.rate, one_more=one_more)
+    found.headroom = found.most_rate / flags.rate
+    if has_runner_up:
+        requests = flags.requests([part.unit for part in shape.parts])
+        for other in neighbours(shape):
+            share = flags.run(other, requests).attained or 0.0
+            if found.runner_up is None or share > found.runner_up[1]:
+                found.runner_up = str(other), share
+            one_more()
+
+
+def goodput(
+    flags: SimFlags,
+    shape: MeshShape,
+    first: float,
+    *,
+    above: float = 0.0,
+    one_more: Callable[[], None] = lambda: None,
+) -> float:
+    """Return the highest rate that attains, by bisection with the same draws at every rate; 0 if
+    none is above ``above``. A rate that the mesh cannot sustain does not attain, though a run may
+    be too short to show it."""
+    bound = flags.most_rate(shape)
+    search = RateSearch(max(first, above * (1 + TOLERANCE)), flags.attainment, TOLERANCE, MOST_RUNS)
+    while (rate := search.next_rate()) is not None:
+        if rate <= above:
+            return 0.0
+        is_good = rate <= bound and (
+            flags.variant(rate=rate).run(shape, is_verdict_enough=True).attains
+        )
+        search.add(rate, float(is_good))
+        one_more()
+    return search.best
+
+
+def lines(found: Explained, flags: SimFlags) -> list[str]:
+    """Return it in sentences."""
+    said: list[str] = []
+    if found.limit is not None:
+        said.append(f"binds: {found.limit.why}")
+    if found.most_rate is not None and found.headroom is not None:
+        said.append(
+            f"headroom: {flags.attainment:.0%} attain up to {found.most_rate:.3g} requests/s "
+            f"({found.headroom:.2f} x the rate asked for)"
+            if found.most_rate
+            else f"headroom: none, at no rate {flags.attainment:.0%} attain"
+        )
+    if found.sensitivity:
+        shares = (f"{name} {share:.1%}" for name, share in found.sensitivity.items())
+        said.append(f"attainment if: {', '.join(shares)}")
+    if found.runner_up is not None:
+        name, share = found.runner_up
+        said.append(f"runner-up: {name} with as many workers attains {share:.1%}")
+    return said

@@ -1,0 +1,342 @@
+"""``pdmesh plan fleet``: which mesh to buy, or what a budget gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import orjson
+from cyclopts import Parameter
+from rich.table import Table
+
+from services.cli.plan.explain import MOST_RUNS, Explained, explain, goodput, lines, num_runs
+from services.cli.plan.sim_flags import SimFlags
+from services.cli.plan.sim_report import draw_lines, report_files
+from services.cli.plan.view import (
+    EXIT_INTERRUPTED,
+    counted,
+    interruptible,
+    plain_console,
+    progress,
+    say_how_long,
+)
+from services.cli.sources import JsonFlag
+from services.planner.core.bounds import WorkerBound
+from services.planner.core.fleet import (
+    MeshOffer,
+    Price,
+    Search,
+    best_goodput,
+    candidates,
+    cheapest,
+)
+from services.planner.core.mesh_text import DEGREES, MeshShape, Unit
+from services.planner.mesh_run import MeshRun
+from shared.errors import InvalidRequest
+from shared.predict.roofline import DEVICES
+from shared.runtime.service import EXIT_FAILED, EXIT_OK
+
+_PLAIN: Final = Parameter(show_env_var=False, negative="")
+_QUIET: Final = Parameter(show_env_var=False, negative="", show_default=False)
+MOST_DEVICES: Final = 128
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class FleetFlags:
+    """What there is to buy.
+
+    Parameters
+    ----------
+    devices
+        Kinds that a worker may be of, with a roofline's times: a100,h100. Default: --device, or the
+        time model's.
+    tp
+        Degrees of tensor parallelism that a worker may have: 1,2,4.
+    price
+        Euros of one device and hour: a100=1.80,h100=3.20. Without, what is counted is devices.
+    watts
+        Count watts by data sheets instead.
+    max_devices
+        Most devices of a mesh.
+    budget
+        Find the best goodput for so many devices, euros an hour or watts, instead of the cheapest
+        mesh for --rate.
+    mixed
+        Whether workers for prompts and answers alike are among them.
+    """
+
+    devices: Annotated[str, _QUIET] = ""
+    tp: Annotated[str, _PLAIN] = "1"
+    price: Annotated[str, _QUIET] = ""
+    watts: Annotated[bool, _PLAIN] = False
+    max_devices: Annotated[int, _PLAIN] = 16
+    budget: Annotated[float | None, _QUIET] = None
+    mixed: Annotated[bool, Parameter(show_env_var=False)] = True
+
+    def units(self, flags: SimFlags) -> list[Unit]:
+        """Return what a worker may be. Raises InvalidRequest."""
+        names = [name for name in self.devices.lower().replace(" ", "").split(",") if name]
+        for name in names:
+            if name not in DEVICES:
+                raise InvalidRequest(f"--devices: known are {', '.join(DEVICES)}, not {name!r}")
+        try:
+            degrees = [int(word) for word in self.tp.split(",")]
+        except ValueError:
+            degrees = [0]
+        if not degrees or any(degree not in DEGREES for degree in degrees):
+            known = ",".join(map(str, DEGREES))
+            raise InvalidRequest(f"--tp must be degrees out of {known}, not {self.tp!r}")
+        if not 1 <= self.max_devices <= MOST_DEVICES:
+            raise InvalidRequest(f"--max-devices must be 1..{MOST_DEVICES}")
+        if self.budget is not None and self.budget <= 0:
+            raise InvalidRequest("--budget must be above 0")
+        units = [Unit(name, degree) for name in names or [""] for degree in degrees]
+        fitting: list[Unit] = []
+        for unit in units:
+            try:
+                flags.times.unit(unit)
+            except InvalidRequest as error:
+                if "do not fit" not in error.message or len(units) == 1:
+                    raise
+                continue
+            fitting.append(unit)
+        if not fitting:
+            raise InvalidRequest(
+                f"the weights of {flags.times.kv.name} fit into none of these: a higher --tp"
+            )
+        return fitting
+
+    def priced(self, flags: SimFlags, units: list[Unit]) -> Price:
+        """Return what a device costs, by its name in a mesh. Raises InvalidRequest."""
+        names = {unit.device for unit in units}
+        if self.watts and self.price:
+            raise InvalidRequest("give --price or --watts, not both")
+        if self.watts:
+            known = {name: name or flags.times.device or "" for name in names}
+            for name in known.values():
+                if name not in DEVICES:
+                    raise InvalidRequest("--watts needs --device or --devices: whose they are")
+            return Price({name: DEVICES[known[name]].watts for name in names}, "W")
+        if not self.price:
+            if len(names) > 1:
+                raise InvalidRequest(
+                    "several kinds of devices need --price (a100=1.80,h100=3.20) or --watts: a "
+                    "number of devices compares nothing"
+                )
+            return Price(dict.fromkeys(names, 1.0), "devices")
+        given: dict[str, float] = {}
+        for word in self.price.lower().replace(" ", "").split(","):
+            name, _, number = word.partition("=")
+            try:
+                given[name] = float(number)
+            except ValueError:
+                given[name] = 0.0
+            if given[name] <= 0:
+                raise InvalidRequest(f"--price must be like a100=1.80,h100=3.20, not {word!r}")
+        if missing := [name or flags.times.device or "" for name in names]:
+            missing = [name for name in missing if name not in given]
+            if missing:
+                raise InvalidRequest(f"--price says nothing of {', '.join(map(repr, missing))}")
+        return Price({name: given[name or flags.times.device or ""] for name in names}, "€/h")
+
+
+@dataclass(slots=True)
+class _Found:
+    """Everything that a search came to, whole at any moment."""
+
+    search: Search = field(default_factory=Search)
+    run: MeshRun | None = None
+    explained: Explained = field(default_factory=Explained)
+    is_whole: bool = False
+
+
+@interruptible
+def fleet(
+    *,
+    flags: SimFlags = SimFlags(),  # noqa: B008  (frozen)
+    fleet_flags: FleetFlags = FleetFlags(),
+    what_if: Annotated[bool, Parameter(show_env_var=False)] = True,
+    output: Annotated[Path | None, _QUIET] = None,
+    as_json: JsonFlag = False,
+) -> int:
+    """Find the cheapest mesh that attains, or the best goodput for a budget.
+
+    Parameters
+    ----------
+    what_if
+        Also find the chosen mesh's highest rate, and what other rates, lengths and times would do.
+    output
+        Folder for report.json, requests.csv and report.svg, as of pdmesh bench, and cost.svg.
+    """
+    flags.check()
+    units = fleet_flags.units(flags)
+    price = fleet_flags.priced(flags, units)
+    if impossible := flags.impossible(units):
+        raise InvalidRequest("; ".join(impossible))
+    bounds = flags.bounds(units)
+    most = fleet_flags.max_devices
+    if fleet_flags.budget is not None and price.unit == "devices":
+        most = min(MOST_DEVICES, int(fleet_flags.budget))
+    offers = candidates(bounds, price, most_devices=most, has_mixed=fleet_flags.mixed)
+    if not offers:
+        raise InvalidRequest(f"{most} devices are too few for any mesh of these")
+    found = _Found()
+    try:
+        _search(flags, fleet_flags, offers, units, found)
+        if what_if and found.search.chosen is not None:
+            _explain(flags, found)
+        found.is_whole = True
+    except KeyboardInterrupt:
+        pass
+    code = EXIT_OK if found.search.chosen is not None else EXIT_FAILED
+    code = code if found.is_whole else EXIT_INTERRUPTED
+    facts = _facts(flags, price, found, len(offers))
+    if output is not None and found.run is not None:
+        report_files(flags, [found.run], output, facts)
+        points = [(one.cost, rate, str(one.shape)) for one, rate in found.search.tried]
+        draw_lines(
+            output / "cost.svg",
+            f"requests/s found to attain, over cost in {price.unit}",
+            (price.unit, "requests/s"),
+            {"tried": points},
+        )
+    if as_json:
+        print(orjson.dumps(facts, option=orjson.OPT_INDENT_2).decode())
+        return code
+    _show(flags, fleet_flags, price, found, bounds)
+    return code
+
+
+def _search(
+    flags: SimFlags,
+    fleet_flags: FleetFlags,
+    offers: list[MeshOffer],
+    units: list[Unit],
+    found: _Found,
+) -> None:
+    search, budget = found.search, fleet_flags.budget
+    requests = flags.requests(units)
+    largest = max(offers, key=lambda one: one.bound).shape
+    run_s = flags.trial_s(largest, requests)
+    if budget is None:
+        possible = sum(one.bound >= flags.rate for one in offers)
+        say_how_long(possible, run_s, "--max-devices, --num-requests and --no-mixed shorten it")
+        with progress("fleet, by rising cost", possible) as on_progress:
+            step = counted(on_progress)
+
+            def attains(shape: MeshShape) -> bool:
+                run = flags.run(shape, requests, is_verdict_enough=True)
+                step()
+                return run.attains
+
+            cheapest(offers, flags.rate, attains, search)
+    else:
+        within = sum(one.cost <= budget for one in offers)
+        say_how_long(within * MOST_RUNS // 2, run_s, "--budget, --num-requests shorten it")
+        with progress("fleet, by falling bound", within) as on_progress:
+            step = counted(on_progress)
+
+            def rate_of(shape: MeshShape, above: float) -> float:
+                rate = goodput(flags, shape, flags.rate, above=above)
+                step()
+                return rate
+
+            best_goodput(offers, budget, rate_of, search)
+    if search.chosen is not None:
+        rate = flags.rate if budget is None else search.goodput_of(search.chosen)
+        found.run = flags.variant(rate=rate).run(search.chosen.shape)
+
+
+def _explain(flags: SimFlags, found: _Found) -> None:
+    run = found.run
+    assert run is not None
+    num = num_runs(run.shape, has_runner_up=False)
+    with progress(f"what if, of {run.shape}", num) as on_progress:
+        at_rate = flags.variant(rate=run.rate)
+        step = counted(on_progress)
+        explain(at_rate, run, found.explained, has_runner_up=False, one_more=step)
+
+
+def _facts(flags: SimFlags, price: Price, found: _Found, num_offers: int) -> dict[str, Any]:
+    search = found.search
+
+    def told(one: MeshOffer | None) -> dict[str, Any] | None:
+        if one is None:
+            return None
+        return {
+            "mesh": str(one.shape),
+            "cost": one.cost,
+            "bound": one.bound,
+            "rate": search.goodput_of(one),
+        }
+
+    return {
+        "chosen": told(search.chosen),
+        "runner_up": told(search.runner_up),
+        "cost_unit": price.unit,
+        "is_whole": found.is_whole,
+        "num_offers": num_offers,
+        "num_ruled_out": search.num_ruled_out,
+        "tried": [told(one) for one, _ in search.tried],
+        "run": None if found.run is None else flags.variant(rate=found.run.rate).facts(found.run),
+        "what_if": found.explained.facts(),
+    }
+
+
+def _show(
+    flags: SimFlags,
+    fleet_flags: FleetFlags,
+    price: Price,
+    found: _Found,
+    bounds: dict[Unit, WorkerBound],
+) -> None:
+    console, search = plain_console(), found.search
+    goal = f"{flags.attainment:.0%} within TTFT {flags.slo_ttft} and TPOT {flags.slo_tpot}"
+    asked = (
+        f"cheapest for {flags.rate:g} requests/s"
+        if fleet_flags.budget is None
+        else f"best goodput for {fleet_flags.budget:g} {price.unit}"
+    )
+    console.print(f"{asked} of {flags.workload}, {goal}; seed {flags.seed}")
+    table = Table(box=None, pad_edge=False)
+    for name in ("mesh", price.unit, "cannot exceed", "attains"):
+        table.add_column(name, justify="left" if name == "mesh" else "right")
+    for one, rate in search.tried[-12:]:
+        word = f"{rate:.3g}/s" if rate else "no"
+        mark = " *" if one is search.chosen else ""
+        table.add_row(f"{one.shape}{mark}", f"{one.cost:g}", f"{one.bound:.3g}/s", word)
+    console.print(table)
+    if search.chosen is None:
+        console.print("nothing was found that attains" + _why_nothing(flags, bounds, found))
+    else:
+        chosen, second = search.chosen, search.runner_up
+        console.print(
+            f"{chosen.shape}: {chosen.cost:g} {price.unit}, attains "
+            f"{search.goodput_of(chosen):.3g} requests/s"
+        )
+        console.print(
+            f"runner-up: {second.shape}, {second.cost:g} {price.unit}, "
+            f"{search.goodput_of(second):.3g} requests/s"
+            if second
+            else "runner-up: none that is not the chosen one and more"
+        )
+        for line in lines(found.explained, flags):
+            console.print(line, soft_wrap=True)
+        for source in flags.sources(chosen.shape):
+            console.print(f"times: {source}", soft_wrap=True)
+        for word in flags.warnings(chosen.shape):
+            console.print(word, soft_wrap=True)
+    end = "" if found.is_whole else "; interrupted, this is what was found"
+    console.print(f"{len(search.tried)} simulated, {search.num_ruled_out} ruled out{end}")
+
+
+def _why_nothing(flags: SimFlags, bounds: dict[Unit, WorkerBound], found: _Found) -> str:
+    if not found.is_whole:
+        return " yet"
+    best = max(bounds.values(), key=lambda it: min(it.prompts, it.answers))
+    return (
+        f": one worker does the prompts of at most {best.prompts:.3g} requests/s, or the answers "
+        f"of {best.answers:.3g}; more --max-devices, a lower --rate or wider limits"
+    )

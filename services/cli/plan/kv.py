@@ -1,0 +1,157 @@
+"""``pdmesh plan kv``: how large a context's KV is, how long it travels, fetch or recompute."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Final
+
+import orjson
+from cyclopts import Parameter
+from rich.table import Table
+
+from services.cli.plan.view import interruptible, plain_console
+from services.cli.sources import JsonFlag
+from services.planner.core.fetch import DEVICE_FLOPS, exposed, fetch_pays_from, prefill_flops
+from services.planner.core.kv_size import KvShape, link_need, move_s, read_link
+from services.planner.model_kv import kv_shape
+from shared.errors import InvalidRequest
+from shared.runtime.service import EXIT_OK
+
+_PLAIN: Final = Parameter(show_env_var=False)
+_MOST_TOKENS: Final = 100_000_000
+
+FLAGGED: Final = (
+    "The slides' MB a 1000 tokens are half of 2-byte KV (262 for 7B: it is 524).",
+    "'1.9 GB at 25 GB/s in 40 ms' is 76 ms; 40 ms needs 47.5 GB/s.",
+    "'Bandwidth = QPS x KV / TTFT' has the unit bytes/s^2; the two bounds are above.",
+)
+"""What the founding documents have wrong of sizes and times; `pdmesh plan paper founding`."""
+
+
+@interruptible
+def kv(
+    model: Annotated[str, _PLAIN],
+    /,
+    *,
+    tokens: Annotated[int, _PLAIN] = 8192,
+    link: Annotated[str, _PLAIN] = "25GB/s",
+    device: Annotated[str, _PLAIN] = "a800",
+    devices: Annotated[int, _PLAIN] = 8,
+    efficiency: Annotated[float, _PLAIN] = 1.0,
+    kv_bytes: Annotated[float | None, _PLAIN] = None,
+    rate: Annotated[float, _PLAIN] = 1.0,
+    as_json: JsonFlag = False,
+) -> int:
+    """Size and travel time of a context's KV, and whether to fetch it or compute it anew.
+
+    Parameters
+    ----------
+    model
+        A folder with config.json, demo, a hub name, or a published model (llama-3-70b; an unknown
+        name lists them).
+    tokens
+        Tokens of context.
+    link
+        Bandwidth between two workers: GB/s are bytes, Gb/s bits.
+    device
+        What computes: a100, a800, h100, h800, h200, h20, b200 or l40s, at its data sheet's dense
+        16-bit peak.
+    devices
+        How many of them compute one prompt together.
+    efficiency
+        Share of the peak that prefill really gets, above 0 and at most 1. 1 is the paper's bound:
+        fetching pays earlier on a real device.
+    kv_bytes
+        Bytes of an element of KV; default: what config.json's dtype has.
+    rate
+        Requests a second that the link must carry.
+    """
+    for flag, is_right, rule in (
+        ("--tokens", 1 <= tokens <= _MOST_TOKENS, f"1..{_MOST_TOKENS}"),
+        ("--devices", 1 <= devices <= 1_000_000, "1..1000000"),
+        ("--efficiency", 0 < efficiency <= 1, "above 0 and at most 1"),
+        ("--kv-bytes", kv_bytes is None or 0 < kv_bytes <= 16, "above 0 and at most 16"),
+        ("--rate", 0 < rate < 1e9, "above 0"),
+    ):
+        if not is_right:
+            raise InvalidRequest(f"{flag} must be {rule}")
+    if device.lower() not in DEVICE_FLOPS:
+        raise InvalidRequest(f"--device must be one of {', '.join(DEVICE_FLOPS)}, not {device!r}")
+    bandwidth = read_link(link)
+    shape = kv_shape(model)
+    if kv_bytes is not None:
+        shape = replace(shape, bytes_per_element=kv_bytes)
+    flops = DEVICE_FLOPS[device.lower()] * devices * efficiency
+    facts = _facts(shape, tokens, bandwidth, flops, rate)
+    verdict = "fetch" if bandwidth > facts["fetch_pays_from"] else "recompute"
+    if as_json:
+        told = {"model": shape.name, **facts, "verdict": verdict}
+        print(orjson.dumps(told, option=orjson.OPT_INDENT_2).decode())
+        return EXIT_OK
+    where = f"{devices} x {device} at {efficiency:.0%} of the peak"
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for name, value, meaning in (
+        ("KV of a token", _bytes(facts["token_bytes"]), _shape_text(shape)),
+        (f"KV of {tokens:,} tokens", _bytes(facts["bytes"]), ""),
+        ("moved", _ms(facts["move_s"]), f"at {link}"),
+        ("computed", _ms(facts["prefill_s"]), f"on {where}"),
+        ("fetching pays from", f"{facts['fetch_pays_from'] / 1e9:.2f} GB/s", verdict),
+        ("exposed, layer-wise", _ms(facts["exposed_layerwise_s"]), "left after prefill"),
+        ("exposed, serialized", _ms(facts["exposed_serial_s"]), ""),
+        (
+            "link needs",
+            f"{facts['link_needed'] / 1e9:.2f} GB/s",
+            f"for {rate:g} requests/s, each hidden by its own prefill",
+        ),
+    ):
+        table.add_row(name, value, meaning)
+    console = plain_console()
+    console.print(f"[bold]{shape.name}[/bold]")
+    console.print(table)
+    console.print("\nflagged in the founding documents (pdmesh plan paper founding):", style="dim")
+    for line in FLAGGED:
+        console.print(f"  {line}", style="dim")
+    return EXIT_OK
+
+
+def _facts(
+    shape: KvShape, tokens: int, bandwidth: float, flops: float, rate: float
+) -> dict[str, float]:
+    num_bytes = shape.token_bytes * tokens
+    prefill_s = prefill_flops(shape, tokens) / flops
+    push = exposed(shape, tokens, prefill_s=prefill_s, link=bandwidth)
+    pays_from = fetch_pays_from(shape, tokens, flops)
+    return {
+        "tokens": tokens,
+        "token_bytes": shape.token_bytes,
+        "bytes": num_bytes,
+        "move_s": move_s(num_bytes, bandwidth),
+        "prefill_s": prefill_s,
+        "fetch_pays_from": pays_from,
+        "exposed_layerwise_s": push.layerwise_s,
+        "exposed_serial_s": push.serial_s,
+        "link_needed": link_need(rate, num_bytes, prefill_s).needed,
+    }
+
+
+def _shape_text(shape: KvShape) -> str:
+    if shape.latent:
+        return (
+            f"{shape.num_layers} layers x {shape.latent} (MLA) x {shape.bytes_per_element:g} bytes"
+        )
+    return (
+        f"2 x {shape.num_layers} layers x {shape.num_kv_heads} heads x {shape.head_dim} x "
+        f"{shape.bytes_per_element:g} bytes"
+    )
+
+
+def _bytes(num: float) -> str:
+    value = num
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= factor:
+            return f"{value / factor:,.3f} {unit}"
+    return f"{value:g} B"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.2f} ms"

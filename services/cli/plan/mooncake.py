@@ -1,0 +1,141 @@
+"""``pdmesh plan paper mooncake``: fetch or recompute, pipelines, and how often a cache hits."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Final
+
+import orjson
+from cyclopts import Parameter
+
+from services.cli.plan.view import interruptible, progress, show_tables
+from services.cli.sources import JsonFlag
+from services.planner.core.cache_replay import POLICIES, Later, Policy, Replayed, replay
+from services.planner.core.mooncake import (
+    FAST25_CAPACITIES,
+    FAST25_HIT_RATES,
+    REPLAY_NOTE,
+    mooncake_tables,
+)
+from services.planner.core.paper_table import PaperRow, PaperTable
+from services.planner.mooncake_trace import read_mooncake
+from services.planner.paper_runs import mooncake_scheduling_tables
+from services.planner.rows import first_of
+from services.sim.baselines.mooncake import PrefixRequest
+from shared.errors import InvalidRequest
+from shared.runtime.service import EXIT_OK
+
+_PLAIN: Final = Parameter(show_env_var=False)
+
+
+@interruptible
+def mooncake(
+    *,
+    replay_file: Annotated[Path | None, Parameter(name="--replay", show_env_var=False)] = None,
+    policy: Annotated[Policy, _PLAIN] = "lru",
+    blocks: Annotated[str, _PLAIN] = "inf",
+    later: Annotated[Later, _PLAIN] = "evicted",
+    data: Annotated[Path | None, _PLAIN] = None,
+    as_json: JsonFlag = False,
+) -> int:
+    """Mooncake (arXiv 2407.00079, FAST'25): when a fetch pays, and what one global cache hits.
+
+    Parameters
+    ----------
+    replay_file
+        JSONL with timestamp, input_length, output_length, hash_ids, as Mooncake publishes it.
+    policy
+        Which block goes: lru, the one used longest ago; lfu, the one used least since it came in
+        (of equals the one used longest ago); length-aware, like lfu, but of equals by position.
+    blocks
+        Capacity in blocks of 512 tokens, or inf.
+    later
+        length-aware: blocks late in a request are evicted first, or kept.
+    data
+        Folder with the public FAST'25 traces (mooncake_fast25_conversation_trace.jsonl,
+        mooncake_fast25_synthetic_trace.jsonl): shows scheduling and overload on the first, and
+        the hit rates of both, all policies.
+    """
+    if replay_file is None:
+        measured = [] if data is None else [*_scheduling(data), *_hit_rates(data)]
+        show_tables([*mooncake_tables(), *measured], as_json=as_json)
+        return EXIT_OK
+    capacity = _capacity(blocks)
+    trace = read_mooncake(replay_file)
+    if trace.num_odd:
+        print(
+            f"pdmesh: {trace.num_odd} of {len(trace.lines)} lines have another number of hash_ids "
+            "than their input_length has blocks of 512 tokens; the ids count",
+            file=sys.stderr,
+        )
+    with progress(f"{policy}, {blocks} blocks", len(trace.lines)) as on_progress:
+        cache = POLICIES[policy](capacity, later)
+        found = replay((line.hash_ids for line in trace.lines), cache, on_progress)
+    if as_json:
+        print(orjson.dumps(_record(found, policy, capacity)).decode())
+        return EXIT_OK
+    print(f"hit rate {found.hit_rate:.4f}")
+    print(
+        f"{policy}, {blocks} blocks: {found.num_hits:,} of {found.num_blocks:,} blocks of "
+        f"{found.num_requests:,} requests; {found.num_distinct:,} distinct, "
+        f"{found.num_evicted:,} evicted"
+    )
+    return EXIT_OK
+
+
+def _trace_path(folder: Path, name: str) -> Path:
+    return first_of(folder, f"mooncake_fast25_{name}_trace.jsonl", f"{name}_trace.jsonl")
+
+
+def _scheduling(folder: Path) -> list[PaperTable]:
+    lines = read_mooncake(_trace_path(folder, "conversation")).lines
+    return mooncake_scheduling_tables(
+        [
+            PrefixRequest(
+                line.timestamp / 1000, line.input_length, line.output_length, line.hash_ids
+            )
+            for line in lines
+        ]
+    )
+
+
+def _hit_rates(folder: Path) -> list[PaperTable]:
+    rows: list[PaperRow] = []
+    policies: tuple[Policy, ...] = ("lru", "lfu", "length-aware")
+    for name, expected in FAST25_HIT_RATES.items():
+        lines = read_mooncake(_trace_path(folder, name)).lines
+        for policy in policies:
+            with progress(f"{name}, {policy}", len(lines)) as on_progress:
+                for idx, capacity in enumerate(FAST25_CAPACITIES):
+                    cache = POLICIES[policy](capacity, "evicted")
+                    found = replay((line.hash_ids for line in lines), cache, on_progress)
+                    size = f"{capacity:,}" if capacity else "inf"
+                    theirs = f"{expected[policy][idx]:.4f}" if policy in expected else ""
+                    what = f"{name}, {policy}, {size} blocks"
+                    rows.append(PaperRow(what, theirs, found.hit_rate, 4))
+    return [
+        PaperTable("Mooncake FAST'25 traces: hit rate of one global cache", rows, [REPLAY_NOTE])
+    ]
+
+
+def _capacity(blocks: str) -> int | None:
+    if blocks.strip().lower() == "inf":
+        return None
+    digits = blocks.replace(",", "").replace("_", "")
+    if not digits.isascii() or not digits.isdigit() or int(digits) < 1:
+        raise InvalidRequest(f"--blocks must be a whole number from 1, or inf, not {blocks!r}")
+    return int(digits)
+
+
+def _record(found: Replayed, policy: Policy, capacity: int | None) -> dict[str, object]:
+    return {
+        "policy": policy,
+        "blocks": capacity,
+        "hit_rate": found.hit_rate,
+        "num_hits": found.num_hits,
+        "num_blocks": found.num_blocks,
+        "num_requests": found.num_requests,
+        "num_distinct": found.num_distinct,
+        "num_evicted": found.num_evicted,
+    }

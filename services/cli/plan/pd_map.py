@@ -1,0 +1,123 @@
+"""``pdmesh plan map``: which numbers of prefill and decode workers attain."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Final
+
+import orjson
+from cyclopts import Parameter
+from rich.table import Table
+
+from services.cli.plan.sim_flags import SimFlags
+from services.cli.plan.sim_report import draw_map, report_files
+from services.cli.plan.view import (
+    EXIT_INTERRUPTED,
+    counted,
+    interruptible,
+    plain_console,
+    progress,
+    say_how_long,
+)
+from services.cli.sources import JsonFlag
+from services.planner.core.fleet import pairs
+from services.planner.core.mesh_text import MeshPart, MeshShape, Unit
+from services.planner.mesh_run import MeshRun
+from shared.errors import InvalidRequest
+from shared.runtime.service import EXIT_OK
+
+_PLAIN: Final = Parameter(show_env_var=False, negative="")
+_QUIET: Final = Parameter(show_env_var=False, negative="", show_default=False)
+
+
+@interruptible
+def pd_map(
+    workers: Annotated[int, _PLAIN] = 6,
+    /,
+    *,
+    flags: SimFlags = SimFlags(),  # noqa: B008  (frozen)
+    output: Annotated[Path | None, _QUIET] = None,
+    as_json: JsonFlag = False,
+) -> int:
+    """Show which numbers of prefill and decode workers attain, and what mixed ones do.
+
+    Parameters
+    ----------
+    workers
+        Most workers of a mesh.
+    output
+        Folder for report.json, requests.csv, report.svg and map.svg.
+    """
+    if not 2 <= workers <= 32:
+        raise InvalidRequest("a map is of 2..32 workers")
+    flags.check()
+    impossible = flags.impossible([Unit()])
+    requests = flags.requests([Unit()])
+    cells: dict[tuple[int, int], MeshRun] = {}
+    mixed: list[MeshRun] = []
+    places = pairs(workers)
+    is_whole = True
+    run_s = flags.trial_s(MeshShape.of(MeshPart(1, "P"), MeshPart(1, "D")), requests)
+    say_how_long(len(places) + workers, run_s, "fewer workers or --num-requests shorten it")
+    try:
+        with progress("P:D map", len(places) + workers) as on_progress:
+            step = counted(on_progress)
+            for num, other in places:
+                shape = MeshShape.of(MeshPart(num, "P"), MeshPart(other, "D"))
+                cells[num, other] = flags.run(shape, requests)
+                step()
+            for num in range(1, workers + 1):
+                mixed.append(flags.run(MeshShape.of(MeshPart(num, "M")), requests))
+                step()
+    except KeyboardInterrupt:
+        is_whole = False
+    runs = [*cells.values(), *mixed]
+    code = EXIT_OK if is_whole else EXIT_INTERRUPTED
+    ranked = sorted(runs, key=lambda run: (-(run.attained or 0.0), run.shape.num_workers))
+    good = [run for run in runs if run.attains]
+    least = min(good, key=lambda run: (run.shape.num_workers, -(run.attained or 0)), default=None)
+    facts = {
+        "cells": [
+            {"prefill": num, "decode": other, "attainment": run.attained}
+            for (num, other), run in cells.items()
+        ],
+        "mixed": [{"mixed": run.shape.num_workers, "attainment": run.attained} for run in mixed],
+        "fewest": None if least is None else str(least.shape),
+        "limits": {str(run.shape): asdict(run.felt) for run in runs if run.felt is not None},
+        "is_whole": is_whole,
+    }
+    if output is not None and runs:
+        report_files(flags, ranked[:3], output, facts)
+        title = f"attained at {flags.rate:g} requests/s of {flags.workload}"
+        if cells:
+            shares = {place: run.attained or 0.0 for place, run in cells.items()}
+            draw_map(output / "map.svg", title, shares)
+    if as_json:
+        print(orjson.dumps(facts, option=orjson.OPT_INDENT_2).decode())
+        return code
+    console = plain_console()
+    console.print(
+        f"share within TTFT {flags.slo_ttft} and TPOT {flags.slo_tpot} of {len(requests)} requests "
+        f"of {flags.workload} at {flags.rate:g}/s"
+    )
+    table = Table(box=None, pad_edge=False)
+    for name in ("", *(f"{num}P" for num in range(1, workers)), "all mixed"):
+        table.add_column(name, justify="right")
+    shown = {run.shape.num_workers: run for run in mixed}
+    for other in range(1, workers + 1):
+        row = [_share(cells.get((num, other))) for num in range(1, workers)]
+        mix = shown.get(other)
+        table.add_row(f"{other}D", *row, f"{other}M {_share(mix)}" if mix else "")
+    console.print(table)
+    if least is not None:
+        console.print(f"fewest workers that attain {flags.attainment:.0%}: {least.shape}")
+    else:
+        console.print(f"no mesh of at most {workers} workers attains {flags.attainment:.0%}")
+    for line in impossible:
+        console.print(line, soft_wrap=True)
+    return code
+
+
+def _share(run: MeshRun | None) -> str:
+    return "" if run is None else f"{run.attained or 0:.0%}"

@@ -1,0 +1,144 @@
+"""``pdmesh plan paper distserve-placement``: algorithms 1 and 2 on a file of requests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Final
+
+from cyclopts import Parameter
+from rich.table import Table
+
+from services.cli.plan.view import EXIT_INTERRUPTED, interruptible, plain_console, progress
+from services.planner.core.placement import Affinity, LatencyGoal, Placed, Success
+from services.planner.distserve_data import DistServeData, read_requests
+from services.planner.distserve_place import Demand, Placer
+from shared.errors import InvalidRequest
+from shared.quantity import read_quantity
+from shared.runtime.service import EXIT_FAILED, EXIT_OK
+
+_PLAIN: Final = Parameter(show_env_var=False)
+_SHOWN: Final = 8
+
+
+@interruptible
+def distserve_placement(
+    *,
+    requests: Annotated[Path, _PLAIN],
+    data: Annotated[Path, _PLAIN],
+    model: Annotated[str, _PLAIN] = "opt-13b",
+    affinity: Annotated[Affinity, _PLAIN] = "low",
+    nodes: Annotated[int, _PLAIN] = 1,
+    gpus: Annotated[int, _PLAIN] = 4,
+    slo_ttft: Annotated[str, _PLAIN] = "200ms",
+    slo_tpot: Annotated[str, _PLAIN] = "100ms",
+    target: Annotated[float, _PLAIN] = 0.9,
+    success: Annotated[Success, _PLAIN] = "each",
+    rate: Annotated[float, _PLAIN] = 10.0,
+    num_requests: Annotated[int, _PLAIN] = 300,
+    seed: Annotated[int, _PLAIN] = 0,
+) -> int:
+    """DistServe's placement (OSDI'24, algorithms 1 and 2) for the lengths of a file of requests.
+
+    Parameters
+    ----------
+    requests
+        CSV with the columns req_id, arrival_s, prompt_len, output_len; lengths are drawn from it.
+    data
+        Folder with the coefficient files and the KV capacities, as of distserve.
+    model
+        opt-13b or opt-66b.
+    affinity
+        low: KV stays within a node (algorithm 2). high: it may cross (both phases together, as in
+        their code, and each by itself, algorithm 1).
+    nodes
+        How many nodes.
+    gpus
+        GPUs of one node.
+    slo_ttft
+        Limit of the time to first token.
+    slo_tpot
+        Limit of the mean time of an output token.
+    target
+        Share of requests that must keep the limits.
+    success
+        each: the percentile of either is below its limit, as in their code; joint: so many keep
+        both, as in the paper.
+    rate
+        Requests a second of all replicas together, for which they are counted.
+    num_requests
+        Requests of one simulation.
+    seed
+        Of lengths and arrivals.
+    """
+    for flag, is_right, rule in (
+        ("--nodes", 1 <= nodes <= 64, "1..64"),
+        ("--gpus", 1 <= gpus <= 64, "1..64"),
+        ("--target", 0 < target <= 1, "above 0 and at most 1"),
+        ("--rate", 0 < rate < 1e9, "above 0"),
+        ("--num-requests", 2 <= num_requests <= 1_000_000, "2..1000000"),
+    ):
+        if not is_right:
+            raise InvalidRequest(f"{flag} must be {rule}")
+    goal = LatencyGoal(_ms("--slo-ttft", slo_ttft), _ms("--slo-tpot", slo_tpot), target)
+    lengths = [(one.arrival.prompt_len, one.arrival.output_len) for one in read_requests(requests)]
+    files = DistServeData(data, "distserve")
+    placer = Placer(files, model, Demand.drawn(lengths, num_requests, seed), goal, success)
+    candidates = placer.candidates(nodes, gpus, affinity)
+    if not candidates:
+        raise InvalidRequest(
+            f"no placement of {model} fits {nodes} x {gpus} GPUs: prefill and decode need memory "
+            f"for the model each; known degrees: "
+            f"{', '.join(f'{d.tp},{d.pp}' for d in files.degrees(model))}"
+        )
+    console = plain_console()
+    found: list[Placed] = []
+    is_whole = True
+    try:
+        with progress(f"{len(candidates)} placements", len(candidates)) as on_progress:
+            for placed in placer.together(candidates):
+                found.append(placed)
+                on_progress(len(found))
+    except KeyboardInterrupt:
+        is_whole = False
+    console.print(
+        f"{model}, {nodes} x {gpus} GPUs, {affinity} affinity, TTFT {slo_ttft}, TPOT {slo_tpot}, "
+        f"{target:.0%}, success {success}: {len(found)} of {len(candidates)} placements"
+    )
+    ranked = sorted(found, key=lambda one: one.rank, reverse=True)
+    console.print(_table(ranked[:_SHOWN], rate))
+    if not is_whole:
+        return EXIT_INTERRUPTED
+    if not ranked[0].rate_per_gpu:
+        console.print("nothing attains: a request alone takes longer than a limit, or the search's")
+        console.print("lowest rate is too high; loosen --slo-ttft or --slo-tpot")
+        return EXIT_FAILED
+    if affinity == "high":
+        apart = placer.apart(nodes * gpus, rate)
+        for name, one in zip(("prefill", "decode"), apart or (), strict=False):
+            console.print(
+                f"algorithm 1, {name} by itself: {one.num} x {one.degree}, "
+                f"{one.rate:.2f} requests/s each"
+            )
+    return EXIT_OK
+
+
+def _table(ranked: list[Placed], rate: float) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("placement", "GPUs", "requests/s a GPU", f"replicas for {rate:g}/s"):
+        table.add_column(name, justify="left" if name == "placement" else "right")
+    for one in ranked:
+        whole = one.rate_per_gpu * one.placement.num_devices
+        replicas = str(-int(-rate // whole)) if whole else "–"
+        num = str(one.placement.num_devices)
+        table.add_row(str(one.placement), num, f"{one.rate_per_gpu:.4f}", replicas)
+    return table
+
+
+def _ms(flag: str, text: str) -> float:
+    try:
+        value = float(read_quantity(text, "s")) * 1000
+    except ValueError as error:
+        raise InvalidRequest(f"{flag} {error}") from None
+    if not value:
+        raise InvalidRequest(f"{flag} must be above 0")
+    return value

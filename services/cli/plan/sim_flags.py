@@ -1,0 +1,293 @@
+"""The flags of plans that simulate, and the runs that they ask for."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+from cyclopts import Parameter
+
+from services.cli.bench.sources import SHAPES, read_trace
+from services.cli.bench.workload import BLOCK_TOKENS, Ask, Fit, Load, Source, plan
+from services.cli.plan.times_flags import TimesFlags, seconds
+from services.gateway.core.routing import POLICIES
+from services.planner.core.bounds import (
+    AskedLengths,
+    WorkerBound,
+    least_limits,
+    mesh_bound,
+    unmeetable,
+    worker_bound,
+)
+from services.planner.core.kv_size import read_link
+from services.planner.core.limits import binding_limit
+from services.planner.core.mesh_text import MeshShape, Unit
+from services.planner.mesh_run import MeshRun, MeshSetting, run_mesh
+from services.sim.open_loop import SimRequest
+from shared.errors import InvalidRequest
+from shared.telemetry.definitions import RequestOutcome, Slo, percentiles
+
+WORKLOADS: Final = {"azure-conv": "chat", "azure-code": "code", "mooncake": "mooncake"}
+"""By name, the shapes of `pdmesh bench`; or a trace file."""
+QS: Final = {"p50": 50.0, "p90": 90.0, "p99": 99.0}
+
+TRIAL_REQUESTS: Final = 60
+"""Of the run that tells how quick this machine simulates."""
+
+_PLAIN: Final = Parameter(show_env_var=False)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class SimFlags:
+    """Load, workers, time model, limits.
+
+    Parameters
+    ----------
+    workload
+        azure-conv, azure-code, mooncake (drawn lengths and prefixes), or a trace file in Mooncake's
+        or Azure's format.
+    rate
+        Requests a second, by Poisson; of a trace file its own pattern, stretched to this rate.
+    num_requests
+        How many requests.
+    scale_lengths
+        Factor of all lengths.
+    policy
+        Routing policy of the gateway.
+    block_size
+        Tokens of a block.
+    token_budget
+        Most tokens of a step.
+    max_running
+        Most sequences of a step.
+    link
+        What each worker sends with: GB/s are bytes, Gb/s bits. Frames go one after the other.
+    slo_ttft
+        Limit of the time to first token.
+    slo_tpot
+        Limit of the mean time of an output token.
+    attainment
+        Share of requests that must keep both.
+    seed
+        Of lengths and arrivals: equal seeds give equal runs.
+    """
+
+    workload: Annotated[str, _PLAIN] = "azure-conv"
+    rate: Annotated[float, _PLAIN] = 1.0
+    num_requests: Annotated[int, _PLAIN] = 500
+    scale_lengths: Annotated[float, _PLAIN] = 1.0
+    policy: Annotated[str, _PLAIN] = "least_loaded"
+    block_size: Annotated[int, _PLAIN] = 16
+    token_budget: Annotated[int, _PLAIN] = 2048
+    max_running: Annotated[int, _PLAIN] = 256
+    link: Annotated[str, _PLAIN] = "25GB/s"
+    slo_ttft: Annotated[str, _PLAIN] = "1s"
+    slo_tpot: Annotated[str, _PLAIN] = "100ms"
+    attainment: Annotated[float, _PLAIN] = 0.9
+    seed: Annotated[int, _PLAIN] = 0
+    times: TimesFlags = TimesFlags()  # noqa: RUF009  (frozen)
+
+    def check(self) -> None:
+        """Raise InvalidRequest, with what is allowed."""
+        for flag, value, most in (
+            ("--num-requests", self.num_requests, 1_000_000),
+            ("--block-size", self.block_size, 4096),
+            ("--token-budget", self.token_budget, 1 << 20),
+            ("--max-running", self.max_running, 1 << 16),
+        ):
+            if not 1 <= value <= most:
+                raise InvalidRequest(f"{flag} must be 1..{most}")
+        if not 0 < self.rate < 1e6:
+            raise InvalidRequest("--rate must be above 0: nothing would ever arrive")
+        if not 0 < self.attainment <= 1:
+            raise InvalidRequest("--attainment must be above 0 and at most 1")
+        if not 0.001 <= self.scale_lengths <= 1000:
+            raise InvalidRequest("--scale-lengths must be 0.001..1000")
+        if self.policy not in POLICIES:
+            known = ", ".join(POLICIES)
+            raise InvalidRequest(f"--policy must be one of {known}, not {self.policy!r}")
+        self.times.check()
+        for part in (self.slo, read_link(self.link), self._source):
+            assert part is not None
+
+    @property
+    def slo(self) -> Slo:
+        """The limits. Raises InvalidRequest."""
+        return Slo(seconds("--slo-ttft", self.slo_ttft), seconds("--slo-tpot", self.slo_tpot))
+
+    @property
+    def setting(self) -> MeshSetting:
+        """All of a simulated mesh but its workers. Raises InvalidRequest."""
+        return MeshSetting(
+            unit=self.times.unit,
+            kv=self.times.kv,
+            slo=self.slo,
+            target=self.attainment,
+            policy=self.policy,
+            block_size=self.block_size,
+            token_budget=self.token_budget,
+            max_running=self.max_running,
+            link_bytes_s=read_link(self.link),
+        )
+
+    def asks(self, units: Sequence[Unit]) -> Sequence[Ask]:
+        """Return the requests, cut to what each of these workers can hold. Raises InvalidRequest:
+        the trace is out of order, or holds too few."""
+        load = Load(rate=self.rate, num_requests=self.num_requests, seed=self.seed)
+        least_kv = min(self.times.unit(unit).kv_tokens for unit in units)
+        fit = Fit(
+            scale=self.scale_lengths, max_total=max(2, least_kv * 7 // 8), is_cut_to_context=True
+        )
+        return plan(self._source, load, fit).asks
+
+    def requests(self, units: Sequence[Unit]) -> list[SimRequest]:
+        """Return the requests with tokens: equal block ids are equal tokens, the rest is each
+        one's own. Raises InvalidRequest."""
+        size = max(1, round(BLOCK_TOKENS * self.scale_lengths))
+        return [
+            SimRequest(ask.due_s, _tokens(ask, idx, size), ask.num_output)
+            for idx, ask in enumerate(self.asks(units))
+        ]
+
+    def lengths(self, units: Sequence[Unit]) -> list[AskedLengths]:
+        """Return the lengths of the requests, with what of each prompt came before."""
+        size = max(1, round(BLOCK_TOKENS * self.scale_lengths))
+        seen: set[int] = set()
+        found: list[AskedLengths] = []
+        for ask in self.asks(units):
+            cached = 0
+            for block_id in ask.block_ids:
+                if block_id not in seen:
+                    break
+                cached += size
+            seen.update(ask.block_ids)
+            found.append(AskedLengths(ask.num_input, ask.num_output, min(cached, ask.num_input)))
+        return found
+
+    @cached_property
+    def _source(self) -> Source:
+        if self.workload in WORKLOADS:
+            return SHAPES[WORKLOADS[self.workload]]
+        if Path(self.workload).suffix or Path(self.workload).exists():
+            return read_trace(Path(self.workload), must_be_ordered=True)
+        raise InvalidRequest(
+            f"--workload must be {', '.join(WORKLOADS)} or a trace file, not {self.workload!r}"
+        )
+
+    def bounds(self, units: Sequence[Unit]) -> dict[Unit, WorkerBound]:
+        """Return what one worker of each kind can do at most, for ever."""
+        lengths = self.lengths(units)
+        found: dict[Unit, WorkerBound] = {}
+        for unit in units:
+            model = self.times.unit(unit)
+            found[unit] = worker_bound(
+                model.times,
+                model.kv_tokens,
+                lengths,
+                token_budget=self.token_budget,
+                max_running=self.max_running,
+            )
+        return found
+
+    def most_rate(self, shape: MeshShape) -> float:
+        """Return the rate beyond which this mesh's queues grow for ever, however short a run."""
+        return mesh_bound(shape, self.bounds([part.unit for part in shape.parts]))
+
+    def impossible(self, units: Sequence[Unit]) -> list[str]:
+        """Return which limits no number of these workers can keep, and what would be kept."""
+        times = [self.times.unit(unit).times for unit in units]
+        least = least_limits(times, self.lengths(units), self.attainment, self.token_budget)
+        return unmeetable(self.slo, least, self.attainment)
+
+    def variant(self, **changes: Any) -> SimFlags:
+        """Return the same with other numbers; slower: of the time model."""
+        slower = changes.pop("slower", None)
+        if slower is not None:
+            changes["times"] = replace(self.times, slower=self.times.slower * slower)
+        return replace(self, **changes)
+
+    def run(
+        self,
+        shape: MeshShape,
+        requests: Sequence[SimRequest] | None = None,
+        *,
+        on_progress: Callable[[int], None] = lambda num_ended: None,
+        is_verdict_enough: bool = False,
+    ) -> MeshRun:
+        """Simulate one mesh. requests: None = the flags'."""
+        if requests is None:
+            requests = self.requests([part.unit for part in shape.parts])
+        return run_mesh(
+            self.setting,
+            shape,
+            requests,
+            self.rate,
+            on_progress=on_progress,
+            is_verdict_enough=is_verdict_enough,
+        )
+
+    def trial_s(self, shape: MeshShape, requests: Sequence[SimRequest]) -> float:
+        """Return how long a run of all requests will take here, from one of a few."""
+        few = requests[:TRIAL_REQUESTS]
+        return self.run(shape, few).took_s * len(requests) / max(1, len(few))
+
+    def warnings(self, shape: MeshShape) -> list[str]:
+        """Return what a reader must know of the time models' answers."""
+        found = [self.times.unit(part.unit).times.warnings() for part in shape.parts]
+        return list(dict.fromkeys(word for words in found for word in words))
+
+    def sources(self, shape: MeshShape) -> list[str]:
+        """Return where times come from."""
+        found = [self.times.unit(part.unit).times.source for part in shape.parts]
+        return list(dict.fromkeys(found))
+
+    def facts(self, run: MeshRun) -> dict[str, Any]:
+        """Return a run for programs; nothing in it depends on this machine."""
+        limit = None if run.felt is None else binding_limit(run.felt)
+        return {
+            "mesh": str(run.shape),
+            "workload": self.workload,
+            "rate": self.rate,
+            "num_requests": run.num_requests,
+            "policy": self.policy,
+            "times": self.sources(run.shape),
+            "fidelity": "exact",
+            "seed": self.seed,
+            "attainment": run.attained,
+            "goodput_per_worker": run.goodput,
+            "latency_s": latencies(run.outcomes),
+            "limit": None if limit is None else asdict(limit),
+            "errors": run.errors,
+            "num_retried": run.num_retried,
+            "warnings": self.warnings(run.shape),
+        }
+
+
+def _tokens(ask: Ask, idx: int, block_tokens: int) -> tuple[int, ...]:
+    tokens: list[int] = []
+    for block_id in ask.block_ids[: -(-ask.num_input // block_tokens)]:
+        tokens += [block_id + 1] * block_tokens
+    own = random.Random(idx).getrandbits(30)
+    tokens = tokens[: ask.num_input]
+    return (*tokens, *([own] * (ask.num_input - len(tokens))))
+
+
+def latencies(outcomes: Sequence[RequestOutcome]) -> dict[str, dict[str, float]]:
+    """Return percentiles of complete requests, by figure and percentile."""
+    served = [outcome for outcome in outcomes if outcome.is_complete]
+    columns = {
+        "TTFT": [one.ttft_s for one in served if one.ttft_s is not None],
+        "TPOT": [one.tpot_s for one in served],
+        "TBT": [gap for one in served for gap in one.tbt_s],
+        "E2E": [one.e2e_s for one in served if one.e2e_s is not None],
+    }
+    return {
+        name: dict(zip(QS, percentiles(values, tuple(QS.values())), strict=True))
+        for name, values in columns.items()
+        if values
+    }

@@ -1,0 +1,254 @@
+"""``pdmesh plan simulate``, ``compare``: what requests would feel on meshes that are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import orjson
+from cyclopts import Parameter
+from rich.table import Table
+
+from services.cli.plan.explain import Explained, explain, lines, num_runs
+from services.cli.plan.sim_flags import QS, SimFlags, latencies
+from services.cli.plan.sim_report import draw_lines, report_files
+from services.cli.plan.view import (
+    EXIT_INTERRUPTED,
+    counted,
+    interruptible,
+    plain_console,
+    progress,
+    say_how_long,
+)
+from services.cli.sources import JsonFlag
+from services.planner.core.mesh_text import read_mesh
+from services.planner.mesh_run import MeshRun
+from shared.errors import InvalidRequest
+from shared.runtime.service import EXIT_FAILED, EXIT_OK
+
+_PLAIN: Final = Parameter(show_env_var=False, negative="")
+_QUIET: Final = Parameter(show_env_var=False, negative="", show_default=False)
+
+RATES: Final = (0.5, 0.75, 1.0, 1.25, 1.5)
+"""Of the rate asked for: the points of the picture of attainment over rate."""
+
+OutputFlag = Annotated[Path | None, _QUIET]
+WhatIfFlag = Annotated[bool, Parameter(show_env_var=False)]
+
+
+@interruptible
+def simulate(
+    mesh: Annotated[str, _PLAIN],
+    /,
+    *,
+    flags: SimFlags = SimFlags(),  # noqa: B008  (frozen)
+    what_if: WhatIfFlag = True,
+    output: OutputFlag = None,
+    beside: Annotated[list[Path] | None, _QUIET] = None,
+    as_json: JsonFlag = False,
+) -> int:
+    """Simulate a mesh: pdmesh's own cores (admission, routing, leases, schedulers, transfers) under
+    a virtual clock, with a time model for what computes.
+
+    Parameters
+    ----------
+    mesh
+        Workers: 3P+2D, with P (prefill), D (decode), M (mixed); 2P(tp2)+1D(h100,tp4).
+    what_if
+        Also find the highest rate that attains, what other rates, lengths and times would do, and
+        whether as many workers in other roles would do better.
+    output
+        Folder for report.json, requests.csv and report.svg, as of pdmesh bench, and attainment.svg.
+    beside
+        Folders of pdmesh bench's or of earlier plans' reports, drawn into the same picture.
+    """
+    shape = read_mesh(mesh)
+    flags.check()
+    units = [part.unit for part in shape.parts]
+    impossible = flags.impossible(units)
+    with progress(f"{shape}, {flags.rate:g} requests/s", flags.num_requests) as on_progress:
+        run = flags.run(shape, on_progress=on_progress)
+    found = Explained()
+    is_whole = True
+    if what_if:
+        is_whole = _explained(flags, run, found)
+    facts = flags.facts(run)
+    if what_if:
+        facts["what_if"] = found.facts()
+    if output is not None:
+        report_files(flags, [run], output, {"runs": [facts]}, beside or ())
+        _draw_rates(flags, [run], output)
+    code = EXIT_OK if run.is_served else EXIT_FAILED
+    code = code if is_whole else EXIT_INTERRUPTED
+    if as_json:
+        print(orjson.dumps(facts, option=orjson.OPT_INDENT_2).decode())
+        return code
+    console = plain_console()
+    console.print(
+        f"{shape}, {flags.policy}: {run.num_requests} requests of {flags.workload} at "
+        f"{flags.rate:g}/s, seed {flags.seed}"
+    )
+    table = Table(box=None, pad_edge=False)
+    for name in ("", *QS):
+        table.add_column(name, justify="right")
+    for name, values in latencies(run.outcomes).items():
+        table.add_row(name, *(_ms(value) for value in values.values()))
+    console.print(table)
+    console.print(
+        f"attainment {run.attained or 0:.1%} of TTFT {flags.slo_ttft} and TPOT {flags.slo_tpot}; "
+        f"{run.goodput:.2f} good requests/s a worker"
+    )
+    if run.errors:
+        console.print(f"not served: {_errors(run)}")
+    for line in (*lines(found, flags), *impossible):
+        console.print(line, soft_wrap=True)
+    _say_times(flags, [run])
+    return code
+
+
+def _explained(flags: SimFlags, run: MeshRun, found: Explained) -> bool:
+    """Fill in ``found``; whether all of it."""
+    num = num_runs(run.shape, has_runner_up=True)
+    say_how_long(num, run.took_s, "--no-what-if leaves them out, --num-requests shortens each")
+    try:
+        with progress("what if", num) as on_progress:
+            explain(flags, run, found, one_more=counted(on_progress))
+    except KeyboardInterrupt:
+        return False
+    return True
+
+
+@interruptible
+def compare(
+    meshes: Annotated[list[str], _PLAIN],
+    /,
+    *,
+    flags: SimFlags = SimFlags(),  # noqa: B008  (frozen)
+    what_if: WhatIfFlag = True,
+    output: OutputFlag = None,
+    beside: Annotated[list[Path] | None, _QUIET] = None,
+    as_json: JsonFlag = False,
+) -> int:
+    """Simulate several meshes with the same requests, and say which serves most within the limits.
+
+    Parameters
+    ----------
+    meshes
+        Such as 5M 3P+2D 4P+1D, with P (prefill), D (decode), M (mixed).
+    what_if
+        Also find the best one's highest rate, and what other rates, lengths and times would do.
+    output
+        Folder for report.json, requests.csv and report.svg, as of pdmesh bench, and attainment.svg.
+    beside
+        Folders of pdmesh bench's or of earlier plans' reports, drawn into the same picture.
+    """
+    if len(meshes) < 2:
+        raise InvalidRequest("compare wants two meshes at least: 4M 2P+2D")
+    shapes = [read_mesh(text) for text in meshes]
+    flags.check()
+    units = [part.unit for shape in shapes for part in shape.parts]
+    impossible = flags.impossible(units)
+    requests = flags.requests(units)
+    runs: list[MeshRun] = []
+    found = Explained()
+    is_whole = True
+    try:
+        for shape in shapes:
+            with progress(f"{shape}, {flags.rate:g} requests/s", len(requests)) as on_progress:
+                runs.append(flags.run(shape, requests, on_progress=on_progress))
+    except KeyboardInterrupt:
+        is_whole = False
+    ranked = sorted(runs, key=lambda run: (run.attained or 0.0, run.goodput), reverse=True)
+    if what_if and is_whole:
+        num = num_runs(ranked[0].shape, has_runner_up=False)
+        say_how_long(num, ranked[0].took_s, "--no-what-if leaves them out")
+        try:
+            with progress(f"what if, of {ranked[0].shape}", num) as on_progress:
+                step = counted(on_progress)
+                explain(flags, ranked[0], found, has_runner_up=False, one_more=step)
+        except KeyboardInterrupt:
+            is_whole = False
+    code = EXIT_OK if is_whole else EXIT_INTERRUPTED
+    facts = [flags.facts(run) for run in runs]
+    if output is not None and runs:
+        report_files(flags, runs, output, {"runs": facts, "best": found.facts()}, beside or ())
+        _draw_rates(flags, runs, output)
+    if as_json:
+        print(orjson.dumps(facts, option=orjson.OPT_INDENT_2).decode())
+        return code
+    console = plain_console()
+    if not runs:
+        console.print("no mesh was simulated to its end")
+        return code
+    console.print(
+        f"{len(requests)} requests of {flags.workload} at {flags.rate:g}/s, {flags.policy}, seed "
+        f"{flags.seed}; TTFT {flags.slo_ttft}, TPOT {flags.slo_tpot}"
+    )
+    table = Table(box=None, pad_edge=False)
+    head = ("mesh", "attained", "good/s a worker", "TTFT p50", "p99", "TPOT p50", "p99")
+    for name in (*head, "not served"):
+        table.add_column(name, justify="left" if name == "mesh" else "right")
+    for run in ranked:
+        table.add_row(*_row(run))
+    console.print(table)
+    if len(ranked) > 1:
+        best, second = ranked[:2]
+        console.print(
+            f"{best.shape} attains most ({best.attained:.1%}), then {second.shape} "
+            f"({second.attained:.1%})"
+            if (best.attained or 0) > (second.attained or 0)
+            else f"{best.shape} and {second.shape} attain the same: take the fewer workers"
+        )
+    for line in (*lines(found, flags), *impossible):
+        console.print(line, soft_wrap=True)
+    _say_times(flags, runs)
+    return code
+
+
+def _row(run: MeshRun) -> list[str]:
+    felt = latencies(run.outcomes)
+    shown = [
+        _ms(felt[name][q]) if name in felt else "–"
+        for name in ("TTFT", "TPOT")
+        for q in ("p50", "p99")
+    ]
+    shares = (f"{run.attained or 0:.1%}", f"{run.goodput:.2f}")
+    return [str(run.shape), *shares, *shown, _errors(run) or "–"]
+
+
+def _draw_rates(flags: SimFlags, runs: Sequence[MeshRun], folder: Path) -> None:
+    """Attainment over rate, of each mesh."""
+    found: dict[str, list[tuple[float, float, str]]] = {}
+    for run in runs:
+        points = found.setdefault(str(run.shape), [(run.rate, run.attained or 0.0, "")])
+        for factor in RATES:
+            if factor != 1:
+                rate = flags.rate * factor
+                points.append((rate, flags.variant(rate=rate).run(run.shape).attained or 0.0, ""))
+    title = f"share within TTFT {flags.slo_ttft} and TPOT {flags.slo_tpot}"
+    path = folder / "attainment.svg"
+    draw_lines(path, title, ("requests/s", "attained"), found, goal=flags.attainment)
+
+
+def _say_times(flags: SimFlags, runs: Sequence[MeshRun]) -> None:
+    console = plain_console()
+    for run in runs[:1]:
+        for source in flags.sources(run.shape):
+            console.print(f"times: {source}", soft_wrap=True)
+    told: dict[str, Any] = {word: None for run in runs for word in flags.warnings(run.shape)}
+    for word in told:
+        console.print(word, soft_wrap=True)
+    took_s = sum(run.took_s for run in runs)
+    console.print(
+        f"exact: {sum(run.num_events for run in runs):,} events in {took_s:.1f} s, "
+        f"{sum(run.num_requests for run in runs) / took_s:,.0f} requests simulated a second"
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f} ms"
+
+
+def _errors(run: MeshRun) -> str:
+    return ", ".join(f"{num} {name}" for name, num in run.errors.items())

@@ -1,0 +1,244 @@
+"""Which time model a plan goes by: the flags, and what they make of one worker's devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Final
+
+from cyclopts import Parameter
+
+from services.planner.core.kv_size import KvShape
+from services.planner.core.mesh_text import Unit
+from services.planner.distserve_data import DistServeData
+from services.planner.mesh_run import UnitModel
+from services.planner.model_kv import kv_shape, model_size
+from services.planner.rows import first_of
+from services.planner.splitwise_data import machine_times, read_runs, runs_of
+from services.sim.baselines.distserve_times import Degree
+from services.sim.baselines.splitwise_times import MachineTimes
+from services.sim.times import DistServeTimes, SplitwiseTimes
+from shared.engine.fake import DEFAULT_TIMING
+from shared.errors import InvalidRequest
+from shared.predict.roofline import DEVICES, DeviceSheet, RooflineTimes
+from shared.predict.times import OPT_13B_A100, AffineTimes, ScaledTimes, TimeModel
+from shared.profile.step_profile import StepProfile, read_profile
+from shared.quantity import read_quantity
+
+DEFAULT_KV_TOKENS: Final = 60_000
+TIMES: Final = ("opt-13b-a100", "fake", "distserve", "splitwise")
+
+_PLAIN: Final = Parameter(show_env_var=False)
+_QUIET: Final = Parameter(show_env_var=False, show_default=False)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class TimesFlags:
+    """Time model: one of --times, --profile and --device.
+
+    Parameters
+    ----------
+    times
+        Published times: opt-13b-a100 (affine; DistServe's fit), fake (the fake engine's), distserve
+        or splitwise (their files, in --data; --device names Splitwise's hardware).
+    profile
+        Times measured by pdmesh profile -o FILE.
+    device
+        Roofline of --model on a100, a800, h100, h800, h200, h20, b200, l40s or l4, by data sheets.
+    data
+        Folder with the files of DistServe or Splitwise.
+    model
+        Whose KV moves, and for --device whose weights are read: a folder, demo, a hub name, or a
+        published model. Default opt-13b, or the profile's.
+    kv_tokens
+        Tokens of KV that one worker holds. Default 60000, or what the device or the profile has.
+    base
+        Time of a step beside its tokens.
+    prompt_token
+        Time of one prompt token.
+    decode_row
+        Time of one sequence that decodes.
+    context_token
+        Time of one token of context that a sequence that decodes reads.
+    slower
+        Factor of all times: what if the model is wrong by so much?
+    """
+
+    times: Annotated[str | None, _QUIET] = None
+    profile: Annotated[Path | None, _QUIET] = None
+    device: Annotated[str | None, _QUIET] = None
+    data: Annotated[Path | None, _QUIET] = None
+    model: Annotated[str | None, _QUIET] = None
+    kv_tokens: Annotated[int | None, _QUIET] = None
+    base: Annotated[str | None, _QUIET] = None
+    prompt_token: Annotated[str | None, _QUIET] = None
+    decode_row: Annotated[str | None, _QUIET] = None
+    context_token: Annotated[str | None, _QUIET] = None
+    slower: Annotated[float, _PLAIN] = 1.0
+
+    def check(self) -> None:
+        """Raise InvalidRequest, with what is allowed."""
+        given = [
+            flag
+            for flag, value in (
+                ("--times", self.times),
+                ("--profile", self.profile),
+                ("--device", None if self.times == "splitwise" else self.device),
+            )
+            if value is not None
+        ]
+        if len(given) > 1:
+            raise InvalidRequest(f"give one time model, not {' and '.join(given)}")
+        if self.times is not None and self.times not in TIMES:
+            raise InvalidRequest(f"--times must be one of {', '.join(TIMES)}, not {self.times!r}")
+        if self._parts and (
+            self.profile or self.device or self.times in ("distserve", "splitwise")
+        ):
+            raise InvalidRequest(
+                f"--{self._parts[0].replace('_', '-')} belongs to affine times, not to {given[0]}"
+            )
+        if self.times in ("distserve", "splitwise") and self.data is None:
+            raise InvalidRequest(f"--times {self.times} needs --data: the folder with its files")
+        if not 0.01 <= self.slower <= 100:
+            raise InvalidRequest("--slower must be 0.01..100")
+        if self.kv_tokens is not None and not 1 <= self.kv_tokens <= 1 << 30:
+            raise InvalidRequest(f"--kv-tokens must be 1..{1 << 30}")
+        if self.device is not None and self.times != "splitwise":
+            _device(self.device)
+
+    @property
+    def _parts(self) -> list[str]:
+        names = ("base", "prompt_token", "decode_row", "context_token")
+        return [name for name in names if getattr(self, name) is not None]
+
+    @cached_property
+    def kv(self) -> KvShape:
+        """Whose KV moves. Raises ModelError, InvalidRequest: also a profile of another model."""
+        found = self._profile
+        if found is None:
+            return kv_shape(self.model or "opt-13b")
+        if self.model is not None:
+            asked = kv_shape(self.model)
+            if asked.name.lower() != found.model.lower():
+                raise InvalidRequest(
+                    f"{self.profile} is a profile of {found.model}, not of {self.model}: leave "
+                    "--model out, or profile that model (pdmesh profile -o)"
+                )
+        return KvShape(
+            name=found.model,
+            num_layers=1,
+            num_heads=1,
+            num_kv_heads=1,
+            head_dim=1,
+            hidden=1,
+            latent=found.token_bytes,
+            bytes_per_element=1.0,
+        )
+
+    @cached_property
+    def _profile(self) -> StepProfile | None:
+        return None if self.profile is None else read_profile(self.profile)
+
+    @cached_property
+    def _distserve(self) -> DistServeData:
+        assert self.data is not None
+        return DistServeData(self.data, "distserve")
+
+    @cached_property
+    def _splitwise(self) -> MachineTimes:
+        assert self.data is not None
+        path = first_of(self.data, "perf_model.csv", "splitwise_sim_perf_model.csv")
+        runs = read_runs(path)
+        model, hardware = self.model or "llama2-70b", self.device or "a100-80gb"
+        runs_of(runs, model, hardware)
+        return machine_times(runs, model, hardware)
+
+    @cached_property
+    def _units(self) -> dict[Unit, UnitModel]:
+        return {}
+
+    def unit(self, unit: Unit) -> UnitModel:
+        """Return what these devices make of one worker. Raises InvalidRequest: the time model does
+        not know them, or the weights do not fit."""
+        if unit not in self._units:
+            self._units[unit] = self._new_unit(unit)
+        return self._units[unit]
+
+    def _new_unit(self, unit: Unit) -> UnitModel:
+        times, most_kv = self._times(unit)
+        kv_tokens = most_kv if self.kv_tokens is None else self.kv_tokens
+        return UnitModel(times if self.slower == 1 else ScaledTimes(times, self.slower), kv_tokens)
+
+    def _times(self, unit: Unit) -> tuple[TimeModel, int]:
+        device = unit.device or (self.device if self.times != "splitwise" else None)
+        if device is not None and self.times is None and self.profile is None and not self._parts:
+            roofline = RooflineTimes(model_size(self.kv), _device(device), unit.tp)
+            if not roofline.kv_tokens and self.kv_tokens is None:
+                raise InvalidRequest(
+                    f"the weights of {self.kv.name} do not fit into {unit.tp} x {device}: a higher "
+                    "degree, such as tp4 or tp8, or a larger device"
+                )
+            return roofline, roofline.kv_tokens
+        if self.times == "distserve":
+            return self._distserve_times(unit)
+        if unit.device:
+            raise InvalidRequest(
+                f"({unit.device}) in a mesh needs --device, whose times are a roofline's: this "
+                "time model knows one device"
+            )
+        if unit.tp > 1:
+            raise InvalidRequest(
+                f"this time model knows no tp{unit.tp}: --device (a roofline) and --times "
+                "distserve know degrees"
+            )
+        if (found := self._profile) is not None:
+            assert self.profile is not None
+            return found.times(self.profile.name), found.kv_tokens
+        if self.times == "splitwise":
+            name = f"{self.model or 'llama2-70b'} on {self.device or 'a100-80gb'}, 8 GPUs"
+            curves = SplitwiseTimes(self._splitwise, f"Splitwise's medians of {name}")
+            return curves, DEFAULT_KV_TOKENS
+        return self._affine(), DEFAULT_KV_TOKENS
+
+    def _distserve_times(self, unit: Unit) -> tuple[TimeModel, int]:
+        if unit.device not in ("", "a100"):
+            raise InvalidRequest(f"DistServe's fits are of a100, not of {unit.device}")
+        name = self.model or "opt-13b"
+        phase = self._distserve.phase(name, Degree(unit.tp, 1))
+        source = f"DistServe's fits of {name} on A100-80GB, tp {unit.tp}"
+        return DistServeTimes(phase.coefficients, source), phase.capacity
+
+    def _affine(self) -> TimeModel:
+        if self.times == "fake":
+            timing = DEFAULT_TIMING
+            affine = AffineTimes(
+                base_s=timing.base_s,
+                prompt_token_s=timing.prefill_token_s,
+                decode_row_s=timing.decode_row_s,
+                context_token_s=timing.context_token_s,
+                source="the fake engine's",
+            )
+        else:
+            affine = OPT_13B_A100
+        given = {
+            f"{name}_s": seconds(f"--{name.replace('_', '-')}", getattr(self, name))
+            for name in self._parts
+        }
+        return replace(affine, source="affine, as given", **given) if given else affine
+
+
+def seconds(flag: str, text: str) -> float:
+    """Return a flag's time. Raises InvalidRequest."""
+    try:
+        return float(read_quantity(text, "s"))
+    except ValueError as error:
+        raise InvalidRequest(f"{flag} {error}") from None
+
+
+def _device(name: str) -> DeviceSheet:
+    sheet = DEVICES.get(name.lower())
+    if sheet is None:
+        raise InvalidRequest(f"a device must be one of {', '.join(DEVICES)}, not {name!r}")
+    return sheet

@@ -1,0 +1,281 @@
+"""A routing decision as a record: all that the policy looked at, in numbers, so that anybody can
+see why a request went where it went, and decide again.
+
+``record_of`` writes it, ``replay`` rebuilds the workers from it and asks the policy anew: with the
+same views, the same memory and the same random number it takes the same pair, or says what differs.
+Records are JSON; incarnations are 16 hexadecimal digits. No text and no token is in it. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from dataclasses import replace as dataclass_replace
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+from services.gateway.core.fetches import Fetch
+from services.gateway.core.pools import pool_of
+from services.gateway.core.routing import POLICIES, RouteDecision
+from services.gateway.core.sides import RouteRequest, Sides
+from services.gateway.core.turns import Memory
+from services.gateway.core.worker import JoinedModel, Role, Worker, WorkerStatus, WorkerView
+from shared.address import Address
+from shared.errors import InvalidRequest
+from shared.ids import Incarnation
+from shared.kv.layout import KvLayout
+from shared.predict.step_time import NO_FIT, StepFit
+
+Record = dict[str, Any]
+
+
+def record_of(decision: RouteDecision, *, attempt: int, at_s: float) -> Record:
+    """Return the record. at_s: loop time of the decision."""
+    seen, sides = decision.seen, decision.sides
+    if seen is None:
+        raise InvalidRequest("this decision was made without a record of what it saw")
+    request, prediction = seen.request, decision.prediction
+    return {
+        "attempt": attempt,
+        "policy": decision.policy,
+        "random": seen.random,
+        "memory": _memory_to_json(seen.memory),
+        "num_tokens": request.num_tokens,
+        "max_new_tokens": request.max_new_tokens,
+        "avoid": [_hex(it) for it in sorted(request.avoid)],
+        "num_output_tokens": request.num_output_tokens,
+        "affinity": f"{request.affinity:016x}",
+        "fetchable_tokens": 0 if request.fetches is None else request.fetches.most_tokens,
+        "layout": _layout_of(sides),
+        "hand_over_speeds": _speeds_of(decision),
+        "prefill": _hex(decision.prefill),
+        "decode": _hex(decision.decode),
+        "prefills": [
+            {**row, "terms": terms and {**terms._asdict(), "source": _hex_or_none(terms.source)}}
+            for row, terms in zip_longest(
+                _side(sides.prefills, seen.prefills, decision.scores.prefills, request, at_s),
+                decision.scores.terms,
+            )
+        ],
+        "decodes": _side(sides.decodes, seen.decodes, decision.scores.decodes, request, at_s),
+        "partners": [list(sides.partners_of(place)) for place in range(len(sides.prefills))],
+        "prediction": prediction and {**prediction._asdict(), "ttft_s": prediction.ttft_s},
+    }
+
+
+def _layout_of(sides: Sides) -> Record | None:
+    """What a token's KV takes: of the KV that would have to be handed over."""
+    return asdict(sides.decodes[0].layout) if sides.decodes else None
+
+
+def _speeds_of(decision: RouteDecision) -> list[float]:
+    """Bytes a second to each decode worker from the prefill worker that is ready soonest."""
+    assert decision.seen is not None
+    terms = decision.scores.terms
+    if not terms:
+        return []
+    soonest = min(range(len(terms)), key=lambda place: terms[place].score)
+    speeds = decision.seen.prefills[soonest].status.speeds
+    return [speeds.get(worker.incarnation, 0.0) for worker in decision.sides.decodes]
+
+
+def _side(
+    workers: Sequence[Worker],
+    views: Sequence[WorkerView],
+    scores: Sequence[float],
+    request: RouteRequest,
+    at_s: float,
+) -> list[Record]:
+    return [
+        {
+            "worker": _hex(worker.incarnation),
+            "address": str(Address(worker.host, worker.port)),
+            "score": score,
+            "pending_tokens": view.pending_tokens,
+            "unseen_tokens": view.pending_tokens - view.status.pending_tokens,
+            "reserved_blocks": view.reserved_blocks,
+            "unseen_blocks": view.reserved_blocks - view.status.reserved_blocks,
+            "queued": view.num_queued,
+            "prompts": view.num_prompts,
+            "answers": view.num_answers,
+            "queue_s": view.status.queue_s,
+            "prompt_steps": view.status.prompt_steps._asdict(),
+            "answer_steps": (view.status.answer_steps if worker.is_believed else NO_FIT)._asdict(),
+            "step_tokens": view.status.step_tokens,
+            "cached_tokens": request.cached.get(worker.incarnation, 0),
+            "terms": None,
+            "report_age_s": max(0.0, at_s - view.reported_at),
+            "role": worker.role.value,
+            "serves": [role.value for role in worker.serves],
+            "home": None if view.status.home is None else view.status.home.value,
+            "colocated": worker.incarnation in view.status.paired,
+            "blocks": worker.num_blocks,
+            "block_size": worker.block_size,
+        }
+        for worker, view, score in zip(workers, views, scores, strict=True)
+    ]
+
+
+class Replay(NamedTuple):
+    """What the policy takes when it is asked again. differences: sentences; none = all is as
+    recorded."""
+
+    prefill: str
+    decode: str
+    differences: list[str]
+
+
+def replay(record: Mapping[str, Any]) -> Replay:
+    """Decide again from a record.
+
+    Raises InvalidRequest: it is no record, or of a policy that this release does not have.
+    """
+    try:
+        return _replay(record)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise InvalidRequest(
+            f"this is no decision's record ({type(error).__name__}: {error}): save one with "
+            "`pdmesh explain REQUEST_ID --json`",
+            code="no_record",
+        ) from None
+
+
+def _replay(record: Mapping[str, Any]) -> Replay:
+    name = record["policy"]
+    if name not in POLICIES:
+        raise InvalidRequest(
+            f"this release has no policy {name!r}, only {', '.join(POLICIES)}", code="no_record"
+        )
+    policy = POLICIES[name]()
+    policy.memory = _memory_from_json(record["memory"])
+    bits: dict[str, int] = {}
+    prefills: list[Worker] = [_worker(it, bits) for it in record["prefills"]]
+    decodes: list[Worker] = [_worker(it, bits) for it in record["decodes"]]
+    layout = KvLayout(**record["layout"])
+    for worker in decodes:
+        worker.layout = layout
+    partners = [
+        sum([decodes[int(place)].bit for place in places])
+        for _, places in zip(prefills, record["partners"], strict=True)
+    ]
+    sides = Sides(prefills, partners, decodes)
+    request = RouteRequest(
+        num_tokens=record["num_tokens"],
+        max_new_tokens=record["max_new_tokens"],
+        avoid=frozenset(Incarnation(int(it, 16)) for it in record["avoid"]),
+        affinity=int(record["affinity"], 16),
+        cached={
+            worker.incarnation: it["cached_tokens"]
+            for workers, side in ((prefills, "prefills"), (decodes, "decodes"))
+            for worker, it in zip(workers, record[side], strict=True)
+        },
+        fetches=_RecordedFetches(record, prefills),
+        num_output_tokens=record["num_output_tokens"],
+    )
+    # Who is ready soonest is found by the policy: it was the same one, or the scores differ anyway.
+    speeds = {
+        worker.incarnation: speed
+        for worker, speed in zip(decodes, record["hand_over_speeds"], strict=False)
+    }
+    for worker in prefills:
+        worker.status = dataclass_replace(worker.status, speeds=speeds)
+    scores = policy.scores(request, sides)
+    prefill, decode = policy.choose(request, sides, scores, record["random"])
+    chosen = _hex(prefills[prefill].incarnation), _hex(decodes[decode].incarnation)
+    differences = [
+        f"{side} worker {it['worker']} had score {it['score']}, and has {score} now"
+        for side, recorded, scored in (
+            ("prefill", record["prefills"], scores.prefills),
+            ("decode", record["decodes"], scores.decodes),
+        )
+        for it, score in zip(recorded, scored, strict=True)
+        if it["score"] != score
+    ]
+    differences += [
+        f"{side}: {before} was taken ({pool_of(worker).value} now is {now})"
+        for side, before, now, worker in (
+            ("prefill", record["prefill"], chosen[0], prefills[prefill]),
+            ("decode", record["decode"], chosen[1], decodes[decode]),
+        )
+        if before != now
+    ]
+    return Replay(*chosen, differences)
+
+
+class _RecordedFetches:
+    """The fetches that were taken into a score, as they were (``Fetches``)."""
+
+    def __init__(self, record: Mapping[str, Any], prefills: Sequence[Worker]) -> None:
+        self.most_tokens: int = record["fetchable_tokens"]
+        self._by_sink = {
+            worker.incarnation: Fetch(
+                Incarnation(int(terms["source"], 16)), terms["cached_tokens"], terms["fetch"]
+            )
+            for worker, it in zip(prefills, record["prefills"], strict=True)
+            if (terms := it.get("terms")) and terms["source"]
+        }
+
+    def to(self, sink: Worker) -> Fetch | None:
+        """See ``Fetches``."""
+        return self._by_sink.get(sink.incarnation)
+
+
+def _worker(it: Mapping[str, Any], bits: dict[str, int]) -> Worker:
+    """Return a worker with the load that the record tells of it."""
+    incarnation, terms = Incarnation(int(it["worker"], 16)), it.get("terms")
+    worker = Worker(
+        role=Role(it["role"]),
+        incarnation=incarnation,
+        host="",
+        port=0,
+        model=_NO_MODEL,
+        layout=_NO_LAYOUT,
+        num_blocks=it["blocks"],
+        block_size=it["block_size"],
+        serves=tuple(map(Role, it["serves"])),
+        bit=bits.setdefault(it["worker"], 1 << len(bits)),
+    )
+    worker.report(
+        WorkerStatus(
+            pending_tokens=it["pending_tokens"],
+            reserved_blocks=it["reserved_blocks"],
+            num_waiting=it["queued"],
+            num_prompts=it["prompts"],
+            num_answers=it["answers"],
+            # As it was predicted, our own orders in it: all that there was to wait for.
+            queue_s=terms["wait"] if terms and terms["is_s"] else it["queue_s"],
+            prompt_steps=StepFit(**it["prompt_steps"]),
+            answer_steps=StepFit(**it["answer_steps"]),
+            step_tokens=it["step_tokens"],
+            home=None if it["home"] is None else Role(it["home"]),
+            paired=frozenset({incarnation} if it["colocated"] else ()),
+        )
+    )
+    worker.is_believed = not terms or terms["is_s"]
+    return worker
+
+
+_NO_MODEL = JoinedModel(
+    name="", fingerprint=b"", vocab_size=1, max_model_len=1, dtype="float32", engine=""
+)
+_NO_LAYOUT = KvLayout(dtype="float32", num_layers=1, num_kv_heads=1, head_dim=8)
+
+
+def _memory_to_json(memory: Memory) -> Any:
+    if not isinstance(memory, Mapping):
+        return memory
+    return {_hex(incarnation): turn for incarnation, turn in memory.items()}
+
+
+def _memory_from_json(memory: Mapping[str, int] | int | None) -> Memory:
+    if isinstance(memory, Mapping):
+        return {Incarnation(int(name, 16)): int(turn) for name, turn in memory.items()}
+    return None if memory is None else int(memory)
+
+
+def _hex_or_none(incarnation: int) -> str | None:
+    return _hex(incarnation) if incarnation else None
+
+
+def _hex(incarnation: int) -> str:
+    return f"{incarnation:016x}"

@@ -1,0 +1,193 @@
+"""A map from 64-bit keys to small numbers in 20 bytes a key: numpy arrays, many keys at a time.
+
+Keys are hashes already. Each has two rows where it may stand, of eight slots, and goes into the
+emptier one (two choices; Azar et al. 1994), so that rows fill evenly; the very few that find both
+full stand in a dict. The table grows by splitting some rows in two (linear hashing, Litwin 1980):
+no moment at which everything is copied, and never more memory than was reserved at the start, of
+which the system gives only what is touched. A removed key leaves nothing behind.
+
+Numbers are above 0; 0 is "not here".
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Keys: TypeAlias = NDArray[np.uint64]
+Numbers: TypeAlias = NDArray[np.int32]
+Places: TypeAlias = NDArray[Any]
+
+SLOTS = 8
+"""Of a row: one cache line of keys."""
+
+ROW_BYTES = SLOTS * (8 + 4)
+
+LOAD = 0.6
+"""Share of slots taken; two choices would allow 0.9, but rows split one after the other."""
+
+FIRST_ROWS = 64
+
+MOST_CROWDED = 64
+"""Keys in the dict, and one in 512: of more, those whose rows have split are put there."""
+
+
+class KeyTable:
+    """Of at most ``max_bytes``; what does not fit is refused, see ``room``."""
+
+    def __init__(self, max_bytes: int) -> None:
+        most = max(FIRST_ROWS, max_bytes // ROW_BYTES)
+        self._keys = np.zeros((most, SLOTS), np.uint64)
+        self._numbers = np.zeros((most, SLOTS), np.int32)
+        self._flat_keys = self._keys.reshape(-1)
+        self._flat_numbers = self._numbers.reshape(-1)
+        self._num_rows: int = FIRST_ROWS
+        self._base: int = FIRST_ROWS  # a power of two; rows below num_rows - base are split
+        self._crowded: dict[int, int] = {}
+        self._count = 0
+        self._swept = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory in use; a key in the dict costs about 120."""
+        return self._num_rows * ROW_BYTES + 120 * len(self._crowded)
+
+    @property
+    def room(self) -> int:
+        """How many more keys are taken."""
+        return int(len(self._keys) * SLOTS * LOAD) - self._count
+
+    def _rows_of(self, keys: Keys) -> Places:
+        """Return the two rows of each key: by its lower half, and by its upper half."""
+        rows = np.ascontiguousarray(keys).view(np.uint32).reshape(-1, 2) & np.uint32(
+            2 * self._base - 1
+        )
+        rows -= (rows >= self._num_rows) * np.uint32(self._base)
+        return rows
+
+    def _found(self, keys: Keys) -> tuple[Places, Places]:
+        """Return the places in ``keys`` of those that stand in a row, and their slots, counted
+        through all rows."""
+        rows = self._rows_of(keys)
+        equal = self._keys.take(rows, axis=0) == keys[:, None, None]
+        equal[rows[:, 0] == rows[:, 1], 1] = False  # one row twice: the key is found once
+        at = np.flatnonzero(equal)
+        return at // (2 * SLOTS), rows.reshape(-1).take(at // SLOTS) * SLOTS + at % SLOTS
+
+    def find(self, keys: Keys) -> Numbers:
+        """Return the number of each key."""
+        numbers = np.zeros(len(keys), np.int32)
+        places, slots = self._found(keys)
+        numbers[places] = self._flat_numbers.take(slots)
+        if self._crowded and len(places) < len(keys):
+            for place in np.flatnonzero(numbers == 0).tolist():
+                numbers[place] = self._crowded.get(int(keys[place]), 0)
+        return numbers
+
+    def find_prefix(self, keys: Keys) -> Numbers:
+        """Return the numbers of the keys before the first one that is not here."""
+        places, slots = self._found(keys)
+        num = len(places)
+        if num < len(keys):
+            ordered = places == np.arange(num)
+            num = num if ordered.all() else int(ordered.argmin())
+            if int(keys[num]) in self._crowded:
+                numbers = self.find(keys)
+                return numbers if numbers.all() else numbers[: int((numbers == 0).argmax())]
+        return self._flat_numbers.take(slots[:num])
+
+    def put(self, keys: Keys, numbers: Numbers) -> None:
+        """Set the numbers of different keys; 0 takes a key out. There must be room."""
+        places, slots = self._found(keys)
+        found = numbers[places]
+        self._flat_numbers[slots] = found
+        gone = slots[found == 0]
+        self._flat_keys[gone] = 0
+        self._count -= len(gone)
+        added = numbers != 0
+        added[places] = False
+        if self._crowded:
+            is_crowded = np.ones(len(keys), bool)
+            is_crowded[places] = False
+            for place in np.flatnonzero(is_crowded).tolist():
+                if self._crowded.pop(int(keys[place]), 0):
+                    self._count -= 1
+        if added.any():
+            keys, numbers = keys[added], numbers[added]
+            self._count += len(keys)
+            self._grow()
+            self._add(keys, numbers)
+
+    def _add(self, keys: Keys, numbers: Numbers) -> None:
+        rows = self._rows_of(keys).astype(np.int64)
+        taken = (self._keys.take(rows, axis=0) != 0).sum(2)
+        swapped = taken[:, 1] < taken[:, 0]
+        rows[swapped] = rows[swapped, ::-1]
+        left = self._place(rows[:, 0], keys, numbers)
+        if len(left):
+            left = left[self._place(rows[left, 1], keys[left], numbers[left])]
+            self._crowded.update(zip(keys[left].tolist(), numbers[left].tolist(), strict=True))
+
+    def _place(self, rows: Places, keys: Keys, numbers: Numbers) -> Places:
+        """Put each key into a free slot of its row; return the places of those that found none."""
+        order = rows.argsort(kind="stable")
+        rows = rows[order]
+        is_first = np.empty(len(rows), bool)
+        is_first[0] = True
+        np.not_equal(rows[1:], rows[:-1], out=is_first[1:])
+        starts = np.flatnonzero(is_first)
+        ranks = np.arange(len(rows)) - starts[is_first.cumsum() - 1]  # 0, 1, 2 within each row
+        num_free = (self._keys[rows] == 0).cumsum(1)
+        fits = num_free[:, -1] > ranks
+        slots = rows * SLOTS + (num_free > ranks[:, None]).argmax(1)
+        slots, placed = slots[fits], order[fits]
+        self._flat_keys[slots] = keys[placed]
+        self._flat_numbers[slots] = numbers[placed]
+        return order[~fits]
+
+    def _grow(self) -> None:
+        wanted = min(int(self._count / (SLOTS * LOAD)) + 1, len(self._keys))
+        while self._num_rows < wanted:
+            first = self._num_rows - self._base
+            num = min(wanted - self._num_rows, self._base - first)
+            self._split(slice(first, first + num), slice(self._num_rows, self._num_rows + num))
+            self._num_rows += num
+            if self._num_rows == 2 * self._base:
+                self._base *= 2
+            if len(self._crowded) > MOST_CROWDED + self._count // 512:
+                crowded, self._crowded = self._crowded, {}
+                self._add(
+                    np.array(list(crowded), np.uint64), np.array(list(crowded.values()), np.int32)
+                )
+
+    def _split(self, old: slice, new: slice) -> None:
+        """Give each of the new rows what belongs there, of the old row that had it until now."""
+        keys, numbers = self._keys[old], self._numbers[old]
+        low = np.uint64(self._base - 1)
+        is_first = (keys & low) == np.arange(old.start, old.stop, dtype=np.uint64)[:, None]
+        hashes = np.where(is_first, keys, keys >> np.uint64(32))
+        moved = (hashes & np.uint64(self._base)) != 0
+        self._keys[new], self._numbers[new] = keys * moved, numbers * moved
+        keys[moved] = 0
+        numbers[moved] = 0
+
+    def sweep(self, is_dead: NDArray[np.bool_], num_rows: int) -> Numbers:
+        """Take out keys whose number is dead, in the next so many rows; return their numbers."""
+        if self._swept >= self._num_rows:
+            self._swept = 0
+        rows = slice(self._swept, min(self._swept + num_rows, self._num_rows))
+        self._swept = rows.stop
+        numbers = self._numbers[rows]
+        dead = is_dead[numbers]
+        found = numbers[dead]
+        self._keys[rows][dead] = 0
+        numbers[dead] = 0
+        crowded = [key for key, number in self._crowded.items() if is_dead[number]]
+        gone = [self._crowded.pop(key) for key in crowded]
+        self._count -= len(found) + len(gone)
+        return np.concatenate([found, np.array(gone, np.int32)])

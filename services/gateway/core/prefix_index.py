@@ -1,0 +1,328 @@
+"""Which worker has the KV of which prefix: what all workers' journals told, in one table.
+
+A granule's entry is a number that stands for a *holding*: the workers that have it, each with the
+tiers where it lies. In real traffic most granules lie in one place, and those of one prompt lie in
+the same ones, so holdings are few. A worker that leaves is taken out of the holdings, and its
+entries go when the table is swept.
+
+The index proves itself: after each report that is whole, count and digest of what it really has of
+that worker are compared with the worker's own (``shared/kv/journal.py``); if they differ the worker
+is asked once for a snapshot. A wrong hit costs time, never a token: the worker compares the whole
+hash.
+
+*Expected* granules are those that a decision will make its worker compute: they count at once,
+beside the table, until the report that has them is due.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+import numpy as np
+
+from services.gateway.core.key_table import Keys, KeyTable, Numbers
+from services.gateway.core.worker import PLACES
+from shared.kv.journal import KvChanges, Tier
+
+NUM_TIERS = len(Tier)
+
+_EVERYBODY = (1 << PLACES) - 1
+
+SWEPT_ROWS = 1 << 12
+"""Looked through at each report while entries of workers that left are in the table."""
+
+EXPECTED_PROMPTS = 1 << 12
+"""Decisions whose granules are expected at once; of more the oldest are forgotten."""
+
+
+class Indexed(StrEnum):
+    """How far the index knows a worker."""
+
+    SILENT = "silent"  # it tells nothing, or not yet; one of an older release never will
+    LEARNING = "learning"  # a snapshot is on its way
+    KNOWN = "known"  # at its last report the index was equal to its pool
+    LEFT_OUT = "left out"  # --index-memory-mib is full
+
+
+class _Known:
+    """What the index has of one worker."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * NUM_TIERS
+        self.digests = [0] * NUM_TIERS
+        self.state = Indexed.SILENT
+        self.has_begun = False
+
+
+class Hits(NamedTuple):
+    """How many tokens of a prompt's beginning each worker has (by its place), and how many of these
+    lie below HBM."""
+
+    tokens: Sequence[int]
+    in_dram: Sequence[int]
+    on_ssd: Sequence[int]
+
+
+_NOBODY = (0,) * PLACES
+
+
+class _Expected(NamedTuple):
+    """One decision's granules from the first that its worker did not have."""
+
+    place: int
+    keys: list[int]
+    until: float
+
+
+class PrefixIndex:
+    """Of all workers, by their places: small numbers that the peer table gives.
+
+    max_bytes: what the table may grow to; a worker is left out rather than more taken.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._table = KeyTable(max_bytes)
+        self._known: dict[int, _Known] = {}
+        self._masks: list[int] = [0]  # of each holding: PLACES bits a tier; 0 is nobody
+        self._references = [1]
+        self._number_of = {0: 0}
+        self._free: list[int] = []
+        self._dead: set[int] = set()  # nobody's, but still in the table
+        self._expected: dict[int, _Expected] = {}
+        self._expecting: deque[_Expected] = deque()
+        self.num_resyncs = 0
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the table."""
+        return self._table.num_bytes
+
+    def state(self, place: int) -> Indexed:
+        """Return how far a worker is known."""
+        known = self._known.get(place)
+        return Indexed.SILENT if known is None else known.state
+
+    def num_granules(self, place: int) -> int:
+        """Return how many entries name a worker, over all tiers."""
+        known = self._known.get(place)
+        return 0 if known is None else sum(known.counts)
+
+    # --- what workers tell -----------------------------------------------------------------------
+
+    def asked(self, place: int) -> None:
+        """This worker was asked for a snapshot, and what it tells before that counts no more."""
+        self.drop(place)
+        self._known[place] = _Known()
+
+    def drop(self, place: int) -> None:
+        """A worker has left: nothing names it any more."""
+        if self._known.pop(place, None) is None:
+            return
+        bits = sum(1 << tier * PLACES + place for tier in Tier)
+        for number, mask in enumerate(self._masks):
+            if mask & bits:
+                if self._number_of.get(mask) == number:
+                    del self._number_of[mask]
+                after = self._masks[number] = mask & ~bits
+                if not after:
+                    self._dead.add(number)
+                else:
+                    self._number_of.setdefault(after, number)
+        for expected in self._expecting:
+            if expected.place == place:
+                self._forget(expected)
+
+    def apply(self, place: int, changes: KvChanges) -> bool:
+        """Take a worker's report; returns whether it has to be asked for a snapshot, once."""
+        known = self._known.get(place)
+        if known is None:
+            return False
+        if known.state is Indexed.LEFT_OUT:
+            return False
+        if changes.is_snapshot:
+            if known.has_begun:  # it could not keep up, and begins anew by itself
+                self.asked(place)
+                known = self._known[place]
+            known.has_begun, known.state = True, Indexed.LEARNING
+        if not known.has_begun:
+            return False
+        for tier, change in zip(Tier, changes.tiers, strict=True):
+            bit = 1 << tier * PLACES + place
+            for keys, adds in ((change.stored, True), (change.removed, False)):
+                if not len(keys):
+                    continue
+                if adds and len(keys) > self._table.room:
+                    self._leave_out(place)
+                    return False
+                self._change(known, tier, bit, keys, adds=adds)
+        self._sweep()
+        if not changes.is_whole:
+            return False
+        if [(it.num_keys, it.digest) for it in changes.tiers] == [
+            *zip(known.counts, known.digests, strict=True)
+        ]:
+            known.state = Indexed.KNOWN
+            return False
+        self.num_resyncs += 1
+        self.asked(place)
+        return True
+
+    def _change(
+        self, known: _Known, tier: Tier, bit: int, keys: Sequence[int], *, adds: bool
+    ) -> None:
+        """Change who holds these keys; of each tier what was true before stays uncounted."""
+        column = np.unique(np.array(keys, np.uint64))
+        before = self._table.find(column)
+        after, changed = np.empty_like(before), np.empty(len(before), bool)
+        numbers: list[int] = before.tolist()
+        for number in set(numbers):
+            mask = self._masks[number]
+            new = mask | bit if adds else mask & ~bit
+            is_it = before == number
+            changed[is_it] = new != mask
+            after[is_it] = self._moved(number, new, int(np.count_nonzero(is_it)))
+        self._table.put(column, after)
+        flipped = column[changed]
+        known.counts[tier] += len(flipped) if adds else -len(flipped)
+        known.digests[tier] ^= int(np.bitwise_xor.reduce(flipped)) if len(flipped) else 0
+
+    def _moved(self, number: int, mask: int, times: int) -> int:
+        """Return the number of a holding into which so many entries of another one move."""
+        new = self._number_of.get(mask)
+        if new is None:
+            new = self._free.pop() if self._free else len(self._masks)
+            if new == len(self._masks):
+                self._masks.append(0)
+                self._references.append(0)
+            self._masks[new], self._number_of[mask] = mask, new
+        self._references[new] += times
+        self._unreferenced(number, times)
+        return new
+
+    def _unreferenced(self, number: int, times: int) -> None:
+        self._references[number] -= times
+        if number and not self._references[number]:
+            mask = self._masks[number]
+            if self._number_of.get(mask) == number:
+                del self._number_of[mask]
+            self._masks[number] = 0
+            self._dead.discard(number)
+            self._free.append(number)
+
+    def _leave_out(self, place: int) -> None:
+        self.drop(place)
+        known = self._known[place] = _Known()
+        known.state, known.has_begun = Indexed.LEFT_OUT, True
+
+    def _sweep(self) -> None:
+        if not self._dead:
+            return
+        is_dead = np.zeros(len(self._masks), bool)
+        is_dead[list(self._dead)] = True
+        gone: Numbers = self._table.sweep(is_dead, SWEPT_ROWS)
+        for number, times in zip(*np.unique(gone, return_counts=True), strict=True):
+            self._unreferenced(int(number), int(times))
+
+    # --- what decisions ask ----------------------------------------------------------------------
+
+    def match(self, keys: Keys, granule_tokens: int, now: float) -> Hits:
+        """Return how much of a prompt's beginning each worker has or is expected to have.
+
+        keys: of the prompt's granules in order, of workers that tell of such granules.
+        """
+        found = [0] * PLACES
+        lower = self._walk(self._table.find_prefix(keys), found, granule_tokens)
+        if self._expected:
+            self._expect_more(keys, found, granule_tokens, now)
+        return Hits(found, *lower)
+
+    def _walk(
+        self, numbers: Numbers, found: list[int], granule_tokens: int
+    ) -> Sequence[Sequence[int]]:
+        """Follow the holdings from one change to the next; whoever is not in one ends before it.
+
+        Returns the tokens below HBM, tier by tier.
+        """
+        lower: list[Sequence[int]] = [_NOBODY, _NOBODY]
+        if not len(numbers):
+            return lower
+        ends = [*(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(numbers)]
+        walking, start = _EVERYBODY, 0
+        for end in ends:
+            mask = self._masks[int(numbers[start])]
+            here = (mask | mask >> PLACES | mask >> 2 * PLACES) & walking
+            if start:
+                for place in _places_of(walking & ~here):
+                    found[place] = start * granule_tokens
+            walking = here
+            if mask > _EVERYBODY:
+                for place in _places_of(walking & ~mask):
+                    tier = 0 if mask >> PLACES + place & 1 else 1
+                    if lower[tier] is _NOBODY:
+                        lower[tier] = [0] * PLACES
+                    lower[tier][place] += (end - start) * granule_tokens  # type: ignore[index]
+            start = end
+        for place in _places_of(walking):
+            found[place] = start * granule_tokens
+        return lower
+
+    def _expect_more(self, keys: Keys, found: list[int], granule_tokens: int, now: float) -> None:
+        while self._expecting and (
+            self._expecting[0].until < now or len(self._expecting) > EXPECTED_PROMPTS
+        ):
+            self._forget(self._expecting.popleft())
+        expected = self._expected
+        for tokens in sorted(set(found)):
+            granule = tokens // granule_tokens
+            first = expected.get(int(keys[granule])) if granule < len(keys) else None
+            if first is None or first.until < now or found[first.place] != tokens:
+                continue
+            for key in keys[granule:].tolist():
+                promise = expected.get(key)
+                if promise is None or promise.place != first.place or promise.until < now:
+                    break
+                granule += 1
+            found[first.place] = granule * granule_tokens
+
+    def expect(self, place: int, keys: Keys, num_found: int, until: float) -> None:
+        """A decision sends a prompt to a worker that has its first so many granules: it will have
+        the others, and its reports will say so by ``until``."""
+        if num_found >= len(keys) or place not in self._known:
+            return
+        promise = _Expected(place, keys[num_found:].tolist(), until)
+        self._expecting.append(promise)
+        self._expected.update(dict.fromkeys(promise.keys, promise))
+
+    def holders(self, key: int) -> list[int]:
+        """Return the places of the workers that told of a granule, in whatever tier."""
+        mask = self._masks[int(self._table.find(np.array([key], np.uint64))[0])]
+        return _places_of((mask | mask >> PLACES | mask >> 2 * PLACES) & _EVERYBODY)
+
+    def _forget(self, promise: _Expected) -> None:
+        for key in promise.keys:
+            if self._expected.get(key) is promise:
+                del self._expected[key]
+
+
+def _places_of(bits: int) -> list[int]:
+    """Return the places whose bits are set."""
+    if bits.bit_count() > 16:
+        column = np.frombuffer(bits.to_bytes(PLACES // 8, "little"), np.uint8)
+        return np.flatnonzero(np.unpackbits(column, bitorder="little")).tolist()
+    places: list[int] = []
+    while bits:
+        places.append((bits & -bits).bit_length() - 1)
+        bits &= bits - 1
+    return places
+
+
+def column_of(hashes: list[bytes], every: int = 1) -> Keys:
+    """Return the keys of a prompt's granules. hashes: of its units; every: units of a granule."""
+    column = np.frombuffer(b"".join(hashes), "<u8")[::4][every - 1 :: every]
+    return np.maximum(column, 1)

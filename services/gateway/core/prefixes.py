@@ -1,0 +1,168 @@
+"""What this gateway asks workers of their prefixes, and what it makes of the answers.
+
+The index is made, and numpy with it imported, when there is a choice for the first time: with one
+worker for prompts nobody is asked for anything, and no prompt is hashed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from services.gateway.core.worker import Role, Worker
+from shared.ids import Incarnation
+from shared.kv.journal import KvChanges, stride_of
+from shared.kv.prefix_hash import UNIT, root_hash, unit_hashes
+
+if TYPE_CHECKING:
+    from services.gateway.core.key_table import Keys
+    from services.gateway.core.prefix_index import PrefixIndex
+
+EXPECTED_S = 2.0
+"""How long after its predicted end a prompt's granules are expected to be told."""
+
+
+class PrefixReports(NamedTuple):
+    """What workers are asked for. granule_tokens: prefixes that end at its multiples. interval_s:
+    least time between two reports of changes."""
+
+    granule_tokens: int
+    interval_s: float
+
+
+SIZES = (
+    (64, PrefixReports(UNIT, 0.05)),
+    (256, PrefixReports(2 * UNIT, 0.15)),
+    (1024, PrefixReports(2 * UNIT, 0.5)),
+)
+"""By the most workers of prompts: it hears some 2,000 reports a second, however many tell."""
+
+
+class HashedPrompt:
+    """A prompt's prefixes, hashed once, however many attempts ask. column: its tokens as
+    little-endian u32. salt: the tenant's."""
+
+    __slots__ = ("_hashes", "column", "salt")
+
+    def __init__(self, column: bytes, salt: bytes) -> None:
+        self.column = column
+        self.salt = salt
+        self._hashes: list[bytes] | None = None
+
+    def hashes(self, model_key: bytes) -> list[bytes]:
+        """Return the hashes of its units."""
+        if self._hashes is None:
+            self._hashes = unit_hashes(root_hash(model_key, self.salt), self.column)
+        return self._hashes
+
+
+class Prefixes:
+    """The index, and who has been asked for what. max_bytes: see ``PrefixIndex``. of_everybody: of
+    workers for answers, too, whose caches others may fetch from."""
+
+    def __init__(self, max_bytes: int, *, of_everybody: bool = False) -> None:
+        self._max_bytes = max_bytes
+        self._of_everybody = of_everybody
+        self.index: PrefixIndex | None = None
+        self._asked = SIZES[0][1]
+        self._workers: dict[Incarnation, Worker] = {}
+        self._to_ask: set[Incarnation] = set()
+        self._strides: Counter[int] = Counter()
+
+    def known(self, worker: Worker) -> tuple[str, int] | None:
+        """Return how far a worker is known, and how many of its prefixes; None = nobody asks it."""
+        if self.index is None or worker.incarnation not in self._workers:
+            return None
+        return self.index.state(worker.place).value, self.index.num_granules(worker.place)
+
+    def take_ask(self, incarnation: Incarnation) -> PrefixReports | None:
+        """Return what a worker is to be asked for now; None = nothing new."""
+        if incarnation not in self._to_ask:
+            return None
+        self._to_ask.discard(incarnation)
+        return self._asked
+
+    def joined(self, worker: Worker) -> bool:
+        """A worker is here, perhaps anew, or has reported that it computes prompts, too; returns
+        whether anybody is to be asked."""
+        if self._workers.get(worker.incarnation) is worker:
+            return False
+        self.left(worker)
+        computes_prompts = Role.PREFILL in worker.serves or worker.is_colocated
+        if not (computes_prompts or self._of_everybody):
+            return False
+        self._workers[worker.incarnation] = worker
+        num = len(self._workers)
+        if num < 2:
+            return False
+        size = next((asked for most, asked in SIZES if num <= most), SIZES[-1][1])
+        everybody = self.index is None or size.interval_s > self._asked.interval_s
+        if self.index is None:
+            from services.gateway.core.prefix_index import PrefixIndex
+
+            self.index = PrefixIndex(self._max_bytes)
+        if everybody:
+            self._asked = size
+        for each in list(self._workers.values()) if everybody else [worker]:
+            self._ask(each, self.index)
+        self._count_strides()
+        return True
+
+    def left(self, worker: Worker) -> None:
+        """It is not here any more."""
+        self._to_ask.discard(worker.incarnation)
+        if self._workers.pop(worker.incarnation, None) is not None:
+            self._count_strides()
+            if self.index is not None:
+                self.index.drop(worker.place)
+
+    def _ask(self, worker: Worker, index: PrefixIndex) -> None:
+        index.asked(worker.place)
+        self._to_ask.add(worker.incarnation)
+
+    def _count_strides(self) -> None:
+        self._strides = Counter(map(self._stride, self._workers.values()))
+
+    def _stride(self, worker: Worker) -> int:
+        return stride_of(self._asked.granule_tokens, worker.block_size)
+
+    def told(self, worker: Worker, changes: KvChanges) -> bool:
+        """A worker told what it has; returns whether it is to be asked again."""
+        if self.index is None or worker.incarnation not in self._workers:
+            return False
+        if not self.index.apply(worker.place, changes):
+            return False
+        self._to_ask.add(worker.incarnation)
+        return True
+
+    # --- one prompt ------------------------------------------------------------------------------
+
+    def cached(self, prompt: HashedPrompt, now: float) -> Mapping[Incarnation, int]:
+        """Return how many tokens of a prompt each worker has; empty = there is no choice, so nobody
+        looked."""
+        index = self.index
+        if index is None or len(self._workers) < 2:
+            return {}
+        found = {
+            stride: index.match(self._keys(prompt, stride), stride, now).tokens
+            for stride in self._strides
+        }
+        return {
+            worker.incarnation: found[self._stride(worker)][worker.place]
+            for worker in self._workers.values()
+        }
+
+    def chosen(self, prompt: HashedPrompt, worker: Worker, num_cached: int, until: float) -> None:
+        """A decision sends the prompt there, where it will be computed by then."""
+        if self.index is not None and worker.incarnation in self._workers:
+            stride = self._stride(worker)
+            keys = self._keys(prompt, stride)
+            self.index.expect(worker.place, keys, num_cached // stride, until + EXPECTED_S)
+
+    def _keys(self, prompt: HashedPrompt, stride: int) -> Keys:
+        from services.gateway.core.prefix_index import column_of
+
+        some = next(iter(self._workers.values()))
+        hashes = prompt.hashes(some.model.fingerprint + some.layout.digest)
+        return column_of(hashes, stride // UNIT)

@@ -1,0 +1,92 @@
+"""One gateway's decisions: what is known of a prompt and of the workers goes in, a pair comes out,
+and the pairs that would have been better and are not made yet.
+
+It joins the policy, the peer table, the index of prefixes and what is predicted. Pure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from services.gateway.core.expectations import Expectations
+from services.gateway.core.fetches import OffersOf
+from services.gateway.core.peer_table import PeerTable
+from services.gateway.core.prefixes import Prefixes
+from services.gateway.core.rendezvous import affinity_of
+from services.gateway.core.routing import PairWanted, RouteDecision, RoutingPolicy, find_pair
+from services.gateway.core.sides import RouteRequest
+from shared.ids import Incarnation
+
+
+class Routed(NamedTuple):
+    """decision: None = nobody can take the request now. wanted: pairs to be made."""
+
+    decision: RouteDecision | None
+    wanted: Sequence[PairWanted]
+
+
+class Router:
+    """Decides for every request of one gateway. index_bytes: most memory of the index."""
+
+    def __init__(self, policy: RoutingPolicy, table: PeerTable, *, index_bytes: int) -> None:
+        self.expectations = Expectations()
+        self.prefixes = (
+            Prefixes(index_bytes, of_everybody=policy.fetches) if policy.needs_prefixes else None
+        )
+        self._policy = policy
+        self._table = table
+
+    @property
+    def needs_prompt(self) -> bool:
+        """Whether the policy goes by ``RouteRequest.prompt``."""
+        return self._policy.needs_affinity or self._policy.needs_prefixes
+
+    def route(self, request: RouteRequest, now: float, random: float) -> Routed:
+        """Choose a pair. random: see ``RoutingPolicy``."""
+        policy, prompt, offers = self._policy, request.prompt, None
+        if prompt is not None:
+            cached: Mapping[Incarnation, int] = {}
+            if self.prefixes is not None:
+                cached = self.prefixes.cached(prompt, now)
+            offers = self._offers(cached) if policy.fetches else None
+            request = dataclasses.replace(
+                request,
+                affinity=affinity_of(prompt.column, prompt.salt) if policy.needs_affinity else 0,
+                cached=cached,
+                fetches=offers,
+                num_output_tokens=self.expectations.expected_output(request.num_tokens) or 0,
+                now=now,
+            )
+        decision, wanted = find_pair(policy, request, self._table, random)
+        if decision is None:
+            return Routed(None, () if wanted is None else (wanted,))
+        prefill, decode = self._table.get(decision.prefill), self._table.get(decision.decode)
+        assert prefill is not None
+        assert decode is not None
+        pairs = [] if wanted is None else [wanted]
+        if offers is not None and (source := offers.missing(prefill)) is not None:
+            pairs.append(PairWanted(prefill.incarnation, source.incarnation))
+        num_cached, fetch = request.cached.get(prefill.incarnation, 0), decision.fetch
+        prediction = self.expectations.predict(
+            prefill,
+            decode,
+            request.num_tokens,
+            now,
+            num_cached=num_cached if fetch is None else fetch.num_tokens,
+            fetch=fetch,
+        )
+        if self.prefixes is not None and prompt is not None:
+            until = now if prediction is None else now + prediction.ttft_s
+            self.prefixes.chosen(prompt, prefill, num_cached, until)
+        return Routed(decision._replace(prediction=prediction), pairs)
+
+    def _offers(self, cached: Mapping[Incarnation, int]) -> OffersOf | None:
+        """Return what could be fetched of a prompt; None = nobody has any of it."""
+        holders = [
+            worker
+            for worker in (self._table.get(it) for it, num_tokens in cached.items() if num_tokens)
+            if worker is not None and worker.is_usable
+        ]
+        return OffersOf(holders, cached, self.expectations.fetches) if holders else None

@@ -1,0 +1,178 @@
+"""From a body to its answer, for every route that makes text: what is asked of the mesh, and the
+answer whole or as a stream, written by a format of the route's own.
+
+The routes differ in the bodies they take and the formats they write. All else is here, once:
+refusals before any work, deadlines, a client that does not read, errors in the midst of a stream.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from services.gateway.front.answers import Answers, Choice, TextDelta, TokenCounts, open_answers
+from services.gateway.front.calls import Call, typed
+from services.gateway.front.frontdoor import Form, FrontDoor, Prompt, asked_by
+from services.gateway.http.messages import HttpRequest, Response, json_response
+from services.gateway.http.openai_answers import AnswerHead
+from services.gateway.http.openai_forms import ChatBody, messages_for_template
+from services.gateway.http.sse import EventStream
+from services.gateway.http.tool_answers import AnswerParser, parser_maker, use_tools
+from services.gateway.http.tool_fields import ToolUse
+from services.gateway.mesh import ServedModel
+from shared.errors import MeshError
+from shared.log import is_debugging
+from shared.telemetry.moments import Moment, note
+
+
+class AskedChat(NamedTuple):
+    """A chat, checked, rendered and tokenized. new_parser: None = an answer is nothing but text."""
+
+    model: ServedModel
+    form: Form
+    use: ToolUse | None
+    prompt: Prompt
+    choices: list[Choice]
+    new_parser: Callable[[], AnswerParser] | None
+
+
+class Wants(NamedTuple):
+    """How a client wants its answer."""
+
+    stream: bool
+    usage: bool
+    receipt: bool
+
+
+class Format(Protocol):
+    """Writes one request's answers. continuous_usage: whether ``chunks`` wants counts."""
+
+    continuous_usage: bool
+
+    def chunks(self, delta: TextDelta, usage: TokenCounts | None) -> bytes:
+        """Return the events of a delta, b'' if it shows nothing yet."""
+        ...
+
+    def closing(self, usage: TokenCounts | None, receipts: Sequence[dict[str, Any]]) -> bytes:
+        """Return the last events of a stream that went well."""
+        ...
+
+    def failed(self, error: MeshError) -> bytes:
+        """Return the last events of a stream that broke."""
+        ...
+
+    def body(
+        self,
+        deltas: Sequence[TextDelta],
+        usage: TokenCounts,
+        receipts: Sequence[dict[str, Any]],
+    ) -> bytes:
+        """Return the whole answer, from all of its deltas."""
+        ...
+
+
+def head_of_answer(call: Call, model: ServedModel, prefix: str) -> AnswerHead:
+    """Return what an answer says of itself."""
+    return AnswerHead(id=prefix + call.request_id, model=model.name, created=int(time.time()))
+
+
+async def asked_chat(
+    front: FrontDoor, request: HttpRequest, call: Call, body: ChatBody
+) -> AskedChat:
+    """Return the answers that a chat asks for. Raises MeshError: the first thing that is wrong."""
+    form, use = body.form(), body.tool_use()
+    if use is not None:
+        use_tools(use, form, front)
+    await front.structured(form)
+    call.caller.asked = asked_by(request.headers)
+    model = front.model(body.model)
+    prompt = await front.chat_prompt(messages_for_template(body.messages), body.rendering)
+    choices = front.choices(call.caller, model, [prompt], form)
+    new_parser = parser_maker(body, use, form, prompt, front)
+    return AskedChat(model, form, use, prompt, choices, new_parser)
+
+
+async def answered(
+    front: FrontDoor,
+    request: HttpRequest,
+    call: Call,
+    choices: Sequence[Choice],
+    answer_format: Format,
+    wants: Wants,
+    *,
+    stall_s: float,
+) -> Response | None:
+    """Make the answers and return them, or stream them and return None."""
+    if wants.stream:
+        await _stream(front, request, call, choices, answer_format, wants, stall_s)
+        return None
+    deltas: list[TextDelta] = []
+    async with open_answers(front.mesh, choices) as answers:
+        call.answers = answers
+        answers.hold()
+        while arrived := await answers.next():
+            deltas += arrived
+            call.note()
+    receipts = answers.receipts() if wants.receipt else ()
+    return json_response(answer_format.body(deltas, answers.usage, receipts), headers=call.headers)
+
+
+async def _stream(
+    front: FrontDoor,
+    request: HttpRequest,
+    call: Call,
+    choices: Sequence[Choice],
+    answer_format: Format,
+    wants: Wants,
+    stall_s: float,
+) -> None:
+    events = EventStream(request, call.headers, stall_s=stall_s)
+    try:
+        async with open_answers(front.mesh, choices) as answers:
+            call.answers = answers
+            chunks = _Chunks(events, answer_format, call, answers)
+            answers.write_to(chunks)
+            while deltas := await answers.next():
+                call.note()
+                if events_now := b"".join([chunks.of(delta) for delta in deltas]):
+                    await events.write(events_now)
+        usage = answers.usage if wants.usage else None
+        receipts = answers.receipts() if wants.receipt else ()
+        await events.end(answer_format.closing(usage, receipts))
+    except ConnectionError:
+        raise
+    except Exception as failure:
+        # Before the first byte the guard answers with a status; after it the stream says it.
+        if not events.has_begun:
+            raise
+        error = typed(failure, call)
+        call.outcome = error.code if events.is_cut else error.type
+        await events.end(answer_format.failed(error))
+
+
+class _Chunks:
+    """Deltas that become events, and leave at once where there is room (the ``DeltaSink`` of a
+    stream)."""
+
+    def __init__(
+        self, events: EventStream, answer_format: Format, call: Call, answers: Answers
+    ) -> None:
+        self.has_room = events.has_room
+        self._write = events.write_nowait
+        self._chunks = answer_format.chunks
+        self._has_counts = answer_format.continuous_usage
+        self._request_id = call.caller.request_id
+        self._answers = answers
+
+    def of(self, delta: TextDelta) -> bytes:
+        """Return the events of a delta, about to be written."""
+        chunks = self._chunks(delta, self._answers.usage if self._has_counts else None)
+        if chunks and is_debugging():
+            note(Moment.WRITTEN, self._request_id, num_bytes=len(chunks))
+        return chunks
+
+    def write(self, delta: TextDelta) -> None:
+        """See ``DeltaSink``."""
+        if chunks := self.of(delta):
+            self._write(chunks)

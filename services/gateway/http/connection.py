@@ -1,0 +1,347 @@
+"""The HTTP listener: connections with limits, one request of each at a time, and its end.
+
+A connection parses what arrives with aiohttp's parser (llhttp, and what aiohttp adds to it against
+smuggled requests), answers its requests in order, one after the other, and is closed when it is
+silent for too long. A client that leaves cancels its request at once. aiohttp's own server does
+the same for twice the CPU of a small request (docs/adr/0013-http.md). Knows no route: requests go
+to one function, and what that raises is its bug.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import structlog
+from aiohttp.base_protocol import BaseProtocol
+from aiohttp.http import HttpProcessingError, HttpRequestParser, RawRequestMessage
+from aiohttp.streams import StreamReader
+
+from services.gateway import limits
+from services.gateway.http.messages import (
+    BrokenBody,
+    HttpRequest,
+    Response,
+    bad_http,
+    error_response,
+    head_of,
+)
+from services.gateway.http.stalls import keep_little_in_kernel, unless_stalled
+from shared.rpc.network import Address
+from shared.rpc.tls import HANDSHAKE_WITHIN_S, HTTP, ServerTls
+from shared.runtime.groups import plain_errors
+
+HEADER_TIMEOUT_S = 30.0
+"""How long the headers of a request may take; also those of a connection's first one to begin."""
+KEEPALIVE_S = 75.0
+LINGER_S = 2.0
+"""How long an unread body is drained after an early answer, so that its client can read that."""
+
+BUFFER_BYTES = 64 << 10
+"""Unsent bytes of a response beyond which its writer waits; the kernel holds about as much
+again."""
+
+MAX_PIPELINED = 32
+"""Requests that a client may send ahead; until some are answered nothing more is read of it."""
+
+log: Any = structlog.get_logger("gateway.http")
+
+Handler = Callable[[HttpRequest], Awaitable[Response | None]]
+"""Answers a request; None = it has written the response itself (``EventStream``)."""
+
+HeadersFor = Callable[[HttpRequest], Mapping[str, str]]
+"""Headers that every response to a request has, whoever makes it."""
+
+
+class _Listener:
+    """What the connections of one listener have in common."""
+
+    def __init__(
+        self, handler: Handler, headers_for: HeadersFor | None, tasks: asyncio.TaskGroup
+    ) -> None:
+        self.handler = handler
+        self.headers_for = headers_for
+        self.tasks = tasks
+        self.connections: set[Connection] = set()
+        self.is_closing = False
+        self.has_ended = asyncio.Event()
+
+    def forget(self, connection: Connection) -> None:
+        """A connection is closed."""
+        self.connections.discard(connection)
+        if self.is_closing and not self.connections:
+            self.has_ended.set()
+
+    async def close(self, drain_s: float) -> None:
+        """Close what is idle, wait for running requests, and cut those that take longer."""
+        self.is_closing = True
+        for connection in list(self.connections):
+            connection.end_if_idle()
+        if not self.connections:
+            return
+        try:
+            async with asyncio.timeout(drain_s):
+                await self.has_ended.wait()
+        except TimeoutError:
+            pass
+        finally:
+            for connection in list(self.connections):
+                connection.abort()
+
+
+class Connection(BaseProtocol):
+    """One client. A request is answered by a task, which goes on as long as more have arrived."""
+
+    def __init__(self, listener: _Listener, loop: asyncio.AbstractEventLoop) -> None:
+        self._requests: HttpRequestParser = HttpRequestParser(
+            self,
+            loop,
+            BUFFER_BYTES,
+            max_line_size=limits.MAX_HEADER_LINE_BYTES,
+            max_field_size=limits.MAX_HEADER_LINE_BYTES,
+            max_headers=limits.MAX_HEADERS,
+            payload_exception=BrokenBody,
+            auto_decompress=False,
+            max_msg_queue_size=MAX_PIPELINED,
+        )
+        super().__init__(loop, self._requests)
+        self._listener = listener
+        self._waiting: deque[tuple[RawRequestMessage, StreamReader]] = deque()
+        self._last_body: StreamReader | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._is_over = False  # nothing more is read as a request
+        self._is_broken = False  # likewise, for it is no HTTP
+        self._has_asked = False
+        self._head_since: float | None = None
+        self._idle_since = loop.time()
+        self._watch: asyncio.TimerHandle | None = None
+
+    # --- what the transport tells ---------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        if self._listener.is_closing or len(self._listener.connections) >= limits.MAX_CONNECTIONS:
+            # Before any byte is read: an answer would cost what the limit is there to save.
+            self.abort()
+            return
+        self._listener.connections.add(self)
+        self._watch = self._loop.call_later(HEADER_TIMEOUT_S, self._look)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_over:
+            return
+        try:
+            messages, is_upgraded, _ = self._requests.feed_data(data)
+        except HttpProcessingError:
+            self._is_over = self._is_broken = True
+            if (body := self._last_body) is not None and not body.is_eof():
+                body.set_exception(BrokenBody())  # of the request that is being answered
+            messages, is_upgraded = (), False
+        if messages:
+            self._head_since = None
+            self._waiting.extend(messages)
+            self._last_body = messages[-1][1]
+            if len(self._waiting) >= MAX_PIPELINED and not self._buffer_paused:
+                self._pause_reading_for_buffer()
+        elif self._task is None and self._head_since is None:
+            self._head_since = self._loop.time()
+        if is_upgraded:
+            self._is_over = True  # to a protocol that nobody speaks here: the answer says so
+        if self._task is None and (self._waiting or self._is_broken):
+            self._task = self._listener.tasks.create_task(self._serve())
+
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        if self._reading_paused:  # aiohttp's bodies call it with every read
+            super().resume_reading(resume_parser)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        super().connection_lost(exc)
+        self._is_over = True
+        self._listener.forget(self)
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._task is not None:
+            self._task.cancel()
+
+    # --- requests -------------------------------------------------------------------------------
+
+    async def _serve(self) -> None:
+        try:
+            while self._waiting:
+                request = HttpRequest(self, *self._waiting.popleft())
+                self._has_asked = True
+                self._requests.message_consumed()
+                if self._buffer_paused and len(self._waiting) <= MAX_PIPELINED // 2:
+                    self._read_on()
+                is_over = self._is_over and not self._is_broken and not self._waiting
+                request.is_last |= is_over or self._listener.is_closing
+                response = await self._listener.handler(request)
+                if response is not None:
+                    await self.send(request, response)
+                elif not request.is_answered:
+                    self.abort()  # half a response must not look like a whole one
+                if not request.has_arrived:
+                    await self._linger(request)
+                if request.is_last:
+                    return
+            if self._is_broken:
+                await self._complain()
+        except ConnectionError:
+            self.abort()
+        except Exception as failure:
+            log.error("internal error outside a route", exc_info=failure)
+            self.abort()
+        finally:
+            # Nothing was awaited since the look for another request.
+            self._task = None
+            self._idle_since = self._loop.time()
+            if self._is_over or self._listener.is_closing or self._waiting:
+                self.end()
+
+    def _read_on(self) -> None:
+        self._buffer_paused = False
+        self.data_received(b"")  # the parser has kept what came after the last request
+        if not self._buffer_paused:
+            self._resume_reading_for_buffer()
+
+    async def _linger(self, request: HttpRequest) -> None:
+        request.is_last = self._is_over = True
+        try:
+            async with asyncio.timeout(LINGER_S):
+                await request.drop_body()
+        except (TimeoutError, BrokenBody):
+            pass
+
+    async def _complain(self) -> None:
+        response = error_response(bad_http(), status=400)
+        framing = {"Content-Length": str(len(response.body)), "Connection": "close"}
+        self.write(head_of(response.status, {**response.headers, **framing}) + response.body)
+
+    # --- responses ------------------------------------------------------------------------------
+
+    def head(self, request: HttpRequest, status: int, headers: Mapping[str, str]) -> bytes:
+        """Return the head of a response, with what its connection and its origin ask for."""
+        whole = dict(headers)
+        if not request.has_arrived:
+            request.is_last = True
+        if request.is_last:
+            self._is_over = True
+            whole["Connection"] = "close"
+        elif not request.is_http11:
+            whole["Connection"] = "keep-alive"
+        if self._listener.headers_for is not None:
+            whole |= self._listener.headers_for(request)
+        return head_of(status, whole)
+
+    async def send(self, request: HttpRequest, response: Response) -> None:
+        """Send a whole response. Raises ConnectionError: the client has gone."""
+        status, body, headers = response
+        headers = dict(headers)
+        if status not in (204, 304):
+            headers["Content-Length"] = str(len(body))
+        head = self.head(request, status, headers)
+        if len(body) > BUFFER_BYTES and self.transport is not None:
+            keep_little_in_kernel(self.transport, BUFFER_BYTES)
+        self.write(head if request.method == "HEAD" else head + body)
+        if self.writing_paused:
+            try:
+                await self.drained(limits.STALL_S)
+            except TimeoutError:
+                self.abort()
+
+    def write(self, data: bytes) -> None:
+        """Write, now. Raises ConnectionError: the client has gone."""
+        if self.transport is None or self.transport.is_closing():
+            raise ConnectionResetError("the client has gone")
+        self.transport.write(data)
+
+    async def drained(self, stall_s: float) -> None:
+        """Wait until the client has read most of what was written.
+
+        Raises TimeoutError: nothing for ``stall_s``. ConnectionError: it has gone.
+        """
+        if self.writing_paused and self.transport is not None:
+            await unless_stalled(self._drain_helper(), self.transport, stall_s)
+
+    # --- the end --------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Close, once what was written has left; a client that does not read it is cut."""
+        self._is_over = True
+        transport = self.transport
+        if transport is not None and not transport.is_closing():
+            if transport.get_write_buffer_size():
+                self._loop.call_later(limits.STALL_S, self.abort)
+            transport.close()
+
+    def end_if_idle(self) -> None:
+        """Close if no request is being answered."""
+        if self._task is None:
+            self.end()
+
+    def abort(self) -> None:
+        """Close now."""
+        self._is_over = True
+        if self.transport is not None:
+            self.transport.abort()
+
+    def _look(self) -> None:
+        """Close if the client has been silent for too long."""
+        now = self._loop.time()
+        if self._task is not None:
+            give_up_at = now + HEADER_TIMEOUT_S
+        elif self._head_since is not None:
+            give_up_at = max(self._head_since, self._idle_since) + HEADER_TIMEOUT_S
+        else:
+            give_up_at = self._idle_since + (KEEPALIVE_S if self._has_asked else HEADER_TIMEOUT_S)
+        if now < give_up_at:
+            self._watch = self._loop.call_at(give_up_at, self._look)
+        else:
+            self.end()
+
+
+@asynccontextmanager
+async def listen(
+    handler: Handler,
+    address: Address,
+    *,
+    headers_for: HeadersFor | None = None,
+    own_port: int = 0,
+    drain_s: float = 30.0,
+    reuse_port: bool = False,
+    tls: ServerTls | None = None,
+) -> AsyncGenerator[Address]:
+    """Serve until the block ends, then wait at most ``drain_s`` for running requests and cancel the
+    rest.
+
+    Yields the address, with the real port if 0 was asked for. reuse_port: other processes may
+    listen there, too; the kernel deals connections out. own_port: a second port, which stays this
+    process's own, 0 = none. A client that disconnects cancels its
+    handler at once. Raises OSError: the port is in use. InvalidRequest: a file of ``tls`` is
+    unusable.
+    """
+    loop = asyncio.get_running_loop()
+    with plain_errors():
+        async with asyncio.TaskGroup() as tasks:
+            listener = _Listener(handler, headers_for, tasks)
+            create_server = partial(
+                loop.create_server,
+                lambda: Connection(listener, loop),
+                address.host,
+                backlog=1024,
+                ssl=tls and tls.context(HTTP),
+                ssl_handshake_timeout=tls and HANDSHAKE_WITHIN_S,
+            )
+            servers = [await create_server(address.port, reuse_port=reuse_port or None)]
+            try:
+                if own_port:
+                    servers.append(await create_server(own_port))
+                yield Address(address.host, servers[0].sockets[0].getsockname()[1])
+            finally:
+                for server in servers:
+                    server.close()
+                await listener.close(drain_s)

@@ -1,0 +1,202 @@
+"""An answer as a list of items (text, thinking, calls), of which one is open at a time: what
+OpenAI's responses and Anthropic's messages have in common, whole and as a stream.
+
+The text goes through the same parsers as a chat's. What an event looks like is the two formats' own
+matter: each says how an item begins, grows and ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from services.gateway.front.answers import TextDelta, TokenCounts
+from services.gateway.http.openai_answers import AnswerHead
+from services.gateway.http.tool_answers import AnswerParser, new_call_id
+from services.gateway.text.text_model import TextModel
+from services.gateway.text.tool_calls import Said, TextParser, ThoughtParser
+from shared.errors import MeshError
+from shared.request import FinishReason
+
+encode = msgspec.json.Encoder().encode
+
+
+class NamedEvent(msgspec.Struct, kw_only=True):
+    """One event of a stream."""
+
+    type: str
+
+
+@dataclass(slots=True)
+class Item:
+    """One item. call: how many calls came before it, of a call; name, id: likewise, its own."""
+
+    kind: Literal["text", "thought", "call"]
+    index: int
+    call: int = -1
+    name: str = ""
+    id: str = ""
+    parts: list[str] = field(default_factory=lambda: [])
+
+    @property
+    def text(self) -> str:
+        """All that it says; of a call, its arguments."""
+        return "".join(self.parts)
+
+
+class ItemFormat:
+    """Base of the two formats. ends_with: the answer's last delta, once it is here."""
+
+    continuous_usage = False
+
+    def __init__(
+        self, head: AnswerHead, text: TextModel, new_parser: Callable[[], AnswerParser] | None
+    ) -> None:
+        self._head = head
+        self._text = text
+        self._parser: AnswerParser = TextParser(()) if new_parser is None else new_parser()
+        self._thinks = isinstance(self._parser, ThoughtParser)
+        self._token_ids: list[int] = []
+        self._blank = ""
+        self._has_begun = False
+        self.items: list[Item] = []
+        self.finish_reason = FinishReason.NONE
+        self.stop_reason: str | int | None = None
+
+    # --- the four of a format -------------------------------------------------------------------
+
+    def chunks(self, delta: TextDelta, usage: TokenCounts | None) -> bytes:
+        """Return the events of a delta, b'' if it shows nothing yet."""
+        events: list[NamedEvent] = []
+        if not self._has_begun:
+            self._has_begun = True
+            events += self.opening(usage)
+        events += self._taken(delta)
+        return b"".join([self._event(event) for event in events])
+
+    def closing(self, usage: TokenCounts | None, receipts: Sequence[dict[str, Any]]) -> bytes:
+        """Return the last events of a stream that went well."""
+        assert usage is not None
+        return b"".join([self._event(event) for event in self.ending(usage, receipts)])
+
+    def failed(self, error: MeshError) -> bytes:
+        """Return the last event of a stream that broke."""
+        return self._event(self.breaking(error))
+
+    def body(
+        self,
+        deltas: Sequence[TextDelta],
+        usage: TokenCounts,
+        receipts: Sequence[dict[str, Any]],
+    ) -> bytes:
+        """Return the whole answer, from all of its deltas."""
+        for delta in deltas:
+            self._taken(delta)
+        return self.whole(usage, receipts)
+
+    # --- where the two differ -------------------------------------------------------------------
+
+    def opening(self, usage: TokenCounts | None) -> Iterable[NamedEvent]:
+        """The first events of a stream."""
+        raise NotImplementedError
+
+    def began(self, item: Item) -> Iterable[NamedEvent]:
+        """Events that tell of a new item."""
+        raise NotImplementedError
+
+    def grew(self, item: Item, text: str) -> NamedEvent:
+        """The event that tells of an item's next part."""
+        raise NotImplementedError
+
+    def ended(self, item: Item, *, is_cut: bool) -> Iterable[NamedEvent]:
+        """Events that tell of an item's end. is_cut: for want of tokens."""
+        raise NotImplementedError
+
+    def ending(
+        self, usage: TokenCounts, receipts: Sequence[dict[str, Any]]
+    ) -> Iterable[NamedEvent]:
+        """The last events of a stream, after all items."""
+        raise NotImplementedError
+
+    def breaking(self, error: MeshError) -> NamedEvent:
+        """The last event of a stream that broke."""
+        raise NotImplementedError
+
+    def whole(self, usage: TokenCounts, receipts: Sequence[dict[str, Any]]) -> bytes:
+        """The whole answer, JSON."""
+        raise NotImplementedError
+
+    # --- items ----------------------------------------------------------------------------------
+
+    @property
+    def num_calls(self) -> int:
+        """Calls so far."""
+        return self._parser.num_calls
+
+    @property
+    def num_thought_tokens(self) -> int:
+        """Tokens of the thinking, with its last mark."""
+        if not any(item.kind == "thought" for item in self.items):
+            return 0
+        said = ""
+        for count, token_id in enumerate(self._token_ids, start=1):
+            said = said[-len(ThoughtParser.END) :] + self._text.piece(token_id).text
+            if ThoughtParser.END in said:
+                return count
+        return len(self._token_ids)
+
+    def _taken(self, delta: TextDelta) -> list[NamedEvent]:
+        """Take a delta and return what it changes."""
+        if self._thinks:
+            self._token_ids += delta.token_ids
+        events: list[NamedEvent] = []
+        for said in self._parser.feed(delta.text):
+            events += self._said(said)
+        if delta.finish_reason:
+            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+            for said in self._parser.finish():
+                events += self._said(said)
+            if self._blank and not self.num_calls:
+                events += self._grown("text", Said(self._blank))
+            events += self._closed(is_cut=delta.finish_reason is FinishReason.LENGTH)
+        return events
+
+    def _said(self, said: Said) -> Iterator[NamedEvent]:
+        if said.call >= 0:
+            self._blank = ""  # between calls, or before them: it says nothing
+            yield from self._grown("call", said)
+        elif said.is_thought:
+            yield from self._grown("thought", said)
+        elif self._is_open("text", -1):
+            yield from self._grown("text", said)
+        else:
+            self._blank += said.text
+            if self._blank.strip():
+                text, self._blank = self._blank, ""
+                yield from self._grown("text", Said(text))
+
+    def _is_open(self, kind: str, call: int) -> bool:
+        return bool(self.items) and (self.items[-1].kind, self.items[-1].call) == (kind, call)
+
+    def _grown(self, kind: Literal["text", "thought", "call"], said: Said) -> Iterator[NamedEvent]:
+        if not self._is_open(kind, said.call):
+            yield from self._closed(is_cut=False)
+            item = Item(kind, len(self.items), said.call, said.name)
+            if kind == "call":
+                item.id = new_call_id(self._head.id, 0, said.call)
+            self.items.append(item)
+            yield from self.began(item)
+        if said.text:
+            item = self.items[-1]
+            item.parts.append(said.text)
+            yield self.grew(item, said.text)
+
+    def _closed(self, *, is_cut: bool) -> Iterable[NamedEvent]:
+        return self.ended(self.items[-1], is_cut=is_cut) if self.items else ()
+
+    def _event(self, event: NamedEvent) -> bytes:
+        """One event of a stream, named as its data says."""
+        return b"event: %b\ndata: %b\n\n" % (event.type.encode(), encode(event))

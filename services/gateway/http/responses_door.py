@@ -1,0 +1,85 @@
+"""OpenAI's /v1/responses: a chat in another dress, whose answer is kept for a while if the client
+does not say otherwise."""
+
+from __future__ import annotations
+
+import msgspec
+
+from services.gateway.front.calls import Call
+from services.gateway.front.frontdoor import FrontDoor
+from services.gateway.http.answering import Wants, answered, asked_chat, head_of_answer
+from services.gateway.http.kept_responses import KeptResponses, kept_response
+from services.gateway.http.messages import HttpRequest, Response, json_response
+from services.gateway.http.openai_forms import Message
+from services.gateway.http.responses_answers import ResponsesFormat, response_before
+from services.gateway.http.responses_bodies import DeletedResponse
+from services.gateway.http.responses_forms import ResponsesBody, turn_of
+from services.gateway.http.server import Policy, Route, read_body
+
+RESPONSES = msgspec.json.Decoder(ResponsesBody)
+
+
+class ResponsesDoor:
+    """The handlers."""
+
+    def __init__(self, front: FrontDoor, *, stall_s: float) -> None:
+        self._front = front
+        self._stall_s = stall_s
+        self._kept = KeptResponses(front.response_memory)
+
+    def routes(self) -> tuple[Route, ...]:
+        """Return the routes."""
+        path = "/v1/responses/{response_id}"
+        return (
+            Route("POST", "/v1/responses", Policy.METERED, self.respond),
+            Route("GET", path, Policy.KEY, self.tell),
+            Route("DELETE", path, Policy.KEY, self.forget),
+        )
+
+    async def respond(self, request: HttpRequest, call: Call) -> Response | None:
+        """POST /v1/responses."""
+        body = await read_body(request, call, RESPONSES)
+        tenant = call.caller.key.cache_salt
+        earlier: list[Message] = []
+        if (previous := body.previous_response_id) is not None:
+            earlier = self._kept.find(tenant, previous, param="previous_response_id").messages
+        chat, places, conversation = turn_of(body, earlier)
+        with places.told():
+            asked = await asked_chat(self._front, request, call, chat)
+        head = head_of_answer(call, asked.model, "resp_")
+
+        def keep(answer: bytes, message: Message) -> bool:
+            kept = kept_response(answer, [*conversation, message])
+            if has_room := self._kept.has_room(kept):
+                self._kept.keep(tenant, head.id, kept)
+            return has_room
+
+        answer_format = ResponsesFormat(
+            head,
+            self._front.text,
+            asked.new_parser,
+            response=response_before(head, body, asked.choices[0].request.sampling),
+            keep=None if body.store is False else keep,
+        )
+        wants = Wants(stream=bool(body.stream), usage=True, receipt=chat.wants_receipt)
+        return await answered(
+            self._front,
+            request,
+            call,
+            asked.choices,
+            answer_format,
+            wants,
+            stall_s=self._stall_s,
+        )
+
+    async def tell(self, request: HttpRequest, call: Call) -> Response:
+        """A response that is kept."""
+        name, tenant = request.parameters["response_id"], call.caller.key.cache_salt
+        kept = self._kept.find(tenant, name, param="response_id")
+        return json_response(kept.body, headers=call.headers)
+
+    async def forget(self, request: HttpRequest, call: Call) -> Response:
+        """Forget a response."""
+        name, tenant = request.parameters["response_id"], call.caller.key.cache_salt
+        self._kept.delete(tenant, name, param="response_id")
+        return json_response(DeletedResponse(name), headers=call.headers)

@@ -1,0 +1,352 @@
+"""The body of OpenAI's /v1/responses, and the chat that it becomes.
+
+What a chat takes beside its messages is taken here, too, under the same names; what has another
+name or shape in this protocol stands below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+
+from services.gateway import limits
+from services.gateway.http import field_rules as fields
+from services.gateway.http.openai_forms import (
+    ChatBody,
+    ContentPart,
+    Message,
+    SamplingBody,
+    StreamOptions,
+)
+from services.gateway.http.places import Places
+from services.gateway.http.structured_fields import JsonSchema, NamedSchema, ResponseFormat
+from services.gateway.http.tool_fields import (
+    MAX_TOOLS,
+    CalledFunction,
+    FunctionBody,
+    MessageCall,
+    NamedFunction,
+    NamedTool,
+    ToolBody,
+    ToolName,
+)
+from services.gateway.http.unserved_fields import (
+    Unserved,
+    refuse_those_of,
+    unsupported,
+    with_unserved,
+)
+
+_USE_OURS = Unserved("use max_output_tokens")
+
+RESPONSES_UNSERVED: dict[str, Unserved] = {
+    "max_tokens": _USE_OURS,
+    "max_completion_tokens": _USE_OURS,
+    "messages": Unserved("use input"),
+    **dict.fromkeys(("n", "best_of"), Unserved("a response is one answer", (1,))),
+    "response_format": Unserved("use text.format"),
+    "background": Unserved("an answer is made while its client waits"),
+    "conversation": Unserved("use previous_response_id, or send the whole input"),
+    "prompt": Unserved("no prompts are kept here: send input and instructions"),
+    "include": Unserved("the answer has no such part", ([],)),
+    "max_tool_calls": Unserved("tools are called by the client, which can count"),
+    "truncation": Unserved("use truncate_prompt_tokens", ("disabled",)),
+    "logprobs": Unserved("use /v1/chat/completions", (False,)),
+    "top_logprobs": Unserved("use logprobs of /v1/chat/completions", (0,)),
+    "moderation": Unserved("nothing is moderated here"),
+    "context_management": Unserved("send what the model shall read", ([],)),
+}
+"""Beside those of a chat."""
+
+_PARTS = ("input_text", "output_text", "text")
+_AS_TEXT = "only parts of type input_text and output_text with a text"
+
+
+class ItemPart(msgspec.Struct):
+    """One part of an item's content; only text is served."""
+
+    type: str
+    text: str | None = None
+
+
+class InputItem(msgspec.Struct):
+    """One item of the input: a message, a call that an earlier answer made, what came of it, or the
+    thinking of an answer."""
+
+    type: str | None = None
+    role: str | None = None
+    content: str | list[ItemPart] | None = None
+    id: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[ItemPart] | None = None
+    summary: list[ItemPart] | None = None
+
+
+class FlatTool(msgspec.Struct):
+    """One tool; functions are all there are. strict: not by itself, as OpenAI's are."""
+
+    type: Annotated[str, fields.rule(const="function")]
+    name: Annotated[str | None, fields.rule(type="string")] = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FlatChoice(msgspec.Struct):
+    """The one tool to call."""
+
+    name: ToolName
+    type: Annotated[str, fields.rule(const="function")] = "function"
+
+
+class TextFormat(msgspec.Struct, rename={"schema_": "schema"}):
+    """What the text shall match."""
+
+    type: Annotated[str, fields.rule(enum=["text", "json_object", "json_schema"])] = "text"
+    name: str | None = None
+    schema_: JsonSchema | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class TextOptions(msgspec.Struct):
+    """verbosity: not served."""
+
+    format: TextFormat | None = None
+    verbosity: Annotated[str, fields.rule("Not served.", const="medium")] | None = None
+
+
+class Reasoning(msgspec.Struct):
+    """effort: a variable of the template; none: do not think. The thinking itself is in the answer;
+    summaries are not made."""
+
+    effort: str | None = None
+    summary: Annotated[Any, fields.rule("Not served.", enum=[None])] = None
+    generate_summary: Annotated[Any, fields.rule("Not served.", enum=[None])] = None
+
+
+_ResponsesFields = with_unserved("_ResponsesFields", RESPONSES_UNSERVED, SamplingBody)
+
+Input = Annotated[list[InputItem], fields.rule(minItems=1, maxItems=limits.MAX_MESSAGES)]
+FlatTools = Annotated[list[FlatTool], fields.rule("Names differ.", maxItems=MAX_TOOLS)]
+FlatToolChoice = Annotated[str, fields.rule(enum=["none", "auto", "required"])] | FlatChoice
+ResponseName = Annotated[str, fields.rule("Of a response that this gateway process keeps.")]
+
+
+class ResponsesBody(_ResponsesFields, kw_only=True):
+    """POST /v1/responses."""
+
+    input: str | Input
+    instructions: str | None = None
+    max_output_tokens: fields.MaxTokens | None = None
+    tools: FlatTools | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    tool_choice: FlatToolChoice | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    previous_response_id: ResponseName | None = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    separate_reasoning: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+_OF_CHATS = tuple(
+    name
+    for name in SamplingBody.__struct_fields__
+    if name not in (*RESPONSES_UNSERVED, "tools", "tool_choice", "reasoning", "reasoning_effort")
+)
+
+
+class Turn(NamedTuple):
+    """The chat that a response continues. conversation: its messages without instructions."""
+
+    chat: ChatBody
+    places: Places
+    conversation: list[Message]
+
+
+def turn_of(body: ResponsesBody, earlier: Sequence[Message]) -> Turn:
+    """Return the chat of a body. earlier: messages of the response that it continues.
+
+    Raises InvalidRequest: a field that is not served, or an item that says nothing we know.
+    """
+    refuse_those_of(RESPONSES_UNSERVED, body)
+    effort = _effort(body)
+    lead = [Message("system", body.instructions)] if body.instructions else []
+    places = Places(
+        {
+            "messages": "input",
+            "max_completion_tokens": "max_output_tokens",
+            "response_format": "text.format",
+            "response_format.json_schema": "text.format",
+            "tool_choice.function": "tool_choice",
+        }
+    )
+    for index in range(len(body.tools or ())):
+        places.put(f"tools[{index}].function", f"tools[{index}]")
+    num_earlier = len(lead) + len(earlier)
+    asked = _messages(body.input, places, num_earlier, earlier)
+    conversation = [*earlier, *asked]
+    choice = body.tool_choice
+    chat = ChatBody(
+        **{name: getattr(body, name) for name in _OF_CHATS},
+        reasoning_effort=effort,
+        messages=[*lead, *conversation],
+        max_completion_tokens=body.max_output_tokens,
+        tools=None if body.tools is None else _tools(body.tools),
+        tool_choice=_choice(choice) if isinstance(choice, FlatChoice) else choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        response_format=_format(body.text),
+        separate_reasoning=body.separate_reasoning,
+    )
+    return Turn(chat, places, conversation)
+
+
+def _effort(body: ResponsesBody) -> str | float | None:
+    asked: Reasoning | None = body.reasoning
+    if asked is None:
+        return body.reasoning_effort
+    for name in ("summary", "generate_summary"):
+        if getattr(asked, name) is not None:
+            raise unsupported(
+                f"reasoning.{name}", "the answer has the thinking itself, not a summary of it"
+            )
+    return body.reasoning_effort if asked.effort is None else asked.effort
+
+
+def _choice(choice: FlatChoice) -> NamedTool:
+    if choice.type != "function":
+        raise unsupported("tool_choice.type", "must be function")
+    return NamedTool(NamedFunction(choice.name))
+
+
+def _tools(tools: list[FlatTool]) -> list[ToolBody]:
+    made: list[ToolBody] = []
+    for index, tool in enumerate(tools):
+        if tool.type != "function":
+            raise unsupported(
+                f"tools[{index}].type", "must be function: no tool of ours runs here, only yours"
+            )
+        if tool.name is None:
+            raise limits.refusal(f"tools[{index}].name", "is required")
+        made.append(
+            ToolBody(FunctionBody(tool.name, tool.description, tool.parameters, tool.strict))
+        )
+    return made
+
+
+def _format(text: TextOptions | None) -> ResponseFormat | None:
+    if text is None:
+        return None
+    if text.verbosity not in (None, "medium"):
+        raise unsupported("text.verbosity", "ask for it in the input")
+    asked = text.format
+    if asked is None:
+        return None
+    if asked.type not in ("text", "json_object", "json_schema"):
+        raise unsupported("text.format.type", "must be text, json_object or json_schema")
+    named = NamedSchema(asked.name, asked.schema_, asked.strict, asked.description)
+    return ResponseFormat(asked.type, named if asked.type == "json_schema" else None)
+
+
+# --- items ----------------------------------------------------------------------------------------
+
+
+def _messages(
+    given: str | list[InputItem], places: Places, num_before: int, earlier: Sequence[Message]
+) -> list[Message]:
+    """Return the messages of an input. What one answer said (thinking, text, calls) is one message,
+    as templates expect it, also where the answer itself is an earlier response's.
+
+    num_before: messages that come before these, for the places of errors.
+    """
+    if isinstance(given, str):
+        return [Message("user", given)]
+    limits.checked_count(
+        len(given), limits.MAX_MESSAGES, param="input", what="items", least=0 if earlier else 1
+    )
+    made: list[Message] = []
+    for index, item in enumerate(given):
+        place = f"input[{index}]"
+        kind = item.type or ("message" if item.role is not None else "")
+        message = _READERS.get(kind, _unknown)(item, place)
+        said = made[-1] if made and made[-1].role == message.role == "assistant" else None
+        if said is None or not _joined(said, message):
+            made.append(message)
+            said = message
+        chat = f"messages[{num_before + len(made) - 1}]"
+        if said is message:
+            places.put(chat, place)
+            places.put(f"{chat}.tool_call_id", f"{place}.call_id")
+        if message.tool_calls:
+            call = len(said.tool_calls or ()) - 1
+            places.put(f"{chat}.tool_calls[{call}].function", place)
+    return made
+
+
+def _joined(said: Message, more: Message) -> bool:
+    """Add what an answer said next to its message, unless that would change its order."""
+    if more.tool_calls:
+        said.tool_calls = [*(said.tool_calls or ()), *more.tool_calls]
+    elif said.tool_calls or more.reasoning_content or said.content:
+        return False
+    else:
+        said.content = more.content
+    return True
+
+
+def _message(item: InputItem, place: str) -> Message:
+    limits.checked_role(item.role or "", param=f"{place}.role")
+    content = item.content
+    parts = content if isinstance(content, str) or content is None else _parts(content, place)
+    return Message(item.role or "", parts)
+
+
+def _call(item: InputItem, place: str) -> Message:
+    for name in ("call_id", "name"):
+        if not getattr(item, name):
+            raise limits.refusal(f"{place}.{name}", "is required")
+    function = CalledFunction(item.name or "", item.arguments or "{}")
+    return Message("assistant", tool_calls=[MessageCall(item.call_id or "", function)])
+
+
+def _result(item: InputItem, place: str) -> Message:
+    if item.output is None:
+        raise limits.refusal(f"{place}.output", "is required")
+    output = item.output
+    parts = output if isinstance(output, str) else _parts(output, place, "output")
+    return Message("tool", parts, tool_call_id=item.call_id)
+
+
+def _thought(item: InputItem, place: str) -> Message:
+    parts = item.content if isinstance(item.content, list) else ()
+    text = "".join(part.text or "" for part in parts)
+    return Message("assistant", reasoning_content=text)
+
+
+def _unknown(item: InputItem, place: str) -> Message:
+    raise unsupported(
+        f"{place}.type", "must be message, function_call, function_call_output or reasoning"
+    )
+
+
+_READERS = {
+    "message": _message,
+    "function_call": _call,
+    "function_call_output": _result,
+    "reasoning": _thought,
+}
+
+
+def _parts(parts: list[ItemPart], place: str, name: str = "content") -> list[ContentPart]:
+    made: list[ContentPart] = []
+    for index, part in enumerate(parts):
+        if part.type not in _PARTS or part.text is None:
+            raise unsupported(f"{place}.{name}[{index}]", f"is not served: {_AS_TEXT}")
+        made.append(ContentPart("text", part.text))
+    return made

@@ -1,0 +1,195 @@
+"""What an answer shall match, as clients of OpenAI, vLLM and SGLang say it: the fields, and the one
+structure that they ask for.
+
+Several spellings of one wish are known, and one request has one wish: two are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from services.gateway import limits
+from services.gateway.http import field_rules as fields
+from services.gateway.http.unserved_fields import UnservedFields, unsupported
+from services.gateway.text.grammars import MAX_CHOICES, Structure, one_wish, parsed_json
+
+JsonSchema = Annotated[
+    dict[str, Any] | bool | str, fields.rule("A JSON schema, or its text.", minProperties=0)
+]
+Choices = Annotated[
+    list[Annotated[str, fields.rule(minLength=1)]],
+    fields.rule("The answer is one of them.", minItems=1, maxItems=MAX_CHOICES),
+]
+
+
+class NamedSchema(msgspec.Struct, rename={"schema_": "schema"}):
+    """OpenAI's: a schema and its name. strict: every answer matches, whatever it says."""
+
+    name: str | None = None
+    schema_: JsonSchema | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class TaggedStructure(msgspec.Struct, rename={"schema_": "schema"}):
+    """A part of an answer between two texts that matches a schema."""
+
+    begin: str
+    end: str
+    schema_: JsonSchema | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    """OpenAI's, with SGLang's and vLLM's ``structural_tag``."""
+
+    type: Annotated[
+        str, fields.rule(enum=["text", "json_object", "json_schema", "structural_tag"])
+    ] = "text"
+    json_schema: NamedSchema | None = None
+    structures: list[TaggedStructure] | None = None
+    triggers: list[str] | None = None
+
+
+class StructuredOutputs(msgspec.Struct):
+    """vLLM's."""
+
+    json: JsonSchema | None = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
+
+
+class StructuredFields(UnservedFields, kw_only=True):
+    """Bodies that have all spellings; they have one line of ancestors."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonSchema | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    json_schema: JsonSchema | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | None = None
+
+
+STRUCTURED = tuple(
+    name
+    for name in StructuredFields.__struct_fields__
+    if name not in UnservedFields.__struct_fields__
+)
+
+
+def structure_of(body: StructuredFields) -> Structure | None:
+    """Return what the answer shall match; None = anything. Raises InvalidRequest: two wishes, or
+    one that is no wish of its kind."""
+    return one_wish(list(_wishes(body)))
+
+
+def _wishes(body: StructuredFields) -> Iterator[Structure]:
+    format_ = body.response_format
+    if format_ is not None and format_.type != "text":
+        yield _formatted(format_)
+    outputs = body.structured_outputs
+    if outputs is not None:
+        yield from _structured(outputs)
+    spaces = body.guided_whitespace_pattern
+    if body.guided_json is not None:
+        yield _json(body.guided_json, "guided_json", spaces)
+    if body.json_schema is not None:
+        yield _json(body.json_schema, "json_schema")
+    texts: tuple[tuple[Literal["regex", "grammar"], str, str | None], ...] = (
+        ("regex", "guided_regex", body.guided_regex),
+        ("grammar", "guided_grammar", body.guided_grammar),
+        ("regex", "regex", body.regex),
+        ("grammar", "ebnf", body.ebnf),
+    )
+    for kind, name, text in texts:
+        if text is not None:
+            yield Structure(kind=kind, value=text, param=name)
+    if body.guided_choice is not None:
+        yield Structure(kind="choice", value=body.guided_choice, param="guided_choice")
+    if body.structural_tag is not None:
+        yield _tags_of_text(body.structural_tag, "structural_tag")
+
+
+def _formatted(asked: ResponseFormat) -> Structure:
+    match asked.type:
+        case "json_object":
+            return _json({"type": "object"}, "response_format")
+        case "json_schema":
+            named = asked.json_schema
+            if named is None or named.schema_ is None:
+                raise limits.refusal("response_format.json_schema.schema", "is required")
+            return _json(named.schema_, "response_format.json_schema.schema")
+        case "structural_tag":
+            return _tags(asked.structures or (), asked.triggers or (), "response_format")
+        case _:
+            raise limits.refusal(
+                "response_format.type",
+                "must be text, json_object, json_schema or structural_tag",
+                code="unsupported",
+            )
+
+
+def _structured(asked: StructuredOutputs) -> Iterator[Structure]:
+    spaces = "" if asked.disable_any_whitespace else asked.whitespace_pattern
+    name = "structured_outputs."
+    if asked.json is not None:
+        yield _json(asked.json, name + "json", spaces)
+    if asked.json_object:
+        yield _json({"type": "object"}, name + "json_object", spaces)
+    if asked.regex is not None:
+        yield Structure(kind="regex", value=asked.regex, param=name + "regex")
+    if asked.grammar is not None:
+        yield Structure(kind="grammar", value=asked.grammar, param=name + "grammar")
+    if asked.choice is not None:
+        yield Structure(kind="choice", value=asked.choice, param=name + "choice")
+    if asked.structural_tag is not None:
+        yield _tags_of_text(asked.structural_tag, name + "structural_tag")
+
+
+def _json(schema: dict[str, Any] | bool | str, param: str, spaces: str | None = None) -> Structure:
+    value = parsed_json(schema, param) if isinstance(schema, str) else schema
+    return Structure(kind="json_schema", value=value, param=param, whitespace=spaces)
+
+
+def _tags_of_text(text: str, param: str) -> Structure:
+    try:
+        asked = msgspec.json.decode(text, type=ResponseFormat)
+    except (msgspec.DecodeError, RecursionError):
+        raise limits.refusal(param, "must be a structural tag, as JSON text") from None
+    return _tags(asked.structures or (), asked.triggers or (), param)
+
+
+def _tags(structures: Sequence[TaggedStructure], triggers: Sequence[str], param: str) -> Structure:
+    if not structures or not triggers:
+        raise unsupported(
+            param, "a structural tag is served with structures and triggers, not with a format"
+        )
+    tags: list[Mapping[str, Any]] = []
+    for index, part in enumerate(structures):
+        place = f"{param}.structures[{index}]"
+        trigger = next((one for one in triggers if one and part.begin.startswith(one)), None)
+        if trigger is None:
+            raise limits.refusal(f"{place}.begin", "must start with one of the triggers")
+        schema = True if part.schema_ is None else part.schema_
+        grammar = parsed_json(schema, place) if isinstance(schema, str) else schema
+        tags.append(
+            {
+                "trigger": trigger,
+                "begin": part.begin,
+                "grammar": grammar if isinstance(grammar, dict) else {},
+                "end": part.end,
+            }
+        )
+    return Structure(kind="tags", value=tags, param=param)

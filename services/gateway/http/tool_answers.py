@@ -1,0 +1,201 @@
+"""Answers with calls of tools or with thinking told apart, in the shapes of OpenAI's chat.
+
+A ``ChatFormat`` whose text goes through a parser of its own an answer; answers without tools and
+thinking never come here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from msgspec import UNSET
+
+from services.gateway.front.answers import TextDelta, TokenCounts
+from services.gateway.front.frontdoor import Form, FrontDoor, Prompt
+from services.gateway.http import bodies, tool_bodies
+from services.gateway.http.openai_answers import FINISH_NAMES, AnswerHead, ChatFormat, Collected
+from services.gateway.http.openai_forms import ChatBody
+from services.gateway.http.tool_fields import ToolUse
+from services.gateway.limits import refusal
+from services.gateway.text.text_model import TextModel
+from services.gateway.text.tool_calls import (
+    PARSERS,
+    SHOWS_SPECIAL_TOKENS,
+    ListParser,
+    NamedParser,
+    Said,
+    ThoughtParser,
+    ToolParser,
+)
+from shared.request import FinishReason
+
+AnswerParser = ToolParser | ThoughtParser
+
+
+def use_tools(use: ToolUse, form: Form, front: FrontDoor) -> None:
+    """Have a form's answers make the calls that must be made.
+
+    Raises InvalidRequest: the answer must match something else, too; or the model knows no tools.
+    """
+    family = front.tool_family
+    if use.choice == "auto" and family is None:
+        raise refusal(
+            "tools",
+            "how this model writes calls is not known: use tool_choice required or a function, or "
+            "start the gateway with --tool-parser",
+            code="unsupported",
+        )
+    structure = use.structure(family)
+    if structure is not None and form.structure is not None:
+        raise refusal(form.structure.param, "does not go with calls that must match a schema")
+    if structure is not None:
+        form.structure = structure
+    if use.choice == "auto" and family in SHOWS_SPECIAL_TOKENS:
+        form.skip_special_tokens = False
+
+
+def parser_maker(
+    body: ChatBody, use: ToolUse | None, form: Form, prompt: Prompt, front: FrontDoor
+) -> Callable[[], AnswerParser] | None:
+    """Return what makes the parser of each of a chat's answers; None = they are text alone."""
+    thinks = front.thinks and body.separate_reasoning is not False
+    if use is None and not thinks:
+        return None
+    # What must match a grammar from its first token on does not think.
+    is_open = prompt.opens_thought and form.structure is None
+
+    def parser() -> AnswerParser:
+        after = None if use is None else _tool_parser(use, front)
+        if thinks:
+            return ThoughtParser(after, is_open=is_open)
+        assert after is not None
+        return after
+
+    return parser
+
+
+def chat_format(
+    head: AnswerHead,
+    new_parser: Callable[[], AnswerParser] | None,
+    use: ToolUse | None,
+    front: FrontDoor,
+    **options: Any,
+) -> ChatFormat:
+    """Return what writes a chat's answers."""
+    if new_parser is None:
+        return ChatFormat(head, front.text, **options)
+    return ToolChatFormat(head, front.text, new_parser, use, **options)
+
+
+def new_call_id(answer_id: str, choice: int, call: int) -> str:
+    """Nine letters and digits, for Mistral's templates take no other id."""
+    seed = f"{answer_id}/{choice}/{call}".encode()
+    return hashlib.blake2b(seed, digest_size=5).hexdigest()[:9]
+
+
+def _tool_parser(use: ToolUse, front: FrontDoor) -> ToolParser:
+    match use.choice:
+        case "named":
+            return NamedParser(use.names)
+        case "required":
+            return ListParser(use.names)
+        case "auto":
+            assert front.tool_family is not None
+            return PARSERS[front.tool_family](use.names)
+
+
+class ToolChatFormat(ChatFormat):
+    """See the module. use: None = only thinking is told apart."""
+
+    def __init__(
+        self,
+        head: AnswerHead,
+        text: TextModel,
+        new_parser: Callable[[], AnswerParser],
+        use: ToolUse | None,
+        **options: Any,
+    ) -> None:
+        super().__init__(head, text, **options)
+        self._use = use
+        self._parsers = [new_parser() for _ in range(options["num_choices"])]
+
+    def chunks(self, delta: TextDelta, usage: TokenCounts | None) -> bytes:
+        """See ``AnswerFormat``."""
+        choice, parser = delta.choice, self._parsers[delta.choice]
+        counts = None if usage is None else bodies.UsageBody.of(usage)
+        said = parser.feed(delta.text)
+        if delta.finish_reason:
+            said += parser.finish()
+        deltas = [self._delta(choice, one) for one in said]
+        events = b""
+        if choice not in self._begun:
+            self._begun.add(choice)
+            events = self._event(self._first(delta), counts)
+        logprobs = None
+        if self._has_logprobs and delta.tokens:
+            logprobs = self._logprobs(delta)
+            deltas = deltas or [tool_bodies.ToolDelta()]
+        for new in deltas:
+            events += self._event(bodies.ChatChunkChoice(choice, new, logprobs, None), counts)
+            logprobs = None
+        if delta.finish_reason:
+            name = self._finish_name(delta.finish_reason, parser)
+            end = bodies.ChatChunkChoice(
+                choice, tool_bodies.ToolDelta(), None, name, delta.stop_reason
+            )
+            events += self._event(end, counts)
+        return events
+
+    def _delta(self, choice: int, said: Said) -> tool_bodies.ToolDelta:
+        if said.is_thought:
+            return tool_bodies.ToolDelta(reasoning_content=said.text)
+        if said.call < 0:
+            return tool_bodies.ToolDelta(content=said.text)
+        function = tool_bodies.CallPart(said.name or UNSET, said.text)
+        if not said.name:
+            return tool_bodies.ToolDelta(tool_calls=[tool_bodies.CallDelta(said.call, function)])
+        call = tool_bodies.CallDelta(
+            said.call, function, self._new_id(choice, said.call), "function"
+        )
+        return tool_bodies.ToolDelta(tool_calls=[call])
+
+    def _new_id(self, choice: int, call: int) -> str:
+        return new_call_id(self._head.id, choice, call)
+
+    def _finish_name(self, reason: FinishReason, parser: AnswerParser) -> bodies.FinishName:
+        is_named = self._use is not None and self._use.choice == "named"
+        if parser.num_calls and reason is FinishReason.STOP and not is_named:
+            return "tool_calls"
+        return FINISH_NAMES[reason]
+
+    # --- whole bodies ---------------------------------------------------------------------------
+
+    def _whole_choice(self, index: int, answer: Collected) -> Any:
+        parser = self._parsers[index]
+        said = [*parser.feed("".join(answer.texts)), *parser.finish()]
+        thought = "".join(one.text for one in said if one.is_thought)
+        text = "".join(one.text for one in said if one.call < 0 and not one.is_thought)
+        calls = _whole_calls(said, lambda call: self._new_id(index, call))
+        message = tool_bodies.ToolMessage(
+            role="assistant",
+            content=text if text.strip() or not calls else None,
+            refusal=None,
+            tool_calls=calls or UNSET,
+            reasoning_content=thought or UNSET,
+        )
+        logprobs = self._entries(answer.token_ids, answer.logprobs) if self._has_logprobs else None
+        name = self._finish_name(answer.finish_reason, parser)
+        return bodies.ChatChoice(index, message, logprobs, name, answer.stop_reason)
+
+
+def _whole_calls(said: Sequence[Said], new_id: Callable[[int], str]) -> list[tool_bodies.CallBody]:
+    calls: list[tool_bodies.CallBody] = []
+    for one in said:
+        if one.name:
+            function = tool_bodies.WholeCall(one.name, "")
+            calls.append(tool_bodies.CallBody(new_id(one.call), "function", function))
+        if one.call >= 0:
+            calls[one.call].function.arguments += one.text
+    return calls

@@ -1,0 +1,244 @@
+"""Tools that a client offers, and messages that tell of calls: fields, and what they ask for."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, cast
+
+import msgspec
+
+from services.gateway import limits
+from services.gateway.http import field_rules as fields
+from services.gateway.text.grammars import Structure
+from services.gateway.text.schemas import schema_fault
+from services.gateway.text.tool_calls import Family
+
+MAX_TOOLS = 128
+NAME_PATTERN = r"[A-Za-z0-9_.-]{1,64}"
+
+_NAME = re.compile(NAME_PATTERN)
+
+ToolName = Annotated[str, fields.rule(pattern=f"^{NAME_PATTERN}$")]
+
+
+class FunctionBody(msgspec.Struct):
+    """A function that the model may call. parameters: a JSON schema of an object."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolBody(msgspec.Struct):
+    """One tool; functions are all there are."""
+
+    function: FunctionBody
+    type: Annotated[str, fields.rule(const="function")] = "function"
+
+
+class NamedFunction(msgspec.Struct):
+    """A function by its name."""
+
+    name: ToolName
+
+
+class NamedTool(msgspec.Struct):
+    """The one tool to call."""
+
+    function: NamedFunction
+    type: Annotated[str, fields.rule(const="function")] = "function"
+
+
+class CalledFunction(msgspec.Struct):
+    """What was called, with a JSON object as text."""
+
+    name: ToolName
+    arguments: str = "{}"
+
+
+class MessageCall(msgspec.Struct):
+    """A call that an earlier answer made."""
+
+    id: str
+    function: CalledFunction
+    type: Annotated[str, fields.rule(const="function")] = "function"
+
+
+Tools = Annotated[list[ToolBody], fields.rule("Names differ.", maxItems=MAX_TOOLS)]
+ToolChoice = Annotated[str, fields.rule(enum=["none", "auto", "required"])] | NamedTool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUse:
+    """Tools, checked. named: the one that must be called. functions: as a template wants them."""
+
+    functions: tuple[FunctionBody, ...]
+    choice: Literal["auto", "required", "named"]
+    is_parallel: bool = True
+
+    @property
+    def names(self) -> list[str]:
+        """Of all that may be called."""
+        return [one.name for one in self.functions]
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether a function's arguments must match its schema, though none need be called."""
+        return self.choice == "auto" and any(one.strict for one in self.functions)
+
+    def structure(self, family: Family | None) -> Structure | None:
+        """Return what the answer must match for these calls to be made; None = nothing.
+
+        Raises InvalidRequest: strict tools of a family whose calls no grammar can follow.
+        """
+        match self.choice:
+            case "named":
+                (function,) = self.functions
+                return _json(function.parameters or {"type": "object"})
+            case "required":
+                return _json(_calls(self.functions, {} if self.is_parallel else {"maxItems": 1}))
+            case "auto":
+                return _tags(self.functions, family) if self.is_strict else None
+
+
+def tool_use(
+    tools: list[ToolBody] | None, choice: str | NamedTool | None, is_parallel: bool | None
+) -> ToolUse | None:
+    """Return what may be called, None = nothing. Raises InvalidRequest: a tool named twice, no
+    function, or with a schema that is none; a choice of what is not there."""
+    functions = [_checked(tool, f"tools[{idx}]") for idx, tool in enumerate(tools or ())]
+    limits.checked_count(len(functions), MAX_TOOLS, param="tools", what="tools")
+    names: set[str] = set()
+    for idx, function in enumerate(functions):
+        if function.name in names:
+            raise limits.refusal(f"tools[{idx}].function.name", "another tool has this name, too")
+        names.add(function.name)
+    if choice is None or choice == "auto":
+        use = "auto"
+    elif choice == "none":
+        return None
+    elif choice == "required":
+        use = "required"
+    elif isinstance(choice, NamedTool):
+        if choice.function.name not in names:
+            raise limits.refusal("tool_choice.function.name", "is none of the tools")
+        functions = [one for one in functions if one.name == choice.function.name]
+        use = "named"
+    else:
+        raise limits.refusal("tool_choice", "must be none, auto, required or a function")
+    if not functions:
+        if use != "auto":
+            raise limits.refusal("tool_choice", "needs tools")
+        return None
+    return ToolUse(functions=tuple(functions), choice=use, is_parallel=is_parallel is not False)
+
+
+def for_template(tools: list[ToolBody]) -> list[dict[str, Any]]:
+    """Return tools as chat templates expect them."""
+    shown: list[dict[str, Any]] = []
+    for tool in tools:
+        function = tool.function
+        parameters = function.parameters or {"type": "object", "properties": {}}
+        about = {"name": function.name, "description": function.description or ""}
+        shown.append({"type": "function", "function": about | {"parameters": parameters}})
+    return shown
+
+
+def calls_for_template(calls: Sequence[MessageCall], param: str) -> list[dict[str, Any]]:
+    """Return a message's calls as chat templates expect them, arguments as values."""
+    shown: list[dict[str, Any]] = []
+    for index, call in enumerate(calls):
+        try:
+            arguments = json.loads(call.function.arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            place = f"{param}[{index}].function.arguments"
+            raise limits.refusal(place, "must be a JSON object, as text")
+        function = {"name": call.function.name, "arguments": cast("dict[str, Any]", arguments)}
+        shown.append({"id": call.id, "type": "function", "function": function})
+    return shown
+
+
+def _checked(tool: ToolBody, param: str) -> FunctionBody:
+    function = tool.function
+    if tool.type != "function":
+        raise limits.refusal(f"{param}.type", "must be function", code="unsupported")
+    if _NAME.fullmatch(function.name) is None:
+        raise limits.refusal(
+            f"{param}.function.name", "must be 1 to 64 characters of A-Z a-z 0-9 . _ -"
+        )
+    fault = schema_fault(function.parameters) if function.parameters is not None else None
+    if fault is not None:
+        raise limits.refusal(f"{param}.function.parameters{fault.place}", fault.rule)
+    return function
+
+
+def _json(schema: dict[str, Any]) -> Structure:
+    return Structure(kind="json_schema", value=schema, param="tools")
+
+
+def _moved(schema: Any, root: str) -> Any:
+    """Return a schema whose references begin at another place."""
+    if isinstance(schema, list):
+        return [_moved(one, root) for one in cast("list[Any]", schema)]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: root + value[1:]
+        if key == "$ref" and isinstance(value, str) and value.startswith("#")
+        else _moved(value, root)
+        for key, value in cast("dict[str, Any]", schema).items()
+    }
+
+
+def _calls(functions: Sequence[FunctionBody], bounds: dict[str, int]) -> dict[str, Any]:
+    """The schema of a list of calls."""
+    roots = {
+        f"f{idx}": _moved(one.parameters or {"type": "object"}, f"#/$defs/f{idx}")
+        for idx, one in enumerate(functions)
+    }
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": one.name},
+                "parameters": {"$ref": f"#/$defs/f{idx}"},
+            },
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for idx, one in enumerate(functions)
+    ]
+    items: dict[str, Any] = {"anyOf": calls}
+    return {"type": "array", "minItems": 1, **bounds, "items": items, "$defs": roots}
+
+
+def _tags(functions: Sequence[FunctionBody], family: Family | None) -> Structure:
+    if family == "hermes":
+        begin, middle, end = '<tool_call>\n{"name": ', ', "arguments": ', "}\n</tool_call>"
+        trigger = "<tool_call>"
+    elif family == "llama3":
+        begin, middle, end = '{"name": ', ', "parameters": ', "}"
+        trigger = '{"name": '
+    else:
+        raise limits.refusal(
+            "tools",
+            "strict is served with tool_choice auto where calls are written as Hermes, Qwen or "
+            "Llama 3 write them: use tool_choice required, or leave strict out",
+            code="unsupported",
+        )
+    tags = [
+        {
+            "trigger": trigger,
+            "begin": f"{begin}{json.dumps(one.name)}{middle}",
+            "grammar": one.parameters or {"type": "object"} if one.strict else {"type": "object"},
+            "end": end,
+        }
+        for one in functions
+    ]
+    return Structure(kind="tags", value=tags, param="tools")

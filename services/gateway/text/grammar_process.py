@@ -1,0 +1,164 @@
+"""Grammars compiled in a process of their own, because nothing else can be ended: the library takes
+0.3 ms for nearly all of them and for ever for some, a hundred characters are enough, and while it
+computes a thread hears nobody.
+
+This module is both ends: ``GrammarProcess`` in the gateway, ``main`` in the child
+(``python -m services.gateway.text.grammar_process``). Between them: four bytes of length, then
+bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import select
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from typing import IO
+
+import msgspec
+
+from shared.grammar import library, matcher
+
+MAX_COMPILE_S = 0.5
+"""Most processor time of one grammar: workers compile it once more, beside their steps."""
+
+GIVE_UP_S = 3.0
+"""Longest wait for a verdict, so that a busy machine refuses nothing that is small."""
+
+STARTS_WITHIN_S = 30.0
+MAX_MEMORY_BYTES = 2 << 30
+
+_LENGTH = struct.Struct("<I")
+_TOO_SLOW = "it takes too long to compile: make it simpler"
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """fault: what is wrong, '' = nothing. is_lasting: it would be the same again."""
+
+    fault: str
+    is_lasting: bool = True
+
+
+class GrammarProcess:
+    """The gateway's end: starts the child with the first grammar and whenever it was ended.
+    ``check`` blocks, and is for one thread."""
+
+    def __init__(self, *, give_up_s: float = GIVE_UP_S) -> None:
+        self._give_up_s = give_up_s
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._is_closed = False
+
+    def check(self, grammar: str) -> Verdict:
+        """Return the verdict on a grammar. Raises InvalidRequest: the library is not installed."""
+        library()
+        child = self._started()
+        if child is None:
+            return Verdict("it was not checked: the gateway ends", is_lasting=False)
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            _send(child.stdin, grammar.encode())
+            if not select.select([child.stdout], [], [], self._give_up_s)[0]:
+                self._end()
+                return Verdict(_TOO_SLOW)
+            return msgspec.json.decode(_receive(child.stdout), type=Verdict)
+        except (OSError, EOFError):
+            self._end()
+            return Verdict("it takes too much memory to compile: make it simpler")
+
+    def close(self) -> None:
+        """End the child; nothing is checked any more."""
+        self._is_closed = True
+        self._end()
+
+    def _started(self) -> subprocess.Popen[bytes] | None:
+        with self._lock:
+            if self._is_closed:
+                return None
+            if self._child is not None:
+                return self._child
+            child = self._child = subprocess.Popen(
+                [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
+        assert child.stdout is not None
+        if select.select([child.stdout], [], [], STARTS_WITHIN_S)[0]:
+            with contextlib.suppress(EOFError):
+                _receive(child.stdout)  # it is there: its start does not count
+        return child
+
+    def _end(self) -> None:
+        with self._lock:
+            child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            child.wait()
+            for pipe in (child.stdin, child.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(OSError):
+                        pipe.close()
+
+
+def verdict_of(grammar: str, tokenizer: object) -> Verdict:
+    """Compile a grammar over the 256 bytes, and look at its first token."""
+    began_at = time.process_time()
+    state = matcher(tokenizer, grammar)
+    if not state.is_error():
+        mask = state.compute_bitmask()
+        if not any(mask) or (state.is_error() and not state.is_accepting()):
+            return Verdict("no text matches it")
+    if state.is_error():
+        return Verdict(_sentence(state.get_error()))
+    if time.process_time() - began_at > MAX_COMPILE_S:
+        return Verdict(_TOO_SLOW)
+    return Verdict("")
+
+
+def _sentence(message: str) -> str:
+    """The library's message, of a regular expression only what comes after its drawing."""
+    _, _, reason = message.rpartition("error: ")
+    line = (reason.strip().splitlines() or ["it is not valid"])[0]
+    return "".join(char for char in line if char.isprintable())[:300]
+
+
+def byte_tokenizer() -> object:
+    """A tokenizer of which every token is a byte: what matches does not depend on the model's."""
+    return library().LLTokenizer("byte")
+
+
+def main() -> None:
+    """Answer until the other end is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the gateway's to hear
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    tokenizer = byte_tokenizer()
+    _send(sys.stdout.buffer, b"")
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        while True:
+            grammar = _receive(sys.stdin.buffer).decode()
+            _send(sys.stdout.buffer, msgspec.json.encode(verdict_of(grammar, tokenizer)))
+
+
+def _send(pipe: IO[bytes], data: bytes) -> None:
+    pipe.write(_LENGTH.pack(len(data)) + data)
+    pipe.flush()
+
+
+def _receive(pipe: IO[bytes]) -> bytes:
+    (length,) = _LENGTH.unpack(_exactly(pipe, _LENGTH.size))
+    return _exactly(pipe, length)
+
+
+def _exactly(pipe: IO[bytes], size: int) -> bytes:
+    data = pipe.read(size)
+    if len(data) < size:
+        raise EOFError
+    return data
+
+
+if __name__ == "__main__":
+    main()

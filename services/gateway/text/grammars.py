@@ -1,0 +1,205 @@
+"""What an answer shall match, from a client's words to the one text that engines read: built,
+checked and refused here, before any work.
+
+A schema's own faults are found here (``schemas.py``); the library's verdict comes from a process
+that may be ended (``grammar_process.py``), because compiling has no bound of its own. Knows no
+endpoint: ``Structure.param`` names the field in errors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from services.gateway.limits import checked_count, refusal
+from services.gateway.text.grammar_process import GrammarProcess, Verdict
+from services.gateway.text.schemas import key_place, schema_fault, without_annotations
+from shared.errors import Overloaded
+from shared.grammar import MAX_GRAMMAR_BYTES, library
+
+MAX_KNOWN = 256
+"""Grammars whose verdict is remembered: those asked for last."""
+
+MAX_CHOICES = 1024
+"""Texts that an answer may have to choose from."""
+
+MAX_WAITING = 64
+"""Grammars that may wait to be checked; more are refused."""
+
+WHITESPACE = r"( |\n {0,24})"
+"""Between the parts of JSON, where a client says nothing else: a space, or a line end and indent.
+Bounded, for a model that is in doubt writes spaces without end."""
+
+Kind = Literal["json_schema", "regex", "choice", "grammar", "tags"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Structure:
+    """What an answer shall match, in nobody's wire format.
+
+    value: of json_schema a JSON value; of regex and grammar (Lark or GBNF) a text; of choice texts;
+    of tags (llguidance's ``StructTag``) mappings of its arguments. param: the field that says so.
+    whitespace: of json_schema, a regular expression; None = ``WHITESPACE``.
+    """
+
+    kind: Kind
+    value: Any = field(repr=False)
+    param: str
+    whitespace: str | None = None
+
+
+class Grammars:
+    """Builds and checks grammars for one gateway. Close it at the end."""
+
+    def __init__(self, check: Callable[[str], Verdict] | None = None) -> None:
+        """check: in place and at once, of tests under virtual time."""
+        self._process = GrammarProcess()
+        self._check = check
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._known: OrderedDict[str, Verdict] = OrderedDict()
+        self._num_waiting = 0
+
+    def close(self) -> None:
+        """End the thread and its process; a check in progress fails."""
+        self._process.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def checked(self, structure: Structure) -> str:
+        """Return the grammar of a structure.
+
+        Raises InvalidRequest: it is no structure of its kind, nothing matches it, or it is too
+        large to follow. Overloaded: too many wait to be checked.
+        """
+        if self._check is not None:
+            return self._checked(structure)
+        if self._num_waiting >= MAX_WAITING:
+            raise Overloaded("too many grammars wait to be checked", retry_after_s=1.0)
+        self._num_waiting += 1
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._thread, self._checked, structure)
+        finally:
+            self._num_waiting -= 1
+
+    def _checked(self, structure: Structure) -> str:
+        grammar = text_of(structure)
+        if len(grammar.encode()) > MAX_GRAMMAR_BYTES:
+            raise refusal(
+                structure.param,
+                f"as a grammar it must have at most {MAX_GRAMMAR_BYTES} bytes",
+                code="grammar_too_large",
+            )
+        fault = self._verdict(grammar).fault
+        if fault:
+            place = structure.param
+            if structure.kind == "json_schema":
+                place = key_place(structure.value, fault, place)
+            raise refusal(place, fault, code="invalid_grammar")
+        return grammar
+
+    def _verdict(self, grammar: str) -> Verdict:
+        known = self._known.get(grammar)
+        if known is not None:
+            self._known.move_to_end(grammar)
+            return known
+        verdict = (self._check or self._process.check)(grammar)
+        if verdict.is_lasting:
+            self._known[grammar] = verdict
+            if len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
+        return verdict
+
+
+def one_wish(wishes: Sequence[Structure]) -> Structure | None:
+    """Return what an answer shall match; None = anything. Raises InvalidRequest: two structures are
+    asked for, or one of too many choices."""
+    if len(wishes) > 1:
+        raise refusal(wishes[1].param, f"does not go with {wishes[0].param}: give one of them")
+    if wishes and wishes[0].kind == "choice":
+        wish = wishes[0]
+        checked_count(len(wish.value), MAX_CHOICES, param=wish.param, what="choices", least=1)
+        if not all(wish.value):
+            raise refusal(wish.param, "a choice must have at least one character")
+    return wishes[0] if wishes else None
+
+
+def text_of(structure: Structure) -> str:
+    """Return a structure as the library reads it, not yet checked by it.
+
+    Raises InvalidRequest: the value is none of its kind, or of a schema that no answer ends.
+    """
+    value, param = structure.value, structure.param
+    write = library().LLMatcher
+    match structure.kind:
+        case "json_schema":
+            fault = schema_fault(value)
+            if fault is not None:
+                raise refusal(f"{param}{fault.place}", fault.rule, code="invalid_grammar")
+            schema: Any = {} if value is True else without_annotations(value)
+            return write.grammar_from_json_schema(
+                json.dumps(schema), overrides=_json_options(structure.whitespace)
+            )
+        case "regex":
+            return write.grammar_from_regex(_text(value, param))
+        case "choice":
+            return write.grammar_from_lark("start: " + " | ".join(map(_literal, value)))
+        case "grammar":
+            return write.grammar_from_lark(_lark(_text(value, param), param))
+        case "tags":
+            return _tags(value)
+
+
+def _json_options(whitespace: str | None) -> dict[str, Any]:
+    """whitespace: '' = none."""
+    spaces: dict[str, Any] = {"whitespace_flexible": False, "whitespace_pattern": None}
+    if whitespace != "":
+        spaces["whitespace_pattern"] = whitespace or WHITESPACE
+        del spaces["whitespace_flexible"]
+    return {
+        **spaces,
+        # A schema may bring options of its own under a key of the library's: not those.
+        "lenient": False,
+        "coerce_one_of": False,
+    }
+
+
+def _text(value: Any, param: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise refusal(param, "must be a text with at least one character")
+    return value
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _lark(text: str, param: str) -> str:
+    """Return a grammar in Lark's words; GBNF (of llama.cpp, and xgrammar's EBNF) is translated."""
+    translate: Any = library().gbnf_to_lark.any_to_lark
+    try:
+        return translate(text)
+    except Exception as error:  # the translator is a plain parser: ValueError, IndexError, ...
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise refusal(
+            param, f"is neither Lark's nor GBNF: {reason}", code="invalid_grammar"
+        ) from None
+
+
+def _tags(tags: Sequence[Mapping[str, Any]]) -> str:
+    struct_tag: Any = library().StructTag
+    return struct_tag.to_grammar([struct_tag(**tag) for tag in tags], assume_special=False)
+
+
+def parsed_json(text: str, param: str) -> Any:
+    """Return a JSON value that a client sent as text. Raises InvalidRequest."""
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        raise refusal(param, "must be a JSON schema, as text") from None

@@ -1,0 +1,200 @@
+"""JSON schemas that clients send: what is wrong with one, and where.
+
+Only what the grammar library does not say: whether an answer to it can end, and the place of a
+keyword. Format: https://json-schema.org/draft/2020-12
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, cast
+
+MAX_DEPTH = 64
+MAX_VISITS = 200_000
+"""Most parts that are looked at, again and again where references lead to each other."""
+
+_SCALARS = frozenset({"string", "number", "integer", "boolean", "null"})
+_FORMATS = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"}
+)
+_VALUES = frozenset({"const", "enum", "default", "examples"})
+"""Keywords that hold values, not schemas."""
+
+_QUOTED = re.compile(r'"([^"]+)"')
+
+
+class SchemaFault(NamedTuple):
+    """place: below the field that holds the schema, '' = the whole."""
+
+    place: str
+    rule: str
+
+
+def schema_fault(schema: Any) -> SchemaFault | None:
+    """Return why no answer can end that matches this schema, None = nothing is known."""
+    if not isinstance(schema, dict | bool):
+        return SchemaFault("", "must be a JSON schema: an object, or true")
+    if _depth(schema) > MAX_DEPTH:
+        return SchemaFault("", f"must be nested at most {MAX_DEPTH} levels deep")
+    ends = _Ends(schema)
+    if ends.of(schema):
+        return None
+    if ends.is_cut:
+        return SchemaFault("", "has too many references that lead to each other")
+    return SchemaFault(
+        _place(ends.endless),
+        "no answer ends that matches it: it asks for itself within itself, or for nothing that "
+        "there is",
+    )
+
+
+def without_annotations(schema: Any) -> Any:
+    """Return a schema without formats that say nothing of a text (``int32``, ``password``): by the
+    standard a format is a remark, and the library takes only those that it can hold an answer to.
+    """
+    if isinstance(schema, list):
+        return [without_annotations(one) for one in cast("list[Any]", schema)]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: value if key in _VALUES else without_annotations(value)
+        for key, value in cast("dict[str, Any]", schema).items()
+        if key != "format" or not isinstance(value, str) or value in _FORMATS
+    }
+
+
+def key_place(schema: Any, message: str, param: str) -> str:
+    """Return the path of the first keyword of a schema that a library's message quotes, else
+    ``param`` alone."""
+    quoted = set(_QUOTED.findall(message))
+    for path, key in _keywords(schema, ""):
+        if key in quoted:
+            return f"{param}{path}.{key}"
+    return param
+
+
+def _keywords(schema: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Every key of every object, with the path of the object."""
+    if isinstance(schema, dict):
+        for key, value in cast("dict[str, Any]", schema).items():
+            yield path, key
+            yield from _keywords(value, f"{path}.{key}")
+    elif isinstance(schema, list):
+        for index, value in enumerate(cast("list[Any]", schema)):
+            yield from _keywords(value, f"{path}[{index}]")
+
+
+def _depth(value: Any) -> int:
+    """Levels of lists and objects, without recursion; stops when there are too many."""
+    level: list[Any] = [value]
+    depth = 0
+    while level and depth <= MAX_DEPTH + 1:
+        inner: list[Any] = []
+        for one in level:
+            if isinstance(one, dict):
+                inner += cast("dict[str, Any]", one).values()
+            elif isinstance(one, list):
+                inner += cast("list[Any]", one)
+        level = inner
+        depth += 1
+    return depth - 1
+
+
+def _place(ref: str) -> str:
+    return ref.removeprefix("#").replace("/", ".")
+
+
+class _Ends:
+    """Whether there is an answer of finite length: the least solution of "ends if its parts end",
+    where what a reference names does not end until it is shown to."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._known: dict[str, bool] = {}
+        self._num_visits = 0
+        self.endless = ""
+        refs = sorted({ref for ref in _refs(root) if self._target(ref) is not None})
+        self._known = dict.fromkeys(refs, False)
+        has_changed = True
+        while has_changed and self._num_visits < MAX_VISITS:
+            has_changed = False
+            for ref in refs:
+                if not self._known[ref] and self.of(self._target(ref)):
+                    self._known[ref] = has_changed = True
+        self.endless = next((ref for ref in refs if not self._known[ref]), "")
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it was too much to look at: what was not shown to end may."""
+        return self._num_visits >= MAX_VISITS
+
+    def of(self, schema: Any) -> bool:
+        """Whether an answer to a schema within the root can end."""
+        self._num_visits += 1
+        if not isinstance(schema, dict):
+            return schema is not False
+        parts = cast("Mapping[str, Any]", schema)
+        ref = parts.get("$ref")
+        if isinstance(ref, str) and not self._known.get(ref, True):
+            return False
+        if not all(map(self.of, _list(parts.get("allOf")))):
+            return False
+        for name in ("anyOf", "oneOf"):
+            choices = _list(parts.get(name))
+            if choices and not any(map(self.of, choices)):
+                return False
+        if "const" in parts or "enum" in parts:
+            return True
+        kinds = parts.get("type")
+        kinds = {kinds} if isinstance(kinds, str) else set(_list(kinds))
+        if not kinds or kinds & _SCALARS:
+            # Without a type other kinds of values match as well, whatever an object must have.
+            return True
+        return ("object" in kinds and self._object_ends(parts)) or (
+            "array" in kinds and self._array_ends(parts)
+        )
+
+    def _object_ends(self, parts: Mapping[str, Any]) -> bool:
+        properties = parts.get("properties")
+        known = cast("dict[str, Any]", properties) if isinstance(properties, dict) else {}
+        required = [key for key in _list(parts.get("required")) if isinstance(key, str)]
+        return all(self.of(known[key]) for key in required if key in known)
+
+    def _array_ends(self, parts: Mapping[str, Any]) -> bool:
+        least = parts.get("minItems", 0)
+        first = _list(parts.get("prefixItems"))
+        num_first = min(len(first), least) if isinstance(least, int) else 0
+        if not all(map(self.of, first[:num_first])):
+            return False
+        return not isinstance(least, int) or least <= len(first) or self.of(parts.get("items"))
+
+    def _target(self, ref: str) -> Any | None:
+        if not ref.startswith("#"):
+            return None
+        found = self._root
+        for step in ref[1:].split("/")[1:]:
+            key = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, dict):
+                found = cast("dict[str, Any]", found).get(key)
+            elif isinstance(found, list) and key.isdecimal() and int(key) < len(found):  # pyright: ignore[reportUnknownArgumentType]
+                found = cast("list[Any]", found)[int(key)]
+            else:
+                return None
+        return found
+
+
+def _refs(schema: Any) -> Iterator[str]:
+    if isinstance(schema, dict):
+        for key, value in cast("dict[str, Any]", schema).items():
+            if key == "$ref" and isinstance(value, str):
+                yield value
+            else:
+                yield from _refs(value)
+    elif isinstance(schema, list):
+        for value in cast("list[Any]", schema):
+            yield from _refs(value)
+
+
+def _list(value: Any) -> list[Any]:
+    return cast("list[Any]", value) if isinstance(value, list) else []

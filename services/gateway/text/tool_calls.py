@@ -1,0 +1,493 @@
+"""Calls of tools, found in the text of an answer as it comes, in the ways that models write them.
+
+    hermes     text <tool_call>{"name": "f", "arguments": {…}}</tool_call> …     Hermes, Qwen
+    llama3     {"name": "f", "parameters": {…}}; …                               Llama 3.1 and later
+    mistral    [TOOL_CALLS][{"name": "f", "arguments": {…}}, …]                  Mistral; also f{…}
+    pythonic   [f(a=1), g(b="x")]                                                Llama 4, ToolACE
+
+Text before a call leaves at once, but for what may be the beginning of one. A call leaves in parts
+where its name comes first: the name, then its arguments as they come. What looks like a call and is
+none is text. Knows no tokens and no wire format.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple, cast
+
+Family = Literal["hermes", "llama3", "mistral", "pythonic"]
+FAMILIES: tuple[Family, ...] = ("hermes", "llama3", "mistral", "pythonic")
+
+_HEAD = re.compile(
+    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)'
+)
+"""A call whose name comes first, up to the value of its arguments."""
+_BARE = re.compile(r"\s*([A-Za-z0-9_.-]{1,64})(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
+"""Mistral's newer way, up to the arguments."""
+
+
+class Said(NamedTuple):
+    """Text, or a part of a call. call: how many calls came before it, -1 = text. name: with the
+    first part of a call. is_thought: text of thinking."""
+
+    text: str
+    call: int = -1
+    name: str = ""
+    is_thought: bool = False
+
+
+class JsonValue:
+    """Finds where a JSON value ends that comes in pieces."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._is_escaped = False
+        self._has_begun = False
+
+    def take(self, text: str) -> int | None:
+        """Return how much of ``text`` belongs to the value, None = all, and it goes on."""
+        for index, char in enumerate(text):
+            if self._in_string:
+                if self._is_escaped:
+                    self._is_escaped = False
+                elif char == "\\":
+                    self._is_escaped = True
+                elif char == '"':
+                    self._in_string = False
+                    if not self._depth:
+                        return index + 1
+            elif char == '"':
+                self._in_string = self._has_begun = True
+            elif char in "{[":
+                self._depth += 1
+                self._has_begun = True
+            elif char in "}]":
+                if not self._depth:
+                    return index  # of a number, at the end of what it stands in
+                self._depth -= 1
+                if not self._depth:
+                    return index + 1
+            elif not self._depth:
+                if char in ", \n" and self._has_begun:
+                    return index
+                self._has_begun = self._has_begun or not char.isspace()
+        return None
+
+
+class ToolParser:
+    """One answer. names: of the tools that there are; a call of another is text."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = frozenset(names)
+        self._held = ""
+        self.num_calls = 0
+
+    def feed(self, text: str) -> list[Said]:
+        """Take text, and return what is sure now."""
+        self._held += text
+        return list(self._said(is_over=False))
+
+    def finish(self) -> list[Said]:
+        """Return the rest: the answer is over, maybe within a call."""
+        said = list(self._said(is_over=True))
+        rest, self._held = self._held, ""
+        if rest:
+            said.append(Said(rest))
+        return said
+
+    def _said(self, *, is_over: bool) -> Iterator[Said]:
+        raise NotImplementedError
+
+    def _text_before(self, marks: Sequence[str]) -> tuple[str, str | None]:
+        """Cut off the text before the first of some marks, or that no mark can begin in."""
+        found = min(
+            ((place, mark) for mark in marks if (place := self._held.find(mark)) >= 0),
+            default=None,
+        )
+        if found is not None:
+            place, mark = found
+            text, self._held = self._held[:place], self._held[place + len(mark) :]
+            return text, mark
+        num_begun = max(_num_begun(self._held, mark) for mark in marks)
+        cut = len(self._held) - num_begun
+        text, self._held = self._held[:cut], self._held[cut:]
+        return text, None
+
+    def _whole(self, name: str, arguments: Any) -> Said:
+        """A call that came at once."""
+        call, self.num_calls = self.num_calls, self.num_calls + 1
+        return Said(arguments if isinstance(arguments, str) else _json(arguments), call, name)
+
+    def _of_value(self, value: Any) -> list[Said] | None:
+        """The calls of a JSON value, None = it is no call of ours."""
+        calls = cast("list[Any]", value) if isinstance(value, list) else [value]
+        read = [self._read(one) for one in calls]
+        if not read or None in read:
+            return None
+        return [self._whole(*one) for one in read if one is not None]
+
+    def _read(self, value: Any) -> tuple[str, Any] | None:
+        if not isinstance(value, dict):
+            return None
+        call = cast("dict[str, Any]", value)
+        name = call.get("name")
+        if name not in self._names:
+            return None
+        return name, call.get("arguments", call.get("parameters", {}))
+
+
+class TextParser(ToolParser):
+    """All is text."""
+
+    def _said(self, *, is_over: bool) -> Iterator[Said]:
+        text, self._held = self._held, ""
+        if text:
+            yield Said(text)
+
+
+class HermesParser(ToolParser):
+    """Between ``<tool_call>`` and ``</tool_call>``."""
+
+    BEGIN, END = "<tool_call>", "</tool_call>"
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(names)
+        self._is_call = self._is_after_call = False
+        self._value: JsonValue | None = None  # of the arguments that are on their way
+        self._has_head = False
+
+    def _said(self, *, is_over: bool) -> Iterator[Said]:
+        while self._held:
+            if self._is_after_call:  # spaces between calls are no text
+                self._held = self._held.lstrip()
+                if not self._held:
+                    return
+                self._is_after_call = False
+            if not self._is_call:
+                text, mark = self._text_before([self.BEGIN])
+                if text:
+                    yield Said(text)
+                if mark is None:
+                    return
+                self._is_call, self._has_head = True, False
+            if not self._has_head and (head := _HEAD.match(self._held)):
+                name = json.loads(head[1])
+                if name in self._names:
+                    self._held = self._held[head.end() :]
+                    self._has_head, self._value = True, JsonValue()
+                    self.num_calls += 1
+                    yield Said("", self.num_calls - 1, name)
+            if self._value is not None:
+                end = self._value.take(self._held)
+                part, self._held = self._held[:end], "" if end is None else self._held[end:]
+                if part:
+                    yield Said(part, self.num_calls - 1)
+                if end is None:
+                    return
+                self._value = None
+            end = self._held.find(self.END)
+            if end < 0:
+                if is_over and self._has_head:
+                    self._held = ""
+                elif is_over:
+                    self._held = self.BEGIN + self._held
+                    yield from self._unfinished()
+                return
+            inner, self._held = self._held[:end], self._held[end + len(self.END) :]
+            self._is_call = False
+            calls = None if self._has_head else self._of_value(_loads(inner))
+            self._is_after_call = self._has_head or calls is not None
+            if not self._has_head:
+                yield from calls or [Said(self.BEGIN + inner + self.END)]
+
+    def _unfinished(self) -> Iterator[Said]:
+        """What began like a call when the answer ended; some models leave the last mark out."""
+        calls = self._of_value(_loads(self._held.removeprefix(self.BEGIN)))
+        if calls:
+            self._held = ""
+            yield from calls
+
+
+class WholeJsonParser(ToolParser):
+    """An answer that is calls and nothing else, or none at all: whole, once it is over.
+
+    marks: what may stand before it. A text that does not begin like it leaves at once.
+    """
+
+    MARKS: tuple[str, ...] = ("<|python_tag|>",)
+    BEGINS = "{"
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(names)
+        self._is_text = False
+
+    def _said(self, *, is_over: bool) -> Iterator[Said]:
+        if not self._is_text:
+            start = self._held.lstrip()
+            mark = next((one for one in self.MARKS if start.startswith(one)), "")
+            start = start[len(mark) :].lstrip()
+            might = not start or start.startswith(self.BEGINS)
+            if not mark and start and any(one.startswith(start) for one in self.MARKS):
+                might = True  # the mark itself is on its way
+            if might and not is_over:
+                return
+            if might:
+                calls = self._calls(start)
+                if calls:
+                    self._held = ""
+                    yield from calls
+            self._is_text = True
+        if self._held:
+            text, self._held = self._held, ""
+            yield Said(text)
+
+    def _calls(self, text: str) -> list[Said] | None:
+        values: list[Any] = []
+        decoder = json.JSONDecoder()
+        while text:
+            try:
+                value, end = decoder.raw_decode(text)
+            except (ValueError, RecursionError):
+                return None
+            values += cast("list[Any]", value) if isinstance(value, list) else [value]
+            text = text[end:].lstrip().removeprefix(";").lstrip()
+        return self._of_value(values)
+
+
+class PythonicParser(WholeJsonParser):
+    """A list of Python's calls with literals for arguments."""
+
+    MARKS = ("<|python_start|>", "<|python_tag|>")
+    BEGINS = "["
+
+    def _calls(self, text: str) -> list[Said] | None:
+        text = text.strip().removesuffix("<|python_end|>").strip()
+        try:
+            body = ast.parse(text, mode="eval").body
+            parts = body.elts if isinstance(body, ast.List) else []
+            read = [self._call_of(part) for part in parts]
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return None
+        if not read or None in read:
+            return None
+        return [self._whole(*one) for one in read if one is not None]
+
+    def _call_of(self, part: ast.expr) -> tuple[str, Any] | None:
+        if not isinstance(part, ast.Call) or part.args:
+            return None
+        name = ast.unparse(part.func)
+        if name not in self._names:
+            return None
+        arguments = {word.arg: ast.literal_eval(word.value) for word in part.keywords if word.arg}
+        _json(arguments)  # a set or bytes are no JSON: ValueError
+        return name, arguments
+
+
+class MistralParser(ToolParser):
+    """After ``[TOOL_CALLS]``: a list, or name and arguments one after the other."""
+
+    MARK = "[TOOL_CALLS]"
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(names)
+        self._is_call = False
+
+    def _said(self, *, is_over: bool) -> Iterator[Said]:
+        if not self._is_call:
+            text, mark = self._text_before([self.MARK])
+            if text:
+                yield Said(text)
+            if mark is None:
+                return
+            self._is_call = True
+        if not is_over:
+            return
+        calls: list[Said] = []
+        text = self._held.strip()
+        found = self._of_value(_loads(text)) if text.startswith("[") else None
+        if found is None:
+            for piece in text.split(self.MARK):
+                head = _BARE.match(piece)
+                if head is None or head[1] not in self._names:
+                    break
+                arguments = _loads(piece[head.end() :])
+                if not isinstance(arguments, dict):
+                    break
+                calls.append(self._whole(head[1], arguments))
+            else:
+                found = calls
+        self._held = "" if found else self.MARK + self._held
+        yield from found or ()
+
+
+class ListParser(ToolParser):
+    """The JSON list that the grammar of ``tool_choice: required`` makes; calls leave one by one."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(names)
+        self._value: JsonValue | None = None
+
+    def _said(self, *, is_over: bool) -> Iterator[Said]:
+        while self._held:
+            if self._value is None:
+                head = _HEAD.match(self._held.lstrip(" \t\r\n[,}"))
+                if head is None:
+                    if is_over:
+                        self._held = (
+                            ""  # the list's end, or a call that was cut off before its name
+                        )
+                    return
+                self._held = self._held.lstrip(" \t\r\n[,}")[head.end() :]
+                self._value = JsonValue()
+                self.num_calls += 1
+                yield Said("", self.num_calls - 1, json.loads(head[1]))
+            end = self._value.take(self._held)
+            part, self._held = self._held[:end], "" if end is None else self._held[end:]
+            if part:
+                yield Said(part, self.num_calls - 1)
+            if end is None:
+                return
+            self._value = None
+
+
+class NamedParser(ToolParser):
+    """An answer that is the arguments of one call, whose name is known."""
+
+    def _said(self, *, is_over: bool) -> Iterator[Said]:
+        if not self.num_calls:
+            self.num_calls = 1
+            (name,) = self._names
+            yield Said("", 0, name)
+        text, self._held = self._held, ""
+        if text:
+            yield Said(text, 0)
+
+
+class ThoughtParser:
+    """Tells thinking (``<think>…</think>``, at the beginning) from what comes after it.
+
+    is_open: the prompt has begun it. after: takes the rest, None = it is text.
+    """
+
+    BEGIN, END = "<think>", "</think>"
+
+    def __init__(self, after: ToolParser | None, *, is_open: bool) -> None:
+        self._after = after
+        self._is_thinking = is_open
+        self._is_decided = is_open
+        self._is_blank = True  # of the part that is on: leading spaces go
+        self._held = ""
+
+    @property
+    def num_calls(self) -> int:
+        """Calls so far."""
+        return self._after.num_calls if self._after is not None else 0
+
+    def feed(self, text: str) -> list[Said]:
+        """See ``ToolParser``."""
+        self._held += text
+        if not self._is_decided:
+            start = self._held.lstrip()
+            if len(start) < len(self.BEGIN) and self.BEGIN.startswith(start):
+                return []
+            self._is_decided = True
+            if start.startswith(self.BEGIN):
+                self._is_thinking, self._held = True, start[len(self.BEGIN) :]
+            else:
+                self._is_blank = False
+        if self._is_blank:
+            self._held = self._held.lstrip()
+            self._is_blank = not self._held
+        if not self._is_thinking:
+            return self._rest()
+        thought, mark, rest = self._held.partition(self.END)
+        if mark:
+            self._is_thinking, self._held = False, rest.lstrip()
+            self._is_blank = not self._held
+            return [*_thought(thought.rstrip()), *self._rest()]
+        # The last spaces are held, too: they go if the end follows.
+        sure = thought[: len(thought) - _num_begun(thought, self.END)].rstrip()
+        self._held = thought[len(sure) :]
+        return _thought(sure)
+
+    def finish(self) -> list[Said]:
+        """See ``ToolParser``."""
+        if self._is_thinking:
+            held, self._held = self._held, ""
+            return _thought(held)
+        said = self._rest()
+        return said + (self._after.finish() if self._after is not None else [])
+
+    def _rest(self) -> list[Said]:
+        text, self._held = self._held, ""
+        if self._after is not None:
+            return self._after.feed(text)
+        return [Said(text)] if text else []
+
+
+def _thought(text: str) -> list[Said]:
+    return [Said(text, is_thought=True)] if text else []
+
+
+def _num_begun(text: str, mark: str) -> int:
+    """How many characters at a text's end may begin a mark."""
+    longest = min(len(mark) - 1, len(text))
+    return next((n for n in range(longest, 0, -1) if mark.startswith(text[-n:])), 0)
+
+
+def _loads(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _json(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+
+
+PARSERS: dict[Family, type[ToolParser]] = {
+    "hermes": HermesParser,
+    "llama3": WholeJsonParser,
+    "mistral": MistralParser,
+    "pythonic": PythonicParser,
+}
+
+SHOWS_SPECIAL_TOKENS = frozenset[Family]({"llama3", "mistral", "pythonic"})
+"""Families whose marks are special tokens, which answers do not show otherwise."""
+
+
+def family_of(template: str | None) -> Family | None:
+    """Return how a model writes calls, by the marks in its chat template; None = not at all."""
+    if template is None or "tools" not in template:
+        return None
+    if "<tool_call>" in template:
+        return "hermes"
+    if "[TOOL_CALLS]" in template:
+        return "mistral"
+    if "func_name1(" in template or "<|python_start|>" in template:
+        return "pythonic"
+    if "<|python_tag|>" in template or '"parameters":' in template:
+        return "llama3"
+    return None
+
+
+def chosen_family(setting: str, template: str | None) -> Family | None:
+    """Return how calls are written; setting: ``auto``, ``none``, or a family."""
+    if setting == "auto":
+        return family_of(template)
+    return next((family for family in FAMILIES if family == setting), None)
+
+
+def chosen_thinking(setting: str, template: str | None) -> bool:
+    """Return whether answers may think first; setting: ``auto``, ``none``, or ``think``."""
+    if setting == "auto":
+        return ThoughtParser.BEGIN in (template or "")
+    return setting == "think"

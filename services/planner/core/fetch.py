@@ -1,0 +1,78 @@
+"""Fetch a prefix's KV or compute it anew, and how much of a transfer the computation hides.
+
+Mooncake (FAST'25, section 2): prefill of n tokens costs l * (a n^2 d + b n d^2) operations, with
+a = 4 and b = 22. Splitwise (ISCA'24, section 4): layers travel while the next ones compute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from services.planner.core.kv_size import KvShape
+from shared.predict.roofline import DEVICES
+
+ATTENTION_OPS: Final = 4
+LINEAR_OPS: Final = 22
+
+DEVICE_FLOPS: Final = {name: sheet.flops for name, sheet in DEVICES.items()}
+"""Dense 16-bit operations a second, from the vendor's data sheets."""
+
+
+def prefill_flops(shape: KvShape, num_tokens: int) -> float:
+    """Return the operations that a prompt costs."""
+    n, d = num_tokens, shape.hidden
+    return shape.num_layers * (ATTENTION_OPS * n * n * d + LINEAR_OPS * n * d * d)
+
+
+def fetch_pays_from(shape: KvShape, num_tokens: int, flops: float) -> float:
+    """Return bytes/s from which fetching so many tokens' KV is quicker than computing them.
+
+    flops: operations a second that prefill really gets; at a device's peak this is an upper bound.
+    """
+    return shape.token_bytes * num_tokens / (prefill_flops(shape, num_tokens) / flops)
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """Time of a KV transfer that prefill does not hide, seconds."""
+
+    layerwise_s: float
+    serial_s: float
+
+
+def exposed(
+    shape: KvShape,
+    num_tokens: int,
+    *,
+    prefill_s: float,
+    link: float,
+    message_s: float = 0.0,
+    sync_s: float = 0.0,
+    interference: float = 0.0,
+) -> Push:
+    """Return what of a prompt's transfer is left after its computation.
+
+    Layer-wise: a layer leaves when it is computed and its predecessor has left. message_s: cost of
+    one message; sync_s: of the word that all is there; interference: share by which sending slows
+    prefill, counted for layer-wise alone.
+    """
+    layer_s = shape.layer_bytes * num_tokens / link + message_s
+    num = shape.num_layers
+    compute_s = prefill_s / num
+    rest_s = max(layer_s, num * layer_s - (num - 1) * compute_s) + sync_s
+    serial_s = num * shape.layer_bytes * num_tokens / link + message_s + sync_s
+    return Push(rest_s + interference * prefill_s, serial_s)
+
+
+def pipeline_makespan(chunks_s: list[float], num_stages: int) -> float:
+    """Return when the last chunk leaves the last stage (Mooncake's chunked pipeline parallelism).
+
+    chunks_s: each chunk's time on one device; a stage has an equal share of the layers.
+    """
+    ends = [0.0] * num_stages
+    for chunk_s in chunks_s:
+        before = 0.0
+        for stage in range(num_stages):
+            ends[stage] = before = max(ends[stage], before) + chunk_s / num_stages
+    return ends[-1]

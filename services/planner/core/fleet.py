@@ -1,0 +1,183 @@
+"""Which mesh to buy: the cheapest that attains, or the one with the best goodput for a budget.
+
+Closed forms rule out what cannot attain; what is left is simulated by rising cost until two meshes
+attain, or, for a budget, by falling bound until no bound is above the best that was found. Adding a
+worker is taken never to hurt: a mesh that has no more of anything than one that missed is skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Final
+
+from services.planner.core.bounds import WorkerBound, mesh_bound
+from services.planner.core.mesh_text import MeshPart, MeshShape, Unit
+
+RUNNER_UP_COST: Final = 2.0
+"""The runner-up is looked for among meshes that cost at most so many times the winner."""
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """Of one device: what is to be as little as possible."""
+
+    of: Mapping[str, float]
+    unit: str
+
+    def cost(self, shape: MeshShape) -> float:
+        """Return what a mesh costs."""
+        return sum(part.num * part.unit.tp * self.of[part.unit.device] for part in shape.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class MeshOffer:
+    """A mesh that may attain. bound: requests/s beyond which it cannot."""
+
+    shape: MeshShape
+    cost: float
+    bound: float
+
+
+def candidates(
+    bounds: Mapping[Unit, WorkerBound], price: Price, *, most_devices: int, has_mixed: bool = True
+) -> list[MeshOffer]:
+    """Return every mesh of at most so many devices: prefill workers of one unit with decode workers
+    of one unit, mixed ones of one unit, and where all are of one unit all three kinds."""
+    found: dict[MeshShape, MeshOffer] = {}
+    for shape in _shapes(list(bounds), most_devices, has_mixed=has_mixed):
+        if shape not in found:
+            bound = mesh_bound(shape, dict(bounds))
+            found[shape] = MeshOffer(shape, price.cost(shape), bound)
+    return list(found.values())
+
+
+def _shapes(units: Sequence[Unit], most: int, *, has_mixed: bool) -> Iterator[MeshShape]:
+    for first, second in product(units, units):
+        for num_first in range(1, most // first.tp + 1):
+            left = most - num_first * first.tp
+            for num_second in range(1, left // second.tp + 1):
+                pair = (MeshPart(num_first, "P", first), MeshPart(num_second, "D", second))
+                yield MeshShape.of(*pair)
+                if has_mixed and first == second:
+                    rest = (left - num_second * second.tp) // first.tp
+                    for num_mixed in range(1, rest + 1):
+                        yield MeshShape.of(*pair, MeshPart(num_mixed, "M", first))
+    if has_mixed:
+        for unit in units:
+            for num in range(1, most // unit.tp + 1):
+                yield MeshShape.of(MeshPart(num, "M", unit))
+
+
+@dataclass(slots=True)
+class Search:
+    """What has been tried so far, in order; whole at any moment, whatever ends it.
+
+    tried: with the rate that each was found to attain, or whether it attains the one asked for.
+    """
+
+    tried: list[tuple[MeshOffer, float]] = field(default_factory=list[tuple[MeshOffer, float]])
+    chosen: MeshOffer | None = None
+    runner_up: MeshOffer | None = None
+    num_ruled_out: int = 0
+    is_whole: bool = False
+
+    def goodput_of(self, candidate: MeshOffer) -> float:
+        """Return what it was found to attain."""
+        return next(rate for one, rate in self.tried if one is candidate)
+
+
+def cheapest(
+    offers: Sequence[MeshOffer],
+    rate: float,
+    attains: Callable[[MeshShape], bool],
+    search: Search,
+) -> None:
+    """Find the cheapest mesh that attains a rate, and the next one that is not it and more.
+
+    Fills in ``search`` as it goes.
+    """
+    possible = [one for one in offers if one.bound >= rate]
+    search.num_ruled_out = len(offers) - len(possible)
+    missed: list[MeshShape] = []
+    for one in sorted(possible, key=_by_cost):
+        chosen = search.chosen
+        if chosen is not None and one.cost > RUNNER_UP_COST * chosen.cost:
+            break
+        if chosen is not None and one.shape.holds(chosen.shape):
+            continue
+        if any(shape.holds(one.shape) for shape in missed):
+            search.num_ruled_out += 1
+            continue
+        is_good = attains(one.shape)
+        search.tried.append((one, rate if is_good else 0.0))
+        if not is_good:
+            missed.append(one.shape)
+        elif chosen is None:
+            search.chosen = one
+        else:
+            search.runner_up = one
+            break
+    search.is_whole = True
+
+
+def best_goodput(
+    offers: Sequence[MeshOffer],
+    budget: float,
+    goodput: Callable[[MeshShape, float], float],
+    search: Search,
+) -> None:
+    """Find the mesh within a budget that attains the highest rate.
+
+    goodput: of a mesh, or 0 if it is not above the rate given. Fills in ``search`` as it goes.
+    """
+    within = [one for one in offers if one.cost <= budget * (1 + 1e-9)]
+    shapes = {one.shape for one in within}
+    widest = [one for one in within if not _has_room(one.shape, shapes)]
+    search.num_ruled_out = len(offers) - len(widest)
+    for one in sorted(widest, key=lambda it: (-it.bound, it.cost, str(it.shape))):
+        best = 0.0 if search.chosen is None else search.goodput_of(search.chosen)
+        if one.bound <= best:
+            search.num_ruled_out += 1
+            continue
+        found = goodput(one.shape, best)
+        search.tried.append((one, found))
+        if found > best:
+            search.runner_up, search.chosen = search.chosen, one
+    search.is_whole = True
+
+
+def _has_room(shape: MeshShape, within: Collection[MeshShape]) -> bool:
+    """Whether a worker more of one of its kinds is within the budget, too."""
+    return any(
+        MeshShape.of(*shape.parts, MeshPart(1, part.kind, part.unit)) in within
+        for part in shape.parts
+    )
+
+
+def _by_cost(one: MeshOffer) -> tuple[float, int, float, str]:
+    return one.cost, one.shape.num_workers, -one.bound, str(one.shape)
+
+
+def neighbours(shape: MeshShape) -> list[MeshShape]:
+    """Return meshes of as many workers, one of which does another kind's work."""
+    found: list[MeshShape] = []
+    for part in shape.parts:
+        for kind in "PDM":
+            if kind == part.kind:
+                continue
+            others = [MeshPart(it.num - (it is part), it.kind, it.unit) for it in shape.parts]
+            other = MeshShape.of(*others, MeshPart(1, kind, part.unit))
+            if other.can_serve and other != shape and other not in found:
+                found.append(other)
+    return found
+
+
+def pairs(most: int) -> list[tuple[int, int]]:
+    """Return numbers of prefill and decode workers, each at least 1, together at most so many."""
+    return [
+        (num, other)
+        for num, other in product(range(1, most), range(1, most))
+        if num + other <= most
+    ]

@@ -1,0 +1,142 @@
+"""How many bytes a context's keys and values are, and how long they travel.
+
+bytes a token = 2 * layers * kv_heads * head_dim * bytes of an element; MLA keeps one latent vector
+and one rotary key a layer instead. GB and Gb are powers of ten, GiB of two.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from shared.errors import InvalidRequest
+
+_LINK: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kMGT]i?)?([Bb])(?:/s|ps)\s*")
+_FACTORS: Final = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_BINARY: Final = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvShape:
+    """What of a model decides the size of its KV.
+
+    hidden: width of the model, num_heads: of queries (both only for what recomputation costs).
+    latent: elements a layer and token of MLA, 0 = keys and values of every KV head. num_weights: of
+    the whole model, 0 = not known.
+    """
+
+    name: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden: int
+    bytes_per_element: float = 2.0
+    latent: int = 0
+    num_weights: float = 0.0
+
+    @property
+    def layer_bytes(self) -> float:
+        """Of one token in one layer."""
+        elements = self.latent or 2 * self.num_kv_heads * self.head_dim
+        return elements * self.bytes_per_element
+
+    @property
+    def token_bytes(self) -> float:
+        """Of one token in all layers."""
+        return self.num_layers * self.layer_bytes
+
+    @property
+    def group(self) -> float:
+        """Query heads that share one KV head (GQA's ratio); 1 = MHA."""
+        return self.num_heads / self.num_kv_heads
+
+
+def move_s(num_bytes: float, link: float) -> float:
+    """Return how long bytes take on a link of so many bytes a second."""
+    return num_bytes / link
+
+
+@dataclass(frozen=True, slots=True)
+class LinkNeed:
+    """Least bandwidth, bytes/s, for two reasons; the greater counts."""
+
+    sustained: float
+    latency: float
+
+    @property
+    def needed(self) -> float:
+        """What satisfies both."""
+        return max(self.sustained, self.latency)
+
+
+def link_need(rate: float, kv_bytes: float, budget_s: float, at_once: int = 1) -> LinkNeed:
+    """Return what a link must give: ``rate`` requests/s for ever, and ``at_once`` of them within
+    the part of the time to first token (or of prefill, layer-wise) that hides the transfer.
+
+    With at_once = rate * budget_s both are the same. "QPS * KV / TTFT" has the unit bytes/s^2.
+    """
+    return LinkNeed(rate * kv_bytes, at_once * kv_bytes / budget_s)
+
+
+def read_link(text: str) -> float:
+    """Return bytes a second of '25GB/s', '200Gb/s', '10 GiB/s': B are bytes, b bits.
+
+    Raises InvalidRequest.
+    """
+    match = _LINK.fullmatch(text)
+    if match is None or not float(match[1]):
+        raise InvalidRequest(
+            f"a link must be a rate above zero such as 25GB/s (bytes) or 200Gb/s (bits), "
+            f"not {text!r}"
+        )
+    prefix = match[2] or ""
+    factor = {**_FACTORS, **_BINARY}.get(prefix)
+    if factor is None:
+        factor = _BINARY["K" + prefix[1:]]  # kiB
+    return float(match[1]) * factor / (8 if match[3] == "b" else 1)
+
+
+def _published(
+    name: str,
+    billions: float,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    hidden: int = 0,
+) -> KvShape:
+    return KvShape(
+        name=name,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        hidden=hidden or heads * head_dim,
+        num_weights=billions * 1e9,
+    )
+
+
+PUBLISHED: Final = {
+    shape.name: shape
+    for shape in (
+        _published("llama-7b", 6.74, 32, 32, 32, 128),
+        _published("llama-13b", 13.02, 40, 40, 40, 128),
+        _published("llama-30b", 32.53, 60, 52, 52, 128),
+        _published("llama-65b", 65.29, 80, 64, 64, 128),
+        _published("llama-2-70b", 68.98, 80, 64, 8, 128),
+        _published("llama-3-8b", 8.03, 32, 32, 8, 128),
+        _published("llama-3-70b", 70.55, 80, 64, 8, 128),
+        _published("llama-3-405b", 405.9, 126, 128, 8, 128),
+        _published("opt-13b", 12.85, 40, 40, 40, 128),
+        _published("opt-66b", 65.72, 64, 72, 72, 128),
+        _published("opt-175b", 174.6, 96, 96, 96, 128),
+        _published("bloom-176b", 176.2, 70, 112, 112, 128),
+        _published("mistral-7b", 7.24, 32, 32, 8, 128),
+        _published("qwen3-0.6b", 0.596, 28, 16, 8, 128, 1024),
+        _published("palm-540b", 540.35, 118, 48, 1, 256, 18432),
+    )
+}
+"""Shapes as their config.json files have them, 2 bytes an element, for models without a folder.
+Billions of weights, then layers, heads of queries and of KV, elements of a head."""

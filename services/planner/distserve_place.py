@@ -1,0 +1,123 @@
+"""DistServe's placement for a file of requests: lengths drawn from it, arrivals by Poisson."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from services.planner.core.placement import (
+    MODEL_LAYERS,
+    Affinity,
+    LatencyGoal,
+    Placed,
+    Placement,
+    Replicas,
+    Success,
+    high_affinity,
+    low_affinity,
+    placements,
+)
+from services.planner.distserve_data import DistServeData
+from services.sim.baselines.distserve import (
+    DECODE_CAP_TOKENS,
+    Arrival,
+    DistServeSim,
+    Instances,
+    Latency,
+)
+from services.sim.baselines.distserve_times import Coefficients, Degree
+from shared.errors import InvalidRequest
+
+_NO_TIME = Coefficients((0.0, 0.0, 0.0), (0.0, 0.0, 0.0), (0.0, 0.0, 0.0), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Requests at any rate: the same lengths and the same gaps, stretched (common random
+    numbers, so that placements differ by what they are and not by luck)."""
+
+    lengths: Sequence[tuple[int, int]]
+    gaps: Sequence[float]
+
+    @staticmethod
+    def drawn(lengths: Sequence[tuple[int, int]], num: int, seed: int) -> Demand:
+        """Draw ``num`` requests, with replacement."""
+        rng = random.Random(seed)
+        return Demand(
+            [rng.choice(lengths) for _ in range(num)],
+            [0.0, *(rng.expovariate(1.0) for _ in range(num - 1))],
+        )
+
+    def at(self, rate: float) -> list[Arrival]:
+        """Return the requests at so many a second."""
+        at_ms, arrivals = 0.0, list[Arrival]()
+        for (prompt, output), gap in zip(self.lengths, self.gaps, strict=True):
+            at_ms += gap * 1000 / rate
+            arrivals.append(Arrival(at_ms, prompt, output))
+        return arrivals
+
+
+class Placer:
+    """Asks the simulator what placements of one model attain."""
+
+    def __init__(
+        self, data: DistServeData, model: str, demand: Demand, goal: LatencyGoal, success: Success
+    ) -> None:
+        if model not in MODEL_LAYERS:
+            raise InvalidRequest(f"--model must be {' or '.join(MODEL_LAYERS)}, not {model!r}")
+        self._data, self._model, self._demand = data, model, demand
+        self._goal: LatencyGoal = goal
+        self._success: Success = success
+        longest = max(prompt for prompt, _ in demand.lengths)
+        self._degrees = {
+            degree: instances
+            for degree in data.degrees(model)
+            if (instances := data.phase(model, degree)).capacity >= longest
+        }
+        largest = max(prompt + output for prompt, output in demand.lengths)
+        if largest > DECODE_CAP_TOKENS:
+            raise InvalidRequest(
+                f"a request of {largest} tokens is more than the {DECODE_CAP_TOKENS} of one decode "
+                "batch: it would wait for ever"
+            )
+
+    def candidates(self, num_nodes: int, gpus_per_node: int, affinity: Affinity) -> list[Placement]:
+        """Return the placements for which there are coefficients, and room for every prompt."""
+        shape = MODEL_LAYERS[self._model]
+        return [
+            one
+            for one in placements(shape, num_nodes, gpus_per_node, affinity)
+            if one.whole_prefill in self._degrees and one.whole_decode in self._degrees
+        ]
+
+    def together(self, candidates: Sequence[Placement]) -> Iterator[Placed]:
+        """Yield what each attains with both phases simulated together."""
+
+        def attains(one: Placement, rate: float) -> bool:
+            prefill, decode = self._degrees[one.whole_prefill], self._degrees[one.whole_decode]
+            return self._goal.is_met(self._run(prefill, decode, rate), self._success)
+
+        return low_affinity(candidates, attains)
+
+    def apart(self, most_gpus: int, rate: float) -> tuple[Replicas, Replicas] | None:
+        """Place each phase by itself: no answers for prefill, prompts in no time for decode."""
+        free = float("inf")
+
+        def prefill_attains(degree: Degree, at: float) -> bool:
+            instances = self._degrees[degree]
+            arrivals = [replace(one, output_len=0) for one in self._demand.at(at)]
+            latencies = DistServeSim(instances, instances).run(arrivals)
+            return replace(self._goal, tpot_ms=free).is_met(latencies, self._success)
+
+        def decode_attains(degree: Degree, at: float) -> bool:
+            decode = self._degrees[degree]
+            prefill = replace(decode, degree=Degree(1, 1), coefficients=_NO_TIME)
+            latencies = self._run(prefill, decode, at)
+            return replace(self._goal, ttft_ms=free).is_met(latencies, self._success)
+
+        degrees = [degree for degree in self._degrees if degree.num_devices <= most_gpus]
+        return high_affinity(degrees, prefill_attains, decode_attains, rate)
+
+    def _run(self, prefill: Instances, decode: Instances, rate: float) -> list[Latency]:
+        return DistServeSim(prefill, decode).run(self._demand.at(rate))

@@ -1,0 +1,86 @@
+"""The founding documents' figures that come from public data: medians, steps, ratios."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+from services.planner.core.paper_table import PaperRow, PaperTable
+from services.planner.mooncake_trace import read_mooncake
+from services.planner.rows import first_of
+from services.planner.splitwise_data import machine_times, read_azure_lengths, read_runs
+from services.sim.baselines.splitwise_times import MeasuredRun
+
+
+def decode_ms(
+    runs: Sequence[MeasuredRun], model: str, hardware: str, batch: int, prompt_len: int = 512
+) -> float:
+    """Return the median time of a decode step, with 8 GPUs."""
+    return median(
+        run.token_ms
+        for run in runs
+        if (run.model, run.hardware, run.tp, run.batch, run.prompt_len)
+        == (model, hardware, 8, batch, prompt_len)
+    )
+
+
+def data_tables(folder: Path) -> list[PaperTable]:
+    """Recompute them from a folder with the Azure and Mooncake traces and Splitwise's runs.
+
+    Raises DataError.
+    """
+    rows: list[PaperRow] = []
+    for name, theirs in (("code", ("1500", "13")), ("conv", ("1020", "129"))):
+        lengths = read_azure_lengths(first_of(folder, f"AzureLLMInferenceTrace_{name}_2023.csv"))
+        for idx, side in enumerate(("prompt", "answer")):
+            rows.append(
+                PaperRow(
+                    f"Azure 2023 {name}, median {side}",
+                    theirs[idx],
+                    median(pair[idx] for pair in lengths),
+                    0,
+                    "tokens",
+                    "rounded there" if theirs[idx] == "1500" else "",
+                )
+            )
+    for name in ("conversation", "synthetic"):
+        path = first_of(folder, f"mooncake_fast25_{name}_trace.jsonl", f"{name}_trace.jsonl")
+        lines = read_mooncake(path).lines
+        ratio = sum(line.input_length / line.output_length for line in lines) / len(lines)
+        why = "theirs is of another trace, 7590/182 = 41.7 by means: a mean of ratios, as ours"
+        rows.append(PaperRow(f"Mooncake {name}, mean of input/output", "720", ratio, 0, why=why))
+    runs = read_runs(first_of(folder, "splitwise_sim_perf_model.csv", "perf_model.csv"))
+    speeds = [
+        PaperRow(
+            f"{model}, {hardware}, prefill at {tokens} tokens",
+            "",
+            tokens / machine_times(runs, model, hardware).prompt_s(tokens),
+            0,
+            "tokens/s",
+            "the peak" if tokens == 2048 else "",
+        )
+        for model, hardware in (
+            ("llama2-70b", "h100-80gb"),
+            ("llama2-70b", "a100-80gb"),
+            ("bloom-176b", "h100-80gb"),
+        )
+        for tokens in (1024, 2048, 4096)
+    ]
+    steps = [
+        PaperRow(
+            f"llama2-70b, {hardware}, decode step of {batch}",
+            "",
+            decode_ms(runs, "llama2-70b", hardware, batch),
+            1,
+            "ms",
+        )
+        for hardware in ("h100-80gb", "a100-80gb")
+        for batch in (1, 16, 64)
+    ]
+    return [
+        PaperTable("Lengths in public traces", rows),
+        PaperTable(
+            "Where prefill saturates, what batching costs decode (8 GPUs)", [*speeds, *steps]
+        ),
+    ]

@@ -1,0 +1,208 @@
+"""One mesh simulated with one set of requests, and what it tells of the limits."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from services.planner.core.kv_size import KvShape
+from services.planner.core.limits import Felt
+from services.planner.core.mesh_text import MeshPart, MeshShape, Unit
+from services.sim.engine import TimedEngine
+from services.sim.mesh import CoreMesh
+from services.sim.open_loop import (
+    RunVerdict,
+    SimAnswer,
+    SimRequest,
+    run_open_loop,
+    simulated_model,
+)
+from services.sim.worker import CoreWorker, WorkerSize
+from shared.errors import InvalidRequest
+from shared.predict.times import TimeModel
+from shared.telemetry.definitions import RequestOutcome, Slo, attainment, percentile
+
+_ROLES = {"P": ("prefill", False), "D": ("decode", False), "M": ("decode", True)}
+
+
+@dataclass(frozen=True, slots=True)
+class UnitModel:
+    """What one worker is: how long its steps take, and how many tokens of KV it holds."""
+
+    times: TimeModel
+    kv_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshSetting:
+    """All of a simulated mesh but its workers. unit: what devices make of one worker."""
+
+    unit: Callable[[Unit], UnitModel]
+    kv: KvShape
+    slo: Slo
+    target: float
+    policy: str
+    block_size: int
+    token_budget: int
+    max_running: int
+    link_bytes_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshRun:
+    """What a run says. attained: share of all requests; of a run that ended early, as its verdict
+    was known, None. goodput: attained requests/s for each worker."""
+
+    shape: MeshShape
+    rate: float
+    num_requests: int
+    attains: bool
+    attained: float | None
+    answers: Sequence[SimAnswer]
+    felt: Felt | None
+    num_events: int
+    took_s: float
+
+    @property
+    def outcomes(self) -> list[RequestOutcome]:
+        """Every request, in the terms of the definitions."""
+        return [RequestOutcome(a.asked_at, a.token_times, a.is_complete) for a in self.answers]
+
+    @property
+    def goodput(self) -> float:
+        """Requests/s within the limits, for each worker; 0 of a run that ended early."""
+        return (self.attained or 0.0) * self.rate / self.shape.num_workers
+
+    @property
+    def errors(self) -> dict[str, int]:
+        """Types of errors, and how many."""
+        return dict(Counter(answer.error for answer in self.answers if answer.error))
+
+    @property
+    def num_retried(self) -> int:
+        """Requests that took more than one attempt."""
+        return sum(answer.num_attempts > 1 for answer in self.answers)
+
+    @property
+    def is_served(self) -> bool:
+        """Whether anybody got an answer."""
+        return any(answer.is_complete for answer in self.answers)
+
+
+def run_mesh(
+    setting: MeshSetting,
+    shape: MeshShape,
+    requests: Sequence[SimRequest],
+    rate: float,
+    *,
+    on_progress: Callable[[int], None] = lambda num_ended: None,
+    is_verdict_enough: bool = False,
+) -> MeshRun:
+    """Simulate one mesh. is_verdict_enough: stop when it is known whether the target is attained.
+
+    Raises InvalidRequest: the time model does not know one of the workers, or a request fits into
+    none.
+    """
+    began = time.perf_counter()
+    mesh, parts = _mesh(setting, shape, len(requests))
+    verdict = (
+        RunVerdict(setting.slo, setting.target, len(requests))
+        if is_verdict_enough and requests
+        else None
+    )
+    answers = run_open_loop(mesh, requests, on_progress, verdict)
+    outcomes = [RequestOutcome(a.asked_at, a.token_times, a.is_complete) for a in answers]
+    is_early = verdict is not None and verdict.attains is not None
+    attained = None if is_early else attainment(outcomes, setting.slo)
+    attains = bool(verdict.attains) if is_early and verdict else (attained or 0) >= setting.target
+    span_s = max((one.token_times[-1] for one in outcomes if one.token_times), default=0.0)
+    return MeshRun(
+        shape=shape,
+        rate=rate,
+        num_requests=len(requests),
+        attains=attains,
+        attained=attained,
+        answers=answers,
+        felt=None if is_early else _felt(outcomes, parts, setting, span_s),
+        num_events=mesh.clock.num_events,
+        took_s=time.perf_counter() - began,
+    )
+
+
+def _mesh(
+    setting: MeshSetting, shape: MeshShape, num_requests: int
+) -> tuple[CoreMesh, list[tuple[MeshPart, CoreWorker]]]:
+    sizes = {part.unit: _size(setting, part.unit) for part in shape.parts}
+    largest = max(sizes.values(), key=lambda size: size.num_blocks)
+    most_kv = max(setting.unit(part.unit).kv_tokens for part in shape.parts)
+    spec, layout = simulated_model(setting.kv.name, setting.kv.token_bytes, most_kv)
+    mesh = CoreMesh(
+        spec,
+        layout,
+        lambda _: TimedEngine(setting.unit(Unit()).times),
+        largest,
+        policy=setting.policy,
+        max_running=1 << 20,
+        max_waiting=max(1, num_requests),
+        max_wait_s=1e9,
+    )
+    workers: list[tuple[MeshPart, CoreWorker]] = []
+    for part in shape.parts:
+        role, serves_both = _ROLES[part.kind]
+        model = setting.unit(part.unit)
+        for _ in range(part.num):
+            engine = TimedEngine(model.times)
+            core = mesh.start(role, serves_both=serves_both, engine=engine, size=sizes[part.unit])
+            workers.append((part, core))
+    mesh.settle()
+    return mesh, workers
+
+
+def _size(setting: MeshSetting, unit: Unit) -> WorkerSize:
+    num_blocks = setting.unit(unit).kv_tokens // setting.block_size
+    if num_blocks < 8:
+        raise InvalidRequest(
+            "--kv-tokens must hold 8 blocks of --block-size at least (a worker holds "
+            f"{setting.unit(unit).kv_tokens} tokens of KV here)"
+        )
+    return WorkerSize(
+        num_blocks=num_blocks,
+        block_size=setting.block_size,
+        max_running=setting.max_running,
+        token_budget=setting.token_budget,
+        link_bytes_s=setting.link_bytes_s,
+    )
+
+
+def _felt(
+    outcomes: Sequence[RequestOutcome],
+    workers: Sequence[tuple[MeshPart, CoreWorker]],
+    setting: MeshSetting,
+    span_s: float,
+) -> Felt:
+    slo, num = setting.slo, max(1, len(outcomes))
+    served = [one for one in outcomes if one.is_complete and one.ttft_s is not None]
+    ttft = [one.token_times[0] - one.arrived_at for one in served]
+    tpot = [one.tpot_s for one in served]
+    level = 100 * setting.target
+
+    def busiest(kinds: str) -> float:
+        busy_s = max((it.work.busy_s for part, it in workers if part.kind in kinds), default=0.0)
+        return busy_s / max(span_s, busy_s) if busy_s else 0.0
+
+    return Felt(
+        late=sum(value > slo.ttft_s for value in ttft) / num,
+        slow=sum(value > slo.tpot_s for value in tpot) / num,
+        unserved=(len(outcomes) - len(served)) / num,
+        ttft_use=percentile(ttft, level) / slo.ttft_s if ttft else 0.0,
+        tpot_use=percentile(tpot, level) / slo.tpot_s if tpot else 0.0,
+        prompt_busy=busiest("PM"),
+        answer_busy=busiest("DM"),
+        kv_use=max(
+            (it.work.most_held / it.pool.num_blocks for part, it in workers if part.kind in "DM"),
+            default=0.0,
+        ),
+        is_mixed=all(part.kind == "M" for part, _ in workers),
+    )

@@ -1,0 +1,1 @@
+"""Other people's systems as rule sets, to validate against and to compare with."""

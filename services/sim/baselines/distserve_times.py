@@ -1,0 +1,62 @@
+"""DistServe's time model: three fitted coefficients a phase (OSDI'24, appendix A).
+
+    prefill of a stage, ms = (a + b * sum(len) + c * sum(len^2)) / pp + pp
+    decode of a stage, ms  = (a + b * sum(context + 1) + c * batch) / pp
+
+The first stage of a pipeline adds 2 ms and 0.1 us for every token of context (without the + 1).
+The order of the operations is kept: results are compared to the last printed decimal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+FIRST_STAGE_MS: Final = 2
+FIRST_STAGE_MS_PER_TOKEN: Final = 0.0001
+
+Triple = tuple[float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficients:
+    """The fits of one model at one degree of tensor parallelism.
+
+    large_from: batches of so many sequences use ``decode_large``.
+    """
+
+    prefill: Triple
+    decode_small: Triple
+    decode_large: Triple
+    large_from: int
+
+    def prefill_ms(self, num_tokens: int, num_squared: int, pp: int) -> float:
+        """Time of one stage for prompts with this sum of lengths, and of their squares."""
+        a, b, c = self.prefill
+        return (a + b * num_tokens + c * num_squared) * (1 / pp) + pp
+
+    def decode_ms(self, batch: int, num_tokens: int, pp: int) -> float:
+        """Time of one stage for a step of ``batch`` sequences; num_tokens: sum(context + 1)."""
+        a, b, c = self.decode_small if batch < self.large_from else self.decode_large
+        return (a + b * num_tokens + c * batch) * (1 / pp)
+
+
+def first_stage_ms(num_context: int) -> float:
+    """What an iteration of the first stage costs beside its computation."""
+    return FIRST_STAGE_MS + num_context * FIRST_STAGE_MS_PER_TOKEN
+
+
+@dataclass(frozen=True, slots=True)
+class Degree:
+    """Tensor and pipeline parallelism of one instance: it takes tp x pp devices."""
+
+    tp: int
+    pp: int
+
+    @property
+    def num_devices(self) -> int:
+        """GPUs of one instance."""
+        return self.tp * self.pp
+
+    def __str__(self) -> str:
+        return f"tp{self.tp},pp{self.pp}"

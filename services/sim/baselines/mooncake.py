@@ -1,0 +1,208 @@
+"""Mooncake's scheduling of prefill (arXiv 2407.00079, algorithm 1) and of overload (section 7).
+
+Prefill instances compute one prompt after the other and keep its blocks, the least recently used
+going first. Four ways to choose one: by chance, by the shortest queue, by that and its own prefix,
+by that and any instance's prefix, which is fetched over the network where that is quicker. Decode
+is a number of places a node: its step grows with them, and an answer holds one until its last
+token.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+Choice = Literal["random", "balance", "local", "global"]
+Rejection = Literal["stages", "early", "predicted"]
+
+CHOICES: Final[tuple[Choice, ...]] = ("random", "balance", "local", "global")
+REJECTIONS: Final[tuple[Rejection, ...]] = ("stages", "early", "predicted")
+BLOCK_TOKENS: Final = 512
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixRequest:
+    """One line of a trace; blocks: ids of its prompt's blocks."""
+
+    at: float
+    prompt_len: int
+    output_len: int
+    blocks: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterTimes:
+    """prefill_s(tokens, of which cached); fetch_s_per_token: of KV between two instances;
+    step_s(answers of a node): of one decode step."""
+
+    prefill_s: Callable[[int, int], float]
+    fetch_s_per_token: float
+    step_s: Callable[[int], float]
+
+
+@dataclass(slots=True)
+class PrefillNode:
+    """Busy until then, and the blocks that it keeps."""
+
+    capacity: int
+    free_at: float = 0.0
+    blocks: OrderedDict[int, None] = field(default_factory=OrderedDict[int, None])
+
+    def num_cached(self, blocks: Sequence[int]) -> int:
+        """Leading blocks that are here."""
+        for idx, block in enumerate(blocks):
+            if block not in self.blocks:
+                return idx
+        return len(blocks)
+
+    def keep(self, blocks: Iterable[int]) -> None:
+        """Use blocks; the least recently used go."""
+        for block in blocks:
+            self.blocks[block] = None
+            self.blocks.move_to_end(block)
+        while len(self.blocks) > self.capacity:
+            self.blocks.popitem(last=False)
+
+
+class PrefillPool:
+    """Chooses where prompts are computed. Every request served makes a queue longer at once."""
+
+    def __init__(
+        self,
+        num_nodes: int,
+        capacity: int,
+        times: ClusterTimes,
+        choice: Choice,
+        pick: Callable[[int], int],
+        *,
+        balancing_threshold: float = 1.0,
+    ) -> None:
+        """capacity: blocks of a node. pick: an index below its argument, by chance.
+        balancing_threshold: a longer prefix elsewhere counts from this ratio on."""
+        self.nodes = [PrefillNode(capacity) for _ in range(num_nodes)]
+        self._times, self._choice, self._pick = times, choice, pick
+        self._threshold = balancing_threshold
+
+    def expect(self, request: PrefixRequest) -> tuple[float, int, int]:
+        """Return TTFT, node and cached tokens of the best choice; nothing changes."""
+        if self._choice == "random":
+            options = [self._pick(len(self.nodes))]
+        else:
+            options = list(range(len(self.nodes)))
+        cached = [node.num_cached(request.blocks) for node in self.nodes]
+        longest = max(cached) if self._choice == "global" else 0
+        best: tuple[float, int, int] | None = None
+        for idx in options:
+            used, fetch_s = cached[idx], 0.0
+            if longest and longest > self._threshold * used:
+                fetch_s = (longest - used) * BLOCK_TOKENS * self._times.fetch_s_per_token
+                fetched = self._ttft(request, idx, longest, fetch_s)
+                if fetched[0] < self._ttft(request, idx, used, 0.0)[0]:
+                    used = longest
+                else:
+                    fetch_s = 0.0
+            found = self._ttft(request, idx, used, fetch_s)
+            if self._choice == "balance":
+                found = (self.nodes[idx].free_at, *found[1:])
+            if best is None or found[:2] < best[:2]:
+                best = found
+        assert best is not None
+        _, idx, tokens = best
+        extra = best[0]
+        if self._choice == "balance":
+            extra = self._ttft(request, idx, cached[idx], 0.0)[0]
+        return extra, idx, tokens
+
+    def _ttft(
+        self, request: PrefixRequest, idx: int, num_blocks: int, fetch_s: float
+    ) -> tuple[float, int, int]:
+        tokens = min(num_blocks * BLOCK_TOKENS, request.prompt_len - 1)
+        wait_s = max(0.0, self.nodes[idx].free_at - request.at)
+        return wait_s + fetch_s + self._times.prefill_s(request.prompt_len, tokens), idx, tokens
+
+    def take(self, request: PrefixRequest, expected: tuple[float, int, int]) -> float:
+        """Queue a request where it was expected; returns when its first token is there."""
+        ttft_s, idx, _ = expected
+        node = self.nodes[idx]
+        node.free_at = request.at + ttft_s
+        node.keep(request.blocks)
+        return node.free_at
+
+
+def mean_ttft(requests: Sequence[PrefixRequest], pool: PrefillPool) -> float:
+    """Return the mean time to first token of a trace."""
+    total = 0.0
+    for request in requests:
+        total += pool.take(request, pool.expect(request)) - request.at
+    return total / len(requests)
+
+
+@dataclass(frozen=True, slots=True)
+class OverloadOutcome:
+    """What an overloaded cluster did. wasted_s: prefill of requests that decode then refused."""
+
+    num_rejected: int
+    wasted_s: float
+
+
+def overload(
+    requests: Sequence[PrefixRequest],
+    pool: PrefillPool,
+    times: ClusterTimes,
+    *,
+    rejection: Rejection,
+    num_decode: int,
+    ttft_limit_s: float,
+    tbt_limit_s: float,
+    decode_s: float,
+) -> OverloadOutcome:
+    """Replay a trace with more load than the cluster serves.
+
+    stages: each side checks when its stage starts. early: both loads at arrival. predicted: the
+    load of decode as it will be when prefill ends, if every answer takes ``decode_s``.
+    """
+    ends: list[float] = []  # of answers under way
+    prefilling: list[tuple[float, int, float, int]] = []  # end, order, prefill seconds, answer
+    rejected = 0
+    wasted_s = 0.0
+
+    def load(num_answers: float) -> float:
+        return times.step_s(-int(-num_answers // num_decode)) / tbt_limit_s
+
+    def settle(now: float) -> None:
+        nonlocal rejected, wasted_s
+        while prefilling and prefilling[0][0] <= now:
+            at, _, prefill_s, output_len = heapq.heappop(prefilling)
+            while ends and ends[0] <= at:
+                heapq.heappop(ends)
+            if load(len(ends) + 1) > 1:  # decode looks again, whoever has let it in
+                rejected += 1
+                wasted_s += prefill_s
+                continue
+            each = -int(-(len(ends) + 1) // num_decode)
+            heapq.heappush(ends, at + output_len * times.step_s(each))
+        while ends and ends[0] <= now:
+            heapq.heappop(ends)
+
+    for order, request in enumerate(requests):
+        settle(request.at)
+        expected = pool.expect(request)
+        is_late = expected[0] > ttft_limit_s
+        if rejection == "early":
+            is_late = is_late or load(len(ends) + 1) > 1
+        elif rejection == "predicted":
+            then = request.at + expected[0]
+            will_run = sum(end > then for end in ends)
+            will_run += sum(then - decode_s < at <= then for at, *_ in prefilling)
+            is_late = is_late or load(will_run + 1) > 1
+        if is_late:
+            rejected += 1
+            continue
+        prefill_s = times.prefill_s(request.prompt_len, expected[2])
+        ends_at = pool.take(request, expected)
+        heapq.heappush(prefilling, (ends_at, order, prefill_s, request.output_len))
+    settle(float("inf"))
+    return OverloadOutcome(rejected, wasted_s)

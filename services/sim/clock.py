@@ -1,0 +1,54 @@
+"""Time as a heap of events, and random bytes that are none: what cores need instead of a loop."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable
+
+from shared.errors import InvariantViolated
+
+WIRE_S = 0.0005
+"""How long a message is under way."""
+
+
+class EventClock:
+    """The event heap: equal times in the order in which they were asked for."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.num_events = 0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+
+    def at(self, when: float, happen: Callable[[], None]) -> None:
+        """Let it happen then, or at once if that is over."""
+        heapq.heappush(self._events, (max(when, self.now), next(self._order), happen))
+
+    def after(self, seconds: float, happen: Callable[[], None]) -> None:
+        """Let it happen so much later."""
+        self.at(self.now + seconds, happen)
+
+    def run(self, until: Callable[[], bool], limit_s: float = 60.0) -> None:
+        """Let events happen until this holds.
+
+        Raises InvariantViolated: it does not within ``limit_s``, or nothing is left to happen.
+        """
+        give_up_at = self.now + limit_s
+        while not until():
+            if not self._events or self._events[0][0] > give_up_at:
+                raise InvariantViolated(f"it did not come to that by {self.now:g} s")
+            self.now, _, happen = heapq.heappop(self._events)
+            self.num_events += 1
+            happen()
+
+
+class CountedBytes:
+    """Bytes that never repeat, and are the same in every run."""
+
+    def __init__(self, seed: int) -> None:
+        self._next = seed << 32
+
+    def __call__(self, num_bytes: int) -> bytes:
+        self._next += 1
+        return self._next.to_bytes(16, "little")[:num_bytes].ljust(num_bytes, b"\0")

@@ -1,0 +1,91 @@
+"""What computes in a simulated worker: a time model that knows how long a step takes, not what
+comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from shared.predict.step_time import attended
+from shared.predict.times import TimeModel
+from shared.step import RowResult, StepRow
+
+
+class SimEngine(Protocol):
+    """One engine on a heap of events."""
+
+    spreads_layers: bool
+    """Whether layers are ready one after the other while a step runs; else all at its end, from
+    ``step``."""
+
+    def step_seconds(self, rows: Sequence[StepRow]) -> float:
+        """How long a step takes."""
+        ...
+
+    def step(self, rows: Sequence[StepRow], on_layer: Callable[[int], None]) -> list[RowResult]:
+        """Compute a step, at its end."""
+        ...
+
+    def read(self, blocks: Sequence[int], start: int, stop: int, layers: tuple[int, int]) -> object:
+        """Return KV of tokens [start, stop) in layers [first, last)."""
+        ...
+
+    def write(
+        self, blocks: Sequence[int], start: int, stop: int, layers: tuple[int, int], kv: object
+    ) -> None:
+        """Place what ``read`` gave on another worker."""
+        ...
+
+
+class TimedEngine:
+    """Takes the time that a model says; every token is 1, and KV is nothing but its length."""
+
+    spreads_layers = True
+
+    def __init__(self, times: TimeModel) -> None:
+        self._times = times
+
+    def step_seconds(self, rows: Sequence[StepRow]) -> float:
+        """See SimEngine. A row of one token is a decode row."""
+        prompt = attends = decodes = context = 0
+        for row in rows:
+            num, start = len(row.token_ids), row.start
+            if num == 1:
+                decodes += 1
+                context += start + 1
+            else:
+                prompt += num
+                attends += attended(start, start + num)
+        return self._times.step_s(prompt, attends, decodes, context)
+
+    def step(self, rows: Sequence[StepRow], on_layer: Callable[[int], None]) -> list[RowResult]:
+        """See SimEngine."""
+        return [RowResult(-1 if row.sample is None else 1) for row in rows]
+
+    def read(self, blocks: Sequence[int], start: int, stop: int, layers: tuple[int, int]) -> object:
+        """See SimEngine."""
+        return None
+
+    def write(
+        self, blocks: Sequence[int], start: int, stop: int, layers: tuple[int, int], kv: object
+    ) -> None:
+        """See SimEngine."""
+
+
+@dataclass(slots=True)
+class DoneWork:
+    """What a worker has done. busy_s: in steps; most_held: blocks, at the begin of a step."""
+
+    busy_s: float = 0.0
+    num_steps: int = 0
+    num_rows: int = 0
+    most_held: int = 0
+
+    def note(self, seconds: float, num_rows: int, num_held: int) -> None:
+        """Take in one step."""
+        self.busy_s += seconds
+        self.num_steps += 1
+        self.num_rows += num_rows
+        if num_held > self.most_held:
+            self.most_held = num_held

@@ -1,0 +1,95 @@
+"""What engines on a real device have in common, whoever computes: the streams that order copies
+behind steps, and staging."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from shared.engine.base import Buffer, Engine
+from shared.engine.device import enter_thread, new_staging
+from shared.engine.failures import DeviceFailures
+from shared.engine.streams import Streams
+from shared.kv.layout import KvLayout
+from shared.model_spec import ModelSpec
+
+
+class DeviceEngine(Engine):
+    """See ``base.Engine`` for the contract; a subclass computes and reaches the pool."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layout: KvLayout,
+        num_blocks: int,
+        block_size: int,
+        *,
+        device: torch.device,
+        streams: Streams,
+    ) -> None:
+        self.spec = spec
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._device = device
+        self._streams = streams
+
+    def layer_times(self) -> Sequence[float]:
+        """See Engine."""
+        return self._streams.layer_times()
+
+    def enter_thread(self) -> None:
+        """See Engine."""
+        enter_thread(self._device)
+
+    def new_buffer(self, num_bytes: int) -> Buffer:
+        """See Engine."""
+        with DeviceFailures("allocating a staging buffer"):
+            return new_staging(num_bytes, self._device)
+
+    def gather(
+        self,
+        block_table: Sequence[int],
+        start: int,
+        stop: int,
+        first_layer: int,
+        last_layer: int,
+        out: Buffer,
+    ) -> None:
+        """Copy KV out of the pool; ``out`` may be longer than the frame."""
+        with (
+            DeviceFailures("a gather"),
+            torch.inference_mode(),
+            self._streams.copying(first_layer, last_layer),
+        ):
+            self._copy_out(block_table, start, stop, first_layer, last_layer, out)
+
+    def scatter(
+        self,
+        block_table: Sequence[int],
+        start: int,
+        stop: int,
+        first_layer: int,
+        last_layer: int,
+        data: Buffer,
+    ) -> None:
+        """Copy a frame into the pool; ``data`` may be longer than the frame."""
+        with (
+            DeviceFailures("a scatter"),
+            torch.inference_mode(),
+            # No layer to wait for: nobody else writes or reads these blocks.
+            self._streams.copying(0, 0),
+        ):
+            self._copy_in(block_table, start, stop, first_layer, last_layer, data)
+
+    @abstractmethod
+    def _copy_out(
+        self, table: Sequence[int], start: int, stop: int, first: int, last: int, out: Buffer
+    ) -> None: ...
+
+    @abstractmethod
+    def _copy_in(
+        self, table: Sequence[int], start: int, stop: int, first: int, last: int, data: Buffer
+    ) -> None: ...

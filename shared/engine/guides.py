@@ -1,0 +1,157 @@
+"""Which tokens may come next where answers follow a grammar: found while the step computes.
+
+    compute thread   |===== forward pass of a step =====|= sample =|
+    guide thread     |= take tokens, find masks =|
+
+A mask needs the token before it and no logits, so it is there when they are; and a grammar is made
+ready from the moment its request arrives. No torch here. An answer's state lies in its ``Guide``:
+who has the grammar and the tokens makes it anew, on any worker.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shared.errors import LocalProtocolError
+from shared.grammar import library, matcher
+from shared.step import Guide, StepRow
+
+MAX_READY = 64
+"""Grammars that are kept ready: those asked for last."""
+
+_WORD = np.dtype("<i4")
+
+
+class RowMask(NamedTuple):
+    """What one row must not choose, bool ``[vocab_size]``, and why its grammar says no more."""
+
+    banned: np.ndarray
+    failure: str
+
+
+class Masks(NamedTuple):
+    """What a step's guided rows must not choose.
+
+    places: which of the step's sampling rows they are, ascending. banned: bool ``[len(places),
+    vocab_size]``, at least one token of each row is not. failures: by place, why a grammar can say
+    nothing more; such a row bans nothing, and its token is to be dropped.
+    """
+
+    places: Sequence[int]
+    banned: np.ndarray
+    failures: dict[int, str]
+
+    def by_row(self, rows: Sequence[StepRow]) -> dict[int, RowMask]:
+        """Return them by the rows' places in the step, those that sample nothing counted, too."""
+        sampling = [idx for idx, row in enumerate(rows) if row.sample is not None]
+        return {
+            sampling[place]: RowMask(self.banned[line], self.failures.get(place, ""))
+            for line, place in enumerate(self.places)
+        }
+
+
+class _Asked(NamedTuple):
+    """A guided row. num_tokens: of its answer so far. last: the token before the one to choose."""
+
+    guide: Guide
+    num_tokens: int
+    last: int
+
+
+class Guides:
+    """The grammars of one engine's answers. ``expect`` is for any thread, ``begin`` for the compute
+    thread."""
+
+    def __init__(
+        self, read_tokenizer: Callable[[], str], vocab_size: int, eos_token_ids: Collection[int]
+    ) -> None:
+        """read_tokenizer: returns a tokenizer.json; called once, when the first grammar comes."""
+        self._read_tokenizer = read_tokenizer
+        self._vocab_size = vocab_size
+        self._eos = sorted(eos_token_ids)
+        self._lock = threading.Lock()
+        self._ready: OrderedDict[str, Future[Any]] = OrderedDict()
+        self._tokenizer: Any = None  # the compiler's
+        # Two threads: a large grammar on its way must not hold up the masks of others.
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="pdmesh-grammar")
+        self._finder = ThreadPoolExecutor(1, thread_name_prefix="pdmesh-guide")
+
+    def expect(self, grammar: str) -> None:
+        """Make a grammar ready beside the steps. Raises InvalidRequest: there is no library."""
+        library()
+        self._begun(grammar)
+
+    def begin(self, rows: Sequence[StepRow]) -> Future[Masks] | None:
+        """Begin to find the masks of a step whose tokens are all there; None: nothing is guided."""
+        places: list[int] = []
+        asked: list[_Asked] = []
+        place = 0
+        for row in rows:
+            if row.sample is None:
+                continue
+            if row.sample.guide is not None:
+                places.append(place)
+                asked.append(_Asked(row.sample.guide, row.sample.index, row.token_ids[-1]))
+            place += 1
+        return self._finder.submit(self._find, places, asked) if asked else None
+
+    def close(self) -> None:
+        """End the threads."""
+        self._compiler.shutdown(wait=False, cancel_futures=True)
+        self._finder.shutdown(wait=False, cancel_futures=True)
+
+    def _begun(self, grammar: str) -> Future[Any]:
+        with self._lock:
+            found = self._ready.get(grammar)
+            if found is None:
+                found = self._ready[grammar] = self._compiler.submit(self._compile, grammar)
+                if len(self._ready) > MAX_READY:
+                    self._ready.popitem(last=False)
+            else:
+                self._ready.move_to_end(grammar)
+            return found
+
+    def _compile(self, grammar: str) -> Any:
+        if self._tokenizer is None:
+            self._tokenizer = library().LLTokenizer(
+                self._read_tokenizer(), n_vocab=self._vocab_size, eos_token=self._eos
+            )
+        return matcher(self._tokenizer, grammar)
+
+    # --- on the guide thread ---------------------------------------------------------------------
+
+    def _find(self, places: Sequence[int], asked: Sequence[_Asked]) -> Masks:
+        bits = np.zeros((len(asked), -(-self._vocab_size // 32)), _WORD)
+        failures: dict[int, str] = {}
+        for line, (place, one) in enumerate(zip(places, asked, strict=True)):
+            state = self._advanced(one)
+            state.unsafe_compute_mask_ptr(bits[line].ctypes.data, bits[line].nbytes)
+            if state.is_error() or not bits[line].any():
+                bits[line] = -1
+                failures[place] = str(state.stop_reason())
+        allowed = np.unpackbits(
+            bits.view(np.uint8), axis=1, bitorder="little", count=self._vocab_size
+        )
+        return Masks(places, allowed == 0, failures)
+
+    def _advanced(self, one: _Asked) -> Any:
+        """The state after all ``num_tokens`` tokens."""
+        guide = one.guide
+        if guide.state is None:
+            guide.state = self._begun(guide.grammar).result().deep_copy()
+            guide.state.consume_tokens(list(guide.output))
+            guide.num_taken = len(guide.output)
+        if guide.num_taken == one.num_tokens - 1:
+            guide.state.consume_token(one.last)
+            guide.num_taken = one.num_tokens
+        if guide.num_taken != one.num_tokens:
+            raise LocalProtocolError(
+                f"a grammar that has taken {guide.num_taken} tokens is asked for {one.num_tokens}"
+            )
+        return guide.state

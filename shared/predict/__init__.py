@@ -1,0 +1,1 @@
+"""What something will take, from what it took: steps, transfers, answers. Pure; no numpy."""

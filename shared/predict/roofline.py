@@ -1,0 +1,138 @@
+"""How long a step would take on a device that is not at hand: the larger of what its operations and
+its bytes take, from a model's shape and a data sheet.
+
+    time = max(operations / peak, bytes / bandwidth) + all-reduces of tensor parallelism + a launch
+
+Operations are two for each weight and token and four for each attended position and element of the
+heads; bytes are the weights, once a step, and the context that decode rows read. Shares of data
+sheets' peaks that real kernels reach are assumptions, stated in ``DERATING``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSheet:
+    """What a data sheet says of one device.
+
+    flops: dense 16-bit operations a second. memory, bandwidth: bytes, bytes/s. link: bytes/s to its
+    neighbours, one way. watts: its power limit. sheet: whose.
+    """
+
+    name: str
+    flops: float
+    memory: float
+    bandwidth: float
+    link: float
+    watts: float
+    sheet: str
+
+
+def _nvidia(
+    name: str, tera: float, gb: float, gb_s: float, link_gb_s: float, watts: float, sheet: str
+) -> DeviceSheet:
+    return DeviceSheet(
+        name=name,
+        flops=tera * 1e12,
+        memory=gb * 1e9,
+        bandwidth=gb_s * 1e9,
+        link=link_gb_s * 1e9,
+        watts=watts,
+        sheet=f"NVIDIA {sheet}",
+    )
+
+
+DEVICES: Final = {
+    sheet.name: sheet
+    for sheet in (
+        _nvidia("a100", 312, 80, 2039, 300, 400, "A100 80GB SXM data sheet"),
+        _nvidia("a800", 312, 80, 2039, 200, 400, "A800 80GB SXM data sheet"),
+        _nvidia("h100", 989, 80, 3350, 450, 700, "H100 SXM data sheet"),
+        _nvidia("h800", 989, 80, 3350, 200, 700, "H800 SXM data sheet"),
+        _nvidia("h200", 989, 141, 4800, 450, 700, "H200 SXM data sheet"),
+        _nvidia("h20", 148, 96, 4000, 450, 400, "H20 data sheet"),
+        _nvidia("b200", 2250, 180, 7700, 900, 1000, "HGX B200 data sheet"),
+        _nvidia("l40s", 362, 48, 864, 32, 350, "L40S data sheet"),
+        _nvidia("l4", 121, 24, 300, 32, 72, "L4 data sheet"),
+    )
+}
+"""By name. Operations without sparsity; links are NVLink's one direction, of L40S and L4 PCIe's."""
+
+
+class Derating(NamedTuple):
+    """What real kernels get. compute, bandwidth: shares of the peak. step_s: of a step's launch.
+    reduce_s: latency of one all-reduce. memory: share of the memory for weights and KV together."""
+
+    compute: float
+    bandwidth: float
+    step_s: float
+    reduce_s: float
+    memory: float
+
+
+DERATING: Final = Derating(0.6, 0.8, 0.002, 8e-6, 0.9)
+"""Assumptions, not measurements: `pdmesh profile -o` is better wherever there is a device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSize:
+    """What of a model decides its step times. num_weights: all parameters; head_elements: of the
+    queries of one layer, together; token_bytes: KV of one token in all layers."""
+
+    name: str
+    num_weights: float
+    num_layers: int
+    hidden: int
+    head_elements: int
+    token_bytes: float
+    bytes_per_weight: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class RooflineTimes:
+    """A model on ``tp`` devices of one kind that share every layer."""
+
+    model: ModelSize
+    device: DeviceSheet
+    tp: int = 1
+
+    @property
+    def source(self) -> str:
+        """See TimeModel."""
+        return (
+            f"roofline of {self.model.name} on {self.tp} x {self.device.name} ({self.device.sheet};"
+            f" {DERATING.compute:.0%} of the operations, {DERATING.bandwidth:.0%} of the bandwidth)"
+        )
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of KV that fit beside the weights; 0 = not even these fit."""
+        memory = self.device.memory * self.tp * DERATING.memory
+        free = memory - self.model.num_weights * self.model.bytes_per_weight
+        return max(0, int(free // self.model.token_bytes))
+
+    def step_s(self, num_prompt: int, num_attended: int, num_rows: int, num_context: int) -> float:
+        """See TimeModel."""
+        model, device = self.model, self.device
+        num_tokens = num_prompt + num_rows
+        operations = 2 * model.num_weights * num_tokens
+        operations += 4 * model.head_elements * model.num_layers * (num_attended + num_context)
+        num_bytes = model.num_weights * model.bytes_per_weight + model.token_bytes * num_context
+        compute_s = operations / (device.flops * DERATING.compute * self.tp)
+        memory_s = num_bytes / (device.bandwidth * DERATING.bandwidth * self.tp)
+        return max(compute_s, memory_s) + self._reduce_s(num_tokens) + DERATING.step_s
+
+    def _reduce_s(self, num_tokens: int) -> float:
+        """Two all-reduces a layer, by a ring."""
+        if self.tp == 1:
+            return 0.0
+        num_bytes = num_tokens * self.model.hidden * self.model.bytes_per_weight
+        ring_s = 2 * (self.tp - 1) / self.tp * num_bytes / self.device.link
+        return 2 * self.model.num_layers * (ring_s + DERATING.reduce_s)
+
+    def warnings(self) -> list[str]:
+        """See TimeModel."""
+        return ["times are a roofline's, not measured: pdmesh profile -o measures a device"]

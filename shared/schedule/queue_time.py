@@ -1,0 +1,70 @@
+"""How long prompts that wait will take: the steps that the scheduler would plan for them, added up.
+
+Pure: no prompt is touched. What it cannot know it leaves out: prompts that come later, and what
+those that wait will find in the prefix cache beyond what was there when they came.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from shared.predict.step_time import PredictStep, attended
+from shared.schedule.budget import StepBudget
+from shared.schedule.sequence import Sequence as TokenSequence
+from shared.schedule.sequence import SequenceState
+
+MAX_STEPS = 256
+"""Steps that are followed one by one; what is left is taken to go on at the same speed."""
+
+
+class Backlog(NamedTuple):
+    """What is left to compute. prompts: of each the tokens [start, stop) without KV, in order of
+    arrival. num_decodes, num_attended: running answers, whose next tokens are in every step, and
+    what those attend to."""
+
+    prompts: Sequence[tuple[int, int]]
+    num_decodes: int = 0
+    num_attended: int = 0
+
+
+def backlog_of(sequences: Iterable[TokenSequence]) -> Backlog:
+    """Return what these sequences of a scheduler have left."""
+    prompts: list[tuple[int, int]] = []
+    num_decodes = num_attended = 0
+    for sequence in sequences:
+        if sequence.is_decoding:
+            num_decodes += 1
+            num_attended += sequence.num_tokens
+        else:
+            waits = sequence.state is SequenceState.WAITING
+            start = sequence.num_expected_tokens if waits else sequence.num_computed_tokens
+            prompts.append((start, sequence.num_tokens))
+    return Backlog(prompts, num_decodes, num_attended)
+
+
+def queue_seconds(backlog: Backlog, budget: StepBudget, predict: PredictStep) -> float:
+    """Return the seconds until all these prompts are computed."""
+    waiting = deque(backlog.prompts)
+    num_done, num_steps, seconds = 0, 0, 0.0
+    while waiting and num_steps < MAX_STEPS:
+        tokens, positions = backlog.num_decodes, backlog.num_attended
+        begun: list[tuple[int, int]] = []  # each prompt has one chunk in a step
+        while waiting:
+            start, stop = waiting[0]
+            room = budget.room(tokens, positions, start)
+            if tokens == backlog.num_decodes:
+                room = max(room, budget.least(backlog.num_decodes), 1)
+            if room <= 0:
+                break
+            size = min(room, stop - start)
+            tokens, positions = tokens + size, positions + attended(start, start + size)
+            waiting.popleft()
+            if start + size < stop:
+                begun.append((start + size, stop))
+        waiting.extendleft(reversed(begun))
+        num_done += tokens - backlog.num_decodes
+        num_steps, seconds = num_steps + 1, seconds + predict(tokens, positions)
+    num_left = sum(stop - start for start, stop in waiting)
+    return seconds * (num_done + num_left) / max(1, num_done)

@@ -1,0 +1,62 @@
+"""Whether a service's traces go anywhere: the standard ``OTEL_*`` variables say it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+
+import structlog
+
+from shared.telemetry.tracing import NO_TRACER, Tracer
+
+_log = structlog.get_logger(__name__)
+
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+
+
+def is_wanted(environment: Mapping[str, str]) -> bool:
+    """Return whether the ``OTEL_*`` variables ask for traces: an OTLP endpoint is named, and
+    nothing turns the SDK or its exporter off."""
+    if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return False
+    if environment.get("OTEL_TRACES_EXPORTER", "").strip() not in ("", "otlp"):
+        return False
+    return any(environment.get(name, "").strip() for name in ENDPOINTS)
+
+
+@asynccontextmanager
+async def tracing(service: str, incarnation: int, version: str) -> AsyncGenerator[Tracer]:
+    """Trace for the length of the block, if the environment asks for it; flush at its end.
+
+    service: the name that traces show, unless the environment gives another. A service whose traces
+    cannot be had says so once and serves without them.
+    """
+    tracer = _open(service, incarnation, version)
+    try:
+        yield tracer
+    finally:
+        await tracer.close()
+
+
+def _open(service: str, incarnation: int, version: str) -> Tracer:
+    if not is_wanted(os.environ):
+        return NO_TRACER
+    missing = "opentelemetry.exporter.otlp.proto.http"
+    try:
+        is_missing = importlib.util.find_spec(missing) is None
+    except ModuleNotFoundError:  # of a package above it
+        is_missing = True
+    if is_missing:
+        _log.warning(
+            "no traces", reason="OpenTelemetry is not installed: pip install 'pdmesh[otel]'"
+        )
+        return NO_TRACER
+    from shared.telemetry.otel import open_tracer
+
+    try:
+        return open_tracer(service, f"{incarnation:016x}", version)
+    except Exception as error:
+        _log.warning("no traces", reason=f"the OTEL_* variables are wrong: {error}")
+        return NO_TRACER

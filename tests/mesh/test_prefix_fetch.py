@@ -1,0 +1,244 @@
+"""Prefixes that another worker has are fetched from its cache, by the ordinary transfer, or
+computed."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from shared import wire
+from shared.address import Address
+from shared.ids import MeshPeer
+from tests.support.fake_gateway import FakeRequest
+from tests.support.loopback import LoopbackSettings
+from tests.support.worker_mesh import (
+    RunningWorker,
+    WorkerMesh,
+    a_prompt,
+    expected,
+    virtual_time,
+    worker_mesh,
+)
+
+TWO: dict[str, Any] = {"num_prefill": 2, "prefill_blocks": 128, "decode_blocks": 256}
+PROMPT = a_prompt(512, seed=1)
+
+
+def source(of: RunningWorker, num_tokens: int, wait_s: float = 5.0) -> wire.PrefixSource:
+    return wire.PrefixSource(incarnation=of.incarnation, num_tokens=num_tokens, wait_s=wait_s)
+
+
+async def pair_up(mesh: WorkerMesh) -> None:
+    """Have the second prefill worker make a pair with the first."""
+    first, second = mesh.prefills
+    second.worker.pairs.ask(MeshPeer(first.incarnation, Address(first.host, 9000)))
+    await mesh.gateway.until(lambda: first.incarnation in second.worker.pairs.paired)
+    await mesh.gateway.until(lambda: second.incarnation in first.worker.pairs.paired)
+
+
+async def answered(request: FakeRequest, prompt: list[int], num: int = 8) -> wire.PrefillToken:
+    assert await request.finished() == expected(prompt, num)
+    assert request.token is not None
+    return request.token
+
+
+@virtual_time
+async def test_a_prefix_comes_from_the_worker_that_has_it() -> None:
+    """What one prefill worker has computed, another fetches, and computes only the rest; the answer
+    is the same."""
+    async with worker_mesh(**TWO) as mesh:
+        await pair_up(mesh)
+        await answered(mesh.start(PROMPT, p=0), PROMPT)
+        longer = PROMPT + a_prompt(40, seed=2)
+        token = await answered(
+            mesh.start(longer, p=1, prefix=source(mesh.prefills[0], 512)), longer
+        )
+        assert (token.cached_tokens, token.fetched_tokens) == (512, 512)
+        assert token.fetched_bytes > 0
+        assert token.fetch_s > 0
+        again = await answered(mesh.start(longer, p=1), longer)  # it stays
+        assert (again.cached_tokens, again.fetched_tokens) == (544, 0)
+
+
+@virtual_time
+async def test_an_answer_serves_the_next_turn_of_its_conversation() -> None:
+    """KV of an answer lies on the decode worker alone: prefill fetches it from there, whatever the
+    sizes of their blocks."""
+    async with worker_mesh(
+        prefill_blocks=128, decode_blocks=256, decode_block_size=8, prefill_block_size=32
+    ) as mesh:
+        first = expected(PROMPT, 100)
+        await answered(mesh.start(PROMPT, 100), PROMPT, 100)
+        talk = PROMPT + first + a_prompt(20, seed=3)
+        token = await answered(
+            mesh.start(talk, prefix=source(mesh.decodes[0], len(PROMPT) + 100)), talk
+        )
+        assert token.cached_tokens == 608  # 611 have KV, in blocks of 32 that is 19
+        assert token.fetched_tokens == 608 - 512
+
+
+@virtual_time
+async def test_a_stale_hint_costs_a_round_trip() -> None:
+    """A source that has less, or nothing, sends what it has; the rest is computed."""
+    async with worker_mesh(**TWO) as mesh:
+        await pair_up(mesh)
+        await answered(mesh.start(PROMPT[:256], p=0), PROMPT[:256])
+        token = await answered(
+            mesh.start(PROMPT, p=1, prefix=source(mesh.prefills[0], 500)), PROMPT
+        )
+        assert token.fetched_tokens == 256
+        other = a_prompt(512, seed=9)
+        token = await answered(mesh.start(other, p=1, prefix=source(mesh.prefills[0], 512)), other)
+        assert (token.cached_tokens, token.fetched_tokens, token.fetched_bytes) == (0, 0, 0)
+        assert token.fetch_s < 0.1
+
+
+@virtual_time
+async def test_who_has_more_than_the_source_fetches_nothing() -> None:
+    """A hint that is no better than the own cache is not followed; one that the source cannot fill
+    takes nothing away."""
+    async with worker_mesh(**TWO) as mesh:
+        await pair_up(mesh)
+        await answered(mesh.start(PROMPT, p=1), PROMPT)
+        await answered(mesh.start(PROMPT[:128], p=0), PROMPT[:128])
+        longer = PROMPT + a_prompt(200, seed=4)
+        token = await answered(
+            mesh.start(longer, p=1, prefix=source(mesh.prefills[0], 400)), longer
+        )
+        assert (token.cached_tokens, token.fetch_s) == (512, 0.0)
+        token = await answered(
+            mesh.start(longer + longer, p=1, prefix=source(mesh.prefills[0], 1400)), longer + longer
+        )
+        assert token.cached_tokens == 704
+        assert token.fetched_tokens == 0
+
+
+@virtual_time
+async def test_tenants_do_not_fetch_each_other_s_prefixes() -> None:
+    """Another salt finds nothing at the source."""
+    async with worker_mesh(**TWO) as mesh:
+        await pair_up(mesh)
+        await answered(mesh.start(PROMPT, p=0, salt=b"one"), PROMPT)
+        for salt, num in ((b"two", 0), (b"one", 496)):
+            request = mesh.start(PROMPT, p=1, salt=salt, prefix=source(mesh.prefills[0], 500))
+            assert (await answered(request, PROMPT)).fetched_tokens == num
+
+
+@virtual_time
+async def test_without_a_pair_or_in_vain_the_prompt_is_computed() -> None:
+    """A source that nobody is paired with, or that shares nothing, is not asked."""
+    async with worker_mesh(**TWO) as mesh:
+        await answered(mesh.start(PROMPT, p=0), PROMPT)
+        token = await answered(
+            mesh.start(PROMPT, p=1, prefix=source(mesh.prefills[0], 500)), PROMPT
+        )
+        assert (token.cached_tokens, token.fetch_s) == (0, 0.0)
+    async with worker_mesh(**TWO, prefill={"share_prefixes": False}) as mesh:
+        token = await answered(mesh.start(PROMPT, p=1, prefix=source(mesh.decodes[0], 500)), PROMPT)
+        assert token.fetch_s == 0.0
+
+
+@virtual_time
+async def test_others_go_on_while_a_prompt_waits_for_its_prefix() -> None:
+    """A prompt whose prefix is on its way keeps its place and holds nobody up; if it does not come
+    in time, it is computed."""
+    slow = LoopbackSettings(latency_s=0.0005, bytes_per_s=2e5)
+    async with worker_mesh(**TWO) as mesh:
+        await pair_up(mesh)
+        await answered(mesh.start(PROMPT, p=0), PROMPT)
+        mesh.fabric.settings = slow
+        loop = asyncio.get_running_loop()
+        began_at = loop.time()
+        waits = mesh.start(PROMPT, p=1, legs="p", prefix=source(mesh.prefills[0], 500, wait_s=0.3))
+        other = mesh.start(a_prompt(64, seed=5), p=1, legs="p")
+        await other.until(lambda it: it.token)
+        assert loop.time() - began_at < 0.1
+        assert waits.token is None
+        await waits.until(lambda it: it.token)
+        assert waits.token is not None
+        assert 0.3 <= waits.token.fetch_s < 0.31
+        assert waits.token.cached_tokens == 0
+        mesh.fabric.settings = LoopbackSettings()
+        waits.cancel_prefill()
+        other.cancel_prefill()
+        await mesh.gateway.until(lambda: not mesh.num_transfers)
+
+
+@virtual_time
+async def test_what_is_on_its_way_is_not_sent_twice() -> None:
+    """Prompts that begin alike wait for one transfer, whether they name a source or not; if the
+    first client leaves, the others have it all the same, and with the last one it ends."""
+    hot = a_prompt(512, seed=1)
+    prompts = [hot + a_prompt(40, seed=20 + number) for number in range(3)]
+    for leaves in (False, True):
+        async with worker_mesh(**TWO) as mesh:
+            await pair_up(mesh)
+            await answered(mesh.start(hot, p=0), hot)
+            mesh.fabric.settings = LoopbackSettings(latency_s=0.0005, bytes_per_s=1e7)
+            first, *others = (
+                mesh.start(prompt, p=1, prefix=hint)
+                for prompt, hint in zip(
+                    prompts,
+                    (source(mesh.prefills[0], 552), source(mesh.prefills[0], 552), None),
+                    strict=True,
+                )
+            )
+            if leaves:
+                await asyncio.sleep(0.002)
+                first.cancel()
+            else:
+                token = await answered(first, prompts[0])
+                assert token.fetched_tokens == 512
+            for request, prompt in zip(others, prompts[1:], strict=True):
+                token = await answered(request, prompt)
+                assert token.cached_tokens == 512
+                assert (token.fetched_tokens, token.fetched_bytes > 0) in (
+                    ((512, True), (0, False)) if leaves else ((0, False),)
+                )
+                assert token.fetch_s > 0
+    async with worker_mesh(**TWO) as mesh:
+        await pair_up(mesh)
+        await answered(mesh.start(hot, p=0), hot)
+        mesh.fabric.settings = LoopbackSettings(latency_s=0.0005, bytes_per_s=1e5)
+        both = [mesh.start(it, p=1, prefix=source(mesh.prefills[0], 552)) for it in prompts[:2]]
+        await asyncio.sleep(0.01)
+        for request in both:
+            request.cancel()
+        mesh.fabric.settings = LoopbackSettings()
+        await mesh.gateway.until(lambda: not mesh.num_transfers)
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.001, 0.002, 0.004, 0.02, 0.05])
+@pytest.mark.parametrize("who", ["source", "sink", "cancel"])
+def test_an_end_at_any_moment(who: str, after_s: float) -> None:
+    """The source or the sink dies, or the client leaves, while a prefix is on its way: the prompt
+    is computed or given up, and no block is lost."""
+
+    @virtual_time
+    async def run() -> None:
+        async with worker_mesh(**TWO) as mesh:
+            await pair_up(mesh)
+            await answered(mesh.start(PROMPT, p=0), PROMPT)
+            mesh.fabric.settings = LoopbackSettings(latency_s=0.0005, bytes_per_s=1e7)
+            first, second = mesh.prefills
+            request = mesh.start(PROMPT, p=1, prefix=source(first, 500))
+            await asyncio.sleep(after_s)
+            if who == "source":
+                await mesh.kill(first)
+                await answered(request, PROMPT)
+            elif who == "sink":
+                await mesh.kill(second)
+                request.cancel_decode()
+            else:
+                request.cancel()
+            await mesh.idle()
+            for _ in range(100):
+                if not mesh.num_transfers:
+                    break
+                await asyncio.sleep(0.1)
+            running = [it for it in mesh.prefills if it.task and not it.task.done()]
+            assert not any(it.worker.prefix_source.tables() for it in running)
+
+    run()

@@ -1,0 +1,196 @@
+"""Requests go where their beginning lies: workers tell of their caches, gateways look there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import msgspec
+
+from services.gateway.core.decision_record import replay
+from services.gateway.core.prefix_index import Indexed
+from services.gateway.http import bodies
+from shared.address import Address
+from shared.engine.fake import FakeTiming
+from shared.ids import MeshPeer
+from shared.kv.journal import Journal
+from tests.support.whole_mesh import Answer, WholeMesh, whole_mesh
+from tests.support.worker_mesh import a_prompt, expected, virtual_time
+
+LOCAL: dict[str, Any] = {"gateway": {"policy": "local"}}
+UNIT = 128
+TIMING = FakeTiming(prefill_token_s=1e-3)
+"""What is cached is worth going for: 0.13 s a granule."""
+
+
+async def ask(mesh: WholeMesh, prompt: list[int]) -> Answer:
+    answer = await mesh.ask(prompt, 4)
+    assert answer.token_ids == expected(prompt, 4)
+    return answer
+
+
+@virtual_time
+async def test_a_conversation_stays_where_its_kv_is() -> None:
+    """Each prompt of three conversations goes where the one before it went, in whichever order
+    they are asked, and finds there what the gateway expected."""
+    async with whole_mesh(
+        **LOCAL, num_prefill=3, num_decode=1, num_blocks=256, timing=TIMING
+    ) as mesh:
+        members = mesh.gateways[0].members
+        talks = [a_prompt(2 * UNIT, seed=seed) for seed in range(3)]
+        homes: dict[int, str] = {}
+        for turn, order in enumerate([(0, 1, 2), (1, 2, 0), (2, 2, 1, 0), (0, 2, 1), (1, 1)]):
+            for number in order:
+                answer = await ask(mesh, talks[number])
+                here = answer.receipt["prefill"]
+                assert homes.setdefault(number, here) == here
+                if turn:
+                    assert answer.receipt["cached_tokens"] >= len(talks[number]) - 2 * UNIT
+                talks[number] += a_prompt(2 * UNIT, seed=7 * turn + number)
+                await asyncio.sleep(1.0)
+        assert len({*homes.values()}) == 3
+        index = members.prefixes.index
+        places = [members.table.get(it.incarnation).place for it in mesh.prefills]
+        assert {index.state(place) for place in places} == {Indexed.KNOWN}
+        assert index.num_resyncs == 0
+        told = mesh.gateways[0].mesh.cluster()["workers"]
+        assert all(it["prefixes"]["count"] >= 8 for it in told if it["role"] == "prefill")
+        read = [it["prompts"] for it in told if it["role"] == "prefill"]
+        assert all(it["cached_tokens"] > it["tokens"] / 2 for it in read)
+        assert [it["prefixes"] for it in told if it["role"] == "decode"] == [None]
+
+
+@virtual_time
+async def test_colocated_workers_are_told_apart_by_their_caches_too() -> None:
+    """That one computes prompts shows in its reports: it is asked from then on."""
+    async with whole_mesh(
+        **LOCAL,
+        num_prefill=0,
+        num_decode=2,
+        num_blocks=256,
+        decode={"colocated": True},
+        timing=TIMING,
+    ) as mesh:
+        talk, homes = a_prompt(2 * UNIT, seed=1), set[str]()
+        for turn in range(4):
+            answer = await ask(mesh, talk)
+            homes.add(answer.receipt["prefill"])
+            assert answer.receipt["cached_tokens"] >= 2 * UNIT * turn
+            talk += a_prompt(2 * UNIT, seed=7 * turn + 2)
+            await asyncio.sleep(1.0)
+        assert len(homes) == 1
+
+
+@virtual_time
+async def test_an_index_that_is_wrong_finds_out() -> None:
+    """A change that was never told shows in the next report's digest; a snapshot mends it, and a
+    worker that has left is in no answer any more."""
+    async with whole_mesh(**LOCAL, num_prefill=2, num_decode=1) as mesh:
+        members = mesh.gateways[0].members
+        await ask(mesh, a_prompt(4 * UNIT))
+        await asyncio.sleep(1.0)
+        index = members.prefixes.index
+        (holder,) = [it for it in mesh.prefills if len(_granules(it.worker.journal))]
+        place = members.table.get(holder.incarnation).place
+        told = index.num_granules(place)
+        assert told == 4 * UNIT // UNIT
+        journal = holder.worker.journal
+        (reader,) = journal._readers.values()
+        reader.told = {}  # what changes now is not told
+        journal.stored(12345, 8 * UNIT, 0)
+        reader.told = {}
+        await mesh.until(lambda: index.num_resyncs == 1)
+        await mesh.until(lambda: index.state(place) is Indexed.KNOWN)
+        assert index.num_granules(place) == told + 1
+        await mesh.kill(holder)
+        await mesh.until(lambda: members.num_workers == 2)
+        assert index.num_granules(place) == 0
+
+
+@virtual_time
+async def test_with_one_worker_for_prompts_nobody_is_asked() -> None:
+    """There is no choice: no index is made, and no prompt is hashed."""
+    async with whole_mesh(**LOCAL, num_prefill=1, num_decode=2) as mesh:
+        await ask(mesh, a_prompt(2 * UNIT))
+        assert mesh.gateways[0].members.prefixes.index is None
+        assert not mesh.prefills[0].worker.journal._readers
+
+
+def _granules(journal: Journal) -> dict[int, int]:
+    return journal._entries
+
+
+CONDUCTOR: dict[str, Any] = {"gateway": {"policy": "conductor"}}
+
+
+@virtual_time
+async def test_the_next_turn_has_the_answer_s_kv_sent_from_decode() -> None:
+    """What decode computed of a conversation, prefill fetches; receipt and replay say so."""
+    async with whole_mesh(
+        **CONDUCTOR, num_prefill=1, num_decode=1, num_blocks=256, timing=TIMING
+    ) as mesh:
+        talk = a_prompt(2 * UNIT, seed=1)
+        first = await mesh.ask(talk, 2 * UNIT)
+        await asyncio.sleep(1.0)
+        talk += [*first.token_ids, *a_prompt(40, seed=2)]
+        second = await ask(mesh, talk)
+        receipt = second.receipt
+        assert receipt["cached_tokens"] == 4 * UNIT - 16  # of the last token there is no KV
+        assert receipt["fetched_tokens"] == 2 * UNIT - 16
+        assert receipt["fetched_from"] == f"{mesh.decodes[0].incarnation:016x}"
+        assert receipt["prefill_s"] < 0.1  # 0.3 s to compute it again
+        gateway = mesh.gateways[0].mesh
+        told = json.loads(json.dumps(gateway.explain(list(gateway._recent)[-1].hex())))
+        msgspec.convert(told, bodies.Explanation)
+        (decision,) = told["decisions"]
+        terms = decision["prefills"][0]["terms"]
+        assert terms["source"] == receipt["fetched_from"]
+        assert terms["fetched_tokens"] == UNIT  # whole granules are known
+        assert replay(decision).differences == []
+
+
+@virtual_time
+async def test_a_hot_prefix_is_sent_where_the_queue_is_short() -> None:
+    """Many prompts that begin alike do not wait for the one worker that has it, and are not
+    computed whole elsewhere: the others fetch it, and every answer is right."""
+    hot = a_prompt(8 * UNIT, seed=5)
+    prompts = [hot + a_prompt(UNIT, seed=10 + number) for number in range(9)]
+    waits: dict[str, float] = {}
+    for policy in ("local", "conductor"):
+        async with whole_mesh(
+            gateway={"policy": policy}, num_prefill=3, num_decode=2, num_blocks=512, timing=TIMING
+        ) as mesh:
+            first, *others = mesh.prefills
+            for other in others:  # as after a decision that would have used these pairs
+                other.worker.pairs.ask(MeshPeer(first.incarnation, Address(first.host, 9000)))
+            pairs = first.worker.pairs
+            await mesh.until(lambda pairs=pairs: len(pairs.paired) == 4)
+            assert (await ask(mesh, hot)).receipt["prefill"] == f"{first.incarnation:016x}"
+            await asyncio.sleep(1.0)
+            async with asyncio.TaskGroup() as tasks:
+                asked = [tasks.create_task(ask(mesh, prompt)) for prompt in prompts]
+            receipts = [task.result().receipt for task in asked]
+            waits[policy] = sum(receipt["ttft_s"] for receipt in receipts)
+            fetched = sum(receipt["fetched_tokens"] > 0 for receipt in receipts)
+            assert fetched == (2 if policy == "conductor" else 0)
+    assert waits["conductor"] < 0.8 * waits["local"]
+
+
+@virtual_time
+async def test_who_computes_faster_than_the_link_fetches_nothing() -> None:
+    """A slow link is slower than computing: the prompt is computed."""
+    async with whole_mesh(
+        **CONDUCTOR, num_prefill=1, num_decode=1, num_blocks=256, timing=FakeTiming()
+    ) as mesh:
+        talk = a_prompt(2 * UNIT, seed=1)
+        first = await mesh.ask(talk, 2 * UNIT)
+        await asyncio.sleep(1.0)
+        talk += [*first.token_ids, *a_prompt(40, seed=2)]
+        for worker in (*mesh.prefills, *mesh.decodes):
+            for link in worker.worker.pairs._links.values():
+                link.bytes_per_s = 1e4
+        await asyncio.sleep(0.5)
+        second = await ask(mesh, talk)
+        assert second.receipt["fetched_tokens"] == 0
+        assert second.receipt["cached_tokens"] == 2 * UNIT

@@ -1,0 +1,230 @@
+"""Memory below a worker's KV pool: what was evicted comes back, exactly, or is computed again."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from shared.engine.fake import FakeTiming
+from shared.errors import InvalidRequest
+from shared.kv.journal import key_of
+from shared.kv.tiers import SlotState
+from tests.support.fake_gateway import FakeRequest
+from tests.support.worker_mesh import (
+    WorkerMesh,
+    a_prompt,
+    expected,
+    virtual_time,
+    worker_mesh,
+)
+
+SMALL: dict[str, Any] = {"prefill_blocks": 48, "prefill": {"dram_cache": 1 << 24}}
+PROMPT = a_prompt(256, seed=1)
+OTHERS = [a_prompt(256, seed=seed) for seed in range(2, 8)]
+
+
+async def answered(request: FakeRequest, prompt: list[int], num: int = 8) -> int:
+    """Return how many tokens of the prompt were not computed."""
+    assert await request.finished() == expected(prompt, num)
+    assert request.token is not None
+    return request.token.cached_tokens
+
+
+async def evicted(mesh: WorkerMesh) -> None:
+    """Have a prompt's blocks go from the pool, for others'."""
+    assert await answered(mesh.start(PROMPT), PROMPT) == 0
+    for other in OTHERS:
+        assert await answered(mesh.start(other), other) == 0
+
+
+async def settled(mesh: WorkerMesh) -> None:
+    """Wait until nothing runs and nothing is copied any more, and see that all is accounted for."""
+    await mesh.idle()  # a request that was cancelled may have frames on their way
+    for running in (*mesh.prefills, *mesh.decodes):
+        tiers = running.worker.tiers
+        if tiers is not None:
+            await mesh.gateway.until(lambda tiers=tiers: not tiers.tables() and not tiers.queue)
+            tiers.tier.check_integrity()
+            assert tiers.tier.num_moving == 0
+            running.pool.check_integrity([])
+
+
+@virtual_time
+async def test_what_was_evicted_comes_back_from_memory() -> None:
+    """A prompt that others have driven out of the pool is not computed again; without the memory it
+    is."""
+    async with worker_mesh(**SMALL) as mesh:
+        await evicted(mesh)
+        assert await answered(mesh.start(PROMPT), PROMPT) == 240  # the last token is computed
+        await settled(mesh)
+    async with worker_mesh(prefill_blocks=48) as mesh:
+        await evicted(mesh)
+        assert await answered(mesh.start(PROMPT), PROMPT) == 0
+
+
+@virtual_time
+async def test_gateways_hear_what_lies_in_memory() -> None:
+    """A prefix that went from the pool is told to lie below it, by its journal's count and keys."""
+    async with worker_mesh(**SMALL) as mesh:
+        prefill = mesh.prefills[0]
+        prefill.worker.journal.subscribe("me", 128)
+        await evicted(mesh)
+        await settled(mesh)
+        (key,) = {key_of(it) for it in prefill.pool.new_chain().hashes(PROMPT, 16)[15:]}
+        report = prefill.worker.journal.report("me")
+        pool, memory, _ = report.tiers
+        assert key in memory.stored
+        assert key not in pool.stored
+        assert memory.num_keys == 2 * (1 + len(OTHERS))
+
+
+@virtual_time
+async def test_damaged_memory_is_a_miss() -> None:
+    """A slot whose bytes have changed is not used, what lies before it is; the rest is computed."""
+    async with worker_mesh(**SMALL) as mesh:
+        await evicted(mesh)
+        tiers = mesh.prefills[0].worker.tiers
+        await settled(mesh)
+        chain = mesh.prefills[0].pool.new_chain()
+        keys = chain.hashes(PROMPT, 5)
+        slots = tiers.tier.begin_load(keys)
+        tiers.tier.end_load(keys)
+        tiers._arena.bytes[slots[4], 7] ^= 1
+        assert await answered(mesh.start(PROMPT), PROMPT) == 64
+        assert await answered(mesh.start(PROMPT), PROMPT) == 240  # computed, and in the pool
+        await settled(mesh)
+
+
+@virtual_time
+async def test_tenants_do_not_find_each_other_s_blocks() -> None:
+    """Another salt finds nothing in memory either."""
+    async with worker_mesh(**SMALL) as mesh:
+        await evicted(mesh)
+        assert await answered(mesh.start(PROMPT, salt=b"other"), PROMPT) == 0
+        await settled(mesh)
+
+
+@virtual_time
+async def test_prompts_that_begin_alike_wait_for_one_load() -> None:
+    """Two that ask for the same blocks at once share them."""
+    async with worker_mesh(**SMALL) as mesh:
+        await evicted(mesh)
+        both = [mesh.start(PROMPT), mesh.start(PROMPT)]
+        assert [await answered(it, PROMPT) for it in both] == [240, 240]
+        await settled(mesh)
+
+
+@virtual_time
+async def test_a_late_load_is_given_up() -> None:
+    """A prompt waits for its load no longer than its limit; then it is computed, and the load does
+    no harm when it ends after all."""
+    async with worker_mesh(**SMALL) as mesh:
+        await evicted(mesh)
+        await settled(mesh)
+        tiers = mesh.prefills[0].worker.tiers
+        tiers._compute._copy_s = 3.0
+        began_at = asyncio.get_running_loop().time()
+        request = mesh.start(PROMPT[:250])
+        await mesh.gateway.until(lambda: request.token is not None)
+        assert 1.0 <= asyncio.get_running_loop().time() - began_at < 30.0
+        assert await answered(request, PROMPT[:250]) == 0
+        tiers._compute._copy_s = 0.0
+        await settled(mesh)
+
+
+@virtual_time
+async def test_what_is_quicker_to_compute_is_computed() -> None:
+    """A load that is predicted to take longer than the step is not begun."""
+    async with worker_mesh(**SMALL, timing=FakeTiming()) as mesh:
+        await evicted(mesh)
+        mesh.prefills[0].worker.tiers._block_s.add(10.0)
+        assert await answered(mesh.start(PROMPT), PROMPT) == 0
+        await settled(mesh)
+
+
+@pytest.mark.parametrize("kind", ["store", "load"])
+@virtual_time
+async def test_a_worker_that_dies_while_it_copies_takes_nobody_along(kind: str) -> None:
+    """Killed in the middle of a store or a load, its requests fail; the other workers have all
+    their blocks and answer."""
+    async with worker_mesh(num_prefill=2, **SMALL) as mesh:
+        await evicted(mesh)
+        await settled(mesh)
+        first = mesh.prefills[0]
+        tiers = first.worker.tiers
+        tiers._compute._copy_s = 0.4
+        prompt = PROMPT if kind == "load" else a_prompt(256, seed=99)
+        request = mesh.start(prompt)
+        state = SlotState.LOADING if kind == "load" else SlotState.STORING
+        entries = tiers.tier._entries
+        await mesh.gateway.until(lambda: any(it.state is state for it in entries.values()))
+        await mesh.kill(first)
+        request.cancel_decode()
+        assert await answered(mesh.start(PROMPT, p=1), PROMPT) == 0
+        await mesh.idle()
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "length-aware"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_storm_gives_no_wrong_token(policy: str, seed: int) -> None:
+    """Conversations that share beginnings, in a pool and a memory too small for them, cancelled at
+    any time, with slow copies and damaged slots: every answer is the right one, and no block is
+    lost in any tier."""
+
+    @virtual_time
+    async def storm() -> None:
+        chance = random.Random(f"{policy}/{seed}")
+        settings = {"dram_cache": 1 << 17, "cache_policy": policy}
+        async with worker_mesh(
+            num_prefill=2,
+            prefill_blocks=40,
+            decode_blocks=96,
+            prefill=settings,
+            decode=settings,  # which computes no prompts, and so has none
+            timing=FakeTiming(),
+            seed=seed,
+        ) as mesh:
+            roots = [a_prompt(chance.randrange(32, 300), seed=it) for it in range(5)]
+            running: list[tuple[FakeRequest, list[int]]] = []
+            for idx in range(80):
+                for worker in mesh.prefills:
+                    tiers = worker.worker.tiers
+                    tiers._compute._copy_s = chance.choice([0.0, 0.0005, 0.02])
+                    if chance.random() < 0.1:
+                        at = chance.randrange(tiers._arena.num_slots)
+                        if not tiers.tier.num_moving:
+                            tiers._arena.bytes[at, 0] ^= 1
+                prompt = chance.choice(roots) + a_prompt(chance.randrange(1, 60), seed=idx % 7)
+                request = mesh.start(prompt, p=chance.randrange(2))
+                running.append((request, prompt))
+                if chance.random() < 0.2:
+                    await asyncio.sleep(chance.random() * 0.05)
+                    request.cancel()
+                    running.pop()
+                elif len(running) > 3:
+                    await answered(*running.pop(0))
+            for request, prompt in running:
+                await answered(request, prompt)
+            await settled(mesh)
+            assert mesh.decodes[0].worker.tiers is None
+            count = mesh.prefills[0].worker.prompt_metrics.registry.get_sample_value
+            for name in ("tier_blocks_stored_total", "tier_tokens_loaded_total"):
+                assert count(f"pdmesh_prefill_{name}", {"tier": "dram"}), name
+
+    storm()
+
+
+@virtual_time
+async def test_memory_that_holds_no_block_is_refused() -> None:
+    """Too small, or more than the machine has, is a clear error at start."""
+    for num_bytes, text in ((1, "not one KV block"), (1 << 49, "more than")):
+        with pytest.raises((InvalidRequest, ExceptionGroup)) as failed:
+            async with worker_mesh(prefill={"dram_cache": num_bytes}):
+                pass
+        error: BaseException = failed.value
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        assert text in str(error)

@@ -1,0 +1,187 @@
+"""``pdmesh plan fleet`` and ``map``: what is chosen, why, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.cli import main
+from services.cli.bench.report import read_rows
+from services.planner.core.bounds import AskedLengths, alone, least_limits, worker_bound
+from services.planner.core.fleet import (
+    Price,
+    Search,
+    best_goodput,
+    candidates,
+    cheapest,
+    neighbours,
+)
+from services.planner.core.limits import Felt, binding_limit
+from services.planner.core.mesh_text import MeshShape, Unit, read_mesh
+from shared.predict.times import AffineTimes
+
+QUICK = ["--num-requests", "60", "--no-what-if", "--max-devices", "4"]
+TIMES = AffineTimes(base_s=0.01, prompt_token_s=1e-4, decode_row_s=1e-4, context_token_s=0.0)
+LENGTHS = [AskedLengths(1000, 101)] * 10
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """The facts of a command."""
+    assert main(["plan", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def bounds() -> dict[Unit, Any]:
+    return {Unit(): worker_bound(TIMES, 60_000, LENGTHS, token_budget=2048, max_running=16)}
+
+
+def test_bounds_are_full_batches_for_ever() -> None:
+    """Two prompts of 1000 tokens a step; 16 rows a step of 11.6 ms, 100 steps an answer."""
+    (found,) = bounds().values()
+    assert found.prompts == pytest.approx(2 / 0.21)
+    assert found.answers == pytest.approx(16 / (100 * 0.0116))
+    assert found.both < min(found.prompts, found.answers)
+
+
+def test_a_request_alone_is_the_least_that_can_be_felt() -> None:
+    """A prompt in chunks, a token a step; what is cached is not computed."""
+    assert alone(TIMES, AskedLengths(1000, 101), 500) == pytest.approx((0.12, 0.0101))
+    assert alone(TIMES, AskedLengths(1000, 101, cached=900), 500)[0] == pytest.approx(0.02)
+    least = least_limits([TIMES], LENGTHS, 0.9, 2048)
+    assert (least.ttft_s, least.tpot_s) == pytest.approx((0.11, 0.0101))
+
+
+def test_the_cheapest_is_found_and_what_holds_it_is_no_runner_up() -> None:
+    """All that cannot attain by its bound, or is less than one that missed, is not simulated."""
+    offers = candidates(bounds(), Price({"": 1.0}, "devices"), most_devices=5)
+    asked: list[MeshShape] = []
+
+    def attains(shape: MeshShape) -> bool:
+        asked.append(shape)
+        return is_good(shape)
+
+    def is_good(shape: MeshShape) -> bool:
+        return shape.holds(read_mesh("2P+1D")) or shape.num_of("M") >= 3
+
+    search = Search()
+    cheapest(offers, 9.0, attains, search)
+    assert search.chosen is not None
+    good = [one for one in offers if one.bound >= 9.0 and is_good(one.shape)]
+    assert search.chosen.cost == min(one.cost for one in good)
+    assert search.runner_up is not None
+    assert not search.runner_up.shape.holds(search.chosen.shape)
+    assert len(asked) < len(offers) - search.num_ruled_out
+
+
+def test_a_budget_is_spent_on_the_best() -> None:
+    """Only meshes to which nothing can be added are tried, and none whose bound is below the best;
+    the answer is the maximum by brute force."""
+    offers = candidates(bounds(), Price({"": 2.0}, "€/h"), most_devices=5)
+    search = Search()
+    rates = {one.shape: one.bound * 0.9 for one in offers}
+    best_goodput(offers, 8.0, lambda shape, above: rates[shape], search)
+    assert search.chosen is not None
+    assert search.chosen.cost <= 8.0
+    best = max(rates[one.shape] for one in offers if one.cost <= 8.0)
+    assert search.goodput_of(search.chosen) == pytest.approx(best)
+
+
+def test_neighbours_have_one_worker_of_another_kind() -> None:
+    """As many workers; none that serves nothing."""
+    found = [str(shape) for shape in neighbours(read_mesh("2P+1D"))]
+    assert found == ["1P+2D", "1P+1D+1M", "2P+1M"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "phase"),
+    [
+        ({"late": 0.3, "prompt_busy": 0.9}, "ttft", "prefill"),
+        ({"slow": 0.3, "answer_busy": 0.9}, "tpot", "decode"),
+        ({"late": 0.2, "kv_use": 1.0, "answer_busy": 0.9}, "ttft", "blocks"),
+        ({"unserved": 0.5}, "capacity", "blocks"),
+        ({"tpot_use": 0.9, "ttft_use": 0.2}, "tpot", "decode"),
+    ],
+)
+def test_what_binds(changes: dict[str, float], name: str, phase: str) -> None:
+    """The limit that most miss, or that is used most; the part of the mesh that it hangs on."""
+    nothing = dict.fromkeys(
+        (
+            "late",
+            "slow",
+            "unserved",
+            "ttft_use",
+            "tpot_use",
+            "prompt_busy",
+            "answer_busy",
+            "kv_use",
+        ),
+        0.0,
+    )
+    limit = binding_limit(Felt(**{**nothing, **changes}))
+    assert (limit.name, limit.phase) == (name, phase)
+
+
+def test_a_fleet_is_found_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The chosen mesh attains; one of fewer devices was found not to; its report is bench's."""
+    pytest.importorskip("matplotlib")
+    facts = told(capsys, "fleet", "--rate", "7", *QUICK, "--output", str(tmp_path))
+    chosen = read_mesh(facts["chosen"]["mesh"])
+    assert facts["run"]["attainment"] >= 0.9
+    assert facts["runner_up"]["mesh"] != str(chosen)
+    tried = [one["mesh"] for one in facts["tried"]]
+    assert all(one["rate"] == 0 for one in facts["tried"][: tried.index(str(chosen))])
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["pdmesh_bench"] == 2
+    assert report["runs"][0]["attainment"] == facts["run"]["attainment"]
+    assert len(read_rows(tmp_path, "again")) == 60
+    assert (tmp_path / "cost.svg").read_text().startswith("<?xml")
+
+
+def test_a_map_has_every_pair(capsys: pytest.CaptureFixture[str]) -> None:
+    """More workers of a kind, more that attain; the fewest that do are named."""
+    facts = told(capsys, "map", "4", "--rate", "9", "--num-requests", "40", "--slo-ttft", "400ms")
+    shares = {(it["prefill"], it["decode"]): it["attainment"] for it in facts["cells"]}
+    assert sorted(shares) == [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 1)]
+    assert shares[3, 1] > shares[1, 1]
+    assert facts["fewest"] is not None
+    assert len(facts["mixed"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--slo-ttft 5ms", "no mesh of these workers keeps TTFT 5ms"),
+        ("--slo-tpot 1ms", "no mesh of these workers keeps TPOT 1ms"),
+        ("--devices a100,h100 --model llama-3-8b", "several kinds of devices need --price"),
+        ("--devices a100,abacus", "known are a100"),
+        ("--tp 3", "--tp must be degrees out of 1,2,4,8"),
+        ("--device l4 --model llama-3-70b", "do not fit"),
+        ("--rate 0", "--rate must be above 0"),
+        ("--price a100=free --device a100", "--price must be like"),
+        ("--watts", "--watts needs --device"),
+    ],
+)
+def test_bad_fleets(arguments: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line, exit code 2; of limits that nobody can keep, what would be kept."""
+    assert main(["plan", "fleet", *QUICK, *arguments.split()]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert words in said
+    if "--slo" in arguments:
+        assert f"give {arguments.split()[0]}" in said
+
+
+def test_a_trace_out_of_order_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By file and line."""
+    path = tmp_path / "trace.jsonl"
+    line = {"input_length": 64, "output_length": 2}
+    rows = [{"timestamp": at, **line} for at in (0, 2000, 1000)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert main(["plan", "simulate", "1M", "--workload", str(path)]) == 2
+    assert f"{path}:3: arrives 1 s before the line above" in " ".join(
+        capsys.readouterr().err.split()
+    )

@@ -1,0 +1,125 @@
+"""``pdmesh plan simulate`` from the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from services.cli import main
+from services.cli.plan.sim_flags import SimFlags
+from services.planner.core.mesh_text import MeshPart, MeshShape, Unit, read_mesh
+from shared.errors import InvalidRequest
+from shared.predict.times import OPT_13B_A100
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
+    """The facts of a small run."""
+    command = ["plan", "simulate", *arguments, "--num-requests", "40", "--json", "--no-what-if"]
+    assert main(command) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_run_says_what_was_felt(capsys: pytest.CaptureFixture[str]) -> None:
+    """Equal seeds, equal facts; what is asked for stands in them."""
+    first = told(capsys, "2P+1D", "--rate", "4")
+    assert first == told(capsys, "2P+1D", "--rate", "4")
+    assert first != told(capsys, "2P+1D", "--rate", "4", "--seed", "1")
+    assert (first["mesh"], first["fidelity"], first["attainment"]) == ("2P+1D", "exact", 1.0)
+    assert (
+        main(["plan", "simulate", "1M", "--rate", "1", "--num-requests", "5", "--no-what-if"]) == 0
+    )
+    assert "attainment 100.0%" in capsys.readouterr().out
+
+
+def test_too_much_load_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
+    """One pair, forty at once."""
+    few = told(capsys, "1P+1D", "--rate", "1")
+    many = told(capsys, "1P+1D", "--rate", "500")
+    assert isinstance(few["attainment"], float)
+    assert isinstance(many["attainment"], float)
+    assert many["attainment"] < 0.5 < few["attainment"]
+
+
+def test_a_trace_file_is_played(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Equal block ids are equal prefixes: the second prompt is nearly all there."""
+    lines = [
+        {"timestamp": at, "input_length": 4096, "output_length": 2, "hash_ids": list(range(8))}
+        for at in (0, 5000, 10000)
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    facts = told(capsys, "1P+1D", "--workload", str(path), "--rate", "0.3")
+    latencies = facts["latency_s"]
+    assert isinstance(latencies, dict)
+    assert latencies["TTFT"]["p50"] < 0.3 * latencies["TTFT"]["p99"]
+
+
+def test_meshes_are_compared_by_the_same_requests(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each row is what a run alone says; the best one is named."""
+    flags = ["--rate", "9", "--num-requests", "60", "--slo-ttft", "400ms", "--no-what-if"]
+    assert main(["plan", "compare", "1P+3D", "3P+1D", *flags, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["mesh"] for row in rows] == ["1P+3D", "3P+1D"]
+    assert main(["plan", "simulate", "1P+3D", *flags, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == rows[0]
+    assert main(["plan", "compare", "1P+3D", "3P+1D", *flags]) == 0
+    best = max(rows, key=lambda row: row["attainment"])["mesh"]
+    said = capsys.readouterr().out
+    assert f"{best} attains most" in said
+    assert said.count("not served") == 1
+    assert main(["plan", "compare", "1P+3D"]) == 2
+    assert "two meshes at least" in capsys.readouterr().err
+
+
+def test_default_times_are_the_published_fit() -> None:
+    """The flags' defaults and the record say the same."""
+    assert SimFlags().times.unit(Unit()).times is OPT_13B_A100
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("3P+2D", (MeshPart(3, "P"), MeshPart(2, "D"))),
+        ("p + d", (MeshPart(1, "P"), MeshPart(1, "D"))),
+        ("5xmixed", (MeshPart(5, "M"),)),
+        ("1P+1D+2M+1P", (MeshPart(2, "P"), MeshPart(1, "D"), MeshPart(2, "M"))),
+        (
+            "2P(tp2)+1D(H100, tp4)",
+            (MeshPart(2, "P", Unit("", 2)), MeshPart(1, "D", Unit("h100", 4))),
+        ),
+    ],
+)
+def test_meshes_as_people_write_them(text: str, parts: tuple[MeshPart, ...]) -> None:
+    """Read, and written back in short."""
+    shape = MeshShape(parts)
+    assert read_mesh(text) == shape
+    assert read_mesh(str(shape)) == shape
+
+
+@pytest.mark.parametrize(
+    "text", ["", "3Q", "P+", "2", "3P", "2D", "0M", "9999M", "1M(ep2)", "1M(tp3)", "1M(tp2"]
+)
+def test_meshes_that_are_none(text: str) -> None:
+    """The known words, or what is missing."""
+    with pytest.raises(InvalidRequest, match=r"P \(prefill\)|needs P and D|1\.\.256|known are tp1"):
+        read_mesh(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("1P+1D --rate 0", "--rate must be above 0"),
+        ("1P+1D --policy fifo", "--policy must be one of round_robin"),
+        ("1P+1D --workload nonsense", "--workload must be azure-conv, azure-code, mooncake"),
+        ("1P+1D --workload none.jsonl", "no such file"),
+        ("1P+1D --slo-ttft soon", "--slo-ttft must be a number with a unit"),
+        ("1P+1D --kv-tokens 0", "--kv-tokens must be 1.."),
+        ("1P+1D --link fast", "such as 25GB/s"),
+    ],
+)
+def test_bad_input(arguments: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line, exit code 2."""
+    assert main(["plan", "simulate", *arguments.split()]) == 2
+    assert words in " ".join(capsys.readouterr().err.split())

@@ -1,0 +1,130 @@
+"""Time models from the command line: where they come from, and what each refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.cli import main
+from services.cli.plan.times_flags import TimesFlags
+from services.planner.core.mesh_text import Unit
+from shared.engine.fake import FakeEngine
+from shared.errors import InvalidRequest
+from shared.predict.fit_steps import StepSample, fit_steps
+from shared.predict.times import FittedTimes
+from shared.profile.measure_steps import fitted_profile
+from shared.profile.step_profile import StepProfile, read_profile
+
+DATA = Path(__file__).parents[2] / "sim" / "data"
+
+PROMPTS = [StepSample(n, n * (n + 1) // 2, 1e-3 + n * 1e-5) for n in (16, 32, 64, 128, 256, 512)]
+ANSWERS = [StepSample(n, n * 1000, 2e-3 + n * 1e-4) for n in (1, 2, 4, 8, 16)]
+
+
+def a_profile() -> StepProfile:
+    """Of steps that follow a line exactly."""
+    return fitted_profile((PROMPTS, ANSWERS), FakeEngine(num_blocks=64), date="2026-01-01")
+
+
+def test_a_fit_gives_lines_back() -> None:
+    """Steps on a line: its coefficients, no error; the farthest step is known."""
+    fit = fit_steps(PROMPTS)
+    assert fit.constant_s == pytest.approx(1e-3, rel=1e-3)
+    assert fit.token_s == pytest.approx(1e-5, rel=1e-2)
+    assert fit.error < 1e-3
+    assert (fit.num_steps, fit.most_tokens) == (6, 512)
+
+
+def test_steps_that_follow_no_line_are_no_profile() -> None:
+    """Too few steps, and steps at random, are refused."""
+    engine = FakeEngine(num_blocks=64)
+    wild = [StepSample(n, n, (1e-3, 1.0)[n % 2]) for n in range(1, 12)]
+    with pytest.raises(InvalidRequest, match="follow no line"):
+        fitted_profile((wild, ANSWERS), engine, date="")
+    with pytest.raises(InvalidRequest, match="5 are the least"):
+        fitted_profile((PROMPTS, ANSWERS[:3]), engine, date="")
+
+
+def test_a_profile_is_read_back_and_warns_beyond_its_range(tmp_path: Path) -> None:
+    """The file holds the lines; a step beyond what was measured is told of."""
+    path = tmp_path / "p.json"
+    a_profile().write(path)
+    assert read_profile(path) == a_profile()
+    times = TimesFlags(profile=path).unit(Unit()).times
+    assert isinstance(times, FittedTimes)
+    assert times.step_s(100, 5050, 0, 0) == pytest.approx(2e-3, rel=0.01)
+    assert times.warnings() == []
+    assert times.step_s(0, 0, 64, 64_000) > 0
+    assert "4.0 times beyond" in times.warnings()[0]
+
+
+def test_files_that_are_no_profile(tmp_path: Path) -> None:
+    """None, of another kind, of another version."""
+    path = tmp_path / "p.json"
+    with pytest.raises(InvalidRequest, match="no such file"):
+        read_profile(path)
+    path.write_text("{}")
+    with pytest.raises(InvalidRequest, match="no profile of pdmesh profile -o"):
+        read_profile(path)
+    path.write_text('{"pdmesh_profile": 7}')
+    with pytest.raises(InvalidRequest, match="version 7, and this pdmesh reads 1"):
+        read_profile(path)
+
+
+def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
+    """--model says one thing, the file another."""
+    path = tmp_path / "p.json"
+    a_profile().write(path)
+    assert TimesFlags(profile=path).kv.token_bytes == a_profile().token_bytes
+    with pytest.raises(InvalidRequest, match="profile of fake, not of llama-3-8b"):
+        assert TimesFlags(profile=path, model="llama-3-8b").kv
+
+
+def test_a_roofline_is_bounded_by_weights_and_by_operations() -> None:
+    """One token reads all weights; long prompts go by operations; more devices are quicker, and
+    hold more KV."""
+    one, four = (TimesFlags(device="h100", model="llama-3-8b").unit(Unit("", tp)) for tp in (1, 4))
+    assert one.times.step_s(0, 0, 1, 1) == pytest.approx(0.002 + 16.06e9 / (3350e9 * 0.8), rel=0.01)
+    prompt_s = one.times.step_s(8192, 0, 0, 0)
+    assert prompt_s == pytest.approx(0.002 + 2 * 8.03e9 * 8192 / (989e12 * 0.6), rel=0.01)
+    assert four.times.step_s(8192, 0, 0, 0) < 0.4 * prompt_s
+    assert four.kv_tokens > 4 * one.kv_tokens
+
+
+def test_published_times_are_read_from_their_files() -> None:
+    """DistServe's fits of the tests' copies, near the affine default; another degree is quicker."""
+    flags = TimesFlags(times="distserve", data=DATA)
+    one, two = (flags.unit(Unit("", tp)).times for tp in (1, 2))
+    usual = TimesFlags().unit(Unit()).times
+    for step in ((1024, 1024 * 1025 // 2, 0, 0), (0, 0, 32, 32 * 1100)):
+        assert one.step_s(*step) == pytest.approx(usual.step_s(*step), rel=0.15)
+        assert two.step_s(*step) < one.step_s(*step)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--times fast", "--times must be one of opt-13b-a100, fake, distserve, splitwise"),
+        ("--times fake --device a100", "give one time model"),
+        ("--device tpu", "a device must be one of a100"),
+        ("--times distserve", "needs --data"),
+        ("--device l4 --model llama-3-70b", "do not fit into 1 x l4"),
+        ("--device a100 --base 3ms", "--base belongs to affine times"),
+        ("--profile none.json", "none.json: no such file"),
+        ("--slower 0", "--slower must be"),
+    ],
+)
+def test_bad_time_models(arguments: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line that says what is known, exit code 2."""
+    assert main(["plan", "simulate", "1M", "--no-what-if", *arguments.split()]) == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("words", [["1M(tp2)"], ["1M(h100)", "--base", "3ms"]])
+def test_a_time_model_of_one_device_knows_no_other(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Degrees and devices in a mesh need a model that knows them."""
+    assert main(["plan", "simulate", *words, "--no-what-if"]) == 2
+    assert "--device" in capsys.readouterr().err

@@ -1,0 +1,177 @@
+"""Policy ``conductor``: own prefix, another worker's prefix sent, or everything computed; decode by
+the time between tokens. Every decision comes out of its record again."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from services.gateway.core.decision_record import record_of
+from services.gateway.core.decision_record import replay as decide_again
+from services.gateway.core.fetches import FIRST_FETCH_S, FetchTimes, OffersOf
+from services.gateway.core.peer_table import PeerTable
+from services.gateway.core.routing import POLICIES, RouteDecision, route
+from services.gateway.core.sides import RouteRequest
+from services.gateway.core.worker import Role
+from shared.ids import Incarnation
+from shared.predict.step_time import StepFit
+from tests.unit.services.gateway.core.test_gateway_routing import LAYOUT, a_mesh
+
+FIT = StepFit(constant_s=0.0, token_s=0.001, num_steps=100)
+"""1,000 tokens a second."""
+FAST = 1e6 * LAYOUT.token_bytes
+"""A million tokens a second."""
+
+
+def a_known_mesh(queues_s: list[float], speed: float = FAST, num_decode: int = 1) -> PeerTable:
+    """Prefill workers 1, 2, ... with these queues; all of one speed, and all paired."""
+    table = a_mesh(num_prefill=len(queues_s), num_decode=num_decode)
+    everybody = [worker.incarnation for worker in table.workers]
+    queues = dict(zip(everybody, queues_s, strict=False))
+    for worker in table.workers:
+        others = [it for it in everybody if it != worker.incarnation]
+        status = replace(
+            worker.status,
+            queue_s=queues.get(worker.incarnation, 0.0),
+            prompt_steps=FIT,
+            answer_steps=FIT,
+            paired=frozenset(others),
+            speeds=dict.fromkeys(others, speed),
+        )
+        table.report(worker, status, 0.0)
+    return table
+
+
+def decide(
+    table: PeerTable, cached: dict[int, int], num_tokens: int = 1_000, **more: Any
+) -> RouteDecision:
+    known = {Incarnation(worker): tokens for worker, tokens in cached.items()}
+    holders = [worker for worker in table.workers if worker.incarnation in known]
+    request = RouteRequest(
+        num_tokens=num_tokens,
+        max_new_tokens=100,
+        cached=known,
+        fetches=OffersOf(holders, known, more.pop("times", FetchTimes())) if holders else None,
+        **more,
+    )
+    decision = route(POLICIES["conductor"](), request, table.sides, 0.5)
+    assert decision is not None
+    record = json.loads(json.dumps(record_of(decision, attempt=0, at_s=0.0)))
+    assert decide_again(record).differences == []
+    return decision
+
+
+@pytest.mark.parametrize(
+    ("queues_s", "cached", "wanted", "source"),
+    [
+        ([0.0, 0.0], {1: 800}, 1, None),  # who has it is free
+        ([0.5, 0.0], {1: 800}, 2, 1),  # who has it is busy, and sends it
+        ([0.5, 0.45], {1: 800}, 2, 1),  # behind a queue that is a little shorter, too
+        ([0.5, 0.0], {1: 10}, 2, 1),  # a little of it is quicker sent than computed
+        ([0.5, 0.0], {1: 800, 2: 800}, 2, None),
+        ([0.5, 0.0], {1: 800, 2: 400}, 2, 1),  # what lacks is sent
+        ([0.0, 0.0], {100: 900}, 1, 100),  # a decode worker has it
+        ([0.0, 0.0], {}, 1, None),
+    ],
+)
+def test_the_soonest_way_to_the_kv_wins(
+    queues_s: list[float], cached: dict[int, int], wanted: int, source: int | None
+) -> None:
+    """1,000 tokens computed are a second, 1,000 sent a millisecond."""
+    decision = decide(a_known_mesh(queues_s), cached)
+    fetch = decision.fetch
+    assert (int(decision.prefill), fetch and int(fetch.source)) == (wanted, source)
+    if fetch is not None:
+        assert fetch.num_tokens == cached[int(fetch.source)]
+
+
+def test_a_link_that_is_slower_than_computing_is_not_used() -> None:
+    """500 tokens a second: the prompt waits where it is cached, or is computed."""
+    table = a_known_mesh([0.5, 0.0], speed=500 * LAYOUT.token_bytes)
+    decision = decide(table, {1: 400})
+    assert (int(decision.prefill), decision.fetch) == (2, None)
+    assert int(decide(table, {1: 800}).prefill) == 1
+
+
+def test_what_the_source_is_sending_counts_and_what_was_measured() -> None:
+    """A busy link makes a fetch later; what fetches took over a pair is believed more than its
+    speed."""
+    table, times = a_known_mesh([0.0, 0.0]), FetchTimes()
+    source, sink = table.all(Role.PREFILL)
+    num_bytes = 1000 * LAYOUT.token_bytes
+    assert times.predict(source, sink, num_bytes) == pytest.approx(FIRST_FETCH_S + 0.001)
+    table.report(source, replace(source.status, egress_bytes=round(FAST)), 0.0)
+    assert times.predict(source, sink, num_bytes) == pytest.approx(1.0 + FIRST_FETCH_S + 0.001)
+    for _ in range(20):
+        times.fetched(source.incarnation, sink.incarnation, num_bytes=num_bytes, seconds=0.5)
+    assert times.predict(source, sink, num_bytes) == pytest.approx(1.5, rel=0.01)
+    assert times.predict(sink, sink, num_bytes) is None
+
+
+def test_without_a_pair_nothing_is_sent_and_the_pair_is_wanted() -> None:
+    """Whoever has most and no pair with the chosen worker is named, so that a pair is made."""
+    table = a_known_mesh([0.9, 0.0])
+    first, second = table.all(Role.PREFILL)
+    table.report(first, replace(first.status, paired=frozenset(), speeds={}), 0.0)
+    known = {first.incarnation: 800}
+    offers = OffersOf([first], known, FetchTimes())
+    assert offers.to(second) is None
+    assert offers.missing(second) is first
+    assert offers.missing(first) is None
+    table.report(first, replace(first.status, paired=frozenset({second.incarnation})), 0.0)
+    assert offers.missing(second) is None
+
+
+def test_decode_is_the_one_with_the_shortest_steps_and_room() -> None:
+    """Answers and their context make steps long; KV that must be sent counts; without room nobody
+    is taken while another has it."""
+    table = a_known_mesh([0.0], num_decode=3)
+    one, two, three = table.all(Role.DECODE)
+    busy = StepFit(constant_s=0.01, token_s=0.001, attended_s=1e-6, num_steps=100)
+    for worker, answers, blocks in ((one, 3, 8), (two, 1, 8), (three, 0, 64)):
+        status = replace(
+            worker.status, num_answers=answers, reserved_blocks=blocks, answer_steps=busy
+        )
+        table.report(worker, status, 0.0)
+    assert decide(table, {}, num_tokens=100).decode == two.incarnation
+    for worker in (one, two):
+        table.report(worker, replace(worker.status, num_answers=2), 0.0)
+    prefill = table.all(Role.PREFILL)[0]
+    speeds = {one.incarnation: FAST, two.incarnation: FAST / 1e4, three.incarnation: FAST}
+    table.report(prefill, replace(prefill.status, speeds=speeds), 0.0)
+    assert decide(table, {}, num_tokens=100).decode == one.incarnation
+
+
+def test_any_decision_comes_out_of_its_record_again() -> None:
+    """Drawn queues, caches, links and loads."""
+    draws = random.Random(7)
+    for _ in range(200):
+        num = draws.randrange(1, 12)
+        table = a_known_mesh([draws.random() for _ in range(num)], num_decode=3)
+        for worker in table.workers:
+            speeds = {it: draws.choice([0.0, 1e3, 1e5, 1e8]) for it in worker.status.paired}
+            status = replace(
+                worker.status,
+                speeds=speeds,
+                num_answers=draws.randrange(5),
+                reserved_blocks=draws.randrange(64),
+                egress_bytes=draws.choice([0, 0, 10_000]),
+            )
+            table.report(worker, status, 0.0)
+        holders = draws.sample(table.workers, min(len(table), 4))
+        cached = {int(it.incarnation): draws.randrange(1, 500) for it in holders}
+        decide(table, cached, num_tokens=draws.randrange(50, 500))
+
+
+def test_while_a_speed_is_unknown_tokens_are_compared() -> None:
+    """And nothing is fetched, for nobody knows what it would take."""
+    table = a_known_mesh([0.0, 0.0])
+    for worker in table.workers:
+        status = replace(worker.status, prompt_steps=StepFit(), answer_steps=StepFit())
+        table.report(worker, replace(status, pending_tokens=0), 0.0)
+    decision = decide(table, {1: 800})
+    assert (int(decision.prefill), decision.fetch) == (1, None)

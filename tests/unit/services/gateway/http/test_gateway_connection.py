@@ -1,0 +1,371 @@
+"""The HTTP connection: framing, order, limits and ends, over plain sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from services.gateway import limits
+from services.gateway.front.calls import Call
+from services.gateway.http import connection
+from services.gateway.http.connection import MAX_PIPELINED, listen
+from services.gateway.http.messages import HttpRequest, Response
+from services.gateway.http.server import Policy, Route, Routes
+from shared.errors import WorkerLost
+from shared.rpc.network import Address
+from tests.support.http_client import raw_connection
+from tests.support.scripted_mesh import ScriptedMesh, front_door, http_gateway, saying
+
+BODY = b'{"prompt":"a"}'
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+LAST = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+
+
+def with_length(body: bytes = BODY, more: bytes = b"") -> bytes:
+    """A request to complete a prompt."""
+    return POST + more + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+async def asked(data: bytes, mesh: ScriptedMesh | None = None) -> bytes:
+    """Send bytes to a gateway; returns all that it sends until it closes the connection."""
+    async with (
+        http_gateway(mesh or ScriptedMesh(saying("the"))) as url,
+        raw_connection(url) as (reader, writer),
+    ):
+        writer.write(data)
+        async with asyncio.timeout(10):
+            return await reader.read()
+
+
+def split(data: bytes) -> list[tuple[int, dict[str, str], bytes]]:
+    """Cut whole responses: status, headers in lower case, body."""
+    found: list[tuple[int, dict[str, str], bytes]] = []
+    while data:
+        head, _, data = data.partition(b"\r\n\r\n")
+        first, *lines = head.decode().split("\r\n")
+        headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+        length = int(headers.get("content-length", "0"))
+        found.append((int(first.split()[1]), headers, data[:length]))
+        data = data[length:]
+    return found
+
+
+# --- order and keep-alive -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [2, 3 * MAX_PIPELINED])
+async def test_requests_sent_ahead_are_answered_in_their_order(count: int) -> None:
+    """Of several routes, on one connection, more than are taken in at once."""
+    wanted = [with_length() if index % 2 else HEALTH for index in range(count)]
+    mesh = ScriptedMesh(saying("the"))
+    answers = split(await asked(b"".join(wanted) + LAST, mesh))
+    assert [status for status, _, _ in answers] == [200] * (count + 1)
+    for index, (_, headers, body) in enumerate(answers[:-1]):
+        assert ("choices" in json.loads(body)) is bool(index % 2)
+        assert "connection" not in headers
+    assert answers[-1][1]["connection"] == "close"
+    assert len(mesh.requests) == count // 2
+
+
+async def test_a_request_may_come_byte_by_byte() -> None:
+    """In as many pieces as it has bytes, its body framed either way."""
+    chunked = POST + b"Transfer-Encoding: chunked\r\n\r\n7\r\n" + BODY[:7] + b"\r\n7;a=b\r\n"
+    chunked += BODY[7:] + b"\r\n0\r\nX-Trailer: y\r\n\r\n"
+    async with (
+        http_gateway(ScriptedMesh(saying("the"))) as url,
+        raw_connection(url) as (reader, writer),
+    ):
+        for data in (chunked, with_length(), LAST):
+            for index in range(len(data)):
+                writer.write(data[index : index + 1])
+                await writer.drain()
+                await asyncio.sleep(0)
+        answers = split(await reader.read())
+    assert [status for status, _, _ in answers] == [200, 200, 200]
+
+
+@pytest.mark.parametrize(
+    ("version", "header", "is_kept"),
+    [
+        (b"1.1", b"", True),
+        (b"1.1", b"Connection: close\r\n", False),
+        (b"1.0", b"", False),
+        (b"1.0", b"Connection: keep-alive\r\n", True),
+    ],
+)
+async def test_a_connection_is_kept_where_both_ends_want_it(
+    version: bytes, header: bytes, is_kept: bool
+) -> None:
+    """The default of each version, and what the client says."""
+    request = b"GET /health HTTP/%b\r\nHost: x\r\n%b\r\n" % (version, header)
+    answers = split(await asked(request + LAST))
+    assert len(answers) == 1 + is_kept
+    if not is_kept:
+        assert answers[0][1]["connection"] == "close"
+    elif version == b"1.0":
+        assert answers[0][1]["connection"] == "keep-alive"
+
+
+async def test_a_stream_leaves_its_connection_to_the_next_request() -> None:
+    """Its chunks end where they say."""
+    stream = with_length(b'{"prompt":"a","stream":true}')
+    answer = await asked(stream + LAST)
+    events, _, rest = answer.partition(b"\r\n0\r\n\r\n")
+    assert events.count(b"HTTP/1.1 200") == 1
+    assert b"data: [DONE]" in events
+    assert [status for status, _, _ in split(rest)] == [200]
+
+
+async def test_a_stream_to_http_1_0_ends_with_its_connection() -> None:
+    """Also where the client wanted to keep it: nothing else tells the end."""
+    stream = with_length(b'{"prompt":"a","stream":true}', b"Connection: keep-alive\r\n")
+    answer = await asked(stream.replace(b"HTTP/1.1", b"HTTP/1.0"))
+    assert answer.endswith(b"data: [DONE]\n\n")
+    assert b"Connection: close" in answer
+
+
+async def test_heads_paths_and_dates() -> None:
+    """HEAD has the length and no body; a path is decoded; the query is nobody's."""
+    head = b"HEAD /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    answer = await asked(head)
+    assert answer.endswith(b"\r\n\r\n")
+    assert b"Content-Length: 15" in answer
+    assert b"\r\nDate: " in answer
+    for target in (b"/v1/models/t%69ny?x=1", b"http://elsewhere/v1/models/tiny"):
+        ((status, _, body),) = split(
+            await asked(b"GET %b HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n" % target)
+        )
+        assert (status, json.loads(body)["id"]) == (200, "tiny")
+
+
+# --- what could be read in two ways ---------------------------------------------------------------
+
+CHUNKS = b"e\r\n" + BODY + b"\r\n0\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        POST + b"Content-Length: 14\r\nTransfer-Encoding: chunked\r\n\r\n" + CHUNKS,
+        POST + b"Transfer-Encoding: chunked\r\nContent-Length: 14\r\n\r\n" + CHUNKS,
+        POST + b"Content-Length: 14\r\nContent-Length: 4\r\n\r\n" + BODY,
+        POST + b"Content-Length: 14\r\nContent-Length: 14\r\n\r\n" + BODY,
+        POST + b"Content-Length: 14, 14\r\n\r\n" + BODY,
+        POST + b"Content-Length: +14\r\n\r\n" + BODY,
+        POST + b"Content-Length: 0x0e\r\n\r\n" + BODY,
+        POST + b"Content-Length: 1_4\r\n\r\n" + BODY,
+        POST + b"Content-Length: \r\n\r\n" + BODY,
+        POST + b"Content-Length : 14\r\n\r\n" + BODY,
+        POST + b" Content-Length: 14\r\n\r\n" + BODY,
+        POST + b"X: y\r\n Content-Length: 14\r\n\r\n" + BODY,
+        POST + b"Transfer-Encoding: chunked\r\n , identity\r\n\r\n" + CHUNKS,
+        POST + b"Transfer-Encoding: chunked, identity\r\n\r\n" + CHUNKS,
+        POST + b"Transfer-Encoding: identity\r\nContent-Length: 14\r\n\r\n" + BODY,
+        POST + b"Transfer-Encoding: xchunked\r\n\r\n" + CHUNKS,
+        POST + b"Transfer-Encoding\x00: chunked\r\n\r\n" + CHUNKS,
+        POST + b"X: a\x00b\r\nContent-Length: 14\r\n\r\n" + BODY,
+        POST + b"X: a\rb\r\nContent-Length: 14\r\n\r\n" + BODY,
+        POST.replace(b"HTTP/1.1\r\nHost: x", b"HTTP/1.1") + b"Content-Length: 14\r\n\r\n" + BODY,
+        POST + b"Host: y\r\nContent-Length: 14\r\n\r\n" + BODY,
+        POST.replace(b"HTTP/1.1", b"HTTP/3.7") + b"Content-Length: 14\r\n\r\n" + BODY,
+        POST + b"Transfer-Encoding: chunked\r\n\r\n-e\r\n" + BODY + b"\r\n0\r\n\r\n",
+        POST + b"Transfer-Encoding: chunked\r\n\r\n0e g\r\n" + BODY + b"\r\n0\r\n\r\n",
+        POST + b"Transfer-Encoding: chunked\r\n\r\n" + b"f" * 17 + b"\r\n" + BODY,
+        POST + b"Transfer-Encoding: chunked\r\n\r\ne\r\n" + BODY + b"XX0\r\n\r\n",
+    ],
+)
+@pytest.mark.parametrize("is_later", [False, True])
+async def test_what_two_servers_could_read_in_two_ways_is_refused(
+    data: bytes, is_later: bool
+) -> None:
+    """As the first request of a connection or after another: one answer, and the end; what follows
+    it is never a request."""
+    mesh = ScriptedMesh(saying("the"))
+    *before, (status, headers, body) = split(
+        await asked((HEALTH if is_later else b"") + data + with_length(), mesh)
+    )
+    assert [status for status, _, _ in before] in ([], [200])
+    assert (status, json.loads(body)["error"]["code"]) == (400, "bad_http")
+    assert headers["connection"] == "close"
+    assert mesh.requests == []
+
+
+async def test_what_is_no_http_after_a_request_is_told_after_its_answer() -> None:
+    """It arrives apart, while the request is answered: that is not harmed."""
+    gate = asyncio.Semaphore(0)
+    mesh = ScriptedMesh(saying("the", gate=gate))
+    async with http_gateway(mesh) as url, raw_connection(url) as (reader, writer):
+        writer.write(with_length())
+        await mesh.wait_running(1)
+        writer.write(b"canary\r\n\r\n")
+        await asyncio.sleep(0.05)
+        gate.release()
+        answers = split(await reader.read())
+    assert [status for status, _, _ in answers] == [200, 400]
+
+
+async def test_a_protocol_that_nobody_speaks_is_not_switched_to() -> None:
+    """What follows the request is not looked at."""
+    request = LAST.replace(b"Connection: close", b"Connection: Upgrade\r\nUpgrade: websocket")
+    ((status, headers, _),) = split(await asked(request + HEALTH))
+    assert (status, headers["connection"]) == (200, "close")
+
+
+async def test_headers_of_a_response_cannot_be_forged() -> None:
+    """A line's end in one is our bug, and nothing is sent."""
+
+    async def forged(request: HttpRequest, call: Call) -> Response:
+        del request, call
+        return Response(200, b"", {"X": "a\r\nSet-Cookie: b"})
+
+    async with served(forged) as (reader, writer):
+        writer.write(LAST.replace(b"/health", b"/x"))
+        assert await reader.read() == b""
+    writer.close()
+
+
+# --- bodies ---------------------------------------------------------------------------------------
+
+
+async def test_a_client_that_waits_to_be_asked_for_its_body_is_asked() -> None:
+    """With 100; and not where the body is refused at once."""
+    async with (
+        http_gateway(ScriptedMesh(saying("the"))) as url,
+        raw_connection(url) as (reader, writer),
+    ):
+        writer.write(POST + b"Expect: 100-continue\r\nContent-Length: 14\r\n\r\n")
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(BODY + LAST)
+        assert [status for status, _, _ in split(await reader.read())] == [200, 200]
+    more = b"Expect: 100-continue\r\nContent-Length: 999999999\r\n\r\n"
+    ((status, headers, _),) = split(await asked(POST + more + b" " * 100_000))
+    assert (status, headers["connection"]) == (413, "close")
+
+
+async def test_an_early_answer_can_be_read_by_who_still_sends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is still sent is taken for a while, and then the connection ends."""
+    monkeypatch.setattr(connection, "LINGER_S", 0.1)
+    head = b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n"
+    async with http_gateway(ScriptedMesh()) as url, raw_connection(url) as (reader, writer):
+        writer.write(head)
+        for _ in range(5):
+            writer.write(b" " * 10_000)
+            await asyncio.sleep(0.01)
+        ((status, headers, _),) = split(await reader.read())
+    assert (status, headers["connection"]) == (404, "close")
+
+
+# --- limits and ends ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "begun", [b"", b"GET /health HTTP/1.1\r\nHo", HEALTH, HEALTH + b"GET /health HTTP/1.1\r\nHo"]
+)
+async def test_a_silent_connection_is_closed(begun: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its first request, amid one's headers, and between two."""
+    monkeypatch.setattr(connection, "HEADER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(connection, "KEEPALIVE_S", 0.1)
+    answers = split(await asked(begun))
+    assert len(answers) == begun.count(b"\r\n\r\n")
+
+
+async def test_slow_headers_are_not_kept_alive_by_a_byte_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their time runs from their first byte."""
+    monkeypatch.setattr(connection, "HEADER_TIMEOUT_S", 0.2)
+    async with http_gateway(ScriptedMesh()) as url, raw_connection(url) as (reader, writer):
+        writer.write(HEALTH)
+        await reader.readuntil(b"}")
+        began_at = asyncio.get_running_loop().time()
+        for byte in b"GET /health HTTP/1.1\r\nX: " + b"y" * 200:
+            writer.write(bytes([byte]))
+            await asyncio.sleep(0.01)
+            if reader.at_eof():
+                break
+        assert await reader.read() == b""
+        assert asyncio.get_running_loop().time() - began_at < 1.5
+
+
+async def test_more_connections_than_there_may_be_are_closed_unread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An answer would cost what the limit is there to save; a place that is free is used again."""
+    monkeypatch.setattr(limits, "MAX_CONNECTIONS", 1)
+    async with http_gateway(ScriptedMesh()) as url:
+        async with raw_connection(url) as (reader, writer):
+            writer.write(HEALTH)
+            await reader.readuntil(b"}")
+            async with raw_connection(url) as (second, other):
+                other.write(HEALTH)
+                with contextlib.suppress(ConnectionError):
+                    assert await second.read() == b""
+        await asyncio.sleep(0.05)
+        async with raw_connection(url) as (reader, writer):
+            writer.write(LAST)
+            assert split(await reader.read())[0][0] == 200
+
+
+@asynccontextmanager
+async def served(
+    handler: Any, *, drain_s: float = 5.0
+) -> AsyncGenerator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """Connect to a listener with one route, ``/x``, which closes when the block ends."""
+    front = front_door(ScriptedMesh())
+    routes = Routes(front, [Route("GET", "/x", Policy.ANYBODY, handler)])
+    try:
+        async with listen(routes.handle, Address("127.0.0.1", 0), drain_s=drain_s) as address:
+            host, port = str(address).split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            yield reader, writer
+    finally:
+        front.text.close()
+
+
+async def test_the_drain_limit_cuts_what_still_runs() -> None:
+    """Its handler is cancelled; idle connections are closed at once."""
+    is_running, is_cancelled = asyncio.Event(), asyncio.Event()
+
+    async def endless(request: HttpRequest, call: Call) -> Response:
+        del request, call
+        is_running.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            is_cancelled.set()
+        raise WorkerLost("it never ends")
+
+    async with served(endless, drain_s=0.05) as (reader, writer):
+        writer.write(LAST.replace(b"/health", b"/x"))
+        await is_running.wait()
+    assert is_cancelled.is_set()
+    assert reader.at_eof() or await reader.read() == b""
+    writer.close()
+
+
+async def test_a_request_that_runs_when_the_listener_closes_is_its_connections_last() -> None:
+    """Its answer says so, and nothing else is taken on it."""
+    is_running, may_end = asyncio.Event(), asyncio.Event()
+
+    async def slow(request: HttpRequest, call: Call) -> Response:
+        del request, call
+        is_running.set()
+        await may_end.wait()
+        return Response(200, b"whole", {})
+
+    async with served(slow) as (reader, writer):
+        writer.write(b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n")
+        await is_running.wait()
+        asyncio.get_running_loop().call_later(0.05, may_end.set)
+    ((status, _, body),) = split(await reader.read())
+    assert (status, body) == (200, b"whole")
+    writer.close()

@@ -1,0 +1,338 @@
+"""/v1/responses: what becomes of its items, and what comes back, whole and as events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from services.gateway.front.auth import KeyRing, hash_key
+from services.gateway.http.responses_forms import RESPONSES_UNSERVED
+from shared.errors import Overloaded, WorkerLost
+from tests.support.grammars import needs_library
+from tests.support.scripted_mesh import failing_after, saying
+from tests.unit.services.gateway.http.test_tools import CALL, CLOCK, WEATHER, Gateway, gateway
+
+PATH = "/v1/responses"
+FLAT: list[dict[str, Any]] = [{"type": "function", **tool["function"]} for tool in (WEATHER, CLOCK)]
+RESULT = {"type": "function_call_output", "output": "sun"}
+
+
+class Asker:
+    """A client of the route."""
+
+    def __init__(self, here: Gateway) -> None:
+        self.here = here
+        self.url = here.url.removesuffix("/v1/chat/completions") + PATH
+
+    async def ask(self, given: Any = "hi", **fields: Any) -> tuple[int, Any]:
+        body = {"input": given, **fields}
+        async with self.here.session.post(self.url, json=body) as response:
+            return response.status, await response.json()
+
+    async def stream(self, given: Any = "hi", **fields: Any) -> list[Any]:
+        body = {"input": given, "stream": True, **fields}
+        async with self.here.session.post(self.url, json=body) as response:
+            assert response.status == 200
+            text = await response.text()
+        events: list[Any] = []
+        for event in text.removesuffix("\n\n").split("\n\n"):
+            name, data = event.split("\n")
+            events.append(json.loads(data.removeprefix("data: ")))
+            assert name == f"event: {events[-1]['type']}"
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        return events
+
+    async def other(self, method: str, name: str, **options: Any) -> tuple[int, Any]:
+        async with self.here.session.request(method, f"{self.url}/{name}", **options) as response:
+            return response.status, await response.json()
+
+
+def said(response: Any) -> list[tuple[str, str]]:
+    """What each item is, and says."""
+    told: list[tuple[str, str]] = []
+    for item in response["output"]:
+        text = item["arguments"] if "arguments" in item else item["content"][0]["text"]
+        told.append((item["type"], text))
+    return told
+
+
+THINKS = f"<think>so so</think>I look. {CALL}\n{CALL}"
+SAID = [
+    ("reasoning", "so so"),
+    ("message", "I look. "),
+    ("function_call", '{"city": "Paris"}'),
+    ("function_call", '{"city": "Paris"}'),
+]
+
+
+async def test_an_answer_whole_and_as_events() -> None:
+    """Thinking, text and two calls are four items; the events of a stream add up to them."""
+    async with gateway(THINKS, reasoning_parser="think") as here:
+        status, whole = await Asker(here).ask(tools=FLAT, metadata={"a": "b"})
+        events = await Asker(here).stream(tools=FLAT, metadata={"a": "b"})
+    assert (status, whole["status"], said(whole)) == (200, "completed", SAID)
+    assert whole["metadata"] == {"a": "b"}
+    assert whole["tools"][0]["name"] == "weather"
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert kinds[-1] == "completed"
+    last = events[-1]["response"]
+    assert said(last) == SAID
+    assert last["usage"] == whole["usage"]
+    assert 0 < last["usage"]["output_tokens_details"]["reasoning_tokens"] < 30
+    for index, item in enumerate(last["output"]):
+        own = [event for event in events if event.get("output_index") == index]
+        parts = "".join(event["delta"] for event in own if event["type"].endswith(".delta"))
+        assert parts == SAID[index][1]
+        assert own[0]["item"]["status"] == "in_progress"
+        assert own[-1]["type"] == "response.output_item.done"
+        assert own[-1]["item"] == item
+        assert {event.get("item_id", item["id"]) for event in own} == {item["id"]}
+    done = [event for event in events if event["type"].endswith("arguments.done")]
+    assert [(event["name"], event["arguments"]) for event in done] == [
+        ("weather", '{"city": "Paris"}')
+    ] * 2
+
+
+async def test_an_answer_that_tokens_cut_short() -> None:
+    """Incomplete, with the reason, whole and streamed; so is its last item."""
+    async with gateway("a long story") as here:
+        _, whole = await Asker(here).ask(max_output_tokens=3)
+        *_, last = await Asker(here).stream(max_output_tokens=3)
+    assert last["type"] == "response.incomplete"
+    for response in (whole, last["response"]):
+        assert response["status"] == "incomplete"
+        assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+        assert response["output"][0]["status"] == "incomplete"
+        assert response["max_output_tokens"] == 3
+
+
+async def test_spaces_before_a_call_are_no_message() -> None:
+    """Whole and streamed; an answer of spaces alone is one."""
+    async with gateway(f"\n\n{CALL}") as here:
+        _, whole = await Asker(here).ask(tools=FLAT)
+        *_, last = await Asker(here).stream(tools=FLAT)
+    assert said(whole) == said(last["response"]) == [("function_call", '{"city": "Paris"}')]
+    async with gateway("  ") as here:
+        _, whole = await Asker(here).ask()
+    assert said(whole) == [("message", "  ")]
+
+
+async def test_a_stream_that_breaks_says_so() -> None:
+    """response.failed, with code and sentence; before the first token it is a status."""
+    async with gateway("") as here:
+        here.mesh.script = failing_after("the", WorkerLost("gone"))
+        *_, last = await Asker(here).stream()
+        here.mesh.refusal = Overloaded("full")
+        status, body = await Asker(here).ask(stream=True)
+    assert last["type"] == "response.failed"
+    assert last["response"]["error"] == {"code": "worker_lost", "message": "gone"}
+    assert said(last["response"]) == [("message", "the")]
+    assert last["response"]["output"][0]["status"] == "incomplete"
+    assert (status, body["error"]["code"]) == (503, "overloaded")
+
+
+async def test_items_become_the_messages_of_a_chat() -> None:
+    """What one answer said is one message; the template sees results where they belong."""
+    items: list[dict[str, Any]] = [
+        {"role": "developer", "content": "Be kind."},
+        {"role": "user", "content": [{"type": "input_text", "text": "how is"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "I look.", "annotations": []}],
+        },
+        {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city":"A"}'},
+        {"type": "function_call", "call_id": "c2", "name": "weather", "arguments": '{"city":"B"}'},
+        {**RESULT, "call_id": "c1"},
+        {**RESULT, "call_id": "c2", "output": [{"type": "input_text", "text": "rain"}]},
+    ]
+    async with gateway("x") as here:
+        status, body = await Asker(here).ask(items, instructions="Be brief.")
+        assert status == 200, body
+        assert here.prompt == (
+            "system::Be brief.\nsystem::Be kind.\nuser::how is\n"
+            "assistant:hm:I look.weather(A)weather(B)\ntool::sunc1\ntool::rainc2\n"
+        )
+
+
+async def test_a_response_goes_on_from_the_one_before() -> None:
+    """With its input and its answer, but not its instructions; as often as one likes."""
+    async with gateway(THINKS, reasoning_parser="think") as here:
+        asker = Asker(here)
+        _, first = await asker.ask(tools=FLAT, instructions="Be brief.")
+        assert first["store"] is True
+        results = [
+            {**RESULT, "call_id": item["call_id"]} for item in first["output"] if "call_id" in item
+        ]
+        status, second = await asker.ask(results, previous_response_id=first["id"])
+        assert status == 200, second
+        calls = "".join(f"tool::sun{result['call_id']}\n" for result in results)
+        assert here.prompt == (
+            f"user::hi\nassistant:so so:I look. weather(Paris)weather(Paris)\n{calls}"
+        )
+        assert second["previous_response_id"] == first["id"]
+        events = await asker.stream("more", previous_response_id=second["id"])
+        assert here.prompt.count("assistant") == 2
+        _, told = await asker.other("GET", events[-1]["response"]["id"])
+        assert told == events[-1]["response"]
+        assert (await asker.other("DELETE", first["id"]))[1]["deleted"] is True
+        status, gone = await asker.ask("x", previous_response_id=first["id"])
+        error = gone["error"]
+        assert (status, error["code"]) == (404, "previous_response_not_found")
+        assert error["param"] == "previous_response_id"
+        assert "another gateway" in error["message"]
+        _, unkept = await asker.ask(store=False)
+        assert unkept["store"] is False
+        assert (await asker.other("GET", unkept["id"]))[0] == 404
+
+
+async def test_nothing_is_kept_where_there_is_no_memory_for_it() -> None:
+    """The answer says so."""
+    async with gateway("x", response_memory=0) as here:
+        _, body = await Asker(here).ask()
+        assert body["store"] is False
+        assert (await Asker(here).other("GET", body["id"]))[0] == 404
+
+
+async def test_another_keys_response_is_not_found(tmp_path: Path) -> None:
+    """Keys of different tenants share none; two keys of one tenant do."""
+    path = tmp_path / "keys"
+    lines = [hash_key("a", "ka", "one"), hash_key("b", "kb", "one"), hash_key("c", "kc")]
+    path.write_text("\n".join(lines))
+    async with gateway("x", keys=KeyRing.read(path)) as here:
+        asker = Asker(here)
+        headers = {"Authorization": "Bearer ka"}
+        async with here.session.post(asker.url, json={"input": "a"}, headers=headers) as response:
+            name = (await response.json())["id"]
+        for key, status in (("kb", 200), ("kc", 404)):
+            found, _ = await asker.other("GET", name, headers={"Authorization": f"Bearer {key}"})
+            assert found == status
+
+
+@needs_library
+async def test_text_that_must_match() -> None:
+    """text.format is response_format's; what is wrong with it is told by its own name."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    async with gateway('{"a": 1}') as here:
+        asked = {"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}}
+        status, body = await Asker(here).ask(text=asked)
+        assert (status, said(body)) == (200, [("message", '{"a": 1}')])
+        assert here.mesh.requests[-1].sampling.grammar
+        assert body["text"]["format"]["schema"] == schema
+        await Asker(here).ask(text={"format": {"type": "json_object"}})
+        assert here.mesh.requests[-1].sampling.grammar
+        endless = {"format": {"type": "json_schema", "name": "x", "schema": {"$ref": "#"}}}
+        status, body = await Asker(here).ask(text=endless)
+    assert (status, body["error"]["param"]) == (400, "text.format.schema")
+
+
+@needs_library
+async def test_calls_that_must_come() -> None:
+    """Required and by name; none shows the template no tool."""
+    named = {"type": "function", "name": "clock"}
+    async with gateway('{"a": 1}') as here:
+        _, body = await Asker(here).ask(tools=FLAT, tool_choice=named)
+        assert said(body) == [("function_call", '{"a": 1}')]
+        assert body["output"][0]["name"] == "clock"
+        await Asker(here).ask(tools=FLAT, tool_choice="none")
+        assert "<tool_call>" not in here.prompt
+    async with gateway('[{"name": "clock", "parameters": {"b": 2}}]') as here:
+        _, body = await Asker(here).ask(
+            tools=FLAT, tool_choice="required", parallel_tool_calls=False
+        )
+        assert said(body) == [("function_call", '{"b": 2}')]
+
+
+ASK: dict[str, Any] = {"role": "user", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        *[({name: {"x": 1}}, name) for name in RESPONSES_UNSERVED],
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"input": []}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": [{"type": "web_search_call"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [ASK, {"role": "pope", "content": "a"}]}, "input[1].role"),
+        ({"input": [ASK, {"role": "tool", "content": "a"}]}, "input[1].role"),
+        ({"input": [{**ASK, "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+        ({"input": [ASK, {**RESULT, "call_id": "c"}]}, "input[1].call_id"),
+        ({"input": [ASK, {**RESULT}], "instructions": "b"}, "input[1].call_id"),
+        ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
+        ({"input": [{"type": "function_call", "call_id": "c"}]}, "input[0].name"),
+        (
+            {
+                "input": [
+                    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+                    {"type": "function_call", "call_id": "d", "name": "f", "arguments": "["},
+                ]
+            },
+            "input[1].arguments",
+        ),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": "a" * 600}, "input"),
+        ({"temperature": 9}, "temperature"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [FLAT[0], FLAT[0]]}, "tools[1].name"),
+        ({"tools": [{**FLAT[1], "parameters": {"$ref": "#"}}]}, "tools[0].parameters"),
+        ({"tools": FLAT, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name"),
+        ({"tools": FLAT, "tool_choice": {"type": "custom", "name": "x"}}, "tool_choice.type"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"previous_response_id": "resp_x"}, "previous_response_id"),
+        ({"model": "gpt-9"}, "model"),
+    ],
+)
+async def test_what_is_wrong_is_told_by_its_own_name(fields: dict[str, Any], param: str) -> None:
+    """A typed error whose param is a place in what the client wrote, not in the chat it became."""
+    async with gateway("x") as here:
+        status, body = await Asker(here).ask(**{"given": fields.pop("input", "hi"), **fields})
+    error = body["error"]
+    assert (status, error["param"]) == (
+        404 if error["code"].endswith("not_found") else 400,
+        param,
+    ), error
+    assert "messages[" not in error["message"]
+    assert not here.mesh.requests
+
+
+async def test_fields_of_a_chat_are_served_here_too() -> None:
+    """What a chat takes beside its messages does the same here."""
+    async with gateway("hello and the end") as here:
+        fields = {"seed": 7, "top_k": 3, "stop": "and", "temperature": 0.5, "min_p": 0.25}
+        _, body = await Asker(here).ask(**fields, include_receipt=True)
+        sampling = here.mesh.requests[-1].sampling
+        assert (sampling.seed, sampling.top_k, sampling.min_p) == (7, 3, 0.25)
+        assert said(body) == [("message", "hello ")]
+        assert body["receipt"]["ttft_s"] == 0.5
+        assert body["temperature"] == 0.5
+        await Asker(here).ask(reasoning={"effort": "none"})
+        *_, last = await Asker(here).stream(stream_options={"include_receipt": True})
+        assert last["response"]["receipt"]["is_over"]
+
+
+async def test_a_client_that_leaves_cancels_its_response() -> None:
+    """The mesh stops, and nothing is kept of half an answer."""
+    async with gateway("x") as here:
+        gate = asyncio.Semaphore(1)
+        here.mesh.script = saying("a b c d e f", per_batch=1, gate=gate)
+        body = {"input": "a", "stream": True}
+        async with aiohttp.ClientSession() as session:
+            response = await session.post(Asker(here).url, json=body)
+            await response.content.readuntil(b"created\n")
+            await here.mesh.wait_running(1)
+            response.close()
+        await here.mesh.wait_running(0)

@@ -1,0 +1,299 @@
+"""Tools over HTTP: what template and workers are told, and what comes back, whole and streamed."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+
+from services.gateway.front.client_metrics import ClientMetrics
+from services.gateway.front.frontdoor import FrontDoor
+from services.gateway.http.door import serve_http
+from services.gateway.text.text_model import TextModel
+from shared.rpc.network import Address
+from tests.support.grammars import needs_library
+from tests.support.http_client import HI
+from tests.support.scripted_mesh import ScriptedMesh, saying
+from tests.support.tiny_tokenizer import tiny_text_model, tiny_tokenizer
+
+TEMPLATE = (
+    "{% for tool in tools or [] %}<tool_call> means {{ tool.function.name }};{% endfor %}"
+    "{% for message in messages %}{{ message.role }}:{{ message.reasoning_content }}:"
+    "{{ message.content }}{% for call in message.tool_calls or [] %}"
+    "{{ call.function.name }}({{ call.function.arguments.city }}){% endfor %}"
+    "{{ message.tool_call_id }}\n{% endfor %}"
+)
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tells the weather.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"$ref": "#/$defs/city"}},
+            "required": ["city"],
+            "additionalProperties": False,
+            "$defs": {"city": {"type": "string", "maxLength": 8}},
+        },
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+NAMED = {"type": "function", "function": {"name": "clock"}}
+
+
+class Gateway:
+    """One that says what it is told to. ask: returns status and body; stream: its chunks."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession, mesh: ScriptedMesh) -> None:
+        self.url, self.session, self.mesh = url, session, mesh
+
+    async def ask(self, **fields: Any) -> tuple[int, Any]:
+        body = {"messages": HI, **fields}
+        async with self.session.post(self.url, json=body) as response:
+            return response.status, await response.json()
+
+    async def stream(self, **fields: Any) -> list[Any]:
+        body = {"messages": HI, "stream": True, **fields}
+        async with self.session.post(self.url, json=body) as response:
+            lines = (await response.text()).split("\n\n")
+        events = [line.removeprefix("data: ") for line in lines if line]
+        assert events.pop() == "[DONE]"
+        return [json.loads(event) for event in events]
+
+    @property
+    def prompt(self) -> str:
+        return tiny_tokenizer().decode(list(self.mesh.requests[-1].token_ids))
+
+
+@asynccontextmanager
+async def gateway(
+    answer: str, *, template: str | None = TEMPLATE, **settings: Any
+) -> AsyncGenerator[Gateway]:
+    mesh, text = ScriptedMesh(saying(answer)), tiny_text_model(template)
+    front = a_front(mesh, text, **settings)
+    try:
+        async with (
+            serve_http(front, Address("127.0.0.1", 0), drain_s=5) as address,
+            aiohttp.ClientSession() as session,
+        ):
+            yield Gateway(f"http://{address}/v1/chat/completions", session, mesh)
+    finally:
+        text.close()
+
+
+def a_front(mesh: ScriptedMesh, text: TextModel, **settings: Any) -> FrontDoor:
+    return FrontDoor(
+        mesh=mesh,
+        text=text,
+        random_bytes=random.Random(7).randbytes,
+        metrics=ClientMetrics(),
+        **settings,
+    )
+
+
+async def test_a_call_whole() -> None:
+    """The template shows the tools; the answer is a call, and null for text."""
+    async with gateway(CALL) as here:
+        status, body = await here.ask(tools=[WEATHER, CLOCK])
+        assert status == 200
+        (choice,) = body["choices"]
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["content"] is None
+        (call,) = choice["message"]["tool_calls"]
+        assert call["function"] == {"name": "weather", "arguments": '{"city": "Paris"}'}
+        assert call["type"] == "function"
+        assert len(call["id"]) == 9
+        assert call["id"].isalnum()
+        assert here.prompt.startswith("<tool_call> means weather;<tool_call> means clock;")
+
+
+async def test_a_call_in_a_stream() -> None:
+    """Text, then the call's name, then its arguments in parts: together the whole answer."""
+    async with gateway(f"I look. {CALL}") as here:
+        options = {"include_usage": True}
+        chunks = await here.stream(tools=[WEATHER], stream_options=options, logprobs=True)
+        _, whole = await here.ask(tools=[WEATHER])
+    *chunks, usage = chunks
+    assert usage["usage"]["completion_tokens"]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert "".join(delta.get("content", "") for delta in deltas) == "I look. "
+    parts = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
+    assert len(parts) > 3
+    assert parts[0]["function"]["name"] == "weather"
+    assert all("id" not in part and "name" not in part["function"] for part in parts[1:])
+    arguments = "".join(part["function"]["arguments"] for part in parts)
+    assert json.loads(arguments) == {"city": "Paris"}
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    assert whole["choices"][0]["message"]["content"] == "I look. "
+    told = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert sum(len(one["content"]) for one in told if one) == usage["usage"]["completion_tokens"]
+
+
+async def test_no_call_is_an_answer() -> None:
+    """As without tools; with tool_choice none the template shows none."""
+    async with gateway("Fine.") as here:
+        _, body = await here.ask(tools=[WEATHER])
+        assert body["choices"][0]["message"]["content"] == "Fine."
+        assert body["choices"][0]["finish_reason"] == "stop"
+        assert "tool_calls" not in body["choices"][0]["message"]
+        status, _ = await here.ask(tools=[WEATHER], tool_choice="none")
+        assert status == 200
+        assert "means" not in here.prompt
+
+
+@needs_library
+async def test_a_call_that_must_come() -> None:
+    """Required: a list by grammar; named: its arguments; the same fields in the answer."""
+    answer = (
+        '[{"name": "clock", "parameters": {}}, {"name": "weather", "parameters": {"city": "x"}}]'
+    )
+    async with gateway(answer, template=TEMPLATE) as here:
+        _, body = await here.ask(tools=[WEATHER, CLOCK], tool_choice="required")
+        names = [one["function"]["name"] for one in body["choices"][0]["message"]["tool_calls"]]
+        assert names == ["clock", "weather"]
+        assert body["choices"][0]["finish_reason"] == "tool_calls"
+        assert '"f1"' in here.mesh.requests[-1].sampling.grammar
+        several = here.mesh.requests[-1].sampling.grammar
+        await here.ask(tools=[WEATHER], tool_choice="required", parallel_tool_calls=False)
+        assert "maxItems" in here.mesh.requests[-1].sampling.grammar
+        assert "maxItems" not in several
+    async with gateway("{}") as here:
+        _, body = await here.ask(tools=[WEATHER, CLOCK], tool_choice=NAMED)
+        (call,) = body["choices"][0]["message"]["tool_calls"]
+        assert call["function"] == {"name": "clock", "arguments": "{}"}
+        assert body["choices"][0]["finish_reason"] == "stop"  # as OpenAI has it
+        chunks = await here.stream(tools=[WEATHER, CLOCK], tool_choice=NAMED)
+        assert chunks[1]["choices"][0]["delta"]["tool_calls"][0]["function"]["name"] == "clock"
+
+
+@needs_library
+async def test_strict_tools_follow_their_schema() -> None:
+    """With tool_choice auto: text is free until a call begins. Of other families by name."""
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
+    async with gateway(CALL) as here:
+        status, body = await here.ask(tools=[strict])
+        assert status == 200
+        assert body["choices"][0]["finish_reason"] == "tool_calls"
+        assert "maxLength" in here.mesh.requests[-1].sampling.grammar
+    async with gateway(CALL, tool_parser="mistral") as here:
+        status, body = await here.ask(tools=[strict])
+        assert (status, body["error"]["code"]) == (400, "unsupported")
+
+
+async def test_a_conversation_with_calls() -> None:
+    """Calls and results of earlier turns are the template's to show, arguments as values."""
+    messages = [
+        *HI,
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "hm",
+            "tool_calls": [
+                {
+                    "id": "c1",
+                    "type": "function",
+                    "function": {"name": "weather", "arguments": '{"city": "Oslo"}'},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+    ]
+    async with gateway("Wet.") as here:
+        status, _ = await here.ask(messages=messages, tools=[WEATHER])
+        assert status == 200
+        assert "assistant:hm:weather(Oslo)" in here.prompt
+        assert "tool::rainc1" in here.prompt
+
+
+def a_call(arguments: str = "{}", **more: Any) -> dict[str, Any]:
+    function = {"name": "clock", "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"id": "a", "function": function}], **more}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name"),
+        ({"tools": [{"function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "web", "function": {"name": "a"}}]}, "tools[0].type"),
+        (
+            {"tools": [{"function": {"name": "a", "parameters": {"$ref": "#"}}}]},
+            "tools[0].function.parameters",
+        ),
+        ({"tools": [CLOCK] * 129}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "sometimes", "tools": [CLOCK]}, "tool_choice"),
+        (
+            {"tool_choice": {"function": {"name": "x"}}, "tools": [CLOCK]},
+            "tool_choice.function.name",
+        ),
+        ({"messages": [*HI, {"role": "tool", "content": "x"}]}, "messages[1].tool_call_id"),
+        (
+            {"messages": [*HI, a_call(), {"role": "tool", "tool_call_id": "b"}]},
+            "messages[2].tool_call_id",
+        ),
+        ({"messages": [a_call("[]")]}, "messages[0].tool_calls[0].function.arguments"),
+        ({"messages": [a_call("{")]}, "messages[0].tool_calls[0].function.arguments"),
+        ({"messages": [a_call(role="user")]}, "messages[0].tool_calls"),
+        (
+            {"messages": [{"role": "user", "content": "x", "tool_call_id": "a"}]},
+            "messages[0].tool_call_id",
+        ),
+    ],
+)
+async def test_what_is_refused(fields: dict[str, Any], param: str) -> None:
+    """One typed error that says where."""
+    async with gateway("x") as here:
+        status, body = await here.ask(**fields)
+        assert (status, body["error"]["param"]) == (400, param)
+        assert not here.mesh.requests
+
+
+@needs_library
+async def test_a_call_that_must_come_beside_another_structure() -> None:
+    """One of the two."""
+    async with gateway("x") as here:
+        status, body = await here.ask(tools=[CLOCK], tool_choice="required", regex="a")
+        assert (status, body["error"]["param"]) == (400, "regex")
+
+
+async def test_a_model_that_knows_no_tools() -> None:
+    """Its template shows none: refused, unless the grammar makes the call, or a flag says how."""
+    plain = "{{ messages[0].content }}"
+    async with gateway(CALL, template=plain) as here:
+        status, body = await here.ask(tools=[CLOCK])
+        assert (status, body["error"]["param"], body["error"]["code"]) == (
+            400,
+            "tools",
+            "unsupported",
+        )
+    async with gateway(CALL, template=plain, tool_parser="hermes") as here:
+        _, body = await here.ask(tools=[WEATHER])
+        assert body["choices"][0]["finish_reason"] == "tool_calls"
+
+
+async def test_thinking_is_told_apart() -> None:
+    """Where the template knows it, or a flag says so; unless the client wants it as it came."""
+    thinks = "{{ messages[0].content }}<think>"
+    async with gateway("because</think>so", template=thinks) as here:
+        _, body = await here.ask()
+        message = body["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("because", "so")
+        deltas = [chunk["choices"][0]["delta"] for chunk in await here.stream()]
+        assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "because"
+        assert "".join(delta.get("content", "") for delta in deltas) == "so"
+        _, body = await here.ask(separate_reasoning=False)
+        assert body["choices"][0]["message"]["content"] == "because</think>so"
+    async with gateway("<think>a</think>b", reasoning_parser="none") as here:
+        _, body = await here.ask()
+        assert body["choices"][0]["message"]["content"] == "<think>a</think>b"
+    async with gateway("<think>a</think>b", reasoning_parser="think") as here:
+        _, body = await here.ask(n=2)
+        assert [one["message"]["content"] for one in body["choices"]] == ["b", "b"]

@@ -1,0 +1,233 @@
+"""Grammars that clients send: what is taken, what is refused and where, in bounded time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from services.gateway.text import grammar_process
+from services.gateway.text.grammar_process import GrammarProcess
+from services.gateway.text.grammars import Grammars, Kind, Structure
+from services.gateway.text.schemas import key_place, schema_fault, without_annotations
+from shared.errors import InvalidRequest, Overloaded
+from shared.grammar import MAX_GRAMMAR_BYTES
+from tests.support.grammars import PERSON, a_grammar, check_in_place, needs_library
+
+NODE = {
+    "type": "object",
+    "properties": {"next": {"$ref": "#/$defs/node"}, "v": {"type": "integer"}},
+    "required": ["next"],
+    "additionalProperties": False,
+}
+PATTERNS = {"allOf": [{"type": "string", "pattern": f"^.*[a-f]{{{i}}}.*$"} for i in range(1, 60)]}
+"""Compiles for ever."""
+
+
+def asked(value: Any, kind: Kind = "json_schema") -> Structure:
+    return Structure(kind=kind, value=value, param="field")
+
+
+async def refused(value: Any, kind: Kind = "json_schema", by: Grammars | None = None) -> Any:
+    with pytest.raises(InvalidRequest) as error:
+        await (by or Grammars(check_in_place)).checked(asked(value, kind))
+    return error.value
+
+
+# --- schemas ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {"$ref": "#/$defs/node", "$defs": {"node": NODE}},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+        {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+        {"type": "array", "prefixItems": [{"$ref": "#"}], "minItems": 1},
+        {"anyOf": [{"$ref": "#"}, False]},
+        {"allOf": [{"type": "string"}, {"$ref": "#"}]},
+        False,
+    ],
+)
+def test_a_schema_whose_answers_never_end_is_refused(schema: Any) -> None:
+    """Recursion that nothing ends, whatever it goes through."""
+    fault = schema_fault(schema)
+    assert fault is not None
+    assert "no answer ends" in fault.rule
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        True,
+        {},
+        PERSON,
+        {"type": "array", "items": {"$ref": "#"}},
+        {"anyOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#"}, "minItems": 1}]},
+        {"$ref": "#/$defs/node", "$defs": {"node": {**NODE, "required": ["v"]}}},
+        {"type": ["object", "null"], "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+        {"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"type": "string"}}},
+        {"$ref": "#/$defs/nowhere"},
+    ],
+)
+def test_recursion_that_can_end_is_let_through(schema: Any) -> None:
+    """So is a reference to nowhere: the library says that."""
+    assert schema_fault(schema) is None
+
+
+def test_the_place_of_endless_recursion() -> None:
+    """The definition that asks for itself."""
+    fault = schema_fault({"$ref": "#/$defs/node", "$defs": {"node": NODE}})
+    assert fault is not None
+    assert fault.place == ".$defs.node"
+
+
+def test_a_schema_is_looked_at_in_bounded_time() -> None:
+    """A long chain of references, in the order that takes longest; one nested without end."""
+    chain = {f"d{i:05}": {"$ref": f"#/$defs/d{i + 1:05}"} for i in range(2000)}
+    began_at = time.process_time()
+    assert schema_fault({"$ref": "#/$defs/d00000", "$defs": chain}) is not None
+    deep: dict[str, Any] = {}
+    for _ in range(100_000):
+        deep = {"not": deep}
+    fault = schema_fault(deep)
+    assert fault is not None
+    assert "64" in fault.rule
+    assert time.process_time() - began_at < 2
+    while deep:  # a destructor that recurses would take the interpreter with it
+        deep = deep.pop("not")
+
+
+def test_formats_that_are_remarks_go() -> None:
+    """A number's width is no rule of a text; values are left alone."""
+    schema = {"type": "integer", "format": "int32", "enum": [{"format": "int32"}]}
+    assert without_annotations(schema) == {"type": "integer", "enum": [{"format": "int32"}]}
+    kept = {"properties": {"format": {"type": "string", "format": "date"}}}
+    assert without_annotations(kept) == kept
+
+
+def test_the_place_of_a_keyword() -> None:
+    """The first one that the message names, by its path."""
+    schema = {"properties": {"a": {"anyOf": [{}, {"uniqueItems": True}]}}}
+    assert key_place(schema, 'keys: ["uniqueItems"]', "f") == "f.properties.a.anyOf[1].uniqueItems"
+    assert key_place(schema, "nothing is quoted", "f") == "f"
+
+
+# --- the library's verdict ----------------------------------------------------------------------
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (PERSON, "json_schema"),
+        (True, "json_schema"),
+        ({"type": "string", "format": "password"}, "json_schema"),
+        ("[a-z]+@[a-z]+", "regex"),
+        (["yes", 'no "quoted"\n', "é"], "choice"),
+        ('root ::= "a" | "b" root', "grammar"),
+        ('start: "a" NUMBER\nNUMBER: /[0-9]+/', "grammar"),
+        ([{"trigger": "<f", "begin": "<f>", "grammar": {}, "end": "</f>"}], "tags"),
+    ],
+)
+async def test_what_is_served(value: Any, kind: Kind) -> None:
+    """Every kind of structure becomes a grammar."""
+    assert await Grammars(check_in_place).checked(asked(value, kind))
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("value", "kind", "place", "words"),
+    [
+        ({"properties": {"a": {"not": {}}}}, "json_schema", ".properties.a.not", "not"),
+        ({"enum": []}, "json_schema", "", "nsatisfiable"),
+        ({"type": "integer", "minimum": 5, "maximum": 3}, "json_schema", "", "nsatisfiable"),
+        ({"$ref": "http://elsewhere/x"}, "json_schema", "", "elsewhere"),
+        ({"$ref": "#/$defs/nowhere"}, "json_schema", "", "nowhere"),
+        ({"properties": 3}, "json_schema", "", "properties"),
+        ("text", "json_schema", "", "must be a JSON schema"),
+        ("(a", "regex", "", "unclosed"),
+        (r"(a)\1", "regex", "", "backreferences"),
+        ("(?=a)b", "regex", "", "look-a"),
+        (r"[^\s\S]", "regex", "", "no text matches"),
+        ("", "regex", "", "at least one"),
+        ("start: start", "grammar", "", "no text matches"),
+        ("start: nobody", "grammar", "", "nobody"),
+        ("???", "grammar", "", "neither Lark's nor GBNF"),
+        ("x" * MAX_GRAMMAR_BYTES, "regex", "", "bytes"),
+    ],
+)
+async def test_what_is_refused(value: Any, kind: Kind, place: str, words: str) -> None:
+    """One typed error that says where, and why."""
+    error = await refused(value, kind)
+    assert error.param == f"field{place}"
+    assert words in error.message
+
+
+@needs_library
+async def test_a_verdict_is_remembered() -> None:
+    """Agents send the same schema again and again."""
+    checks: list[str] = []
+
+    def check(grammar: str) -> grammar_process.Verdict:
+        checks.append(grammar)
+        return check_in_place(grammar)
+
+    grammars = Grammars(check)
+    for _ in range(3):
+        await grammars.checked(asked(PERSON))
+        await refused("(a", "regex", grammars)
+    assert len(checks) == 2
+
+
+@needs_library
+async def test_what_compiles_for_ever_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused in time; the next grammar is checked by a new process."""
+    grammars = Grammars()
+    monkeypatch.setattr(grammars, "_process", GrammarProcess(give_up_s=1.0))
+    try:
+        await grammars.checked(asked(PERSON))
+        began_at = time.monotonic()
+        error = await refused(PATTERNS, by=grammars)
+        assert "too long" in error.message
+        assert time.monotonic() - began_at < 10
+        await grammars.checked(asked({"type": "null"}))
+        assert "too long" in (await refused(PATTERNS, by=grammars)).message  # remembered
+    finally:
+        grammars.close()
+
+
+@needs_library
+async def test_few_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one takes its time others are told to come again."""
+    monkeypatch.setattr("services.gateway.text.grammars.MAX_WAITING", 1)
+    grammars = Grammars()
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            first = tasks.create_task(grammars.checked(asked(PERSON)))
+            await asyncio.sleep(0)
+            with pytest.raises(Overloaded):
+                await grammars.checked(asked(PERSON))
+        assert first.result()
+    finally:
+        grammars.close()
+
+
+@needs_library
+def test_a_process_that_dies_is_started_again() -> None:
+    """Whoever asked is told; a closed one checks nothing."""
+    process = GrammarProcess()
+    grammar = a_grammar(PERSON)
+    assert not process.check(grammar).fault
+    child: Any = process._child  # pyright: ignore[reportPrivateUsage]
+    child.kill()
+    child.wait()
+    assert "memory" in process.check(grammar).fault
+    assert not process.check(grammar).fault
+    process.close()
+    verdict = process.check(grammar)
+    assert verdict.fault
+    assert not verdict.is_lasting

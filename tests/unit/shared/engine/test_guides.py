@@ -1,0 +1,127 @@
+"""Masks of answers that follow a grammar: what they allow, and who has the tokens has the state."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from shared.engine.guides import Guides, Masks
+from shared.errors import InvalidRequest, LocalProtocolError
+from shared.request import SamplingParams
+from shared.step import Guide, SampleSpec, StepRow
+from tests.support.grammars import PERSON, a_grammar, needs_library
+from tests.support.guided_engine import tiny_guides
+from tests.support.tiny_tokenizer import EOS, VOCAB_SIZE, tiny_tokenizer
+
+pytestmark = needs_library
+
+TOKENIZER = tiny_tokenizer()
+
+
+@pytest.fixture(name="guides")
+def _guides() -> Guides:
+    return tiny_guides(VOCAB_SIZE, (EOS,))
+
+
+def a_row(guide: Guide | None, index: int, last: int = 8) -> StepRow:
+    """A decode row: ``last`` is token ``index - 1`` of the answer."""
+    params = SamplingParams(grammar="x" if guide else "")
+    return StepRow([last], 10, [0], SampleSpec(params, index, (), (), guide))
+
+
+def masks_of(guides: Guides, rows: Sequence[StepRow]) -> Masks:
+    begun = guides.begin(rows)
+    assert begun is not None
+    return begun.result()
+
+
+def walk(guides: Guides, guide: Guide, source: random.Random, most: int = 400) -> list[int]:
+    """A whole answer, each token any of those that are allowed."""
+    answer: list[int] = list(guide.output)
+    while len(answer) < most and (not answer or answer[-1] != EOS):
+        masks = masks_of(guides, [a_row(guide, len(answer), answer[-1] if answer else 8)])
+        assert not masks.failures
+        answer.append(source.choice(np.flatnonzero(~masks.banned[0]).tolist()))
+    return answer
+
+
+def test_whatever_is_chosen_the_answer_matches(guides: Guides) -> None:
+    """Random choices among allowed tokens give JSON of the schema, and nothing after its end."""
+    grammar = a_grammar(PERSON)
+    for seed in range(5):
+        answer = walk(guides, Guide(grammar, ()), random.Random(seed))
+        assert answer[-1] == EOS
+        value = json.loads(TOKENIZER.decode(answer[:-1]))
+        assert set(value) == {"name", "age", "tags"}
+        assert 0 <= value["age"] <= 150
+
+
+def test_who_has_the_tokens_has_the_state(guides: Guides) -> None:
+    """After a failover anywhere in the answer the masks are those of who never failed."""
+    grammar, source = a_grammar(PERSON), random.Random(3)
+    answer = walk(guides, Guide(grammar, ()), source)
+    undisturbed = Guide(grammar, ())
+    for index, last in enumerate([8, *answer[:-1]]):
+        own = masks_of(guides, [a_row(undisturbed, index, last)]).banned[0]
+        moved = Guide(grammar, answer[:index])
+        other = tiny_guides(VOCAB_SIZE, (EOS,))
+        assert (masks_of(other, [a_row(moved, index, last)]).banned[0] == own).all()
+        # The token that prefill has sampled comes with the first step.
+        if index:
+            joined = Guide(grammar, answer[: index - 1])
+            assert (masks_of(guides, [a_row(joined, index, last)]).banned[0] == own).all()
+
+
+def test_a_step_that_is_done_again_takes_no_token_twice(guides: Guides) -> None:
+    """A preempted answer is computed anew, and asks for the same token again."""
+    guide = Guide(a_grammar("(ab)+", "regex"), ())
+    first = masks_of(guides, [a_row(guide, 0)]).banned[0]
+    again = masks_of(guides, [a_row(guide, 0)]).banned[0]
+    assert (first == again).all()
+    with pytest.raises(LocalProtocolError):
+        masks_of(guides, [a_row(guide, 5)])
+
+
+def test_only_guided_rows_have_masks(guides: Guides) -> None:
+    """Rows without a grammar, and rows that sample nothing, stand between them."""
+    assert guides.begin([a_row(None, 0)]) is None
+    chunk = StepRow([1, 2], 0, [0])
+    ab, cd = (Guide(a_grammar(text, "choice"), ()) for text in (["ab"], ["cd"]))
+    rows = [a_row(None, 0), chunk, a_row(ab, 0), a_row(None, 3), a_row(cd, 0)]
+    masks = masks_of(guides, rows)
+    assert list(masks.places) == [1, 3]
+    starts = [{TOKENIZER.decode([one]) for one in np.flatnonzero(~row)} for row in masks.banned]
+    assert starts == [{"a"}, {"c"}]
+    assert sorted(masks.by_row(rows)) == [2, 4]
+
+
+def test_what_follows_no_grammar_is_a_failure_of_its_row_alone(guides: Guides) -> None:
+    """Tokens of an earlier attempt that the grammar does not know: others go on."""
+    good, bad = Guide(a_grammar(["ab"], "choice"), ()), Guide(a_grammar(["ab"], "choice"), (20, 20))
+    masks = masks_of(guides, [a_row(bad, 2), a_row(good, 0)])
+    assert list(masks.failures) == [0]
+    assert not masks.banned[0].any()
+    assert masks.banned[1].any()
+
+
+def test_ready_grammars_are_few(guides: Guides, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest go; an answer that has begun keeps its own."""
+    monkeypatch.setattr("shared.engine.guides.MAX_READY", 2)
+    guide = Guide(a_grammar(["ab"], "choice"), ())
+    masks_of(guides, [a_row(guide, 0)])
+    for number in range(5):
+        guides.expect(a_grammar([f"x{number}"], "choice"))
+    assert not masks_of(guides, [a_row(guide, 0)]).failures
+
+
+def test_an_engine_without_a_tokenizer_says_so() -> None:
+    """One typed error, before any work."""
+    from shared.engine.fake import FakeEngine
+
+    with pytest.raises(InvalidRequest) as refused:
+        FakeEngine().expect(a_grammar(True))
+    assert refused.value.code == "unsupported"
