@@ -137,6 +137,8 @@ class WorkerMetrics:
             f"{prefix}_tier_tokens_loaded", "Tokens whose KV came back from there", ["tier"],
             registry=registry,
         )  # fmt: skip
+        for counter in (self.tier_stored, self.tier_loaded):
+            counter.labels("dram")  # A tier that never had anything reads 0.
         self.requests = Counter(
             f"{prefix}_requests", "Attempts by how they ended", ["outcome"], registry=registry
         )

@@ -150,7 +150,7 @@ async def test_errors_arrive_as_the_clients_own(client: AsyncOpenAI, model: str)
     with pytest.raises(openai.BadRequestError):
         await client.chat.completions.create(model=model, messages=HI, modalities=["audio"])
     with pytest.raises(openai.NotFoundError):
-        await client.responses.create(model=model, input="hi")
+        await client.embeddings.create(model=model, input="hi")
 
 
 async def test_overload_is_a_retryable_error(

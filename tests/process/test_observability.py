@@ -30,6 +30,7 @@ ALWAYS = {
     "transfer_s", "transfer_exposed_s",
     "reserve_wait_s", "transfer_bytes", "gb_per_s", "lane", "mode", "prefill", "decode",
     "prefill_pool", "decode_pool", "attempts", "cached_tokens", "decode_cached_tokens",
+    "fetched_tokens", "fetched_bytes", "fetch_s", "fetched_from",
     "prompt_tokens", "output_tokens", "errors",
 }  # fmt: skip
 """What a receipt has of an answer of at least two tokens."""
