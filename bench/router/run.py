@@ -2,7 +2,8 @@
 
     python -m bench.router.run [--quick] [--sizes 1 4 16 64 500] [--repetitions 7]
 
-Decisions of each policy over the real peer table, beside reading every worker's load once; then
+Decisions of each policy over the real peer table, beside reading every worker's load once;
+decisions for a long prompt whose beginning some workers have, index and fetches included; then
 reports of many workers through the real registry and membership, beside parsing them alone. No
 network, CPU time of one process. What the numbers mean: README.md beside this file.
 """
@@ -12,7 +13,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import logging
+import operator
 import random
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -24,6 +27,8 @@ import structlog
 
 from bench.record import Record, ratios, run, spread
 from services.gateway.core.peer_table import PeerTable
+from services.gateway.core.prefixes import HashedPrompt
+from services.gateway.core.router import Router
 from services.gateway.core.routing import POLICIES, RoutingPolicy, route
 from services.gateway.core.sides import RouteRequest
 from services.gateway.core.worker import Role, Worker, WorkerStatus
@@ -32,13 +37,21 @@ from services.gateway.workers.registry import Registry, read_announcement
 from shared import wire
 from shared.address import Address
 from shared.ids import Incarnation
+from shared.kv.journal import KvChanges, TierChanges, key_of
+from shared.kv.prefix_hash import UNIT, root_hash, unit_hashes
 from shared.membership.join import REPORT_S
 from shared.messages import codec
-from shared.messages.columns import pack_u64
+from shared.messages.columns import pack_u32, pack_u64
 from shared.messages.message_codec import MessageCodec
+from shared.predict.step_time import StepFit
 
 HERE = Path(__file__).parent
 SIZES = (1, 4, 16, 64, 500)
+LONG_PROMPT = 12_000
+LONG_SIZES = (4, 32, 500)
+LONG_GOALS_US = {32: 100.0, 500: 250.0}
+"""Of a decision for a prompt of so many tokens, by workers a side."""
+
 GOALS_US = {4: 15.0, 64: 60.0, 500: 400.0}
 """Of policies that compare loads, by workers a side."""
 
@@ -141,6 +154,97 @@ def measure_decisions(
             "limit_us": spread(limits),
             "times_limit": ratios(values, limits),
         }
+
+
+# --- a long prompt --------------------------------------------------------------------------------
+
+
+def measure_prompts(num_side: int, *, repetitions: int, seconds: float) -> Iterator[dict[str, Any]]:
+    """A prompt of 12,000 tokens, as every attempt of a request asks: an eighth of the workers have
+    some of it, no two are loaded alike, and a new prompt is hashed first.
+    """
+    for name in ("local", "conductor"):
+        router = a_router(name, num_side)
+        source = random.Random(3)
+        tokens = [source.randrange(1000) for _ in range(LONG_PROMPT)]
+        column = pack_u32(tokens)
+
+        def decide(router: Router = router, column: bytes = column) -> None:
+            request = RouteRequest(
+                num_tokens=LONG_PROMPT, max_new_tokens=200, prompt=HashedPrompt(column, b"")
+            )
+            decision = router.route(request, 0.0, 0.37).decision
+            assert decision is not None
+
+        values = [us_of(decide, seconds) for _ in range(repetitions)]
+        hashing = [
+            us_of(lambda column=column: unit_hashes(bytes(32), column), seconds)
+            for _ in range(repetitions)
+        ]
+        yield {
+            "what": "long prompt",
+            "policy": name,
+            "workers_a_side": num_side,
+            "num_tokens": LONG_PROMPT,
+            "us": spread(values),
+            "hashing_us": spread(hashing),
+        }
+
+
+def a_router(policy: str, num_side: int) -> Router:
+    """One gateway's decisions; its workers report step times, speeds and prefixes."""
+    table = PeerTable()
+    router = Router(POLICIES[policy](), table, index_bytes=1 << 26)
+    decodes = [Incarnation(10_000 + idx) for idx in range(num_side)]
+    source = random.Random(num_side)
+    tokens = [random.Random(3).randrange(1000) for _ in range(LONG_PROMPT)]
+    workers: list[Worker] = []
+    for idx in range(2 * num_side):
+        is_prefill = idx < num_side
+        role = wire.Role.PREFILL if is_prefill else wire.Role.DECODE
+        incarnation = idx + 1 if is_prefill else decodes[idx - num_side]
+        worker = read_announcement(announcement(role, incarnation), "here")
+        worker.sessions.add(worker.role)
+        table.join(worker)
+        others = decodes if is_prefill else [Incarnation(it + 1) for it in range(num_side)]
+        fit = StepFit(
+            0.02 * source.uniform(0.9, 1.1), 1e-4 * source.uniform(0.9, 1.1), 1e-9, 100, 0.05, 0.1
+        )
+        status = WorkerStatus(
+            pending_tokens=source.randrange(20_000),
+            reserved_blocks=source.randrange(3000),
+            queue_s=source.random(),
+            prompt_steps=fit,
+            answer_steps=fit,
+            step_tokens=2048,
+            paired=frozenset(decodes) if is_prefill else frozenset(),
+            speeds=dict.fromkeys(others, 1e10),
+        )
+        table.report(worker, status, 0.0)
+        workers.append(worker)
+    prefixes = router.prefixes
+    assert prefixes is not None
+    for worker in workers:
+        prefixes.joined(worker)
+    some = workers[0]
+    root = root_hash(some.model.fingerprint + some.layout.digest, b"")
+    for place, worker in enumerate(workers):
+        asked = prefixes.take_ask(worker.incarnation)
+        if asked is None:
+            continue  # a policy without fetches asks nobody on decode
+        units = asked.granule_tokens // UNIT
+        keys = [key_of(it) for it in unit_hashes(root, pack_u32(tokens))[units - 1 :: units]]
+        told = keys[: source.randrange(1, len(keys))] if place % 8 == 0 else []
+        digest = functools.reduce(operator.xor, told, 0)
+        nothing = TierChanges([], [], 0, 0)
+        prefixes.told(
+            worker,
+            KvChanges(True, True, (TierChanges(told, [], len(told), digest), nothing, nothing)),
+        )
+        known = prefixes.known(worker)
+        assert known is not None
+        assert known[1] == len(told)
+    return router
 
 
 # --- an idle gateway ------------------------------------------------------------------------------
@@ -287,6 +391,17 @@ def main() -> None:
                     workers = f"{num_side} + {num_side} {row['load']} workers"
                     what = f"{row['policy']}, {workers}: CPU us a decision"
                     record.goal(13, what, row["us"], "<=", GOALS_US[num_side])
+    for num_side in LONG_SIZES:
+        for row in measure_prompts(num_side, repetitions=asked.repetitions, seconds=seconds):
+            record.rows.append(row)
+            print(
+                f"{num_side:4} + {num_side:<4} {LONG_PROMPT} tokens  {row['policy']:10}"
+                f"{row['us']['median']:8.1f} us CPU, "
+                f"{row['hashing_us']['median']:.1f} of it hashing"
+            )
+            if num_side in LONG_GOALS_US:
+                what = f"{row['policy']}, {2 * num_side} workers, {LONG_PROMPT} tokens: CPU us"
+                record.goal(24, what, row["us"], "<=", LONG_GOALS_US[num_side])
     rounds = 20 if asked.quick else 200
     row = run(measure_reports(NUM_IDLE, asked.repetitions, rounds))
     record.rows.append(row)

@@ -5,15 +5,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import nsmallest
-from operator import attrgetter
+from operator import add, attrgetter
 
 from services.gateway.core.fetches import Fetches
-from services.gateway.core.sides import InTurn, Places, PromptTerms, RouteRequest, Scores, Sides
+from services.gateway.core.sides import (
+    AllPromptTerms,
+    InTurn,
+    Places,
+    PromptTerms,
+    RouteRequest,
+    Scores,
+    Sides,
+)
 from services.gateway.core.turns import least
 from services.gateway.core.worker import Worker
 
 MOST_SINKS = 4
 """Workers for which a fetch is looked at: those where it would serve soonest if it took no time."""
+
+SAME = 0.05
+"""No prediction is better than some per cent: what differs by less is decided by whose turn it
+is."""
+
+_IS_PREDICTABLE = attrgetter("is_predictable")
+_IS_STEP_PREDICTABLE = attrgetter("is_step_predictable")
 
 NO_ROOM_S = 1000.0
 """Added to the score of a decode worker that would have to make room first."""
@@ -28,16 +43,18 @@ class LeastLoaded(InTurn):
     name = "least_loaded"
     score_prefill = staticmethod(attrgetter("pending_tokens"))
     score_decode = staticmethod(attrgetter("reserved_share"))
+    equal = 0.0
+    """By what share scores may differ that count as the same."""
 
     def choose(self, request: RouteRequest, sides: Sides, scores: Scores, random: float) -> Places:
         """Return the shortest prefill queue, then the emptiest decode worker that it reaches; of
         equal queues one that reaches the emptiest."""
         prefills, partners, decodes = sides.prefills, sides.partners, sides.decodes
-        shortest = least(scores.prefills, range(len(prefills)))
+        shortest = least(scores.prefills, range(len(prefills)), self.equal)
         reached = 0
         for place in shortest:
             reached |= partners[place]
-        emptiest = least(scores.decodes, sides.places_of(reached))
+        emptiest = least(scores.decodes, sides.places_of(reached), self.equal)
         if len(shortest) > 1:
             best = sum(decodes[place].bit for place in emptiest)
             shortest = [place for place in shortest if partners[place] & best]
@@ -61,15 +78,12 @@ class Local(LeastLoaded):
     name = "local"
     needs_prefixes = True
 
+    equal = SAME
+
     def scores(self, request: RouteRequest, sides: Sides) -> Scores:
         """Return seconds; tokens, if not every worker's speed is known and believed."""
-        is_s = all(worker.is_predictable for worker in sides.prefills)
-        terms = [_prompt_terms(worker, request, is_s=is_s) for worker in sides.prefills]
-        return Scores(
-            [_in_two_digits(it.score) for it in terms],
-            list(map(self.score_decode, sides.decodes)),
-            terms,
-        )
+        terms, scores = _prompt_terms(request, sides.prefills)
+        return Scores(scores, list(map(self.score_decode, sides.decodes)), terms)
 
 
 class Conductor(Local):
@@ -89,41 +103,58 @@ class Conductor(Local):
     def scores(self, request: RouteRequest, sides: Sides) -> Scores:
         """Return seconds; tokens and shares, where not every worker's speed is known and
         believed."""
-        is_s = all(worker.is_predictable for worker in sides.prefills)
-        terms = [_prompt_terms(worker, request, is_s=is_s) for worker in sides.prefills]
-        if is_s and request.fetches is not None:
-            _consider_fetches(request, request.fetches, sides.prefills, terms)
-        scores = [it.score for it in terms]
+        terms, scores = _prompt_terms(request, sides.prefills)
+        if request.fetches is not None and terms[0].is_s:
+            _consider_fetches(request, request.fetches, sides.prefills, terms, scores)
         soonest = sides.prefills[scores.index(min(scores))]
-        return Scores(
-            list(map(_in_two_digits, scores)), _answer_scores(request, sides, soonest), terms
-        )
+        return Scores(scores, _answer_scores(request, sides, soonest), terms)
+
+
+def _prompt_terms(
+    request: RouteRequest, workers: Sequence[Worker]
+) -> tuple[AllPromptTerms, list[float]]:
+    """Return what each worker's score is made of, and the scores."""
+    num_tokens, now, is_s = request.num_tokens, request.now, all(map(_IS_PREDICTABLE, workers))
+    # The last token is computed in any case: the first one of the answer comes out of it.
+    most, cached_of = num_tokens - 1, request.cached.get
+    cached = [cached_of(worker.incarnation, 0) for worker in workers] if request.cached else []
+    cached = [min(it, most) for it in cached] or [0] * len(workers)
+    if is_s:
+        waits = [max(0.0, worker.free_at - now) for worker in workers]
+        computes = [
+            _compute_s(worker, num, num_tokens) for worker, num in zip(workers, cached, strict=True)
+        ]
+    else:
+        waits = [float(worker.pending_tokens) for worker in workers]
+        computes = [float(num_tokens - num) for num in cached]
+    return AllPromptTerms(waits, computes, cached, is_s=is_s), list(map(add, waits, computes))
 
 
 def _consider_fetches(
     request: RouteRequest,
     fetches: Fetches,
     workers: Sequence[Worker],
-    terms: list[PromptTerms],
+    terms: AllPromptTerms,
+    scores: list[float],
 ) -> None:
-    """Replace the terms of workers that are sooner ready with a fetch."""
-    best, most = min([it.score for it in terms]), min(fetches.most_tokens, request.num_tokens - 1)
-    bounds: list[tuple[float, int]] = []
-    for place, it in enumerate(terms):
-        if it.wait < best and it.cached_tokens < most:
-            bound = it.wait + _compute_s(workers[place], most, request.num_tokens)
-            if bound < best:
-                bounds.append((bound, place))
-    for _, place in nsmallest(MOST_SINKS, bounds):
+    """Replace terms and scores of workers that are sooner ready with a fetch."""
+    best, most = min(scores), min(fetches.most_tokens, request.num_tokens - 1)
+    bounds = [
+        (wait + _compute_s(workers[place], most, request.num_tokens), place)
+        for place, wait in enumerate(terms.waits)
+        if wait < best
+    ]
+    for bound, place in nsmallest(MOST_SINKS, bounds):
+        if bound >= best:
+            break
         it, worker = terms[place], workers[place]
         fetch = fetches.to(worker)
         if fetch is None:
             continue
         num_tokens = min(fetch.num_tokens, request.num_tokens - 1)
-        compute_s = _compute_s(worker, num_tokens, request.num_tokens)
         fetched = PromptTerms(
             it.wait,
-            compute_s,
+            _compute_s(worker, num_tokens, request.num_tokens),
             num_tokens,
             True,
             fetch.seconds,
@@ -131,45 +162,30 @@ def _consider_fetches(
             num_tokens - it.cached_tokens,
         )
         if fetched.score < it.score:
-            terms[place] = fetched
+            terms[place], scores[place] = fetched, fetched.score
 
 
 def _compute_s(worker: Worker, cached: int, num_tokens: int) -> float:
-    steps, step_tokens = worker.status.prompt_steps, worker.status.step_tokens
-    return steps.prompt_seconds(cached, num_tokens, step_tokens)
+    status = worker.status
+    return status.prompt_steps.prompt_seconds(cached, num_tokens, status.step_tokens)
 
 
 def _answer_scores(request: RouteRequest, sides: Sides, prefill: Worker) -> list[float]:
     """Return the seconds a token that an answer would take on each decode worker."""
-    decodes = sides.decodes
-    if not all(worker.is_believed and worker.status.answer_steps.is_known for worker in decodes):
+    decodes, num_tokens = sides.decodes, request.num_tokens
+    if not all(map(_IS_STEP_PREDICTABLE, decodes)):
         return [worker.reserved_share for worker in decodes]
-    num_output = request.num_output_tokens or request.max_new_tokens
-    speeds = prefill.status.speeds
+    num_output = max(1, request.num_output_tokens or request.max_new_tokens)
+    bytes_of = decodes[0].layout.token_bytes / num_output
+    speed_of, cached_of = prefill.status.speeds.get, request.cached.get
     scores: list[float] = []
     for worker in decodes:
-        context = worker.reserved_tokens + request.num_tokens
+        context = worker.reserved_tokens + num_tokens
         seconds = worker.status.answer_steps.seconds(worker.num_answers + 1, context)
-        speed = speeds.get(worker.incarnation, 0.0)
+        speed = speed_of(worker.incarnation, 0.0)
         if speed > 0.0:
-            lacking = request.num_tokens - request.cached.get(worker.incarnation, 0)
-            seconds += lacking * worker.layout.token_bytes / speed / max(1, num_output)
-        room = worker.num_blocks - worker.reserved_blocks
-        if worker.blocks_for(request.num_tokens + 1) > room:
+            seconds += (num_tokens - cached_of(worker.incarnation, 0)) * bytes_of / speed
+        if worker.reserved_tokens + num_tokens >= worker.capacity_tokens:
             seconds += NO_ROOM_S
-        scores.append(_in_two_digits(seconds))
+        scores.append(seconds)
     return scores
-
-
-def _in_two_digits(score: float) -> float:
-    """No prediction is better than some per cent: among what is equal then, the turn decides."""
-    return float(f"{score:.2g}")
-
-
-def _prompt_terms(worker: Worker, request: RouteRequest, *, is_s: bool) -> PromptTerms:
-    # The last token is computed in any case: the first one of the answer comes out of it.
-    cached = min(request.cached.get(worker.incarnation, 0), request.num_tokens - 1)
-    if not is_s:
-        return PromptTerms(worker.pending_tokens, request.num_tokens - cached, cached, is_s)
-    compute_s = _compute_s(worker, cached, request.num_tokens)
-    return PromptTerms(sum(worker.wait_s(request.now)), compute_s, cached, is_s)

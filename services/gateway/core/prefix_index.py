@@ -73,7 +73,8 @@ class _Expected(NamedTuple):
     """One decision's granules from the first that its worker did not have."""
 
     place: int
-    keys: list[int]
+    first: int
+    keys: Keys
     until: float
 
 
@@ -279,25 +280,25 @@ class PrefixIndex:
             self._forget(self._expecting.popleft())
         expected = self._expected
         for tokens in sorted(set(found)):
-            granule = tokens // granule_tokens
-            first = expected.get(int(keys[granule])) if granule < len(keys) else None
-            if first is None or first.until < now or found[first.place] != tokens:
-                continue
-            for key in keys[granule:].tolist():
-                promise = expected.get(key)
-                if promise is None or promise.place != first.place or promise.until < now:
+            granule, place = tokens // granule_tokens, None
+            while granule < len(keys):
+                promise = expected.get(int(keys[granule]))
+                if promise is None or promise.until < now or place not in (None, promise.place):
                     break
-                granule += 1
-            found[first.place] = granule * granule_tokens
+                if place is None and found[promise.place] != tokens:
+                    break
+                place = promise.place
+                granule += _num_equal(keys[granule:], promise.keys[granule - promise.first :])
+                found[place] = granule * granule_tokens
 
     def expect(self, place: int, keys: Keys, num_found: int, until: float) -> None:
         """A decision sends a prompt to a worker that has its first so many granules: it will have
         the others, and its reports will say so by ``until``."""
         if num_found >= len(keys) or place not in self._known:
             return
-        promise = _Expected(place, keys[num_found:].tolist(), until)
+        promise = _Expected(place, num_found, keys[num_found:], until)
         self._expecting.append(promise)
-        self._expected.update(dict.fromkeys(promise.keys, promise))
+        self._expected.update(dict.fromkeys(promise.keys.tolist(), promise))
 
     def holders(self, key: int) -> list[int]:
         """Return the places of the workers that told of a granule, in whatever tier."""
@@ -305,9 +306,16 @@ class PrefixIndex:
         return _places_of((mask | mask >> PLACES | mask >> 2 * PLACES) & _EVERYBODY)
 
     def _forget(self, promise: _Expected) -> None:
-        for key in promise.keys:
+        for key in promise.keys.tolist():
             if self._expected.get(key) is promise:
                 del self._expected[key]
+
+
+def _num_equal(some: Keys, others: Keys) -> int:
+    """Return how many leading keys are the same: at least one, the key that was looked up."""
+    num = min(len(some), len(others))
+    differ = some[:num] != others[:num]
+    return max(1, int(differ.argmax()) if differ.any() else num)
 
 
 def _places_of(bits: int) -> list[int]:

@@ -6,7 +6,6 @@ worker for prompts nobody is asked for anything, and no prompt is hashed.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -68,7 +67,7 @@ class Prefixes:
         self._asked = SIZES[0][1]
         self._workers: dict[Incarnation, Worker] = {}
         self._to_ask: set[Incarnation] = set()
-        self._strides: Counter[int] = Counter()
+        self._strides: dict[int, list[tuple[Incarnation, int]]] = {}
 
     def known(self, worker: Worker) -> tuple[str, int] | None:
         """Return how far a worker is known, and how many of its prefixes; None = nobody asks it."""
@@ -106,14 +105,14 @@ class Prefixes:
             self._asked = size
         for each in list(self._workers.values()) if everybody else [worker]:
             self._ask(each, self.index)
-        self._count_strides()
+        self._group()
         return True
 
     def left(self, worker: Worker) -> None:
         """It is not here any more."""
         self._to_ask.discard(worker.incarnation)
         if self._workers.pop(worker.incarnation, None) is not None:
-            self._count_strides()
+            self._group()
             if self.index is not None:
                 self.index.drop(worker.place)
 
@@ -121,8 +120,12 @@ class Prefixes:
         index.asked(worker.place)
         self._to_ask.add(worker.incarnation)
 
-    def _count_strides(self) -> None:
-        self._strides = Counter(map(self._stride, self._workers.values()))
+    def _group(self) -> None:
+        """Sort the workers by the strides of what they tell."""
+        self._strides = {}
+        for worker in self._workers.values():
+            members = self._strides.setdefault(self._stride(worker), [])
+            members.append((worker.incarnation, worker.place))
 
     def _stride(self, worker: Worker) -> int:
         return stride_of(self._asked.granule_tokens, worker.block_size)
@@ -139,8 +142,8 @@ class Prefixes:
     # --- one prompt ------------------------------------------------------------------------------
 
     def cached(self, prompt: HashedPrompt, now: float) -> Mapping[Incarnation, int]:
-        """Return how many tokens of a prompt each worker has; empty = there is no choice, so nobody
-        looked."""
+        """Return how many tokens of a prompt each worker that has any has. With one worker there is
+        no choice, and nobody looks."""
         index = self.index
         if index is None or len(self._workers) < 2:
             return {}
@@ -149,8 +152,10 @@ class Prefixes:
             for stride in self._strides
         }
         return {
-            worker.incarnation: found[self._stride(worker)][worker.place]
-            for worker in self._workers.values()
+            incarnation: num_tokens
+            for stride, members in self._strides.items()
+            for incarnation, place in members
+            if (num_tokens := found[stride][place])
         }
 
     def chosen(self, prompt: HashedPrompt, worker: Worker, num_cached: int, until: float) -> None:

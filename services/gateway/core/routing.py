@@ -65,6 +65,8 @@ class RouteDecision(NamedTuple):
     policy: str
     prefill: Incarnation
     decode: Incarnation
+    places: Places = (0, 0)
+    """Where the two are in the sides."""
     sides: Sides = NOBODY
     scores: Scores = NO_SCORES
     prefill_pool: str = ""
@@ -97,10 +99,8 @@ class RouteDecision(NamedTuple):
     @property
     def terms(self) -> PromptTerms | None:
         """What the prefill worker's score is made of; None = it is no sum."""
-        terms, places = self.scores.terms, enumerate(self.sides.prefills)
-        if not terms:
-            return None
-        return next(terms[place] for place, it in places if it.incarnation == self.prefill)
+        terms = self.scores.terms
+        return terms[self.places[0]] if terms else None
 
     @property
     def num_cached(self) -> int:
@@ -314,9 +314,10 @@ def route(
         list(map(_VIEW, sides.prefills)),
         list(map(_VIEW, sides.decodes)),
     )
-    prefill, decode = policy.choose(request, sides, scores, random)
+    places = prefill, decode = policy.choose(request, sides, scores, random)
     return RouteDecision(
         policy=policy.name,
+        places=places,
         prefill=sides.prefills[prefill].incarnation,
         decode=sides.decodes[decode].incarnation,
         sides=sides,

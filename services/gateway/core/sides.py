@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from services.gateway.core.fetches import Fetches
 from services.gateway.core.prefixes import HashedPrompt
@@ -22,9 +22,9 @@ from shared.ids import Incarnation
 class RouteRequest:
     """What a policy may know of a request. avoid: workers that failed an earlier attempt. prompt:
     what the next two are found by, where the policy goes by one of them. affinity: the key of the
-    prompt's beginning (``rendezvous.py``). cached: of
-    the prompt's tokens so many are in a worker's cache, as ``prompt`` found; empty = nobody
-    looked. fetches: what could be sent from one cache to another; None = nothing.
+    prompt's beginning (``rendezvous.py``). cached: of the prompt's tokens so many are in a worker's
+    cache, as ``prompt`` found; who is not there has none. fetches: what could be sent from one
+    cache to another; None = nothing.
     num_output_tokens: how long such answers are, 0 = not known. now: loop time."""
 
     num_tokens: int
@@ -60,6 +60,37 @@ class PromptTerms(NamedTuple):
     def score(self) -> float:
         """Until the prompt is computed."""
         return max(self.wait, self.fetch) + self.compute
+
+
+class AllPromptTerms(Sequence[PromptTerms]):
+    """Those of all prefill workers, as columns: a record is made of the one that is asked for."""
+
+    def __init__(
+        self, waits: list[float], computes: list[float], cached: list[int], *, is_s: bool
+    ) -> None:
+        self.waits = waits
+        self._columns = computes, cached
+        self._is_s = is_s
+        self._fetched: dict[int, PromptTerms] = {}
+
+    def __len__(self) -> int:
+        return len(self.waits)
+
+    @overload
+    def __getitem__(self, place: int) -> PromptTerms: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[PromptTerms]: ...
+    def __getitem__(self, place: int | slice) -> PromptTerms | list[PromptTerms]:
+        if isinstance(place, slice):
+            return [self[one] for one in range(len(self))[place]]
+        computes, cached = self._columns
+        return self._fetched.get(place) or PromptTerms(
+            self.waits[place], computes[place], cached[place], self._is_s
+        )
+
+    def __setitem__(self, place: int, terms: PromptTerms) -> None:
+        """A fetch makes these of them."""
+        self._fetched[place] = terms
 
 
 class Scores(NamedTuple):

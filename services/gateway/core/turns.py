@@ -51,7 +51,8 @@ class Turns:
             del self._last_chosen[next(iter(self._last_chosen))]
 
 
-def least(scores: Sequence[float], places: Sequence[int]) -> Sequence[int]:
-    """Return those of these places that have the lowest score of them, in order."""
-    lowest = min([scores[place] for place in places])
-    return [place for place in places if scores[place] == lowest]
+def least(scores: Sequence[float], places: Sequence[int], equal: float = 0.0) -> Sequence[int]:
+    """Return those of these places that have the lowest score of them, in order. equal: or one that
+    is higher by at most this share."""
+    most = min([scores[place] for place in places]) * (1.0 + equal)
+    return [place for place in places if scores[place] <= most]

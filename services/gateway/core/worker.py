@@ -170,6 +170,10 @@ class Worker:
     num_answers: int = field(init=False, default=0)
     """Answers that it holds, or has been asked for."""
     _num_unseen: int = field(init=False, default=0)
+    _free_at: float | None = field(init=False, default=None)
+    """None = not added up since the last change."""
+    _is_timed: tuple[bool, bool] = field(init=False, default=(False, False))
+    """Whether it reports step times: of prompts, of answers."""
 
     def __post_init__(self) -> None:
         self.serves = self.serves or (self.role,)
@@ -220,14 +224,30 @@ class Worker:
     @property
     def is_predictable(self) -> bool:
         """Whether seconds may be compared: it reports step times, and they have come true."""
-        return self.is_believed and self.status.prompt_steps.is_known
+        return self.is_believed and self._is_timed[0]
+
+    @property
+    def is_step_predictable(self) -> bool:
+        """The same of the steps of its answers."""
+        return self.is_believed and self._is_timed[1]
 
     def wait_s(self, now: float) -> tuple[float, float]:
         """Return the predicted seconds until a prompt that comes now would begin: those of the
         report that have not passed yet, and those of this gateway's orders that it has not seen."""
+        queue_s = max(0.0, self.reported_at + self.status.queue_s - now)
+        return queue_s, max(0.0, self.free_at - now) - queue_s
+
+    @property
+    def free_at(self) -> float:
+        """When all prompts that it has, this gateway's orders among them, are predicted to be
+        computed: loop time."""
+        if self._free_at is None:
+            self._free_at = self._add_up_prompts()
+        return self._free_at
+
+    def _add_up_prompts(self) -> float:
         status = self.status
         free_at = self.reported_at + status.queue_s
-        queue_s = max(0.0, free_at - now)
         for session, orders in self.orders.items():
             seen = status.seen.get(session, 0)
             unseen = takewhile(seen.__lt__, reversed(orders))
@@ -239,7 +259,7 @@ class Worker:
                         order.num_tokens,
                         status.step_tokens,
                     )
-        return queue_s, max(0.0, free_at - now) - queue_s
+        return free_at
 
     def report(self, status: WorkerStatus, now: float | None = None) -> None:
         """Take the worker's report. now: None = it is corrected here, and as old as it was."""
@@ -313,6 +333,7 @@ class Worker:
                 if stream_id <= seen:
                     break
                 self._count(orders[stream_id], 1)
+        self._is_timed = status.prompt_steps.is_known, status.answer_steps.is_known
         self._conclude()
 
     def _count(self, order: OpenOrder, times: int) -> None:
@@ -324,6 +345,7 @@ class Worker:
 
     def _conclude(self) -> None:
         status, num_unseen = self.status, self._num_unseen
+        self._free_at = None
         # On an idle worker the first of those that the report has not seen begins at once.
         is_idle = not (status.num_running or status.num_waiting)
         self.num_queued = status.num_waiting + num_unseen - (is_idle and num_unseen > 0)

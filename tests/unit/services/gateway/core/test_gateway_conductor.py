@@ -163,8 +163,9 @@ def test_any_decision_comes_out_of_its_record_again() -> None:
             )
             table.report(worker, status, 0.0)
         holders = draws.sample(table.workers, min(len(table), 4))
-        cached = {int(it.incarnation): draws.randrange(1, 500) for it in holders}
-        decide(table, cached, num_tokens=draws.randrange(50, 500))
+        num_tokens = draws.randrange(50, 500)
+        cached = {int(it.incarnation): draws.randrange(1, num_tokens) for it in holders}
+        decide(table, cached, num_tokens=num_tokens)
 
 
 def test_while_a_speed_is_unknown_tokens_are_compared() -> None:
