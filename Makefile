@@ -84,15 +84,17 @@ check: $(VENV)/.dev ## lint, types, layering, generated files
 	$(BIN)/lint-imports
 	$(BIN)/python tools/generate_wire.py --check
 	$(BIN)/python tools/generate_docs.py --check
+	$(BIN)/python tools/generate_chart.py --check
 
 fmt: $(VENV)/.dev ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/python tools/generate_docs.py
 
-proto: $(VENV)/.dev ## regenerate what is generated: shared/wire from proto/, tables and the tour in docs/
+proto: $(VENV)/.dev ## regenerate what is generated: shared/wire from proto/, tables and the tour in docs/, the chart's schema
 	$(BIN)/python tools/generate_wire.py
 	$(BIN)/python tools/generate_docs.py
+	$(BIN)/python tools/generate_chart.py
 
 docs: $(VENV)/.dev ## build the documentation into build/docs; warnings are errors
 	$(BIN)/python tools/generate_docs.py --check

@@ -40,12 +40,15 @@ def names() -> list[str]:
     return sorted(path.stem for path in PINS.glob("*.txt"))
 
 
-def python_client(name: str, say: Say = print) -> Path:
+def python_client(
+    name: str, say: Say = print, *, folder_of_pins: Path = PINS, options: Sequence[str] = ()
+) -> Path:
     """Return the ``bin`` folder of a client's environment, made first if need be.
 
+    options: further ones of ``pip install``.
     Raises NoClient: pip failed or took longer than MADE_WITHIN_S.
     """
-    pins = PINS / f"{name}.txt"
+    pins = folder_of_pins / f"{name}.txt"
     folder = CACHE / name
     with _made_once(folder, pins.read_bytes() + sys.version.encode()) as is_made:
         if not is_made:
@@ -53,8 +56,8 @@ def python_client(name: str, say: Say = print) -> Path:
             python = folder / "bin/python"
             # Our pip installs into it: nothing but the client goes into the folder.
             _run(name, [sys.executable, "-m", "venv", "--without-pip", folder], say)
-            pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "-r", pins]
-            _run(name, pip, say)
+            pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q"]
+            _run(name, [*pip, *options, "-r", pins], say)
     return folder / "bin"
 
 
