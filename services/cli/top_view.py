@@ -43,6 +43,9 @@ def frame(
         parts += [_workers(view, width)]
         parts += [Rule("KV transfers, last minute", align="left", style="dim")]
         parts += [_transfers(view, is_wide)]
+        if prefixes := view.get("hot_prefixes"):  # a gateway of before tells none
+            parts += [Rule("hottest prefixes, last minutes", align="left", style="dim")]
+            parts += [_prefixes(prefixes)]
     return Group(*parts)
 
 
@@ -198,6 +201,21 @@ def _transfers(view: Mapping[str, Any], is_wide: bool) -> RenderableType:
             }
         )
     return _table(rows, is_wide) if rows else Text("none", "dim")
+
+
+def _prefixes(prefixes: Sequence[Mapping[str, Any]]) -> RenderableType:
+    return _table(
+        [
+            {
+                "hash": it["hash"],
+                "tokens": f"{it['tokens']:,}",
+                "prompts": f"{it['share']:.0%}",
+                "workers": f"{it['workers']}",
+            }
+            for it in prefixes
+        ],
+        is_wide=True,
+    )
 
 
 def _ms(percentiles: Mapping[str, float] | None, name: str) -> str:

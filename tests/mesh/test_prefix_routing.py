@@ -174,6 +174,11 @@ async def test_a_hot_prefix_is_sent_where_the_queue_is_short() -> None:
             waits[policy] = sum(receipt["ttft_s"] for receipt in receipts)
             fetched = sum(receipt["fetched_tokens"] > 0 for receipt in receipts)
             assert fetched == (2 if policy == "conductor" else 0)
+            await asyncio.sleep(1.0)
+            told = mesh.gateways[0].mesh.cluster()["hot_prefixes"]
+            assert (told[0]["tokens"], told[0]["share"]) == (8 * UNIT, 1.0)  # all ten begin so
+            if policy == "conductor":  # computed once, fetched twice
+                assert told[0]["workers"] >= 3
     assert waits["conductor"] < 0.8 * waits["local"]
 
 

@@ -172,6 +172,7 @@ async def test_the_cluster_shows_what_the_api_tells(visit: Any, running_up: Any)
         await expect(shown.locator(".blocks")).to_have_attribute(
             "aria-label", "KV blocks: 256 free or only cached, of 256"
         )
+    assert await page.locator("#prefixes tr").count() == len(view["hot_prefixes"])
     assert {row["lane"] for row in view["transfers"]}
     assert await page.locator("#transfers tr").count() == len(view["transfers"])
 

@@ -43,6 +43,9 @@ def a_view(**changes: Any) -> dict[str, Any]:
             {"prefill": PREFILL, "decode": DECODE, "lane": "sysv", "count": 9, "bytes": 3 << 20,
              "gb_per_s": {"p50": 8.25, "p10": 0.3}, "exposed_s": {"p50": 0.001, "p99": 0.002}},
         ],
+        "hot_prefixes": [
+            {"hash": "00c0ffee00c0ffee", "tokens": 12032, "share": 0.375, "workers": 3},
+        ],
         **changes,
     }  # fmt: skip
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+from services.gateway.core.hot_prefixes import HotPrefix, HotPrefixes
 from services.gateway.core.worker import Role, Worker
 from shared.ids import Incarnation
 from shared.kv.journal import KvChanges, stride_of
@@ -61,6 +62,7 @@ class Prefixes:
     workers for answers, too, whose caches others may fetch from."""
 
     def __init__(self, max_bytes: int, *, of_everybody: bool = False) -> None:
+        self._hot = HotPrefixes()
         self._max_bytes = max_bytes
         self._of_everybody = of_everybody
         self.index: PrefixIndex | None = None
@@ -151,6 +153,8 @@ class Prefixes:
             stride: index.match(self._keys(prompt, stride), stride, now).tokens
             for stride in self._strides
         }
+        finest = min(self._strides)
+        self._hot.asked(self._keys(prompt, finest).tolist(), finest, now)
         return {
             incarnation: num_tokens
             for stride, members in self._strides.items()
@@ -164,6 +168,14 @@ class Prefixes:
             stride = self._stride(worker)
             keys = self._keys(prompt, stride)
             self.index.expect(worker.place, keys, num_cached // stride, until + EXPECTED_S)
+
+    def hottest(self, most: int) -> list[tuple[HotPrefix, int]]:
+        """Return the prefixes by which most tokens come again, each with the number of workers that
+        have it."""
+        index = self.index
+        if index is None:
+            return []
+        return [(it, len(index.holders(it.key))) for it in self._hot.hottest(most)]
 
     def _keys(self, prompt: HashedPrompt, stride: int) -> Keys:
         from services.gateway.core.prefix_index import column_of

@@ -469,8 +469,19 @@ class ClusterTransfers(msgspec.Struct, forbid_unknown_fields=True):
     exposed_s: dict[str, float] | None
 
 
+class ClusterPrefix(msgspec.Struct, forbid_unknown_fields=True):
+    """A beginning that many prompts have in common. hash: where it ends, 16 digits. share: of the
+    last minutes' prompts that begin so. workers: how many have its KV."""
+
+    hash: str
+    tokens: int
+    share: float
+    workers: int
+
+
 class Cluster(msgspec.Struct, forbid_unknown_fields=True):
-    """The mesh at this moment."""
+    """The mesh at this moment. hot_prefixes: those by which most tokens come again, where the
+    policy goes by prefixes."""
 
     version: str
     ready: bool
@@ -481,3 +492,4 @@ class Cluster(msgspec.Struct, forbid_unknown_fields=True):
     workers: list[ClusterWorker]
     window: ClusterWindow
     transfers: list[ClusterTransfers]
+    hot_prefixes: list[ClusterPrefix]

@@ -33,6 +33,9 @@ from shared.ids import Incarnation
 from shared.telemetry.lifetime import Receipt
 from shared.telemetry.tracing import CANCELLED
 
+HOT_PREFIXES = 5
+"""Most that are told."""
+
 
 class WindowWatcher:
     """Feeds the window from every answer's timeline (an ``AnswerWatcher``)."""
@@ -167,6 +170,15 @@ def cluster_body(
             "unlisted_transfers": summary.num_unlisted_transfers,
         },
         "transfers": [_transfers_body(*entry) for entry in summary.transfers.items()],
+        "hot_prefixes": [
+            {
+                "hash": _hex(it.key),
+                "tokens": it.num_tokens,
+                "share": round(it.share, 4),
+                "workers": num_workers,
+            }
+            for it, num_workers in (prefixes.hottest(HOT_PREFIXES) if prefixes else ())
+        ],
     }
 
 

@@ -86,6 +86,7 @@ function show(view) {
     : "";
   showTraffic(view.gateway, view.window);
   showWorkers(view.workers);
+  showPrefixes(view.hot_prefixes);
   showTransfers(view.transfers);
 }
 
@@ -219,6 +220,30 @@ function fillWorker(element, worker) {
     ? `${number(reserved)} + ${number(quarantined)} quarantined`
     : number(reserved);
   say(part(element, "room"), `${held} / ${number(total)} blocks`);
+}
+
+/** What many prompts begin with, by its hash alone: a hash tells nothing of the text. */
+function showPrefixes(prefixes) {
+  byId("prefixes-part").hidden = !prefixes.length;
+  redraw(
+    byId("prefixes"),
+    prefixes,
+    (prefix) => prefix.hash,
+    (prefix) =>
+      make(
+        "tr",
+        {},
+        make("th", { scope: "row" }, make("code", {}, shortId(prefix.hash))),
+        ...["tokens", "share", "holders"].map((name) =>
+          make("td", { class: "number", dataset: { part: name } }),
+        ),
+      ),
+    (element, prefix) => {
+      say(part(element, "tokens"), number(prefix.tokens));
+      say(part(element, "share"), `${Math.round(100 * prefix.share)} %`);
+      say(part(element, "holders"), number(prefix.workers));
+    },
+  );
 }
 
 function showTransfers(transfers) {

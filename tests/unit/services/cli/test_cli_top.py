@@ -34,6 +34,7 @@ def test_a_frame_tells_all_that_the_gateway_tells() -> None:
     assert prefill.endswith(" 60 of 100, 10 in quarantine 1")
     assert any(line.startswith("decode 10.0.0.2:2 suspect") for line in lines)
     assert "10.0.0.1:1 → 10.0.0.2:2 sysv 9 3.0 MiB 8.2 GB/s 300 MB/s 1.0 ms 2.0 ms" in lines
+    assert "00c0ffee00c0ffee 12,032 38% 3" in lines
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])

@@ -322,6 +322,7 @@ def test_the_view_says_what_workers_reported_and_what_the_window_saw() -> None:
                 "exposed_s": near({"p50": 0.002, "p99": 0.002}, rel=WITHIN),
             }
         ],
+        "hot_prefixes": [],
     }
 
 
