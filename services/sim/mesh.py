@@ -34,6 +34,7 @@ from services.gateway.core.pools import (
 )
 from services.gateway.core.routing import POLICIES, RouteDecision, route
 from services.gateway.core.speeds import ReportedSpeeds
+from services.gateway.core.tenants import Terms
 from services.gateway.core.worker import JoinedModel, Role, Worker, WorkerStatus
 from services.sim.clock import WIRE_S, CountedBytes, EventClock
 from services.sim.engine import SimEngine
@@ -42,12 +43,13 @@ from shared.errors import MeshError, WorkerLost
 from shared.home import Home
 from shared.ids import Incarnation, LeaseToken, RequestId, StreamId
 from shared.kv.layout import KvLayout
-from shared.liveness import Liveness, PeerState
+from shared.liveness import Liveness, LivenessRule, PeerState
 from shared.model_spec import ModelSpec
 from shared.request import AnswerToken, SamplingParams, WorkItem
 from shared.transfer.messages import LinkId, TransferKey
 from shared.worker.core.life import Task
 
+ANY = Terms()
 TASKS = {Leg.PREFILL: Task.PROMPT, Leg.DECODE: Task.ANSWER, Leg.WHOLE: Task.WHOLE}
 LEGS = {task: leg for leg, task in TASKS.items()}
 
@@ -97,6 +99,8 @@ class Member:
 class CoreMesh:
     """One gateway and its workers."""
 
+    liveness = LivenessRule()
+
     def __init__(
         self,
         spec: ModelSpec,
@@ -113,12 +117,13 @@ class CoreMesh:
         self.clock = EventClock()
         self.table = PeerTable()
         self.members: dict[Incarnation, Member] = {}
-        self._policy = POLICIES[policy]()
+        self.policy = POLICIES[policy]()
+        self.overload = Overload(OverloadMode.OFF, ReportedSpeeds())
         self._admission = Admission(
             max_running=max_running,
             max_waiting=max_waiting,
             max_wait_s=max_wait_s,
-            overload=Overload(OverloadMode.OFF, ReportedSpeeds()),
+            overload=self.overload,
             sides=lambda: self.table.sides,
         )
         self._max_wait_s = max_wait_s
@@ -178,7 +183,7 @@ class CoreMesh:
             block_size=size.block_size,
             serves=(Role.PREFILL, Role.DECODE) if serves_both else (),
         )
-        member = Member(core, worker, Liveness(self.clock.now), home_of(worker))
+        member = Member(core, worker, Liveness(self.clock.now, self.liveness), home_of(worker))
         for other in [it for it in self.members.values() if it.core.is_alive]:
             for source, sink in ((member, other), (other, member)):
                 if Role.PREFILL in source.worker.serves and Role.DECODE in sink.worker.serves:
@@ -247,7 +252,7 @@ class CoreMesh:
         scheduled, leased = core.scheduler.statistics(), core.leases.statistics()
         tasks = [job.order.task for job in core.jobs.values()]
         own = {core.incarnation} if len(member.worker.serves) > 1 else set[Incarnation]()
-        status = WorkerStatus(
+        load = WorkerStatus(
             pending_tokens=scheduled.pending_tokens,
             num_waiting=scheduled.num_waiting + leased.num_waiting,
             num_running=scheduled.num_running + scheduled.num_held,
@@ -261,14 +266,20 @@ class CoreMesh:
             home_order=member.home.order,
             seen=dict(member.has_heard),
         )
+        status, read_at = self.report_of(member, load), self.clock.now + WIRE_S
 
         def read() -> None:
             member.watch.heard(self.clock.now)
-            if self.table.get(core.incarnation) and self.table.report(member.worker, status):
+            is_here = self.table.get(core.incarnation) is not None
+            if is_here and self.table.report(member.worker, status, read_at):
                 self._look_again()
             self._look_at_homes(member.worker)
 
         self.clock.after(WIRE_S, read)
+
+    def report_of(self, member: Member, load: WorkerStatus) -> WorkerStatus:
+        """What a worker tells beside its load."""
+        return load
 
     def _watch(self, member: Member) -> None:
         """What silence says of a worker, at the gateway and at the other ends of its pairs."""
@@ -301,7 +312,7 @@ class CoreMesh:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def ask(self, prompt: tuple[int, ...], **sampling: object) -> CoreAnswer:
+    def ask(self, prompt: tuple[int, ...], terms: Terms = ANY, **sampling: object) -> CoreAnswer:
         """A client asks; it is let in at once, or when its turn comes."""
         key = RequestId(self._random_bytes(16))
         params = SamplingParams(**sampling)  # type: ignore[arg-type]
@@ -310,7 +321,7 @@ class CoreMesh:
         now = self.clock.now
         answer = CoreAnswer(key, prompt, life, dispatcher, asked_at=now)
         self._answers[key] = answer
-        self._perform(self._admission.arrive(key, now, num_tokens=len(prompt)))
+        self._perform(self._admission.arrive(key, now, terms=terms, num_tokens=len(prompt)))
         if not (answer.is_over or answer.decisions or answer.search):
             self.clock.at(now + self._max_wait_s, self._tick_admission)
         return answer
@@ -361,7 +372,7 @@ class CoreMesh:
     def _look(self, answer: CoreAnswer) -> None:
         if answer.search is None:
             return
-        decision = route(self._policy, answer.search.request, self.table.sides, 0.5)
+        decision = route(self.policy, answer.search.request, self.table.sides, 0.5)
         if decision is not None:
             answer.search = None
             self._apply(answer, answer.dispatcher.pair_found(decision, self.clock.now))
@@ -396,6 +407,7 @@ class CoreMesh:
                 stream_id,
                 num_tokens=0 if leg is Leg.DECODE else num_tokens,
                 num_blocks=member.worker.blocks_for(num_tokens + (leg is not Leg.PREFILL)),
+                now=self.clock.now,
             )
 
             def arrive(member: Member = member, order: CoreOrder = order, leg: Leg = leg) -> None:

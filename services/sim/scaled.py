@@ -1,0 +1,252 @@
+"""A simulated mesh whose number of workers changes: the autoscaler of production decides, workers
+start when they have started, and end when they have drained."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
+
+from services.gateway.core.autoscaler import decide
+from services.gateway.core.overload import OverloadMode
+from services.gateway.core.pools import Pool
+from services.gateway.core.scaling import (
+    AddWorkers,
+    Borrow,
+    Decision,
+    Kind,
+    Memory,
+    MeshSeen,
+    MoveHome,
+    RefuseEarly,
+    RemoveWorkers,
+    Rules,
+    seen_workers,
+)
+from services.gateway.core.tenants import Terms
+from services.gateway.core.traffic import TrafficMeter
+from services.gateway.core.worker import WorkerStatus
+from services.sim.engine import SimEngine
+from services.sim.mesh import CoreAnswer, CoreMesh, Member
+from services.sim.worker import CoreWorker, WorkerSize
+from shared.errors import MeshError, WorkerLost
+from shared.kv.layout import KvLayout
+from shared.liveness import LivenessRule
+from shared.model_spec import ModelSpec
+from shared.predict.step_time import StepFit
+from shared.telemetry.definitions import tpot
+
+LOOK_S: Final = 5.0
+"""Between two decisions, as in production."""
+
+_HOMES = {Kind.PREFILL: Pool.PROMPT.value, Kind.DECODE: Pool.TOKEN.value}
+
+
+class Steps(NamedTuple):
+    """What workers report of their steps: with prompts, and without."""
+
+    prompts: StepFit
+    answers: StepFit
+
+
+class Change(NamedTuple):
+    """A number of wanted workers changed."""
+
+    at_s: float
+    kind: Kind
+    before: int
+    after: int
+    reason: str
+
+
+@dataclass(slots=True)
+class PaidDevice:
+    """A device that is paid for: from the order of its worker until that has ended."""
+
+    began_s: float
+    ended_s: float | None = None
+
+
+class ScaledMesh(CoreMesh):
+    """A mesh that an autoscaler looks at every ``LOOK_S``; None = it stays as it is.
+
+    startup_s: from the order of a worker until it has joined. movable: whether homes may change.
+    """
+
+    liveness = LivenessRule(interval_s=1.0, suspect_after_s=3.0, dead_after_s=5.0)
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layout: KvLayout,
+        engine: SimEngine,
+        size: WorkerSize,
+        *,
+        steps: Steps,
+        rules: Rules,
+        startup_s: float,
+        acts: bool = True,
+        movable: bool = False,
+        policy: str = "least_loaded",
+        max_running: int = 1 << 16,
+    ) -> None:
+        super().__init__(
+            spec, layout, lambda _: engine, size, policy=policy, max_running=max_running
+        )
+        self._steps, self._rules = steps, rules
+        self._startup_s, self._movable = startup_s, movable
+        self._worker_size = size
+        self._acts = acts
+        self._starting: Counter[Kind] = Counter()
+        self._draining: dict[CoreWorker, PaidDevice] = {}
+        self._leases: dict[CoreWorker, PaidDevice] = {}
+        self.leases: list[PaidDevice] = []
+        self.changes: list[Change] = []
+        self.orders: list[tuple[float, object]] = []
+        self.decisions: list[tuple[float, Decision]] = []
+        self._memory = Memory()
+        limits = rules.limits
+        self._terms = Terms(ttft_s=limits.ttft_s, tpot_s=limits.tpot_s)
+        self.meter = TrafficMeter(limits.ttft_s, limits.tpot_s, 0.0)
+        self.on_end = self._ended
+
+    # --- workers ----------------------------------------------------------------------------------
+
+    def begin(self, kind: Kind, lease: PaidDevice | None = None) -> CoreWorker:
+        """A worker joins."""
+        core = self.start(kind.value, serves_both=self._movable)
+        if lease is None:
+            lease = PaidDevice(self.clock.now)
+            self.leases.append(lease)
+        self._leases[core] = lease
+        return core
+
+    def watch(self) -> None:
+        """Let the autoscaler look from now on."""
+        self.clock.after(LOOK_S, self._look_at_load)
+
+    def report_of(self, member: Member, load: WorkerStatus) -> WorkerStatus:
+        """See CoreMesh."""
+        size = self._worker_size
+        return replace(
+            load,
+            is_draining=member.core in self._draining,
+            queue_s=self._steps.prompts.prompt_seconds(0, load.pending_tokens, size.token_budget),
+            step_tokens=size.token_budget,
+            prompt_steps=self._steps.prompts,
+            answer_steps=self._steps.answers,
+        )
+
+    def device_s(self, until: float) -> float:
+        """Return the seconds of devices that were paid for until then."""
+        return sum(
+            min(until, until if it.ended_s is None else it.ended_s) - it.began_s
+            for it in self.leases
+            if it.began_s < until
+        )
+
+    def _retire(self, core: CoreWorker) -> None:
+        if core not in self._draining:
+            self._draining[core] = self._leases[core]
+            self._report(self.members[core.incarnation])
+            self._look_at_drain(core)
+
+    def _look_at_drain(self, core: CoreWorker) -> None:
+        member = self.members[core.incarnation]
+        if not core.is_idle or any(member.worker.orders.values()):
+            self.clock.after(LOOK_S, lambda: self._look_at_drain(core))
+            return
+        self._draining[core].ended_s = self.clock.now
+        self.table.leave(core.incarnation)
+        self.kill(core)
+        for other in self.members.values():
+            if other.core.is_alive:
+                other.core.lose(core, WorkerLost("it has drained"))
+
+    def _watch(self, member: Member) -> None:
+        if member.core.is_alive:  # who has drained is not lost
+            super()._watch(member)
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def ask(
+        self, prompt: tuple[int, ...], terms: Terms | None = None, **more: object
+    ) -> CoreAnswer:
+        """See CoreMesh. Every request has the mesh's limits."""
+        self.meter.asked(self.clock.now)
+        return super().ask(prompt, terms or self._terms, **more)
+
+    def _ended(self, answer: CoreAnswer) -> None:
+        now, times = self.clock.now, answer.token_times
+        if answer.error is not None or not times:
+            if not answer.decisions:
+                self.meter.refused(now)
+            return
+        num_prompt = len(answer.prompt)
+        self.meter.ended(
+            now,
+            prompt_s=self._steps.prompts.prompt_seconds(
+                0, num_prompt, self._worker_size.token_budget
+            ),
+            num_prompt=num_prompt,
+            num_output=len(times),
+            ttft_s=times[0] - answer.asked_at,
+            tpot_s=tpot(times[0], times[-1], len(times)),
+        )
+
+    # --- the autoscaler ---------------------------------------------------------------------------
+
+    def _look_at_load(self) -> None:
+        now = self.clock.now
+        seen = MeshSeen(
+            seen_workers(self.table.workers, now),
+            self.meter.traffic(now),
+            self.meter.attainment(now),
+        )
+        decision = decide(seen, self._memory, self._rules, now)
+        before, self._memory = self._memory.targets, decision.memory
+        self.decisions.append((now, decision))
+        for kind, num in decision.wanted.items():
+            if before and num != before[kind]:
+                reason = decision.memory.reasons.get(kind, "")
+                self.changes.append(Change(now, kind, before[kind], num, reason))
+        if self._acts:
+            for order in decision.orders:
+                self._carry_out(order)
+        self.clock.after(LOOK_S, self._look_at_load)
+
+    def _carry_out(self, order: object) -> None:
+        now = self.clock.now
+        match order:
+            case RefuseEarly(on):
+                self.overload.mode = OverloadMode.EARLY if on else OverloadMode.OFF
+                self.orders.append((now, order))
+            case Borrow(on):
+                self.policy.moves_roles = on
+                self.orders.append((now, order))
+            case MoveHome(worker, to):
+                self.orders.append((now, order))
+                with_error = self.members[worker].core
+                try:
+                    self.move(with_error, _HOMES[to])
+                except MeshError:
+                    return
+            case AddWorkers(kind, num):
+                for _ in range(num - self._starting[kind]):
+                    self._order(kind)
+            case RemoveWorkers(_, workers):
+                for worker in workers:
+                    self._retire(self.members[worker].core)
+            case _:
+                raise AssertionError(order)
+
+    def _order(self, kind: Kind) -> None:
+        lease = PaidDevice(self.clock.now)
+        self.leases.append(lease)
+        self._starting[kind] += 1
+
+        def joined() -> None:
+            self._starting[kind] -= 1
+            self.begin(kind, lease)
+
+        self.clock.after(self._startup_s, joined)

@@ -1,0 +1,217 @@
+"""What the autoscaler decides, case by case."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.gateway.core.autoscaler import CALM_S, DWELL_S, SETTLE_S, decide
+from services.gateway.core.scaling import (
+    AddWorkers,
+    Borrow,
+    Kind,
+    Memory,
+    MeshSeen,
+    MoveHome,
+    RefuseEarly,
+    RemoveWorkers,
+    Rules,
+    WorkerSeen,
+)
+from services.gateway.core.traffic import Attainment
+from tests.support.scaling import LOOK_S, RULES, ObedientMesh, traffic, worker, workers
+
+ROUND = {Kind.PREFILL: 3, Kind.DECODE: 1}
+EASY = traffic(2.0)
+"""Two prompt workers would be busy all the time; three are right."""
+
+
+def decided(mesh: ObedientMesh, kind: type) -> list[object]:
+    """All orders of a kind so far."""
+    return [it for decision in mesh.decisions for it in decision.orders if isinstance(it, kind)]
+
+
+# --- holding ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("here", "is_known", "why"),
+    [
+        ((), True, "no worker has joined"),
+        (workers(3, 0), True, "a role has no worker"),
+        (workers(2, 1, 1), True, "plan for one kind alone"),
+        (workers(3, 1), False, "too little has been asked"),
+        ((*workers(2, 1), worker(9, age_s=30.0)), True, "last report is 30 s old"),
+        ((worker(1, is_cold=True), worker(2, Kind.DECODE)), True, "how long its prompts take"),
+        ((worker(1), worker(2, Kind.DECODE, is_cold=True)), True, "answers' steps take"),
+    ],
+)
+def test_it_holds_and_says_why(here: tuple[WorkerSeen, ...], is_known: bool, why: str) -> None:
+    """Where an input is missing or stale nothing is changed."""
+    memory = Memory(targets=ROUND)
+    decision = decide(MeshSeen(here, traffic(50.0) if is_known else None), memory, RULES, 100.0)
+    assert why in decision.hold
+    assert decision.orders == ()
+    assert decision.wanted == ROUND
+
+
+def test_after_a_hold_the_whole_time_is_waited_for_again() -> None:
+    """What was not seen may have been a peak."""
+    mesh = ObedientMesh(list(workers(6, 1)))
+    mesh.looks(DWELL_S - 60, EASY)
+    mesh.look(None)
+    mesh.looks(DWELL_S - 60, EASY)
+    assert mesh.num(Kind.PREFILL) == 6
+    mesh.looks(120, EASY)
+    assert mesh.num(Kind.PREFILL) == 3
+
+
+def test_a_gateway_that_is_not_the_first_changes_no_worker() -> None:
+    """One writes; but every gateway refuses early for itself."""
+    mesh = ObedientMesh(list(workers(2, 1)))
+    decision = [mesh.look(traffic(9.0), acts=False) for _ in range(300)][-1]
+    assert "another gateway" in decision.hold
+    assert decided(mesh, AddWorkers) == []
+    assert [it.on for it in decided(mesh, RefuseEarly)] == [True]  # type: ignore[attr-defined]
+
+
+# --- more ---------------------------------------------------------------------------------------
+
+
+def test_all_that_is_missing_is_ordered_at_once() -> None:
+    """Not one a start-up."""
+    mesh = ObedientMesh(list(workers(2, 1)))
+    orders = [it for it in mesh.look(traffic(8.0)).orders if isinstance(it, AddWorkers)]
+    assert [(it.kind, it.num) for it in orders] == [(Kind.PREFILL, 8), (Kind.DECODE, 3)]
+    assert "10 needed for 8 requests/s" in orders[0].reason
+    mesh.looks(90, traffic(8.0))
+    assert (mesh.num(Kind.PREFILL), mesh.coming) == (10, [])
+
+
+def test_what_comes_faster_than_it_is_done_is_refused_until_there_are_workers() -> None:
+    """Overload is the cheapest lever: it is on before a worker has started, and off after."""
+    mesh = ObedientMesh(list(workers(2, 1)))
+    first = mesh.look(traffic(4.0))
+    assert any(isinstance(it, RefuseEarly) and it.on for it in first.orders)
+    mesh.looks(60 + CALM_S + 3 * LOOK_S, traffic(4.0))
+    assert [it.on for it in decided(mesh, RefuseEarly)] == [True, False]  # type: ignore[attr-defined]
+
+
+def test_a_gateway_that_refuses_anyhow_is_left_alone() -> None:
+    """What an operator has chosen stays."""
+    seen = MeshSeen(workers(2, 1), traffic(9.0), refuses=True)
+    assert not any(isinstance(it, RefuseEarly) for it in decide(seen, Memory(), RULES, 5.0).orders)
+
+
+def test_no_more_than_allowed_and_it_says_so() -> None:
+    """--max-workers bounds all kinds together; the limit is named."""
+    mesh = ObedientMesh(list(workers(2, 1)), rules=Rules(RULES.limits, max_workers=5))
+    decision = mesh.looks(600, traffic(8.0))
+    assert mesh.num(Kind.PREFILL) + mesh.num(Kind.DECODE) == 5
+    assert "10 prefill workers are needed" in decision.limit
+    assert "--max-workers" in decision.limit
+
+
+def test_a_limit_that_nobody_can_keep_is_named_and_buys_nothing() -> None:
+    """A prompt of 10 s is late on an idle worker, too."""
+    mesh = ObedientMesh(list(workers(3, 1)))
+    decision = mesh.looks(60, traffic(0.2, prompt_s=10.0))
+    assert decision.limit.startswith("ttft: 100% of the prompts compute longer than 5 s")
+    assert mesh.num(Kind.PREFILL) == 3
+    tight = Rules(RULES.limits._replace(tpot_s=0.01))
+    decision = ObedientMesh(list(workers(3, 1)), rules=tight).looks(60, traffic(0.2))
+    assert decision.limit.startswith("tpot: a single answer takes 0.022 s")
+
+
+def test_the_start_up_is_measured() -> None:
+    """By the first worker that was ordered."""
+    mesh = ObedientMesh(list(workers(2, 1)), startup_s=95.0)
+    mesh.looks(200, traffic(4.0))
+    assert mesh.memory.startup_s == pytest.approx(95.0, abs=LOOK_S)
+
+
+def test_limits_missed_at_a_load_that_should_do_count() -> None:
+    """Predictions are off: it plans for less, once, and not for ever more."""
+    mesh = ObedientMesh(list(workers(3, 1)))
+    missed = Attainment(num_judged=100, num_ttft_kept=80, num_tpot_kept=100, num_kept=80)
+    for _ in range(60):
+        mesh.look(EASY, missed)
+    assert mesh.num(Kind.PREFILL) == 4
+    for _ in range(60):
+        mesh.look(EASY, Attainment(100, 100, 100, 100))
+    assert mesh.num(Kind.PREFILL) == 4
+
+
+# --- fewer --------------------------------------------------------------------------------------
+
+
+def test_a_worker_goes_after_ten_quiet_minutes_and_the_freest_first() -> None:
+    """Not sooner, and never the last."""
+    mesh = ObedientMesh(list(workers(5, 2)))
+    mesh.here[0] = worker(1, num_held=3)
+    mesh.looks(DWELL_S - 2 * LOOK_S, EASY)
+    assert mesh.num(Kind.PREFILL) == 5
+    mesh.looks(4 * LOOK_S, EASY)
+    assert mesh.num(Kind.PREFILL) == 3
+    assert mesh.num(Kind.DECODE) == 1
+    (prefill, _) = decided(mesh, RemoveWorkers)
+    assert prefill.workers == (2, 3)  # type: ignore[attr-defined]
+    mesh.looks(2 * DWELL_S, traffic(0.0))
+    assert mesh.num(Kind.PREFILL) == 1
+
+
+def test_a_peak_within_ten_minutes_keeps_its_workers() -> None:
+    """It falls to the most that was needed."""
+    mesh = ObedientMesh(list(workers(8, 1)))
+    mesh.looks(300, EASY)
+    mesh.looks(120, traffic(4.0))
+    mesh.looks(240, EASY)
+    assert mesh.num(Kind.PREFILL) == 6
+
+
+def test_nobody_goes_while_limits_are_missed() -> None:
+    """Whatever the arithmetic says."""
+    mesh = ObedientMesh(list(workers(5, 1)))
+    for _ in range(300):
+        mesh.look(EASY, Attainment(num_judged=100, num_kept=80))
+    assert mesh.num(Kind.PREFILL) == 5
+
+
+def test_who_was_started_by_others_is_adopted() -> None:
+    """An operator's worker is not sent away at once."""
+    mesh = ObedientMesh(list(workers(3, 1)))
+    mesh.looks(DWELL_S + 60, EASY)
+    mesh.here.append(worker(77))
+    assert mesh.look(EASY).wanted[Kind.PREFILL] == 4
+    mesh.looks(DWELL_S - 60, EASY)
+    assert mesh.num(Kind.PREFILL) == 4
+
+
+# --- homes --------------------------------------------------------------------------------------
+
+
+def test_a_role_with_workers_to_spare_lends_first_and_gives_then() -> None:
+    """Borrowing at once, another home when it lasts, no new worker."""
+    mesh = ObedientMesh(list(workers(2, 4, moves=True)))
+    first = mesh.look(traffic(3.0, output=10.0))
+    assert any(isinstance(it, Borrow) and it.on for it in first.orders)
+    assert decided(mesh, MoveHome) == []
+    mesh.looks(SETTLE_S + LOOK_S, traffic(3.0, output=10.0))
+    assert (mesh.num(Kind.PREFILL), mesh.num(Kind.DECODE)) == (4, 2)
+    assert decided(mesh, AddWorkers) == []
+    mesh.looks(CALM_S + LOOK_S, traffic(3.0, output=10.0))
+    assert [it.on for it in decided(mesh, Borrow)] == [True, False]  # type: ignore[attr-defined]
+
+
+def test_workers_that_serve_one_role_are_not_moved() -> None:
+    """Then it takes new ones."""
+    mesh = ObedientMesh(list(workers(2, 4)))
+    mesh.looks(120, traffic(3.0, output=10.0))
+    assert decided(mesh, MoveHome) == []
+    assert mesh.num(Kind.PREFILL) == 4
+
+
+def test_colocated_workers_are_one_kind() -> None:
+    """They are counted by the sum of both."""
+    mesh = ObedientMesh(list(workers(0, 0, 2)))
+    mesh.looks(120, traffic(4.0))
+    assert mesh.num(Kind.COLOCATED) == 7
