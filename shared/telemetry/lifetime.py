@@ -48,7 +48,8 @@ class Receipt(NamedTuple):
     transfer_exposed_s: from token 1 sampled until KV was acknowledged. reserve_wait_s: waited for
     blocks on decode, beside prefill. tpot_s: mean gap after token 1. prefill_pool, decode_pool:
     what the two workers were when they were chosen: prompt, token or mixed. predicted_ttft_s: what
-    was expected when the attempt that brought token 1 was dispatched. fetched_tokens: of the cached
+    was expected when the attempt that brought token 1 was dispatched, with predicted_cached_tokens
+    of the prompt cached. fetched_tokens: of the cached
     ones, those that another worker's cache sent for this prompt; fetch_s lies in prefill_queue_s.
     fetched_from: whom that was asked of.
     """
@@ -61,6 +62,7 @@ class Receipt(NamedTuple):
     handover_s: float = 0.0
     ttft_s: float | None = None
     predicted_ttft_s: float | None = None
+    predicted_cached_tokens: int = 0
     first_step_s: float | None = None
     tpot_s: float | None = None
     e2e_s: float | None = None

@@ -8,6 +8,7 @@ import asyncio
 import pytest
 
 from shared.engine.fake import FakeTiming
+from shared.kv.prefix_hash import UNIT
 from tests.support.whole_mesh import Answer, WholeMesh, whole_mesh
 from tests.support.worker_mesh import a_prompt, virtual_time
 
@@ -55,6 +56,29 @@ async def test_a_burst_is_predicted_one_behind_the_other() -> None:
         assert max(task.result().receipt["ttft_s"] for task in asked) > 1.0
         assert errors[len(errors) // 2] < 0.05
         assert errors[-1] < 0.15
+
+
+@pytest.mark.parametrize("policy", ["conductor", "least_loaded"])
+@virtual_time
+async def test_what_is_known_to_be_cached_is_predicted_and_judged(policy: str) -> None:
+    """Prompts that begin alike: their time is foretold by who knows the caches, and counts for the
+    worker's record; to who does not, they come sooner than said, and say nothing of the worker."""
+    async with whole_mesh(
+        gateway={"policy": policy}, num_decode=1, num_blocks=400, timing=TIMING
+    ) as mesh:
+        system = a_prompt(4 * UNIT, seed=1)
+        await mesh.ask(system, 2)
+        await asyncio.sleep(1.0)
+        answers = [
+            await mesh.ask([*system, *a_prompt(20, seed=9 + number)], 2) for number in range(8)
+        ]
+        assert {answer.receipt["cached_tokens"] for answer in answers} == {4 * UNIT}
+        knows = policy == "conductor"
+        for answer in answers:
+            assert answer.receipt["predicted_cached_tokens"] == (4 * UNIT if knows else 0)
+            assert (error(answer) < 0.05) is knows
+        prediction = mesh.gateways[0].mesh.cluster()["workers"][0]["prediction"]
+        assert (prediction["ttft_error"] is not None) is knows
 
 
 @virtual_time

@@ -26,8 +26,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 METRICS_PAGE = DOCS / "metrics.md"
 PHASES = ("queue_s", "route_s", "retry_s", "prefill_queue_s", "prefill_s", "handover_s")
 ALWAYS = {
-    *PHASES, "ttft_s", "predicted_ttft_s", "e2e_s", "first_step_s", "tpot_s",
-    "transfer_s", "transfer_exposed_s",
+    *PHASES, "ttft_s", "predicted_ttft_s", "predicted_cached_tokens", "e2e_s",
+    "first_step_s", "tpot_s", "transfer_s", "transfer_exposed_s",
     "reserve_wait_s", "transfer_bytes", "gb_per_s", "lane", "mode", "prefill", "decode",
     "prefill_pool", "decode_pool", "attempts", "cached_tokens", "decode_cached_tokens",
     "fetched_tokens", "fetched_bytes", "fetch_s", "fetched_from",

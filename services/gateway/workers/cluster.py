@@ -37,6 +37,11 @@ HOT_PREFIXES = 5
 """Most that are told."""
 
 
+SMALL_SURPRISE = 0.05
+"""Share of a prompt that may be cached without having been expected (indices know granules, caches
+have blocks) in an answer by which predictions are judged."""
+
+
 class WindowWatcher:
     """Feeds the window from every answer's timeline (an ``AnswerWatcher``)."""
 
@@ -99,8 +104,8 @@ class PredictionWatcher:
         )
 
     def ended(self, now: float, receipt: Receipt, error: str) -> None:
-        """See ``AnswerWatcher``. What the prefix cache had was not promised, nor another attempt:
-        such answers say nothing of a worker's predictions."""
+        """See ``AnswerWatcher``. Another attempt was not promised, nor more or less in the prefix
+        cache than was thought: such answers say nothing of a worker's predictions."""
         expectations = self._members.expectations
         if not error:
             expectations.ended(receipt.prompt_tokens, receipt.output_tokens)
@@ -111,7 +116,10 @@ class PredictionWatcher:
                 num_bytes=receipt.fetched_bytes,
                 seconds=receipt.fetch_s,
             )
-        if receipt.ttft_s is None or receipt.attempts > 1 or receipt.cached_tokens:
+        if receipt.ttft_s is None or receipt.attempts > 1:
+            return
+        surprise = abs(receipt.cached_tokens - receipt.predicted_cached_tokens)
+        if surprise > SMALL_SURPRISE * receipt.prompt_tokens:
             return
         is_colocated = receipt.prefill == receipt.decode
         expectations.handed_over(receipt.handover_s, is_colocated=is_colocated)

@@ -96,6 +96,7 @@ class Timeline:
         self._is_abandoned = False
         self._decision: RouteDecision | None = None
         self._predicted_ttft_s: float | None = None
+        self._predicted_cached_tokens = 0
         self._decisions: list[tuple[float, RouteDecision]] = []
         self._has_decode = False
         self._transfer = NO_TRANSFER
@@ -143,6 +144,7 @@ class Timeline:
             self._last_dispatched_at = now
             expected = decision.prediction
             self._predicted_ttft_s = expected and now - self._arrived_at + expected.ttft_s
+            self._predicted_cached_tokens = decision.num_cached
         self._decision, self._has_decode = decision, has_decode
         self._decisions.append((now, decision))
         self._transfer = _COLOCATED if decision.is_colocated else NO_TRANSFER
@@ -310,6 +312,7 @@ class Timeline:
             cached_tokens=self.cached_tokens,
             errors=tuple(self._errors),
             predicted_ttft_s=self._predicted_ttft_s,
+            predicted_cached_tokens=self._predicted_cached_tokens,
             prompt_tokens=self._prompt_tokens,
             prefill=prefill,
             decode=decode,
