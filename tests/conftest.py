@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,30 @@ structlog.configure(
         structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback),
     ]
 )
+
+
+BEGAN = pytest.StashKey[float]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--budget-s``: CI has an end, and machines are of different speed."""
+    parser.addoption(
+        "--budget-s",
+        type=float,
+        metavar="SECONDS",
+        help="begin no test after so long: the rest is skipped, and said to be. The order is drawn "
+        "anew each time, so it is another rest",
+    )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what would begin too late."""
+    budget_s = item.config.getoption("budget_s")
+    if budget_s is None:
+        return
+    now = time.monotonic()
+    if now - item.config.stash.setdefault(BEGAN, now) > budget_s:
+        pytest.skip(f"not run: the {budget_s:g} s of --budget-s are over")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m and -k choose
