@@ -15,7 +15,7 @@ WORKER ?= worker
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help setup demo tour test test-all setup-vllm test-vllm compose-test check fmt proto docs clients screenshots up bench gpu-check clean
+.PHONY: help setup demo tour test test-all setup-vllm test-vllm compose-test check fmt proto docs clients screenshots up bench gpu-check release clean
 
 help: ## list the verbs
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -115,6 +115,9 @@ bench: $(VENV)/.dev ## run the quick benchmarks and print one table of goals (AR
 
 gpu-check: $(VENV)/.dev ## a first hour on a new GPU: is it right, and how near its limits? (ARGS="--quick --out DIR")
 	@$(BIN)/python -m bench.gpu.check $(ARGS)
+
+release: $(VENV)/.dev ## make wheel, sdist, bills of materials and checksums of HEAD in dist/ (ARGS="--build-only": no bills)
+	@$(BIN)/python tools/release.py $(ARGS)
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis build *.egg-info

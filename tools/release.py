@@ -1,0 +1,158 @@
+"""Makes what a release consists of: wheel, sdist, bills of materials, checksums; the same bytes
+again from the same commit.
+
+    python tools/release.py [--out dist] [--commit HEAD]
+
+Built from the commit alone, so nothing untracked gets in; times are the commit's, modes and owners
+fixed. Then the wheel is installed into an empty environment, first as a gateway's, then with torch
+(TORCH names the build, as in the Makefile) as a worker's; each gets a bill of what is in it
+(CycloneDX, by cyclonedx-bom), and the latter answers a prompt through three processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import hashlib
+import importlib.metadata
+import io
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BILL_MAKER = "cyclonedx-bom==7.5.0"
+GATEWAY, WORKER = "otel", "worker,otel"
+"""Extras, as the Dockerfile installs them."""
+
+_BUILD = "import sys; from setuptools.build_meta import {0} as build; print(build(sys.argv[1]))"
+
+
+def main() -> int:
+    """Make all of it; the exit code is 1 if a step fails, and what it said is shown."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="a new or empty folder")
+    parser.add_argument("--commit", default="HEAD")
+    parser.add_argument("--build-only", action="store_true", help="no environment, no bills")
+    arguments = parser.parse_args()
+    out: Path = arguments.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    if any(out.iterdir()):
+        parser.error(f"{out} is not empty")
+    try:
+        wheel, sdist = build(out, arguments.commit)
+        made = [wheel, sdist]
+        if not arguments.build_only:
+            made += install_and_bill(wheel, out)
+    except subprocess.CalledProcessError as error:
+        print(f"{' '.join(map(str, error.cmd))} failed:\n{error.output}", file=sys.stderr)
+        return 1
+    sums = "".join(f"{hashlib.sha256(f.read_bytes()).hexdigest()}  {f.name}\n" for f in made)
+    (out / "SHA256SUMS").write_text(sums)
+    print(sums, end="")
+    return 0
+
+
+def build(out: Path, commit: str) -> tuple[Path, Path]:
+    """Write wheel and sdist of a commit into ``out``.
+
+    Raises CalledProcessError: no such commit, or setuptools refuses.
+    """
+    made_at = _run(["git", "show", "--no-patch", "--format=%ct", f"{commit}^{{commit}}"]).strip()
+    archive = subprocess.run(
+        ["git", "-c", "tar.umask=0022", "archive", commit],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    ).stdout
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+            tar.extractall(folder, filter="data")
+        env = {"SOURCE_DATE_EPOCH": made_at, "PYTHONDONTWRITEBYTECODE": "1"}
+        names = [
+            _run([sys.executable, "-c", _BUILD.format(hook), out], cwd=folder, env=env)
+            for hook in ("build_wheel", "build_sdist")
+        ]
+    wheel, sdist = (out / name.splitlines()[-1] for name in names)
+    _settle(sdist, int(made_at))
+    return wheel, sdist
+
+
+def _settle(sdist: Path, made_at: int) -> None:
+    """Write an archive anew with one time, one owner, sorted names: setuptools keeps the disk's."""
+    with tarfile.open(sdist) as before:
+        members = sorted(before.getmembers(), key=lambda one: one.name)
+        contents = [before.extractfile(one) if one.isfile() else None for one in members]
+        plain = io.BytesIO()
+        with tarfile.open(fileobj=plain, mode="w", format=tarfile.PAX_FORMAT) as after:
+            for one, content in zip(members, contents, strict=True):
+                one.mtime, one.pax_headers = made_at, {}
+                one.uid = one.gid = 0
+                one.uname = one.gname = ""
+                one.mode = 0o755 if one.isdir() or one.mode & 0o100 else 0o644
+                after.addfile(one, content)
+    with sdist.open("wb") as file, gzip.GzipFile("", "wb", 9, file, made_at) as packed:
+        packed.write(plain.getvalue())
+
+
+def install_and_bill(wheel: Path, out: Path) -> list[Path]:
+    """Install the wheel where nothing is, write a bill of what came along, and have it answer.
+
+    Raises CalledProcessError: pip, the bill's maker or the mesh failed.
+    """
+    torch = os.environ.get("TORCH") or f"torch=={importlib.metadata.version('torch')}"
+    bills: list[Path] = []
+    with tempfile.TemporaryDirectory() as folder:
+        tools, empty = Path(folder, "tools"), Path(folder, "empty")
+        for environment in (tools, empty):
+            _run([sys.executable, "-m", "venv", "--without-pip", environment])
+        _install(tools, BILL_MAKER)
+        for name, extras, first in (("gateway", GATEWAY, ()), ("worker", WORKER, (torch,))):
+            for one in first:
+                _install(empty, one)
+            _install(empty, f"{wheel}[{extras}]")
+            bill = out / f"{wheel.name.removesuffix('-py3-none-any.whl')}-{name}.cdx.json"
+            _run(
+                [
+                    *(tools / "bin/cyclonedx-py", "environment", "--output-reproducible"),
+                    *("--pyproject", ROOT / "pyproject.toml", "--mc-type", "application"),
+                    *("--output-file", bill, empty / "bin/python"),
+                ]
+            )
+            bills.append(bill)
+        said = _run([empty / "bin/pdmesh", "demo"], cwd=folder, env={"PYTHONPATH": ""})
+        print(said, file=sys.stderr)
+    return bills
+
+
+def _install(environment: Path, what: str) -> None:
+    python = environment / "bin/python"
+    _run([sys.executable, "-m", "pip", "--python", python, "install", "--quiet", what])
+
+
+def _run(
+    command: Sequence[str | Path], *, cwd: str | Path = ROOT, env: Mapping[str, str] | None = None
+) -> str:
+    """Return what a command prints. Raises CalledProcessError, with all it said."""
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env={**os.environ, **(env or {})},
+        text=True,
+        check=False,
+        capture_output=True,
+        umask=0o022,  # files' modes are in a wheel
+    )
+    if done.returncode:
+        raise subprocess.CalledProcessError(
+            done.returncode, list(map(str, command)), done.stdout + done.stderr
+        )
+    return done.stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())
