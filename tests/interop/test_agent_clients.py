@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from tests.interop.conftest import pdmesh_up
@@ -43,6 +44,7 @@ def run(
     async def run(environment: str, program: str) -> dict[str, Any]:
         task = tmp_path / "task.json"
         asked = {"url": tools_url, "model": "demo-tools", "told": TOLD, "question": QUESTION}
+        asked["stop"] = TRUTH["city"]
         task.write_text(json.dumps(asked))
         words = await run_client_well(
             *(client_bin(environment) / "python", PINS / program, task),
@@ -87,6 +89,37 @@ async def test_llama_index(run: Callable[[str, str], Any]) -> None:
     assert got["selected"] == CALL
     assert got["called"] == ["Rome"]
     assert got["final"] == FINAL
+
+
+async def test_openai_agents(run: Callable[[str, str], Any]) -> None:
+    """An agent runs its tool over /v1/responses, whole and streamed; a typed answer."""
+    got = await run("openai-agents", "openai_agents_client.py")
+    require_people(got, "output_type")
+    assert got["called"] == ["Rome", "Rome"], got
+    assert got["final"] == got["streamed"] == FINAL
+
+
+async def test_anthropic(run: Callable[[str, str], Any], tools_url: str) -> None:
+    """Messages whole and streamed are equal and say what a chat says; calls, a tool that runs, a
+    typed answer, counted tokens."""
+    got = await run("anthropic", "anthropic_client.py")
+    chat = {
+        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": TOLD}],
+        "temperature": 0,
+        "max_tokens": 200,
+    }
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{tools_url}/v1/chat/completions", json=chat) as response,
+    ):
+        body = await response.json()
+    assert got["text"] == body["choices"][0]["message"]["content"]
+    assert got["ends"] == ["end_turn", "max_tokens", "stop_sequence", "Rome"]
+    assert got["calls"] == [CALL] * 6
+    assert got["none"] == "end_turn"
+    assert got["called"] == ["Rome"]
+    assert got["final"] == FINAL
+    require_people(got, "parse")
 
 
 @pytest.mark.parametrize(

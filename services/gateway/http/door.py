@@ -1,4 +1,4 @@
-"""The HTTP door: OpenAI's endpoints, vLLM's tokenizer endpoints, and what operators ask.
+"""The HTTP door: endpoints of OpenAI, Anthropic and vLLM (its tokenizer), and what operators ask.
 
 Each handler reads its body, makes a form of it, and answers whole or as a stream. Routes exist only
 through ``HttpDoor.routes``, the one table, where each states who may call it.
@@ -18,6 +18,7 @@ from services.gateway.front.calls import Call
 from services.gateway.front.frontdoor import FrontDoor, Prompt, asked_by
 from services.gateway.http import bodies
 from services.gateway.http.answering import Wants, answered, asked_chat, head_of_answer
+from services.gateway.http.anthropic_door import AnthropicDoor
 from services.gateway.http.connection import listen
 from services.gateway.http.cors import AllowedOrigins
 from services.gateway.http.messages import HttpRequest, Response, json_response
@@ -94,6 +95,7 @@ class HttpDoor:
         self._front = front
         self._stall_s = stall_s
         self._responses = ResponsesDoor(front, stall_s=stall_s)
+        self._anthropic = AnthropicDoor(front, stall_s=stall_s)
         self._document: tuple[ServedModel | None, bytes] | None = None
 
     def routes(self) -> tuple[Route, ...]:
@@ -111,6 +113,7 @@ class HttpDoor:
             Route("POST", "/v1/chat/completions", Policy.METERED, self.chat),
             Route("POST", "/v1/completions", Policy.METERED, self.completion),
             *self._responses.routes(),
+            *self._anthropic.routes(),
             Route("POST", "/tokenize", Policy.METERED, self.tokenize),
             Route("POST", "/detokenize", Policy.METERED, self.detokenize),
             *page_routes(),

@@ -15,8 +15,10 @@ from typing import Any, NamedTuple, cast
 import msgspec
 
 from services.gateway import limits
-from services.gateway.http import bodies, responses_bodies
+from services.gateway.http import anthropic_answers, bodies, responses_bodies
+from services.gateway.http.anthropic_forms import CountTokensBody, MessagesBody
 from services.gateway.http.field_rules import Known
+from services.gateway.http.item_answers import NamedEvent
 from services.gateway.http.openai_forms import (
     OF_MESSAGES,
     ChatBody,
@@ -47,7 +49,7 @@ class ApiOperation(NamedTuple):
     answer: a struct for JSON, else a media type. event: of a stream, if the body may ask for one.
     ends_with_done: whether such a stream's last event is [DONE].
     needs_workers: no answer without the model or the worker that it names. refusal: what a 503
-    says, if not an error.
+    says, if not an error. error: the shape of its errors.
     """
 
     summary: str
@@ -57,6 +59,7 @@ class ApiOperation(NamedTuple):
     ends_with_done: bool = True
     needs_workers: bool = False
     refusal: type[msgspec.Struct] | None = None
+    error: type[msgspec.Struct] = bodies.ErrorBody
 
 
 OPERATIONS: dict[tuple[str, str], ApiOperation] = {
@@ -87,6 +90,22 @@ OPERATIONS: dict[tuple[str, str], ApiOperation] = {
     ),
     ("DELETE", "/v1/responses/{response_id}"): ApiOperation(
         "Forget a response.", responses_bodies.DeletedResponse
+    ),
+    ("POST", "/v1/messages"): ApiOperation(
+        "Answer a chat as Anthropic's API does, whole or as a stream of events.",
+        anthropic_answers.MessageBody,
+        body=MessagesBody,
+        event=NamedEvent,
+        ends_with_done=False,
+        needs_workers=True,
+        error=anthropic_answers.AnthropicError,
+    ),
+    ("POST", "/v1/messages/count_tokens"): ApiOperation(
+        "Count the tokens of a body of /v1/messages.",
+        anthropic_answers.InputTokens,
+        body=CountTokensBody,
+        needs_workers=True,
+        error=anthropic_answers.AnthropicError,
     ),
     ("GET", "/v1/models"): ApiOperation("List the served model.", bodies.ModelList),
     ("GET", "/v1/models/{name:.+}"): ApiOperation(
@@ -149,10 +168,9 @@ def openapi_document(
     ]
     structs: dict[str, type[msgspec.Struct]] = {}
     for _, operation in operations:
-        for struct in (operation.body, operation.answer, operation.event):
+        for struct in (operation.body, operation.answer, operation.event, operation.error):
             if isinstance(struct, type):
                 structs[struct.__name__] = struct
-    structs[bodies.ErrorBody.__name__] = bodies.ErrorBody
     _, components = msgspec.json.schema_components(list(structs.values()), ref_template=_REFERENCE)
     known: Schema = {
         Known.MODELS: None if model is None else [model.name, ""],
@@ -170,9 +188,10 @@ def openapi_document(
         _one_of("messages", "prompt"),
     ]
     paths: dict[str, dict[str, Any]] = {}
-    statuses: set[int] = set()
+    errors: dict[str, Schema] = {}
     for route, operation in operations:
-        statuses |= _error_statuses(route, operation)
+        for status in sorted(_error_statuses(route, operation)):
+            errors[_error_name(status, operation)] = _error_response(status, operation)
         path = route.path.replace(":.+}", "}")
         paths.setdefault(path, {})[route.method.lower()] = _operation(route, operation, model)
     return {
@@ -189,7 +208,7 @@ def openapi_document(
             "schemas": components,
             "parameters": _PARAMETERS,
             "headers": _HEADERS,
-            "responses": {str(status): _error_response(status) for status in sorted(statuses)},
+            "responses": errors,
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
@@ -219,10 +238,11 @@ def _one_of(given: str, other: str) -> Schema:
 
 
 _ABOUT = (
-    "OpenAI's chat and completions, vLLM's tokenizer endpoints, and what operators ask. "
+    "OpenAI's and Anthropic's chats, OpenAI's completions, vLLM's tokenizer endpoints, and what "
+    "operators ask. "
     "Unknown fields are ignored; fields that are known and cannot be served are refused by name. "
     f"A body has at most {limits.MAX_BODY_BYTES} bytes, is nested at most "
-    f"{limits.MAX_JSON_DEPTH} levels deep, and is sent without compression. "
+    f"{limits.MAX_JSON_DEPTH} levels deep, and may be compressed by gzip or deflate. "
     "Every GET is also answered as HEAD."
 )
 
@@ -333,7 +353,8 @@ def _responses(route: Route, operation: ApiOperation) -> Schema:
             "content": _json(operation.refusal),
         }
     for status in sorted(_error_statuses(route, operation)):
-        responses[str(status)] = {"$ref": f"#/components/responses/{status}"}
+        name = _error_name(status, operation)
+        responses[str(status)] = {"$ref": f"#/components/responses/{name}"}
     return responses
 
 
@@ -354,12 +375,16 @@ def _error_statuses(route: Route, operation: ApiOperation) -> set[int]:
     return statuses
 
 
-def _error_response(status: int) -> Schema:
+def _error_name(status: int, operation: ApiOperation) -> str:
+    return f"{operation.error.__name__}{status}"
+
+
+def _error_response(status: int, operation: ApiOperation) -> Schema:
     own = {401: ("www-authenticate",), 429: ("retry-after",), 503: ("retry-after",)}.get(status, ())
     return {
         "description": ", ".join(name for name, row in STATUS_TABLE.items() if row.http == status),
         "headers": _headers(*own),
-        "content": _json(bodies.ErrorBody),
+        "content": _json(operation.error),
     }
 
 

@@ -13,6 +13,7 @@ import msgspec
 
 from services.gateway import limits
 from services.gateway.http import field_rules as fields
+from services.gateway.http.chat_pieces import ChatPieces
 from services.gateway.http.openai_forms import (
     ChatBody,
     ContentPart,
@@ -260,8 +261,7 @@ def _format(text: TextOptions | None) -> ResponseFormat | None:
 def _messages(
     given: str | list[InputItem], places: Places, num_before: int, earlier: Sequence[Message]
 ) -> list[Message]:
-    """Return the messages of an input. What one answer said (thinking, text, calls) is one message,
-    as templates expect it, also where the answer itself is an earlier response's.
+    """Return the messages of an input, after those of an earlier response.
 
     num_before: messages that come before these, for the places of errors.
     """
@@ -270,34 +270,12 @@ def _messages(
     limits.checked_count(
         len(given), limits.MAX_MESSAGES, param="input", what="items", least=0 if earlier else 1
     )
-    made: list[Message] = []
+    pieces = ChatPieces(places, num_before=num_before, call_id="call_id")
     for index, item in enumerate(given):
         place = f"input[{index}]"
         kind = item.type or ("message" if item.role is not None else "")
-        message = _READERS.get(kind, _unknown)(item, place)
-        said = made[-1] if made and made[-1].role == message.role == "assistant" else None
-        if said is None or not _joined(said, message):
-            made.append(message)
-            said = message
-        chat = f"messages[{num_before + len(made) - 1}]"
-        if said is message:
-            places.put(chat, place)
-            places.put(f"{chat}.tool_call_id", f"{place}.call_id")
-        if message.tool_calls:
-            call = len(said.tool_calls or ()) - 1
-            places.put(f"{chat}.tool_calls[{call}].function", place)
-    return made
-
-
-def _joined(said: Message, more: Message) -> bool:
-    """Add what an answer said next to its message, unless that would change its order."""
-    if more.tool_calls:
-        said.tool_calls = [*(said.tool_calls or ()), *more.tool_calls]
-    elif said.tool_calls or more.reasoning_content or said.content:
-        return False
-    else:
-        said.content = more.content
-    return True
+        pieces.add(_READERS.get(kind, _unknown)(item, place), place)
+    return pieces.messages
 
 
 def _message(item: InputItem, place: str) -> Message:

@@ -177,19 +177,15 @@ def _tags(structures: Sequence[TaggedStructure], triggers: Sequence[str], param:
             param, "a structural tag is served with structures and triggers, not with a format"
         )
     tags: list[Mapping[str, Any]] = []
+    places: dict[str, str] = {}
     for index, part in enumerate(structures):
         place = f"{param}.structures[{index}]"
         trigger = next((one for one in triggers if one and part.begin.startswith(one)), None)
         if trigger is None:
             raise limits.refusal(f"{place}.begin", "must start with one of the triggers")
         schema = True if part.schema_ is None else part.schema_
-        grammar = parsed_json(schema, place) if isinstance(schema, str) else schema
-        tags.append(
-            {
-                "trigger": trigger,
-                "begin": part.begin,
-                "grammar": grammar if isinstance(grammar, dict) else {},
-                "end": part.end,
-            }
-        )
-    return Structure(kind="tags", value=tags, param=param)
+        if isinstance(schema, str):
+            schema = parsed_json(schema, f"{place}.schema")
+        places[f"[{index}].schema"] = f"{place}.schema"
+        tags.append({"trigger": trigger, "begin": part.begin, "schema": schema, "end": part.end})
+    return Structure(kind="tags", value=tags, param=param, places=places)

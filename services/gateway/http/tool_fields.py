@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
@@ -74,21 +74,21 @@ ToolChoice = Annotated[str, fields.rule(enum=["none", "auto", "required"])] | Na
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """Tools, checked. named: the one that must be called. functions: as a template wants them."""
+    """Tools, checked. functions: those that may be called, by the places of their fields."""
 
-    functions: tuple[FunctionBody, ...]
+    functions: Mapping[str, FunctionBody]
     choice: Literal["auto", "required", "named"]
     is_parallel: bool = True
 
     @property
     def names(self) -> list[str]:
         """Of all that may be called."""
-        return [one.name for one in self.functions]
+        return [one.name for one in self.functions.values()]
 
     @property
     def is_strict(self) -> bool:
         """Whether a function's arguments must match its schema, though none need be called."""
-        return self.choice == "auto" and any(one.strict for one in self.functions)
+        return self.choice == "auto" and any(one.strict for one in self.functions.values())
 
     def structure(self, family: Family | None) -> Structure | None:
         """Return what the answer must match for these calls to be made; None = nothing.
@@ -97,10 +97,10 @@ class ToolUse:
         """
         match self.choice:
             case "named":
-                (function,) = self.functions
-                return _json(function.parameters or {"type": "object"})
+                ((place, function),) = self.functions.items()
+                return _json(function.parameters or {"type": "object"}, {"": place})
             case "required":
-                return _json(_calls(self.functions, {} if self.is_parallel else {"maxItems": 1}))
+                return _calls(self.functions, {} if self.is_parallel else {"maxItems": 1})
             case "auto":
                 return _tags(self.functions, family) if self.is_strict else None
 
@@ -110,10 +110,13 @@ def tool_use(
 ) -> ToolUse | None:
     """Return what may be called, None = nothing. Raises InvalidRequest: a tool named twice, no
     function, or with a schema that is none; a choice of what is not there."""
-    functions = [_checked(tool, f"tools[{idx}]") for idx, tool in enumerate(tools or ())]
+    functions = {
+        f"tools[{idx}].function.parameters": _checked(tool, f"tools[{idx}]")
+        for idx, tool in enumerate(tools or ())
+    }
     limits.checked_count(len(functions), MAX_TOOLS, param="tools", what="tools")
     names: set[str] = set()
-    for idx, function in enumerate(functions):
+    for idx, function in enumerate(functions.values()):
         if function.name in names:
             raise limits.refusal(f"tools[{idx}].function.name", "another tool has this name, too")
         names.add(function.name)
@@ -126,7 +129,8 @@ def tool_use(
     elif isinstance(choice, NamedTool):
         if choice.function.name not in names:
             raise limits.refusal("tool_choice.function.name", "is none of the tools")
-        functions = [one for one in functions if one.name == choice.function.name]
+        wanted = choice.function.name
+        functions = {place: one for place, one in functions.items() if one.name == wanted}
         use = "named"
     else:
         raise limits.refusal("tool_choice", "must be none, auto, required or a function")
@@ -134,7 +138,7 @@ def tool_use(
         if use != "auto":
             raise limits.refusal("tool_choice", "needs tools")
         return None
-    return ToolUse(functions=tuple(functions), choice=use, is_parallel=is_parallel is not False)
+    return ToolUse(functions=functions, choice=use, is_parallel=is_parallel is not False)
 
 
 def for_template(tools: list[ToolBody]) -> list[dict[str, Any]]:
@@ -178,8 +182,8 @@ def _checked(tool: ToolBody, param: str) -> FunctionBody:
     return function
 
 
-def _json(schema: dict[str, Any]) -> Structure:
-    return Structure(kind="json_schema", value=schema, param="tools")
+def _json(schema: dict[str, Any], places: Mapping[str, str]) -> Structure:
+    return Structure(kind="json_schema", value=schema, param="tools", places=places)
 
 
 def _moved(schema: Any, root: str) -> Any:
@@ -196,11 +200,11 @@ def _moved(schema: Any, root: str) -> Any:
     }
 
 
-def _calls(functions: Sequence[FunctionBody], bounds: dict[str, int]) -> dict[str, Any]:
-    """The schema of a list of calls."""
+def _calls(functions: Mapping[str, FunctionBody], bounds: dict[str, int]) -> Structure:
+    """A list of calls."""
     roots = {
         f"f{idx}": _moved(one.parameters or {"type": "object"}, f"#/$defs/f{idx}")
-        for idx, one in enumerate(functions)
+        for idx, one in enumerate(functions.values())
     }
     calls = [
         {
@@ -212,13 +216,14 @@ def _calls(functions: Sequence[FunctionBody], bounds: dict[str, int]) -> dict[st
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        for idx, one in enumerate(functions)
+        for idx, one in enumerate(functions.values())
     ]
     items: dict[str, Any] = {"anyOf": calls}
-    return {"type": "array", "minItems": 1, **bounds, "items": items, "$defs": roots}
+    schema = {"type": "array", "minItems": 1, **bounds, "items": items, "$defs": roots}
+    return _json(schema, {f".$defs.f{idx}": place for idx, place in enumerate(functions)})
 
 
-def _tags(functions: Sequence[FunctionBody], family: Family | None) -> Structure:
+def _tags(functions: Mapping[str, FunctionBody], family: Family | None) -> Structure:
     if family == "hermes":
         begin, middle, end = '<tool_call>\n{"name": ', ', "arguments": ', "}\n</tool_call>"
         trigger = "<tool_call>"
@@ -236,9 +241,10 @@ def _tags(functions: Sequence[FunctionBody], family: Family | None) -> Structure
         {
             "trigger": trigger,
             "begin": f"{begin}{json.dumps(one.name)}{middle}",
-            "grammar": one.parameters or {"type": "object"} if one.strict else {"type": "object"},
+            "schema": one.parameters or {"type": "object"} if one.strict else {"type": "object"},
             "end": end,
         }
-        for one in functions
+        for one in functions.values()
     ]
-    return Structure(kind="tags", value=tags, param="tools")
+    places = {f"[{idx}].schema": place for idx, place in enumerate(functions)}
+    return Structure(kind="tags", value=tags, param="tools", places=places)

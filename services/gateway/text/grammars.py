@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -20,7 +21,7 @@ import msgspec
 
 from services.gateway.limits import checked_count, refusal
 from services.gateway.text.grammar_process import GrammarProcess, Verdict
-from services.gateway.text.schemas import key_place, schema_fault, without_annotations
+from services.gateway.text.schemas import key_path, schema_fault, without_annotations
 from shared.errors import Overloaded
 from shared.grammar import MAX_GRAMMAR_BYTES, library
 
@@ -45,14 +46,25 @@ class Structure:
     """What an answer shall match, in nobody's wire format.
 
     value: of json_schema a JSON value; of regex and grammar (Lark or GBNF) a text; of choice texts;
-    of tags (llguidance's ``StructTag``) mappings of its arguments. param: the field that says so.
-    whitespace: of json_schema, a regular expression; None = ``WHITESPACE``.
+    of tags a list of {trigger, begin, schema, end}: free text, but from a trigger on what begins
+    with it. param: the field that says so. whitespace: of json_schema, a regular expression;
+    None = ``WHITESPACE``. places: of a value that was put together, where its parts come from: a
+    path within the value, and the field.
     """
 
     kind: Kind
     value: Any = field(repr=False)
     param: str
     whitespace: str | None = None
+    places: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
+
+    def place(self, path: str) -> str:
+        """Return the field that a path within the value stands for."""
+        for begin, own in self.places.items():
+            rest = path.removeprefix(begin)
+            if path.startswith(begin) and rest[:1] in ("", ".", "["):
+                return own + rest
+        return self.param + path
 
 
 class Grammars:
@@ -65,6 +77,8 @@ class Grammars:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._known: OrderedDict[str, Verdict] = OrderedDict()
         self._num_waiting = 0
+        self.marks: frozenset[str] = frozenset()
+        """Texts that the model writes as one token of their own; see ``text_of``."""
 
     def close(self) -> None:
         """End the thread and its process; a check in progress fails."""
@@ -98,11 +112,12 @@ class Grammars:
             )
         fault = self._verdict(grammar).fault
         if fault:
-            place = structure.param
-            if structure.kind == "json_schema":
-                place = key_place(structure.value, fault, place)
-            raise refusal(place, fault, code="invalid_grammar")
-        return grammar
+            path = ""
+            if structure.kind in ("json_schema", "tags"):
+                path = key_path(structure.value, fault)
+            raise refusal(structure.place(path), fault, code="invalid_grammar")
+        # The process that checks knows no tokens: of marks it has seen the spelling.
+        return text_of(structure, self.marks) if structure.kind == "tags" else grammar
 
     def _verdict(self, grammar: str) -> Verdict:
         known = self._known.get(grammar)
@@ -130,21 +145,20 @@ def one_wish(wishes: Sequence[Structure]) -> Structure | None:
     return wishes[0] if wishes else None
 
 
-def text_of(structure: Structure) -> str:
+def text_of(structure: Structure, marks: Collection[str] = ()) -> str:
     """Return a structure as the library reads it, not yet checked by it.
 
+    marks: ``<tool_call>`` and such, where the tokenizer has a token for each. The library takes
+    these for special tokens, which text does not allow: tags name them beside their spelling.
     Raises InvalidRequest: the value is none of its kind, or of a schema that no answer ends.
     """
     value, param = structure.value, structure.param
     write = library().LLMatcher
     match structure.kind:
         case "json_schema":
-            fault = schema_fault(value)
-            if fault is not None:
-                raise refusal(f"{param}{fault.place}", fault.rule, code="invalid_grammar")
-            schema: Any = {} if value is True else without_annotations(value)
             return write.grammar_from_json_schema(
-                json.dumps(schema), overrides=_json_options(structure.whitespace)
+                json.dumps(_schema(structure, value, "")),
+                overrides=_json_options(structure.whitespace),
             )
         case "regex":
             return write.grammar_from_regex(_text(value, param))
@@ -153,7 +167,16 @@ def text_of(structure: Structure) -> str:
         case "grammar":
             return write.grammar_from_lark(_lark(_text(value, param), param))
         case "tags":
-            return _tags(value)
+            return _tags(structure, marks)
+
+
+def _schema(structure: Structure, schema: Any, path: str) -> dict[str, Any]:
+    """A schema within a structure, as the library takes it."""
+    fault = schema_fault(schema)
+    if fault is not None:
+        place = structure.place(path + fault.place)
+        raise refusal(place, fault.rule, code="invalid_grammar")
+    return {} if schema is True else without_annotations(schema)
 
 
 def _json_options(whitespace: str | None) -> dict[str, Any]:
@@ -192,9 +215,38 @@ def _lark(text: str, param: str) -> str:
         ) from None
 
 
-def _tags(tags: Sequence[Mapping[str, Any]]) -> str:
-    struct_tag: Any = library().StructTag
-    return struct_tag.to_grammar([struct_tag(**tag) for tag in tags], assume_special=False)
+def _tags(structure: Structure, marks: Collection[str]) -> str:
+    options = _json_options(structure.whitespace)
+    names: list[str] = []
+    rules: list[str] = []
+    for index, tag in enumerate(structure.value):
+        schema = _schema(structure, tag["schema"], f"[{index}].schema")
+        trigger: str = tag["trigger"]
+        begins = [f"begun_{index}"]
+        rules.append(f"begun_{index}[lazy]: TEXT {_literal(trigger)}")
+        if trigger in marks:
+            begins.append(f"TEXT {trigger}")
+        parts = [
+            f"({' | '.join(begins)})",
+            *_literals(tag["begin"].removeprefix(trigger), marks),
+            f"%json {json.dumps(schema | {'x-guidance': options})}",
+            *_literals(tag["end"], marks),
+        ]
+        names.append(f"tag_{index}")
+        rules.append(f"tag_{index}: {' '.join(parts)}")
+    start = f"start: ({' | '.join(names)})* TEXT"
+    return "\n".join(["%llguidance {}", start, r"TEXT: /(.|\n)*/", *rules])
+
+
+def _literals(text: str, marks: Collection[str]) -> list[str]:
+    """A text as parts of a rule, marks in both their forms."""
+    known = "|".join(map(re.escape, sorted(marks)))
+    parts = re.split(f"({known})", text) if known else [text]
+    return [
+        f"({_literal(part)} | {part})" if part in marks else _literal(part)
+        for part in parts
+        if part
+    ]
 
 
 def parsed_json(text: str, param: str) -> Any:

@@ -21,6 +21,9 @@ _FORMATS = frozenset(
 _VALUES = frozenset({"const", "enum", "default", "examples"})
 """Keywords that hold values, not schemas."""
 
+_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+"""Keywords of which each key is a name, and each value a schema."""
+
 _QUOTED = re.compile(r'"([^"]+)"')
 
 
@@ -64,22 +67,22 @@ def without_annotations(schema: Any) -> Any:
     }
 
 
-def key_place(schema: Any, message: str, param: str) -> str:
-    """Return the path of the first keyword of a schema that a library's message quotes, else
-    ``param`` alone."""
+def key_path(schema: Any, message: str) -> str:
+    """Return the path of the first keyword of a schema (or of a list of values that hold some) that
+    a library's message quotes, '' = it quotes none."""
     quoted = set(_QUOTED.findall(message))
-    for path, key in _keywords(schema, ""):
-        if key in quoted:
-            return f"{param}{path}.{key}"
-    return param
+    return next((path for path, key in _keywords(schema, "") if key in quoted), "")
 
 
-def _keywords(schema: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Every key of every object, with the path of the object."""
+def _keywords(schema: Any, path: str, *, has_names: bool = False) -> Iterator[tuple[str, str]]:
+    """Every keyword with its path. has_names: the keys are names, of properties or definitions."""
     if isinstance(schema, dict):
         for key, value in cast("dict[str, Any]", schema).items():
-            yield path, key
-            yield from _keywords(value, f"{path}.{key}")
+            place = f"{path}.{key}"
+            if not has_names:
+                yield place, key
+            if has_names or key not in _VALUES:
+                yield from _keywords(value, place, has_names=not has_names and key in _NAMED)
     elif isinstance(schema, list):
         for index, value in enumerate(cast("list[Any]", schema)):
             yield from _keywords(value, f"{path}[{index}]")

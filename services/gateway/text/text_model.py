@@ -36,6 +36,7 @@ MAX_OFFLOADED = 256
 """Large texts that may wait for a thread; more are refused."""
 
 _NUM_THREADS = 2
+_MARK = re.compile(r"<[\w/|-]+>", re.ASCII)
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 T = TypeVar("T")
@@ -84,6 +85,7 @@ class TextModel:
             else {}
         )
         self.grammars = grammars or Grammars()
+        self.grammars.marks = _marks(tokenizer)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
         self._num_offloaded = 0
 
@@ -234,6 +236,14 @@ class TextModel:
             return await asyncio.get_running_loop().run_in_executor(self._threads, run)
         finally:
             self._num_offloaded -= 1
+
+
+def _marks(tokenizer: Tokenizer) -> frozenset[str]:
+    """Tokens that were added for what answers show, such as ``<tool_call>``."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    return frozenset(
+        one.content for one in added if not one.special and _MARK.fullmatch(one.content)
+    )
 
 
 def _is_byte_level(tokenizer: Tokenizer) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, Field
-from pydantic_ai import Agent, NativeOutput, Tool, ToolOutput
+from pydantic_ai import Agent, NativeOutput, ToolOutput
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
@@ -38,8 +38,7 @@ def get_weather(city: str) -> str:
 
 async def main() -> dict[str, Any]:
     """Use the client in every way that it offers."""
-    tool = Tool(get_weather, strict=False)
-    agent = Agent(model, tools=[tool], retries=0, model_settings=SETTINGS)
+    agent = Agent(model, tools=[get_weather], retries=0, model_settings=SETTINGS)
     final = (await agent.run(task["question"])).output
     async with agent.run_stream(task["question"]) as stream:
         streamed = await stream.get_output()

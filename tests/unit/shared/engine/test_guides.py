@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from services.gateway.text.grammars import Structure, text_of
 from shared.engine.guides import Guides, Masks
 from shared.errors import InvalidRequest, LocalProtocolError
 from shared.request import SamplingParams
@@ -125,3 +126,28 @@ def test_an_engine_without_a_tokenizer_says_so() -> None:
     with pytest.raises(InvalidRequest) as refused:
         FakeEngine().expect(a_grammar(True))
     assert refused.value.code == "unsupported"
+
+
+def test_a_mark_may_come_as_one_token_or_spelled(guides: Guides) -> None:
+    """The grammar of a call allows both, at its beginning and its end; special tokens stay out."""
+    tokenizer = tiny_tokenizer()
+    marks = ["<tool_call>", "</tool_call>"]
+    tokenizer.add_tokens(marks)
+    begin, end = map(tokenizer.token_to_id, marks)
+    marked = Guides(tokenizer.to_str, VOCAB_SIZE, (EOS,))
+    begin_of_call = "<tool_call>a"
+    tag = {"trigger": marks[0], "begin": begin_of_call, "schema": {"const": 1}, "end": marks[1]}
+    grammar = text_of(Structure(kind="tags", value=[tag], param="f"), marks)
+    spelled = [TOKENIZER.encode(mark).ids for mark in marks]
+    a, one, special = map(TOKENIZER.token_to_id, ("a", "1", "<a>"))
+    for opened in ([begin], spelled[0]):
+        for closed in ([end], spelled[1]):
+            guide, answer = Guide(grammar, ()), list[int]()
+            for chosen in (*opened, a, one, *closed, EOS):
+                last = answer[-1] if answer else 8
+                (banned,) = masks_of(marked, [a_row(guide, len(answer), last)]).banned
+                assert not banned[chosen]
+                assert banned[special]
+                if chosen == one:
+                    assert banned[begin]
+                answer.append(chosen)

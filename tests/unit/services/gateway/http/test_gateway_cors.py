@@ -56,7 +56,7 @@ async def test_an_allowed_page_may_read_answers_streams_and_errors(
 
 async def test_a_browser_that_asks_beforehand_is_told_what_it_may_send() -> None:
     """Without a key, for it cannot send one yet; and every header, for clients bring their own."""
-    names = "authorization,content-type,x-stainless-lang,x-stainless-retry-count"
+    names = "authorization,x-api-key,anthropic-version,content-type,x-stainless-lang"
     ask = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": names}
     status, said = await asked({PAGE}, "OPTIONS", CHAT, PAGE, headers=ask)
     assert status == 204

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from services.gateway.front.auth import KeyRing, hash_key
-from services.gateway.http import bodies, door, responses_door
+from services.gateway.http import anthropic_answers, anthropic_door, bodies, door, responses_door
 from services.gateway.http.door import HttpDoor
 from services.gateway.http.openapi import OPERATIONS, PARTS_OF_THE_PAGE, openapi_document
 from services.gateway.http.structured_fields import STRUCTURED
@@ -21,10 +21,12 @@ from tests.support.http_client import HI, Client, gateway
 from tests.support.scripted_mesh import MODEL, ScriptedMesh, front_door, saying
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGES = "/v1/messages"
 REQUIRED: dict[str, dict[str, Any]] = {
     CHAT: {"messages": HI},
     COMPLETIONS: {"prompt": "a", "echo": True},
     RESPONSES: {"input": "a"},
+    MESSAGES: {"messages": HI, "max_tokens": 9},
 }
 
 
@@ -116,6 +118,8 @@ def test_every_field_that_is_parsed_is_described_and_no_other() -> None:
         CHAT: door._CHAT,
         COMPLETIONS: door._COMPLETION,
         RESPONSES: responses_door.RESPONSES,
+        MESSAGES: anthropic_door.MESSAGES,
+        f"{MESSAGES}/count_tokens": anthropic_door.COUNT_TOKENS,
         "/tokenize": door._TOKENIZE,
         "/detokenize": door._DETOKENIZE,
         "/cluster/workers/{worker}/role": door._ROLE,
@@ -144,6 +148,8 @@ def companions(name: str, value: Any, path: str) -> dict[str, Any]:
         return {"max_output_tokens": MODEL.max_model_len - 1} if name == "min_tokens" else {}
     if name == "best_of":
         return {"n": value}
+    if name == "top_logprobs" and path == MESSAGES:
+        return {}
     if name == "min_tokens":
         return {"max_tokens": MODEL.max_model_len - 1}
     return {"logprobs": True} if name == "top_logprobs" else {}
@@ -151,7 +157,7 @@ def companions(name: str, value: Any, path: str) -> dict[str, Any]:
 
 CONTEXT_BOUND = {
     *("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens"),
-    *("messages", "input"),
+    *("messages", "input", "system"),
 }
 """Bounded by the context that the prompt leaves."""
 
@@ -186,13 +192,18 @@ def edges(schema: dict[str, Any]) -> Iterator[tuple[Any, bool]]:
 
 def _example(schema: dict[str, Any]) -> Any:
     if "$ref" in schema:
-        return HI[0]
+        return {"type": "text", "text": "x"} if schema["$ref"].endswith("/Block") else HI[0]
     return {"integer": 1, "string": "x"}.get(schema.get("type", ""), {})
 
 
 @pytest.mark.parametrize(
     ("struct", "path"),
-    [("ChatBody", CHAT), ("CompletionBody", COMPLETIONS), ("ResponsesBody", RESPONSES)],
+    [
+        ("ChatBody", CHAT),
+        ("CompletionBody", COMPLETIONS),
+        ("ResponsesBody", RESPONSES),
+        ("MessagesBody", MESSAGES),
+    ],
 )
 async def test_bounds_are_those_that_the_gateway_enforces(struct: str, path: str) -> None:
     """What the document allows is accepted at the very bound; a step beyond is refused by name."""
@@ -285,6 +296,8 @@ async def test_the_other_answers_too() -> None:
             ("GET", "/version", None, bodies.Version, 200),
             ("POST", CHAT, {}, bodies.ErrorBody, 400),
             ("GET", "/v1/models/other", None, bodies.ErrorBody, 404),
+            ("POST", MESSAGES, REQUIRED[MESSAGES], anthropic_answers.MessageBody, 200),
+            ("POST", MESSAGES, {}, anthropic_answers.AnthropicError, 400),
         ]
         for method, path, body, shape, due in asks:
             await _is_described(client, method, path, body, shape, due)

@@ -11,7 +11,7 @@ import pytest
 from services.gateway.text import grammar_process
 from services.gateway.text.grammar_process import GrammarProcess
 from services.gateway.text.grammars import Grammars, Kind, Structure
-from services.gateway.text.schemas import key_place, schema_fault, without_annotations
+from services.gateway.text.schemas import key_path, schema_fault, without_annotations
 from shared.errors import InvalidRequest, Overloaded
 from shared.grammar import MAX_GRAMMAR_BYTES
 from tests.support.grammars import PERSON, a_grammar, check_in_place, needs_library
@@ -111,9 +111,10 @@ def test_formats_that_are_remarks_go() -> None:
 
 def test_the_place_of_a_keyword() -> None:
     """The first one that the message names, by its path."""
-    schema = {"properties": {"a": {"anyOf": [{}, {"uniqueItems": True}]}}}
-    assert key_place(schema, 'keys: ["uniqueItems"]', "f") == "f.properties.a.anyOf[1].uniqueItems"
-    assert key_place(schema, "nothing is quoted", "f") == "f"
+    deep = {"anyOf": [{"const": {"uniqueItems": 1}}, {"uniqueItems": True}]}
+    schema = {"properties": {"uniqueItems": {"type": "string"}, "a": deep}}
+    assert key_path(schema, 'keys: ["uniqueItems"]') == ".properties.a.anyOf[1].uniqueItems"
+    assert key_path(schema, "nothing is quoted") == ""
 
 
 # --- the library's verdict ----------------------------------------------------------------------
@@ -130,7 +131,7 @@ def test_the_place_of_a_keyword() -> None:
         (["yes", 'no "quoted"\n', "é"], "choice"),
         ('root ::= "a" | "b" root', "grammar"),
         ('start: "a" NUMBER\nNUMBER: /[0-9]+/', "grammar"),
-        ([{"trigger": "<f", "begin": "<f>", "grammar": {}, "end": "</f>"}], "tags"),
+        ([{"trigger": "<f", "begin": "<f>", "schema": {}, "end": "</f>"}], "tags"),
     ],
 )
 async def test_what_is_served(value: Any, kind: Kind) -> None:

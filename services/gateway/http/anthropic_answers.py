@@ -1,0 +1,235 @@
+"""Answers of Anthropic's /v1/messages: whole, and as its sequence of events; and its errors.
+
+Format: https://docs.anthropic.com/en/api/messages, .../messages-streaming and .../errors
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from services.gateway.front.answers import TokenCounts
+from services.gateway.http.bodies import ErrorDetail, Receipt
+from services.gateway.http.item_answers import Item, ItemFormat, NamedEvent, encode
+from shared.errors import MeshError, TooLarge
+from shared.request import FinishReason
+from shared.rpc.status import openai_error_body
+
+_TYPES = {"server_error": "api_error"}
+"""Types of errors that have another name here than with OpenAI."""
+
+
+class AnthropicFault(ErrorDetail):
+    """What is wrong. details: by which Anthropic's client knows to do without."""
+
+    details: dict[str, Any] | UnsetType = UNSET
+
+
+class AnthropicError(NamedEvent, kw_only=True):
+    """The shape of this route's errors; in a stream that has begun, its last event."""
+
+    type: str = "error"
+    error: AnthropicFault
+
+    @classmethod
+    def of(cls, error: MeshError) -> AnthropicError:
+        """Return the body of an error."""
+        fault = msgspec.convert(openai_error_body(error)["error"], AnthropicFault)
+        named = "request_too_large" if isinstance(error, TooLarge) else fault.type
+        fault.type = _TYPES.get(named, named)
+        if error.param == "thread":
+            fault.details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        return cls(error=fault)
+
+
+class TextBlock(msgspec.Struct, kw_only=True, tag="text"):
+    """What the model said."""
+
+    text: str = ""
+    citations: None = None
+
+
+class ThinkingBlock(msgspec.Struct, kw_only=True, tag="thinking"):
+    """What it thought. signature: none is made, and none is asked for."""
+
+    thinking: str = ""
+    signature: str = ""
+
+
+class ToolUseBlock(msgspec.Struct, kw_only=True, tag="tool_use"):
+    """A call of a tool that it asks for."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+AnswerBlock = TextBlock | ThinkingBlock | ToolUseBlock
+StopName = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class ThinkingTokens(msgspec.Struct):
+    """thinking_tokens: of the thinking, with its last mark."""
+
+    thinking_tokens: int
+
+
+class AnthropicUsage(msgspec.Struct):
+    """input_tokens: of the prompt, without those whose KV was not computed again."""
+
+    input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+    output_tokens_details: ThinkingTokens
+    cache_creation_input_tokens: int = 0
+
+    @classmethod
+    def of(cls, counts: TokenCounts, num_thought_tokens: int) -> AnthropicUsage:
+        """Return the counts as this protocol tells them."""
+        return cls(
+            counts.prompt_tokens - counts.cached_tokens,
+            counts.cached_tokens,
+            counts.completion_tokens,
+            ThinkingTokens(num_thought_tokens),
+        )
+
+
+class MessageBody(msgspec.Struct, kw_only=True):
+    """A whole answer."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[AnswerBlock]
+    stop_reason: StopName | None = None
+    stop_sequence: str | None = None
+    usage: AnthropicUsage
+    receipt: Receipt | UnsetType = UNSET
+
+
+class InputTokens(msgspec.Struct):
+    """What /v1/messages/count_tokens tells."""
+
+    input_tokens: int
+
+
+# --- events ---------------------------------------------------------------------------------------
+
+
+class MessageStart(NamedEvent, kw_only=True):
+    """The first event."""
+
+    type: str = "message_start"
+    message: MessageBody
+
+
+class BlockEvent(NamedEvent, kw_only=True):
+    """content_block_start, delta and stop."""
+
+    index: int
+    content_block: AnswerBlock | UnsetType = UNSET
+    delta: dict[str, str] | UnsetType = UNSET
+
+
+class MessageEnd(msgspec.Struct):
+    """Why the answer ends."""
+
+    stop_reason: StopName
+    stop_sequence: str | None
+
+
+class MessageDelta(NamedEvent, kw_only=True):
+    """The last event but one."""
+
+    type: str = "message_delta"
+    delta: MessageEnd
+    usage: AnthropicUsage
+    receipt: Receipt | UnsetType = UNSET
+
+
+_DELTAS = {
+    "text": ("text_delta", "text"),
+    "thought": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
+
+class MessagesFormat(ItemFormat):
+    """See the module."""
+
+    continuous_usage = True  # the first event tells of the prompt
+
+    def opening(self, usage: TokenCounts | None) -> Iterator[NamedEvent]:
+        assert usage is not None
+        yield MessageStart(message=self._message([], usage))
+
+    def began(self, item: Item) -> Iterator[NamedEvent]:
+        block = _block(item, {})
+        yield BlockEvent(type="content_block_start", index=item.index, content_block=block)
+
+    def grew(self, item: Item, text: str) -> NamedEvent:
+        kind, name = _DELTAS[item.kind]
+        delta = {"type": kind, name: text}
+        return BlockEvent(type="content_block_delta", index=item.index, delta=delta)
+
+    def ended(self, item: Item, *, is_cut: bool) -> Iterator[NamedEvent]:
+        yield BlockEvent(type="content_block_stop", index=item.index)
+
+    def ending(
+        self, usage: TokenCounts, receipts: Sequence[dict[str, Any]]
+    ) -> Iterator[NamedEvent]:
+        counts = AnthropicUsage.of(usage, self.num_thought_tokens)
+        receipt = receipts[0] if receipts else UNSET
+        yield MessageDelta(delta=self._end(), usage=counts, receipt=receipt)
+        yield NamedEvent(type="message_stop")
+
+    def breaking(self, error: MeshError) -> NamedEvent:
+        return AnthropicError.of(error)
+
+    def whole(self, usage: TokenCounts, receipts: Sequence[dict[str, Any]]) -> bytes:
+        called = [(item, _input(item)) for item in self.items]
+        blocks = [_block(item, given) for item, given in called if given is not None]
+        message = self._message(blocks, usage)
+        end = self._end()
+        message.stop_reason, message.stop_sequence = end.stop_reason, end.stop_sequence
+        if receipts:
+            message.receipt = receipts[0]
+        return encode(message)
+
+    def _message(self, blocks: list[AnswerBlock], usage: TokenCounts) -> MessageBody:
+        counts = AnthropicUsage.of(usage, self.num_thought_tokens)
+        return MessageBody(id=self._head.id, model=self._head.model, content=blocks, usage=counts)
+
+    def _end(self) -> MessageEnd:
+        if self.finish_reason is FinishReason.LENGTH:
+            return MessageEnd("max_tokens", None)
+        if self.num_calls:
+            return MessageEnd("tool_use", None)
+        if isinstance(self.stop_reason, str):
+            return MessageEnd("stop_sequence", self.stop_reason)
+        return MessageEnd("end_turn", None)
+
+
+def _input(item: Item) -> dict[str, Any] | None:
+    """The input of a call, {} of what is none; None = it is cut off in its midst, or no object: a
+    whole answer leaves such a call out, for its client would run it."""
+    if item.kind != "call":
+        return {}
+    try:
+        return msgspec.json.decode(item.text, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+def _block(item: Item, called: dict[str, Any]) -> AnswerBlock:
+    match item.kind:
+        case "text":
+            return TextBlock(text=item.text)
+        case "thought":
+            return ThinkingBlock(thinking=item.text)
+        case "call":
+            return ToolUseBlock(id=item.id, name=item.name, input=called)

@@ -1,0 +1,61 @@
+"""Anthropic's /v1/messages: a chat in another dress."""
+
+from __future__ import annotations
+
+import msgspec
+
+from services.gateway.front.calls import Call
+from services.gateway.front.frontdoor import FrontDoor
+from services.gateway.http.answering import Wants, answered, asked_chat, head_of_answer
+from services.gateway.http.anthropic_answers import AnthropicError, InputTokens, MessagesFormat
+from services.gateway.http.anthropic_forms import CountTokensBody, MessagesBody, chat_of
+from services.gateway.http.messages import HttpRequest, Response, json_response
+from services.gateway.http.server import Policy, Route, read_body
+
+MESSAGES = msgspec.json.Decoder(MessagesBody)
+COUNT_TOKENS = msgspec.json.Decoder(CountTokensBody)
+
+
+class AnthropicDoor:
+    """The handlers."""
+
+    def __init__(self, front: FrontDoor, *, stall_s: float) -> None:
+        self._front = front
+        self._stall_s = stall_s
+
+    def routes(self) -> tuple[Route, ...]:
+        """Return the routes."""
+        shape = AnthropicError.of
+        path = "/v1/messages"
+        return (
+            Route("POST", path, Policy.METERED, self.answer, error_body=shape),
+            Route("POST", f"{path}/count_tokens", Policy.METERED, self.count, error_body=shape),
+        )
+
+    async def answer(self, request: HttpRequest, call: Call) -> Response | None:
+        """POST /v1/messages."""
+        body = await read_body(request, call, MESSAGES)
+        chat, places = chat_of(body)
+        with places.told():
+            asked = await asked_chat(self._front, request, call, chat)
+        head = head_of_answer(call, asked.model, "msg_")
+        answer_format = MessagesFormat(head, self._front.text, asked.new_parser)
+        wants = Wants(stream=bool(body.stream), usage=True, receipt=chat.wants_receipt)
+        return await answered(
+            self._front,
+            request,
+            call,
+            asked.choices,
+            answer_format,
+            wants,
+            stall_s=self._stall_s,
+        )
+
+    async def count(self, request: HttpRequest, call: Call) -> Response:
+        """POST /v1/messages/count_tokens: refuses what /v1/messages would."""
+        body = await read_body(request, call, COUNT_TOKENS)
+        chat, places = chat_of(body)
+        with places.told():
+            asked = await asked_chat(self._front, request, call, chat)
+        num_tokens = len(asked.choices[0].request.token_ids)
+        return json_response(InputTokens(num_tokens), headers=call.headers)
