@@ -360,9 +360,17 @@ class WorkerConfig(ServiceConfig):
     back where that is predicted to be quicker than computing them again. 0 = none; so has a worker
     that computes no prompts."""
 
+    ssd_cache: Path | None = None
+    """Folder on a local disk for blocks that nobody uses, below the pool and --dram-cache; a worker
+    that starts on it anew finds them again. Workers of one host may share it: each takes a part of
+    its own."""
+
+    ssd_cache_size: Annotated[int, Between(1, 1 << 50)] = 10_000_000_000
+    """Room that each worker takes there at start, as 40GB."""
+
     cache_policy: Annotated[str, OneOf("lru", "lfu", "length-aware")] = "lru"
-    """What gives way in --dram-cache: used longest ago, least often, or least often and then the
-    longest prefix."""
+    """What gives way in --dram-cache and --ssd-cache: used longest ago, least often, or least often
+    and then the longest prefix."""
 
     fake_step_s: Annotated[float, Between(0, 60)] = 0.0
     """Fake engine only: seconds that a step takes."""
@@ -441,8 +449,9 @@ class WorkerConfig(ServiceConfig):
     def check(self) -> None:
         """See ServiceConfig."""
         super(WorkerConfig, self).check()
-        needs_cache = not self.dram_cache or self.cache_prefixes
-        _require(needs_cache, "dram_cache", "keeps what --cache-prefixes finds: leave that on")
+        for name in ("dram_cache", "ssd_cache"):
+            has_cache = self.cache_prefixes or not getattr(self, name)
+            _require(has_cache, name, "keeps what --cache-prefixes finds: leave that on")
         has_vllm_args = not self.vllm_args or self.engine == "vllm"
         _require(has_vllm_args, "vllm_args", "goes with --engine vllm alone")
         is_device = re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None

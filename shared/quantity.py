@@ -1,8 +1,7 @@
 """Durations and sizes as people write them: ``"30 s"``, ``"250 ms"``, ``"4 GiB"``.
 
-What unit a setting has stands at the end of its name (``drain_s``, ``kv_gib``; a ``cache`` has
-bytes); a setting whose
-name names none is a plain number. Knows no setting.
+What unit a setting has stands at the end of its name (``drain_s``, ``kv_gib``; a cache has bytes);
+a setting whose name names none is a plain number. Knows no setting.
 """
 
 from __future__ import annotations
@@ -33,15 +32,17 @@ _SUFFIXES: Final = {
     "kib": ("KiB", _SIZES),
     "mib": ("MiB", _SIZES),
     "gib": ("GiB", _SIZES),
-    "cache": ("B", _SIZES),
+    "dram_cache": ("B", _SIZES),
+    "cache_size": ("B", _SIZES),
 }
 _QUANTITY: Final = re.compile(r"\s*(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def unit_of(name: str) -> str:
     """Return the unit in which a setting of this name counts, '' if it has none."""
-    unit, _ = _SUFFIXES.get(name.rpartition("_")[2], ("", {}))
-    return unit
+    return next(
+        (unit for end, (unit, _) in _SUFFIXES.items() if f"_{name}".endswith(f"_{end}")), ""
+    )
 
 
 def read_quantity(text: str, unit: str) -> Fraction:

@@ -166,6 +166,12 @@ class UpConfig:
     dram_cache: Annotated[int | None, _WORKERS, Parameter(converter=read_size)] = None
     """Host memory below each worker's KV pool, as 4GB."""
 
+    ssd_cache: Annotated[Path | None, _WORKERS] = None
+    """Folder on a local disk for such blocks, below that; the next start finds them again."""
+
+    ssd_cache_size: Annotated[int | None, _WORKERS, Parameter(converter=read_size)] = None
+    """Room that each worker takes there, as 40GB."""
+
     cache_policy: Annotated[Literal["lru", "lfu", "length-aware"] | None, _WORKERS] = None
     """What gives way there: used longest ago, least often, or least often and then the longest
     prefix."""

@@ -12,11 +12,23 @@ import contextlib
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 
 _Work = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]", Callable[[], Any]]
+
+
+class OrderedWork(Protocol):
+    """What does work in order, beside the loop: ``WorkThread``, or its twin for virtual time."""
+
+    def run(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        """See ``WorkThread``."""
+        ...
+
+    def end(self) -> None:
+        """See ``WorkThread``."""
+        ...
 
 
 class WorkThread:
@@ -46,10 +58,14 @@ class WorkThread:
         self._queue.put((loop, future, work))
         return future
 
-    def close(self) -> None:
-        """Wait until all work is done and the thread has ended."""
+    def end(self) -> None:
+        """Let the thread end when all work is done, and wait for nothing."""
         self._is_closed = True
         self._queue.put(None)
+
+    def close(self) -> None:
+        """Wait until all work is done and the thread has ended."""
+        self.end()
         if self._thread is not None:
             self._thread.join()
 

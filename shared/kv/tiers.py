@@ -10,7 +10,7 @@ time is lost, and counted.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -112,15 +112,26 @@ class SlotTier:
         self._use(key, entry)
         self._on_presence(key, entry.end, True)
 
+    def restore(self, kept: Iterable[tuple[int, bytes, int]]) -> None:
+        """Free slots have KV from before, each of the prefix of this key and so many tokens; those
+        used longest ago come first. Of two with one key the last counts."""
+        slots = {key: (slot, end) for slot, key, end in kept}
+        taken = {slot for slot, _ in slots.values()}
+        self._free = [slot for slot in self._free if slot not in taken]
+        for key, (slot, end) in slots.items():
+            self._entries[key] = _TierSlot(slot, end)
+            self.end_store(key, is_written=True)
+
     # --- reading ---------------------------------------------------------------------------------
 
-    def num_found(self, keys: Sequence[bytes]) -> int:
-        """Return how many of the chain's keys, from the first on, can be read. Changes nothing."""
-        for idx, key in enumerate(keys):
-            entry = self._entries.get(key)
+    def num_found(self, keys: Sequence[bytes], start: int = 0) -> int:
+        """Return how many of the chain's keys, from number ``start`` on, can be read. Changes
+        nothing."""
+        for idx in range(start, len(keys)):
+            entry = self._entries.get(keys[idx])
             if entry is None or not entry.is_stored or entry.is_bad:
-                return idx
-        return len(keys)
+                return idx - start
+        return len(keys) - start
 
     def begin_load(self, keys: Sequence[bytes]) -> list[int]:
         """Return the slots of keys that were found; they stay until ``end_load`` of the same."""
@@ -132,9 +143,9 @@ class SlotTier:
 
     def end_load(self, keys: Sequence[bytes], *, bad: Sequence[bytes] = ()) -> None:
         """The copies are over. bad: keys whose bytes are not those that were written: they go as
-        soon as nobody reads them."""
-        # The last first, so that a prefix outlives its continuations.
-        for key in reversed(keys):
+        soon as nobody reads them. No use: that is counted when the block becomes idle in the pool,
+        as that of a block which was there already."""
+        for key in keys:
             entry = self._entries[key]
             if not entry.num_readers:
                 raise LocalProtocolError("nobody reads this prefix")
@@ -142,9 +153,7 @@ class SlotTier:
             if key in bad and not entry.is_bad:
                 entry.is_bad = True
                 self._on_presence(key, entry.end, False)
-            if not entry.is_bad:
-                self._use(key, entry)
-            elif not entry.num_readers:
+            if entry.is_bad and not entry.num_readers:
                 self._free.append(self._entries.pop(key).slot)
 
     # --- who gives way ---------------------------------------------------------------------------
@@ -198,17 +207,19 @@ class SlotTier:
 class WriteBehind:
     """Blocks of the pool that are to be copied down: a ``KvListener`` of it.
 
-    A block is queued when it becomes idle, and forgotten when it is evicted before its turn.
+    A block is queued when it becomes idle, and forgotten when it is evicted before its turn: so the
+    pool bounds the queue, however slow the copies are.
     """
 
     def __init__(self) -> None:
         self._cached: dict[int, BlockStored] = {}
         self._keys: set[bytes] = set()
-        self._queue: dict[int, None] = {}
+        self._queued: set[int] = set()
+        self._order: list[tuple[int, int]] = []  # a heap of ends and blocks; old ones are skipped
         self.num_lost = 0
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self._queued)
 
     def __call__(self, event: KvEvent) -> None:
         """Take what the pool tells."""
@@ -218,14 +229,24 @@ class WriteBehind:
         else:
             del self._cached[event.block]
             self._keys.remove(event.key)
-            if event.block in self._queue:
-                del self._queue[event.block]
+            if event.block in self._queued:
+                self._queued.remove(event.block)
                 self.num_lost += 1
 
     def idle(self, block: int) -> None:
         """Nobody holds this cached block any more."""
-        if block in self._cached:
-            self._queue[block] = None
+        event = self._cached.get(block)
+        if event is None or block in self._queued:
+            return
+        self._queued.add(block)
+        heapq.heappush(self._order, (event.end, block))
+        if len(self._order) > 2 * len(self._queued) + 64:
+            self._order = [(self._cached[it].end, it) for it in self._queued]
+            heapq.heapify(self._order)
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """These came from the tier: they need not go there."""
+        self._queued.difference_update(blocks)
 
     def take(self, tier: SlotTier, most: int) -> list[tuple[BlockStored, int]]:
         """Take so many blocks off the queue, and return those that are not in the tier yet, each
@@ -234,9 +255,13 @@ class WriteBehind:
         A block whose parent is in neither place is dropped: nobody could find it.
         """
         batch: list[tuple[BlockStored, int]] = []
-        for block in heapq.nsmallest(most, self._queue, key=lambda it: self._cached[it].end):
+        while self._order and most:
+            end, block = heapq.heappop(self._order)
+            if block not in self._queued or self._cached[block].end != end:
+                continue
+            most -= 1
             event = self._cached[block]
-            del self._queue[block]
+            self._queued.remove(block)
             if event.parent and event.parent not in self._keys and event.parent not in tier:
                 self.num_lost += 1
                 continue

@@ -442,6 +442,9 @@ def prefill_token_to_wire(
         fetched_tokens=times.fetched_tokens,
         fetch_s=times.fetch_s,
         fetched_bytes=times.fetched_bytes,
+        dram_tokens=times.dram_tokens,
+        ssd_tokens=times.ssd_tokens,
+        load_s=times.load_s,
     )
     if (logprobs := token.logprobs) is not None:
         message.logprob = logprobs.logprob
@@ -466,7 +469,7 @@ def require_times(
 
 def prefill_token_from_wire(event: wire.PrefillToken) -> AnswerToken:
     """Unpack and check the first token of an attempt, and the worker's times in it."""
-    require_times(event, "queue_s", "compute_s", "fetch_s")
+    require_times(event, "queue_s", "compute_s", "fetch_s", "load_s")
     top_ids = unpack_u32(event.top_ids, name="top_ids")
     tops = unpack_f32(event.top_logprobs, count=len(top_ids), name="top_logprobs")
     logprobs = None

@@ -28,6 +28,7 @@ from shared.version import VERSION
 if TYPE_CHECKING:
     # The gateway imports this module; its image has neither an engine nor a transport.
     from shared.engine.base import Engine
+    from shared.engine.work_thread import OrderedWork
     from shared.engine.worker import ComputeFactory, ComputeRunner
     from shared.transport.base import Transport, TransportFactory
 
@@ -40,6 +41,10 @@ async def _no_transport() -> NoReturn:
 
 def _no_compute(engine: Any) -> NoReturn:
     raise LocalProtocolError("this process was given no compute runner")
+
+
+def _no_thread(name: str) -> NoReturn:
+    raise LocalProtocolError("this process was given no threads")
 
 
 async def _unmeasured(
@@ -60,7 +65,7 @@ class Platform:
     engine; called once an engine. stopwatch: seconds, for measuring only; whatever is decided goes
     by the loop's clock. secret: the mesh's; None = it has none. between: the network between
     services; None = ``network``. profile: what this machine can do,
-    awaited before a worker's first step.
+    awaited before a worker's first step. new_thread: does work in order, beside the loop.
     """
 
     network: Network
@@ -71,6 +76,7 @@ class Platform:
     secret: MeshSecret | None = None
     between: Network | None = None
     profile: Profiler = _unmeasured
+    new_thread: Callable[[str], OrderedWork] = _no_thread
 
     def mesh_network(self, role: str, incarnation: Incarnation) -> Network:
         """Return the network between services, where this process is a gateway, prefill or decode.
@@ -92,6 +98,7 @@ def real_platform(
     new_transport: TransportFactory = _no_transport,
     compute: ComputeFactory = _no_compute,
     profile: Profiler = _unmeasured,
+    new_thread: Callable[[str], OrderedWork] = _no_thread,
 ) -> Platform:
     """Return the platform of production: sockets and the system's random bytes. tls: between
     services."""
@@ -106,4 +113,5 @@ def real_platform(
         secret=secret,
         between=ServiceNetwork(tls),
         profile=profile,
+        new_thread=new_thread,
     )

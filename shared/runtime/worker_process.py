@@ -17,7 +17,7 @@ from shared.config import WorkerConfig
 from shared.engine.base import Engine
 from shared.engine.load import load_engine
 from shared.engine.resident import Resident
-from shared.engine.work_thread import run_and_end
+from shared.engine.work_thread import WorkThread, run_and_end
 from shared.engine.worker import ComputeRunner, ThreadCompute
 from shared.mesh_secret import MeshSecret, mesh_secret
 from shared.profile.kept import KeptProfile, find_or_measure, key_of
@@ -139,7 +139,12 @@ async def _machinery(
         yield (
             engine,
             real_platform(
-                secret, tls, new_transport=new_transport, compute=compute, profile=profile
+                secret,
+                tls,
+                new_transport=new_transport,
+                compute=compute,
+                profile=profile,
+                new_thread=WorkThread,
             ),
         )
     finally:

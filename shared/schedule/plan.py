@@ -83,7 +83,8 @@ class NewToken:
 class PromptTimes(NamedTuple):
     """How a prompt was computed, in seconds. queue_s: arrival until the first step that computes
     it. compute_s: from there to the first token. fetched_tokens: of the cached ones, those that
-    another worker sent for it, in fetch_s of the queue's time."""
+    another worker sent for it, in fetch_s of the queue's time; dram_tokens, ssd_tokens: those that
+    came from below the pool, in load_s of it."""
 
     queue_s: float
     compute_s: float
@@ -91,6 +92,9 @@ class PromptTimes(NamedTuple):
     fetched_tokens: int = 0
     fetch_s: float = 0.0
     fetched_bytes: int = 0
+    dram_tokens: int = 0
+    ssd_tokens: int = 0
+    load_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

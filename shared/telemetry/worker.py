@@ -137,8 +137,17 @@ class WorkerMetrics:
             f"{prefix}_tier_tokens_loaded", "Tokens whose KV came back from there", ["tier"],
             registry=registry,
         )  # fmt: skip
-        for counter in (self.tier_stored, self.tier_loaded):
-            counter.labels("dram")  # A tier that never had anything reads 0.
+        self.tier_lost = Counter(
+            f"{prefix}_tier_blocks_lost", "KV blocks that were to be copied there, and were not",
+            ["tier"], registry=registry,
+        )  # fmt: skip
+        self.tier_damaged = Counter(
+            f"{prefix}_tier_blocks_damaged", "KV blocks there that were not what was written",
+            ["tier"], registry=registry,
+        )  # fmt: skip
+        for counter in (self.tier_stored, self.tier_loaded, self.tier_lost, self.tier_damaged):
+            for tier in ("dram", "ssd"):
+                counter.labels(tier)  # A tier that never had anything reads 0.
         self.requests = Counter(
             f"{prefix}_requests", "Attempts by how they ended", ["outcome"], registry=registry
         )

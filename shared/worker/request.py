@@ -36,6 +36,18 @@ class Fetched(NamedTuple):
 _NOTHING = Fetched()
 
 
+class Loaded(NamedTuple):
+    """What came of a prefix that lies below the pool: so many tokens from either tier, and how long
+    the prompt waited for them."""
+
+    dram_tokens: int = 0
+    ssd_tokens: int = 0
+    seconds: float = 0.0
+
+
+_NOT_LOADED = Loaded()
+
+
 class AskingGateway(Protocol):
     """Who ordered a request, as the request speaks to it; every call returns at once."""
 
@@ -76,6 +88,7 @@ class Request:
     An answer holds a lease until its KV is here, then a sequence; all others hold a sequence from
     the start. started_at: its first step was planned; None = it waits. error: type of what ended
     it. prefix: what the prompt waited for, on its way from another worker. fetched: what came.
+    loaded: what came from below the pool.
     """
 
     order: Order
@@ -93,6 +106,7 @@ class Request:
     error: str = ""
     prefix: PrefixFetch | None = None
     fetched: Fetched = _NOTHING
+    loaded: Loaded = _NOT_LOADED
 
     @property
     def task(self) -> Task:
@@ -103,17 +117,25 @@ class Request:
         """Token 1 is sampled: the gateway hears it, and what it took."""
         sequence, started_at = token.sequence, self.started_at
         started_at = self.arrived_at if started_at is None else started_at
+        cached_tokens, loaded = sequence.num_cached_tokens, self.loaded
+        # What had come may have gone again before the prompt was let in.
+        dram_tokens = min(loaded.dram_tokens, cached_tokens)
         times = PromptTimes(
             queue_s=started_at - self.arrived_at,
             compute_s=now - started_at,
-            cached_tokens=sequence.num_cached_tokens,
+            cached_tokens=cached_tokens,
+            dram_tokens=dram_tokens,
+            ssd_tokens=min(loaded.ssd_tokens, cached_tokens - dram_tokens),
+            load_s=loaded.seconds,
             fetched_tokens=self.fetched.num_tokens,
             fetch_s=self.fetched.seconds,
             fetched_bytes=self.fetched.num_bytes,
         )
         attributes: dict[str, Value] = {
             "pdmesh.prompt_tokens": sequence.num_prompt_tokens,
-            "pdmesh.cached_tokens": times.cached_tokens,
+            "pdmesh.cached_tokens": cached_tokens,
+            "pdmesh.dram_tokens": dram_tokens,
+            "pdmesh.ssd_tokens": times.ssd_tokens,
         }
         if self.task is Task.PROMPT:
             note(Moment.SAMPLED, self.order.key.request_id, seconds=times.compute_s)

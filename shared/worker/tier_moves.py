@@ -1,11 +1,11 @@
-"""Copies between the KV pool and memory below it: blocks go down when nobody uses them any more,
+"""Copies between the KV pool and the tiers below it: blocks go down when nobody uses them any more,
 and come back for a prompt that begins with them, beside its wait, where that is quicker than
 computing.
 
-``shared/kv/tiers.py`` decides what lies where; this shell copies, on the runner's copy thread. A
-block goes down only after the step that wrote it is committed, and is held meanwhile; what comes
-back goes into new blocks, which are nobody's before every digest was found right. Whatever goes
-wrong with a load, the prompt is computed.
+``shared/kv/tiers.py`` decides what lies where; this shell has the copies made (``arenas.py``,
+``disk_arena.py``). A block goes down, to each tier by itself, only after the step that wrote it is
+committed, and is held meanwhile; what comes back goes into new blocks, which are nobody's before
+every digest was found right. Whatever goes wrong with a load, the prompt is computed.
 """
 
 from __future__ import annotations
@@ -13,16 +13,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
-import numpy as np
 import structlog
-import xxhash
 
-from shared.engine.base import Engine
-from shared.engine.resident import available_bytes
-from shared.engine.worker import ComputeRunner
-from shared.errors import InvalidRequest
 from shared.kv.journal import Journal, Tier, key_of
 from shared.kv.pool import BlockPool, BlockTable
 from shared.kv.prefix_hash import UNIT
@@ -32,7 +26,8 @@ from shared.runtime.groups import plain_errors
 from shared.schedule.scheduler import Scheduler
 from shared.schedule.sequence import Sequence as TokenSequence
 from shared.telemetry.worker import MovingMean, WorkerMetrics
-from shared.worker.request import Request
+from shared.worker.arenas import Arena, BlockMove
+from shared.worker.request import Loaded, Request
 
 _log = structlog.get_logger(__name__)
 
@@ -42,6 +37,10 @@ BATCH_BLOCKS = 16
 UNKNOWN_LOAD_S = 1.0
 LEAST_LOAD_S = 0.05
 """How long a prompt waits for a load of unknown speed, and at least; beyond it is computed."""
+
+FORGET = 0.98
+"""What is left of a speed at each load that was not begun for it: slow for a while is not slow for
+ever."""
 
 
 class PrefixWays(Protocol):
@@ -56,65 +55,54 @@ class PrefixWays(Protocol):
         ...
 
 
-class DramArena:
-    """Slots of host memory, and of each the digest of what was written to it.
+class _Level:
+    """One tier of this worker. block_s: what a load took a block."""
 
-    Raises InvalidRequest: the machine has not so much memory, or not one block fits.
-    """
+    def __init__(self, arena: Arena, policy: CachePolicy, journal: Journal) -> None:
+        self.arena = arena
+        self.name = arena.tier.name.lower()
+        self._journal = journal
+        self.tier = SlotTier(arena.num_slots, policy, self._told)
+        self.tier.restore(arena.kept)
+        self.queue = WriteBehind()
+        self.num_told_lost = 0
+        self.wake = asyncio.Event()
+        self.block_s = MovingMean()
 
-    def __init__(self, engine: Engine, num_bytes: int) -> None:
-        self._engine = engine
-        self.slot_bytes = engine.block_size * engine.layout.token_bytes
-        self.num_slots = num_bytes // self.slot_bytes
-        if not self.num_slots:
-            raise InvalidRequest(
-                f"dram_cache of {num_bytes} bytes holds not one KV block of {self.slot_bytes}",
-                code="dram_cache",
-                param="dram_cache",
-            )
-        available = available_bytes()
-        if available is not None and num_bytes > available:
-            raise InvalidRequest(
-                f"dram_cache of {num_bytes} bytes is more than the {available} bytes that this "
-                "machine has left",
-                code="dram_cache",
-                param="dram_cache",
-            )
-        self.bytes = np.empty((self.num_slots, self.slot_bytes), np.uint8)
-        self._digests = [b""] * self.num_slots
+    def _told(self, key: bytes, end: int, is_there: bool) -> None:
+        if end % UNIT:
+            return
+        if is_there:
+            self._journal.stored(key_of(key), end, self.arena.tier)
+        else:
+            self._journal.removed(key_of(key), self.arena.tier)
 
-    def store(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks into slots. On the copy thread."""
-        for block, slot in moves:
-            out = self.bytes[slot]
-            self._engine.gather(
-                [block], 0, self._engine.block_size, 0, self._engine.layout.num_layers, out
-            )
-            self._digests[slot] = xxhash.xxh3_128_digest(out)
+    def idle(self, block: int) -> None:
+        """See ``WriteBehind``."""
+        self.queue.idle(block)
+        self.wake.set()
 
-    def load(self, moves: Sequence[tuple[int, int]]) -> int:
-        """Copy slots (the second of each) into blocks, up to the first whose bytes are not those
-        that were written; return how many. On the copy thread."""
-        for idx, (block, slot) in enumerate(moves):
-            data = self.bytes[slot]
-            if xxhash.xxh3_128_digest(data) != self._digests[slot]:
-                return idx
-            self._engine.scatter(
-                [block], 0, self._engine.block_size, 0, self._engine.layout.num_layers, data
-            )
-        return len(moves)
+
+class _TierPart(NamedTuple):
+    """Blocks of a load that come from one tier: keys from number ``start`` up to ``stop``."""
+
+    level: _Level
+    start: int
+    stop: int
 
 
 @dataclass(eq=False)
 class _Load:
-    """One prefix on its way up, and the prompts that wait for it. table: the pool's blocks of its
-    beginning, and new ones for ``keys``, which lie in ``slots``."""
+    """One prefix on its way up, and the prompts that wait for it, until then. table: the pool's
+    blocks of its beginning, and new ones for ``keys``, which lie in ``slots``."""
 
     sequence: TokenSequence
     table: BlockTable
     keys: list[bytes]
     slots: list[int]
-    waiting: list[TokenSequence] = field(default_factory=list[TokenSequence])
+    parts: list[_TierPart]
+    until: float
+    waiting: list[Request] = field(default_factory=list[Request])
 
     @property
     def num_before(self) -> int:
@@ -123,18 +111,17 @@ class _Load:
 
 
 class TierMoves:
-    """The memory below one worker's pool; the first of its ``PrefixWays``.
+    """What lies below one worker's pool; the first of its ``PrefixWays``.
 
-    others: asked for what is not here. predict: a step's seconds, 0 = unknown. on_blocks: some came
-    free. on_end: a prompt waits no longer.
+    arenas: the fastest first. others: asked for what is not here. predict: a step's seconds, 0 =
+    unknown. on_blocks: some came free. on_end: a prompt waits no longer.
     """
 
     def __init__(
         self,
-        arena: DramArena,
+        arenas: Sequence[Arena],
         policy: CachePolicy,
         *,
-        compute: ComputeRunner,
         pool: BlockPool,
         scheduler: Scheduler,
         journal: Journal,
@@ -144,90 +131,93 @@ class TierMoves:
         on_blocks: Callable[[], None],
         on_end: Callable[[], None],
     ) -> None:
-        self._arena = arena
-        self._compute = compute
         self._pool = pool
         self._scheduler = scheduler
-        self._journal = journal
         self._metrics = metrics
         self._predict = predict
         self._others = others
         self._on_blocks = on_blocks
         self._on_end = on_end
-        self.tier = SlotTier(arena.num_slots, policy, self._told)
-        self.queue = WriteBehind()
-        pool.listen(self.queue)
+        self.levels = [_Level(arena, policy, journal) for arena in arenas]
+        for level in self.levels:
+            pool.listen(level.queue)
         pool.when_idle(self._idle)
-        self._wake = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
         self._loads: dict[bytes, _Load] = {}  # by the first key that the pool lacked
-        self._block_s = MovingMean()  # of a load
         self._tables: list[BlockTable] = []
-
-    def _told(self, key: bytes, end: int, is_there: bool) -> None:
-        if end % UNIT:
-            return
-        if is_there:
-            self._journal.stored(key_of(key), end, Tier.DRAM)
-        else:
-            self._journal.removed(key_of(key), Tier.DRAM)
 
     async def run(self) -> NoReturn:
         """Copy down what becomes idle, and run the loads, until cancelled.
 
         Raises EngineFailed: a copy failed; the process should end.
         """
-        with plain_errors():
-            async with asyncio.TaskGroup() as tasks:
-                self._tasks = tasks
-                try:
-                    while True:
-                        await self._wake.wait()
-                        self._wake.clear()
-                        while self.queue and await self._store():
-                            pass
-                finally:
-                    self._tasks = None
+        try:
+            with plain_errors():
+                async with asyncio.TaskGroup() as tasks:
+                    self._tasks = tasks
+                    for level in self.levels:
+                        tasks.create_task(self._copy_down(level))
+        finally:
+            self._tasks = None
         raise AssertionError  # pragma: no cover
+
+    def close(self) -> None:
+        """Let go of memory and files."""
+        for level in self.levels:
+            level.arena.close()
 
     # --- down ------------------------------------------------------------------------------------
 
     def _idle(self, block: int) -> None:
-        self.queue.idle(block)
-        self._wake.set()
+        for level in self.levels:
+            level.idle(block)
 
-    async def _store(self) -> bool:
-        """Copy a few blocks; False: not now, for somebody needs all the room that there is."""
+    async def _copy_down(self, level: _Level) -> NoReturn:
+        while True:
+            await level.wake.wait()
+            level.wake.clear()
+            while level.queue and await self._store(level):
+                pass
+
+    async def _store(self, level: _Level) -> bool:
+        """Copy a few blocks; False: not now, for somebody needs all the room that there is, or the
+        tier rests."""
         if self._pool.num_available < BATCH_BLOCKS + self._pool.keep_free_for_newcomers:
             return False
-        batch = self.queue.take(self.tier, BATCH_BLOCKS)
+        if rests_s := level.arena.rests_s:
+            asyncio.get_running_loop().call_later(rests_s, level.wake.set)
+            return False
+        batch = level.queue.take(level.tier, BATCH_BLOCKS)
+        lost = self._metrics.tier_lost.labels(level.name)
+        lost.inc(level.queue.num_lost - level.num_told_lost)
+        level.num_told_lost = level.queue.num_lost
         if not batch:
             return True
         table = self._pool.hold([event.block for event, _ in batch])
         self._tables.append(table)
-        moves = [(event.block, slot) for event, slot in batch]
+        moves = [BlockMove(event.block, slot, event.key, event.end) for event, slot in batch]
         is_written = False
         try:
-            await self._compute.copy(lambda: self._arena.store(moves))
-            is_written = True
+            is_written = await level.arena.store(moves, lambda: self._release(table))
         finally:
-            for event, _ in batch:
-                self.tier.end_store(event.key, is_written=is_written)
+            for move in moves:
+                level.tier.end_store(move.key, is_written=is_written)
             self._release(table)
-        self._metrics.tier_stored.labels("dram").inc(len(batch))
+        stored = self._metrics.tier_stored.labels(level.name)
+        (stored if is_written else lost).inc(len(moves))
         return True
 
     def _release(self, table: BlockTable) -> None:
-        self._tables.remove(table)
-        self._pool.release(table)
-        self._on_blocks()
+        if table in self._tables:
+            self._tables.remove(table)
+            self._pool.release(table)
+            self._on_blocks()
 
     # --- up --------------------------------------------------------------------------------------
 
     def begin(self, prompt: Request) -> None:
         """See ``PrefixWays``."""
-        assert prompt.sequence is not None
-        if not self._begin(prompt.sequence) and self._others is not None:
+        if not self._begin(prompt) and self._others is not None:
             self._others.begin(prompt)
 
     def leave(self, prompt: Request) -> None:
@@ -235,73 +225,150 @@ class TierMoves:
         if self._others is not None:
             self._others.leave(prompt)
 
-    def _begin(self, sequence: TokenSequence) -> bool:
-        pool, chain = self._pool, sequence.chain
+    def _begin(self, prompt: Request) -> bool:
+        sequence, pool = prompt.sequence, self._pool
+        assert sequence is not None
+        chain = sequence.chain
         if chain is None or self._tasks is None:
             return False
         size = pool.block_size
         keys = chain.hashes(sequence.tokens, sequence.most_cached_tokens // size)
         num_before = sequence.num_expected_tokens // size
         rest = keys[num_before:]
-        found = rest[: self.tier.num_found(rest)]
-        if not found:
-            return False
-        load = self._loads.get(found[0])
-        if load is None:
-            load_s = self._block_s.value * len(found)
-            start, stop = num_before * size, (num_before + len(found)) * size
-            compute_s = self._predict(stop - start, attended(start, stop))
-            if compute_s and load_s >= compute_s:
+        load = self._loads.get(rest[0]) if rest else None
+        if load is None or load.keys[: len(rest)] != rest[: len(load.keys)]:
+            parts, load_s = self._worth_loading(self._found(rest), num_before)
+            if not parts:
                 return False
-            free = pool.num_available - len(found) - num_before
-            if free < pool.keep_free_for_newcomers:
+            load = self._start(sequence, rest[: parts[-1].stop], parts, load_s)
+            if load is None:
                 return False
-            table = pool.pin(chain, sequence.tokens[: num_before * size])
-            if not pool.grow(table, stop):
-                pool.release(table)
-                return False
-            self._tables.append(table)
-            load = _Load(sequence, table, found, self.tier.begin_load(found))
-            self._loads[found[0]] = load
-            self._tasks.create_task(self._load(load))
-            limit_s = max(LEAST_LOAD_S, 2 * load_s) if load_s else UNKNOWN_LOAD_S
-            asyncio.get_running_loop().call_later(limit_s, self._end_wait, load)
-        load.waiting.append(sequence)
+        load.waiting.append(prompt)
         end = (load.num_before + len(load.keys)) * size
         self._scheduler.await_prefix(sequence, min(end, sequence.most_cached_tokens))
         return True
 
-    async def _load(self, load: _Load) -> None:
-        loop = asyncio.get_running_loop()
-        num_before, num_good = load.num_before, 0
-        moves = list(zip(load.table.blocks[num_before:], load.slots, strict=True))
-        bad: list[bytes] = []
-        began_at = loop.time()
-        try:
-            for at in range(0, len(moves), BATCH_BLOCKS):
-                part = moves[at : at + BATCH_BLOCKS]
-                num_good += await self._compute.copy(lambda part=part: self._arena.load(part))
-                if num_good < at + len(part):
-                    bad = [load.keys[num_good]]
-                    _log.warning("a block of the KV cache in memory is damaged")
+    def _found(self, keys: Sequence[bytes]) -> list[_TierPart]:
+        """Return what of a chain can be loaded, each block from the fastest tier that has it."""
+        parts: list[_TierPart] = []
+        at = 0
+        while True:
+            for level in self.levels:
+                num = level.tier.num_found(keys, at) if level.arena.can_load else 0
+                if num:
+                    parts.append(_TierPart(level, at, at + num))
+                    at += num
                     break
-            self._block_s.add((loop.time() - began_at) / max(1, num_good))
+            else:
+                return parts
+
+    def _worth_loading(
+        self, parts: list[_TierPart], num_before: int
+    ) -> tuple[list[_TierPart], float]:
+        """Return the first parts, as many as make the prompt begin soonest, and the seconds that
+        their load takes, 0 = unknown."""
+        size = self._pool.block_size
+        best_s, best, best_load_s, load_s = 0.0, 0, 0.0, 0.0
+        is_known = True
+        for idx, part in enumerate(parts, 1):
+            load_s += part.level.block_s.value * (part.stop - part.start)
+            is_known = is_known and part.level.block_s.value > 0
+            start, stop = num_before * size, (num_before + part.stop) * size
+            compute_s = self._predict(stop - start, attended(start, stop))
+            if not compute_s or compute_s - load_s > best_s:
+                best_s, best, best_load_s = compute_s - load_s, idx, load_s if is_known else 0.0
+        for part in parts[best:]:
+            part.level.block_s.value *= FORGET
+        return parts[:best], best_load_s
+
+    def _start(
+        self, sequence: TokenSequence, keys: list[bytes], parts: list[_TierPart], load_s: float
+    ) -> _Load | None:
+        """None: the pool has no room for it."""
+        pool, chain = self._pool, sequence.chain
+        assert chain is not None
+        assert self._tasks is not None
+        num_before = sequence.num_expected_tokens // pool.block_size
+        num_tokens = num_before * pool.block_size
+        if pool.num_available - len(keys) - num_before < pool.keep_free_for_newcomers:
+            return None
+        table = pool.pin(chain, sequence.tokens[:num_tokens])
+        if not pool.grow(table, num_tokens + len(keys) * pool.block_size):
+            pool.release(table)
+            return None
+        self._tables.append(table)
+        slots: list[int] = []
+        for part in parts:
+            slots += part.level.tier.begin_load(keys[part.start : part.stop])
+        limit_s = max(LEAST_LOAD_S, 2 * load_s) if load_s else UNKNOWN_LOAD_S
+        loop = asyncio.get_running_loop()
+        load = _Load(sequence, table, keys, slots, parts, loop.time() + limit_s)
+        self._loads[keys[0]] = load
+        self._tasks.create_task(self._load(load))
+        loop.call_at(load.until, self._end_wait, load)
+        return load
+
+    async def _load(self, load: _Load) -> None:
+        num_before, num_good = load.num_before, 0
+        blocks = load.table.blocks[num_before:]
+        moves = [
+            BlockMove(block, slot, key, (num_before + idx) * self._pool.block_size)
+            for idx, (block, slot, key) in enumerate(
+                zip(blocks, load.slots, load.keys, strict=True), 1
+            )
+        ]
+        bad: list[bytes] = []
+        come = dict.fromkeys(Tier, 0)
+        try:
+            for part in load.parts:
+                if num_good == part.start:
+                    num, is_damaged = await self._load_part(load, part, moves)
+                    num_good += num
+                    come[part.level.arena.tier] += num * self._pool.block_size
+                    bad = [load.keys[num_good]] if is_damaged else []
         finally:
-            self.tier.end_load(load.keys, bad=bad)
+            for level, start, stop in load.parts:
+                keys = load.keys[start:stop]
+                level.tier.end_load(keys, bad=[key for key in bad if key in keys])
             num_tokens = (num_before + num_good) * self._pool.block_size
             sequence = load.sequence
             assert sequence.chain is not None
             self._pool.publish(load.table, sequence.chain, sequence.tokens, num_tokens)
-            self._end_wait(load)
+            self._end_wait(load, come[Tier.DRAM], come[Tier.SSD])
             self._release(load.table)
-        self._metrics.tier_loaded.labels("dram").inc(num_good * self._pool.block_size)
+            for level, start, stop in load.parts:
+                level.queue.forget(blocks[start:stop])
 
-    def _end_wait(self, load: _Load) -> None:
-        """Its prompts are let in: it has come, has failed, or is late."""
+    async def _load_part(
+        self, load: _Load, part: _TierPart, moves: Sequence[BlockMove]
+    ) -> tuple[int, bool]:
+        """Return how many blocks came, and whether the next one is damaged."""
+        level, at, is_damaged = part.level, part.start, False
+        loop = asyncio.get_running_loop()
+        began_at = loop.time()
+        while at < part.stop and not is_damaged:
+            batch = moves[at : min(at + BATCH_BLOCKS, part.stop)]
+            num, is_damaged = await level.arena.load(batch, load.until)
+            at += num
+            if num < len(batch):
+                break
+        num_blocks = at - part.start
+        level.block_s.add((loop.time() - began_at) / max(1, num_blocks))
+        self._metrics.tier_loaded.labels(level.name).inc(num_blocks * self._pool.block_size)
+        if is_damaged:
+            self._metrics.tier_damaged.labels(level.name).inc()
+            _log.warning("a block of the KV cache is damaged, it is a miss", tier=level.name)
+        return num_blocks, is_damaged
+
+    def _end_wait(self, load: _Load, dram_tokens: int = 0, ssd_tokens: int = 0) -> None:
+        """Its prompts are let in: so much has come, or it has failed, or is late."""
         if self._loads.get(load.keys[0]) is load:
             del self._loads[load.keys[0]]
-        for sequence in load.waiting:
-            self._scheduler.prefix_ended(sequence)
+        now = asyncio.get_running_loop().time()
+        for prompt in load.waiting:
+            assert prompt.sequence is not None
+            prompt.loaded = Loaded(dram_tokens, ssd_tokens, now - prompt.arrived_at)
+            self._scheduler.prefix_ended(prompt.sequence)
         if load.waiting:
             load.waiting.clear()
             self._on_end()

@@ -42,9 +42,11 @@ from shared.transfer.plan import DEFAULT_MAX_FRAME_BYTES, TransferMode
 from shared.transport.base import Transport
 from shared.transport.pairing import PairRules
 from shared.version import VERSION
+from shared.worker.arenas import Arena, DramArena
 from shared.worker.core.lease import LeasePolicy
 from shared.worker.core.leases import Leases
 from shared.worker.core.life import Task
+from shared.worker.disk_arena import DiskArena
 from shared.worker.doors import AnswerDoor, Door, PromptDoor
 from shared.worker.pairs import PairTable
 from shared.worker.prefixes import PrefixFetches, PrefixSource
@@ -53,7 +55,7 @@ from shared.worker.receiver import KvReceiver
 from shared.worker.requests import Requests
 from shared.worker.step_times import ProfileRange, StepTimes
 from shared.worker.stepper import Stepper
-from shared.worker.tier_moves import DramArena, PrefixWays, TierMoves
+from shared.worker.tier_moves import PrefixWays, TierMoves
 
 _log = structlog.get_logger(__name__)
 
@@ -163,6 +165,7 @@ class MeshWorker:
                 servicers = [door.sessions.servicer for door in self.doors]
                 servicers.append(self.pairs.servicer)
                 if self.tiers is not None:
+                    stack.enter_context(contextlib.closing(self.tiers))
                     loops.append(self.tiers.run)
                 if self.pusher is not None:
                     loops.append(self.pusher.run)
@@ -290,7 +293,8 @@ class MeshWorker:
         if self.launch.receives:
             self._open_door(AnswerDoor)
         prefixes: PrefixWays | None = self._share_prefixes() if shares else None
-        if config.dram_cache and (self.launch.pushes or self.launch.is_mixed):  # it has prompts
+        has_tiers = config.dram_cache or config.ssd_cache is not None
+        if has_tiers and (self.launch.pushes or self.launch.is_mixed):  # it has prompts
             prefixes = self.tiers = self._open_tiers(compute, prefixes)
         self.pairs = PairTable(
             incarnation=self.incarnation,
@@ -337,10 +341,16 @@ class MeshWorker:
         )
 
     def _open_tiers(self, compute: ComputeRunner, others: PrefixWays | None) -> TierMoves:
+        config, engine = self._config, self._engine
+        arenas: list[Arena] = []
+        if config.dram_cache:
+            arenas.append(DramArena(engine, compute, config.dram_cache))
+        if config.ssd_cache is not None:
+            size, threads = config.ssd_cache_size, self._platform.new_thread
+            arenas.append(DiskArena(engine, compute, config.ssd_cache, size, threads))
         return TierMoves(
-            DramArena(self._engine, self._config.dram_cache),
-            CachePolicy(self._config.cache_policy),
-            compute=compute,
+            arenas,
+            CachePolicy(config.cache_policy),
             pool=self.pool,
             scheduler=self.scheduler,
             journal=self.journal,

@@ -40,15 +40,22 @@ async def evicted(mesh: WorkerMesh) -> None:
         assert await answered(mesh.start(other), other) == 0
 
 
+def is_quiet(tiers: Any) -> bool:
+    """Nothing is copied, and nothing waits to be."""
+    moving = any(level.queue or level.tier.num_moving for level in tiers.levels)
+    return not moving and not tiers.tables()
+
+
 async def settled(mesh: WorkerMesh) -> None:
     """Wait until nothing runs and nothing is copied any more, and see that all is accounted for."""
     await mesh.idle()  # a request that was cancelled may have frames on their way
     for running in (*mesh.prefills, *mesh.decodes):
         tiers = running.worker.tiers
         if tiers is not None:
-            await mesh.gateway.until(lambda tiers=tiers: not tiers.tables() and not tiers.queue)
-            tiers.tier.check_integrity()
-            assert tiers.tier.num_moving == 0
+            await mesh.gateway.until(lambda tiers=tiers: is_quiet(tiers))
+            for level in tiers.levels:
+                level.tier.check_integrity()
+                assert level.tier.num_moving == 0
             running.pool.check_integrity([])
 
 
@@ -90,9 +97,10 @@ async def test_damaged_memory_is_a_miss() -> None:
         await settled(mesh)
         chain = mesh.prefills[0].pool.new_chain()
         keys = chain.hashes(PROMPT, 5)
-        slots = tiers.tier.begin_load(keys)
-        tiers.tier.end_load(keys)
-        tiers._arena.bytes[slots[4], 7] ^= 1
+        (level,) = tiers.levels
+        slots = level.tier.begin_load(keys)
+        level.tier.end_load(keys)
+        level.arena.bytes[slots[4], 7] ^= 1
         assert await answered(mesh.start(PROMPT), PROMPT) == 64
         assert await answered(mesh.start(PROMPT), PROMPT) == 240  # computed, and in the pool
         await settled(mesh)
@@ -125,13 +133,13 @@ async def test_a_late_load_is_given_up() -> None:
         await evicted(mesh)
         await settled(mesh)
         tiers = mesh.prefills[0].worker.tiers
-        tiers._compute._copy_s = 3.0
+        tiers.levels[0].arena._compute._copy_s = 3.0
         began_at = asyncio.get_running_loop().time()
         request = mesh.start(PROMPT[:250])
         await mesh.gateway.until(lambda: request.token is not None)
         assert 1.0 <= asyncio.get_running_loop().time() - began_at < 30.0
         assert await answered(request, PROMPT[:250]) == 0
-        tiers._compute._copy_s = 0.0
+        tiers.levels[0].arena._compute._copy_s = 0.0
         await settled(mesh)
 
 
@@ -140,7 +148,7 @@ async def test_what_is_quicker_to_compute_is_computed() -> None:
     """A load that is predicted to take longer than the step is not begun."""
     async with worker_mesh(**SMALL, timing=FakeTiming()) as mesh:
         await evicted(mesh)
-        mesh.prefills[0].worker.tiers._block_s.add(10.0)
+        mesh.prefills[0].worker.tiers.levels[0].block_s.add(10.0)
         assert await answered(mesh.start(PROMPT), PROMPT) == 0
         await settled(mesh)
 
@@ -155,11 +163,11 @@ async def test_a_worker_that_dies_while_it_copies_takes_nobody_along(kind: str) 
         await settled(mesh)
         first = mesh.prefills[0]
         tiers = first.worker.tiers
-        tiers._compute._copy_s = 0.4
+        tiers.levels[0].arena._compute._copy_s = 0.4
         prompt = PROMPT if kind == "load" else a_prompt(256, seed=99)
         request = mesh.start(prompt)
         state = SlotState.LOADING if kind == "load" else SlotState.STORING
-        entries = tiers.tier._entries
+        entries = tiers.levels[0].tier._entries
         await mesh.gateway.until(lambda: any(it.state is state for it in entries.values()))
         await mesh.kill(first)
         request.cancel_decode()
@@ -192,11 +200,11 @@ def test_a_storm_gives_no_wrong_token(policy: str, seed: int) -> None:
             for idx in range(80):
                 for worker in mesh.prefills:
                     tiers = worker.worker.tiers
-                    tiers._compute._copy_s = chance.choice([0.0, 0.0005, 0.02])
+                    tiers.levels[0].arena._compute._copy_s = chance.choice([0.0, 0.0005, 0.02])
                     if chance.random() < 0.1:
-                        at = chance.randrange(tiers._arena.num_slots)
-                        if not tiers.tier.num_moving:
-                            tiers._arena.bytes[at, 0] ^= 1
+                        (level,) = tiers.levels
+                        if not level.tier.num_moving:
+                            level.arena.bytes[chance.randrange(level.arena.num_slots), 0] ^= 1
                 prompt = chance.choice(roots) + a_prompt(chance.randrange(1, 60), seed=idx % 7)
                 request = mesh.start(prompt, p=chance.randrange(2))
                 running.append((request, prompt))

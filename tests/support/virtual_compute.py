@@ -103,3 +103,34 @@ class _VirtualStep:
 
     def withdraw(self) -> bool:
         return not self._has_begun
+
+
+class VirtualThread:
+    """See OrderedWork: work is done at once, after ``delay_s`` of loop time."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.delay_s = 0.0
+        self._free_at = 0.0
+
+    def run(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        """See OrderedWork."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def do() -> None:
+            try:
+                result = work()
+            except Exception as error:
+                if not future.done():
+                    future.set_exception(error)
+            else:
+                if not future.done():
+                    future.set_result(result)
+
+        self._free_at = max(self._free_at, loop.time()) + self.delay_s
+        loop.call_at(self._free_at, do)
+        return future
+
+    def end(self) -> None:
+        """See OrderedWork."""

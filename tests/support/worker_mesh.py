@@ -29,7 +29,7 @@ from tests.support.fake_gateway import FakeGateway, FakeRequest, fake_gateway
 from tests.support.fake_reference import fake_continuation
 from tests.support.loopback import LoopbackFabric, LoopbackSettings
 from tests.support.memory_network import MemoryNetwork
-from tests.support.virtual_compute import VirtualCompute
+from tests.support.virtual_compute import VirtualCompute, VirtualThread
 from tests.support.virtual_loop import run_virtual
 
 MODEL = FakeModel(max_model_len=2048)
@@ -68,6 +68,7 @@ class WorkerMesh:
     other_gateway: FakeGateway
     prefills: list[RunningWorker] = field(default_factory=list)
     decodes: list[RunningWorker] = field(default_factory=list)
+    launch: Callable[[str, str], Coroutine[Any, Any, RunningWorker]] | None = None
 
     def start(
         self, prompt: Sequence[int], max_tokens: int = 8, *, p: int = 0, d: int = 0, **more: Any
@@ -98,6 +99,15 @@ class WorkerMesh:
         self.fabric.kill(running.transport_address)
         running.task.cancel()
         await asyncio.wait([running.task])
+
+    async def restart(self, p: int = 0) -> RunningWorker:
+        """Start a prefill worker in the place of one that has ended; returns once it is paired."""
+        assert self.launch is not None
+        host = f"{self.prefills[p].host}+"
+        new = self.prefills[p] = await self.launch("prefill", host)
+        for decode in self.decodes:
+            await self.gateway.paired(new.incarnation, decode.incarnation)
+        return new
 
     async def idle(self) -> None:
         """Wait until no worker holds a block for anybody."""
@@ -195,6 +205,7 @@ async def launch_worker(
         compute=VirtualCompute,
         random_bytes=randomness.randbytes,
         profile=profile,
+        new_thread=VirtualThread,
     )
     fields = {"engine": "fake", "host": host, "port": 9000, "advertise": host, **settings}
     worker: Any
@@ -257,10 +268,13 @@ async def worker_mesh(
     ):
         mesh = WorkerMesh(network, mesh_fabric, gateway, other)
 
-        async def launch(kind: str, index: int, num_blocks: int, block_size: int) -> RunningWorker:
+        async def launch(kind: str, host: str) -> RunningWorker:
+            is_prefill = kind == "prefill"
+            num_blocks = prefill_blocks if is_prefill else decode_blocks
+            block_size = prefill_block_size if is_prefill else decode_block_size
             return await launch_worker(
                 kind,
-                f"{kind}-{index}",
+                host,
                 tasks,
                 network=network,
                 fabric=mesh_fabric,
@@ -273,9 +287,10 @@ async def worker_mesh(
             )
 
         for index in range(num_prefill):
-            mesh.prefills.append(await launch("prefill", index, prefill_blocks, prefill_block_size))
+            mesh.prefills.append(await launch("prefill", f"prefill-{index}"))
         for index in range(num_decode):
-            mesh.decodes.append(await launch("decode", index, decode_blocks, decode_block_size))
+            mesh.decodes.append(await launch("decode", f"decode-{index}"))
+        mesh.launch = launch
         await mesh.all_paired()
         if fabric is not None:
             mesh_fabric.settings = fabric  # canaries need a link of ordinary speed

@@ -403,7 +403,7 @@ def test_a_secret_is_not_shown(
 
 
 def test_a_cache_is_as_large_as_people_write_it() -> None:
-    """--dram-cache takes units; without one it counts bytes, and without prefixes it is refused."""
+    """Caches take units; without one it counts bytes, and without prefixes it is refused."""
     read = read_config(PrefillConfig, {"PDMESH_DRAM_CACHE": "1.5GB"})
     assert read.dram_cache == 1_500_000_000
     for wrong in ("1.5GX", "-1", "2 s"):
@@ -411,3 +411,8 @@ def test_a_cache_is_as_large_as_people_write_it() -> None:
             read_config(PrefillConfig, {"PDMESH_DRAM_CACHE": wrong})
     with pytest.raises(InvalidRequest, match="cache-prefixes"):
         read_config(PrefillConfig, {"PDMESH_DRAM_CACHE": "1GB", "PDMESH_CACHE_PREFIXES": "false"})
+    disk = {"PDMESH_SSD_CACHE": "/kv", "PDMESH_SSD_CACHE_SIZE": "40 GB"}
+    read = read_config(PrefillConfig, disk)
+    assert (read.ssd_cache, read.ssd_cache_size) == (Path("/kv"), 40 * 10**9)
+    with pytest.raises(InvalidRequest, match="cache-prefixes"):
+        read_config(PrefillConfig, disk | {"PDMESH_CACHE_PREFIXES": "false"})

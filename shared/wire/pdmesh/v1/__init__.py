@@ -1251,6 +1251,21 @@ class PrefillToken(betterproto2.Message):
 
     fetched_bytes: "int" = betterproto2.field(14, betterproto2.TYPE_FIXED64)
 
+    dram_tokens: "int" = betterproto2.field(15, betterproto2.TYPE_UINT32)
+    """
+    of the cached ones, those that came from host memory below the pool
+    """
+
+    ssd_tokens: "int" = betterproto2.field(16, betterproto2.TYPE_UINT32)
+    """
+    and from its disk
+    """
+
+    load_s: "float" = betterproto2.field(17, betterproto2.TYPE_DOUBLE)
+    """
+    queued -> they are in the pool, or given up
+    """
+
 
 default_message_pool.register_message("pdmesh.v1", "PrefillToken", PrefillToken)
 
