@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -38,7 +40,25 @@ def generate(out: Path) -> None:
     # The plugin must be the one of this interpreter, whether or not its environment is activated.
     env = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
     subprocess.run(command, check=True, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    for path in out.rglob("*.py"):
+        path.write_text(without_prose(path.read_text()))
     (out / "__init__.py").write_text(INIT)
+
+
+def without_prose(text: str) -> str:
+    """Return generated code without docstrings, and with a line between classes alone: what a
+    message means is told once, in proto/."""
+    lines = text.splitlines()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ClassDef):
+            dropped = [no for no in range(node.lineno, node.end_lineno or 0) if not lines[no]]
+            for it in node.body:
+                if isinstance(it, ast.Expr) and isinstance(it.value, ast.Constant):
+                    dropped += range(it.lineno - 1, it.end_lineno or 0)
+            for no in dropped:
+                lines[no] = "-"
+    kept = "\n".join(line for line in lines if line != "-")
+    return re.sub(r"\n{3,}", "\n\n", kept).lstrip() + "\n"
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

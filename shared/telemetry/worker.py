@@ -105,65 +105,49 @@ class WorkerMetrics:
     ) -> None:
         """load: None = gauges and the loop's lateness are another's, of the same worker. registry:
         of that one."""
-        self.registry = registry = registry or CollectorRegistry()
-        self.prefix = prefix = f"pdmesh_{role}"
-        self.step_seconds = Histogram(
-            f"{prefix}_step_seconds", "Time of one engine step", buckets=STEP_BUCKETS,
-            registry=registry,
-        )  # fmt: skip
-        self.step_tokens = Counter(
-            f"{prefix}_step_tokens", "Token positions computed", registry=registry
+        self.registry = registry or CollectorRegistry()
+        self.prefix = f"pdmesh_{role}"
+        counter, histogram = self._counter, self._histogram
+        self.step_seconds = histogram("step_seconds", "Time of one engine step", STEP_BUCKETS)
+        self.step_tokens = counter("step_tokens", "Token positions computed")
+        self.step_rows = counter("step_rows", "Rows (sequence shares) computed")
+        self.prompt_tokens = counter("prompt_tokens", "Tokens looked up in the prefix cache")
+        self.cached_tokens = counter("cached_tokens", "Tokens found in the prefix cache")
+        self.kv_stored = counter("kv_blocks_stored", "KV blocks that became findable")
+        self.kv_removed = counter("kv_blocks_removed", "Findable KV blocks that went")
+        self.tier_stored = counter("tier_blocks_stored", "KV blocks copied below the pool", "tier")
+        self.tier_loaded = counter(
+            "tier_tokens_loaded", "Tokens whose KV came back from there", "tier"
         )
-        self.step_rows = Counter(
-            f"{prefix}_step_rows", "Rows (sequence shares) computed", registry=registry
+        self.tier_lost = counter(
+            "tier_blocks_lost", "KV blocks that were to be copied there, and were not", "tier"
         )
-        self.prompt_tokens = Counter(
-            f"{prefix}_prompt_tokens", "Tokens looked up in the prefix cache", registry=registry
+        self.tier_damaged = counter(
+            "tier_blocks_damaged", "KV blocks there that were not what was written", "tier"
         )
-        self.cached_tokens = Counter(
-            f"{prefix}_cached_tokens", "Tokens found in the prefix cache", registry=registry
-        )
-        self.kv_stored = Counter(
-            f"{prefix}_kv_blocks_stored", "KV blocks that became findable", registry=registry
-        )
-        self.kv_removed = Counter(
-            f"{prefix}_kv_blocks_removed", "Findable KV blocks that went", registry=registry
-        )
-        self.tier_stored = Counter(
-            f"{prefix}_tier_blocks_stored", "KV blocks copied below the pool", ["tier"],
-            registry=registry,
-        )  # fmt: skip
-        self.tier_loaded = Counter(
-            f"{prefix}_tier_tokens_loaded", "Tokens whose KV came back from there", ["tier"],
-            registry=registry,
-        )  # fmt: skip
-        self.tier_lost = Counter(
-            f"{prefix}_tier_blocks_lost", "KV blocks that were to be copied there, and were not",
-            ["tier"], registry=registry,
-        )  # fmt: skip
-        self.tier_damaged = Counter(
-            f"{prefix}_tier_blocks_damaged", "KV blocks there that were not what was written",
-            ["tier"], registry=registry,
-        )  # fmt: skip
-        for counter in (self.tier_stored, self.tier_loaded, self.tier_lost, self.tier_damaged):
+        for tiers in (self.tier_stored, self.tier_loaded, self.tier_lost, self.tier_damaged):
             for tier in ("dram", "ssd"):
-                counter.labels(tier)  # A tier that never had anything reads 0.
-        self.requests = Counter(
-            f"{prefix}_requests", "Attempts by how they ended", ["outcome"], registry=registry
+                tiers.labels(tier)  # A tier that never had anything reads 0.
+        self.requests = counter("requests", "Attempts by how they ended", "outcome")
+        self.queue_seconds = histogram(
+            "queue_time_seconds", "Wait for the first step, or for blocks", WAIT_BUCKETS
         )
-        self.queue_seconds = Histogram(
-            f"{prefix}_queue_time_seconds", "Wait for the first step, or for blocks",
-            buckets=WAIT_BUCKETS, registry=registry,
-        )  # fmt: skip
-        self.loop_lag_seconds = Histogram(
-            f"{prefix}_loop_lag_seconds", "Lateness of the loop's timers", buckets=LAG_BUCKETS,
-            registry=registry,
-        )  # fmt: skip
+        self.loop_lag_seconds = histogram(
+            "loop_lag_seconds", "Lateness of the loop's timers", LAG_BUCKETS
+        )
         self.loop_lag = LoopLag()
         self.holdings: Callable[[], WorkerHoldings] = WorkerHoldings
         if load is not None:
             # Asked for at each scrape: who puts the worker together sets it after this.
-            registry.register(_LoadCollector(prefix, load, lambda: self.holdings()))
+            collector = _LoadCollector(self.prefix, load, lambda: self.holdings())
+            self.registry.register(collector)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"{self.prefix}_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
+        name = f"{self.prefix}_{name}"
+        return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
 
     def observe_loop_lag(self, lag_s: float) -> None:
         """Take in how late a timer of the loop was."""
@@ -187,26 +171,24 @@ class PrefillMetrics(WorkerMetrics):
         registry: CollectorRegistry | None = None,
     ) -> None:
         super().__init__("prefill", load, registry)
-        prefix, registry = self.prefix, self.registry
-        self._transfer_bytes = Counter(
-            f"{prefix}_transfer_bytes", "KV bytes pushed", ["lane"], registry=registry
+        self._transfer_bytes = self._counter("transfer_bytes", "KV bytes pushed", "lane")
+        self._transfer_seconds = self._histogram(
+            "transfer_seconds", "First frame sent to last acknowledgement", TRANSFER_BUCKETS, "lane"
         )
-        self._transfer_seconds = Histogram(
-            f"{prefix}_transfer_seconds", "First frame sent to last acknowledgement", ["lane"],
-            buckets=TRANSFER_BUCKETS, registry=registry,
-        )  # fmt: skip
-        self._transfer_exposed = Histogram(
-            f"{prefix}_transfer_exposed_seconds",
+        self._transfer_exposed = self._histogram(
+            "transfer_exposed_seconds",
             "Token sampled to last acknowledgement: what no compute hid",
-            ["lane"], buckets=TRANSFER_BUCKETS, registry=registry,
-        )  # fmt: skip
-        self._transfer_speed = Histogram(
-            f"{prefix}_transfer_bytes_per_second",
+            TRANSFER_BUCKETS,
+            "lane",
+        )
+        self._transfer_speed = self._histogram(
+            "transfer_bytes_per_second",
             "Bytes of one transfer over its time, of which some is compute that it waited for",
-            ["lane"], buckets=SPEED_BUCKETS, registry=registry,
-        )  # fmt: skip
+            SPEED_BUCKETS,
+            "lane",
+        )
         self.pairs: Callable[[], Sequence[PairSpeed]] = tuple
-        registry.register(_PairCollector(prefix, lambda: self.pairs()))
+        self.registry.register(_PairCollector(self.prefix, lambda: self.pairs()))
 
     def transferred(
         self, num_bytes: int, *, transfer_s: float, exposed_s: float, lane: str
@@ -230,17 +212,16 @@ class DecodeMetrics(WorkerMetrics):
         registry: CollectorRegistry | None = None,
     ) -> None:
         super().__init__("decode", load, registry)
-        self.preemptions = Counter(
-            f"{self.prefix}_preemptions", "Sequences that lost their blocks to others",
-            registry=self.registry,
-        )  # fmt: skip
-        self.transfer_bytes = Counter(
-            f"{self.prefix}_transfer_bytes", "KV bytes received", ["lane"], registry=self.registry
+        self.preemptions = self._counter(
+            "preemptions", "Sequences that lost their blocks to others"
         )
-        self.transfer_seconds = Histogram(
-            f"{self.prefix}_transfer_seconds", "First frame announced to last one placed", ["lane"],
-            buckets=TRANSFER_BUCKETS, registry=self.registry,
-        )  # fmt: skip
+        self.transfer_bytes = self._counter("transfer_bytes", "KV bytes received", "lane")
+        self.transfer_seconds = self._histogram(
+            "transfer_seconds",
+            "First frame announced to last one placed",
+            TRANSFER_BUCKETS,
+            "lane",
+        )
 
     def preempted(self, number: int) -> None:
         """See ``WorkerMetrics``."""

@@ -99,11 +99,19 @@ Table = Mapping[State, Mapping[Event, State]]
 
 _S, _SE = SenderState, SenderEvent
 
+
+def _stay(state: State, *events: Event) -> dict[Event, State]:
+    """Entries of events that are legal here and change nothing."""
+    return dict.fromkeys(events, state)
+
+
 _SENDER_ENDS: dict[SenderEvent, SenderState] = {
     _SE.GAVE_UP: _S.ABORTING,
     _SE.PEER_ABORTED: _S.ABORTING,
     _SE.PEER_LOST: _S.LOSING,
 }
+_STEP_LOOP = (_SE.SPAN_PLANNED, _SE.LAYERS_READY)
+_FLOW = (_SE.GRANTED, _SE.LAYERS_READY, _SE.CREDIT_RAISED, _SE.SEND_SETTLED, _SE.ACKED)
 
 SENDER_TABLE: Table[SenderState, SenderEvent] = MappingProxyType(
     {
@@ -111,38 +119,23 @@ SENDER_TABLE: Table[SenderState, SenderEvent] = MappingProxyType(
         _S.OPENING: {
             _SE.GRANTED: _S.PUSHING,
             _SE.REFUSED: _S.ABORTED,
-            _SE.SPAN_PLANNED: _S.OPENING,
-            _SE.LAYERS_READY: _S.OPENING,
+            **_stay(_S.OPENING, *_STEP_LOOP),
             _SE.COMMITTED: _S.OPENING,  # remembered: it goes out right after the grant
             _SE.GAVE_UP: _S.WITHDRAWING,
             _SE.PEER_LOST: _S.LOSING,
         },
         _S.PUSHING: {
-            _SE.GRANTED: _S.PUSHING,
-            _SE.SPAN_PLANNED: _S.PUSHING,
-            _SE.LAYERS_READY: _S.PUSHING,
+            **_stay(_S.PUSHING, _SE.SPAN_PLANNED, *_FLOW),
             _SE.COMMITTED: _S.COMMITTING,
-            _SE.CREDIT_RAISED: _S.PUSHING,
-            _SE.SEND_SETTLED: _S.PUSHING,
-            _SE.ACKED: _S.PUSHING,
             **_SENDER_ENDS,
         },
         _S.COMMITTING: {
-            _SE.GRANTED: _S.COMMITTING,
-            _SE.LAYERS_READY: _S.COMMITTING,
-            _SE.CREDIT_RAISED: _S.COMMITTING,
-            _SE.SEND_SETTLED: _S.COMMITTING,
-            _SE.ACKED: _S.COMMITTING,
+            **_stay(_S.COMMITTING, *_FLOW),
             _SE.DONE_ACKED: _S.FINISHING,
             **_SENDER_ENDS,
         },
         _S.FINISHING: {
-            _SE.GRANTED: _S.FINISHING,
-            _SE.LAYERS_READY: _S.FINISHING,
-            _SE.CREDIT_RAISED: _S.FINISHING,
-            _SE.SEND_SETTLED: _S.FINISHING,
-            _SE.ACKED: _S.FINISHING,
-            _SE.DONE_ACKED: _S.FINISHING,
+            **_stay(_S.FINISHING, *_FLOW, _SE.DONE_ACKED),
             _SE.GAVE_UP: _S.FINISHING,  # too late: the sink owns the sequence
             _SE.PEER_LOST: _S.FINISHING,
             _SE.DRAINED: _S.DONE,
@@ -150,32 +143,17 @@ SENDER_TABLE: Table[SenderState, SenderEvent] = MappingProxyType(
         _S.WITHDRAWING: {
             _SE.GRANTED: _S.ABORTED,
             _SE.REFUSED: _S.ABORTED,
-            _SE.SPAN_PLANNED: _S.WITHDRAWING,
-            _SE.LAYERS_READY: _S.WITHDRAWING,
-            _SE.COMMITTED: _S.WITHDRAWING,
-            _SE.GAVE_UP: _S.WITHDRAWING,
+            **_stay(_S.WITHDRAWING, *_STEP_LOOP, _SE.COMMITTED, _SE.GAVE_UP),
             _SE.PEER_LOST: _S.LOST,
         },
         _S.ABORTING: {
-            _SE.GRANTED: _S.ABORTING,
-            _SE.SPAN_PLANNED: _S.ABORTING,
-            _SE.LAYERS_READY: _S.ABORTING,
-            _SE.COMMITTED: _S.ABORTING,
-            _SE.CREDIT_RAISED: _S.ABORTING,
-            _SE.SEND_SETTLED: _S.ABORTING,
-            _SE.ACKED: _S.ABORTING,
-            _SE.DONE_ACKED: _S.ABORTING,
-            _SE.GAVE_UP: _S.ABORTING,
-            _SE.PEER_ABORTED: _S.ABORTING,
+            **_stay(_S.ABORTING, _SE.SPAN_PLANNED, *_FLOW, _SE.COMMITTED, _SE.DONE_ACKED),
+            **_stay(_S.ABORTING, _SE.GAVE_UP, _SE.PEER_ABORTED),
             _SE.PEER_LOST: _S.LOSING,
             _SE.DRAINED: _S.ABORTED,
         },
         _S.LOSING: {
-            _SE.SPAN_PLANNED: _S.LOSING,
-            _SE.LAYERS_READY: _S.LOSING,
-            _SE.COMMITTED: _S.LOSING,
-            _SE.SEND_SETTLED: _S.LOSING,
-            _SE.GAVE_UP: _S.LOSING,
+            **_stay(_S.LOSING, *_STEP_LOOP, _SE.COMMITTED, _SE.SEND_SETTLED, _SE.GAVE_UP),
             _SE.DRAINED: _S.LOST,
         },
         _S.DONE: {},
@@ -191,45 +169,33 @@ _RECEIVER_ENDS: dict[ReceiverEvent, ReceiverState] = {
     _RE.PEER_ABORTED: _R.ABORTING,
     _RE.PEER_LOST: _R.ABORTING,
 }
-_RECEIVER_SETTLING = (
-    _RE.SPAN_ANNOUNCED,
-    _RE.COMMITTED,
-    _RE.FRAME_ARRIVED,
-    _RE.FRAME_LOST,
-    _RE.FRAME_PLACED,
-    _RE.FRAME_DROPPED,
-    _RE.GAVE_UP,
-    _RE.PEER_ABORTED,
-    _RE.PEER_LOST,
+_ARRIVALS = (_RE.SPAN_ANNOUNCED, _RE.FRAME_POSTED, _RE.FRAME_ARRIVED, _RE.FRAME_PLACED)
+_SETTLING = (
+    *(_RE.SPAN_ANNOUNCED, _RE.COMMITTED, _RE.FRAME_ARRIVED, _RE.FRAME_LOST, _RE.FRAME_PLACED),
+    *(_RE.FRAME_DROPPED, _RE.GAVE_UP, _RE.PEER_ABORTED, _RE.PEER_LOST),
 )
 
 RECEIVER_TABLE: Table[ReceiverState, ReceiverEvent] = MappingProxyType(
     {
         _R.RESERVED: {_RE.SPAN_ANNOUNCED: _R.RECEIVING, **_RECEIVER_ENDS},
         _R.RECEIVING: {
-            _RE.SPAN_ANNOUNCED: _R.RECEIVING,
-            _RE.FRAME_POSTED: _R.RECEIVING,
-            _RE.FRAME_ARRIVED: _R.RECEIVING,
-            _RE.FRAME_PLACED: _R.RECEIVING,
+            **_stay(_R.RECEIVING, *_ARRIVALS),
             _RE.COMMITTED: _R.COMMITTED,
             **_RECEIVER_ENDS,
         },
         _R.COMMITTED: {
-            _RE.SPAN_ANNOUNCED: _R.COMMITTED,  # repeated; a new one breaks the rules
-            _RE.COMMITTED: _R.COMMITTED,
-            _RE.FRAME_POSTED: _R.COMMITTED,
-            _RE.FRAME_ARRIVED: _R.COMMITTED,
-            _RE.FRAME_PLACED: _R.COMMITTED,
+            # A span that is repeated; a new one breaks the rules.
+            **_stay(_R.COMMITTED, *_ARRIVALS, _RE.COMMITTED),
             _RE.ALL_PLACED: _R.DONE,
             **_RECEIVER_ENDS,
         },
         _R.ABORTING: {
-            **dict.fromkeys(_RECEIVER_SETTLING, _R.ABORTING),
+            **_stay(_R.ABORTING, *_SETTLING),
             _RE.SETTLING_EXPIRED: _R.QUARANTINED,
             _RE.DRAINED: _R.FREED,
         },
         _R.QUARANTINED: {
-            **dict.fromkeys(_RECEIVER_SETTLING, _R.QUARANTINED),
+            **_stay(_R.QUARANTINED, *_SETTLING),
             _RE.SETTLING_EXPIRED: _R.QUARANTINED,
             _RE.DRAINED: _R.FREED,
         },
@@ -239,17 +205,8 @@ RECEIVER_TABLE: Table[ReceiverState, ReceiverEvent] = MappingProxyType(
 )
 
 FROM_PEER: frozenset[SenderEvent | ReceiverEvent] = frozenset(
-    {
-        _SE.GRANTED,
-        _SE.REFUSED,
-        _SE.CREDIT_RAISED,
-        _SE.ACKED,
-        _SE.DONE_ACKED,
-        _SE.PEER_ABORTED,
-        _RE.SPAN_ANNOUNCED,
-        _RE.COMMITTED,
-        _RE.PEER_ABORTED,
-    }
+    {_SE.GRANTED, _SE.REFUSED, _SE.CREDIT_RAISED, _SE.ACKED, _SE.DONE_ACKED, _SE.PEER_ABORTED}
+    | {_RE.SPAN_ANNOUNCED, _RE.COMMITTED, _RE.PEER_ABORTED}
 )
 """Events that a peer's message causes: where the table has no entry, the peer broke the rules."""
 

@@ -52,33 +52,6 @@ class Receiver:
     transfer and no other.
     """
 
-    __slots__ = (
-        "_began_at",
-        "_commit",
-        "_effects",
-        "_frames",
-        "_free_slots",
-        "_is_prefix",
-        "_last_span",
-        "_machine",
-        "_next_post",
-        "_next_start",
-        "_num_tokens",
-        "_peer_sent",
-        "_placed",
-        "_placed_prefix",
-        "_placing",
-        "_posted",
-        "_progress_at",
-        "_rule",
-        "_timing",
-        "_uncredited",
-        "_window",
-        "grant",
-        "key",
-        "link",
-    )
-
     def __init__(
         self,
         grant: Grant,

@@ -61,30 +61,6 @@ class Sender:
     Nothing a peer does raises here: a peer that breaks the rules ends this transfer only.
     """
 
-    __slots__ = (
-        "_acked",
-        "_commit_token",
-        "_effects",
-        "_error",
-        "_frames",
-        "_grant",
-        "_in_flight",
-        "_is_ended",
-        "_is_needed",
-        "_machine",
-        "_next_frame",
-        "_num_tokens",
-        "_peer_slots",
-        "_progress_at",
-        "_rule",
-        "_span_of_frame",
-        "_spans",
-        "_timing",
-        "is_prefix",
-        "key",
-        "link",
-    )
-
     def __init__(
         self,
         key: TransferKey,

@@ -7,6 +7,8 @@ follow vLLM's and SGLang's where they have the same thing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prometheus_client import CollectorRegistry
 
 from services.gateway.core.routing import RouteDecision
@@ -40,103 +42,81 @@ class AnswerMetrics:
     """The ``AnswerWatcher`` of one gateway's metrics."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        prefix = "pdmesh_gateway"
-        self._time_to_first_token = Tallies(
-            f"{prefix}_time_to_first_token_seconds",
+        def tallies(name: str, text: str, buckets: Sequence[float], label: str = "") -> Tallies:
+            name = f"pdmesh_gateway_{name}"
+            return Tallies(name, text, buckets=buckets, label=label, registry=registry)
+
+        def counts(name: str, text: str, *labels: str) -> Counts:
+            return Counts(f"pdmesh_gateway_{name}", text, labels, registry=registry)
+
+        self._time_to_first_token = tallies(
+            "time_to_first_token_seconds",
             "Arrival of the request to its first token leaving the gateway",
-            buckets=TTFT_BUCKETS,
-            registry=registry,
+            TTFT_BUCKETS,
         )
-        self._predicted_ttft = Tallies(
-            f"{prefix}_predicted_time_to_first_token_seconds",
+        self._predicted_ttft = tallies(
+            "predicted_time_to_first_token_seconds",
             "The same as it was predicted when the answer was dispatched",
-            buckets=TTFT_BUCKETS,
-            registry=registry,
+            TTFT_BUCKETS,
         )
-        self._prediction_error = Tallies(
-            f"{prefix}_time_to_first_token_prediction_error_ratio",
+        self._prediction_error = tallies(
+            "time_to_first_token_prediction_error_ratio",
             "By what share the prediction was off, of the real one",
-            buckets=ERROR_BUCKETS,
-            registry=registry,
+            ERROR_BUCKETS,
         )
-        phase_seconds = Tallies(
-            f"{prefix}_time_to_first_token_phase_seconds",
+        phase_seconds = tallies(
+            "time_to_first_token_phase_seconds",
             "What the time to the first token was spent on; the phases add up to it",
-            label="phase",
-            buckets=PHASE_BUCKETS,
-            registry=registry,
+            PHASE_BUCKETS,
+            "phase",
         )
         self._phases = [phase_seconds.labels(name.removesuffix("_s")) for name in TTFT_PHASES]
-        self._first_step = Tallies(
-            f"{prefix}_first_step_seconds",
+        self._first_step = tallies(
+            "first_step_seconds",
             "First token to second token: the rest of the transfer, and decode's first step",
-            buckets=PHASE_BUCKETS,
-            registry=registry,
+            PHASE_BUCKETS,
         )
-        self._time_per_output_token = Tallies(
-            f"{prefix}_request_time_per_output_token_seconds",
+        self._time_per_output_token = tallies(
+            "request_time_per_output_token_seconds",
             "Mean gap between an answer's tokens after the first",
-            buckets=GAP_BUCKETS,
-            registry=registry,
+            GAP_BUCKETS,
         )
-        self._latency = Tallies(
-            f"{prefix}_e2e_request_latency_seconds",
+        self._latency = tallies(
+            "e2e_request_latency_seconds",
             "Arrival of the request to the end of its answer, whole answers only",
-            buckets=ANSWER_BUCKETS,
-            registry=registry,
+            ANSWER_BUCKETS,
         )
-        self._prompt_length = Tallies(
-            f"{prefix}_request_prompt_tokens",
-            "Length of the prompts of begun answers",
-            buckets=TOKENS_BUCKETS,
-            registry=registry,
+        self._prompt_length = tallies(
+            "request_prompt_tokens", "Length of the prompts of begun answers", TOKENS_BUCKETS
         )
-        self._answer_length = Tallies(
-            f"{prefix}_request_generation_tokens",
-            "Length of whole answers",
-            buckets=TOKENS_BUCKETS,
-            registry=registry,
+        self._answer_length = tallies(
+            "request_generation_tokens", "Length of whole answers", TOKENS_BUCKETS
         )
-        self._prompt_tokens = Counts(
-            f"{prefix}_prompt_tokens", "Prompt tokens of begun answers", registry=registry
+        self._prompt_tokens = counts("prompt_tokens", "Prompt tokens of begun answers")
+        self._cached_tokens = counts(
+            "cached_tokens", "Those of them whose KV prefill found in its prefix cache"
         )
-        self._cached_tokens = Counts(
-            f"{prefix}_cached_tokens",
-            "Those of them whose KV prefill found in its prefix cache",
-            registry=registry,
+        self._fetched_tokens = counts(
+            "fetched_tokens", "Those of them that another worker's cache sent for this prompt"
         )
-        self._fetched_tokens = Counts(
-            f"{prefix}_fetched_tokens",
-            "Those of them that another worker's cache sent for this prompt",
-            registry=registry,
-        )
-        self._attempts = Counts(
-            f"{prefix}_attempts", "Dispatches to a pair of workers", registry=registry
-        )
-        self._reroutes = Counts(
-            f"{prefix}_reroutes",
+        self._attempts = counts("attempts", "Dispatches to a pair of workers")
+        self._reroutes = counts(
+            "reroutes",
             "Attempts that failed and were followed by another, by what failed them",
-            ["error"],
-            registry=registry,
+            "error",
         )
-        self._transfer_bytes = Counts(
-            f"{prefix}_transfer_bytes", "KV moved for answers", ["lane"], registry=registry
-        )
-        self._transfer_exposed = Tallies(
-            f"{prefix}_transfer_exposed_seconds",
+        self._transfer_bytes = counts("transfer_bytes", "KV moved for answers", "lane")
+        self._transfer_exposed = tallies(
+            "transfer_exposed_seconds",
             "Token sampled until all KV was acknowledged: what no compute hid",
-            label="lane",
-            buckets=PHASE_BUCKETS,
-            registry=registry,
+            PHASE_BUCKETS,
+            "lane",
         )
-        self._tokens = Counts(
-            f"{prefix}_generation_tokens", "Tokens sent to clients", registry=registry
-        )
-        self._gaps = Tallies(
-            f"{prefix}_inter_token_latency_seconds",
+        self._tokens = counts("generation_tokens", "Tokens sent to clients")
+        self._gaps = tallies(
+            "inter_token_latency_seconds",
             "Gap between two consecutive tokens of an answer",
-            buckets=GAP_BUCKETS,
-            registry=registry,
+            GAP_BUCKETS,
         )
 
     def first_token(

@@ -83,23 +83,10 @@ from ...message_pool import default_message_pool
 _COMPILER_VERSION = "0.10.1"
 betterproto2.check_compiler_version(_COMPILER_VERSION)
 
-
 class FinishReason(betterproto2.Enum):
     UNSPECIFIED = 0
-    """
-    not finished
-    """
-
     STOP = 1
-    """
-    end-of-sequence, stop token or stop string
-    """
-
     LENGTH = 2
-    """
-    max_tokens or max_model_len reached
-    """
-
     @classmethod
     def betterproto_value_to_renamed_proto_names(cls) -> dict[int, str]:
         return {
@@ -107,7 +94,6 @@ class FinishReason(betterproto2.Enum):
             1: "FINISH_REASON_STOP",
             2: "FINISH_REASON_LENGTH",
         }
-
     @classmethod
     def betterproto_renamed_proto_names_to_value(cls) -> dict[str, int]:
         return {
@@ -116,16 +102,11 @@ class FinishReason(betterproto2.Enum):
             "FINISH_REASON_LENGTH": 2,
         }
 
-
 class Role(betterproto2.Enum):
     UNSPECIFIED = 0
-
     GATEWAY = 1
-
     PREFILL = 2
-
     DECODE = 3
-
     @classmethod
     def betterproto_value_to_renamed_proto_names(cls) -> dict[int, str]:
         return {
@@ -134,7 +115,6 @@ class Role(betterproto2.Enum):
             2: "ROLE_PREFILL",
             3: "ROLE_DECODE",
         }
-
     @classmethod
     def betterproto_renamed_proto_names_to_value(cls) -> dict[str, int]:
         return {
@@ -144,1958 +124,804 @@ class Role(betterproto2.Enum):
             "ROLE_DECODE": 3,
         }
 
-
 @dataclass(eq=False, repr=False)
 class AbortTransfer(betterproto2.Message):
-    """
-    The source gives up, or answers StopTransfer: so the sink knows which posted receives will still be written (they
-    are left to land) and which never will (they are cancelled).
-    """
-
     transfer_id: "bytes" = betterproto2.field(1, betterproto2.TYPE_BYTES)
-
     error: "Error | None" = betterproto2.field(2, betterproto2.TYPE_MESSAGE, optional=True)
-    """
-    absent = a clean end: the answer needed no other worker
-    """
-
     frames: "int" = betterproto2.field(3, betterproto2.TYPE_UINT32)
-    """
-    frames [0, frames) were sent
-    """
-
 
 default_message_pool.register_message("pdmesh.v1", "AbortTransfer", AbortTransfer)
 
-
 @dataclass(eq=False, repr=False)
 class AnnounceSpan(betterproto2.Message):
-    """
-    Tokens [start, stop) will be computed in the next step (or are cached): both ends derive the frames.
-    """
-
     transfer_id: "bytes" = betterproto2.field(1, betterproto2.TYPE_BYTES)
-    """
-    16 bytes
-    """
-
     start: "int" = betterproto2.field(2, betterproto2.TYPE_UINT32)
-
     stop: "int" = betterproto2.field(3, betterproto2.TYPE_UINT32)
 
-
 default_message_pool.register_message("pdmesh.v1", "AnnounceSpan", AnnounceSpan)
-
 
 @dataclass(eq=False, repr=False)
 class AskKv(betterproto2.Message):
     granule_tokens: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
-    """
-    tell of prefixes that end at multiples of this and of the worker's block size
-    """
-
     interval_s: "float" = betterproto2.field(2, betterproto2.TYPE_DOUBLE)
-    """
-    least time between two reports of changes
-    """
-
 
 default_message_pool.register_message("pdmesh.v1", "AskKv", AskKv)
 
-
 @dataclass(eq=False, repr=False)
 class Canary(betterproto2.Message):
-    """
-    A test frame: sent on `tag`, checked and timed, before the pair is used.
-    """
-
     tag: "int" = betterproto2.field(1, betterproto2.TYPE_FIXED64)
-
     num_bytes: "int" = betterproto2.field(2, betterproto2.TYPE_FIXED64)
-
     digest: "int" = betterproto2.field(3, betterproto2.TYPE_FIXED64)
-
     lane: "str" = betterproto2.field(4, betterproto2.TYPE_STRING)
-    """
-    what carried the one before it, as far as the source can tell
-    """
-
     certainty: "int" = betterproto2.field(5, betterproto2.TYPE_UINT32)
-    """
-    of that: the surer end is right (shared/lanes.py)
-    """
-
 
 default_message_pool.register_message("pdmesh.v1", "Canary", Canary)
-
 
 @dataclass(eq=False, repr=False)
 class CanaryResult(betterproto2.Message):
     ok: "bool" = betterproto2.field(1, betterproto2.TYPE_BOOL)
-    """
-    false = the bytes were wrong
-    """
-
     seconds: "float" = betterproto2.field(2, betterproto2.TYPE_DOUBLE)
-
     tag: "int" = betterproto2.field(3, betterproto2.TYPE_FIXED64)
-    """
-    where to send the next canary; 0 = that was the last one
-    """
-
     lane: "str" = betterproto2.field(4, betterproto2.TYPE_STRING)
-    """
-    in the last one: what carries KV this way
-    """
-
 
 default_message_pool.register_message("pdmesh.v1", "CanaryResult", CanaryResult)
-
 
 @dataclass(eq=False, repr=False)
 class CancelDecode(betterproto2.Message):
     stream_id: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
 
-
 default_message_pool.register_message("pdmesh.v1", "CancelDecode", CancelDecode)
-
 
 @dataclass(eq=False, repr=False)
 class CancelPrefill(betterproto2.Message):
     stream_id: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
 
-
 default_message_pool.register_message("pdmesh.v1", "CancelPrefill", CancelPrefill)
-
 
 @dataclass(eq=False, repr=False)
 class ChangeRoleRequest(betterproto2.Message):
     worker: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
-    """
-    its incarnation, as /cluster writes it
-    """
-
     role: "str" = betterproto2.field(2, betterproto2.TYPE_STRING)
-    """
-    prompt or token
-    """
-
 
 default_message_pool.register_message("pdmesh.v1", "ChangeRoleRequest", ChangeRoleRequest)
-
 
 @dataclass(eq=False, repr=False)
 class ChangeRoleResponse(betterproto2.Message):
     worker: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
-
     home: "str" = betterproto2.field(2, betterproto2.TYPE_STRING)
-    """
-    what it is now when nothing is asked of it
-    """
-
     pool: "str" = betterproto2.field(3, betterproto2.TYPE_STRING)
-    """
-    what it is at the moment: prompt, token or mixed
-    """
-
 
 default_message_pool.register_message("pdmesh.v1", "ChangeRoleResponse", ChangeRoleResponse)
-
 
 @dataclass(eq=False, repr=False)
 class ChatMessage(betterproto2.Message):
     role: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
-
     content: "str" = betterproto2.field(2, betterproto2.TYPE_STRING)
 
-
 default_message_pool.register_message("pdmesh.v1", "ChatMessage", ChatMessage)
-
 
 @dataclass(eq=False, repr=False)
 class CommitTransfer(betterproto2.Message):
     transfer_id: "bytes" = betterproto2.field(1, betterproto2.TYPE_BYTES)
-
     first_token: "int" = betterproto2.field(2, betterproto2.TYPE_UINT32)
-    """
-    sampled by the source, already on its way to the client
-    """
-
     num_frames: "int" = betterproto2.field(3, betterproto2.TYPE_UINT32)
-    """
-    all frames of the transfer, for the count check
-    """
-
 
 default_message_pool.register_message("pdmesh.v1", "CommitTransfer", CommitTransfer)
 
-
 @dataclass(eq=False, repr=False)
 class DecodeCommand(betterproto2.Message):
-    """
-
-
-    Oneofs:
-        - command:
-    """
-
     hello: "Hello | None" = betterproto2.field(
         1, betterproto2.TYPE_MESSAGE, optional=True, group="command"
     )
-
     heartbeat: "Heartbeat | None" = betterproto2.field(
         2, betterproto2.TYPE_MESSAGE, optional=True, group="command"
     )
-
     reserve: "Reserve | None" = betterproto2.field(
         3, betterproto2.TYPE_MESSAGE, optional=True, group="command"
     )
-
     cancel: "CancelDecode | None" = betterproto2.field(
         4, betterproto2.TYPE_MESSAGE, optional=True, group="command"
     )
 
-
 default_message_pool.register_message("pdmesh.v1", "DecodeCommand", DecodeCommand)
-
 
 @dataclass(eq=False, repr=False)
 class DecodeEvent(betterproto2.Message):
-    """
-
-
-    Oneofs:
-        - event:
-    """
-
     hello: "Hello | None" = betterproto2.field(
         1, betterproto2.TYPE_MESSAGE, optional=True, group="event"
     )
-
     heartbeat: "Heartbeat | None" = betterproto2.field(
         2, betterproto2.TYPE_MESSAGE, optional=True, group="event"
     )
-
     granted: "Granted | None" = betterproto2.field(
         3, betterproto2.TYPE_MESSAGE, optional=True, group="event"
     )
-
     joined: "Joined | None" = betterproto2.field(
         4, betterproto2.TYPE_MESSAGE, optional=True, group="event"
     )
-
     tokens: "StepTokens | None" = betterproto2.field(
         5, betterproto2.TYPE_MESSAGE, optional=True, group="event"
     )
-
     failed: "DecodeFailed | None" = betterproto2.field(
         6, betterproto2.TYPE_MESSAGE, optional=True, group="event"
     )
-
     first: "PrefillToken | None" = betterproto2.field(
         7, betterproto2.TYPE_MESSAGE, optional=True, group="event"
     )
-    """
-    token 1 of a request that is computed here from its prompt on (colocated)
-    """
-
 
 default_message_pool.register_message("pdmesh.v1", "DecodeEvent", DecodeEvent)
-
 
 @dataclass(eq=False, repr=False)
 class DecodeFailed(betterproto2.Message):
     stream_id: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
-
     error: "Error | None" = betterproto2.field(2, betterproto2.TYPE_MESSAGE, optional=True)
 
-
 default_message_pool.register_message("pdmesh.v1", "DecodeFailed", DecodeFailed)
-
 
 @dataclass(eq=False, repr=False)
 class Drain(betterproto2.Message):
     pass
 
-
 default_message_pool.register_message("pdmesh.v1", "Drain", Drain)
-
 
 @dataclass(eq=False, repr=False)
 class Error(betterproto2.Message):
-    """
-    The one error shape of the mesh (reliability table in docs/protocol.md).
-    """
-
     type: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
-    """
-    invalid_request, overloaded, worker_lost, ...
-    """
-
     message: "str" = betterproto2.field(2, betterproto2.TYPE_STRING)
-    """
-    a sentence that helps
-    """
-
     param: "str" = betterproto2.field(3, betterproto2.TYPE_STRING)
-    """
-    the request field at fault, if any
-    """
-
     code: "str" = betterproto2.field(4, betterproto2.TYPE_STRING)
-    """
-    finer machine-readable code, if any
-    """
-
     retry_after_s: "float" = betterproto2.field(5, betterproto2.TYPE_DOUBLE)
-    """
-    0 = no hint
-    """
-
 
 default_message_pool.register_message("pdmesh.v1", "Error", Error)
 
-
 @dataclass(eq=False, repr=False)
 class GatewayDirective(betterproto2.Message):
-    """
-
-
-    Oneofs:
-        - directive:
-    """
-
     hello: "Hello | None" = betterproto2.field(
         1, betterproto2.TYPE_MESSAGE, optional=True, group="directive"
     )
-
     peers: "PeerList | None" = betterproto2.field(
         2, betterproto2.TYPE_MESSAGE, optional=True, group="directive"
     )
-    """
-    to a worker at home with prompts: those at home with tokens, its standing partners
-    """
-
     drain: "Drain | None" = betterproto2.field(
         3, betterproto2.TYPE_MESSAGE, optional=True, group="directive"
     )
-
     refused: "Error | None" = betterproto2.field(
         4, betterproto2.TYPE_MESSAGE, optional=True, group="directive"
     )
-    """
-    the worker does not fit this mesh; the message says why
-    """
-
     home: "SetHome | None" = betterproto2.field(
         5, betterproto2.TYPE_MESSAGE, optional=True, group="directive"
     )
-    """
-    to a worker that serves both roles: what it is when nothing is asked of it
-    """
-
     pair: "Peer | None" = betterproto2.field(
         6, betterproto2.TYPE_MESSAGE, optional=True, group="directive"
     )
-    """
-    make a pair with this one, too: a decision wanted it, and will again
-    """
-
     kv: "AskKv | None" = betterproto2.field(
         8, betterproto2.TYPE_MESSAGE, optional=True, group="directive"
     )
-    """
-    tell which prefixes there are: a snapshot, then changes; again = from a snapshot anew
-    """
-
 
 default_message_pool.register_message("pdmesh.v1", "GatewayDirective", GatewayDirective)
 
-
 @dataclass(eq=False, repr=False)
 class GenerateParams(betterproto2.Message):
-    """
-    Optional fields: absent means the model's default (generation_config.json) or the engine's.
-    """
-
     max_tokens: "int | None" = betterproto2.field(1, betterproto2.TYPE_UINT32, optional=True)
-
     min_tokens: "int | None" = betterproto2.field(2, betterproto2.TYPE_UINT32, optional=True)
-
     temperature: "float | None" = betterproto2.field(3, betterproto2.TYPE_FLOAT, optional=True)
-
     top_k: "int | None" = betterproto2.field(4, betterproto2.TYPE_UINT32, optional=True)
-
     top_p: "float | None" = betterproto2.field(5, betterproto2.TYPE_FLOAT, optional=True)
-
     min_p: "float | None" = betterproto2.field(6, betterproto2.TYPE_FLOAT, optional=True)
-
     repetition_penalty: "float | None" = betterproto2.field(
         7, betterproto2.TYPE_FLOAT, optional=True
     )
-
     presence_penalty: "float | None" = betterproto2.field(8, betterproto2.TYPE_FLOAT, optional=True)
-
     frequency_penalty: "float | None" = betterproto2.field(
         9, betterproto2.TYPE_FLOAT, optional=True
     )
-
     logit_bias: "dict[int, float]" = betterproto2.field(
         10,
         betterproto2.TYPE_MAP,
         map_meta=betterproto2.map_meta(betterproto2.TYPE_UINT32, betterproto2.TYPE_FLOAT),
     )
-
     seed: "int | None" = betterproto2.field(11, betterproto2.TYPE_UINT64, optional=True)
-
     stop: "list[str]" = betterproto2.field(12, betterproto2.TYPE_STRING, repeated=True)
-
     stop_token_ids: "bytes" = betterproto2.field(13, betterproto2.TYPE_BYTES)
-    """
-    u32 column
-    """
-
     ignore_eos: "bool | None" = betterproto2.field(14, betterproto2.TYPE_BOOL, optional=True)
-
     logprobs: "int | None" = betterproto2.field(15, betterproto2.TYPE_UINT32, optional=True)
-
     prompt_logprobs: "int | None" = betterproto2.field(16, betterproto2.TYPE_UINT32, optional=True)
-
     allowed_token_ids: "bytes" = betterproto2.field(17, betterproto2.TYPE_BYTES)
-    """
-    u32 column: no other token is chosen; empty = all may be
-    """
-
     bad_words: "list[str]" = betterproto2.field(18, betterproto2.TYPE_STRING, repeated=True)
-    """
-    texts that the answer never holds, as tokens
-    """
-
     truncate_prompt_tokens: "int | None" = betterproto2.field(
         19, betterproto2.TYPE_SINT32, optional=True
     )
-    """
-    keep so many; -1 = what leaves room for the answer
-    """
-
     truncation_side: "str" = betterproto2.field(20, betterproto2.TYPE_STRING)
-    """
-    left (drops the first tokens; the default) or right
-    """
-
     json_schema: "str" = betterproto2.field(21, betterproto2.TYPE_STRING)
-    """
-    What the answer as a whole matches; at most one of the four.
-    """
-
     regex: "str" = betterproto2.field(22, betterproto2.TYPE_STRING)
-
     grammar: "str" = betterproto2.field(23, betterproto2.TYPE_STRING)
-    """
-    Lark's or GBNF
-    """
-
     choice: "list[str]" = betterproto2.field(24, betterproto2.TYPE_STRING, repeated=True)
-    """
-    one of them
-    """
-
 
 default_message_pool.register_message("pdmesh.v1", "GenerateParams", GenerateParams)
-
 
 @dataclass(eq=False, repr=False)
 class GenerateRequest(betterproto2.Message):
     model: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
-    """
-    empty = the only model served
-    """
-
     text: "str" = betterproto2.field(2, betterproto2.TYPE_STRING)
-    """
-    Exactly one of text, token_ids, messages.
-    """
-
     token_ids: "bytes" = betterproto2.field(3, betterproto2.TYPE_BYTES)
-    """
-    u32 column
-    """
-
     messages: "list[ChatMessage]" = betterproto2.field(4, betterproto2.TYPE_MESSAGE, repeated=True)
-    """
-    rendered with the model's chat template
-    """
-
     params: "GenerateParams | None" = betterproto2.field(
         5, betterproto2.TYPE_MESSAGE, optional=True
     )
-
     request_label: "str" = betterproto2.field(6, betterproto2.TYPE_STRING)
-    """
-    a log label, nothing else: at most 128 of [A-Za-z0-9._-]
-    """
-
     rendering: "Rendering | None" = betterproto2.field(7, betterproto2.TYPE_MESSAGE, optional=True)
-    """
-    with messages only
-    """
-
     priority: "int | None" = betterproto2.field(8, betterproto2.TYPE_SINT32, optional=True)
-    """
-    How it is served; absent = as the API key's tenant has it.
-
-    0 to 7, which comes before all others
-    """
-
     ttft_ms: "float | None" = betterproto2.field(9, betterproto2.TYPE_DOUBLE, optional=True)
-    """
-    until the first token at most
-    """
-
     tpot_ms: "float | None" = betterproto2.field(10, betterproto2.TYPE_DOUBLE, optional=True)
-    """
-    between tokens at most
-    """
-
 
 default_message_pool.register_message("pdmesh.v1", "GenerateRequest", GenerateRequest)
-
 
 @dataclass(eq=False, repr=False)
 class GenerateResponse(betterproto2.Message):
     text: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
-    """
-    may be empty while a character is incomplete
-    """
-
     token_ids: "bytes" = betterproto2.field(2, betterproto2.TYPE_BYTES)
-    """
-    u32 column
-    """
-
     first_index: "int" = betterproto2.field(3, betterproto2.TYPE_UINT32)
-    """
-    index of the first id of this message in the answer
-    """
-
     logprobs: "bytes" = betterproto2.field(4, betterproto2.TYPE_BYTES)
-    """
-    f32 column, one per id, when asked for
-    """
-
     top_logprobs: "list[TopLogprobs]" = betterproto2.field(
         5, betterproto2.TYPE_MESSAGE, repeated=True
     )
-
     finish_reason: "FinishReason" = betterproto2.field(
         6, betterproto2.TYPE_ENUM, default_factory=lambda: FinishReason(0)
     )
-    """
-    set on the last message only
-    """
-
     stop_reason: "str" = betterproto2.field(7, betterproto2.TYPE_STRING)
-    """
-    the stop string or token id that matched
-    """
-
     usage: "Usage | None" = betterproto2.field(8, betterproto2.TYPE_MESSAGE, optional=True)
-    """
-    set on the last message only
-    """
-
     prompt_logprobs: "list[TopLogprobs]" = betterproto2.field(
         9, betterproto2.TYPE_MESSAGE, repeated=True
     )
-    """
-    first message only, one per prompt token
-    """
-
 
 default_message_pool.register_message("pdmesh.v1", "GenerateResponse", GenerateResponse)
-
 
 @dataclass(eq=False, repr=False)
 class Granted(betterproto2.Message):
     stream_id: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
-
     cached_tokens: "int" = betterproto2.field(2, betterproto2.TYPE_UINT32)
-    """
-    prompt tokens found in this worker's prefix cache: not sent
-    """
-
     wait_s: "float" = betterproto2.field(3, betterproto2.TYPE_DOUBLE)
 
-
 default_message_pool.register_message("pdmesh.v1", "Granted", Granted)
-
 
 @dataclass(eq=False, repr=False)
 class Heartbeat(betterproto2.Message):
     pass
 
-
 default_message_pool.register_message("pdmesh.v1", "Heartbeat", Heartbeat)
-
 
 @dataclass(eq=False, repr=False)
 class Hello(betterproto2.Message):
-    """
-    First message on every long-lived stream, both ways.
-    """
-
     protocol_version: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
-
     role: "Role" = betterproto2.field(2, betterproto2.TYPE_ENUM, default_factory=lambda: Role(0))
-
     incarnation: "int" = betterproto2.field(3, betterproto2.TYPE_FIXED64)
-    """
-    random per process start; a restarted peer is a new peer
-    """
-
     version: "str" = betterproto2.field(4, betterproto2.TYPE_STRING)
-    """
-    pdmesh version, for logs
-    """
-
 
 default_message_pool.register_message("pdmesh.v1", "Hello", Hello)
 
-
 @dataclass(eq=False, repr=False)
 class Joined(betterproto2.Message):
-    """
-    All KV is placed and verified; the sequence runs from the next step on.
-    """
-
     stream_id: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
-
     bytes_received: "int" = betterproto2.field(2, betterproto2.TYPE_FIXED64)
-
     num_frames: "int" = betterproto2.field(3, betterproto2.TYPE_UINT32)
-
     receive_s: "float" = betterproto2.field(4, betterproto2.TYPE_DOUBLE)
-    """
-    first frame announced -> last frame placed
-    """
-
     lane: "str" = betterproto2.field(5, betterproto2.TYPE_STRING)
-    """
-    what carried it
-    """
-
 
 default_message_pool.register_message("pdmesh.v1", "Joined", Joined)
 
-
 @dataclass(eq=False, repr=False)
 class KvChanges(betterproto2.Message):
-    """
-    Which prefixes came and went. The gateway applies them in order; after one that is whole it has `num_keys` keys of each
-    tier, and their exclusive or is `digest`. If not, it asks for a snapshot.
-    """
-
     is_snapshot: "bool" = betterproto2.field(1, betterproto2.TYPE_BOOL)
-    """
-    what was told before counts no more
-    """
-
     is_whole: "bool" = betterproto2.field(2, betterproto2.TYPE_BOOL)
-    """
-    with this all is told
-    """
-
     tiers: "list[KvTier]" = betterproto2.field(3, betterproto2.TYPE_MESSAGE, repeated=True)
-    """
-    HBM, DRAM, SSD; trailing ones that are empty are left out
-    """
-
 
 default_message_pool.register_message("pdmesh.v1", "KvChanges", KvChanges)
 
-
 @dataclass(eq=False, repr=False)
 class KvLayout(betterproto2.Message):
-    """
-    What two workers must agree on before KV may flow between them. Block sizes may differ.
-    """
-
     dtype: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
-    """
-    float32 | bfloat16 | float16 | fp8_e4m3 | fp8_e5m2 | uint8 (fake engine)
-    """
-
     num_layers: "int" = betterproto2.field(2, betterproto2.TYPE_UINT32)
-
     num_kv_heads: "int" = betterproto2.field(3, betterproto2.TYPE_UINT32)
-
     head_dim: "int" = betterproto2.field(4, betterproto2.TYPE_UINT32)
-
     parts: "int" = betterproto2.field(5, betterproto2.TYPE_UINT32)
-    """
-    2: key and value; 1: one latent vector (MLA)
-    """
-
 
 default_message_pool.register_message("pdmesh.v1", "KvLayout", KvLayout)
-
 
 @dataclass(eq=False, repr=False)
 class KvTier(betterproto2.Message):
     stored: "bytes" = betterproto2.field(1, betterproto2.TYPE_BYTES)
-    """
-    u64 column of keys: the first 8 bytes of prefix hashes; applied before `removed`
-    """
-
     removed: "bytes" = betterproto2.field(2, betterproto2.TYPE_BYTES)
-    """
-    u64 column
-    """
-
     num_keys: "int" = betterproto2.field(3, betterproto2.TYPE_UINT64)
-
     digest: "int" = betterproto2.field(4, betterproto2.TYPE_FIXED64)
 
-
 default_message_pool.register_message("pdmesh.v1", "KvTier", KvTier)
-
 
 @dataclass(eq=False, repr=False)
 class ListModelsRequest(betterproto2.Message):
     pass
 
-
 default_message_pool.register_message("pdmesh.v1", "ListModelsRequest", ListModelsRequest)
-
 
 @dataclass(eq=False, repr=False)
 class ListModelsResponse(betterproto2.Message):
     models: "list[ModelInfo]" = betterproto2.field(1, betterproto2.TYPE_MESSAGE, repeated=True)
 
-
 default_message_pool.register_message("pdmesh.v1", "ListModelsResponse", ListModelsResponse)
-
 
 @dataclass(eq=False, repr=False)
 class ModelInfo(betterproto2.Message):
     name: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
-
     fingerprint: "bytes" = betterproto2.field(2, betterproto2.TYPE_BYTES)
-    """
-    32 bytes: SHA-256 over config and weights
-    """
-
     vocab_size: "int" = betterproto2.field(3, betterproto2.TYPE_UINT32)
-
     max_model_len: "int" = betterproto2.field(4, betterproto2.TYPE_UINT32)
-    """
-    prompt + generated tokens
-    """
-
     dtype: "str" = betterproto2.field(5, betterproto2.TYPE_STRING)
-
     engine: "str" = betterproto2.field(6, betterproto2.TYPE_STRING)
-    """
-    what computes it; only equal ones serve together, unless told to
-    """
-
 
 default_message_pool.register_message("pdmesh.v1", "ModelInfo", ModelInfo)
-
 
 @dataclass(eq=False, repr=False)
 class OpenTransfer(betterproto2.Message):
     request_id: "bytes" = betterproto2.field(1, betterproto2.TYPE_BYTES)
-    """
-    16 bytes
-    """
-
     attempt: "int" = betterproto2.field(2, betterproto2.TYPE_UINT32)
-
     lease_token: "bytes" = betterproto2.field(3, betterproto2.TYPE_BYTES)
-    """
-    16 bytes, from StartPrefill: the sink has the same from Reserve
-    """
-
 
 default_message_pool.register_message("pdmesh.v1", "OpenTransfer", OpenTransfer)
 
-
 @dataclass(eq=False, repr=False)
 class PairHello(betterproto2.Message):
-    """
-    The handshake: an unknown model or layout is refused before any traffic.
-    """
-
     hello: "Hello | None" = betterproto2.field(1, betterproto2.TYPE_MESSAGE, optional=True)
-
     model: "ModelInfo | None" = betterproto2.field(2, betterproto2.TYPE_MESSAGE, optional=True)
-
     layout: "KvLayout | None" = betterproto2.field(3, betterproto2.TYPE_MESSAGE, optional=True)
-
     transport_address: "bytes" = betterproto2.field(4, betterproto2.TYPE_BYTES)
-    """
-    opaque UCX worker address
-    """
-
     group_bytes: "int" = betterproto2.field(5, betterproto2.TYPE_UINT32)
-    """
-    consecutive layers are grouped until a frame is this large; of both the smaller
-    """
-
     max_frame_bytes: "int" = betterproto2.field(6, betterproto2.TYPE_UINT32)
-    """
-    staging slot, header included; of both values the smaller one counts
-    """
-
     host: "bytes" = betterproto2.field(7, betterproto2.TYPE_BYTES)
-    """
-    the same on both ends = one host; empty = not known
-    """
-
     pushes: "bool" = betterproto2.field(8, betterproto2.TYPE_BOOL)
-    """
-    sends KV: of prompts that it computes for others, and of prefixes that they pull
-    """
-
     receives: "bool" = betterproto2.field(9, betterproto2.TYPE_BOOL)
-    """
-    takes KV over
-    """
-
 
 default_message_pool.register_message("pdmesh.v1", "PairHello", PairHello)
 
-
 @dataclass(eq=False, repr=False)
 class PairMessage(betterproto2.Message):
-    """
-    Either end may say any of it: as the source of a transfer, as its sink, or of the pair itself.
-
-    Oneofs:
-        - message:
-    """
-
     hello: "PairHello | None" = betterproto2.field(
         1, betterproto2.TYPE_MESSAGE, optional=True, group="message"
     )
-    """
-    the pair
-    """
-
     heartbeat: "Heartbeat | None" = betterproto2.field(
         2, betterproto2.TYPE_MESSAGE, optional=True, group="message"
     )
-
     refused_pair: "Error | None" = betterproto2.field(
         3, betterproto2.TYPE_MESSAGE, optional=True, group="message"
     )
-
     canary_result: "CanaryResult | None" = betterproto2.field(
         4, betterproto2.TYPE_MESSAGE, optional=True, group="message"
     )
-    """
-    from the sink
-    """
-
     canary: "Canary | None" = betterproto2.field(
         5, betterproto2.TYPE_MESSAGE, optional=True, group="message"
     )
-    """
-    from the source
-    """
-
     windows: "StagingWindows | None" = betterproto2.field(
         6, betterproto2.TYPE_MESSAGE, optional=True, group="message"
     )
-    """
-    from the sink
-    """
-
     windows_mapped: "WindowsMapped | None" = betterproto2.field(
         7, betterproto2.TYPE_MESSAGE, optional=True, group="message"
     )
-    """
-    from the source
-    """
-
     open: "OpenTransfer | None" = betterproto2.field(
         8, betterproto2.TYPE_MESSAGE, optional=True, group="message"
     )
-    """
-    source -> sink
-    """
-
     span: "AnnounceSpan | None" = betterproto2.field(
         9, betterproto2.TYPE_MESSAGE, optional=True, group="message"
     )
-
     commit: "CommitTransfer | None" = betterproto2.field(
         10, betterproto2.TYPE_MESSAGE, optional=True, group="message"
     )
-
     abort: "AbortTransfer | None" = betterproto2.field(
         11, betterproto2.TYPE_MESSAGE, optional=True, group="message"
     )
-
     grant: "TransferGrant | None" = betterproto2.field(
         12, betterproto2.TYPE_MESSAGE, optional=True, group="message"
     )
-    """
-    sink -> source
-    """
-
     refused: "TransferRefused | None" = betterproto2.field(
         13, betterproto2.TYPE_MESSAGE, optional=True, group="message"
     )
-
     credit: "TransferCredit | None" = betterproto2.field(
         14, betterproto2.TYPE_MESSAGE, optional=True, group="message"
     )
-
     ack: "TransferAck | None" = betterproto2.field(
         15, betterproto2.TYPE_MESSAGE, optional=True, group="message"
     )
-
     stop: "StopTransfer | None" = betterproto2.field(
         16, betterproto2.TYPE_MESSAGE, optional=True, group="message"
     )
-
     pull: "PullPrefix | None" = betterproto2.field(
         17, betterproto2.TYPE_MESSAGE, optional=True, group="message"
     )
 
-
 default_message_pool.register_message("pdmesh.v1", "PairMessage", PairMessage)
-
 
 @dataclass(eq=False, repr=False)
 class Peer(betterproto2.Message):
     incarnation: "int" = betterproto2.field(1, betterproto2.TYPE_FIXED64)
-
     host: "str" = betterproto2.field(2, betterproto2.TYPE_STRING)
-
     port: "int" = betterproto2.field(3, betterproto2.TYPE_UINT32)
 
-
 default_message_pool.register_message("pdmesh.v1", "Peer", Peer)
-
 
 @dataclass(eq=False, repr=False)
 class PeerList(betterproto2.Message):
     peers: "list[Peer]" = betterproto2.field(1, betterproto2.TYPE_MESSAGE, repeated=True)
 
-
 default_message_pool.register_message("pdmesh.v1", "PeerList", PeerList)
-
 
 @dataclass(eq=False, repr=False)
 class PrefillCommand(betterproto2.Message):
-    """
-
-
-    Oneofs:
-        - command:
-    """
-
     hello: "Hello | None" = betterproto2.field(
         1, betterproto2.TYPE_MESSAGE, optional=True, group="command"
     )
-
     heartbeat: "Heartbeat | None" = betterproto2.field(
         2, betterproto2.TYPE_MESSAGE, optional=True, group="command"
     )
-
     start: "StartPrefill | None" = betterproto2.field(
         3, betterproto2.TYPE_MESSAGE, optional=True, group="command"
     )
-
     cancel: "CancelPrefill | None" = betterproto2.field(
         4, betterproto2.TYPE_MESSAGE, optional=True, group="command"
     )
 
-
 default_message_pool.register_message("pdmesh.v1", "PrefillCommand", PrefillCommand)
-
 
 @dataclass(eq=False, repr=False)
 class PrefillDone(betterproto2.Message):
-    """
-    Nothing is left to do for this stream here: KV acknowledged by decode, or no transfer was needed.
-    """
-
     stream_id: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
-
     bytes_sent: "int" = betterproto2.field(2, betterproto2.TYPE_FIXED64)
-
     transfer_s: "float" = betterproto2.field(3, betterproto2.TYPE_DOUBLE)
-    """
-    first frame posted -> last acknowledgement
-    """
-
     exposed_s: "float" = betterproto2.field(4, betterproto2.TYPE_DOUBLE)
-    """
-    token sampled -> last acknowledgement
-    """
-
     lane: "str" = betterproto2.field(5, betterproto2.TYPE_STRING)
-
     mode: "str" = betterproto2.field(6, betterproto2.TYPE_STRING)
-    """
-    layerwise | serialized | none
-    """
-
 
 default_message_pool.register_message("pdmesh.v1", "PrefillDone", PrefillDone)
 
-
 @dataclass(eq=False, repr=False)
 class PrefillEvent(betterproto2.Message):
-    """
-
-
-    Oneofs:
-        - event:
-    """
-
     hello: "Hello | None" = betterproto2.field(
         1, betterproto2.TYPE_MESSAGE, optional=True, group="event"
     )
-
     heartbeat: "Heartbeat | None" = betterproto2.field(
         2, betterproto2.TYPE_MESSAGE, optional=True, group="event"
     )
-
     token: "PrefillToken | None" = betterproto2.field(
         3, betterproto2.TYPE_MESSAGE, optional=True, group="event"
     )
-
     done: "PrefillDone | None" = betterproto2.field(
         4, betterproto2.TYPE_MESSAGE, optional=True, group="event"
     )
-
     failed: "PrefillFailed | None" = betterproto2.field(
         5, betterproto2.TYPE_MESSAGE, optional=True, group="event"
     )
 
-
 default_message_pool.register_message("pdmesh.v1", "PrefillEvent", PrefillEvent)
-
 
 @dataclass(eq=False, repr=False)
 class PrefillFailed(betterproto2.Message):
     stream_id: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
-
     error: "Error | None" = betterproto2.field(2, betterproto2.TYPE_MESSAGE, optional=True)
-
 
 default_message_pool.register_message("pdmesh.v1", "PrefillFailed", PrefillFailed)
 
-
 @dataclass(eq=False, repr=False)
 class PrefillToken(betterproto2.Message):
-    """
-    Token 1 (of this attempt), sent the moment it is sampled, while KV may still be moving.
-    """
-
     stream_id: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
-
     token_id: "int" = betterproto2.field(2, betterproto2.TYPE_UINT32)
-
     index: "int" = betterproto2.field(3, betterproto2.TYPE_UINT32)
-
     finish_reason: "FinishReason" = betterproto2.field(
         4, betterproto2.TYPE_ENUM, default_factory=lambda: FinishReason(0)
     )
-
     logprob: "float" = betterproto2.field(5, betterproto2.TYPE_FLOAT)
-
     top_ids: "bytes" = betterproto2.field(6, betterproto2.TYPE_BYTES)
-    """
-    u32 column
-    """
-
     top_logprobs: "bytes" = betterproto2.field(7, betterproto2.TYPE_BYTES)
-    """
-    f32 column
-    """
-
     prompt_logprobs: "PromptLogprobs | None" = betterproto2.field(
         8, betterproto2.TYPE_MESSAGE, optional=True
     )
-
     queue_s: "float" = betterproto2.field(9, betterproto2.TYPE_DOUBLE)
-    """
-    arrival at the worker -> first step that computes this prompt
-    """
-
     compute_s: "float" = betterproto2.field(10, betterproto2.TYPE_DOUBLE)
-    """
-    first step begins -> token sampled
-    """
-
     cached_tokens: "int" = betterproto2.field(11, betterproto2.TYPE_UINT32)
-    """
-    prompt tokens found in this worker's prefix cache, or fetched
-    """
-
     fetched_tokens: "int" = betterproto2.field(12, betterproto2.TYPE_UINT32)
-    """
-    of them, those that another worker sent for this prompt
-    """
-
     fetch_s: "float" = betterproto2.field(13, betterproto2.TYPE_DOUBLE)
-    """
-    asked for -> all of them here, or given up
-    """
-
     fetched_bytes: "int" = betterproto2.field(14, betterproto2.TYPE_FIXED64)
-
     dram_tokens: "int" = betterproto2.field(15, betterproto2.TYPE_UINT32)
-    """
-    of the cached ones, those that came from host memory below the pool
-    """
-
     ssd_tokens: "int" = betterproto2.field(16, betterproto2.TYPE_UINT32)
-    """
-    and from its disk
-    """
-
     load_s: "float" = betterproto2.field(17, betterproto2.TYPE_DOUBLE)
-    """
-    queued -> they are in the pool, or given up
-    """
-
 
 default_message_pool.register_message("pdmesh.v1", "PrefillToken", PrefillToken)
 
-
 @dataclass(eq=False, repr=False)
 class PrefixSource(betterproto2.Message):
-    """
-    Of a prompt's beginning: another worker has its KV, and sending it is predicted to be quicker than computing it again.
-    """
-
     incarnation: "int" = betterproto2.field(1, betterproto2.TYPE_FIXED64)
-    """
-    who has it; a pair from there to here is made
-    """
-
     num_tokens: "int" = betterproto2.field(2, betterproto2.TYPE_UINT32)
-
     wait_s: "float" = betterproto2.field(3, betterproto2.TYPE_DOUBLE)
-    """
-    if it has not come by then it is computed here
-    """
-
 
 default_message_pool.register_message("pdmesh.v1", "PrefixSource", PrefixSource)
 
-
 @dataclass(eq=False, repr=False)
 class PromptLogprobs(betterproto2.Message):
-    """
-    Row i describes prompt token i; the first token has no logprob (NaN).
-    """
-
     logprobs: "bytes" = betterproto2.field(1, betterproto2.TYPE_BYTES)
-    """
-    f32 column, one per prompt token
-    """
-
     top_counts: "bytes" = betterproto2.field(2, betterproto2.TYPE_BYTES)
-    """
-    u32 column, one per prompt token
-    """
-
     top_ids: "bytes" = betterproto2.field(3, betterproto2.TYPE_BYTES)
-    """
-    u32 column, flattened
-    """
-
     top_logprobs: "bytes" = betterproto2.field(4, betterproto2.TYPE_BYTES)
-    """
-    f32 column, flattened
-    """
-
 
 default_message_pool.register_message("pdmesh.v1", "PromptLogprobs", PromptLogprobs)
-
 
 @dataclass(eq=False, repr=False)
 class Proof(betterproto2.Message):
     hello: "Hello | None" = betterproto2.field(1, betterproto2.TYPE_MESSAGE, optional=True)
-    """
-    opening
-    """
-
     nonce: "bytes" = betterproto2.field(2, betterproto2.TYPE_BYTES)
-    """
-    opening: 32 fresh random bytes
-    """
-
     proof: "bytes" = betterproto2.field(3, betterproto2.TYPE_BYTES)
-    """
-    32 bytes: HKDF over the secret and both openings (shared/membership/proof.py)
-    """
-
 
 default_message_pool.register_message("pdmesh.v1", "Proof", Proof)
 
-
 @dataclass(eq=False, repr=False)
 class PullPrefix(betterproto2.Message):
-    """
-    The sink has room for these tokens and asks for the KV of as many of them as the source has in its cache. The source
-    answers with OpenTransfer under the same key; the transfer may end before all tokens (also with none of them).
-    """
-
     request_id: "bytes" = betterproto2.field(1, betterproto2.TYPE_BYTES)
-
     attempt: "int" = betterproto2.field(2, betterproto2.TYPE_UINT32)
-
     lease_token: "bytes" = betterproto2.field(3, betterproto2.TYPE_BYTES)
-    """
-    made by the sink for this transfer
-    """
-
     token_ids: "bytes" = betterproto2.field(4, betterproto2.TYPE_BYTES)
-    """
-    u32 column
-    """
-
     cache_salt: "bytes" = betterproto2.field(5, betterproto2.TYPE_BYTES)
-    """
-    as in StartPrefill
-    """
-
 
 default_message_pool.register_message("pdmesh.v1", "PullPrefix", PullPrefix)
 
-
 @dataclass(eq=False, repr=False)
 class Rendering(betterproto2.Message):
-    """
-    How messages become a prompt.
-    """
-
     add_generation_prompt: "bool | None" = betterproto2.field(
         1, betterproto2.TYPE_BOOL, optional=True
     )
-    """
-    absent = true, unless continue_final_message
-    """
-
     continue_final_message: "bool" = betterproto2.field(2, betterproto2.TYPE_BOOL)
-    """
-    the answer continues the last message
-    """
-
     chat_template: "str" = betterproto2.field(3, betterproto2.TYPE_STRING)
-    """
-    instead of the model's; if the gateway lets clients
-    """
-
     chat_template_kwargs: "str" = betterproto2.field(4, betterproto2.TYPE_STRING)
-    """
-    a JSON object: further variables of the template
-    """
-
 
 default_message_pool.register_message("pdmesh.v1", "Rendering", Rendering)
-
 
 @dataclass(eq=False, repr=False)
 class Reserve(betterproto2.Message):
     stream_id: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
-
     request_id: "bytes" = betterproto2.field(2, betterproto2.TYPE_BYTES)
-    """
-    16 bytes
-    """
-
     attempt: "int" = betterproto2.field(3, betterproto2.TYPE_UINT32)
-
     token_ids: "bytes" = betterproto2.field(4, betterproto2.TYPE_BYTES)
-    """
-    u32 column: as in StartPrefill
-    """
-
     num_prompt_tokens: "int" = betterproto2.field(5, betterproto2.TYPE_UINT32)
-
     sampling: "SamplingParams | None" = betterproto2.field(
         6, betterproto2.TYPE_MESSAGE, optional=True
     )
-
     deadline_s: "float" = betterproto2.field(7, betterproto2.TYPE_DOUBLE)
-    """
-    remaining seconds; 0 = none
-    """
-
     wait_s: "float" = betterproto2.field(8, betterproto2.TYPE_DOUBLE)
-    """
-    how long the reservation may wait for blocks
-    """
-
     prefill_incarnation: "int" = betterproto2.field(9, betterproto2.TYPE_FIXED64)
-    """
-    only this worker may push; the decode worker itself: compute the prompt, too
-    """
-
     cache_salt: "bytes" = betterproto2.field(10, betterproto2.TYPE_BYTES)
-
     trace_context: "str" = betterproto2.field(11, betterproto2.TYPE_STRING)
-    """
-    as in StartPrefill
-    """
-
     lease_token: "bytes" = betterproto2.field(12, betterproto2.TYPE_BYTES)
-    """
-    as in StartPrefill: whoever opens the transfer must know it
-    """
-
     prefix: "PrefixSource | None" = betterproto2.field(13, betterproto2.TYPE_MESSAGE, optional=True)
-    """
-    as in StartPrefill, if the prompt is computed here
-    """
-
 
 default_message_pool.register_message("pdmesh.v1", "Reserve", Reserve)
 
-
 @dataclass(eq=False, repr=False)
 class SamplingParams(betterproto2.Message):
-    """
-    Sampling of one request. Zero values mean "off" unless said otherwise; the gateway fills every default.
-    """
-
     max_tokens: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
-    """
-    most tokens to generate, >= 1
-    """
-
     min_tokens: "int" = betterproto2.field(2, betterproto2.TYPE_UINT32)
-    """
-    no end-of-sequence before this many tokens
-    """
-
     temperature: "float" = betterproto2.field(3, betterproto2.TYPE_FLOAT)
-    """
-    0 = greedy
-    """
-
     top_k: "int" = betterproto2.field(4, betterproto2.TYPE_UINT32)
-    """
-    0 = off
-    """
-
     top_p: "float" = betterproto2.field(5, betterproto2.TYPE_FLOAT)
-    """
-    (0, 1]; 1 = off
-    """
-
     min_p: "float" = betterproto2.field(6, betterproto2.TYPE_FLOAT)
-    """
-    [0, 1]; 0 = off
-    """
-
     repetition_penalty: "float" = betterproto2.field(7, betterproto2.TYPE_FLOAT)
-    """
-    > 0; 1 = off
-    """
-
     presence_penalty: "float" = betterproto2.field(8, betterproto2.TYPE_FLOAT)
-    """
-    [-2, 2]
-    """
-
     frequency_penalty: "float" = betterproto2.field(9, betterproto2.TYPE_FLOAT)
-    """
-    [-2, 2]
-    """
-
     logit_bias_ids: "bytes" = betterproto2.field(10, betterproto2.TYPE_BYTES)
-    """
-    u32 column
-    """
-
     logit_bias_values: "bytes" = betterproto2.field(11, betterproto2.TYPE_BYTES)
-    """
-    f32 column, same length
-    """
-
     seed: "int" = betterproto2.field(12, betterproto2.TYPE_UINT64)
-    """
-    token i is a pure function of (seed, i, logits)
-    """
-
     stop_token_ids: "bytes" = betterproto2.field(13, betterproto2.TYPE_BYTES)
-    """
-    u32 column
-    """
-
     ignore_eos: "bool" = betterproto2.field(14, betterproto2.TYPE_BOOL)
-
     logprobs: "int | None" = betterproto2.field(15, betterproto2.TYPE_UINT32, optional=True)
-    """
-    present = return logprobs; value = how many alternatives
-    """
-
     prompt_logprobs: "int | None" = betterproto2.field(16, betterproto2.TYPE_UINT32, optional=True)
-    """
-    present = also for prompt tokens
-    """
-
     allowed_token_ids: "bytes" = betterproto2.field(17, betterproto2.TYPE_BYTES)
-    """
-    u32 column: no other token is chosen; empty = all may be
-    """
-
     bad_word_lengths: "bytes" = betterproto2.field(18, betterproto2.TYPE_BYTES)
-    """
-    u32 column: one per token sequence that an answer never holds, each >= 1
-    """
-
     bad_word_ids: "bytes" = betterproto2.field(19, betterproto2.TYPE_BYTES)
-    """
-    u32 column, flattened
-    """
-
     grammar: "str" = betterproto2.field(20, betterproto2.TYPE_STRING)
-    """
-    what the answer as a whole must match (docs/structured-output.md); empty = anything
-    """
-
 
 default_message_pool.register_message("pdmesh.v1", "SamplingParams", SamplingParams)
-
 
 @dataclass(eq=False, repr=False)
 class SetHome(betterproto2.Message):
     role: "Role" = betterproto2.field(1, betterproto2.TYPE_ENUM, default_factory=lambda: Role(0))
-
     epoch: "int" = betterproto2.field(2, betterproto2.TYPE_UINT64)
-    """
-    of two the larger one counts, and of equal ones the first
-    """
-
     order: "int" = betterproto2.field(3, betterproto2.TYPE_FIXED64)
-    """
-    random: who gave it knows by it whose order the worker took
-    """
-
 
 default_message_pool.register_message("pdmesh.v1", "SetHome", SetHome)
-
 
 @dataclass(eq=False, repr=False)
 class StagingWindow(betterproto2.Message):
     slot: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
-
     key: "bytes" = betterproto2.field(2, betterproto2.TYPE_BYTES)
-    """
-    opaque, of the transport
-    """
-
     proof: "bytes" = betterproto2.field(3, betterproto2.TYPE_BYTES)
-    """
-    16 random bytes that stand at its end: who maps it compares them
-    """
-
 
 default_message_pool.register_message("pdmesh.v1", "StagingWindow", StagingWindow)
 
-
 @dataclass(eq=False, repr=False)
 class StagingWindows(betterproto2.Message):
-    """
-    Staging slots that the source may write by itself if it can map them. Once after the canaries (empty = none), then
-    whenever a slot got new memory: before any credit that names it.
-    """
-
     windows: "list[StagingWindow]" = betterproto2.field(1, betterproto2.TYPE_MESSAGE, repeated=True)
 
-
 default_message_pool.register_message("pdmesh.v1", "StagingWindows", StagingWindows)
-
 
 @dataclass(eq=False, repr=False)
 class StartPrefill(betterproto2.Message):
     stream_id: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
-    """
-    chosen by the gateway, unique in the session: one per (request, attempt)
-    """
-
     request_id: "bytes" = betterproto2.field(2, betterproto2.TYPE_BYTES)
-    """
-    16 bytes
-    """
-
     attempt: "int" = betterproto2.field(3, betterproto2.TYPE_UINT32)
-
     token_ids: "bytes" = betterproto2.field(4, betterproto2.TYPE_BYTES)
-    """
-    u32 column: prompt, then tokens already sent by an earlier attempt
-    """
-
     num_prompt_tokens: "int" = betterproto2.field(5, betterproto2.TYPE_UINT32)
-    """
-    the client's prompt; the rest are outputs (index of the next = len - this)
-    """
-
     sampling: "SamplingParams | None" = betterproto2.field(
         6, betterproto2.TYPE_MESSAGE, optional=True
     )
-
     deadline_s: "float" = betterproto2.field(7, betterproto2.TYPE_DOUBLE)
-    """
-    remaining seconds; 0 = none
-    """
-
     decode_incarnation: "int" = betterproto2.field(8, betterproto2.TYPE_FIXED64)
-    """
-    where the KV goes; 0 = nowhere (one token asked for)
-    """
-
     cache_salt: "bytes" = betterproto2.field(9, betterproto2.TYPE_BYTES)
-    """
-    keys the prefix cache; empty = shared
-    """
-
     trace_context: "str" = betterproto2.field(10, betterproto2.TYPE_STRING)
-    """
-    W3C traceparent of the attempt; empty = not traced
-    """
-
     lease_token: "bytes" = betterproto2.field(11, betterproto2.TYPE_BYTES)
-    """
-    16 random bytes of the attempt, which the two workers of its pair alone are told
-    """
-
     prefix: "PrefixSource | None" = betterproto2.field(12, betterproto2.TYPE_MESSAGE, optional=True)
-    """
-    absent = nothing is fetched
-    """
-
 
 default_message_pool.register_message("pdmesh.v1", "StartPrefill", StartPrefill)
 
-
 @dataclass(eq=False, repr=False)
 class StepFit(betterproto2.Message):
-    """
-    seconds = constant + token x tokens + attended x positions attended to
-    """
-
     constant_s: "float" = betterproto2.field(1, betterproto2.TYPE_DOUBLE)
-
     token_s: "float" = betterproto2.field(2, betterproto2.TYPE_DOUBLE)
-
     attended_s: "float" = betterproto2.field(3, betterproto2.TYPE_DOUBLE)
-
     num_steps: "int" = betterproto2.field(4, betterproto2.TYPE_UINT32)
-    """
-    learned from; too few predict nothing
-    """
-
     error_p50: "float" = betterproto2.field(5, betterproto2.TYPE_DOUBLE)
-    """
-    of the last steps: |predicted - real| / real
-    """
-
     error_p90: "float" = betterproto2.field(6, betterproto2.TYPE_DOUBLE)
-
 
 default_message_pool.register_message("pdmesh.v1", "StepFit", StepFit)
 
-
 @dataclass(eq=False, repr=False)
 class StepTokens(betterproto2.Message):
-    """
-    One step's tokens of every sequence that belongs to this gateway. Columns have one entry a sequence.
-    """
-
     stream_ids: "bytes" = betterproto2.field(1, betterproto2.TYPE_BYTES)
-    """
-    u32 column
-    """
-
     indices: "bytes" = betterproto2.field(2, betterproto2.TYPE_BYTES)
-    """
-    u32 column: index of the token in the answer
-    """
-
     token_ids: "bytes" = betterproto2.field(3, betterproto2.TYPE_BYTES)
-    """
-    u32 column
-    """
-
     finish_reasons: "bytes" = betterproto2.field(4, betterproto2.TYPE_BYTES)
-    """
-    u8 column, FinishReason
-    """
-
     logprobs: "bytes" = betterproto2.field(5, betterproto2.TYPE_BYTES)
-    """
-    f32 column, NaN where not asked for; empty if nobody asked
-    """
-
     top_counts: "bytes" = betterproto2.field(6, betterproto2.TYPE_BYTES)
-    """
-    u32 column; empty if nobody asked
-    """
-
     top_ids: "bytes" = betterproto2.field(7, betterproto2.TYPE_BYTES)
-    """
-    u32 column, flattened
-    """
-
     top_logprobs: "bytes" = betterproto2.field(8, betterproto2.TYPE_BYTES)
-    """
-    f32 column, flattened
-    """
-
 
 default_message_pool.register_message("pdmesh.v1", "StepTokens", StepTokens)
 
-
 @dataclass(eq=False, repr=False)
 class StopTransfer(betterproto2.Message):
-    """
-    The sink gives up; the source answers with AbortTransfer.
-    """
-
     transfer_id: "bytes" = betterproto2.field(1, betterproto2.TYPE_BYTES)
-
     error: "Error | None" = betterproto2.field(2, betterproto2.TYPE_MESSAGE, optional=True)
 
-
 default_message_pool.register_message("pdmesh.v1", "StopTransfer", StopTransfer)
-
 
 @dataclass(eq=False, repr=False)
 class TokenizeRequest(betterproto2.Message):
     model: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
-
     text: "str" = betterproto2.field(2, betterproto2.TYPE_STRING)
-
     messages: "list[ChatMessage]" = betterproto2.field(3, betterproto2.TYPE_MESSAGE, repeated=True)
-
     add_special_tokens: "bool" = betterproto2.field(4, betterproto2.TYPE_BOOL)
-
     rendering: "Rendering | None" = betterproto2.field(5, betterproto2.TYPE_MESSAGE, optional=True)
 
-
 default_message_pool.register_message("pdmesh.v1", "TokenizeRequest", TokenizeRequest)
-
 
 @dataclass(eq=False, repr=False)
 class TokenizeResponse(betterproto2.Message):
     token_ids: "bytes" = betterproto2.field(1, betterproto2.TYPE_BYTES)
-    """
-    u32 column
-    """
-
     max_model_len: "int" = betterproto2.field(2, betterproto2.TYPE_UINT32)
 
-
 default_message_pool.register_message("pdmesh.v1", "TokenizeResponse", TokenizeResponse)
-
 
 @dataclass(eq=False, repr=False)
 class TopLogprobs(betterproto2.Message):
     token_ids: "bytes" = betterproto2.field(1, betterproto2.TYPE_BYTES)
-    """
-    u32 column; for prompt tokens the first entry is the token itself
-    """
-
     logprobs: "bytes" = betterproto2.field(2, betterproto2.TYPE_BYTES)
-    """
-    f32 column
-    """
-
 
 default_message_pool.register_message("pdmesh.v1", "TopLogprobs", TopLogprobs)
 
-
 @dataclass(eq=False, repr=False)
 class TransferAck(betterproto2.Message):
-    """
-    Frames [0, frames) are verified and placed. `done` = committed: the source may free its blocks.
-    """
-
     transfer_id: "bytes" = betterproto2.field(1, betterproto2.TYPE_BYTES)
-
     frames: "int" = betterproto2.field(2, betterproto2.TYPE_UINT32)
-
     done: "bool" = betterproto2.field(3, betterproto2.TYPE_BOOL)
-
 
 default_message_pool.register_message("pdmesh.v1", "TransferAck", TransferAck)
 
-
 @dataclass(eq=False, repr=False)
 class TransferCredit(betterproto2.Message):
-    """
-    Receives are posted for frames [0, frames): the source sends no other.
-    """
-
     transfer_id: "bytes" = betterproto2.field(1, betterproto2.TYPE_BYTES)
-
     frames: "int" = betterproto2.field(2, betterproto2.TYPE_UINT32)
-
     slots: "list[int]" = betterproto2.field(3, betterproto2.TYPE_UINT32, repeated=True)
-    """
-    of those frames that the last credit did not have, in order
-    """
-
 
 default_message_pool.register_message("pdmesh.v1", "TransferCredit", TransferCredit)
-
 
 @dataclass(eq=False, repr=False)
 class TransferGrant(betterproto2.Message):
     request_id: "bytes" = betterproto2.field(1, betterproto2.TYPE_BYTES)
-
     attempt: "int" = betterproto2.field(2, betterproto2.TYPE_UINT32)
-
     transfer_id: "bytes" = betterproto2.field(3, betterproto2.TYPE_BYTES)
-    """
-    16 random bytes, made by the sink
-    """
-
     epoch: "int" = betterproto2.field(4, betterproto2.TYPE_FIXED64)
-    """
-    grows with every grant of this sink
-    """
-
     tag_base: "int" = betterproto2.field(5, betterproto2.TYPE_FIXED64)
-    """
-    frame i travels on tag_base + i
-    """
-
     skip_tokens: "int" = betterproto2.field(6, betterproto2.TYPE_UINT32)
-    """
-    the sink already has KV of tokens [0, skip)
-    """
-
     lease_token: "bytes" = betterproto2.field(7, betterproto2.TYPE_BYTES)
-    """
-    as in OpenTransfer
-    """
-
 
 default_message_pool.register_message("pdmesh.v1", "TransferGrant", TransferGrant)
-
 
 @dataclass(eq=False, repr=False)
 class TransferRefused(betterproto2.Message):
     request_id: "bytes" = betterproto2.field(1, betterproto2.TYPE_BYTES)
-
     attempt: "int" = betterproto2.field(2, betterproto2.TYPE_UINT32)
-
     error: "Error | None" = betterproto2.field(3, betterproto2.TYPE_MESSAGE, optional=True)
-
     lease_token: "bytes" = betterproto2.field(4, betterproto2.TYPE_BYTES)
-    """
-    as in OpenTransfer
-    """
-
 
 default_message_pool.register_message("pdmesh.v1", "TransferRefused", TransferRefused)
-
 
 @dataclass(eq=False, repr=False)
 class Usage(betterproto2.Message):
     prompt_tokens: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
-
     completion_tokens: "int" = betterproto2.field(2, betterproto2.TYPE_UINT32)
-
     cached_tokens: "int" = betterproto2.field(3, betterproto2.TYPE_UINT32)
-    """
-    prompt tokens whose KV was not computed
-    """
-
 
 default_message_pool.register_message("pdmesh.v1", "Usage", Usage)
 
-
 @dataclass(eq=False, repr=False)
 class WindowsMapped(betterproto2.Message):
-    """
-    The answer to the first StagingWindows. mapped = frames are written into them, and the messages on their tags
-    are headers alone; otherwise, or when there are none, a message is the whole frame.
-    """
-
     mapped: "bool" = betterproto2.field(1, betterproto2.TYPE_BOOL)
 
-
 default_message_pool.register_message("pdmesh.v1", "WindowsMapped", WindowsMapped)
-
 
 @dataclass(eq=False, repr=False)
 class WorkerAnnounce(betterproto2.Message):
     hello: "Hello | None" = betterproto2.field(1, betterproto2.TYPE_MESSAGE, optional=True)
-
     model: "ModelInfo | None" = betterproto2.field(2, betterproto2.TYPE_MESSAGE, optional=True)
-
     layout: "KvLayout | None" = betterproto2.field(3, betterproto2.TYPE_MESSAGE, optional=True)
-
     host: "str" = betterproto2.field(4, betterproto2.TYPE_STRING)
-    """
-    empty = the address this stream comes from
-    """
-
     port: "int" = betterproto2.field(5, betterproto2.TYPE_UINT32)
-    """
-    gRPC port of the worker
-    """
-
     num_blocks: "int" = betterproto2.field(6, betterproto2.TYPE_UINT32)
-
     block_size: "int" = betterproto2.field(7, betterproto2.TYPE_UINT32)
-
     serves: "list[Role]" = betterproto2.field(8, betterproto2.TYPE_ENUM, repeated=True)
-    """
-    roles for which it takes orders, a session each; empty = that of its hello
-    """
-
 
 default_message_pool.register_message("pdmesh.v1", "WorkerAnnounce", WorkerAnnounce)
 
-
 @dataclass(eq=False, repr=False)
 class WorkerReport(betterproto2.Message):
-    """
-
-
-    Oneofs:
-        - report:
-    """
-
     announce: "WorkerAnnounce | None" = betterproto2.field(
         1, betterproto2.TYPE_MESSAGE, optional=True, group="report"
     )
-    """
-    first message
-    """
-
     status: "WorkerStatus | None" = betterproto2.field(
         2, betterproto2.TYPE_MESSAGE, optional=True, group="report"
     )
-    """
-    every heartbeat interval and on change
-    """
-
 
 default_message_pool.register_message("pdmesh.v1", "WorkerReport", WorkerReport)
-
 
 @dataclass(eq=False, repr=False)
 class WorkerStatus(betterproto2.Message):
     pending_tokens: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
-    """
-    prefill: prompt tokens queued or running
-    """
-
     num_waiting: "int" = betterproto2.field(2, betterproto2.TYPE_UINT32)
-
     num_running: "int" = betterproto2.field(3, betterproto2.TYPE_UINT32)
-
     free_blocks: "int" = betterproto2.field(4, betterproto2.TYPE_UINT32)
-
     reserved_blocks: "int" = betterproto2.field(5, betterproto2.TYPE_UINT32)
-    """
-    decode: held by leases and running sequences
-    """
-
     quarantined_blocks: "int" = betterproto2.field(6, betterproto2.TYPE_UINT32)
-
     step_s: "float" = betterproto2.field(7, betterproto2.TYPE_DOUBLE)
-    """
-    moving mean of the step time
-    """
-
     draining: "bool" = betterproto2.field(8, betterproto2.TYPE_BOOL)
-
     paired: "bytes" = betterproto2.field(9, betterproto2.TYPE_BYTES)
-    """
-    u64 column of incarnations: workers that it may push to, whose canary crossed; one that computes whole requests: itself
-    """
-
     seen_prefill_id: "int" = betterproto2.field(10, betterproto2.TYPE_UINT32)
-    """
-    stream_id of this gateway's last StartPrefill that this report counts; 0 = none
-    """
-
     seen_decode_id: "int" = betterproto2.field(11, betterproto2.TYPE_UINT32)
-    """
-    the same of Reserve
-    """
-
     num_prompts: "int" = betterproto2.field(12, betterproto2.TYPE_UINT32)
-    """
-    prompts held: queued, running, or their KV not all sent
-    """
-
     num_answers: "int" = betterproto2.field(13, betterproto2.TYPE_UINT32)
-    """
-    answers held: reserved, waiting or running
-    """
-
     home: "Role" = betterproto2.field(14, betterproto2.TYPE_ENUM, default_factory=lambda: Role(0))
-    """
-    what it does when it does one thing alone; unspecified = the role of its hello
-    """
-
     home_epoch: "int" = betterproto2.field(15, betterproto2.TYPE_UINT32)
-    """
-    the how manieth home that is
-    """
-
     home_order: "int" = betterproto2.field(16, betterproto2.TYPE_FIXED64)
-    """
-    which order that was; 0 = none, it is its launch's
-    """
-
     prompt_steps: "StepFit | None" = betterproto2.field(
         20, betterproto2.TYPE_MESSAGE, optional=True
     )
-    """
-    how long its steps take that compute prompts
-    """
-
     answer_steps: "StepFit | None" = betterproto2.field(
         21, betterproto2.TYPE_MESSAGE, optional=True
     )
-    """
-    those that compute answers alone
-    """
-
     queue_s: "float" = betterproto2.field(22, betterproto2.TYPE_DOUBLE)
-    """
-    predicted seconds until every prompt it holds is computed; 0 with no fit
-    """
-
     step_tokens: "int" = betterproto2.field(23, betterproto2.TYPE_UINT32)
-    """
-    longer prompts are computed in several steps; 0 = unknown
-    """
-
     pair_speeds: "bytes" = betterproto2.field(24, betterproto2.TYPE_BYTES)
-    """
-    f32 column beside `paired`: bytes a second to each, as measured; 0 = not yet, empty = none
-    """
-
     egress_bytes: "int" = betterproto2.field(25, betterproto2.TYPE_UINT64)
-    """
-    KV that is announced to others and not acknowledged
-    """
-
     kv: "KvChanges | None" = betterproto2.field(30, betterproto2.TYPE_MESSAGE, optional=True)
-    """
-    to gateways that asked for them
-    """
-
 
 default_message_pool.register_message("pdmesh.v1", "WorkerStatus", WorkerStatus)
