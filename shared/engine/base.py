@@ -53,7 +53,7 @@ class Engine(Protocol):
     def pool_arrays(self) -> Sequence[np.ndarray]:
         """Return the pool as arrays of host memory, blocks ascending in each, for who makes it
         resident; empty if it lies on a device."""
-        ...
+        return ()
 
     def step(self, rows: Sequence[StepRow], on_layer: OnLayer | None = None) -> list[RowResult]:
         """Run one forward pass over all rows; results in row order.
@@ -79,7 +79,7 @@ class Engine(Protocol):
         """Return when the KV of each layer of the last step was written and not merely queued, in
         ``time.monotonic``'s seconds; empty: when ``on_layer`` was called. Compute thread only, and
         for steps with ``on_layer``."""
-        ...
+        return ()
 
     def enter_thread(self) -> None:
         """Make this engine's device current on the calling thread, for a library that touches its

@@ -34,8 +34,8 @@ from shared.engine.batch import (
 from shared.engine.block_tables import BlockTables
 from shared.engine.models.decoder import Decoder
 from shared.engine.paged_kv import PagedKv
-from shared.engine.recording import Recorder, Recording
-from shared.engine.streams import InlineStreams
+from shared.engine.recording import Recorder, Work
+from shared.engine.streams import Streams
 from shared.step import StepRow
 
 _log = structlog.get_logger(__name__)
@@ -100,7 +100,7 @@ class DecodeBuckets:
         self._columns_on_device = columns.view(_NUM_COLUMNS, max_rows)
         self._firsts = torch.arange(max_rows + 1, device=device)
         self._counts: np.ndarray | None = None
-        self._recordings: dict[int, Recording] = {}
+        self._recordings: dict[int, Work] = {}
         self._sizes: list[int] = []
 
     @property
@@ -141,7 +141,7 @@ class DecodeBuckets:
         size = self._sizes[place]
         if not self._fill(rows, size):
             return None
-        return self._recordings[size].replay()[: len(rows)]
+        return self._recordings[size]()[: len(rows)]
 
     def _room(self, size: int) -> int:
         """Return for how many splits a bucket has programs; those that are not needed end at once.
@@ -203,4 +203,4 @@ class DecodeBuckets:
         )
         batch = StepBatch(token_ids, positions, slots, paged, (), size, self._kv.block_size)
         # No marks for copies: see streams.py.
-        return self._decoder.forward(batch, self._kv, self._attention, InlineStreams(), None)
+        return self._decoder.forward(batch, self._kv, self._attention, Streams(), None)

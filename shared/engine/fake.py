@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from shared.engine.base import Buffer, OnLayer
+from shared.engine.base import Buffer, Engine, OnLayer
 from shared.engine.guides import Guides, RowMask
-from shared.errors import InvalidRequest, LocalProtocolError
+from shared.errors import LocalProtocolError
 from shared.kv.layout import KvLayout
 from shared.model_spec import ModelSpec
 from shared.request import TokenLogprobs
@@ -250,7 +250,7 @@ def prompt_logprobs_at(state: int, target: int, num_top: int, model: FakeModel) 
 # --- the engine ---------------------------------------------------------------------------------
 
 
-class FakeEngine:
+class FakeEngine(Engine):
     """``Engine`` over a numpy pool.
 
     real_time: the compute thread really sleeps for the modelled time, ``on_layer`` evenly spread
@@ -306,16 +306,13 @@ class FakeEngine:
     def expect(self, grammar: str) -> None:
         """See Engine."""
         if self._guides is None:
-            raise InvalidRequest("this fake model has no tokenizer", code="unsupported")
-        self._guides.expect(grammar)
+            super().expect(grammar)
+        else:
+            self._guides.expect(grammar)
 
     def pool_arrays(self) -> Sequence[np.ndarray]:
         """See Engine: keys and values of every layer."""
         return [part for layer in self._pool for part in layer]
-
-    def layer_times(self) -> Sequence[float]:
-        """See Engine: nothing is queued."""
-        return ()
 
     def step_seconds(self, rows: Sequence[StepRow]) -> float:
         """See ``ModelledEngine``. A row of one token counts as a decode row."""
@@ -329,9 +326,6 @@ class FakeEngine:
             else:
                 seconds += self._timing.prefill_token_s * len(row.token_ids)
         return seconds
-
-    def enter_thread(self) -> None:
-        """See Engine: host memory needs nothing."""
 
     def new_buffer(self, num_bytes: int) -> Buffer:
         """See ``Engine.new_buffer``."""
@@ -366,9 +360,6 @@ class FakeEngine:
         frame = self._first_bytes(data, int(np.prod(shape)) * 8).tobytes()
         words = np.frombuffer(frame, np.uint64).reshape(shape)
         self._pool[first_layer:last_layer, :, slots] = words
-
-    def close(self) -> None:
-        """See ``Engine.close``."""
 
     def _computed(self, row: StepRow) -> tuple[Words, Words]:
         """The slots and KV of a row's tokens; H goes on from what the pool says."""

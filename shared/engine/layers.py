@@ -7,7 +7,6 @@ products do.
 from __future__ import annotations
 
 import math
-from typing import Protocol
 
 import torch
 from torch.nn import functional as F
@@ -15,59 +14,32 @@ from torch.nn import functional as F
 from shared.engine.config import Rope
 
 
-class LayerOps(Protocol):
-    """What a decoder layer does besides attention, done in one way.
-
-    ``TorchOps`` runs everywhere; ``triton_layers`` has the same in fewer kernels.
-    """
+class LayerOps:
+    """What a decoder layer does besides attention, in plain torch, which runs everywhere;
+    ``triton_layers`` has the same in fewer kernels."""
 
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """Return ``[num_tokens, out]`` of ``[num_tokens, in]``; weight: ``[out, in]``."""
-        ...
-
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See ``rms_norm``; x: ``[num_tokens, width]`` or ``[num_tokens, heads, width]``."""
-        ...
-
-    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """See ``rotate``."""
-        ...
-
-    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """Return silu(gate) * up of ``[num_tokens, 2 * width]``, gate first."""
-        ...
-
-
-class TorchOps:
-    """See LayerOps."""
-
-    def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """See LayerOps."""
         return F.linear(x, weight, bias)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See LayerOps."""
-        return rms_norm(x, weight, eps)
+        """Normalise the last dimension (Zhang and Sennrich 2019), in float32 whatever the dtype; x:
+        ``[num_tokens, width]`` or ``[num_tokens, heads, width]``."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return weight * wide.to(x.dtype)
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """See LayerOps."""
-        return rotate(x, cos, sin)
+        """Apply rotary embedding to ``[num_tokens, heads, head_dim]``; pairs are (i, i + half)."""
+        first, second = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((-second, first), dim=-1) * sin
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See LayerOps."""
+        """Return silu(gate) * up of ``[num_tokens, 2 * width]``, gate first."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Normalise the last dimension (Zhang and Sennrich 2019), in float32 whatever the dtype."""
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
@@ -130,9 +102,3 @@ class RotaryEmbedding:
         half = positions[:, None].float() * self._frequencies
         angles = torch.cat((half, half), dim=-1)[:, None, :]
         return (angles.cos() * self._scale).to(dtype), (angles.sin() * self._scale).to(dtype)
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply rotary embedding to ``[num_tokens, heads, head_dim]``; pairs are (i, i + half)."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin

@@ -8,52 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
 
 import torch
 
 Work = Callable[[], torch.Tensor]
-"""Queues device work and returns its result; no host reads a number of it on the way."""
+"""Queues device work and returns its result; no host reads a number of it on the way. A recording
+is called like the work: it does it again on the current stream, and the result lives until the
+recorder's next recording is called."""
 
 
-class Recording(Protocol):
-    """Work that can be done again."""
+class Recorder:
+    """Makes recordings, which may share memory: no two of one recorder are replayed at once. This
+    one is a CPU's."""
 
-    def replay(self) -> torch.Tensor:
-        """Do it again on the current stream; the result lives until the recorder's next replay."""
-        ...
-
-
-class Recorder(Protocol):
-    """Makes recordings, which may share memory: no two of one recorder are replayed at once."""
-
-    def record(self, work: Work) -> Recording:
-        """Do the work at least once, and remember it.
+    def record(self, work: Work) -> Work:
+        """Do the work at least once, and return its recording.
 
         Raises torch.OutOfMemoryError: there is no room for it; nothing is left behind.
         """
-        ...
-
-
-class InlineRecorder:
-    """CPU: a recording is the work itself."""
-
-    def record(self, work: Work) -> Recording:
-        """See Recorder."""
         work()
-        return _Inline(work)
+        return work
 
 
-class _Inline:
-    def __init__(self, work: Work) -> None:
-        self._work = work
-
-    def replay(self) -> torch.Tensor:
-        """See Recording."""
-        return self._work()
-
-
-class CudaRecorder:
+class CudaRecorder(Recorder):
     """CUDA graphs in one memory pool: record the largest first, and the others fit into its memory.
 
     Belongs into ``Streams.computing``: the current stream is captured, and replayed on."""
@@ -61,7 +38,7 @@ class CudaRecorder:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, work: Work) -> Recording:
+    def record(self, work: Work) -> Work:
         """See Recorder."""
         # Once before: kernels are compiled, and libraries take memory of their own at first use,
         # which must not be the graph's.
@@ -77,15 +54,9 @@ class CudaRecorder:
                 graph.capture_end()
             raise
         graph.capture_end()
-        return _CudaGraph(graph, result)
 
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return result
 
-class _CudaGraph:
-    def __init__(self, graph: torch.cuda.CUDAGraph, result: torch.Tensor) -> None:
-        self._graph = graph
-        self._result = result
-
-    def replay(self) -> torch.Tensor:
-        """See Recording."""
-        self._graph.replay()
-        return self._result
+        return replay

@@ -46,10 +46,14 @@ def is_greedy(params: SamplingParams) -> bool:
 
 def is_plain_greedy(spec: SampleSpec) -> bool:
     """Whether the most likely token is the answer, and nothing is told of the others."""
+    return spec.params.logprobs is None and is_most_likely(spec)
+
+
+def is_most_likely(spec: SampleSpec) -> bool:
+    """Whether the most likely token by the logits is the answer."""
     params = spec.params
     return (
         is_greedy(params)
-        and params.logprobs is None
         and not params.needs_history
         and not params.logit_bias
         and not params.has_masks

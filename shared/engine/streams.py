@@ -21,17 +21,19 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+_NOTHING = nullcontext()
 
-class Streams(Protocol):
-    """The order between a running step and copies beside it."""
+
+class Streams:
+    """The order between a running step and copies beside it. This one is a CPU's, where everything
+    is done when the call returns."""
 
     def computing(self) -> AbstractContextManager[None]:
         """Hold while a step is queued and its results are read."""
-        ...
+        return _NOTHING
 
     def layer_written(self, layer: int) -> None:
         """Mark that the KV of a layer of the running step is queued; compute thread only."""
-        ...
 
     def layer_times(self) -> Sequence[float]:
         """Return when the device had written each layer of the last step, in ``time.monotonic``'s
@@ -39,32 +41,13 @@ class Streams(Protocol):
 
         Compute thread only, after ``computing`` was left.
         """
-        ...
+        return ()
 
     def copying(self, first_layer: int, last_layer: int) -> AbstractContextManager[None]:
         """Hold while layers [first_layer, last_layer) are copied.
 
         Work inside starts after the latest marks of these layers; leaving waits until it is done.
         """
-        ...
-
-
-_NOTHING = nullcontext()
-
-
-class InlineStreams:
-    """CPU: everything is done when the call returns."""
-
-    def computing(self) -> AbstractContextManager[None]:
-        return _NOTHING
-
-    def layer_written(self, layer: int) -> None:
-        pass
-
-    def layer_times(self) -> Sequence[float]:
-        return ()
-
-    def copying(self, first_layer: int, last_layer: int) -> AbstractContextManager[None]:
         return _NOTHING
 
 
@@ -127,7 +110,7 @@ class StepMarks(Generic[AnyMark]):
         return host_times(self._begun_at, self._ended_at, elapsed_ms)
 
 
-class CudaStreams:
+class CudaStreams(Streams):
     """One stream for steps, one for copies, one event per layer.
 
     A step that re-records an event makes a waiting copy wait longer, never shorter: the marks of

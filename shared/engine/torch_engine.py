@@ -38,14 +38,14 @@ from shared.engine.device_memory import MemoryNeeds, kv_bytes_of, measure
 from shared.engine.failures import DeviceFailures
 from shared.engine.forward import Forward, Passed
 from shared.engine.guides import Guides, Masks
-from shared.engine.layers import LayerOps, TorchOps
+from shared.engine.layers import LayerOps
 from shared.engine.models.decoder import load_decoder
 from shared.engine.models.registry import read_model_config
 from shared.engine.native.build import NATIVE
 from shared.engine.native.forward import NativeForward
 from shared.engine.paged_kv import TORCH_DTYPES, PagedKv
-from shared.engine.recording import CudaRecorder, InlineRecorder
-from shared.engine.streams import CudaStreams, InlineStreams, Streams
+from shared.engine.recording import CudaRecorder, Recorder
+from shared.engine.streams import CudaStreams, Streams
 from shared.engine.torch_forward import TorchForward
 from shared.engine.weights import Checkpoint
 from shared.errors import LocalProtocolError, ModelError
@@ -179,7 +179,7 @@ class TorchEngine(DeviceEngine):
         guides = Guides(lambda: files.tokenizer_path.read_text("utf-8"), spec.vocab_size, eos)
         block_bytes = layout.token_bytes * block_size
         with DeviceFailures("making the KV pool"), torch.inference_mode(), current(place):
-            streams: Streams = InlineStreams()
+            streams = Streams()
             if chosen in NATIVE:
                 count = _choose_blocks(num_blocks, kv_bytes, block_bytes)
                 kv = PagedKv(layout, count, block_size, place)
@@ -192,7 +192,7 @@ class TorchEngine(DeviceEngine):
                     forward, spec, kv, streams=streams, device=place, kernels=said, guides=guides
                 )
             attention: AttentionBackend = SdpaAttention()
-            ops: LayerOps = TorchOps()
+            ops = LayerOps()
             if chosen == "triton":
                 from shared.engine.triton_layers import ops_for
 
@@ -247,7 +247,7 @@ class TorchEngine(DeviceEngine):
                     max_model_len=length,
                     device=place,
                 )
-                buckets.record(CudaRecorder() if place.type == "cuda" else InlineRecorder())
+                buckets.record(CudaRecorder() if place.type == "cuda" else Recorder())
                 return over(kv, buckets)
 
     @property

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch.nn import functional as F
 
 from shared.engine.attention.triton_kernels import IS_INTERPRETED
 from shared.engine.layers import LayerOps
@@ -30,17 +29,11 @@ def ops_for(*, is_exact: bool) -> LayerOps:
     return ExactTritonOps() if is_exact else TritonOps()
 
 
-class TritonOps:
+class TritonOps(LayerOps):
     """See ``layers.LayerOps``. The last dimension of every argument is contiguous.
 
     Every kernel works on one token alone, so only products depend on how many there are.
     """
-
-    def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """See LayerOps."""
-        return F.linear(x, weight, bias)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See LayerOps."""

@@ -14,7 +14,7 @@ import torch
 from shared.config import DecodeConfig, PrefillConfig
 from shared.engine import computing, load
 from shared.engine.decode_buckets import DecodeBuckets, bucket_sizes
-from shared.engine.recording import InlineRecorder, Recording, Work
+from shared.engine.recording import Recorder, Work
 from shared.engine.torch_engine import TorchEngine
 from shared.engine.torch_forward import TorchForward
 from shared.errors import LocalProtocolError, ModelError
@@ -81,26 +81,23 @@ def decode_rows(engine: TorchEngine, count: int, seed: int = 0) -> list[StepRow]
     return rows
 
 
-class CountingRecorder:
+class CountingRecorder(Recorder):
     """Counts replays by the number of rows; refuses sizes that memory has no room for."""
 
     def __init__(self, *, no_room_above: int = 1 << 30) -> None:
         self.replayed: list[int] = []
         self._no_room_above = no_room_above
 
-    def record(self, work: Work) -> Recording:
-        recording = InlineRecorder().record(work)
-        size = recording.replay().shape[0]
+    def record(self, work: Work) -> Work:
+        size = work().shape[0]
         if size > self._no_room_above:
             raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB")
-        recorder = self
 
-        class Counting:
-            def replay(self) -> torch.Tensor:
-                recorder.replayed.append(size)
-                return recording.replay()
+        def replay() -> torch.Tensor:
+            self.replayed.append(size)
+            return work()
 
-        return Counting()
+        return replay
 
 
 def recorded_again(engine: TorchEngine, recorder: CountingRecorder) -> CountingRecorder:

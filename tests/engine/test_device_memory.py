@@ -24,7 +24,7 @@ from shared.engine.device_memory import (  # noqa: E402
     largest_steps,
     measure,
 )
-from shared.engine.streams import InlineStreams  # noqa: E402
+from shared.engine.streams import Streams  # noqa: E402
 from shared.engine.torch_engine import TorchEngine  # noqa: E402
 from shared.errors import EngineFailed  # noqa: E402
 from shared.step import StepRow  # noqa: E402
@@ -216,7 +216,7 @@ def test_an_engine_on_a_gpu_sizes_its_pool_by_its_share(
         monkeypatch.setattr(torch_engine, name, on_cpu(getattr(torch_engine, name)))
     monkeypatch.setattr(torch_engine, "resolve_device", lambda _: gpu)
     monkeypatch.setattr(torch_engine, "current", lambda _: nullcontext())
-    monkeypatch.setattr(torch_engine, "CudaStreams", lambda *_: InlineStreams())
+    monkeypatch.setattr(torch_engine, "CudaStreams", lambda *_: Streams())
     for name, fake in (
         ("empty_cache", None),
         ("reset_peak_memory_stats", None),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shared.engine.layers import TorchOps
+from shared.engine.layers import LayerOps
 from tests.support.interpreted import DEVICE, needs_triton
 
 needs_triton()
@@ -38,9 +38,9 @@ def test_norms(dtype: torch.dtype, width: int) -> None:
     weight = noise(dtype, width)
     rows = noise(dtype, 5, width)
     for x in (rows, rows[2:4], noise(dtype, 3, 7, width)[:, 2:6]):
-        close(TritonOps().rms_norm(x, weight, 1e-5), TorchOps().rms_norm(x, weight, 1e-5))
+        close(TritonOps().rms_norm(x, weight, 1e-5), LayerOps().rms_norm(x, weight, 1e-5))
     tiny = rows * 1e-4  # epsilon counts
-    close(TritonOps().rms_norm(tiny, weight, 1e-5), TorchOps().rms_norm(tiny, weight, 1e-5))
+    close(TritonOps().rms_norm(tiny, weight, 1e-5), LayerOps().rms_norm(tiny, weight, 1e-5))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -52,7 +52,7 @@ def test_rotations(dtype: torch.dtype, heads: int, head_dim: int) -> None:
     angles = torch.cat((angles, angles), -1).to(DEVICE)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     scale = float(x.abs().max())
-    close(TritonOps().rotate(x, cos, sin), TorchOps().rotate(x, cos, sin), scale=scale)
+    close(TritonOps().rotate(x, cos, sin), LayerOps().rotate(x, cos, sin), scale=scale)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -61,7 +61,7 @@ def test_gates(dtype: torch.dtype, width: int) -> None:
     """Large arguments included: the exponential overflows, the result does not."""
     gate_up = noise(dtype, 3, 2 * width)
     gate_up[0, :2] = torch.tensor([-300.0, 300.0])
-    close(TritonOps().gate(gate_up), TorchOps().gate(gate_up))
+    close(TritonOps().gate(gate_up), LayerOps().gate(gate_up))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -73,7 +73,7 @@ def test_exact_products(dtype: torch.dtype, width: int, num_out: int, has_bias: 
     bias = noise(dtype, num_out) if has_bias else None
     ops = ops_for(is_exact=True)
     all_rows = ops.linear(x, weight, bias)
-    close(all_rows, TorchOps().linear(x, weight, bias), scale=4 * width**0.5)
+    close(all_rows, LayerOps().linear(x, weight, bias), scale=4 * width**0.5)
     for start, stop in ((0, 1), (77, 78), (3, 67), (64, 128), (129, 130)):
         assert torch.equal(ops.linear(x[start:stop], weight, bias), all_rows[start:stop])
 
@@ -82,4 +82,4 @@ def test_other_products_are_the_librarys() -> None:
     """Bit for bit."""
     x, weight = noise(torch.float32, 5, 80), noise(torch.float32, 16, 80)
     ops = ops_for(is_exact=False)
-    assert torch.equal(ops.linear(x, weight, None), TorchOps().linear(x, weight, None))
+    assert torch.equal(ops.linear(x, weight, None), LayerOps().linear(x, weight, None))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
-import signal
 import sys
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -20,11 +19,13 @@ from services.cli.doctor import machine_checks as checks
 from services.cli.doctor import vllm_checks
 from services.cli.doctor.finding import Finding, lines_of
 from services.cli.doctor.gateway_checks import check_gateway, is_ours
-from services.cli.interrupts import Interrupts
+from services.cli.interrupts import run_interruptible
 from services.cli.machine import find_gpus
 from services.cli.sources import JsonFlag
+from services.cli.words import print_json
 from services.local import our_code
 from shared.config import GatewayConfig
+from shared.engine.vllm.release import find_compiler
 from shared.runtime.realtime import is_allowed
 from shared.runtime.service import EXIT_FAILED, EXIT_OK
 
@@ -60,13 +61,11 @@ def doctor(
         sections.update(await examine(gateway, access))
         return EXIT_OK
 
-    interrupts = Interrupts()
-    interrupts.at_once = lambda: os._exit(128 + signal.SIGINT)
     console = Console(highlight=False, soft_wrap=True)
     with Console(stderr=True).status("looking") as status:
         if not sys.stderr.isatty():
             status.stop()
-        code = interrupts.run(main)
+        code = run_interruptible(main)
     if code:
         return code
     findings = [finding for found in sections.values() for finding in found]
@@ -76,7 +75,7 @@ def doctor(
             "ok": not num_wrong,
             "sections": {name: [asdict(f) for f in found] for name, found in sections.items()},
         }
-        print(orjson.dumps(body, option=orjson.OPT_INDENT_2).decode())
+        print_json(body)
     else:
         width = max(len(finding.name) for finding in findings)
         for name, found in sections.items():
@@ -104,7 +103,7 @@ async def examine(gateway: str, access: Access) -> Sections:
                 torch,
                 has_amx=vllm_checks.has_amx(),
                 has_numa=vllm_checks.has_numa(),
-                compiler=vllm_checks.find_compiler(),
+                compiler=find_compiler(),
             ),
         ],
         "Devices": [

@@ -4,8 +4,6 @@ with."""
 from __future__ import annotations
 
 import ctypes
-import os
-import shutil
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -68,9 +66,3 @@ def has_numa() -> bool:
     except OSError:
         return False
     return True
-
-
-def find_compiler() -> str:
-    """Return the C++ compiler that vLLM takes on a CPU, '' if there is none."""
-    named = os.environ.get("CXX", "")
-    return next((name for name in (named, "g++", "clang++") if name and shutil.which(name)), "")

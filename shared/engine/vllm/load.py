@@ -23,12 +23,13 @@ from shared.engine.base import DEFAULT_CPU_KV_BYTES
 from shared.engine.device import require_shareable_memory, resolve_device
 from shared.engine.failures import DeviceFailures
 from shared.engine.models.registry import read_model_config
-from shared.engine.streams import CudaStreams, InlineStreams, Streams
+from shared.engine.streams import CudaStreams, Streams
 from shared.engine.vllm import settings
 from shared.engine.vllm.engine import VllmEngine
 from shared.engine.vllm.plugins import RANKS, STEP
 from shared.engine.vllm.pools import DevicePools, HostPools, Pools
 from shared.engine.vllm.ranks import LayerEvents, map_pools
+from shared.engine.vllm.release import find_compiler
 from shared.engine.weights import Checkpoint
 from shared.errors import EngineFailed, MeshError, ModelError
 from shared.kv.layout import KvLayout
@@ -80,7 +81,7 @@ def load_vllm(
         layout = _layout(wanted, group)
         spec = _spec(files, wanted, release)
         pools: Pools
-        streams: Streams = InlineStreams()
+        streams = Streams()
         if device.type == "cuda":
             pools = DevicePools(STEP.pools, layout)
             streams = CudaStreams(layout.num_layers, device)
@@ -144,16 +145,12 @@ def _require_possible(
             "can read; take --engine torch, or a CPU without AMX",
             code="vllm_amx",
         )
-    if not arguments.get("enforce_eager") and _compiler() is None:
+    if not arguments.get("enforce_eager") and not find_compiler():
         raise ModelError(
             "--engine vllm: vLLM compiles the model with a C++ compiler, and there is none: "
             "install g++, or say --vllm-args enforce_eager=true, which is a little slower",
             code="vllm_compiler",
         )
-
-
-def _compiler() -> str | None:
-    return shutil.which(os.environ.get("CXX", "")) or shutil.which("g++") or shutil.which("clang++")
 
 
 def _end_without_ranks(meeting: Path) -> None:

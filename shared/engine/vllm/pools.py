@@ -15,7 +15,7 @@ A rank's pool of one layer, as vLLM registers it with a connector:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,26 +42,6 @@ class _Part(NamedTuple):
     is_transposed: bool
 
 
-class Pools(Protocol):
-    """All KV of one engine."""
-
-    def gather(
-        self, blocks: np.ndarray, offsets: np.ndarray, first_layer: int, last_layer: int, out: Any
-    ) -> None:
-        """Copy the tokens at (block, offset) of these layers into the first bytes of ``out``."""
-        ...
-
-    def scatter(
-        self, blocks: np.ndarray, offsets: np.ndarray, first_layer: int, last_layer: int, data: Any
-    ) -> None:
-        """Copy a frame from the first bytes of ``data`` to the tokens at (block, offset)."""
-        ...
-
-    def arrays(self) -> list[np.ndarray]:
-        """See ``Engine.pool_arrays``."""
-        ...
-
-
 class HostPools:
     """Pools in memory of this host: this process's, or mapped from its ranks'."""
 
@@ -83,19 +63,19 @@ class HostPools:
     def gather(
         self, blocks: np.ndarray, offsets: np.ndarray, first_layer: int, last_layer: int, out: Any
     ) -> None:
-        """See Pools."""
+        """Copy the tokens at (block, offset) of these layers into the first bytes of ``out``."""
         for wire, it in self._each(first_layer, last_layer, len(blocks), out):
             wire[:] = it.pool[_index(it, blocks, offsets)]
 
     def scatter(
         self, blocks: np.ndarray, offsets: np.ndarray, first_layer: int, last_layer: int, data: Any
     ) -> None:
-        """See Pools."""
+        """Copy a frame from the first bytes of ``data`` to the tokens at (block, offset)."""
         for wire, it in self._each(first_layer, last_layer, len(blocks), data):
             it.pool[_index(it, blocks, offsets)] = wire
 
     def arrays(self) -> list[np.ndarray]:
-        """See Pools."""
+        """See ``Engine.pool_arrays``."""
         return [pool.view(torch.uint8).numpy() for pool in self._pools]
 
     def _each(
@@ -129,7 +109,7 @@ class DevicePools:
     def gather(
         self, blocks: np.ndarray, offsets: np.ndarray, first_layer: int, last_layer: int, out: Any
     ) -> None:
-        """See Pools."""
+        """See HostPools."""
         frame = self._frame(first_layer, last_layer, len(blocks), out)
         at = self._places(blocks, offsets)
         for layer in range(first_layer, last_layer):
@@ -139,7 +119,7 @@ class DevicePools:
     def scatter(
         self, blocks: np.ndarray, offsets: np.ndarray, first_layer: int, last_layer: int, data: Any
     ) -> None:
-        """See Pools."""
+        """See HostPools."""
         frame = self._frame(first_layer, last_layer, len(blocks), data)
         at = self._places(blocks, offsets)
         for layer in range(first_layer, last_layer):
@@ -147,7 +127,7 @@ class DevicePools:
                 it.pool[at[0], :, at[1]] = frame[layer - first_layer, it.part]
 
     def arrays(self) -> list[np.ndarray]:
-        """See Pools."""
+        """See HostPools."""
         return []
 
     def _places(self, blocks: np.ndarray, offsets: np.ndarray) -> list[torch.Tensor]:
@@ -163,6 +143,9 @@ class DevicePools:
         )
         num_bytes = int(np.prod(shape)) * self._type.itemsize
         return octets[:num_bytes].view(self._type).view(shape)
+
+
+Pools = HostPools | DevicePools
 
 
 def _frame_shape(layout: KvLayout, num_layers: int, num_tokens: int) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import warnings
 from importlib import metadata
 from importlib.util import find_spec
@@ -41,6 +42,12 @@ def release() -> str:
     raise ModelError(
         f"--engine vllm: vLLM's release cannot be told; {INSTALL}", code="vllm_missing"
     )
+
+
+def find_compiler() -> str:
+    """Return the C++ compiler that vLLM takes on a CPU, '' if there is none."""
+    named = os.environ.get("CXX", "")
+    return next((name for name in (named, "g++", "clang++") if name and shutil.which(name)), "")
 
 
 def prepare_environment(num_threads: int, num_ranks: int) -> None:

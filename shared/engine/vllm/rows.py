@@ -78,7 +78,7 @@ class Rows:
             self._live[id(row.block_table)] = one
             self._step.append(one)
             counts[one.name] = len(row.token_ids)
-            if row.sample is not None and not _is_most_likely(row.sample):
+            if row.sample is not None and not sampler.is_most_likely(row.sample):
                 specs[one.name] = _to_travel(row.sample)
         kept = {one.name for one in self._step}
         self._num_steps += 1
@@ -178,18 +178,6 @@ def _wants_last_target(row: StepRow) -> bool:
         row.sample is None
         and row.prompt_logprobs is not None
         and len(row.prompt_targets) == len(row.token_ids)
-    )
-
-
-def _is_most_likely(spec: SampleSpec) -> bool:
-    """Whether vLLM's argmax is the token, logprobs or not: it takes those itself."""
-    params = spec.params
-    return (
-        sampler.is_greedy(params)
-        and not params.needs_history
-        and not params.logit_bias
-        and not params.has_masks
-        and spec.index >= params.min_tokens
     )
 
 

@@ -16,6 +16,7 @@ from services.cli.doctor import vllm_checks
 from services.cli.doctor.finding import Finding, absent, lines_of, right, wrong
 from services.cli.doctor.gateway_checks import judge_cluster
 from services.cli.doctor.machine_checks import Facts
+from shared.engine.vllm.release import find_compiler
 from shared.version import VERSION
 from tests.support.stub_gateway import StubGateway, a_view
 
@@ -175,11 +176,11 @@ def test_what_vllms_cpu_build_needs_is_looked_for(
     compiler.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CXX", "none")
-    assert vllm_checks.find_compiler() == "clang++"
+    assert find_compiler() == "clang++"
     monkeypatch.setenv("CXX", str(compiler))
-    assert vllm_checks.find_compiler() == str(compiler)
+    assert find_compiler() == str(compiler)
     compiler.unlink()
-    assert vllm_checks.find_compiler() == ""
+    assert find_compiler() == ""
 
 
 def test_limits_are_judged_by_what_needs_them(tmp_path: Path) -> None:
