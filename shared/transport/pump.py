@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from shared.bell import LoopBell
 from shared.errors import LocalProtocolError, TransferFailed
@@ -30,6 +30,8 @@ from shared.transport.pump_records import PumpEndpoint, PumpOperation
 from shared.transport.settings import UcxSettings
 from shared.transport.ucp import CANCELED, OK, TagApi
 from shared.transport.windows import WindowApi
+
+T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 _PROGRESS_BATCH = 64
@@ -110,6 +112,13 @@ class Pump:
                 with contextlib.suppress(OSError):  # the pump has ended meanwhile
                     os.eventfd_write(self._wakeup_fd, 1)
 
+    def call(self, trouble: str, work: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
+        """Have ``work`` run on the pump and return its result. What it raises is a TransferFailed
+        that begins with ``trouble``: a peer's strange bytes are not this thread's end."""
+        result: asyncio.Future[T] = self.loop.create_future()
+        self.order(self._answer, (result, trouble, work, arguments))
+        return result
+
     def submit(self, operation: PumpOperation) -> None:
         if self.num_submitted >= self._settings.max_in_flight:
             raise LocalProtocolError("too many transfer operations in flight")
@@ -139,10 +148,8 @@ class Pump:
             act, argument = self._orders.popleft()
             if act == self.post:
                 argument.settle(Outcome.FAILED, "the transport is closed")
-            elif act == self.connect:
-                _fail_future(argument[2], TransferFailed("the transport is closed"))
-            elif act in (self.new_window, self.map_window, self.find_lane):
-                _fail_future(argument[1], TransferFailed("the transport is closed"))
+            elif act == self._answer:
+                _fail_future(argument[0], TransferFailed("the transport is closed"))
             elif act == self.close_endpoint and argument[1] is not None:
                 _set_future(argument[1], None)
             elif act == self.stop and argument is not None:
@@ -251,55 +258,44 @@ class Pump:
                 if not self._is_stopping:
                     self.stop(None)
 
-    def connect(self, argument: tuple[PumpEndpoint, bytes, asyncio.Future[None]]) -> None:
-        endpoint, payload, made = argument
+    def _answer(
+        self, call: tuple[asyncio.Future[Any], str, Callable[..., Any], tuple[Any, ...]]
+    ) -> None:
+        result, trouble, work, arguments = call
+        try:
+            self._report(_set_future, result, work(*arguments))
+        except TransferFailed as error:
+            self._report(_fail_future, result, error)
+        except Exception as error:
+            self._report(_fail_future, result, TransferFailed(f"{trouble}: {error}"))
+
+    def connect(self, endpoint: PumpEndpoint, payload: bytes) -> None:
         try:
             address = self._lib.UCXAddress.create_from_buffer(payload)
             endpoint.ucx = self._worker.create_endpoint_from_worker_address(address, True)
             endpoint.ucx.set_close_callback(self._lost.append, (endpoint,))
             endpoint.handle = endpoint.ucx.handle
-        except Exception as error:
+        except Exception:
             endpoint.is_open = False
-            self._report(_fail_future, made, TransferFailed(f"cannot connect to the peer: {error}"))
-            return
+            raise
         self._endpoints[endpoint] = None
-        self._report(_set_future, made)
 
-    def new_window(self, argument: tuple[int, asyncio.Future[Window | None]]) -> None:
-        num_bytes, made = argument
-        try:
-            self._report(_set_future, made, self._windows.allocate(num_bytes))
-        except Exception as error:
-            self._report(_fail_future, made, TransferFailed(f"no window: {error}"))
+    def new_window(self, num_bytes: int) -> Window | None:
+        return self._windows.allocate(num_bytes)
 
-    def map_window(
-        self, argument: tuple[tuple[PumpEndpoint, bytes], asyncio.Future[Buffer | None]]
-    ) -> None:
-        (endpoint, key), mapped = argument
-        try:
-            if not endpoint.is_open:
-                raise TransferFailed("the endpoint is closed")
-            self._report(_set_future, mapped, self._windows.map(endpoint.handle, key))
-        except TransferFailed as error:
-            self._report(_fail_future, mapped, error)
-        except Exception as error:  # a strange key is the peer's trouble, not this thread's end
-            self._report(_fail_future, mapped, TransferFailed(f"cannot map a window: {error}"))
+    def map_window(self, endpoint: PumpEndpoint, key: bytes) -> Buffer | None:
+        _require_open(endpoint)
+        return self._windows.map(endpoint.handle, key)
 
     def find_lane(
-        self, argument: tuple[tuple[PumpEndpoint, bool, str, int], asyncio.Future[LaneFinding]]
-    ) -> None:
-        (endpoint, sends, memory, num_bytes), found = argument
-        try:
-            if not endpoint.is_open:
-                raise TransferFailed("the endpoint is closed")
-            about = self._tags.describe(endpoint.handle)
-            finding = read_lane(*about, sends=sends, memory=memory, num_bytes=num_bytes)
-            if finding.certainty is Certainty.UNKNOWN:
-                finding = LaneFinding(name_of(self._tags.lanes(endpoint.handle)), Certainty.LISTED)
-            self._report(_set_future, found, finding)
-        except Exception as error:  # as above: another UCX's manners are not this thread's end
-            failure = TransferFailed(f"cannot tell what carries messages: {error}")
-            self._report(_fail_future, found, failure)
+        self, endpoint: PumpEndpoint, sends: bool, memory: str, num_bytes: int
+    ) -> LaneFinding:
+        _require_open(endpoint)
+        about = self._tags.describe(endpoint.handle)
+        finding = read_lane(*about, sends=sends, memory=memory, num_bytes=num_bytes)
+        if finding.certainty is not Certainty.UNKNOWN:
+            return finding
+        return LaneFinding(name_of(self._tags.lanes(endpoint.handle)), Certainty.LISTED)
 
     def post(self, operation: PumpOperation) -> None:
         endpoint = operation.peer
@@ -454,6 +450,11 @@ class Pump:
 
 _abandoned: list[object] = []
 """What UCX may still point to: operations that did not settle. Never freed."""
+
+
+def _require_open(endpoint: PumpEndpoint) -> None:
+    if not endpoint.is_open:
+        raise TransferFailed("the endpoint is closed")
 
 
 def _set_future(future: asyncio.Future[Any], value: Any) -> None:

@@ -120,15 +120,13 @@ class UcxEndpoint(PumpEndpoint):
         return operation
 
     async def map_window(self, key: bytes) -> Buffer | None:
-        mapped: asyncio.Future[Buffer | None] = self._pump.loop.create_future()
-        self._pump.order(self._pump.map_window, ((self, key), mapped))
-        return await mapped
+        return await self._pump.call("cannot map a window", self._pump.map_window, self, key)
 
     async def find_lane(self, buffer: Buffer, num_bytes: int, *, sends: bool) -> LaneFinding:
         memory = "cuda" if hasattr(buffer, "__cuda_array_interface__") else "host"
-        found: asyncio.Future[LaneFinding] = self._pump.loop.create_future()
-        self._pump.order(self._pump.find_lane, ((self, sends, memory, num_bytes), found))
-        return await found
+        trouble = "cannot tell what carries messages"
+        find = self._pump.find_lane
+        return await self._pump.call(trouble, find, self, sends, memory, num_bytes)
 
     async def close(self) -> None:
         """Abort what is in flight; all operations are settled on return. The peer may take it for
@@ -169,10 +167,10 @@ class UcxTransport:
     async def connect(self, address: bytes, on_lost: Callable[[], None]) -> UcxEndpoint:
         payload = unseal(_MAGIC, address)
         endpoint = UcxEndpoint(self._pump, on_lost)
-        made: asyncio.Future[None] = self._pump.loop.create_future()
-        self._pump.order(self._pump.connect, (endpoint, payload, made))
         try:
-            await made
+            await self._pump.call(
+                "cannot connect to the peer", self._pump.connect, endpoint, payload
+            )
         except asyncio.CancelledError:
             self._pump.order(self._pump.close_endpoint, (endpoint, None))
             raise
@@ -188,9 +186,7 @@ class UcxTransport:
         return operation
 
     async def new_window(self, num_bytes: int) -> Window | None:
-        made: asyncio.Future[Window | None] = self._pump.loop.create_future()
-        self._pump.order(self._pump.new_window, (num_bytes, made))
-        return await made
+        return await self._pump.call("no window", self._pump.new_window, num_bytes)
 
     async def close(self) -> None:
         if self._closed is None:
