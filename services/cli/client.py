@@ -126,6 +126,12 @@ async def get_json(session: aiohttp.ClientSession, url: str, path: str, *, limit
         raise CannotRun(f"{url} is no pdmesh gateway: {path} is not JSON there") from None
 
 
+async def ask_once(access: Access, url: str, path: str, *, limit_s: float) -> Any:
+    """``get_json`` over a session of its own."""
+    async with open_session(access) as session:
+        return await get_json(session, url, path, limit_s=limit_s)
+
+
 def refusal(url: str, status: int, body: bytes) -> MeshError:
     """Return the error that an answer with this status is."""
     try:

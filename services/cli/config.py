@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-import orjson
 from cyclopts import App, Group, Parameter
 
 from services.cli.one_service import decode, gateway, prefill
 from services.cli.sources import ConfigFlag, JsonFlag, with_config_file
+from services.cli.words import print_json
 from shared.config import (
     SECRET_SETTINGS,
     ServiceConfig,
@@ -124,7 +124,7 @@ def _print(settings: Mapping[str, Mapping[str, Setting]], as_json: bool) -> None
             role: {name: dataclasses.asdict(one) for name, one in found.items()}
             for role, found in settings.items()
         }
-        print(orjson.dumps(body, default=str, option=orjson.OPT_INDENT_2).decode())
+        print_json(body)
         return
     for role, found in settings.items():
         print(f"[{role}]")

@@ -16,10 +16,10 @@ from services.cli.client import (
     NO_ACCESS,
     Access,
     UrlFlag,
-    get_json,
-    open_session,
+    ask_once,
     require_url,
 )
+from services.cli.words import print_json
 from services.gateway.core.decision_record import replay as decide_again
 from shared.errors import InvalidRequest
 from shared.runtime.service import EXIT_FAILED, EXIT_OK
@@ -57,7 +57,7 @@ def explain(
     path = Path(request)
     told = _read(path) if path.is_file() else asyncio.run(_ask(request, url, access))
     if json:
-        print(orjson.dumps(told, option=orjson.OPT_INDENT_2).decode())
+        print_json(told)
         return EXIT_OK
     is_same = True
     for line in _lines(told):
@@ -86,8 +86,7 @@ def _read(path: Path) -> dict[str, Any]:
 async def _ask(request: str, url: str, access: Access) -> dict[str, Any]:
     require_url(url)
     path = f"/cluster/requests/{quote(request, safe='')}"
-    async with open_session(access) as session:
-        return await get_json(session, url, path, limit_s=LIMIT_S)
+    return await ask_once(access, url, path, limit_s=LIMIT_S)
 
 
 def _lines(told: Mapping[str, Any]) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
@@ -26,7 +25,7 @@ from services.cli.client import (
     unreachable,
 )
 from services.cli.flags import require
-from services.cli.interrupts import Interrupts
+from services.cli.interrupts import run_interruptible
 from services.cli.receipt import receipt_table
 from shared.errors import WorkerLost
 from shared.runtime.service import EXIT_OK
@@ -101,9 +100,7 @@ def generate(
             console.print(receipt_table(answer.receipt, answer.usage))
         return EXIT_OK
 
-    interrupts = Interrupts()
-    interrupts.at_once = lambda: os._exit(130)
-    return interrupts.run(main)
+    return run_interruptible(main)
 
 
 async def stream_answer(

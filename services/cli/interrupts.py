@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -57,3 +58,14 @@ class Interrupts:
         finally:
             for number in SIGNALS:
                 loop.remove_signal_handler(number)
+
+
+def run_interruptible(
+    main: Callable[[], Coroutine[Any, Any, int]],
+    *,
+    new_loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> int:
+    """Run a command that owns nothing (``Interrupts.run``): the second signal ends the process."""
+    interrupts = Interrupts()
+    interrupts.at_once = lambda: os._exit(128 + signal.SIGINT)
+    return interrupts.run(main, new_loop=new_loop)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Final
 
-import orjson
 from rich.console import Console
 from rich.table import Table
 
@@ -14,11 +13,11 @@ from services.cli.client import (
     NO_ACCESS,
     Access,
     UrlFlag,
-    get_json,
-    open_session,
+    ask_once,
     require_url,
 )
 from services.cli.sources import JsonFlag
+from services.cli.words import print_json
 from shared.runtime.service import EXIT_OK
 
 ANSWERS_WITHIN_S: Final = 10.0
@@ -36,7 +35,7 @@ def models(
     require_url(url)
     answer = asyncio.run(fetch_models(url, access))
     if as_json:
-        print(orjson.dumps(answer, option=orjson.OPT_INDENT_2).decode())
+        print_json(answer)
         return EXIT_OK
     if not answer["data"]:
         print(NONE_YET)
@@ -52,5 +51,4 @@ def models(
 
 async def fetch_models(url: str, access: Access) -> Any:
     """Return the body of GET /v1/models. Raises MeshError: see ``get_json``."""
-    async with open_session(access) as session:
-        return await get_json(session, url, "/v1/models", limit_s=ANSWERS_WITHIN_S)
+    return await ask_once(access, url, "/v1/models", limit_s=ANSWERS_WITHIN_S)

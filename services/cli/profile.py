@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
-import orjson
 from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
 from services.cli.flags import CannotRun, config_flags, require_worker_modules
-from services.cli.interrupts import Interrupts
+from services.cli.interrupts import run_interruptible
 from services.cli.sources import ConfigFlag, JsonFlag
+from services.cli.words import print_json
 from shared.config import PrefillConfig
 from shared.errors import InvalidRequest
 from shared.log import configure_logs
@@ -72,13 +70,11 @@ def profile(
         measured.append(await profile_machine(config, is_forced=force))
         return EXIT_OK
 
-    interrupts = Interrupts()
-    interrupts.at_once = lambda: os._exit(128 + signal.SIGINT)
-    if code := interrupts.run(main):
+    if code := run_interruptible(main):
         return code
     (kept,) = measured
     if as_json:
-        print(orjson.dumps(kept.profile, option=orjson.OPT_INDENT_2).decode())
+        print_json(kept.profile)
         return EXIT_OK
     console = Console(highlight=False, soft_wrap=True)
     console.print(_values(kept.profile))
@@ -101,9 +97,7 @@ def _profile_steps(config: PrefillConfig, output: Path, limit_s: float, *, as_js
         measured.append(await profile_steps(config, limit_s=limit_s))
         return EXIT_OK
 
-    interrupts = Interrupts()
-    interrupts.at_once = lambda: os._exit(128 + signal.SIGINT)
-    if code := interrupts.run(main):
+    if code := run_interruptible(main):
         return code
     (found,) = measured
     try:

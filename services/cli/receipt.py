@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from services.cli.words import size, speed
 from shared.telemetry.lifetime import TTFT_PHASES
 
 PHASES = {
@@ -49,17 +50,14 @@ def receipt_table(receipt: Mapping[str, Any], usage: Mapping[str, Any] | None = 
     return table
 
 
-def _ms(seconds: Any) -> str:
+def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1000:.1f} ms"
 
 
 def _transfer(receipt: Mapping[str, Any]) -> str:
-    num_bytes = receipt["transfer_bytes"]
-    size = f"{num_bytes / (1 << 20):.1f} MiB" if num_bytes >= 1 << 20 else f"{num_bytes >> 10} KiB"
     how = ", ".join(str(receipt[name]) for name in ("lane", "mode") if receipt.get(name))
-    gb_per_s = receipt.get("gb_per_s", 0.0)
-    rate = f"{gb_per_s:.1f} GB/s" if gb_per_s >= 1 else f"{gb_per_s * 1000:.0f} MB/s"
-    return f"{size} prefill → decode, {rate} ({how})"
+    rate = speed(receipt.get("gb_per_s", 0.0))
+    return f"{size(receipt['transfer_bytes'])} prefill → decode, {rate} ({how})"
 
 
 def _counts(receipt: Mapping[str, Any], usage: Mapping[str, Any]) -> str:

@@ -12,7 +12,6 @@ import tty
 from collections.abc import Generator
 from typing import Annotated, Any, Final
 
-import orjson
 from cyclopts import Group, Parameter
 from rich.console import Console
 from rich.live import Live
@@ -22,14 +21,16 @@ from services.cli.client import (
     NO_ACCESS,
     Access,
     UrlFlag,
+    ask_once,
     get_json,
     open_session,
     require_url,
 )
 from services.cli.flags import require
-from services.cli.interrupts import Interrupts
+from services.cli.interrupts import run_interruptible
 from services.cli.sources import JsonFlag
 from services.cli.top_view import frame
+from services.cli.words import print_json
 from shared.errors import MeshError
 from shared.runtime.service import EXIT_OK
 
@@ -72,19 +73,16 @@ def top(
         param="interval",
     )
     console = Console(highlight=False)
-    interrupts = Interrupts()
-    interrupts.at_once = lambda: os._exit(128 + signal.SIGINT)
     if once or as_json or not console.is_terminal:
-        return interrupts.run(lambda: _print_once(url, access, as_json, console))
-    code = interrupts.run(lambda: _watch(url, access, interval, console))
+        return run_interruptible(lambda: _print_once(url, access, as_json, console))
+    code = run_interruptible(lambda: _watch(url, access, interval, console))
     return EXIT_OK if code == 128 + signal.SIGINT else code
 
 
 async def _print_once(url: str, access: Access, as_json: bool, console: Console) -> int:
-    async with open_session(access) as session:
-        view = await get_json(session, url, "/cluster", limit_s=ANSWERS_WITHIN_S)
+    view = await ask_once(access, url, "/cluster", limit_s=ANSWERS_WITHIN_S)
     if as_json:
-        print(orjson.dumps(view, option=orjson.OPT_INDENT_2).decode())
+        print_json(view)
     else:
         if not console.is_terminal and "COLUMNS" not in os.environ:
             console.width = 140  # nobody's window: wide enough to keep its lines whole

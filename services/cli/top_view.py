@@ -14,6 +14,8 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from services.cli import words
+
 BAR_WIDTH: Final = 24
 WIDE: Final = 125
 """Columns from which on everything has its place; less leaves out what says least, down to 80."""
@@ -22,7 +24,6 @@ WIDE_ONLY: Final = ("tokens", "off by", "cached", "pairs", "count", "size", "p10
 STATE_STYLES: Final = {"usable": "green", "draining": "yellow", "connecting": "yellow"}
 BLOCK_STYLES: Final = {"reserved": ("█", "cyan"), "quarantined": ("▓", "red"), "free": ("░", "dim")}
 SPARKS: Final = " ▁▂▃▄▅▆▇█"
-_UNITS: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
 def frame(
@@ -80,7 +81,7 @@ def _head(url: str, view: Mapping[str, Any] | None, is_wide: bool) -> Text:
     model: Any = view["model"]
     served = f"{model['id']} ({model['max_model_len']:,} tokens)" if model else "no model yet"
     head.append("  " if is_wide else "\n")
-    head.append(f"{served}  {view['version']}  {_duration(view['uptime_s'])}  ", "not bold dim")
+    head.append(f"{served}  {view['version']}  {words.uptime(view['uptime_s'])}  ", "not bold dim")
     if view["ready"]:
         head.append("● ready", "green")
     else:
@@ -193,7 +194,7 @@ def _transfers(view: Mapping[str, Any], is_wide: bool) -> RenderableType:
                 "prefill → decode": " → ".join(ends),
                 "lane": pair["lane"] or "?",
                 "count": f"{pair['count']:,}",
-                "size": _size(pair["bytes"]),
+                "size": words.size(pair["bytes"]),
                 "rate p50": _rate(pair["gb_per_s"], "p50"),
                 "p10": _rate(pair["gb_per_s"], "p10"),
                 "exposed p50": _ms(pair["exposed_s"], "p50"),
@@ -219,27 +220,8 @@ def _prefixes(prefixes: Sequence[Mapping[str, Any]]) -> RenderableType:
 
 
 def _ms(percentiles: Mapping[str, float] | None, name: str) -> str:
-    if not percentiles:
-        return "-"
-    milliseconds = percentiles[name] * 1000
-    return f"{milliseconds:.1f} ms" if milliseconds < 1000 else f"{milliseconds / 1000:.2f} s"
+    return words.milliseconds(percentiles[name] if percentiles else None)
 
 
 def _rate(rates: Mapping[str, float] | None, name: str) -> str:
-    if not rates:
-        return "-"
-    gb_per_s = rates[name]
-    return f"{gb_per_s:.1f} GB/s" if gb_per_s >= 1 else f"{gb_per_s * 1000:.0f} MB/s"
-
-
-def _size(count: int) -> str:
-    for size, unit in _UNITS:
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"up {seconds:.0f} s"
-    return f"up {seconds / 60:.0f} min" if seconds < 7200 else f"up {seconds / 3600:.0f} h"
+    return words.speed(rates[name]) if rates else "-"

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-import orjson
 from cyclopts import Group, Parameter
 from rich.console import Console
 
 from services.cli.bench.flags import BenchFlags, UrlsFlag
 from services.cli.client import DEFAULT_URL, NO_ACCESS, Access, require_url
-from services.cli.interrupts import Interrupts
+from services.cli.interrupts import run_interruptible
 from services.cli.sources import JsonFlag
+from services.cli.words import print_json
 from shared.runtime.service import EXIT_FAILED, EXIT_OK
 
 _OUTPUT: Final = Group("Output", sort_key=5)
@@ -61,14 +59,12 @@ def bench(
         await measurement.go(progress)
         return EXIT_OK
 
-    interrupts = Interrupts()
-    interrupts.at_once = lambda: os._exit(128 + signal.SIGINT)
-    code = interrupts.run(main, new_loop=new_event_loop)
+    code = run_interruptible(main, new_loop=new_event_loop)
     if not any(run.records for run in measurement.runs):
         return code
     report = build_report(measurement)
     if as_json:
-        print(orjson.dumps(report, option=orjson.OPT_INDENT_2).decode())
+        print_json(report)
     else:
         terminal().print(report_view(report))
     if output is not None:

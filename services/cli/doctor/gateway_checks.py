@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from services.cli.client import NO_ACCESS, Access, get_json, open_session
+from services.cli.client import NO_ACCESS, Access, ask_once
 from services.cli.doctor.finding import Finding, absent, right, wrong
+from services.cli.words import uptime
 from shared.errors import MeshError
 from shared.lanes import STAGING, is_within_host
 from shared.version import VERSION
@@ -17,8 +18,7 @@ ANSWERS_WITHIN_S: Final = 4.0
 async def check_gateway(url: str, access: Access) -> list[Finding]:
     """Ask a gateway how its mesh is."""
     try:
-        async with open_session(access) as session:
-            view = await get_json(session, url, "/cluster", limit_s=ANSWERS_WITHIN_S)
+        view = await ask_once(access, url, "/cluster", limit_s=ANSWERS_WITHIN_S)
     except MeshError as error:
         return [wrong("gateway", error.message, "is the URL right, and the key?")]
     return judge_cluster(url, view)
@@ -27,9 +27,8 @@ async def check_gateway(url: str, access: Access) -> list[Finding]:
 async def is_ours(port: int) -> bool:
     """Whether a gateway of ours listens on this port of this machine."""
     try:
-        async with open_session(NO_ACCESS) as session:
-            url = f"http://127.0.0.1:{port}"
-            answer = await get_json(session, url, "/health", limit_s=ANSWERS_WITHIN_S)
+        url = f"http://127.0.0.1:{port}"
+        answer = await ask_once(NO_ACCESS, url, "/health", limit_s=ANSWERS_WITHIN_S)
     except MeshError:
         return False
     return answer == {"status": "ok"}
@@ -37,7 +36,7 @@ async def is_ours(port: int) -> bool:
 
 def judge_cluster(url: str, view: Mapping[str, Any]) -> list[Finding]:
     """Judge the body of GET /cluster."""
-    findings = [right("gateway", f"{url}, version {view['version']}, {_uptime(view['uptime_s'])}")]
+    findings = [right("gateway", f"{url}, version {view['version']}, {uptime(view['uptime_s'])}")]
     if view["version"] != VERSION:
         text = f"{view['version']} there, {VERSION} here"
         findings.append(wrong("release", text, "run one release on all machines of a mesh"))
@@ -78,9 +77,3 @@ def _pair(pair: Mapping[str, Any], addresses: Mapping[str, str]) -> Finding:
         remedy += " expandable_segments off, and containers in one PID namespace"
         return wrong("pair", text, remedy)
     return right("pair", text)
-
-
-def _uptime(seconds: float) -> str:
-    if seconds < 120:
-        return f"up {seconds:.0f} s"
-    return f"up {seconds / 60:.0f} min" if seconds < 7200 else f"up {seconds / 3600:.0f} h"

@@ -1,0 +1,41 @@
+"""Quantities as people read them, and JSON as programs do."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import orjson
+
+_UNITS: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+
+
+def print_json(value: Any) -> None:
+    """Print it for programs; what JSON does not know as text."""
+    print(orjson.dumps(value, default=str, option=orjson.OPT_INDENT_2).decode())
+
+
+def milliseconds(seconds: float | None) -> str:
+    """Return a latency; '-' for none."""
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def uptime(seconds: float) -> str:
+    """Return how long something has been up."""
+    if seconds < 120:
+        return f"up {seconds:.0f} s"
+    return f"up {seconds / 60:.0f} min" if seconds < 7200 else f"up {seconds / 3600:.0f} h"
+
+
+def size(count: int) -> str:
+    """Return a number of bytes."""
+    for unit, name in _UNITS:
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count} B"
+
+
+def speed(gb_per_s: float) -> str:
+    """Return a rate of bytes."""
+    return f"{gb_per_s:.1f} GB/s" if gb_per_s >= 1 else f"{gb_per_s * 1000:.0f} MB/s"
