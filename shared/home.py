@@ -1,4 +1,5 @@
-"""What a worker is when nothing is asked of it, as gateways order it and the worker confirms it.
+"""The two roles, and which one a worker has when nothing is asked of it: as gateways order it and
+the worker confirms it.
 
 Nobody leads: each order has a number, its epoch, and of two the larger one holds, wherever and in
 which order they arrive. Pure.
@@ -7,25 +8,31 @@ which order they arrive. Pure.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Generic, NamedTuple, TypeVar
+from enum import StrEnum
+from typing import NamedTuple
 
-R = TypeVar("R")
+
+class Role(StrEnum):
+    """What a worker does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
 
 
-class Home(NamedTuple, Generic[R]):
+class Home(NamedTuple):
     """A role, the how manieth home that is, and by which order (0 = the launch). An order's epoch
     is the one after the epoch that who decided it had heard of: a worker that has had another order
     since refuses it."""
 
-    role: R
+    role: Role
     epoch: int = 0
     order: int = 0
 
-    def replaces(self, other: Home[R]) -> bool:
+    def replaces(self, other: Home) -> bool:
         """Whether this home holds where the other one was."""
         return self.epoch > other.epoch
 
-    def after(self, order: Home[R], serves: Collection[R]) -> Home[R]:
+    def after(self, order: Home, serves: Collection[Role]) -> Home:
         """Return the home of a worker that has this one and gets an order. serves: the roles whose
         work it does; an order for another one changes nothing."""
         return order if order.role in serves and order.replaces(self) else self

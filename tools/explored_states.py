@@ -13,11 +13,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from services.gateway.core.peer_table import PeerTable
-from services.gateway.core.worker import JoinedModel, Role, Standing, Worker, WorkerStatus
+from services.gateway.core.worker import Role, Standing, Worker, WorkerStatus
 from shared.errors import LocalProtocolError, MeshError
 from shared.ids import Incarnation
 from shared.kv.layout import KvLayout
 from shared.liveness import Liveness, PeerState
+from shared.model_spec import ModelSpec
 
 Moves = dict[str, dict[str, list[str]]]
 """State -> event -> states after it, the same one included; in the order in which they were found.
@@ -80,9 +81,7 @@ class Member:
     """A worker with one session in a gateway's table."""
 
     def __init__(self) -> None:
-        model = JoinedModel(
-            name="any", fingerprint=b"", vocab_size=1, max_model_len=1, dtype="", engine=""
-        )
+        model = ModelSpec(name="any", fingerprint=b"", vocab_size=1, max_model_len=1, dtype="")
         layout = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")
         self.table = PeerTable()
         self.worker = Worker(

@@ -25,18 +25,19 @@ from bench.compiler import compile_c
 from bench.peers import installed
 from bench.record import PROJECT
 from shared.address import Address
+from shared.home import Role
 from shared.ids import Incarnation
 from shared.kv.layout import KvLayout
-from shared.membership.join import Announcement, Registration, WorkerRole
+from shared.membership.join import Announcement, Registration
 from shared.model_folder import ModelFolder, resolve_model
 from shared.model_spec import ModelSpec
 from shared.rpc.tcp import TcpNetwork
-from shared.telemetry.worker import WorkerLoad
+from shared.worker_status import WorkerStatus
 
 HERE = Path(__file__).parent
 STEP_MS = 50
 MODEL = "m"
-_INCARNATIONS = {WorkerRole.PREFILL: Incarnation(11), WorkerRole.DECODE: Incarnation(12)}
+_INCARNATIONS = {Role.PREFILL: Incarnation(11), Role.DECODE: Incarnation(12)}
 _START_WITHIN_S = 60.0
 
 
@@ -182,7 +183,7 @@ async def our_gateway(
     ``ready_s``: from exec until ``/ready`` says that a pair is usable, the pair's joining
     included."""
     http_port, grpc_port, mesh_port, prefill_port, decode_port = free_ports(5)
-    ports = {WorkerRole.PREFILL: prefill_port, WorkerRole.DECODE: decode_port}
+    ports = {Role.PREFILL: prefill_port, Role.DECODE: decode_port}
     mesh = [
         programs["mesh"],
         *map(str, ports.values()),
@@ -215,7 +216,7 @@ async def our_gateway(
 
 
 @contextlib.asynccontextmanager
-async def joined(gateway: Address, ports: dict[WorkerRole, int]) -> AsyncGenerator[None]:
+async def joined(gateway: Address, ports: dict[Role, int]) -> AsyncGenerator[None]:
     """Join the mock workers with production's registration for the length of the block."""
     folder = ModelFolder(resolve_model("demo"))
     spec = ModelSpec(
@@ -228,15 +229,14 @@ async def joined(gateway: Address, ports: dict[WorkerRole, int]) -> AsyncGenerat
     )
     # Only prefill names decode: a decode worker that names itself would prefill, too.
     loads = {
-        WorkerRole.PREFILL: WorkerLoad(paired=(_INCARNATIONS[WorkerRole.DECODE],)),
-        WorkerRole.DECODE: WorkerLoad(free_blocks=1 << 20),
+        Role.PREFILL: WorkerStatus(paired=frozenset({_INCARNATIONS[Role.DECODE]})),
+        Role.DECODE: WorkerStatus(free_blocks=1 << 20),
     }
 
-    def registration(role: WorkerRole) -> Registration:
+    def registration(role: Role) -> Registration:
         announcement = Announcement(
             role=role,
             incarnation=_INCARNATIONS[role],
-            version="mock",
             spec=spec,
             layout=KvLayout(dtype="float32", num_layers=2, num_kv_heads=1, head_dim=8),
             address=Address("127.0.0.1", ports[role]),
@@ -251,7 +251,7 @@ async def joined(gateway: Address, ports: dict[WorkerRole, int]) -> AsyncGenerat
         )
 
     async with asyncio.TaskGroup() as tasks:
-        runs = [tasks.create_task(registration(role).run()) for role in WorkerRole]
+        runs = [tasks.create_task(registration(role).run()) for role in Role]
         yield
         for run in runs:
             run.cancel()

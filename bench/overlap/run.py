@@ -103,7 +103,6 @@ async def serve_decode(num_tokens: int) -> None:
     )
     pairs = PairTable(
         incarnation=DECODE,
-        version="bench",
         engine=engine,
         compute=compute,
         transport=transport,
@@ -209,7 +208,6 @@ async def measure(
     paired = asyncio.Event()
     pairs = PairTable(
         incarnation=PREFILL,
-        version="bench",
         engine=engine,
         compute=compute,
         transport=transport,

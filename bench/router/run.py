@@ -316,10 +316,10 @@ async def measure_reports(num_side: int, repetitions: int, rounds: int) -> dict[
     shares: list[float] = []
     parsing: list[float] = []
     async with (
-        membership(network, policy, Incarnation(9), "bench", random.Random(1).randbytes) as members,
+        membership(network, policy, Incarnation(9), random.Random(1).randbytes) as members,
         asyncio.TaskGroup() as tasks,
     ):
-        registry = Registry(members, Incarnation(9), "bench")
+        registry = Registry(members, Incarnation(9))
         joins = [tasks.create_task(registry.join(stream)) for stream in reporters]  # pyright: ignore[reportArgumentType]
         await _settled(members, reporters)
         told = [stream.num_lists for stream in reporters]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from shared.address import Address
 from shared.config import DecodeConfig
 from shared.engine.base import Engine
-from shared.membership.join import WorkerRole
+from shared.home import Role
 from shared.runtime.platform import Platform
 from shared.worker.core.life import Task
 from shared.worker.worker import LaunchProfile, MeshWorker
@@ -27,7 +27,7 @@ def profile_of(config: DecodeConfig) -> LaunchProfile:
         tasks = frozenset({Task.ANSWER, Task.WHOLE})
     else:
         tasks = frozenset({Task.ANSWER})
-    return LaunchProfile(WorkerRole.DECODE, tasks)
+    return LaunchProfile(Role.DECODE, tasks)
 
 
 async def serve_decode(

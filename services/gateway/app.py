@@ -73,16 +73,13 @@ class Gateway:
         """See ``serve_gateway``."""
         config, platform = self._config, self._platform
         async with contextlib.AsyncExitStack() as stack:
-            tracer = await stack.enter_async_context(
-                tracing("pdmesh-gateway", self.incarnation, VERSION)
-            )
+            tracer = await stack.enter_async_context(tracing("pdmesh-gateway", self.incarnation))
             mesh_network = platform.mesh_network("gateway", self.incarnation)
             members = self.members = await stack.enter_async_context(
                 membership(
                     mesh_network,
                     POLICIES[config.policy](),
                     self.incarnation,
-                    VERSION,
                     platform.random_bytes,
                     self._own_model,
                     config.index_memory_mib << 20,
@@ -102,7 +99,7 @@ class Gateway:
             require_keys(tenants, keys.names)
             mesh = self.mesh = GatewayMesh(members, config, (answers,), tenants)
             loop_lag = register_mesh_metrics(metrics.registry, mesh, members)
-            register_process_metrics(metrics.registry, "gateway", self.incarnation, VERSION)
+            register_process_metrics(metrics.registry, "gateway", self.incarnation)
             front = FrontDoor(
                 mesh=mesh,
                 text=self._text,
@@ -122,7 +119,7 @@ class Gateway:
             )
             files = TlsFiles.given(config.tls_cert, config.tls_key, config.tls_client_ca)
             tls = None if files is None else ServerTls(files)
-            registry = Registry(members, self.incarnation, VERSION)
+            registry = Registry(members, self.incarnation)
             server = await stack.enter_async_context(
                 platform.network.serve(
                     Address(config.host, config.grpc_port),

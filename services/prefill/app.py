@@ -10,7 +10,7 @@ from collections.abc import Callable
 from shared.address import Address
 from shared.config import PrefillConfig
 from shared.engine.base import Engine
-from shared.membership.join import WorkerRole
+from shared.home import Role
 from shared.runtime.platform import Platform
 from shared.worker.core.life import Task
 from shared.worker.worker import LaunchProfile, MeshWorker
@@ -19,7 +19,7 @@ from shared.worker.worker import LaunchProfile, MeshWorker
 def profile_of(config: PrefillConfig) -> LaunchProfile:
     """Return what this worker does: prompts, and all else if it may be either."""
     tasks = frozenset(Task) if config.movable else frozenset({Task.PROMPT})
-    return LaunchProfile(WorkerRole.PREFILL, tasks)
+    return LaunchProfile(Role.PREFILL, tasks)
 
 
 async def serve_prefill(

@@ -35,7 +35,7 @@ from services.gateway.core.pools import (
 from services.gateway.core.routing import POLICIES, RouteDecision, route
 from services.gateway.core.speeds import ReportedSpeeds
 from services.gateway.core.tenants import Terms
-from services.gateway.core.worker import JoinedModel, Role, Worker, WorkerStatus
+from services.gateway.core.worker import Role, Worker, WorkerStatus
 from services.sim.clock import WIRE_S, CountedBytes, EventClock
 from services.sim.engine import SimEngine
 from services.sim.worker import CoreOrder, CoreWorker, Word, WorkerSize
@@ -92,7 +92,7 @@ class Member:
     core: CoreWorker
     worker: Worker
     watch: Liveness
-    home: Home[Role]
+    home: Home
     has_heard: dict[Role, StreamId] = field(default_factory=dict[Role, StreamId])
 
 
@@ -164,20 +164,12 @@ class CoreMesh:
             self._tell,
             size=size,
         )
-        spec = self._spec
         worker = Worker(
             role=Role(role),
             incarnation=core.incarnation,
             host="core",
             port=1,
-            model=JoinedModel(
-                name=spec.name,
-                fingerprint=spec.fingerprint,
-                vocab_size=spec.vocab_size,
-                max_model_len=spec.max_model_len,
-                dtype=spec.dtype,
-                engine=spec.engine,
-            ),
+            model=self._spec,
             layout=self._layout,
             num_blocks=size.num_blocks,
             block_size=size.block_size,
@@ -212,7 +204,7 @@ class CoreMesh:
         """The pool that it is in."""
         return pool_of(self.worker(core))
 
-    def move(self, core: CoreWorker, home: str) -> Home[Role]:
+    def move(self, core: CoreWorker, home: str) -> Home:
         """Order it to another home; it says so with its next report."""
         self._orders += change_home(self.table, core.incarnation, home, next(self._order_numbers))
         wanted = self._orders[-1].home
@@ -236,7 +228,7 @@ class CoreMesh:
             if self._orders:
                 self._give_home(self._orders[0])
 
-    def has_moved(self, core: CoreWorker, wanted: Home[Role]) -> bool:
+    def has_moved(self, core: CoreWorker, wanted: Home) -> bool:
         """Whether the gateway has heard that it did."""
         return home_of(self.worker(core)) == wanted
 

@@ -84,7 +84,6 @@ class Engine(Protocol):
     def enter_thread(self) -> None:
         """Make this engine's device current on the calling thread, for a library that touches its
         buffers there (UCX needs a CUDA context on the thread that makes progress)."""
-        ...
 
     def new_buffer(self, num_bytes: int) -> Buffer:
         """Return a staging buffer on this engine's device (pinned or huge-page host memory on
@@ -124,7 +123,6 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free device memory."""
-        ...
 
 
 class ModelledEngine(Engine, Protocol):

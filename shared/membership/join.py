@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import structlog
 
@@ -28,21 +27,20 @@ from shared.errors import (
     RemoteProtocolError,
     WorkerLost,
 )
+from shared.home import Home, Role
 from shared.ids import Incarnation, MeshPeer, StreamId
 from shared.kv.journal import Journal
 from shared.kv.layout import KvLayout
-from shared.liveness import LivenessRule
 from shared.messages import codec
-from shared.messages.columns import pack_f32, pack_u64
 from shared.messages.kv_codec import kv_to_wire
+from shared.messages.status_codec import status_to_wire
 from shared.model_spec import ModelSpec
-from shared.predict.step_time import StepFit
 from shared.rpc.gateway_session import check_hello
 from shared.rpc.methods import REGISTRY_JOIN
 from shared.rpc.network import Network
 from shared.rpc.stream import ClientStream, open_stream
 from shared.runtime.groups import plain_errors
-from shared.telemetry.worker import WorkerLoad
+from shared.worker_status import WorkerStatus
 
 _log = structlog.get_logger(__name__)
 
@@ -61,13 +59,6 @@ _REJOIN_S = (*[0.05] * 40, *[0.2] * 40, 1.0)
 _HELLO_WITHIN_S = 3.0
 
 
-class WorkerRole(Enum):
-    """What a worker does."""
-
-    PREFILL = wire.Role.PREFILL
-    DECODE = wire.Role.DECODE
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announcement:
     """What a worker is, for as long as its process lives.
@@ -76,22 +67,14 @@ class Announcement:
     which it takes orders, empty = ``role`` alone.
     """
 
-    role: WorkerRole
+    role: Role
     incarnation: Incarnation
-    version: str
     spec: ModelSpec
     layout: KvLayout
     address: Address
     num_blocks: int
     block_size: int
-    serves: tuple[WorkerRole, ...] = ()
-
-
-class SeenOrders(NamedTuple):
-    """The last orders of one gateway that a worker's load counts, one for each of its sessions."""
-
-    prefill: StreamId = StreamId(0)
-    decode: StreamId = StreamId(0)
+    serves: tuple[Role, ...] = ()
 
 
 def advertised(advertise: str, listening: Address) -> Address:
@@ -120,15 +103,14 @@ class Registration:
         network: Network,
         gateways: Sequence[Address],
         announcement: Announcement,
-        load: Callable[[], WorkerLoad],
-        seen: Callable[[Incarnation], SeenOrders] = lambda _: SeenOrders(),
+        load: Callable[[], WorkerStatus],
+        seen: Callable[[Incarnation], Mapping[Role, StreamId]] = lambda _: {},
         on_peers: Callable[[Sequence[MeshPeer]], None] = lambda _: None,
         on_pair: Callable[[MeshPeer], None] = lambda _: None,
         on_drain: Callable[[], None] = lambda: None,
-        on_home: Callable[[WorkerRole, int, int], None] = lambda role, epoch, order: None,
+        on_home: Callable[[Home], None] = lambda _: None,
         on_change: Callable[[], None] = lambda: None,
         journal: Journal | None = None,
-        liveness: LivenessRule | None = None,
     ) -> None:
         self._network = network
         self._gateways = tuple(gateways)
@@ -141,7 +123,6 @@ class Registration:
         self._on_home = on_home
         self._on_change = on_change
         self._journal = journal
-        self._interval_s = REPORT_S if liveness is None else liveness.interval_s
         self._links: dict[Address, _Link] = {}
         self._named: dict[Address, tuple[MeshPeer, ...]] = {}
         self._peers: tuple[MeshPeer, ...] = ()
@@ -295,19 +276,14 @@ class Registration:
         longest = min(it.spec.max_model_len, codec.MAX_TOKENS, it.num_blocks * it.block_size)
         spec = replace(it.spec, max_model_len=longest)
         return wire.WorkerAnnounce(
-            hello=wire.Hello(
-                protocol_version=codec.PROTOCOL_VERSION,
-                role=it.role.value,
-                incarnation=it.incarnation,
-                version=it.version,
-            ),
+            hello=codec.own_hello(codec.role_to_wire(it.role), it.incarnation),
             model=codec.model_to_wire(spec),
             layout=codec.layout_to_wire(it.layout),
             host=it.address.host,
             port=it.address.port,
             num_blocks=it.num_blocks,
             block_size=it.block_size,
-            serves=[role.value for role in it.serves],
+            serves=[*map(codec.role_to_wire, it.serves)],
         )
 
     async def _shake_hands(self, stream: ClientStream[Any, Any]) -> Incarnation:
@@ -321,7 +297,8 @@ class Registration:
         if directive is None:
             raise WorkerLost("the gateway ended the registration before hello")
         if directive.refused is not None:
-            raise _refusal(directive.refused)
+            # Only "incompatible" is for good; all else may pass (it drains, it starts).
+            raise codec.error_from_wire(directive.refused)
         return check_hello(directive.hello, wire.Role.GATEWAY)
 
     async def _report(self, link: _Link, stream: ClientStream[Any, Any]) -> None:
@@ -330,8 +307,8 @@ class Registration:
             is_last = self._is_leaving
             # Read in one breath with the load: an order in between would be counted twice, or not
             # at all.
-            seen = SeenOrders() if link.gateway is None else self._seen(link.gateway)
-            status = _status(self._load(), seen)
+            seen = self._seen(link.gateway or Incarnation(0))
+            status = status_to_wire(self._load(), seen)
             status.kv = self._kv_changes(link)
             await stream.send(wire.WorkerReport(status=status))
             if is_last:
@@ -340,7 +317,7 @@ class Registration:
             if status.kv is not None and not status.kv.is_whole:
                 continue  # a snapshot, in pieces
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._interval_s):
+                async with asyncio.timeout(REPORT_S):
                     await link.has_news.wait()
                     await asyncio.sleep(_BURST_S)
 
@@ -372,7 +349,7 @@ class Registration:
     async def _listen(self, link: _Link, stream: ClientStream[Any, Any]) -> None:
         async for directive in stream:
             if directive.refused is not None:
-                raise _refusal(directive.refused)
+                raise codec.error_from_wire(directive.refused)
             if directive.peers is not None:
                 self._name(link.address, tuple(map(_mesh_peer, directive.peers.peers)))
             if directive.pair is not None:
@@ -385,11 +362,10 @@ class Registration:
                 self._ask_kv(link, directive.kv)
 
     def _take_home(self, order: wire.SetHome) -> None:
-        try:
-            role = WorkerRole(wire.Role(order.role))
-        except ValueError:
-            raise RemoteProtocolError("no worker's role", param="role") from None
-        self._on_home(role, order.epoch, order.order)
+        role = codec.ROLES.get(order.role)
+        if role is None:
+            raise RemoteProtocolError("no worker's role", param="role")
+        self._on_home(Home(role, order.epoch, order.order))
 
     def _name(self, gateway: Address, peers: tuple[MeshPeer, ...]) -> None:
         self._named[gateway] = peers
@@ -416,44 +392,6 @@ class _Link:
         self.kv_interval_s = self.kv_due_at = 0.0
 
 
-_HOMES = {
-    "": wire.Role.UNSPECIFIED,
-    "prefill": wire.Role.PREFILL,
-    "decode": wire.Role.DECODE,
-}
-
-
-def _status(load: WorkerLoad, seen: SeenOrders) -> wire.WorkerStatus:
-    return wire.WorkerStatus(
-        pending_tokens=load.pending_tokens,
-        num_waiting=load.num_waiting,
-        num_running=load.num_running,
-        free_blocks=load.free_blocks,
-        reserved_blocks=load.reserved_blocks,
-        quarantined_blocks=load.quarantined_blocks,
-        step_s=load.step_s,
-        draining=load.is_draining,
-        paired=pack_u64(load.paired),
-        pair_speeds=pack_f32(load.pair_speeds),
-        egress_bytes=load.egress_bytes,
-        seen_prefill_id=seen.prefill,
-        seen_decode_id=seen.decode,
-        num_prompts=load.num_prompts,
-        num_answers=load.num_answers,
-        home=_HOMES[load.home],
-        home_epoch=load.home_epoch,
-        prompt_steps=_fit_to_wire(load.prompt_steps),
-        answer_steps=_fit_to_wire(load.answer_steps),
-        queue_s=load.queue_s,
-        step_tokens=load.step_tokens,
-        home_order=load.home_order,
-    )
-
-
-def _fit_to_wire(fit: StepFit) -> wire.StepFit | None:
-    return wire.StepFit(**fit._asdict()) if fit.num_steps else None
-
-
 def _merged(named: Iterable[Sequence[MeshPeer]]) -> tuple[MeshPeer, ...]:
     """Return all that any gateway names, each once, in the order in which they are named."""
     return tuple({peer.incarnation: peer for peers in named for peer in peers}.values())
@@ -463,10 +401,3 @@ def _mesh_peer(peer: wire.Peer) -> MeshPeer:
     if not (peer.incarnation and peer.host and 0 < peer.port < 65536):
         raise RemoteProtocolError("the gateway named a peer without incarnation, host or port")
     return MeshPeer(Incarnation(peer.incarnation), Address(peer.host, peer.port))
-
-
-def _refusal(error: wire.Error) -> MeshError:
-    """Only a gateway that says "incompatible" means it for good; all else may pass (it drains, it
-    starts).
-    """
-    return codec.error_from_wire(error)

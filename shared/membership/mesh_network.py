@@ -27,6 +27,7 @@ from shared.errors import (
     RemoteProtocolError,
     WorkerLost,
 )
+from shared.http2.complaints import Complaints
 from shared.ids import Incarnation, RandomBytes
 from shared.membership.proof import (
     NONCE_BYTES,
@@ -47,8 +48,6 @@ from shared.rpc.stream import open_stream
 _log = structlog.get_logger(__name__)
 
 PROOF_WITHIN_S = 5.0
-LOG_EVERY_S = 60.0
-"""Strangers get a line of the log so often, however many knock."""
 
 _REMEDY = (
     "give the gateway and all workers of a mesh the same --mesh-secret-file (or PDMESH_MESH_SECRET)"
@@ -67,8 +66,7 @@ class MeshNetwork:
         self._random_bytes = random_bytes
         # By connection, and weak: one that is gone takes its proof with it.
         self._proven: WeakKeyDictionary[Any, _Proven] = WeakKeyDictionary()
-        self._num_refused = 0
-        self._log_at = 0.0
+        self._complaints = Complaints()
 
     def serve(
         self, address: Address, handlers: Sequence[Any], **options: Any
@@ -171,16 +169,14 @@ class MeshNetwork:
         return error
 
     def _note_stranger(self, peer: Address, error: MeshError) -> None:
-        self._num_refused += 1
-        now = asyncio.get_running_loop().time()
-        if now >= self._log_at:
-            self._log_at = now + LOG_EVERY_S
+        num_untold = self._complaints.count(asyncio.get_running_loop().time())
+        if num_untold is not None:
             _log.warning(
                 "a stranger was refused",
                 peer=str(peer),
                 error=error.message,
                 code=error.code,
-                count=self._num_refused,
+                count=num_untold + 1,
             )
 
 
@@ -190,19 +186,13 @@ def mesh_network(
     *,
     role: str,
     incarnation: Incarnation,
-    version: str,
     random_bytes: RandomBytes,
 ) -> Network:
     """Return the network between services: the one below if the mesh has no secret. role: gateway,
     prefill or decode."""
     if secret is None:
         return network
-    hello = wire.Hello(
-        protocol_version=codec.PROTOCOL_VERSION,
-        role=wire.Role[role.upper()],
-        incarnation=incarnation,
-        version=version,
-    )
+    hello = codec.own_hello(wire.Role[role.upper()], incarnation)
     return MeshNetwork(network, secret, hello, random_bytes)
 
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from shared import wire
 from shared.errors import ERROR_TYPES, IncompatiblePeer, MeshError, RemoteProtocolError, WorkerLost
 from shared.grammar import MAX_GRAMMAR_BYTES
+from shared.home import Role
 from shared.ids import ID_BYTES, Incarnation, LeaseToken, RequestId, StreamId
 from shared.kv.layout import DTYPE_BYTES, KvLayout
 from shared.messages.columns import pack_f32, pack_u8, pack_u32, unpack_f32, unpack_u8, unpack_u32
@@ -32,9 +33,13 @@ from shared.request import (
 )
 from shared.schedule.plan import NewToken, PromptTimes
 from shared.transfer.messages import TransferKey
+from shared.version import VERSION
 
 PROTOCOL_VERSION = 7
 """Grows when a message changes its meaning; peers of different versions do not work together."""
+
+ROLES = {wire.Role.PREFILL: Role.PREFILL, wire.Role.DECODE: Role.DECODE}
+"""Those of workers."""
 
 FINGERPRINT_BYTES = 32
 MAX_TOKENS = (MAX_MESSAGE_BYTES - MAX_GRAMMAR_BYTES - (64 << 10)) // 4
@@ -131,6 +136,18 @@ def require_hello(hello: wire.Hello | None) -> wire.Hello:
     return hello
 
 
+def own_hello(role: wire.Role, incarnation: Incarnation) -> wire.Hello:
+    """Return how this process begins a stream."""
+    return wire.Hello(
+        protocol_version=PROTOCOL_VERSION, role=role, incarnation=incarnation, version=VERSION
+    )
+
+
+def role_to_wire(role: Role) -> wire.Role:
+    """Return the wire form of a worker's role."""
+    return wire.Role[role.name]
+
+
 # --- small records --------------------------------------------------------------------------------
 
 
@@ -154,12 +171,7 @@ def error_from_wire(error: wire.Error | None) -> MeshError:
     # Of a peer that is wrong, NaN too: a hint must not keep clients away for ever.
     if not 0 <= retry_after_s < 1e6:
         retry_after_s = 0.0
-    return cls(
-        error.message,
-        param=error.param,
-        code=error.code,
-        retry_after_s=retry_after_s,
-    )
+    return cls(error.message, param=error.param, code=error.code, retry_after_s=retry_after_s)
 
 
 def layout_to_wire(layout: KvLayout) -> wire.KvLayout:
@@ -213,7 +225,6 @@ def model_from_wire(model: wire.ModelInfo | None) -> ModelSpec:
         fingerprint=model.fingerprint,
         vocab_size=_int(model.vocab_size, 1, 1 << 24, "vocab_size"),
         max_model_len=_int(model.max_model_len, 1, 1 << 28, "max_model_len"),
-        eos_token_ids=frozenset(),
         dtype=model.dtype,
         engine=model.engine,
     )
@@ -258,18 +269,18 @@ def sampling_from_wire(params: wire.SamplingParams | None) -> SamplingParams:
     unpack_u32(params.allowed_token_ids, name="allowed_token_ids")  # it stays a column
     return SamplingParams(
         max_tokens=_int(params.max_tokens, 1, _MAX_U32, "max_tokens"),
-        min_tokens=_int(params.min_tokens, 0, _MAX_U32, "min_tokens"),
+        min_tokens=params.min_tokens,
         temperature=_number(params.temperature, 0.0, 1e6, "temperature"),
-        top_k=_int(params.top_k, 0, _MAX_U32, "top_k"),
+        top_k=params.top_k,
         top_p=_number(params.top_p, 0.0, 1.0, "top_p"),
         min_p=_number(params.min_p, 0.0, 1.0, "min_p"),
         repetition_penalty=_number(params.repetition_penalty, 1e-6, 1e6, "repetition_penalty"),
         presence_penalty=_number(params.presence_penalty, -1e6, 1e6, "presence_penalty"),
         frequency_penalty=_number(params.frequency_penalty, -1e6, 1e6, "frequency_penalty"),
         logit_bias=tuple(zip(bias_ids, bias, strict=True)),
-        seed=_int(params.seed, 0, (1 << 64) - 1, "seed"),
+        seed=params.seed,
         stop_token_ids=tuple(unpack_u32(params.stop_token_ids, name="stop_token_ids")),
-        ignore_eos=bool(params.ignore_eos),
+        ignore_eos=params.ignore_eos,
         logprobs=_optional_count(params.logprobs, "logprobs"),
         prompt_logprobs=_optional_count(params.prompt_logprobs, "prompt_logprobs"),
         allowed_token_ids=params.allowed_token_ids,
@@ -327,7 +338,7 @@ def reserve_from_wire(command: wire.Reserve) -> Order:
 
 def _order(command: wire.StartPrefill | wire.Reserve, peer: Incarnation | None) -> Order:
     return Order(
-        stream_id=StreamId(_int(command.stream_id, 0, _MAX_U32, "stream_id")),
+        stream_id=StreamId(command.stream_id),
         key=TransferKey(
             RequestId(_id(command.request_id, "request_id")),
             _int(command.attempt, 0, 1000, "attempt"),
@@ -482,8 +493,8 @@ def prefill_token_from_wire(event: wire.PrefillToken) -> AnswerToken:
             _unflatten(num_rows, rows.logprobs, rows.top_counts, rows.top_ids, rows.top_logprobs)
         )
     return AnswerToken(
-        _int(event.index, 0, _MAX_U32, "index"),
-        _int(event.token_id, 0, _MAX_U32, "token_id"),
+        event.index,
+        event.token_id,
         FinishReason(_int(event.finish_reason, 0, _LAST_REASON, "finish_reason")),
         logprobs,
         prompt_logprobs,

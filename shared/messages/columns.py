@@ -7,7 +7,6 @@ that do not fit; unpacking raises RemoteProtocolError for lengths that do not.
 
 from __future__ import annotations
 
-import math
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
@@ -76,14 +75,9 @@ def pack_f32(values: Iterable[float]) -> bytes:
     return _pack("f", values)
 
 
-def unpack_f32(
-    data: bytes, *, count: int | None = None, name: str = "", is_finite: bool = False
-) -> Sequence[float]:
-    """Unpack f32 values; is_finite: refuse NaN and infinities."""
-    column: Sequence[float] = _unpack("f", data, count, name)
-    if is_finite and not all(map(math.isfinite, column)):
-        raise RemoteProtocolError("column holds NaN or infinity", param=name)
-    return column
+def unpack_f32(data: bytes, *, count: int | None = None, name: str = "") -> Sequence[float]:
+    """Unpack f32 values, NaN and infinities among them."""
+    return _unpack("f", data, count, name)
 
 
 def pack_u8(values: Iterable[int]) -> bytes:

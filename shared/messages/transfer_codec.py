@@ -1,13 +1,14 @@
 """Messages of ``Transfer.Pair``, wire <-> domain, checked strictly.
 
-What a peer sends is taken apart here once; whatever has a wrong length, range or shape raises
-RemoteProtocolError. What the messages mean is ``shared/transfer``'s business.
+What a peer sends is taken apart here once. Its types and the ranges of its numbers are right
+already (``wire_format.py``); whatever has a wrong length or shape raises RemoteProtocolError. What
+the messages mean is ``shared/transfer``'s business.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from shared import wire
 from shared.errors import IncompatiblePeer, MeshError, RemoteProtocolError
@@ -38,7 +39,6 @@ from shared.transfer.plan import MAX_FRAMES, FrameRule
 
 MAX_ADDRESS_BYTES = 1 << 16
 MAX_WINDOWS = 4096
-MAX_U32 = (1 << 32) - 1
 MAX_U64 = (1 << 64) - 1
 
 
@@ -46,7 +46,6 @@ class PairIdentity(NamedTuple):
     """What this worker says of itself when two workers pair up."""
 
     incarnation: Incarnation
-    version: str
     spec: ModelSpec
     layout: KvLayout
     transport_address: bytes
@@ -72,12 +71,7 @@ class PairTerms(NamedTuple):
 def hello_to_wire(it: PairIdentity) -> wire.PairHello:
     """Our half of the handshake."""
     return wire.PairHello(
-        hello=wire.Hello(
-            protocol_version=codec.PROTOCOL_VERSION,
-            role=wire.Role.PREFILL if it.pushes else wire.Role.DECODE,
-            incarnation=it.incarnation,
-            version=it.version,
-        ),
+        hello=codec.own_hello(wire.Role.PREFILL if it.pushes else wire.Role.DECODE, it.incarnation),
         model=codec.model_to_wire(it.spec),
         layout=codec.layout_to_wire(it.layout),
         transport_address=it.transport_address,
@@ -107,13 +101,13 @@ def agree(it: PairIdentity, theirs: wire.PairHello | None) -> PairTerms:
             code="model_fingerprint",
         )
     it.layout.require_same(codec.layout_from_wire(theirs.layout), who="the peer")
-    address: Any = theirs.transport_address
-    if not isinstance(address, bytes) or not 0 < len(address) <= MAX_ADDRESS_BYTES:
+    address = theirs.transport_address
+    if not 0 < len(address) <= MAX_ADDRESS_BYTES:
         raise RemoteProtocolError("the peer gave no usable transport address")
     rule = FrameRule(
         layout=it.layout,
-        group_bytes=max(1, min(it.group_bytes, _number(theirs.group_bytes, "group_bytes"))),
-        max_frame_bytes=min(it.max_frame_bytes, _number(theirs.max_frame_bytes, "max_frame_bytes")),
+        group_bytes=max(1, min(it.group_bytes, theirs.group_bytes)),
+        max_frame_bytes=min(it.max_frame_bytes, theirs.max_frame_bytes),
     )
     goes_out, comes_in = it.pushes and theirs.receives, it.receives and theirs.pushes
     if not (goes_out or comes_in):
@@ -215,37 +209,36 @@ def message_from_wire(message: wire.PairMessage) -> SourceMessage | SinkMessage 
     if (span := message.span) is not None:
         return Span(
             _transfer_id(span.transfer_id),
-            _number(span.start, "start"),
-            _number(span.stop, "stop"),
+            span.start,
+            span.stop,
         )
     if (commit := message.commit) is not None:
         return Commit(
             _transfer_id(commit.transfer_id),
-            _number(commit.first_token, "first_token"),
-            _number(commit.num_frames, "num_frames"),
+            commit.first_token,
+            commit.num_frames,
         )
     if (abort := message.abort) is not None:
         error = None if abort.error is None else codec.error_from_wire(abort.error)
-        return Abort(_transfer_id(abort.transfer_id), error, _number(abort.frames, "frames"))
+        return Abort(_transfer_id(abort.transfer_id), error, abort.frames)
     if (grant := message.grant) is not None:
         return Grant(
             _key(grant),
             _transfer_id(grant.transfer_id),
-            _number(grant.epoch, "epoch", MAX_U64),
-            # All tags of the transfer must be tags.
-            _number(grant.tag_base, "tag_base", MAX_U64 - MAX_FRAMES),
-            _number(grant.skip_tokens, "skip_tokens"),
+            grant.epoch,
+            _tag_base(grant.tag_base),
+            grant.skip_tokens,
         )
     if (refused := message.refused) is not None:
         return Refused(_key(refused), _reason(refused.error))
     if (credit := message.credit) is not None:
         return Credit(
             _transfer_id(credit.transfer_id),
-            _number(credit.frames, "frames"),
-            tuple(_number(slot, "slots") for slot in credit.slots),
+            credit.frames,
+            tuple(credit.slots),
         )
     if (ack := message.ack) is not None:
-        return Ack(_transfer_id(ack.transfer_id), _number(ack.frames, "frames"), bool(ack.done))
+        return Ack(_transfer_id(ack.transfer_id), ack.frames, bool(ack.done))
     if (stop := message.stop) is not None:
         return StopSending(_transfer_id(stop.transfer_id), _reason(stop.error))
     if (pull := message.pull) is not None:
@@ -277,13 +270,11 @@ def windows_from_wire(windows: wire.StagingWindows | None) -> list[WindowOffer]:
 
 
 def _window(window: wire.StagingWindow) -> WindowOffer:
-    key: Any = window.key
-    proof: Any = window.proof
-    if not isinstance(key, bytes) or not 0 < len(key) <= MAX_ADDRESS_BYTES:
+    if not 0 < len(window.key) <= MAX_ADDRESS_BYTES:
         raise RemoteProtocolError("a window without a usable key", param="key")
-    if not isinstance(proof, bytes) or len(proof) != ID_BYTES:
+    if len(window.proof) != ID_BYTES:
         raise RemoteProtocolError("a window's proof has 16 bytes", param="proof")
-    return WindowOffer(_number(window.slot, "slot"), key, proof)
+    return WindowOffer(window.slot, window.key, window.proof)
 
 
 # --- inside -------------------------------------------------------------------------------------
@@ -295,7 +286,7 @@ def _reason(error: wire.Error | None) -> MeshError:
     return codec.error_from_wire(error)
 
 
-def _transfer_id(raw: Any) -> TransferId:
+def _transfer_id(raw: bytes) -> TransferId:
     return TransferId(_id(raw, "transfer_id"))
 
 
@@ -304,19 +295,19 @@ def _key(
 ) -> TransferKey:
     return TransferKey(
         RequestId(_id(message.request_id, "request_id")),
-        _number(message.attempt, "attempt"),
+        message.attempt,
         LeaseToken(_id(message.lease_token, "lease_token")),
     )
 
 
-def _id(raw: Any, param: str) -> bytes:
-    if not isinstance(raw, bytes) or len(raw) != ID_BYTES:
+def _id(raw: bytes, param: str) -> bytes:
+    if len(raw) != ID_BYTES:
         raise RemoteProtocolError(f"must be {ID_BYTES} bytes", param=param)
     return raw
 
 
-def _number(value: Any, param: str, most: int = MAX_U32) -> int:
-    # The message library takes any number of any size in any field.
-    if not isinstance(value, int) or not 0 <= value <= most:
-        raise RemoteProtocolError(f"must be in 0..{most}", param=param)
+def _tag_base(value: int) -> int:
+    """All tags of the transfer must be tags."""
+    if value > MAX_U64 - MAX_FRAMES:
+        raise RemoteProtocolError(f"must be in 0..{MAX_U64 - MAX_FRAMES}", param="tag_base")
     return value

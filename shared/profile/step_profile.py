@@ -7,6 +7,7 @@ Beside the two lines it has every step that was measured, so that a reader may f
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -42,30 +43,15 @@ class ProfiledSteps(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, fit: FittedPhase, steps: tuple[StepSample, ...] = ()) -> ProfiledSteps:
         """Return a fit, with the steps that it is through."""
-        return cls(
-            constant_s=fit.constant_s,
-            token_s=fit.token_s,
-            attended_s=fit.attended_s,
-            error=fit.error,
-            num_steps=fit.num_steps,
-            most_tokens=fit.most_tokens,
-            most_attended=fit.most_attended,
-            steps=steps,
-        )
+        return cls(**dataclasses.asdict(fit), steps=steps)
 
     def line(self) -> FittedPhase:
         """Return it without its steps. Raises InvalidRequest: it says that steps take no time."""
         if not (self.constant_s or self.token_s):
             raise InvalidRequest("a profile whose steps take no time says nothing")
-        return FittedPhase(
-            constant_s=self.constant_s,
-            token_s=self.token_s,
-            attended_s=self.attended_s,
-            error=self.error,
-            num_steps=self.num_steps,
-            most_tokens=self.most_tokens,
-            most_attended=self.most_attended,
-        )
+        fields = msgspec.structs.asdict(self)
+        del fields["steps"]
+        return FittedPhase(**fields)
 
 
 class StepProfile(msgspec.Struct, frozen=True, kw_only=True):

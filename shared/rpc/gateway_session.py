@@ -4,7 +4,7 @@ end.
 Prefill.Session and Decode.Session differ in their messages alone; what a command means is the
 host's business (``shared/worker/doors.py``, ``shared/worker/doors.py``). Heartbeats are
 ``heartbeat_stream.py``'s. A gateway that does not read is dropped: a worker cannot slow down one
-gateway's tokens without slowing all others, so beyond ``max_outbox_bytes`` of unsent events its
+gateway's tokens without slowing all others, so beyond ``MAX_OUTBOX_BYTES`` of unsent events its
 session ends and its requests are cancelled.
 """
 
@@ -20,6 +20,7 @@ import structlog
 
 from shared import wire
 from shared.errors import MeshError, RemoteProtocolError, WorkerLost
+from shared.home import Role
 from shared.ids import Incarnation, StreamId
 from shared.liveness import LivenessRule
 from shared.messages import codec
@@ -57,14 +58,13 @@ class GatewaySession:
         heartbeat: Any,
         orders: str,
         rule: LivenessRule | None = None,
-        max_outbox_bytes: int = MAX_OUTBOX_BYTES,
     ) -> None:
         """orders: the field of a command that holds an order."""
         self.gateway = gateway
         self.seen = StreamId(0)
         """The last order that the host has heard of."""
         self._orders = orders
-        self._max_outbox_bytes = max_outbox_bytes
+        self._max_outbox_bytes = MAX_OUTBOX_BYTES
         self._sizes: deque[int] = deque()
         self._outbox_bytes = 0
         self._drained = asyncio.Event()
@@ -165,11 +165,9 @@ class GatewaySessions:
         *,
         method: Method[Any, Any],
         event_type: Callable[..., Any],
-        role: wire.Role,
+        role: Role,
         incarnation: Incarnation,
-        version: str,
         rule: LivenessRule | None = None,
-        max_outbox_bytes: int = MAX_OUTBOX_BYTES,
     ) -> None:
         """method, event_type: PREFILL_SESSION with PrefillEvent, or DECODE_SESSION with
         DecodeEvent."""
@@ -177,14 +175,9 @@ class GatewaySessions:
         self.method = method
         self._orders = _ORDERS[method]
         self._event_type = event_type
-        self._hello = wire.Hello(
-            protocol_version=codec.PROTOCOL_VERSION,
-            role=role,
-            incarnation=incarnation,
-            version=version,
-        )
+        self.role = role
+        self._hello = codec.own_hello(codec.role_to_wire(role), incarnation)
         self._rule = rule
-        self._max_outbox_bytes = max_outbox_bytes
         self._sessions: set[GatewaySession] = set()
         self.servicer = Servicer(bind(method, self._serve))
 
@@ -216,7 +209,6 @@ class GatewaySessions:
             heartbeat=self._event_type(heartbeat=wire.Heartbeat()),
             orders=self._orders,
             rule=self._rule,
-            max_outbox_bytes=self._max_outbox_bytes,
         )
         session.send(self._event_type(hello=self._hello))
         self._sessions.add(session)

@@ -23,7 +23,6 @@ from shared.mesh_secret import MeshSecret
 from shared.profile.machine import UNMEASURED, MachineProfile
 from shared.rpc.network import Network
 from shared.rpc.tls import MeshTls
-from shared.version import VERSION
 
 if TYPE_CHECKING:
     # The gateway imports this module; its image has neither an engine nor a transport.
@@ -86,7 +85,6 @@ class Platform:
             self.secret,
             role=role,
             incarnation=incarnation,
-            version=VERSION,
             random_bytes=self.random_bytes,
         )
 

@@ -15,18 +15,16 @@ from shared.address import Address
 from shared.config import WorkerConfig
 from shared.engine.base import Engine
 from shared.engine.worker import ComputeRunner
+from shared.home import Home, Role
 from shared.ids import Incarnation, MeshPeer, StreamId
 from shared.kv.journal import Journal
 from shared.kv.pool import BlockPool
 from shared.membership.join import (
     Announcement,
     Registration,
-    SeenOrders,
-    WorkerRole,
     advertised,
 )
 from shared.rpc.gateway_session import GatewaySessions
-from shared.rpc.methods import DECODE_SESSION, PREFILL_SESSION
 from shared.rpc.network import RpcServer
 from shared.rpc.service import Servicer
 from shared.runtime.loops import serve_until_stopped
@@ -36,9 +34,9 @@ from shared.schedule.scheduler import SchedulePolicy, Scheduler
 from shared.telemetry.listener import serve_metrics
 from shared.telemetry.loop_lag import watch_loop_lag
 from shared.telemetry.process import register_process_metrics
-from shared.telemetry.worker import WorkerLoad, WorkerMetrics
+from shared.telemetry.worker import WorkerMetrics
 from shared.transport.base import Transport
-from shared.version import VERSION
+from shared.worker_status import WorkerStatus
 
 FLUSH_S = 1.0
 """Longest wait for last words to reach the gateways."""
@@ -60,14 +58,14 @@ class WorkerParts:
     servicers: Sequence[Servicer]
     sessions: Sequence[GatewaySessions]
     metrics: WorkerMetrics
-    load: Callable[[], WorkerLoad]
+    load: Callable[[], WorkerStatus]
     loops: Sequence[Loop]
     drain: Callable[[], Awaitable[bool]]
     why_not_ready: Callable[[], str]
     journal: Journal | None = None
     on_peers: Callable[[Sequence[MeshPeer]], None] = lambda _: None
     on_pair: Callable[[MeshPeer], None] = lambda _: None
-    on_home: Callable[[WorkerRole, int, int], None] = lambda role, epoch, order: None
+    on_home: Callable[[Home], None] = lambda _: None
 
 
 class WorkerLife:
@@ -75,13 +73,13 @@ class WorkerLife:
 
     def __init__(
         self,
-        role: WorkerRole,
+        role: Role,
         config: WorkerConfig,
         platform: Platform,
         engine: Engine,
         incarnation: Incarnation,
         *,
-        serves: tuple[WorkerRole, ...] = (),
+        serves: tuple[Role, ...] = (),
     ) -> None:
         """serves: the roles for which it takes orders; empty = ``role`` alone."""
         self._role = role
@@ -90,7 +88,7 @@ class WorkerLife:
         self._platform = platform
         self._engine = engine
         self._incarnation = incarnation
-        self.network = platform.mesh_network(role.name.lower(), incarnation)
+        self.network = platform.mesh_network(role.value, incarnation)
         self._registration: Registration | None = None
         self._server: RpcServer | None = None
         self._parts: WorkerParts | None = None
@@ -133,9 +131,7 @@ class WorkerLife:
                 on_change=self._show_readiness,
                 journal=parts.journal,
             )
-            register_process_metrics(
-                parts.metrics.registry, self._role.name.lower(), self._incarnation, VERSION
-            )
+            register_process_metrics(parts.metrics.registry, self._role.value, self._incarnation)
             self._parts = parts
             self._show_readiness()  # not ready until a gateway has taken this worker in
 
@@ -162,11 +158,9 @@ class WorkerLife:
                 last_words=self._last_words,
             )
 
-    def _seen(self, gateway: Incarnation) -> SeenOrders:
+    def _seen(self, gateway: Incarnation) -> dict[Role, StreamId]:
         sessions = self._parts.sessions if self._parts is not None else ()
-        last = {each.method: each.seen(gateway) for each in sessions}
-        none = StreamId(0)
-        return SeenOrders(last.get(PREFILL_SESSION, none), last.get(DECODE_SESSION, none))
+        return {each.role: each.seen(gateway) for each in sessions}
 
     async def _last_words(self) -> None:
         if self._parts is not None and self._registration is not None:
@@ -180,7 +174,6 @@ class WorkerLife:
         return Announcement(
             role=self._role,
             incarnation=self._incarnation,
-            version=VERSION,
             spec=engine.spec,
             layout=engine.layout,
             address=advertised(self._config.advertise, address),

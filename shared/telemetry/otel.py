@@ -26,6 +26,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from shared.telemetry.tracing import NO_SPAN, Attributes, SpanKind, Tracer, TraceSpan
+from shared.version import VERSION
 
 _log = structlog.get_logger(__name__)
 
@@ -90,10 +91,10 @@ class _Span(TraceSpan):
 
 
 class _Tracer(Tracer):
-    def __init__(self, provider: TracerProvider, exporter: OneWarning, version: str) -> None:
+    def __init__(self, provider: TracerProvider, exporter: OneWarning) -> None:
         self._provider = provider
         self._exporter = exporter
-        self._tracer = provider.get_tracer("pdmesh", version)
+        self._tracer = provider.get_tracer("pdmesh", VERSION)
 
     def request(self, name: str, began_at: float, headers: Mapping[str, str]) -> TraceSpan:
         span = self._tracer.start_span(
@@ -165,7 +166,7 @@ class OneWarning(SpanExporter):
         return self._exporter.force_flush(timeout_millis)
 
 
-def open_tracer(service: str, instance_id: str, version: str) -> Tracer:
+def open_tracer(service: str, instance_id: str) -> Tracer:
     """Return a tracer that exports as the environment says. Raises ValueError: it says nonsense."""
     names = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
     protocol = next(filter(None, map(os.environ.get, names)), "http/protobuf")
@@ -177,7 +178,7 @@ def open_tracer(service: str, instance_id: str, version: str) -> Tracer:
         {
             "service.name": service,
             "service.instance.id": instance_id,
-            "service.version": version,
+            "service.version": VERSION,
         }
     )
     provider = TracerProvider(
@@ -185,7 +186,7 @@ def open_tracer(service: str, instance_id: str, version: str) -> Tracer:
     )
     exporter = OneWarning(OTLPSpanExporter())
     provider.add_span_processor(BatchSpanProcessor(exporter))
-    return _Tracer(provider, exporter, version)
+    return _Tracer(provider, exporter)
 
 
 def _wall_ns(at: float) -> int:

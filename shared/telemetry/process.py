@@ -15,10 +15,10 @@ from prometheus_client import (
     disable_created_metrics,
 )
 
+from shared.version import VERSION
 
-def register_process_metrics(
-    registry: CollectorRegistry, service: str, incarnation: int, version: str
-) -> None:
+
+def register_process_metrics(registry: CollectorRegistry, service: str, incarnation: int) -> None:
     """Add a service's build, incarnation and process numbers to its registry.
 
     Also leaves out the ``_created`` series, in all registries of the process: Prometheus makes
@@ -29,5 +29,5 @@ def register_process_metrics(
         "Always 1; which build this is, and the incarnation that receipts and logs name",
         ["version", "python_version", "incarnation"],
         registry=registry,
-    ).labels(version, platform.python_version(), f"{incarnation:016x}").set(1)
+    ).labels(VERSION, platform.python_version(), f"{incarnation:016x}").set(1)
     ProcessCollector(registry=registry)

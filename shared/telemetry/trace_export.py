@@ -27,20 +27,20 @@ def is_wanted(environment: Mapping[str, str]) -> bool:
 
 
 @asynccontextmanager
-async def tracing(service: str, incarnation: int, version: str) -> AsyncGenerator[Tracer]:
+async def tracing(service: str, incarnation: int) -> AsyncGenerator[Tracer]:
     """Trace for the length of the block, if the environment asks for it; flush at its end.
 
     service: the name that traces show, unless the environment gives another. A service whose traces
     cannot be had says so once and serves without them.
     """
-    tracer = _open(service, incarnation, version)
+    tracer = _open(service, incarnation)
     try:
         yield tracer
     finally:
         await tracer.close()
 
 
-def _open(service: str, incarnation: int, version: str) -> Tracer:
+def _open(service: str, incarnation: int) -> Tracer:
     if not is_wanted(os.environ):
         return NO_TRACER
     missing = "opentelemetry.exporter.otlp.proto.http"
@@ -56,7 +56,7 @@ def _open(service: str, incarnation: int, version: str) -> Tracer:
     from shared.telemetry.otel import open_tracer
 
     try:
-        return open_tracer(service, f"{incarnation:016x}", version)
+        return open_tracer(service, f"{incarnation:016x}")
     except Exception as error:
         _log.warning("no traces", reason=f"the OTEL_* variables are wrong: {error}")
         return NO_TRACER

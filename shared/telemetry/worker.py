@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from shared.kv.events import BlockStored, KvEvent
-from shared.predict.step_time import NO_FIT, StepFit
 from shared.telemetry.loop_lag import LoopLag
+from shared.worker_status import WorkerStatus
 
 STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 LAG_BUCKETS = (
@@ -32,41 +31,6 @@ SPEED_BUCKETS = (
     1e6, 3e6, 1e7, 3e7, 1e8, 2e8, 5e8, 1e9, 2e9, 3e9, 5e9, 7.5e9, 1e10, 2e10, 5e10, 1e11, 2e11, 5e11
 )  # fmt: skip
 """Bytes a second, from slow TCP to NVLink."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerLoad:
-    """What a worker is busy with at one instant; the body of the status it sends to gateways.
-
-    pending_tokens: prompt tokens queued or running. reserved_blocks: held by leases and sequences.
-    step_s: moving mean of the step time. paired: incarnations of the decode workers whose canary
-    crossed. num_prompts, num_answers: what it holds of either kind; a worker that serves one role
-    need not count. home: the role's name, '' = the one it joined with. home_order:
-    by which order, 0 = none. queue_s: predicted seconds until all its prompts are computed.
-    step_tokens: most tokens of a step. prompt_steps, answer_steps: how long steps take with
-    prompts, and without. pair_speeds: bytes a second to each of ``paired``, 0 = not measured.
-    egress_bytes: KV that is announced to others and not acknowledged."""
-
-    pending_tokens: int = 0
-    num_waiting: int = 0
-    num_running: int = 0
-    free_blocks: int = 0
-    reserved_blocks: int = 0
-    quarantined_blocks: int = 0
-    step_s: float = 0.0
-    is_draining: bool = False
-    paired: tuple[int, ...] = ()
-    num_prompts: int = 0
-    num_answers: int = 0
-    home: Literal["", "prefill", "decode"] = ""
-    home_epoch: int = 0
-    queue_s: float = 0.0
-    step_tokens: int = 0
-    prompt_steps: StepFit = NO_FIT
-    answer_steps: StepFit = NO_FIT
-    pair_speeds: tuple[float, ...] = ()
-    egress_bytes: int = 0
-    home_order: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +64,7 @@ class WorkerMetrics:
     def __init__(
         self,
         role: str,
-        load: Callable[[], WorkerLoad] | None = None,
+        load: Callable[[], WorkerStatus] | None = None,
         registry: CollectorRegistry | None = None,
     ) -> None:
         """load: None = gauges and the loop's lateness are another's, of the same worker. registry:
@@ -167,7 +131,7 @@ class PrefillMetrics(WorkerMetrics):
 
     def __init__(
         self,
-        load: Callable[[], WorkerLoad] | None = None,
+        load: Callable[[], WorkerStatus] | None = None,
         registry: CollectorRegistry | None = None,
     ) -> None:
         super().__init__("prefill", load, registry)
@@ -208,7 +172,7 @@ class DecodeMetrics(WorkerMetrics):
 
     def __init__(
         self,
-        load: Callable[[], WorkerLoad] | None = None,
+        load: Callable[[], WorkerStatus] | None = None,
         registry: CollectorRegistry | None = None,
     ) -> None:
         super().__init__("decode", load, registry)
@@ -232,7 +196,7 @@ class _LoadCollector(Collector):
     def __init__(
         self,
         prefix: str,
-        load: Callable[[], WorkerLoad],
+        load: Callable[[], WorkerStatus],
         holdings: Callable[[], WorkerHoldings],
     ) -> None:
         self._prefix = prefix

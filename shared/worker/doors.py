@@ -14,15 +14,14 @@ from typing import Any
 
 from shared import wire
 from shared.errors import MeshError, RemoteProtocolError
+from shared.home import Role
 from shared.ids import Incarnation, StreamId
-from shared.liveness import LivenessRule
 from shared.messages import codec
 from shared.messages.codec import Order
 from shared.messages.message_codec import MAX_MESSAGE_BYTES
 from shared.rpc.first_token import first_token_to_wire, require_sendable
 from shared.rpc.gateway_session import (
     EVENT_BYTES,
-    MAX_OUTBOX_BYTES,
     GatewaySession,
     GatewaySessions,
 )
@@ -43,7 +42,7 @@ class Door(ABC):
     """The sessions of all gateways at one of a worker's two doors. on_silent: a gateway stopped
     talking; its incarnation."""
 
-    role: wire.Role
+    role: Role
     method: Any
     event: Callable[..., Any]
 
@@ -51,11 +50,8 @@ class Door(ABC):
         self,
         requests: Requests,
         incarnation: Incarnation,
-        version: str,
         *,
         on_silent: Callable[[Incarnation], None] = lambda _: None,
-        liveness: LivenessRule | None = None,
-        max_outbox_bytes: int = MAX_OUTBOX_BYTES,
     ) -> None:
         self.requests = requests
         self.incarnation = incarnation
@@ -67,9 +63,6 @@ class Door(ABC):
             event_type=self.event,
             role=self.role,
             incarnation=incarnation,
-            version=version,
-            rule=liveness,
-            max_outbox_bytes=max_outbox_bytes,
         )
 
     @abstractmethod
@@ -115,7 +108,7 @@ class Door(ABC):
 class PromptDoor(Door):
     """Where gateways order prompts."""
 
-    role = wire.Role.PREFILL
+    role = Role.PREFILL
     method = PREFILL_SESSION
     event = wire.PrefillEvent
 
@@ -127,7 +120,7 @@ class PromptDoor(Door):
 class AnswerDoor(Door):
     """Where gateways order answers: with KV that another worker pushes, or whole."""
 
-    role = wire.Role.DECODE
+    role = Role.DECODE
     method = DECODE_SESSION
     event = wire.DecodeEvent
 

@@ -23,7 +23,6 @@ from shared.errors import (
     WorkerLost,
 )
 from shared.ids import Incarnation, MeshPeer, RandomBytes
-from shared.liveness import LivenessRule
 from shared.messages.transfer_codec import (
     PairIdentity,
     PairTerms,
@@ -71,7 +70,6 @@ class PairTable:
         self,
         *,
         incarnation: Incarnation,
-        version: str,
         engine: Engine,
         compute: ComputeRunner,
         transport: Transport,
@@ -83,7 +81,6 @@ class PairTable:
         on_change: Callable[[], None] = lambda: None,
         group_bytes: int = DEFAULT_MAX_FRAME_BYTES,
         max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
-        liveness: LivenessRule | None = None,
         rules: PairRules | None = None,
     ) -> None:
         """group_bytes: the largest groups that may be agreed on; the default leaves that to the
@@ -91,7 +88,6 @@ class PairTable:
         rules = rules or PairRules()
         identity = PairIdentity(
             incarnation,
-            version,
             engine.spec,
             engine.layout,
             transport.address,
@@ -107,7 +103,6 @@ class PairTable:
         self._source = source
         self._sink = sink
         self._on_change = on_change
-        self._liveness = liveness
         self._core = Pairs(incarnation, max_warm=max_warm)
         self._effects: EffectLoop[Effect] = EffectLoop(self._core, self._do)
         self._calls: dict[Incarnation, asyncio.Task[None]] = {}
@@ -277,7 +272,6 @@ class PairTable:
             stream,
             heartbeat=wire.PairMessage(heartbeat=wire.Heartbeat()),
             peer="other worker",
-            rule=self._liveness,
         )
         self._refusal = ""
         self._links[link.peer] = link

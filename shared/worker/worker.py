@@ -16,12 +16,11 @@ from shared.address import Address
 from shared.config import WorkerConfig
 from shared.engine.base import Engine
 from shared.engine.worker import ComputeRunner
-from shared.home import Home
+from shared.home import Home, Role
 from shared.ids import Incarnation, new_incarnation
 from shared.kv.journal import Journal
 from shared.kv.pool import BlockPool
 from shared.kv.tiers import CachePolicy
-from shared.membership.join import WorkerRole
 from shared.profile.machine import UNMEASURED, MachineProfile
 from shared.runtime.platform import Platform
 from shared.runtime.worker import WorkerLife, WorkerParts, devices, pool_and_scheduler
@@ -35,13 +34,11 @@ from shared.telemetry.worker import (
     PairSpeed,
     PrefillMetrics,
     WorkerHoldings,
-    WorkerLoad,
     WorkerMetrics,
 )
 from shared.transfer.plan import DEFAULT_MAX_FRAME_BYTES, TransferMode
 from shared.transport.base import Transport
 from shared.transport.pairing import PairRules
-from shared.version import VERSION
 from shared.worker.arenas import Arena, DramArena
 from shared.worker.core.lease import LeasePolicy
 from shared.worker.core.leases import Leases
@@ -56,6 +53,7 @@ from shared.worker.requests import Requests
 from shared.worker.step_times import ProfileRange, StepTimes
 from shared.worker.stepper import Stepper
 from shared.worker.tier_moves import PrefixWays, TierMoves
+from shared.worker_status import WorkerStatus
 
 _log = structlog.get_logger(__name__)
 
@@ -65,7 +63,7 @@ class LaunchProfile:
     """What a worker is launched for. home: what it is when nothing is asked of it. tasks: what it
     does; all of them = it may be either."""
 
-    home: WorkerRole
+    home: Role
     tasks: frozenset[Task]
 
     @property
@@ -74,9 +72,9 @@ class LaunchProfile:
         return self.pushes and self.receives
 
     @property
-    def serves(self) -> tuple[WorkerRole, ...]:
+    def serves(self) -> tuple[Role, ...]:
         """The roles for which it takes orders."""
-        return (WorkerRole.PREFILL, WorkerRole.DECODE) if self.may_be_either else (self.home,)
+        return (Role.PREFILL, Role.DECODE) if self.may_be_either else (self.home,)
 
     @property
     def pushes(self) -> bool:
@@ -127,7 +125,7 @@ class MeshWorker:
 
     def _open_metrics(self) -> None:
         """What a worker never does is counted, too, but nobody asks for the numbers."""
-        if self.launch.home is WorkerRole.PREFILL:
+        if self.launch.home is Role.PREFILL:
             self.prompt_metrics = PrefillMetrics(self.load)
             registry = self.prompt_metrics.registry if self.launch.receives else None
             self.answer_metrics = DecodeMetrics(registry=registry)
@@ -140,7 +138,7 @@ class MeshWorker:
     def _home_metrics(self) -> WorkerMetrics:
         """What is one worker's, whatever it does, is counted by the role it was launched for."""
         launched_for = self.launch.home
-        return self.prompt_metrics if launched_for is WorkerRole.PREFILL else self.answer_metrics
+        return self.prompt_metrics if launched_for is Role.PREFILL else self.answer_metrics
 
     async def run(self, ready: Callable[[Address], None], stop: asyncio.Event) -> bool:
         """Serve until ``stop`` is set (then drain), or until cancelled (then do not). Returns False
@@ -151,7 +149,7 @@ class MeshWorker:
         EngineFailed: the device failed."""
         name = f"pdmesh-{self.launch.home.name.lower()}"
         async with (
-            tracing(name, self.incarnation, VERSION) as tracer,
+            tracing(name, self.incarnation) as tracer,
             devices(self._platform, self._engine) as (compute, transport),
         ):
             profile = await self._profile(compute, transport)
@@ -298,7 +296,6 @@ class MeshWorker:
             prefixes = self.tiers = self._open_tiers(compute, prefixes)
         self.pairs = PairTable(
             incarnation=self.incarnation,
-            version=VERSION,
             engine=engine,
             compute=compute,
             transport=transport,
@@ -362,26 +359,24 @@ class MeshWorker:
         )
 
     def _open_door(self, kind: type[Door]) -> None:
-        self.doors.append(
-            kind(self.requests, self.incarnation, VERSION, on_silent=self._life.rejoin)
-        )
+        self.doors.append(kind(self.requests, self.incarnation, on_silent=self._life.rejoin))
 
-    def _set_home(self, home: WorkerRole, epoch: int, order: int) -> None:
+    def _set_home(self, order: Home) -> None:
         before = self.home
-        self.home = before.after(Home(home, epoch, order), self.launch.serves)
+        self.home = before.after(order, self.launch.serves)
         what = "home kept" if self.home is before else "home changed"
-        _log.info(what, home=self.home.role.name.lower(), epoch=self.home.epoch, asked=epoch)
+        _log.info(what, home=self.home.role.value, epoch=self.home.epoch, asked=order.epoch)
         self._life.changed()
 
     # --- looking at it ---------------------------------------------------------------------------
 
-    def load(self) -> WorkerLoad:
+    def load(self) -> WorkerStatus:
         """What this worker is busy with now."""
         prompt_steps, answer_steps = self.step_times.fits()
         scheduled, leased = self.scheduler.statistics(), self.leases.statistics()
         own = (self.incarnation,) if self.launch.is_mixed else ()
         speeds = self.pairs.speeds
-        return WorkerLoad(
+        return WorkerStatus(
             pending_tokens=scheduled.pending_tokens,
             num_waiting=scheduled.num_waiting + leased.num_waiting,
             num_running=scheduled.num_running + scheduled.num_held,
@@ -390,12 +385,12 @@ class MeshWorker:
             quarantined_blocks=leased.num_quarantined_blocks,
             step_s=self.stepper.step_s,
             is_draining=self.requests.is_draining,
-            paired=(*own, *speeds),
-            pair_speeds=(*(0.0 for _ in own), *speeds.values()),
+            paired=frozenset((*own, *speeds)),
+            speeds=speeds,
             egress_bytes=0 if self.pusher is None else self.pusher.pending_bytes,
             num_prompts=self.requests.num_prompts_held,
             num_answers=self.requests.num_answers,
-            home="prefill" if self.home.role is WorkerRole.PREFILL else "decode",
+            home=self.home.role,
             home_epoch=self.home.epoch,
             queue_s=self._queue_s(),
             step_tokens=self._config.max_step_tokens,

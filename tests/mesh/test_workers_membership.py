@@ -13,16 +13,15 @@ import pytest
 from shared import wire
 from shared.address import Address
 from shared.errors import IncompatiblePeer, Overloaded
+from shared.home import Role
 from shared.ids import Incarnation, MeshPeer, StreamId
 from shared.membership.join import (
     RETURNS_S,
     Announcement,
     Registration,
-    SeenOrders,
-    WorkerRole,
     advertised,
 )
-from shared.telemetry.worker import WorkerLoad
+from shared.worker_status import WorkerStatus
 from tests.support.fake_gateway import FakeGateway, fake_gateway
 from tests.support.memory_network import MemoryNetwork
 from tests.support.worker_mesh import MODEL, virtual_time
@@ -35,7 +34,7 @@ class Client:
     """A registration with everything it says."""
 
     def __init__(self, network: MemoryNetwork, names: Sequence[str], *, is_prefill: bool) -> None:
-        self.load = WorkerLoad()
+        self.load = WorkerStatus()
         self.peers: list[Sequence[MeshPeer]] = []
         self.num_drains = 0
         self.changed = asyncio.Event()
@@ -43,9 +42,8 @@ class Client:
             network=network,
             gateways=[Address(name, PORT) for name in names],
             announcement=Announcement(
-                role=WorkerRole.PREFILL if is_prefill else WorkerRole.DECODE,
+                role=Role.PREFILL if is_prefill else Role.DECODE,
                 incarnation=WORKER,
-                version="test",
                 spec=MODEL.spec,
                 layout=MODEL.layout,
                 address=Address("worker", 9000),
@@ -268,7 +266,9 @@ async def test_status_comes_every_half_second_and_soon_after_a_change() -> None:
             counts.append(loop.time())
         assert counts[2] - counts[1] == pytest.approx(0.5, abs=0.01)
         before, changed_at = gateway.num_statuses, loop.time()
-        client.load = WorkerLoad(num_running=3, pending_tokens=100, is_draining=True, paired=(9,))
+        client.load = WorkerStatus(
+            num_running=3, pending_tokens=100, is_draining=True, paired=frozenset({Incarnation(9)})
+        )
         for _ in range(50):
             client.registration.report_soon()
         await until(lambda: gateway.num_statuses > before, gateway)
@@ -290,11 +290,11 @@ async def test_roles_home_and_seen_orders_travel_with_announcement_and_status() 
         client = world.client("g1")
         registration = client.registration
         registration._announcement = replace(
-            registration._announcement, serves=(WorkerRole.PREFILL, WorkerRole.DECODE)
+            registration._announcement, serves=(Role.PREFILL, Role.DECODE)
         )
-        client.load = WorkerLoad(num_prompts=2, num_answers=3, home="decode", home_epoch=4)
-        seen = {0xA1: SeenOrders(StreamId(7), StreamId(8))}
-        registration._seen = lambda gateway: seen[gateway]
+        client.load = WorkerStatus(num_prompts=2, num_answers=3, home=Role.DECODE, home_epoch=4)
+        seen = {0xA1: {Role.PREFILL: StreamId(7), Role.DECODE: StreamId(8)}}
+        registration._seen = lambda gateway: seen.get(gateway, {})
         await until(lambda: WORKER in gateway.status, gateway)
         assert gateway.workers[WORKER].serves == [wire.Role.PREFILL, wire.Role.DECODE]
         status = gateway.status[WORKER]

@@ -160,7 +160,6 @@ def within(secret: str, role: str = "gateway") -> Network:
         MeshSecret(secret),
         role=role,
         incarnation=Incarnation(0xBAD),
-        version="stranger",
         random_bytes=random.randbytes,
     )
 

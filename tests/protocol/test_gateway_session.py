@@ -9,6 +9,7 @@ import pytest
 
 from shared import wire
 from shared.errors import WorkerLost
+from shared.home import Role
 from shared.http2.connection import ConnectionLimits
 from shared.ids import Incarnation, StreamId
 from shared.liveness import LivenessRule
@@ -55,9 +56,8 @@ def sessions_of(host: Host, rule: LivenessRule) -> GatewaySessions:
         host,
         method=DECODE_SESSION,
         event_type=wire.DecodeEvent,
-        role=wire.Role.DECODE,
+        role=Role.DECODE,
         incarnation=Incarnation(9),
-        version="1",
         rule=rule,
     )
 
@@ -68,7 +68,6 @@ async def shake_hands(stream: ClientStream[wire.DecodeCommand, wire.DecodeEvent]
         protocol_version=codec.PROTOCOL_VERSION,
         role=wire.Role.GATEWAY,
         incarnation=7,
-        version="1",
     )
     await stream.send(wire.DecodeCommand(hello=hello))
     event = await stream.receive()

@@ -53,7 +53,6 @@ def _within(network: Network, secret: MeshSecret, role: str, seed: int) -> Netwo
         secret,
         role=role,
         incarnation=Incarnation(seed),
-        version="9.9",
         random_bytes=random.Random(seed).randbytes,
     )
 

@@ -51,7 +51,6 @@ def service(role: str, its_tls: MeshTls | None) -> Network:
         MeshSecret("5a" * 32),
         role=role,
         incarnation=Incarnation(1),
-        version="9.9",
         random_bytes=random.randbytes,
     )
 

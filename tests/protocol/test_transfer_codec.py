@@ -81,9 +81,6 @@ def test_errors_cross_as_what_they_are():
         assert heard._replace(error=error) == said
 
 
-BAD: Any = "text"
-
-
 @pytest.mark.parametrize(
     "message",
     [
@@ -93,9 +90,6 @@ BAD: Any = "text"
         wire.PairMessage(open=wire.OpenTransfer(request_id=b"short", lease_token=b"k" * 16)),
         wire.PairMessage(open=wire.OpenTransfer(request_id=b"r" * 16, lease_token=b"k" * 15)),
         wire.PairMessage(span=wire.AnnounceSpan(transfer_id=b"")),
-        wire.PairMessage(span=wire.AnnounceSpan(transfer_id=b"t" * 16, start=BAD)),
-        wire.PairMessage(commit=wire.CommitTransfer(transfer_id=b"t" * 16, num_frames=1 << 33)),
-        wire.PairMessage(abort=wire.AbortTransfer(transfer_id=BAD)),
         wire.PairMessage(stop=wire.StopTransfer(transfer_id=b"t" * 16)),
         wire.PairMessage(refused=wire.TransferRefused(request_id=b"r" * 16, lease_token=b"k" * 16)),
         wire.PairMessage(credit=wire.TransferCredit(transfer_id=b"t" * 15)),
@@ -110,8 +104,7 @@ BAD: Any = "text"
     ],
 )
 def test_malformed_messages_are_the_peers_fault(message: Any):
-    """Missing, misplaced, short, of another type, or out of range, as tags that run out of 64 bits
-    are."""
+    """Missing, misplaced, short, or with tags that run out of 64 bits."""
     with pytest.raises(RemoteProtocolError):
         message_from_wire(message)
 
@@ -130,7 +123,6 @@ def test_windows_cross_unchanged(offers: list[WindowOffer]):
         wire.StagingWindows(windows=[wire.StagingWindow(key=b"", proof=b"p" * 16)]),
         wire.StagingWindows(windows=[wire.StagingWindow(key=b"k" * 70_000, proof=b"p" * 16)]),
         wire.StagingWindows(windows=[wire.StagingWindow(key=b"k", proof=b"p" * 15)]),
-        wire.StagingWindows(windows=[wire.StagingWindow(slot=BAD, key=b"k", proof=b"p" * 16)]),
         wire.StagingWindows(windows=[wire.StagingWindow(key=b"k", proof=b"p" * 16)] * 5000),
     ],
 )
@@ -153,7 +145,7 @@ def an_identity(**changes: Any) -> PairIdentity:
     )
     layout = KvLayout(dtype=dtype, num_layers=2, num_kv_heads=1, head_dim=8)
     whole = PairIdentity(
-        Incarnation(9), "1", spec, layout, b"address", 1000, 5000, b"h" * 16, True, True
+        Incarnation(9), spec, layout, b"address", 1000, 5000, b"h" * 16, True, True
     )
     return whole._replace(**changes)
 

@@ -67,7 +67,6 @@ class Decode:
         )
         pairs = PairTable(
             incarnation=Incarnation(2),
-            version="test",
             engine=self.kv,
             compute=self.compute,
             transport=self.transport,
@@ -159,7 +158,6 @@ class Prefill:
         self.paired = paired = asyncio.Event()
         self.pairs = PairTable(
             incarnation=Incarnation(1),
-            version="test",
             engine=self.kv,
             compute=self.compute,
             transport=self.transport,

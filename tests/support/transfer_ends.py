@@ -435,7 +435,6 @@ async def running_ends(
 
     pairs = PairTable(
         incarnation=Incarnation(1),
-        version="test",
         engine=prefill_kv,
         compute=compute[0],
         transport=transports[0],
@@ -448,7 +447,6 @@ async def running_ends(
     )
     decode_pairs = PairTable(
         incarnation=Incarnation(2),
-        version="test",
         engine=decode_kv,
         compute=compute[1],
         transport=transports[1],

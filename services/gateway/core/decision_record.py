@@ -19,11 +19,12 @@ from services.gateway.core.pools import pool_of
 from services.gateway.core.routing import POLICIES, RouteDecision
 from services.gateway.core.sides import RouteRequest, Sides
 from services.gateway.core.turns import Memory
-from services.gateway.core.worker import JoinedModel, Role, Worker, WorkerStatus, WorkerView
+from services.gateway.core.worker import Role, Worker, WorkerStatus, WorkerView
 from shared.address import Address
 from shared.errors import InvalidRequest
 from shared.ids import Incarnation
 from shared.kv.layout import KvLayout
+from shared.model_spec import ModelSpec
 from shared.predict.step_time import NO_FIT, StepFit
 
 Record = dict[str, Any]
@@ -255,9 +256,7 @@ def _worker(it: Mapping[str, Any], bits: dict[str, int]) -> Worker:
     return worker
 
 
-_NO_MODEL = JoinedModel(
-    name="", fingerprint=b"", vocab_size=1, max_model_len=1, dtype="float32", engine=""
-)
+_NO_MODEL = ModelSpec(name="", fingerprint=b"", vocab_size=1, max_model_len=1, dtype="float32")
 _NO_LAYOUT = KvLayout(dtype="float32", num_layers=1, num_kv_heads=1, head_dim=8)
 
 

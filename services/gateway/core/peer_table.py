@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from services.gateway.core.sides import Sides, sides_of
-from services.gateway.core.worker import JoinedModel, Role, Worker, WorkerStatus
+from services.gateway.core.worker import Role, Worker, WorkerStatus
 from shared.errors import IncompatiblePeer
 from shared.ids import Incarnation
+from shared.model_spec import ModelSpec
 
 ASK_AGAIN_S = 1.0
 """Between two words to a worker about a pair that it has not made yet."""
@@ -153,7 +154,7 @@ class PeerTable:
         return [worker for worker in self._workers.values() if role in worker.serves]
 
     @property
-    def model(self) -> JoinedModel | None:
+    def model(self) -> ModelSpec | None:
         """The model served, or None while no worker is here."""
         for worker in self._workers.values():
             return worker.model
@@ -289,5 +290,5 @@ def _mismatch(setting: str, who: str, theirs: object, ours: object) -> Incompati
     )
 
 
-def _short(model: JoinedModel) -> str:
+def _short(model: ModelSpec) -> str:
     return model.fingerprint.hex()[:12]

@@ -149,10 +149,10 @@ class HomeOrder(NamedTuple):
     """A worker and the home that it is to be given."""
 
     worker: Incarnation
-    home: Home[Role]
+    home: Home
 
 
-def home_of(worker: Worker) -> Home[Role]:
+def home_of(worker: Worker) -> Home:
     """Return a worker's home as it reported it."""
     return Home(worker.home, worker.status.home_epoch, worker.status.home_order)
 
@@ -216,7 +216,7 @@ def _order(worker: Worker, role: Role, order: int) -> HomeOrder:
     return HomeOrder(worker.incarnation, Home(role, worker.status.home_epoch + 1, order))
 
 
-def is_confirmed(worker: Worker, wanted: Home[Role]) -> bool:
+def is_confirmed(worker: Worker, wanted: Home) -> bool:
     """Whether the worker has taken the home that it was ordered to take.
 
     Raises InvalidRequest: another gateway's order came before this one, or after it.

@@ -7,25 +7,19 @@ each of them changes by itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import takewhile
 from typing import NamedTuple
 
+from shared.home import Role as Role
 from shared.ids import Incarnation, StreamId
 from shared.kv.layout import KvLayout
-from shared.predict.step_time import NO_FIT, StepFit
+from shared.model_spec import ModelSpec
+from shared.worker_status import WorkerStatus as WorkerStatus
 
 PLACES = 1024
 """Most workers of a gateway."""
-
-
-class Role(StrEnum):
-    """What a worker does."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
 
 
 class Standing(StrEnum):
@@ -35,53 +29,6 @@ class Standing(StrEnum):
     USABLE = "usable"
     SUSPECT = "suspect"  # silent for too long
     DRAINING = "draining"  # it ends when its work is done
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JoinedModel:
-    """The one model that all workers of a mesh serve."""
-
-    name: str
-    fingerprint: bytes
-    vocab_size: int
-    max_model_len: int
-    dtype: str
-    engine: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerStatus:
-    """A worker's latest report; tokens and blocks are counts, ``step_s`` a moving mean.
-
-    num_prompts, num_answers: what the worker holds of either kind. home: the role that it has been
-    given, None = the one that it joined with; home_order: by which order, 0 = none. seen: by
-    session, the last order of this gateway that the report counts. queue_s: predicted seconds until
-    all its prompts are computed. step_tokens: most tokens of a step, 0 = unknown. prompt_steps,
-    answer_steps: how long its steps take. speeds: bytes a second to those that it is paired with,
-    as measured. egress_bytes: KV that it is sending.
-    """
-
-    pending_tokens: int = 0
-    num_waiting: int = 0
-    num_running: int = 0
-    free_blocks: int = 0
-    reserved_blocks: int = 0
-    quarantined_blocks: int = 0
-    step_s: float = 0.0
-    is_draining: bool = False
-    paired: frozenset[Incarnation] = frozenset()
-    num_prompts: int = 0
-    num_answers: int = 0
-    home: Role | None = None
-    home_epoch: int = 0
-    home_order: int = 0
-    queue_s: float = 0.0
-    step_tokens: int = 0
-    prompt_steps: StepFit = NO_FIT
-    answer_steps: StepFit = NO_FIT
-    speeds: Mapping[Incarnation, float] = field(default_factory=dict[Incarnation, float])
-    egress_bytes: int = 0
-    seen: Mapping[Role, StreamId] = field(default_factory=dict[Role, StreamId])
 
 
 @dataclass(slots=True)
@@ -125,7 +72,7 @@ class Worker:
     incarnation: Incarnation
     host: str
     port: int
-    model: JoinedModel
+    model: ModelSpec
     layout: KvLayout
     num_blocks: int
     block_size: int

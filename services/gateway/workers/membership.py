@@ -69,7 +69,6 @@ class Membership:
         network: Network,
         policy: RoutingPolicy,
         incarnation: Incarnation,
-        version: str,
         random_bytes: RandomBytes,
         tasks: asyncio.TaskGroup,
         own_model: OwnModel | None = None,
@@ -81,7 +80,6 @@ class Membership:
         self.expectations, self.prefixes = self.router.expectations, self.router.prefixes
         self._network = network
         self.incarnation = incarnation
-        self._version = version
         self._random = random.Random(random_bytes(8)).random
         self._random_bytes = random_bytes
         self._tasks = tasks
@@ -89,7 +87,7 @@ class Membership:
         self._session_tasks: dict[WorkerSession, asyncio.Task[None]] = {}
         self.usability = News()
         self.directives = News()
-        self._homes: dict[Incarnation, Home[Role]] = {}  # ordered, not told yet
+        self._homes: dict[Incarnation, Home] = {}  # ordered, not told yet
         self._pairs: dict[Incarnation, list[Worker]] = {}  # wanted, not told yet
         self._standing: tuple[Worker, ...] = ()
         self._moving = asyncio.Lock()
@@ -117,7 +115,6 @@ class Membership:
                 Address(worker.host, worker.port),
                 self._network,
                 self.incarnation,
-                self._version,
                 self.note_usability,
             )
             self._sessions[worker.incarnation, role] = session
@@ -234,7 +231,7 @@ class Membership:
                 "move; look at `pdmesh top`"
             ) from None
 
-    def take_home(self, incarnation: Incarnation) -> Home[Role] | None:
+    def take_home(self, incarnation: Incarnation) -> Home | None:
         """Return a home that this worker has not been told yet; None if there is none."""
         return self._homes.pop(incarnation, None)
 
@@ -317,7 +314,6 @@ async def membership(
     network: Network,
     policy: RoutingPolicy,
     incarnation: Incarnation,
-    version: str,
     random_bytes: RandomBytes,
     own_model: OwnModel | None = None,
     index_bytes: int = 1 << 28,
@@ -329,7 +325,6 @@ async def membership(
                 network,
                 policy,
                 incarnation,
-                version,
                 random_bytes,
                 tasks,
                 own_model,

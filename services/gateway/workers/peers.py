@@ -81,18 +81,12 @@ class WorkerSession:
         address: Address,
         network: Network,
         incarnation: Incarnation,
-        version: str,
         on_change: Callable[[], None],
     ) -> None:
         self.worker = worker
         self._address = address
         self._network = network
-        self._hello = wire.Hello(
-            protocol_version=codec.PROTOCOL_VERSION,
-            role=wire.Role.GATEWAY,
-            incarnation=incarnation,
-            version=version,
-        )
+        self._hello = codec.own_hello(wire.Role.GATEWAY, incarnation)
         self._on_change = on_change
         self._role = role
         self._legs: dict[StreamId, LegEvents] = {}

@@ -9,26 +9,21 @@ request.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Sequence
 from typing import Any
 
-from services.gateway.core.worker import PLACES, JoinedModel, Role, Worker, WorkerStatus
+from services.gateway.core.worker import PLACES, Role, Worker
 from services.gateway.workers.membership import Membership
 from shared import wire
 from shared.address import is_host
 from shared.errors import IncompatiblePeer, Overloaded, RemoteProtocolError, ShuttingDown
-from shared.ids import Incarnation, StreamId
+from shared.ids import Incarnation
 from shared.messages import codec
-from shared.messages.columns import unpack_f32, unpack_u64
 from shared.messages.kv_codec import kv_from_wire
-from shared.predict.step_time import NO_FIT, StepFit
+from shared.messages.status_codec import StatusReader
 from shared.rpc.methods import REGISTRY_JOIN
 from shared.rpc.service import FIRST_MESSAGE_S, ServerStream, Servicer, bind
 from shared.runtime.groups import plain_errors
-
-_ROLES = {wire.Role.PREFILL: Role.PREFILL, wire.Role.DECODE: Role.DECODE}
-_WIRE_ROLES = {role: name for name, role in _ROLES.items()}
 
 MAX_WORKERS = PLACES
 """Workers of one gateway; each costs it a connection and two tasks."""
@@ -42,17 +37,12 @@ JoinStream = ServerStream[Any, Any]
 class Registry:
     """The servicer of ``Registry.Join``."""
 
-    def __init__(self, members: Membership, incarnation: Incarnation, version: str) -> None:
+    def __init__(self, members: Membership, incarnation: Incarnation) -> None:
         self._members = members
         self._closing = asyncio.Event()
         self._peers: tuple[Worker, ...] = ()
         self._peer_list = _peer_list(())
-        self._hello = wire.Hello(
-            protocol_version=codec.PROTOCOL_VERSION,
-            role=wire.Role.GATEWAY,
-            incarnation=incarnation,
-            version=version,
-        )
+        self._hello = codec.own_hello(wire.Role.GATEWAY, incarnation)
 
     @property
     def servicer(self) -> Servicer:
@@ -89,7 +79,7 @@ class Registry:
             self._members.leave(worker, reason)
 
     async def _read(self, stream: JoinStream, worker: Worker) -> str:
-        reader, incarnation = _StatusReader(), worker.incarnation
+        reader, incarnation = StatusReader(), worker.incarnation
         while True:
             try:
                 async with asyncio.timeout(NO_REPORT_S):
@@ -120,7 +110,7 @@ class Registry:
                 await stream.send(wire.GatewayDirective(kv=wire.AskKv(**ask._asdict())))
             home = self._members.take_home(worker.incarnation)
             if home is not None:
-                role = _WIRE_ROLES[home.role]
+                role = codec.role_to_wire(home.role)
                 order = wire.SetHome(role=role, epoch=home.epoch, order=home.order)
                 await stream.send(wire.GatewayDirective(home=order))
             await changed.wait()
@@ -148,10 +138,10 @@ def read_announcement(announce: wire.WorkerAnnounce, peer_host: str) -> Worker:
     hello = codec.require_hello(announce.hello)
     if announce.model is None or announce.layout is None:
         raise RemoteProtocolError("the announcement lacks model or layout")
-    role = _ROLES.get(wire.Role(hello.role))
+    role = codec.ROLES.get(wire.Role(hello.role))
     if role is None:
         raise RemoteProtocolError("only prefill and decode workers join", param="role")
-    serves = tuple(it for it in Role if it in map(_ROLES.get, announce.serves)) or (role,)
+    serves = tuple(it for it in Role if it in map(codec.ROLES.get, announce.serves)) or (role,)
     if len(serves) < len(announce.serves) or role not in serves:
         raise RemoteProtocolError("must be different roles, its own among them", param="serves")
     if not (0 < announce.port < 65536 and announce.num_blocks > 0 and announce.block_size > 0):
@@ -159,83 +149,14 @@ def read_announcement(announce: wire.WorkerAnnounce, peer_host: str) -> Worker:
     host = announce.host or peer_host
     if not is_host(host):
         raise RemoteProtocolError("must be a host name or an IP address", param="host")
-    model = codec.model_from_wire(announce.model)
     return Worker(
         role=role,
         incarnation=Incarnation(hello.incarnation),
         host=host,
         port=announce.port,
-        model=JoinedModel(
-            name=model.name,
-            fingerprint=model.fingerprint,
-            vocab_size=model.vocab_size,
-            max_model_len=model.max_model_len,
-            dtype=model.dtype,
-            engine=model.engine,
-        ),
+        model=codec.model_from_wire(announce.model),
         layout=codec.layout_from_wire(announce.layout),
         num_blocks=announce.num_blocks,
         block_size=announce.block_size,
         serves=serves,
     )
-
-
-def _amount(value: float) -> float:
-    """What is no amount is not believed: whoever reports it knows nothing."""
-    return value if 0.0 <= value < math.inf else 0.0
-
-
-def _fit(fit: wire.StepFit | None) -> StepFit:
-    if fit is None:
-        return NO_FIT
-    coefficients = fit.constant_s, fit.token_s, fit.attended_s
-    if not all(0.0 <= value < math.inf for value in coefficients):
-        return NO_FIT
-    return StepFit(*coefficients, fit.num_steps, _amount(fit.error_p50), _amount(fit.error_p90))
-
-
-class _StatusReader:
-    """Reads one worker's reports; who is paired, and how fast, is unpacked where it has changed."""
-
-    def __init__(self) -> None:
-        self._columns = b"", b""
-        self._paired: frozenset[Incarnation] = frozenset()
-        self._speeds: dict[Incarnation, float] = {}
-
-    def read(self, status: wire.WorkerStatus) -> WorkerStatus:
-        """Return the report as the table keeps it. Raises RemoteProtocolError."""
-        columns = status.paired, status.pair_speeds
-        if columns != self._columns:
-            paired = [*map(Incarnation, unpack_u64(status.paired, name="paired"))]
-            num_speeds = len(paired) if status.pair_speeds else 0
-            speeds = unpack_f32(status.pair_speeds, count=num_speeds, name="pair_speeds")
-            self._speeds = dict(zip(paired, map(_amount, speeds), strict=False))
-            if status.paired != self._columns[0]:
-                self._paired = frozenset(paired)
-            self._columns = columns
-        return WorkerStatus(
-            pending_tokens=status.pending_tokens,
-            num_waiting=status.num_waiting,
-            num_running=status.num_running,
-            free_blocks=status.free_blocks,
-            reserved_blocks=status.reserved_blocks,
-            quarantined_blocks=status.quarantined_blocks,
-            step_s=status.step_s,
-            is_draining=status.draining,
-            paired=self._paired,
-            num_prompts=status.num_prompts,
-            num_answers=status.num_answers,
-            home=_ROLES.get(status.home),
-            home_epoch=status.home_epoch,
-            home_order=status.home_order,
-            queue_s=_amount(status.queue_s),
-            step_tokens=status.step_tokens,
-            prompt_steps=_fit(status.prompt_steps),
-            answer_steps=_fit(status.answer_steps),
-            speeds=self._speeds,
-            egress_bytes=status.egress_bytes,
-            seen={
-                Role.PREFILL: StreamId(status.seen_prefill_id),
-                Role.DECODE: StreamId(status.seen_decode_id),
-            },
-        )

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import itertools
 
-from shared.home import Home
+from shared.home import Home, Role
 
-BOTH = ("prompt", "token")
+PROMPT, TOKEN = Role.PREFILL, Role.DECODE
+BOTH = (PROMPT, TOKEN)
 
 
 def test_in_whichever_order_orders_arrive_the_newest_holds() -> None:
     """And arriving again it changes nothing."""
-    orders = [Home("token", 1), Home("prompt", 2), Home("token", 3), Home("prompt", 3)]
+    orders = [Home(TOKEN, 1), Home(PROMPT, 2), Home(TOKEN, 3), Home(PROMPT, 3)]
     for arriving in itertools.permutations(orders[:3]):
-        home = Home("prompt")
+        home = Home(PROMPT)
         for order in (*arriving, *arriving):
             home = home.after(order, BOTH)
-        assert home == Home("token", 3)
+        assert home == Home(TOKEN, 3)
     assert orders[2].after(orders[3], BOTH) is orders[2]  # of equal ones the first
 
 
 def test_a_role_that_a_worker_does_not_serve_is_none_of_its_homes() -> None:
     """However new the order is."""
-    home = Home("prompt")
-    assert home.after(Home("token", 9), ["prompt"]) is home
+    home = Home(PROMPT)
+    assert home.after(Home(TOKEN, 9), [PROMPT]) is home

@@ -59,7 +59,7 @@ from shared.telemetry.trace_export import tracing
 from shared.telemetry.tracing import NO_TRACER
 
 async def main():
-    async with tracing("x", 1, "0") as tracer:
+    async with tracing("x", 1) as tracer:
         assert tracer is NO_TRACER
 asyncio.run(main())
 loaded = [name for name in sys.modules if name.startswith("opentelemetry")]
@@ -80,7 +80,7 @@ async def test_a_service_without_the_library_says_so_once(
 
     monkeypatch.setattr(importlib.util, "find_spec", find_nothing)
     with structlog.testing.capture_logs() as lines:
-        async with tracing("x", 1, "0") as tracer:
+        async with tracing("x", 1) as tracer:
             assert tracer.within(CONTEXT) is NO_SPAN
             assert tracer.request("x", 0.0, {}) is NO_SPAN
     (line,) = lines

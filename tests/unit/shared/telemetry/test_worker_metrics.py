@@ -16,17 +16,17 @@ from shared.telemetry.worker import (
     PairSpeed,
     PrefillMetrics,
     WorkerHoldings,
-    WorkerLoad,
+    WorkerStatus,
 )
 
 
 def test_gauges_are_read_when_scraped() -> None:
     """Nothing is counted for nobody: the load is asked at scrape time."""
-    load = WorkerLoad()
+    load = WorkerStatus()
     metrics = DecodeMetrics(lambda: load)
     assert b'pdmesh_decode_kv_blocks{state="free"} 0.0' in generate_latest(metrics.registry)
     assert b"pdmesh_decode_kv_cache_usage_ratio 0.0" in generate_latest(metrics.registry)
-    load = WorkerLoad(free_blocks=5, reserved_blocks=12, quarantined_blocks=3, num_running=2)
+    load = WorkerStatus(free_blocks=5, reserved_blocks=12, quarantined_blocks=3, num_running=2)
     text = generate_latest(metrics.registry)
     assert b'pdmesh_decode_kv_blocks{state="free"} 5.0' in text
     assert b'pdmesh_decode_kv_blocks{state="reserved"} 12.0' in text
@@ -37,7 +37,7 @@ def test_gauges_are_read_when_scraped() -> None:
 
 def test_the_speed_of_each_pair_is_read_when_scraped() -> None:
     """A pair that fell back to a slow lane shows: its lane is a label, its speed the value."""
-    metrics = PrefillMetrics(WorkerLoad)
+    metrics = PrefillMetrics(WorkerStatus)
     assert b"pdmesh_prefill_pairs 0.0" in generate_latest(metrics.registry)
     metrics.pairs = lambda: [PairSpeed(decode="a:1", lane="tcp", bytes_per_s=2e9)]
     text = generate_latest(metrics.registry)
@@ -47,7 +47,7 @@ def test_the_speed_of_each_pair_is_read_when_scraped() -> None:
 
 def test_transfers_are_counted_by_lane() -> None:
     """Bytes, time, exposed time and speed; a prompt that was all cached has moved nothing."""
-    metrics = PrefillMetrics(WorkerLoad)
+    metrics = PrefillMetrics(WorkerStatus)
     metrics.transferred(3000, transfer_s=0.002, exposed_s=0.001, lane="sysv")
     metrics.transferred(1000, transfer_s=0.002, exposed_s=0.002, lane="sysv")
     metrics.transferred(5, transfer_s=0.1, exposed_s=0.1, lane="tcp")
@@ -64,7 +64,7 @@ def test_transfers_are_counted_by_lane() -> None:
 
 def test_what_is_held_open_is_read_when_scraped() -> None:
     """A leak shows from outside: sessions, endpoints, transfers, slots and tasks."""
-    metrics = PrefillMetrics(WorkerLoad)
+    metrics = PrefillMetrics(WorkerStatus)
     assert b"pdmesh_prefill_endpoints 0.0" in generate_latest(metrics.registry)
     metrics.holdings = lambda: WorkerHoldings(
         sessions=1, endpoints=2, transfers=3, free_slots=4, tasks=5
@@ -77,8 +77,8 @@ def test_what_is_held_open_is_read_when_scraped() -> None:
 
 def test_two_workers_in_one_process_have_numbers_of_their_own() -> None:
     """No global registry."""
-    one = PrefillMetrics(WorkerLoad)
-    two = PrefillMetrics(WorkerLoad)
+    one = PrefillMetrics(WorkerStatus)
+    two = PrefillMetrics(WorkerStatus)
     one.step_tokens.inc(7)
     assert b"pdmesh_prefill_step_tokens_total 7.0" in generate_latest(one.registry)
     assert b"pdmesh_prefill_step_tokens_total 0.0" in generate_latest(two.registry)
@@ -86,7 +86,7 @@ def test_two_workers_in_one_process_have_numbers_of_their_own() -> None:
 
 def test_a_late_loop_is_counted_and_doubted() -> None:
     """One observation goes to the histogram and to readiness."""
-    metrics = PrefillMetrics(WorkerLoad)
+    metrics = PrefillMetrics(WorkerStatus)
     metrics.observe_loop_lag(1.5)
     assert metrics.loop_lag.not_ready_reason
     metrics.observe_loop_lag(0.0045)
@@ -112,7 +112,7 @@ async def test_the_door_answers_metrics_health_and_readiness() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     reason = "no gateway joined yet"
-    metrics = DecodeMetrics(WorkerLoad)
+    metrics = DecodeMetrics(WorkerStatus)
     async with (
         serve_metrics("127.0.0.1", port, metrics.registry, lambda: reason),
         aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client,
@@ -133,7 +133,7 @@ async def test_what_is_no_http_is_answered_and_not_logged(caplog: pytest.LogCapt
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    registry = DecodeMetrics(WorkerLoad).registry
+    registry = DecodeMetrics(WorkerStatus).registry
     async with serve_metrics("127.0.0.1", port, registry, str):
         for nonsense in (b"GET / HTTP/1.1\r\n=\xff\x00\r\n\r\n", b"\x16\x03\x01\r\n\r\n"):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -147,5 +147,5 @@ async def test_what_is_no_http_is_answered_and_not_logged(caplog: pytest.LogCapt
 
 async def test_port_0_is_no_door() -> None:
     """A worker listens for operators only when asked to."""
-    async with serve_metrics("256.0.0.1", 0, DecodeMetrics(WorkerLoad).registry, str):
+    async with serve_metrics("256.0.0.1", 0, DecodeMetrics(WorkerStatus).registry, str):
         pass

@@ -12,17 +12,18 @@ import pytest
 from services.gateway.core.peer_table import OwnModel, PeerTable
 from services.gateway.core.routing import MAX_RECORDED, POLICIES, Candidate, route
 from services.gateway.core.sides import RouteRequest
-from services.gateway.core.worker import JoinedModel, Role, Worker, WorkerStatus
+from services.gateway.core.worker import Role, Worker, WorkerStatus
 from shared.config import RoutingPolicyName
 from shared.errors import IncompatiblePeer
 from shared.ids import Incarnation
 from shared.kv.layout import KvLayout
+from shared.model_spec import ModelSpec
 
 LAYOUT = KvLayout(dtype="float32", num_layers=2, num_kv_heads=2, head_dim=8)
 
 
 def a_worker(role: Role, incarnation: int, **changes: object) -> Worker:
-    model = JoinedModel(
+    model = ModelSpec(
         name="m", fingerprint=b"f" * 32, vocab_size=100, max_model_len=512, dtype="float32",
         engine="torch",
     )  # fmt: skip
@@ -320,7 +321,7 @@ def test_unusable_workers_get_nothing_new(state: str) -> None:
 def test_a_worker_with_another_model_or_layout_is_refused() -> None:
     """The sentence names the difference and the remedy."""
     table = a_mesh(num_prefill=1, num_decode=0)
-    other_model = JoinedModel(
+    other_model = ModelSpec(
         name="x", fingerprint=b"g" * 32, vocab_size=100, max_model_len=512, dtype="float32",
         engine="torch",
     )  # fmt: skip
@@ -351,7 +352,7 @@ def test_what_must_agree_is_named_with_both_values(change: dict[str, object], wo
         "name": "m", "fingerprint": b"g" * 32, "vocab_size": 100, "max_model_len": 512,
         "dtype": "float32", "engine": "torch",
     }  # fmt: skip
-    stranger = a_worker(Role.DECODE, 2, model=JoinedModel(**(fields | change)))  # type: ignore[arg-type]
+    stranger = a_worker(Role.DECODE, 2, model=ModelSpec(**(fields | change)))  # type: ignore[arg-type]
     with pytest.raises(IncompatiblePeer) as caught:
         table.join(stranger)
     assert words in caught.value.message
@@ -374,7 +375,7 @@ def test_engines_that_differ_serve_together_only_if_told_to(
     """They round differently: by default the second one is refused, and told the flag."""
     fields = {"name": "m", "fingerprint": b"f" * 32, "vocab_size": 100, "max_model_len": 512}
     workers = [
-        a_worker(role, idx, model=JoinedModel(**fields, dtype="float32", engine=engine))  # type: ignore[arg-type]
+        a_worker(role, idx, model=ModelSpec(**fields, dtype="float32", engine=engine))  # type: ignore[arg-type]
         for idx, (role, engine) in enumerate(((Role.PREFILL, ours), (Role.DECODE, theirs)), 1)
     ]
     strict = PeerTable(OwnModel(name="m", vocab_size=100))
@@ -385,7 +386,7 @@ def test_engines_that_differ_serve_together_only_if_told_to(
     lenient = PeerTable(OwnModel(name="m", vocab_size=100, allow_mixed_engines=True))
     for worker in workers:
         lenient.join(worker)
-    fake = a_worker(Role.DECODE, 3, model=JoinedModel(**fields, dtype="float32", engine="fake"))  # type: ignore[arg-type]
+    fake = a_worker(Role.DECODE, 3, model=ModelSpec(**fields, dtype="float32", engine="fake"))  # type: ignore[arg-type]
     with pytest.raises(IncompatiblePeer, match="engine"):
         lenient.join(fake)
 
@@ -395,7 +396,7 @@ def test_fake_engines_of_another_context_are_told_so() -> None:
     table = PeerTable()
     fields = {"name": "fake", "vocab_size": 100, "dtype": "uint8", "engine": "fake"}
     for incarnation, length in ((1, 512), (2, 256)):
-        model = JoinedModel(fingerprint=bytes([incarnation]) * 32, max_model_len=length, **fields)  # type: ignore[arg-type]
+        model = ModelSpec(fingerprint=bytes([incarnation]) * 32, max_model_len=length, **fields)  # type: ignore[arg-type]
         worker = a_worker(Role.DECODE, incarnation, model=model)
         if incarnation == 1:
             table.join(worker)

@@ -21,12 +21,13 @@ from services.gateway.core.window import (
     ReadPrompts,
     Summary,
 )
-from services.gateway.core.worker import JoinedModel, Role, Worker, WorkerStatus
+from services.gateway.core.worker import Role, Worker, WorkerStatus
 from services.gateway.front.auth import KeyRing, hash_key
 from services.gateway.mesh import ServedModel
 from services.gateway.workers.cluster import cluster_body
 from shared.ids import Incarnation
 from shared.kv.layout import KvLayout
+from shared.model_spec import ModelSpec
 from tests.support.http_client import gateway
 from tests.support.scripted_mesh import ScriptedMesh
 
@@ -208,7 +209,7 @@ def a_worker(role: Role, incarnation: int, **fields: object) -> Worker:
         incarnation=Incarnation(incarnation),
         host="10.0.0.5",
         port=8001,
-        model=JoinedModel(
+        model=ModelSpec(
             name="m",
             fingerprint=b"f",
             vocab_size=10,

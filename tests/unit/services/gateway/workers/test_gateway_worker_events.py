@@ -15,13 +15,14 @@ from services.gateway.core.routing import POLICIES
 from services.gateway.core.worker import Role, Worker, WorkerStatus
 from services.gateway.workers.membership import membership
 from services.gateway.workers.peers import WorkerSession
-from services.gateway.workers.registry import _StatusReader, read_announcement
+from services.gateway.workers.registry import read_announcement
 from shared import wire
 from shared.address import Address, is_host
 from shared.errors import MeshError, RemoteProtocolError, WorkerLost
 from shared.ids import Incarnation, StreamId
 from shared.messages import codec
 from shared.messages.columns import pack_u64
+from shared.messages.status_codec import StatusReader
 from shared.rpc.methods import PREFILL_SESSION
 from shared.rpc.stream import open_stream
 from shared.rpc.tcp import TcpNetwork
@@ -39,7 +40,7 @@ class AWorker:
 def a_session(role: Role) -> WorkerSession:
     none: Any = None
     return WorkerSession(
-        cast("Any", AWorker(role)), role, Address("h", 1), none, Incarnation(1), "1", lambda: None
+        cast("Any", AWorker(role)), role, Address("h", 1), none, Incarnation(1), lambda: None
     )
 
 
@@ -101,7 +102,7 @@ def test_what_a_worker_serves_is_its_role_or_what_it_says() -> None:
 
 def test_a_report_says_what_is_held_and_where_home_is() -> None:
     """What a worker leaves out means nothing held, and the home that it joined with."""
-    reader = _StatusReader()
+    reader = StatusReader()
     plain = reader.read(wire.WorkerStatus(paired=pack_u64([7])))
     assert (plain.num_prompts, plain.num_answers, plain.home, plain.home_epoch) == (0, 0, None, 0)
     full = reader.read(
@@ -137,7 +138,7 @@ async def test_a_worker_that_serves_both_roles_has_two_sessions() -> None:
     network: Any = Silence()
     policy = POLICIES["splitwise"]()
     randbytes = random.Random(1).randbytes
-    async with membership(network, policy, Incarnation(1), "1", randbytes) as members:
+    async with membership(network, policy, Incarnation(1), randbytes) as members:
         both = read_announcement(an_announcement(serves=[2, 3]), "peer")
         hello = wire.Hello(
             role=wire.Role.DECODE, incarnation=6, protocol_version=codec.PROTOCOL_VERSION

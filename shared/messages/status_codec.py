@@ -1,0 +1,112 @@
+"""A worker's report, between its record and the wire."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from shared import wire
+from shared.home import Role
+from shared.ids import Incarnation, StreamId
+from shared.messages.codec import ROLES, role_to_wire
+from shared.messages.columns import pack_f32, pack_u64, unpack_f32, unpack_u64
+from shared.predict.step_time import NO_FIT, StepFit
+from shared.worker_status import WorkerStatus
+
+_NONE = StreamId(0)
+
+
+def status_to_wire(status: WorkerStatus, seen: Mapping[Role, StreamId]) -> wire.WorkerStatus:
+    """Pack a report. seen: of the gateway that it is for; orders that it does not name count as
+    not seen."""
+    # The same bytes as long as the same pairs are there: who reads them need not look again.
+    paired = sorted(status.paired)
+    return wire.WorkerStatus(
+        pending_tokens=status.pending_tokens,
+        num_waiting=status.num_waiting,
+        num_running=status.num_running,
+        free_blocks=status.free_blocks,
+        reserved_blocks=status.reserved_blocks,
+        quarantined_blocks=status.quarantined_blocks,
+        step_s=status.step_s,
+        draining=status.is_draining,
+        paired=pack_u64(paired),
+        pair_speeds=pack_f32([status.speeds.get(it, 0.0) for it in paired]),
+        egress_bytes=status.egress_bytes,
+        seen_prefill_id=seen.get(Role.PREFILL, _NONE),
+        seen_decode_id=seen.get(Role.DECODE, _NONE),
+        num_prompts=status.num_prompts,
+        num_answers=status.num_answers,
+        home=wire.Role.UNSPECIFIED if status.home is None else role_to_wire(status.home),
+        home_epoch=status.home_epoch,
+        home_order=status.home_order,
+        prompt_steps=_fit_to_wire(status.prompt_steps),
+        answer_steps=_fit_to_wire(status.answer_steps),
+        queue_s=status.queue_s,
+        step_tokens=status.step_tokens,
+    )
+
+
+class StatusReader:
+    """Reads one worker's reports; who is paired, and how fast, is unpacked where it has changed."""
+
+    def __init__(self) -> None:
+        self._columns = b"", b""
+        self._paired: frozenset[Incarnation] = frozenset()
+        self._speeds: dict[Incarnation, float] = {}
+
+    def read(self, status: wire.WorkerStatus) -> WorkerStatus:
+        """Unpack a report. Raises RemoteProtocolError."""
+        columns = status.paired, status.pair_speeds
+        if columns != self._columns:
+            paired = [*map(Incarnation, unpack_u64(status.paired, name="paired"))]
+            num_speeds = len(paired) if status.pair_speeds else 0
+            speeds = unpack_f32(status.pair_speeds, count=num_speeds, name="pair_speeds")
+            self._speeds = dict(zip(paired, map(_amount, speeds), strict=False))
+            if status.paired != self._columns[0]:
+                self._paired = frozenset(paired)
+            self._columns = columns
+        return WorkerStatus(
+            pending_tokens=status.pending_tokens,
+            num_waiting=status.num_waiting,
+            num_running=status.num_running,
+            free_blocks=status.free_blocks,
+            reserved_blocks=status.reserved_blocks,
+            quarantined_blocks=status.quarantined_blocks,
+            step_s=status.step_s,
+            is_draining=status.draining,
+            paired=self._paired,
+            num_prompts=status.num_prompts,
+            num_answers=status.num_answers,
+            home=ROLES.get(status.home),
+            home_epoch=status.home_epoch,
+            home_order=status.home_order,
+            queue_s=_amount(status.queue_s),
+            step_tokens=status.step_tokens,
+            prompt_steps=_fit_from_wire(status.prompt_steps),
+            answer_steps=_fit_from_wire(status.answer_steps),
+            speeds=self._speeds,
+            egress_bytes=status.egress_bytes,
+            seen={
+                Role.PREFILL: StreamId(status.seen_prefill_id),
+                Role.DECODE: StreamId(status.seen_decode_id),
+            },
+        )
+
+
+def _amount(value: float) -> float:
+    """What is no amount is not believed: whoever reports it knows nothing."""
+    return value if 0.0 <= value < math.inf else 0.0
+
+
+def _fit_to_wire(fit: StepFit) -> wire.StepFit | None:
+    return wire.StepFit(**fit._asdict()) if fit.num_steps else None
+
+
+def _fit_from_wire(fit: wire.StepFit | None) -> StepFit:
+    if fit is None:
+        return NO_FIT
+    coefficients = fit.constant_s, fit.token_s, fit.attended_s
+    if not all(0.0 <= value < math.inf for value in coefficients):
+        return NO_FIT
+    return StepFit(*coefficients, fit.num_steps, _amount(fit.error_p50), _amount(fit.error_p90))

@@ -1,0 +1,47 @@
+"""A worker's report on itself, as it tells it and as gateways keep it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shared.home import Role
+from shared.ids import Incarnation, StreamId
+from shared.predict.step_time import NO_FIT, StepFit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStatus:
+    """What a worker is busy with at one instant; tokens and blocks are counts.
+
+    pending_tokens: prompt tokens queued or running. reserved_blocks: held by leases and sequences.
+    step_s: moving mean of the step time. paired: workers that its canary reached, itself if it is
+    colocated; speeds: bytes a second to them, as measured. num_prompts, num_answers: what it holds
+    of either kind. home: the role that it has been given, None = the one that it joined with;
+    home_order: by which order, 0 = none. queue_s: predicted seconds until all its prompts are
+    computed. step_tokens: most tokens of a step, 0 = unknown. prompt_steps, answer_steps: how long
+    its steps take with prompts, and without. egress_bytes: KV that is announced to others and not
+    acknowledged. seen: by session, the last order of the gateway it is told to that it counts.
+    """
+
+    pending_tokens: int = 0
+    num_waiting: int = 0
+    num_running: int = 0
+    free_blocks: int = 0
+    reserved_blocks: int = 0
+    quarantined_blocks: int = 0
+    step_s: float = 0.0
+    is_draining: bool = False
+    paired: frozenset[Incarnation] = frozenset()
+    num_prompts: int = 0
+    num_answers: int = 0
+    home: Role | None = None
+    home_epoch: int = 0
+    home_order: int = 0
+    queue_s: float = 0.0
+    step_tokens: int = 0
+    prompt_steps: StepFit = NO_FIT
+    answer_steps: StepFit = NO_FIT
+    speeds: Mapping[Incarnation, float] = field(default_factory=dict[Incarnation, float])
+    egress_bytes: int = 0
+    seen: Mapping[Role, StreamId] = field(default_factory=dict[Role, StreamId])
