@@ -12,7 +12,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from shared import wire
 from shared.errors import ERROR_TYPES, IncompatiblePeer, MeshError, RemoteProtocolError, WorkerLost
@@ -34,6 +34,8 @@ from shared.request import (
 from shared.schedule.plan import NewToken, PromptTimes
 from shared.transfer.messages import TransferKey
 from shared.version import VERSION
+
+Number = TypeVar("Number", int, float)
 
 PROTOCOL_VERSION = 7
 """Grows when a message changes its meaning; peers of different versions do not work together."""
@@ -104,21 +106,15 @@ def _id(value: bytes, param: str) -> bytes:
     return value
 
 
-def _int(value: int, low: int, high: int, param: str) -> int:
-    if not low <= value <= high:
+def _within(value: Number, low: Number, high: Number, param: str) -> Number:
+    if not low <= value <= high:  # NaN fails any comparison
         raise RemoteProtocolError(f"must be in {low}..{high}", param=param)
     return value
 
 
 def _seconds(value: float, param: str) -> float:
-    if not 0 <= value < 1e9:  # NaN fails any comparison
+    if not 0 <= value < 1e9:
         raise RemoteProtocolError("must be a finite number of seconds >= 0", param=param)
-    return value
-
-
-def _number(value: float, low: float, high: float, param: str) -> float:
-    if not low <= value <= high:
-        raise RemoteProtocolError(f"must be in {low:g}..{high:g}", param=param)
     return value
 
 
@@ -192,10 +188,10 @@ def layout_from_wire(layout: wire.KvLayout | None) -> KvLayout:
     _require(layout.dtype in DTYPE_BYTES, f"must be one of {', '.join(DTYPE_BYTES)}", "dtype")
     return KvLayout(
         dtype=layout.dtype,
-        num_layers=_int(layout.num_layers, 1, 4096, "num_layers"),
-        num_kv_heads=_int(layout.num_kv_heads, 1, 4096, "num_kv_heads"),
-        head_dim=_int(layout.head_dim, 1, 65536, "head_dim"),
-        parts=_int(layout.parts, 1, 2, "parts"),
+        num_layers=_within(layout.num_layers, 1, 4096, "num_layers"),
+        num_kv_heads=_within(layout.num_kv_heads, 1, 4096, "num_kv_heads"),
+        head_dim=_within(layout.head_dim, 1, 65536, "head_dim"),
+        parts=_within(layout.parts, 1, 2, "parts"),
     )
 
 
@@ -223,8 +219,8 @@ def model_from_wire(model: wire.ModelInfo | None) -> ModelSpec:
     return ModelSpec(
         name=model.name,
         fingerprint=model.fingerprint,
-        vocab_size=_int(model.vocab_size, 1, 1 << 24, "vocab_size"),
-        max_model_len=_int(model.max_model_len, 1, 1 << 28, "max_model_len"),
+        vocab_size=_within(model.vocab_size, 1, 1 << 24, "vocab_size"),
+        max_model_len=_within(model.max_model_len, 1, 1 << 28, "max_model_len"),
         dtype=model.dtype,
         engine=model.engine,
     )
@@ -268,15 +264,15 @@ def sampling_from_wire(params: wire.SamplingParams | None) -> SamplingParams:
     _require(all(map(math.isfinite, bias)), "must be finite", "logit_bias_values")
     unpack_u32(params.allowed_token_ids, name="allowed_token_ids")  # it stays a column
     return SamplingParams(
-        max_tokens=_int(params.max_tokens, 1, _MAX_U32, "max_tokens"),
+        max_tokens=_within(params.max_tokens, 1, _MAX_U32, "max_tokens"),
         min_tokens=params.min_tokens,
-        temperature=_number(params.temperature, 0.0, 1e6, "temperature"),
+        temperature=_within(params.temperature, 0.0, 1e6, "temperature"),
         top_k=params.top_k,
-        top_p=_number(params.top_p, 0.0, 1.0, "top_p"),
-        min_p=_number(params.min_p, 0.0, 1.0, "min_p"),
-        repetition_penalty=_number(params.repetition_penalty, 1e-6, 1e6, "repetition_penalty"),
-        presence_penalty=_number(params.presence_penalty, -1e6, 1e6, "presence_penalty"),
-        frequency_penalty=_number(params.frequency_penalty, -1e6, 1e6, "frequency_penalty"),
+        top_p=_within(params.top_p, 0.0, 1.0, "top_p"),
+        min_p=_within(params.min_p, 0.0, 1.0, "min_p"),
+        repetition_penalty=_within(params.repetition_penalty, 1e-6, 1e6, "repetition_penalty"),
+        presence_penalty=_within(params.presence_penalty, -1e6, 1e6, "presence_penalty"),
+        frequency_penalty=_within(params.frequency_penalty, -1e6, 1e6, "frequency_penalty"),
         logit_bias=tuple(zip(bias_ids, bias, strict=True)),
         seed=params.seed,
         stop_token_ids=tuple(unpack_u32(params.stop_token_ids, name="stop_token_ids")),
@@ -303,7 +299,7 @@ def _bad_words(params: wire.SamplingParams) -> tuple[tuple[int, ...], ...]:
 
 
 def _optional_count(value: int | None, param: str) -> int | None:
-    return None if value is None else _int(value, 0, 1024, param)
+    return None if value is None else _within(value, 0, 1024, param)
 
 
 def _work_item(message: wire.StartPrefill | wire.Reserve) -> WorkItem:
@@ -313,7 +309,9 @@ def _work_item(message: wire.StartPrefill | wire.Reserve) -> WorkItem:
     _require(is_short, f"must be at most {MAX_SALT_BYTES} bytes", "cache_salt")
     return WorkItem(
         token_ids=token_ids,
-        num_prompt_tokens=_int(message.num_prompt_tokens, 1, len(token_ids), "num_prompt_tokens"),
+        num_prompt_tokens=_within(
+            message.num_prompt_tokens, 1, len(token_ids), "num_prompt_tokens"
+        ),
         sampling=sampling_from_wire(message.sampling),
         cache_salt=message.cache_salt,
     )
@@ -341,7 +339,7 @@ def _order(command: wire.StartPrefill | wire.Reserve, peer: Incarnation | None) 
         stream_id=StreamId(command.stream_id),
         key=TransferKey(
             RequestId(_id(command.request_id, "request_id")),
-            _int(command.attempt, 0, 1000, "attempt"),
+            _within(command.attempt, 0, 1000, "attempt"),
             LeaseToken(_id(command.lease_token, "lease_token")),
         ),
         item=_work_item(command),
@@ -357,7 +355,7 @@ def _prefix(prefix: wire.PrefixSource | None, num_tokens: int) -> PrefixAt | Non
         return None
     return PrefixAt(
         Incarnation(prefix.incarnation),
-        _int(prefix.num_tokens, 1, num_tokens, "num_tokens"),
+        _within(prefix.num_tokens, 1, num_tokens, "num_tokens"),
         _seconds(prefix.wait_s, "wait_s"),
     )
 
@@ -495,7 +493,7 @@ def prefill_token_from_wire(event: wire.PrefillToken) -> AnswerToken:
     return AnswerToken(
         event.index,
         event.token_id,
-        FinishReason(_int(event.finish_reason, 0, _LAST_REASON, "finish_reason")),
+        FinishReason(_within(event.finish_reason, 0, _LAST_REASON, "finish_reason")),
         logprobs,
         prompt_logprobs,
     )
