@@ -44,6 +44,7 @@ TITLES = {
     13: "a routing decision, an idle gateway",
     14: "pools that move beside fixed roles",
     15: "one host beside vLLM's server",
+    16: "which worker gets a prompt whose prefix others have",
     17: "conversations through five workers, by policy",
 }
 """What each goal's number asks."""

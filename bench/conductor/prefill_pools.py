@@ -27,6 +27,7 @@ from services.gateway.core.router import Router
 from services.gateway.core.routing import POLICIES, RouteDecision
 from services.gateway.core.sides import RouteRequest
 from services.gateway.core.worker import JoinedModel, Role, Worker, WorkerStatus
+from services.gateway.workers.cluster import SMALL_SURPRISE
 from services.gateway.workers.session import LEAST_FETCH_S
 from services.planner.core.fetch import ATTENTION_OPS, DEVICE_FLOPS, LINEAR_OPS
 from services.planner.core.kv_size import PUBLISHED
@@ -441,7 +442,8 @@ class Gateway:
         self.done.append((prompt, ttft_s))
         expectations.ended(prompt.ask.num_input, prompt.ask.num_output)
         prediction = prompt.decision.prediction
-        if not prompt.num_cached and prediction is not None:
+        surprise = abs(prompt.num_cached - prompt.decision.num_cached)
+        if surprise <= SMALL_SURPRISE * prompt.ask.num_input and prediction is not None:
             is_believed = expectations.answered(
                 prefill, predicted_s=prediction.ttft_s, actual_s=ttft_s, now=now
             )
