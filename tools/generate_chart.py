@@ -28,7 +28,7 @@ CHOSEN = {
     "files": ("mesh_secret_file", "mesh_tls_cert", "mesh_tls_key", "mesh_tls_ca", "api_keys",
               "tls_cert", "tls_key", "tls_client_ca", "profile_file"),
     "values of their own": ("model", "model_name", "drain_s", "dram_cache", "ssd_cache",
-                            "log_format"),
+                            "ssd_cache_size", "log_format"),
     "one process a pod": ("gateway_processes", "share_http_port", "process_port"),
     "a secret, which no values file should hold": ("api_key",),
     "needs a limit that Kubernetes cannot raise": ("realtime",),

@@ -28,6 +28,8 @@ from tests.support.house import ROOT
 from tools.generate_chart import CHOSEN
 
 WORKERS = ("prefill", "decode")
+SIZES = ("threads", "_cache", "_cache_size")
+"""Whole numbers that come from elsewhere, or with a unit."""
 CLAIM = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "100Gi"}}}
 EVERYTHING: Manifest = {
     "image": {"prefix": "registry.example/pdmesh", "pullSecrets": [{"name": "pull"}]},
@@ -65,7 +67,7 @@ EVERYTHING: Manifest = {
     },
     "decode": {
         "resources": {"limits": {"cpu": "4", "memory": "16Gi"}},
-        "cache": {"ssd": {"claim": CLAIM}},
+        "cache": {"ssd": {"claim": CLAIM, "size": "90GB"}},
         "autoscaling": {"kind": "keda"},
     },
     "autoscaling": {"prometheus": "http://prometheus.monitoring:9090"},
@@ -137,11 +139,10 @@ def test_every_variable_is_a_setting_that_the_service_reads(values: Manifest) ->
             for name, value in variables(workload).items()
             if name.startswith("PDMESH_")
         }
-        soon = {"ssd_cache"}
-        assert given.keys() - field_types(kind).keys() - workers - soon == set()
+        assert given.keys() - field_types(kind).keys() - workers == set()
         assert given["host"] == "0.0.0.0"
         for name, value in given.items():
-            if field_types(kind).get(name) is int and name not in ("threads", "dram_cache"):
+            if field_types(kind).get(name) is int and not name.endswith(SIZES):
                 int(value)  # 10000000, not 1e+07
 
 
@@ -195,6 +196,7 @@ def test_a_pool_is_a_stateful_set_when_its_replicas_keep_a_disk() -> None:
     (claim,) = decode["spec"]["volumeClaimTemplates"]
     assert claim["spec"] == CLAIM
     assert variables(decode)["PDMESH_SSD_CACHE"] == "/ssd"
+    assert variables(decode)["PDMESH_SSD_CACHE_SIZE"] == "90GB"
     scaled = find(manifests, "ScaledObject", "pdmesh-decode")["spec"]
     assert scaled["scaleTargetRef"]["kind"] == "StatefulSet"
     assert "replicas" not in decode["spec"]
@@ -292,6 +294,7 @@ def test_one_pod_of_a_kind_is_disturbed_at_a_time(role: str) -> None:
         ({"gateway": {"settings": {"api_key": "secret"}}}, "'api_key' not allowed"),
         ({"prefill": {"cache": {"dram": "4 gigabytes"}}}, "/prefill/cache/dram"),
         ({"prefill": {"cache": {"ssd": {"claim": CLAIM, "volume": {"emptyDir": {}}}}}}, "keep one"),
+        ({"prefill": {"cache": {"ssd": {"size": "40GB"}}}}, "prefill.cache.ssd.volume or claim"),
         ({"prefill": {"autoscaling": {"kind": "keda"}}}, "autoscaling.prometheus"),
         ({"decode": {"autoscaling": {"min": 9}}}, "more than max"),
         ({"gateway": {"tls": {"clientCa": True}}}, "needs gateway.tls.secret"),
@@ -317,10 +320,10 @@ def test_two_releases_share_no_name_and_no_label(release: str) -> None:
 
 
 def test_what_the_chart_chooses_itself_is_a_setting() -> None:
-    """A name that is none any more is found, but for the SSD tier's, which is to come."""
+    """A name that is none any more is found."""
     known = {name for kind in ROLES.values() for name in field_types(kind)}
     chosen = [name for names in CHOSEN.values() for name in names]
-    assert set(chosen) - known <= {"ssd_cache"}
+    assert set(chosen) - known == set()
     schema: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
     for section in ("mesh", *ROLES):
         assert not {*chosen} & schema["$defs"][f"{section}_settings"]["properties"].keys()

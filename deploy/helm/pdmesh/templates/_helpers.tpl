@@ -156,6 +156,7 @@ livenessProbe:
 {{- range $role := list "prefill" "decode" }}
   {{- $ssd := (get $.Values $role).cache.ssd }}
   {{- if and $ssd.claim $ssd.volume }}{{ fail (printf "%s.cache.ssd has both claim and volume: keep one of them." $role) }}{{ end }}
+  {{- if and $ssd.size (not (or $ssd.claim $ssd.volume)) }}{{ fail (printf "%s.cache.ssd.size is of a disk: say which with %s.cache.ssd.volume or claim." $role $role) }}{{ end }}
 {{- end }}
 {{- range $role := list "gateway" "prefill" "decode" }}
   {{- $scale := (get $.Values $role).autoscaling }}
