@@ -34,7 +34,7 @@ from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
 from shared.errors import MeshError, WorkerLost
 from shared.mesh_secret import SECRET_VARIABLE, new_secret
 from shared.runtime.groups import plain_errors
-from shared.runtime.parent import PARENT_FD
+from shared.runtime.parent import PARENT_FD, our_code
 from shared.settings import environment_of
 
 RESTART_BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0)
@@ -415,16 +415,6 @@ async def wait_for_pair(base_url: str, limit_s: float) -> None:
         raise WorkerLost(
             f"no pair of workers became ready within {limit_s:g} s: {reason}"
         ) from None
-
-
-def our_code() -> dict[str, str]:
-    """Return the variables that make a child run the code that we run: in a checkout that is not
-    installed, its root."""
-    root = str(Path(__file__).resolve().parents[1])
-    if root not in sys.path or root.endswith("-packages"):
-        return {}
-    others = os.environ.get("PYTHONPATH", "")
-    return {"PYTHONPATH": f"{root}{os.pathsep}{others}" if others else root}
 
 
 def last_word(service: Service) -> str:

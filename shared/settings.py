@@ -14,8 +14,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-import os
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +23,7 @@ from typing import Any, Final, TypeVar, cast, get_args, get_type_hints
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig, ServiceConfig, WorkerConfig
 from shared.errors import InvalidRequest
 from shared.quantity import read_quantity, unit_of
-from shared.tenants import TABLE, tenants_of
+from shared.tenants import TABLE, read_toml, tenants_of
 
 PREFIX: Final = "PDMESH_"
 CONFIG_VARIABLE: Final = "PDMESH_CONFIG"
@@ -37,7 +35,6 @@ ROLES: Final[Mapping[str, type[ServiceConfig]]] = {
     "decode": DecodeConfig,
 }
 SECTIONS: Final = (MESH, *ROLES)
-MAX_FILE_BYTES: Final = 1 << 20
 
 Config = TypeVar("Config", bound=ServiceConfig)
 Sections = Mapping[str, Mapping[str, Any]]
@@ -143,18 +140,7 @@ def read_config_file(path: Path) -> Sections:
     Raises InvalidRequest, naming file, section and key: it cannot be read, or anything in it is
     wrong.
     """
-    try:
-        with path.open("rb") as file:
-            text = file.read(MAX_FILE_BYTES + 1)
-        if len(text) > MAX_FILE_BYTES:
-            raise InvalidRequest(f"{path} is larger than {MAX_FILE_BYTES} bytes", param="config")
-        document = tomllib.loads(text.decode())
-    except OSError as error:
-        reason = os.strerror(error.errno or 0).lower()
-        words = f"cannot read the configuration {path} ({reason})"
-        raise InvalidRequest(words, param="config") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"{path} is not valid TOML: {error}", param="config") from None
+    document = read_toml(path, f"the configuration {path}", param="config")
     tenants = document.pop(TABLE, None)
     sections = {name: _section(path, name, content) for name, content in document.items()}
     if tenants is not None:

@@ -59,18 +59,26 @@ def read_tenants(path: Path) -> dict[str, Tenant]:
 
     Raises InvalidRequest, naming file, table and key: it cannot be read, or breaks a rule.
     """
+    document = read_toml(path, f"the tenants in {path}", param=TABLE)
+    return tenants_of(document.get(TABLE, {}), path)
+
+
+def read_toml(path: Path, what: str, *, param: str) -> dict[str, Any]:
+    """Return a TOML file; ``what`` and ``param`` name it in errors.
+
+    Raises InvalidRequest: it cannot be read, is too large, or no TOML.
+    """
     try:
         with path.open("rb") as file:
             text = file.read(MAX_FILE_BYTES + 1)
         if len(text) > MAX_FILE_BYTES:
-            raise InvalidRequest(f"{path} is larger than {MAX_FILE_BYTES} bytes", param=TABLE)
-        document = tomllib.loads(text.decode())
+            raise InvalidRequest(f"{path} is larger than {MAX_FILE_BYTES} bytes", param=param)
+        return tomllib.loads(text.decode())
     except OSError as error:
         reason = os.strerror(error.errno or 0).lower()
-        raise InvalidRequest(f"cannot read the tenants in {path} ({reason})", param=TABLE) from None
+        raise InvalidRequest(f"cannot read {what} ({reason})", param=param) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"{path} is not valid TOML: {error}", param=TABLE) from None
-    return tenants_of(document.get(TABLE, {}), path)
+        raise InvalidRequest(f"{path} is not valid TOML: {error}", param=param) from None
 
 
 def tenants_of(tables: Any, path: Path) -> dict[str, Tenant]:

@@ -22,7 +22,6 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -32,7 +31,7 @@ from shared.address import Address, parse_address
 from shared.config import GatewayConfig
 from shared.errors import MeshError
 from shared.runtime.groups import plain_errors
-from shared.runtime.parent import PARENT_FD
+from shared.runtime.parent import PARENT_FD, our_code
 from shared.runtime.service import GRACE_S, Process, run_service
 from shared.settings import environment_of
 
@@ -133,7 +132,7 @@ class _Child:
             metrics_address=_nth(config.metrics_address, self._number),
         )
         cord_fd = {PARENT_FD: str(cord.fileno())}
-        return {**os.environ, **_code(), **environment_of(own), **cord_fd}
+        return {**os.environ, **our_code(), **environment_of(own), **cord_fd}
 
     async def _run_once(self) -> None:
         ours, theirs = socket.socketpair()
@@ -181,12 +180,3 @@ def _nth(address: str, number: int) -> str:
         return ""
     first = parse_address(address, param="metrics_address")
     return str(Address(first.host, first.port and first.port + number))
-
-
-def _code() -> dict[str, str]:
-    """Return the variables that make a child run our code, also where it is not installed."""
-    root = str(Path(__file__).resolve().parents[2])
-    if root not in sys.path or root.endswith("-packages"):
-        return {}
-    others = os.environ.get("PYTHONPATH", "")
-    return {"PYTHONPATH": f"{root}{os.pathsep}{others}" if others else root}

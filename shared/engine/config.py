@@ -103,33 +103,30 @@ class ConfigReader:
         """Whether the key is there and not null."""
         return self.values.get(key) is not None
 
+    def _value(self, key: str, default: Any) -> Any:
+        """Return what a key has, if it is missing or null its default; None = it must be there."""
+        value = self.values.get(key)
+        if value is None and default is None:
+            raise self.error(f"{key} is missing")
+        return default if value is None else value
+
     def count(self, key: str, default: int | None = None) -> int:
         """Return a positive integer; a missing or null key is an error if there is no default."""
-        value = self.values.get(key)
-        if value is None:
-            if default is None:
-                raise self.error(f"{key} is missing")
-            return default
+        value = self._value(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.error(f"{key} must be a positive integer, not {value!r}")
         return value
 
     def index(self, key: str, default: int) -> int:
         """Return an integer >= 0."""
-        value = self.values.get(key)
-        if value is None:
-            return default
+        value = self._value(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise self.error(f"{key} must be an integer >= 0, not {value!r}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a finite number > 0."""
-        value = self.values.get(key)
-        if value is None:
-            if default is None:
-                raise self.error(f"{key} is missing")
-            return default
+        value = self._value(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise self.error(f"{key} must be a number, not {value!r}")
         if not math.isfinite(value) or value <= 0:
@@ -138,9 +135,7 @@ class ConfigReader:
 
     def flag(self, key: str, default: bool) -> bool:
         """Return a boolean."""
-        value = self.values.get(key)
-        if value is None:
-            return default
+        value = self._value(key, default)
         if not isinstance(value, bool):
             raise self.error(f"{key} must be true or false, not {value!r}")
         return value

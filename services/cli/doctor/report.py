@@ -23,9 +23,9 @@ from services.cli.interrupts import run_interruptible
 from services.cli.machine import find_gpus
 from services.cli.sources import JsonFlag
 from services.cli.words import print_json
-from services.local import our_code
 from shared.config import GatewayConfig
 from shared.engine.vllm.release import find_compiler
+from shared.runtime.parent import our_code
 from shared.runtime.realtime import is_allowed
 from shared.runtime.service import EXIT_FAILED, EXIT_OK
 
