@@ -18,10 +18,9 @@ import contextlib
 import os
 import secrets
 import signal
-import socket
 import sys
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -33,8 +32,8 @@ from shared.address import Address
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
 from shared.errors import MeshError, WorkerLost
 from shared.mesh_secret import SECRET_VARIABLE, new_secret
+from shared.runtime.child import child_process
 from shared.runtime.groups import plain_errors
-from shared.runtime.parent import PARENT_FD, our_code
 from shared.settings import environment_of
 
 RESTART_BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0)
@@ -81,24 +80,31 @@ class Service:
     """One process of the mesh.
 
     env: what it gets beside our own environment. facts: what it said when it was ready (its
-    ports). part: of its start, which it is at. error: its last word, '' if it had none. exit_code:
-    of the last run that ended; negative = the signal.
+    ports). part: of its start, which it is at. error: its last word, '' if it had none.
     """
 
     name: str
     module: str
     env: dict[str, str]
     phase: Phase = Phase.WAITING
-    pid: int = 0
     num_restarts: int = 0
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
     part: str = ""
     error: str = ""
-    exit_code: int | None = None
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     process: asyncio.subprocess.Process | None = None
 
     GATEWAY: ClassVar = "services.gateway"
+
+    @property
+    def pid(self) -> int:
+        """Its process; 0 before the first run."""
+        return self.process.pid if self.process is not None else 0
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of the last run, None while it lasts; negative = the signal."""
+        return self.process.returncode if self.process is not None else None
 
     def end(self, *, at_once: bool) -> None:
         """Ask a running process to drain, or kill it: at once, or because it is not ready and has
@@ -284,59 +290,29 @@ class LocalMesh:
 
     async def _run_once(self, service: Service) -> None:
         """Start the process and return when it has ended and is reaped."""
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        cord = {PARENT_FD: str(theirs.fileno())}
-        service.part, service.error, service.exit_code = "", "", None
-        try:
-            with theirs:
-                process = service.process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    "-P",  # the working directory's "shared" is not ours
-                    "-m",
-                    service.module,
-                    env={**os.environ, **our_code(), **service.env, **cord},
-                    pass_fds=(theirs.fileno(),),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=self._log_fd,
-                    stderr=self._log_fd,
-                    start_new_session=True,  # Ctrl-C reaches us alone; we stop them in order
-                )
-            try:
-                service.pid = process.pid
-                self._enter(service, Phase.STARTING)
-                if self._stopping.is_set():
-                    process.kill()
-                async with asyncio.TaskGroup() as tasks:
-                    listener = tasks.create_task(self._listen(service, ours))
-                    await process.wait()
-                    await asyncio.wait([listener], timeout=LAST_WORDS_S)
-                    listener.cancel()
-            finally:
-                if process.returncode is None:
-                    process.kill()
-                    await process.wait()
-                service.exit_code = process.returncode
-        finally:
-            ours.close()
+        service.part, service.error = "", ""
+        async with child_process(service.module, service.env, self._log_fd) as (process, words):
+            service.process = process
+            self._enter(service, Phase.STARTING)
+            if self._stopping.is_set():
+                process.kill()
+            async with asyncio.TaskGroup() as tasks:
+                listener = tasks.create_task(self._listen(service, words))
+                await process.wait()
+                await asyncio.wait([listener], timeout=LAST_WORDS_S)
+                listener.cancel()
 
-    async def _listen(self, service: Service, link: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        received = bytearray()
-        while chunk := await loop.sock_recv(link, 4096):
-            *lines, rest = (bytes(received) + chunk).split(b"\n")
-            received[:] = rest
-            for line in lines:
-                facts: dict[str, Any] = orjson.loads(line)
-                if "error" in facts:
-                    service.error = str(facts["error"])
-                elif "part" in facts:
-                    service.part = str(facts["part"])
-                    self._on_change(self)
-                elif service.phase is Phase.STARTING:
-                    service.facts = facts
-                    service.ready.set()
-                    self._enter(service, Phase.READY)
+    async def _listen(self, service: Service, words: AsyncIterable[dict[str, Any]]) -> None:
+        async for facts in words:
+            if "error" in facts:
+                service.error = str(facts["error"])
+            elif "part" in facts:
+                service.part = str(facts["part"])
+                self._on_change(self)
+            elif service.phase is Phase.STARTING:
+                service.facts = facts
+                service.ready.set()
+                self._enter(service, Phase.READY)
 
     def _enter(self, service: Service, phase: Phase) -> None:
         service.phase = phase

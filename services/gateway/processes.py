@@ -17,21 +17,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import os
 import signal
-import socket
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-import orjson
 import structlog
 
 from shared.address import Address, parse_address
 from shared.config import GatewayConfig
 from shared.errors import MeshError
+from shared.runtime.child import child_process
 from shared.runtime.groups import plain_errors
-from shared.runtime.parent import PARENT_FD, our_code
 from shared.runtime.service import GRACE_S, Process, run_service
 from shared.settings import environment_of
 
@@ -116,7 +112,7 @@ class _Child:
             _log.error("a gateway process died", number=self._number, reason=reason)
             await asyncio.sleep(RESTART_AFTER_S)
 
-    def _environment(self, cord: socket.socket) -> dict[str, str]:
+    def _environment(self) -> dict[str, str]:
         config, facts = self._config, self.facts
         # One that is replaced must be found where it was.
         grpc_port = facts.get("grpc_port", config.grpc_port and config.grpc_port + self._number)
@@ -131,47 +127,21 @@ class _Child:
             process_port=config.process_port and config.process_port + self._number,
             metrics_address=_nth(config.metrics_address, self._number),
         )
-        cord_fd = {PARENT_FD: str(cord.fileno())}
-        return {**os.environ, **our_code(), **environment_of(own), **cord_fd}
+        return environment_of(own)
 
     async def _run_once(self) -> None:
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        try:
-            with theirs:
-                process = self._process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-P", "-m", "services.gateway"),
-                    env=self._environment(theirs),
-                    pass_fds=(theirs.fileno(),),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    start_new_session=True,  # Ctrl-C reaches the parent alone
-                )
-            try:
-                if self._is_stopping:
-                    process.terminate()
-                await self._listen(ours)
-                self.exit_code = await process.wait()
-            finally:
-                if process.returncode is None:
-                    process.kill()
-                    await process.wait()
-        finally:
-            ours.close()
-
-    async def _listen(self, cord: socket.socket) -> None:
-        """Hear what it says until it ends."""
-        loop = asyncio.get_running_loop()
-        received = b""
-        while chunk := await loop.sock_recv(cord, 4096):
-            *lines, received = (received + chunk).split(b"\n")
-            for line in lines:
-                told: dict[str, Any] = orjson.loads(line)
+        async with child_process("services.gateway", self._environment()) as (process, words):
+            self._process = process
+            if self._is_stopping:
+                process.terminate()
+            async for told in words:
                 if "error" in told:
                     self._error = str(told["error"])
                 elif "part" not in told:  # of its start, which the log tells
                     self.facts = told
                     self.http_port = told["http_port"]
                     self.ready.set()
+            self.exit_code = await process.wait()
 
 
 def _nth(address: str, number: int) -> str:

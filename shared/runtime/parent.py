@@ -12,9 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -68,13 +66,3 @@ class Parent:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-
-
-def our_code() -> dict[str, str]:
-    """Return the variables that make a child run the code that we run: in a checkout that is not
-    installed, its root."""
-    root = str(Path(__file__).resolve().parents[2])
-    if root not in sys.path or root.endswith("-packages"):
-        return {}
-    others = os.environ.get("PYTHONPATH", "")
-    return {"PYTHONPATH": f"{root}{os.pathsep}{others}" if others else root}

@@ -25,7 +25,7 @@ from services.cli.sources import JsonFlag
 from services.cli.words import print_json
 from shared.config import GatewayConfig
 from shared.engine.vllm.release import find_compiler
-from shared.runtime.parent import our_code
+from shared.runtime.child import our_code
 from shared.runtime.realtime import is_allowed
 from shared.runtime.service import EXIT_FAILED, EXIT_OK
 
