@@ -19,12 +19,18 @@ from services.sim.open_loop import (
     run_open_loop,
     simulated_model,
 )
-from services.sim.worker import CoreWorker, WorkerSize
+from services.sim.orders import WorkerSize
+from services.sim.worker import CoreWorker
+from shared.config import STEP_TOKENS
 from shared.errors import InvalidRequest
 from shared.predict.times import TimeModel
 from shared.telemetry.definitions import RequestOutcome, Slo, attainment, percentile
 
+TBT_TARGET_S = 0.05
+"""What mixed workers keep steps to beside answers, if nobody says otherwise (shared/config.py)."""
+
 _ROLES = {"P": ("prefill", False), "D": ("decode", False), "M": ("decode", True)}
+"""Of each kind: the role with which it joins, and whether it is mixed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +43,8 @@ class UnitModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshSetting:
-    """All of a simulated mesh but its workers. unit: what devices make of one worker."""
+    """All of a simulated mesh but its workers. unit: what devices make of one worker. token_budget:
+    0 = as workers decide it. is_exact: every step is an event, equal ones are not skipped."""
 
     unit: Callable[[Unit], UnitModel]
     kv: KvShape
@@ -48,6 +55,7 @@ class MeshSetting:
     token_budget: int
     max_running: int
     link_bytes_s: float
+    is_exact: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,14 +155,22 @@ def _mesh(
         max_running=1 << 20,
         max_waiting=max(1, num_requests),
         max_wait_s=1e9,
+        skips=not setting.is_exact,
     )
     workers: list[tuple[MeshPart, CoreWorker]] = []
     for part in shape.parts:
-        role, serves_both = _ROLES[part.kind]
+        role, is_mixed = _ROLES[part.kind]
+        serves_both = is_mixed and mesh.policy.moves_roles
         model = setting.unit(part.unit)
         for _ in range(part.num):
             engine = TimedEngine(model.times)
-            core = mesh.start(role, serves_both=serves_both, engine=engine, size=sizes[part.unit])
+            core = mesh.start(
+                role,
+                serves_both=serves_both,
+                is_colocated=is_mixed and not serves_both,
+                engine=engine,
+                size=sizes[part.unit],
+            )
             workers.append((part, core))
     mesh.settle()
     return mesh, workers
@@ -171,7 +187,8 @@ def _size(setting: MeshSetting, unit: Unit) -> WorkerSize:
         num_blocks=num_blocks,
         block_size=setting.block_size,
         max_running=setting.max_running,
-        token_budget=setting.token_budget,
+        token_budget=setting.token_budget or STEP_TOKENS,
+        tbt_target_s=0.0 if setting.token_budget else TBT_TARGET_S,
         link_bytes_s=setting.link_bytes_s,
     )
 

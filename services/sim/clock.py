@@ -9,14 +9,16 @@ from collections.abc import Callable
 from shared.errors import InvariantViolated
 
 WIRE_S = 0.0005
-"""How long a message is under way."""
+"""How long a message is under way, if nothing else is said."""
 
 
 class EventClock:
-    """The event heap: equal times in the order in which they were asked for."""
+    """The event heap: equal times in the order in which they were asked for. wire_s: how long a
+    message is under way."""
 
-    def __init__(self) -> None:
+    def __init__(self, wire_s: float = WIRE_S) -> None:
         self.now = 0.0
+        self.wire_s = wire_s
         self.num_events = 0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -28,6 +30,10 @@ class EventClock:
     def after(self, seconds: float, happen: Callable[[], None]) -> None:
         """Let it happen so much later."""
         self.at(self.now + seconds, happen)
+
+    def send(self, happen: Callable[[], None]) -> None:
+        """Let it happen where a message arrives that is sent now."""
+        self.at(self.now + self.wire_s, happen)
 
     def run(self, until: Callable[[], bool], limit_s: float = 60.0) -> None:
         """Let events happen until this holds.
@@ -52,3 +58,20 @@ class CountedBytes:
     def __call__(self, num_bytes: int) -> bytes:
         self._next += 1
         return self._next.to_bytes(16, "little")[:num_bytes].ljust(num_bytes, b"\0")
+
+
+class CountedChances:
+    """Numbers in [0, 1) that look like chance (SplitMix64), and are the same in every run."""
+
+    def __init__(self, seed: int) -> None:
+        self._state = seed
+
+    def __call__(self) -> float:
+        self._state = (self._state + 0x9E3779B97F4A7C15) & _MASK
+        word = self._state
+        word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
+        return ((word ^ (word >> 31)) >> 11) / (1 << 53)
+
+
+_MASK = (1 << 64) - 1

@@ -7,9 +7,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from shared.predict.step_time import attended
+from shared.predict.least_squares import LeastSquares
+from shared.predict.step_time import MIN_STEPS, StepFit, attended
 from shared.predict.times import TimeModel
 from shared.step import RowResult, StepRow
+
+PROMPT_SHAPES = [
+    (size, attended(depth, depth + size), 0, 0)
+    for size in (16, 64, 256, 1024, 2048)
+    for depth in (0, 1024, 4096)
+]
+ANSWER_SHAPES = [
+    (0, 0, rows, rows * (depth + 1)) for rows in (1, 4, 16, 64, 256) for depth in (0, 1024, 4096)
+]
+"""Steps that a worker measures before it joins, as ``TimeModel.step_s`` takes them."""
+
+
+def _fit(times: TimeModel, shapes: Sequence[tuple[int, int, int, int]]) -> StepFit:
+    """Return what a worker knows of such steps that has measured these."""
+    line = LeastSquares(3, keep=1.0)
+    for num_prompt, num_attended, num_rows, num_context in shapes:
+        features = (1.0, num_prompt + num_rows, num_attended + num_context)
+        line.observe(features, times.step_s(num_prompt, num_attended, num_rows, num_context))
+    constant_s, token_s, attended_s = line.solve()
+    return StepFit(constant_s, token_s, attended_s, MIN_STEPS)
 
 
 class SimEngine(Protocol):
@@ -18,6 +39,13 @@ class SimEngine(Protocol):
     spreads_layers: bool
     """Whether layers are ready one after the other while a step runs; else all at its end, from
     ``step``."""
+
+    times: TimeModel | None
+    """Of which all that it does follows: every token is 1. None = steps must be computed."""
+
+    def fits(self) -> tuple[StepFit, StepFit]:
+        """What its worker reports of its steps, with prompts and without."""
+        ...
 
     def step_seconds(self, rows: Sequence[StepRow]) -> float:
         """How long a step takes."""
@@ -44,7 +72,13 @@ class TimedEngine:
     spreads_layers = True
 
     def __init__(self, times: TimeModel) -> None:
+        self.times: TimeModel | None = times
         self._times = times
+        self._fits = _fit(times, PROMPT_SHAPES), _fit(times, ANSWER_SHAPES)
+
+    def fits(self) -> tuple[StepFit, StepFit]:
+        """See SimEngine."""
+        return self._fits
 
     def step_seconds(self, rows: Sequence[StepRow]) -> float:
         """See SimEngine. A row of one token is a decode row."""
@@ -87,5 +121,13 @@ class DoneWork:
         self.busy_s += seconds
         self.num_steps += 1
         self.num_rows += num_rows
+        if num_held > self.most_held:
+            self.most_held = num_held
+
+    def note_many(self, seconds: float, num_steps: int, num_rows: int, num_held: int) -> None:
+        """Take in equal steps: seconds of all of them, rows of each, blocks at their end."""
+        self.busy_s += seconds
+        self.num_steps += num_steps
+        self.num_rows += num_steps * num_rows
         if num_held > self.most_held:
             self.most_held = num_held

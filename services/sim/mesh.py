@@ -13,6 +13,8 @@ Every call below belongs to a core, or carries out one of its effects.
 from __future__ import annotations
 
 import itertools
+import sys
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -23,33 +25,28 @@ from services.gateway.core.admission import Admission, Admit, TurnAway
 from services.gateway.core.dispatcher import BlamePair, Dispatcher, Effect, LookForPair, Send
 from services.gateway.core.lifecycle import CancelLeg, End, Leg, Lifecycle, Reroute
 from services.gateway.core.overload import Overload, OverloadMode
-from services.gateway.core.peer_table import PeerTable
-from services.gateway.core.pools import (
-    HomeOrder,
-    Pool,
-    change_home,
-    home_of,
-    is_confirmed,
-    pool_of,
-)
-from services.gateway.core.routing import POLICIES, RouteDecision, route
+from services.gateway.core.prefixes import HashedPrompt
+from services.gateway.core.routing import RouteDecision
 from services.gateway.core.speeds import ReportedSpeeds
 from services.gateway.core.tenants import Terms
-from services.gateway.core.worker import Role, Worker, WorkerStatus
-from services.sim.clock import WIRE_S, CountedBytes, EventClock
+from services.gateway.core.worker import Role
+from services.sim.clock import WIRE_S, CountedBytes, CountedChances
 from services.sim.engine import SimEngine
-from services.sim.worker import CoreOrder, CoreWorker, Word, WorkerSize
-from shared.errors import MeshError, WorkerLost
-from shared.home import Home
+from services.sim.members import Member, Members
+from services.sim.orders import CoreOrder, Word, WorkerSize
+from services.sim.worker import CoreWorker
+from shared.errors import MeshError
 from shared.ids import Incarnation, LeaseToken, RequestId, StreamId
 from shared.kv.layout import KvLayout
-from shared.liveness import Liveness, LivenessRule, PeerState
 from shared.model_spec import ModelSpec
-from shared.request import AnswerToken, SamplingParams, WorkItem
-from shared.transfer.messages import LinkId, TransferKey
+from shared.request import AnswerToken, FinishReason, SamplingParams, WorkItem
+from shared.schedule.plan import PromptTimes
+from shared.transfer.messages import TransferKey
 from shared.worker.core.life import Task
 
 ANY = Terms()
+U32 = next(code for code in "IL" if array(code).itemsize == 4)
+
 TASKS = {Leg.PREFILL: Task.PROMPT, Leg.DECODE: Task.ANSWER, Leg.WHOLE: Task.WHOLE}
 LEGS = {task: leg for leg, task in TASKS.items()}
 
@@ -70,36 +67,20 @@ class CoreAnswer:
     prompt: tuple[int, ...]
     life: Lifecycle
     dispatcher: Dispatcher
-    tokens: list[AnswerToken] = field(default_factory=list[AnswerToken])
+    token_ids: list[int] = field(default_factory=list[int])
     decisions: list[RouteDecision] = field(default_factory=list[RouteDecision])
     legs: dict[Leg, SentLeg] = field(default_factory=dict[Leg, SentLeg])
     search: LookForPair | None = None
     is_over: bool = False
     error: MeshError | None = None
     asked_at: float = 0.0
-    token_times: list[float] = field(default_factory=list[float])
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The answer so far."""
-        return [token.token_id for token in self.tokens]
+    token_times: array[float] = field(default_factory=lambda: array("d"))
+    sent_at: float = 0.0
+    computed: PromptTimes | None = None
 
 
-@dataclass
-class Member:
-    """A worker with what the gateway knows of it. home: its own word, told with each report."""
-
-    core: CoreWorker
-    worker: Worker
-    watch: Liveness
-    home: Home
-    has_heard: dict[Role, StreamId] = field(default_factory=dict[Role, StreamId])
-
-
-class CoreMesh:
+class CoreMesh(Members):
     """One gateway and its workers."""
-
-    liveness = LivenessRule()
 
     def __init__(
         self,
@@ -112,12 +93,13 @@ class CoreMesh:
         max_running: int = 16,
         max_waiting: int = 64,
         max_wait_s: float = 10.0,
+        wire_s: float = WIRE_S,
+        skips: bool = False,
     ) -> None:
-        """size: of every worker. max_running, max_waiting, max_wait_s: of the gateway."""
-        self.clock = EventClock()
-        self.table = PeerTable()
-        self.members: dict[Incarnation, Member] = {}
-        self.policy = POLICIES[policy]()
+        """size: of every worker. max_running, max_waiting, max_wait_s: of the gateway. wire_s: how
+        long a message is under way. skips: see ``CoreWorker``."""
+        super().__init__(spec, layout, new_engine, size, policy=policy, wire_s=wire_s, skips=skips)
+        self._chance = CountedChances(7)
         self.overload = Overload(OverloadMode.OFF, ReportedSpeeds())
         self._admission = Admission(
             max_running=max_running,
@@ -127,180 +109,11 @@ class CoreMesh:
             sides=lambda: self.table.sides,
         )
         self._max_wait_s = max_wait_s
-        self._orders: list[HomeOrder] = []
-        self._spec, self._layout = spec, layout
-        self._new_engine, self._size = new_engine, size
         self._random_bytes = CountedBytes(99)
-        self._links = itertools.count(1)
-        self._order_numbers = itertools.count(1)
         self._stream_ids = itertools.count(1)
         self.on_end: Callable[[CoreAnswer], None] = lambda answer: None
         self._answers: dict[RequestId, CoreAnswer] = {}
         self._by_stream: dict[StreamId, tuple[CoreAnswer, int, Leg]] = {}
-
-    def run(self, until: Callable[[], bool], limit_s: float = 60.0) -> None:
-        """Let events happen until this holds."""
-        self.clock.run(until, limit_s)
-
-    # --- workers ----------------------------------------------------------------------------------
-
-    def start(
-        self,
-        role: str,
-        *,
-        serves_both: bool = False,
-        engine: SimEngine | None = None,
-        size: WorkerSize | None = None,
-    ) -> CoreWorker:
-        """A new worker joins, and is paired with all that it may push to or take from. engine,
-        size: None = as every worker's."""
-        size = size or self._size
-        core = CoreWorker(
-            1 + len(self.members),
-            self.clock,
-            self._spec,
-            self._layout,
-            engine or self._new_engine(size),
-            self._tell,
-            size=size,
-        )
-        worker = Worker(
-            role=Role(role),
-            incarnation=core.incarnation,
-            host="core",
-            port=1,
-            model=self._spec,
-            layout=self._layout,
-            num_blocks=size.num_blocks,
-            block_size=size.block_size,
-            serves=(Role.PREFILL, Role.DECODE) if serves_both else (),
-        )
-        member = Member(core, worker, Liveness(self.clock.now, self.liveness), home_of(worker))
-        for other in [it for it in self.members.values() if it.core.is_alive]:
-            for source, sink in ((member, other), (other, member)):
-                if Role.PREFILL in source.worker.serves and Role.DECODE in sink.worker.serves:
-                    source.core.pair(sink.core, LinkId(next(self._links)))
-        self.members[core.incarnation] = member
-        self.table.join(worker)
-        worker.sessions.update(worker.serves)
-        self._beat(member)
-        self._watch(member)
-        return core
-
-    def settle(self) -> None:
-        """Let every worker report its pairs."""
-        members = self.members.values()
-        self.run(lambda: all(it.worker.status.paired >= it.core.sinks for it in members))
-
-    def kill(self, core: CoreWorker) -> None:
-        """The process is gone without a word."""
-        core.is_alive = False
-
-    def worker(self, core: CoreWorker) -> Worker:
-        """The gateway's view of it."""
-        return self.members[core.incarnation].worker
-
-    def pool(self, core: CoreWorker) -> Pool:
-        """The pool that it is in."""
-        return pool_of(self.worker(core))
-
-    def move(self, core: CoreWorker, home: str) -> Home:
-        """Order it to another home; it says so with its next report."""
-        self._orders += change_home(self.table, core.incarnation, home, next(self._order_numbers))
-        wanted = self._orders[-1].home
-        self._give_home(self._orders[0])
-        return wanted
-
-    def _give_home(self, order: HomeOrder) -> None:
-        member = self.members[order.worker]
-
-        def hear() -> None:
-            member.home = member.home.after(order.home, member.worker.serves)
-            self._report(member)
-
-        self.clock.after(WIRE_S, hear)
-
-    def _look_at_homes(self, worker: Worker) -> None:
-        if not self._orders or self._orders[0].worker != worker.incarnation:
-            return
-        if is_confirmed(worker, self._orders[0].home):
-            self._orders.pop(0)
-            if self._orders:
-                self._give_home(self._orders[0])
-
-    def has_moved(self, core: CoreWorker, wanted: Home) -> bool:
-        """Whether the gateway has heard that it did."""
-        return home_of(self.worker(core)) == wanted
-
-    def _beat(self, member: Member) -> None:
-        if not member.core.is_alive:
-            return
-        self._report(member)
-        self.clock.after(member.watch.rule.interval_s, lambda: self._beat(member))
-
-    def _report(self, member: Member) -> None:
-        """A worker tells its load; it is read when it arrives."""
-        core = member.core
-        scheduled, leased = core.scheduler.statistics(), core.leases.statistics()
-        tasks = [job.order.task for job in core.jobs.values()]
-        own = {core.incarnation} if len(member.worker.serves) > 1 else set[Incarnation]()
-        load = WorkerStatus(
-            pending_tokens=scheduled.pending_tokens,
-            num_waiting=scheduled.num_waiting + leased.num_waiting,
-            num_running=scheduled.num_running + scheduled.num_held,
-            free_blocks=core.pool.num_available,
-            reserved_blocks=core.pool.num_held,
-            paired=core.sinks | own,
-            num_prompts=tasks.count(Task.PROMPT),
-            num_answers=tasks.count(Task.ANSWER),
-            home=member.home.role,
-            home_epoch=member.home.epoch,
-            home_order=member.home.order,
-            seen=dict(member.has_heard),
-        )
-        status, read_at = self.report_of(member, load), self.clock.now + WIRE_S
-
-        def read() -> None:
-            member.watch.heard(self.clock.now)
-            is_here = self.table.get(core.incarnation) is not None
-            if is_here and self.table.report(member.worker, status, read_at):
-                self._look_again()
-            self._look_at_homes(member.worker)
-
-        self.clock.after(WIRE_S, read)
-
-    def report_of(self, member: Member, load: WorkerStatus) -> WorkerStatus:
-        """What a worker tells beside its load."""
-        return load
-
-    def _watch(self, member: Member) -> None:
-        """What silence says of a worker, at the gateway and at the other ends of its pairs."""
-        now, worker, role = self.clock.now, member.worker, member.worker.role
-        state = member.watch.state(now)
-        if state is PeerState.DEAD:
-            self._lose(member)
-            return
-        was_silent = bool(worker.silent)
-        (worker.silent.add if state is PeerState.SUSPECT else worker.silent.discard)(role)
-        if bool(worker.silent) is not was_silent:
-            self.table.note_usability()
-            self._look_again()
-        self.clock.at(member.watch.next_check_at(now), lambda: self._watch(member))
-
-    def _lose(self, member: Member) -> None:
-        self.table.leave(member.core.incarnation)
-        error = WorkerLost("it has been silent for too long")
-        for role in member.worker.serves:
-            member.worker.lost(role)
-        for answer in list(self._answers.values()):
-            lost = [leg for leg, it in answer.legs.items() if it.worker == member.core.incarnation]
-            for leg in lost:
-                attempt = answer.life.num_attempts - 1
-                self._apply(answer, answer.life.leg_failed(attempt, leg, error, lost=True))
-        for other in self.members.values():
-            if other is not member and other.core.is_alive:
-                other.core.lose(member.core, error)
-                self._report(other)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -309,7 +122,10 @@ class CoreMesh:
         key = RequestId(self._random_bytes(16))
         params = SamplingParams(**sampling)  # type: ignore[arg-type]
         life = Lifecycle(prompt, params, max_attempts=4)
-        dispatcher = Dispatcher(life, deadline_at=None, pair_wait_s=10.0, failover_wait_s=5.0)
+        hashed = HashedPrompt(packed(prompt), b"") if self.router.needs_prompt else None
+        dispatcher = Dispatcher(
+            life, deadline_at=None, pair_wait_s=10.0, failover_wait_s=5.0, prompt=hashed
+        )
         now = self.clock.now
         answer = CoreAnswer(key, prompt, life, dispatcher, asked_at=now)
         self._answers[key] = answer
@@ -338,14 +154,14 @@ class CoreMesh:
             effect = todo.popleft()
             match effect:
                 case AnswerToken():
-                    answer.tokens.append(effect)
+                    answer.token_ids.append(effect.token_id)
                     answer.token_times.append(self.clock.now)
                 case CancelLeg(leg):
                     self._cancel(answer, leg)
                 case Reroute():
-                    watches = [self.members[it.worker].watch for it in answer.legs.values()]
+                    members = [self.members[it.worker] for it in answer.legs.values()]
                     now = self.clock.now
-                    silence_s = max(watch.silence_s(now) for watch in watches)
+                    silence_s = max(now - member.heard_at(now) for member in members)
                     todo += answer.dispatcher.attempt_failed(effect, silence_s=silence_s, now=now)
                 case LookForPair():
                     self._search(answer, effect)
@@ -364,10 +180,13 @@ class CoreMesh:
     def _look(self, answer: CoreAnswer) -> None:
         if answer.search is None:
             return
-        decision = route(self.policy, answer.search.request, self.table.sides, 0.5)
+        now = self.clock.now
+        decision, wanted = self.router.route(answer.search.request, now, self._chance())
+        for pair in wanted:
+            self._want(pair)
         if decision is not None:
             answer.search = None
-            self._apply(answer, answer.dispatcher.pair_found(decision, self.clock.now))
+            self._apply(answer, answer.dispatcher.pair_found(decision, now))
 
     def _look_again(self) -> None:
         for answer in list(self._answers.values()):
@@ -378,8 +197,10 @@ class CoreMesh:
             self._apply(answer, answer.dispatcher.wait_over(self.table.why_not_ready()))
 
     def _send(self, answer: CoreAnswer, send: Send) -> None:
-        answer.decisions.append(send.decision)
-        answer.legs = {}
+        decision, now = send.decision, self.clock.now
+        answer.decisions.append(decision)
+        answer.legs, answer.sent_at = {}, now
+        prefix = decision.fetch_order(len(send.token_ids))
         key = TransferKey(answer.key, send.attempt, LeaseToken(self._random_bytes(16)))
         item = WorkItem(
             token_ids=send.token_ids,
@@ -390,7 +211,8 @@ class CoreMesh:
             member = self.members[incarnation]
             stream_id = StreamId(next(self._stream_ids))
             peer = send.legs.get(Leg.DECODE if leg is Leg.PREFILL else Leg.PREFILL)
-            order = CoreOrder(stream_id, TASKS[leg], key, item, peer, send.wait_s)
+            its_prefix = None if leg is Leg.DECODE else prefix
+            order = CoreOrder(stream_id, TASKS[leg], key, item, peer, send.wait_s, its_prefix)
             answer.legs[leg] = SentLeg(incarnation, stream_id, key)
             self._by_stream[stream_id] = (answer, send.attempt, leg)
             num_tokens = len(send.token_ids)
@@ -399,7 +221,8 @@ class CoreMesh:
                 stream_id,
                 num_tokens=0 if leg is Leg.DECODE else num_tokens,
                 num_blocks=member.worker.blocks_for(num_tokens + (leg is not Leg.PREFILL)),
-                now=self.clock.now,
+                now=now,
+                num_cached=decision.num_cached,
             )
 
             def arrive(member: Member = member, order: CoreOrder = order, leg: Leg = leg) -> None:
@@ -407,7 +230,7 @@ class CoreMesh:
                     member.has_heard[_side(leg)] = order.stream_id
                     member.core.take(order)
 
-            self.clock.after(WIRE_S, arrive)
+            self.clock.send(arrive)
 
     def _cancel(self, answer: CoreAnswer, leg: Leg) -> None:
         sent = answer.legs[leg]
@@ -418,19 +241,56 @@ class CoreMesh:
             if core.is_alive:
                 core.cancel(sent.key, TASKS[leg])
 
-        self.clock.after(WIRE_S, arrive)
+        self.clock.send(arrive)
 
     def _end(self, answer: CoreAnswer, error: MeshError | None) -> None:
         answer.is_over, answer.error, answer.search = True, error, None
         del self._answers[answer.key]
+        self._learn(answer)
         self.on_end(answer)
         self._perform(self._admission.leave(answer.key, self.clock.now))
+
+    def _learn(self, answer: CoreAnswer) -> None:
+        """Tell predictions what came of them: see ``PredictionWatcher``."""
+        expectations, came = self.router.expectations, answer.computed
+        if answer.error is None:
+            expectations.ended(len(answer.prompt), answer.life.num_output_tokens)
+        if came is None or answer.life.num_attempts > 1 or not answer.token_times:
+            return
+        decision = answer.decisions[-1]
+        if came.fetched_tokens and decision.fetch is not None:
+            expectations.fetches.fetched(
+                decision.fetch.source,
+                decision.prefill,
+                num_bytes=came.fetched_bytes,
+                seconds=came.fetch_s,
+            )
+        if came.cached_tokens:
+            return
+        ttft_s, waited_s = answer.token_times[0] - answer.asked_at, answer.sent_at - answer.asked_at
+        handover_s = ttft_s - waited_s - came.queue_s - came.compute_s
+        expectations.handed_over(handover_s, is_colocated=decision.is_colocated)
+        if decision.prediction is not None:
+            predicted_s = waited_s + decision.prediction.ttft_s
+            is_believed = expectations.answered(
+                decision.prefill, predicted_s=predicted_s, actual_s=ttft_s, now=self.clock.now
+            )
+            worker = self.table.get(decision.prefill)
+            if is_believed is not None and worker is not None:
+                worker.is_believed = is_believed
+
+    def _lost(self, member: Member, error: MeshError) -> None:
+        for answer in list(self._answers.values()):
+            lost = [leg for leg, it in answer.legs.items() if it.worker == member.core.incarnation]
+            for leg in lost:
+                attempt = answer.life.num_attempts - 1
+                self._apply(answer, answer.life.leg_failed(attempt, leg, error, lost=True))
 
     # --- what workers say -------------------------------------------------------------------------
 
     def _tell(self, core: CoreWorker, word: Word) -> None:
         if core.is_alive:
-            self.clock.after(WIRE_S, lambda: self._hear(core, word))
+            self.clock.send(lambda: self._hear(core, word))
 
     def _hear(self, core: CoreWorker, word: Word) -> None:
         found = self._by_stream.get(word.stream_id)
@@ -450,15 +310,30 @@ class CoreMesh:
                 assert word.error is not None
                 self._close(word.stream_id)
                 self._apply(answer, life.leg_failed(attempt, leg, word.error, lost=False))
+            case "run":
+                self._hear_run(answer, attempt, leg, word)
             case _:
                 assert word.token is not None
                 new = word.token
                 if word.what == "first":
                     worker.computed(_side(leg), word.stream_id)
+                    answer.computed = answer.computed or word.prompt
                 if new.finish_reason and leg is not Leg.PREFILL:
                     self._close(word.stream_id)
                 token = AnswerToken(new.index, new.token_id, new.finish_reason)
                 self._apply(answer, life.token_arrived(attempt, leg, token))
+
+    def _hear_run(self, answer: CoreAnswer, attempt: int, leg: Leg, word: Word) -> None:
+        """Tokens of equal steps, each at its own time."""
+        assert word.token is not None
+        tokens = [word.token.token_id] * len(word.times)
+        if answer.life.many_arrived(attempt, leg, word.token.index, tokens):
+            answer.token_ids += tokens
+            answer.token_times.extend(at + self.clock.wire_s for at in word.times)
+            return
+        for idx, token_id in enumerate(tokens, word.token.index):
+            token = AnswerToken(idx, token_id, FinishReason.NONE)
+            self._apply(answer, answer.life.token_arrived(attempt, leg, token))
 
     def _close(self, stream_id: StreamId) -> None:
         found = self._by_stream.pop(stream_id, None)
@@ -481,6 +356,14 @@ class CoreMesh:
         for member in self.members.values():
             if member.core.is_alive:
                 member.core.check()
+
+
+def packed(prompt: tuple[int, ...]) -> bytes:
+    """Return token ids as prefix hashes take them: little-endian, 32 bits each."""
+    column = array(U32, prompt)
+    if sys.byteorder == "big":
+        column.byteswap()
+    return column.tobytes()
 
 
 def _side(leg: Leg) -> Role:

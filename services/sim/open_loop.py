@@ -44,13 +44,15 @@ def simulated_model(name: str, token_bytes: float, max_len: int) -> tuple[ModelS
 
 
 def simulated_mesh(num_prefill: int, num_decode: int, num_mixed: int, mesh: CoreMesh) -> CoreMesh:
-    """Start so many workers on a mesh, and let them report."""
+    """Start so many workers on a mesh, and let them report. Mixed ones are colocated, and where the
+    policy borrows workers they serve both roles."""
+    moves = mesh.policy.moves_roles
     for _ in range(num_prefill):
         mesh.start("prefill")
     for _ in range(num_decode):
         mesh.start("decode")
     for _ in range(num_mixed):
-        mesh.start("decode", serves_both=True)
+        mesh.start("decode", serves_both=moves, is_colocated=not moves)
     mesh.settle()
     return mesh
 
@@ -164,7 +166,9 @@ def run_open_loop(
         SimAnswer(
             answer.asked_at - start,
             tuple(at - start for at in answer.token_times),
-            answer.is_over and answer.error is None and len(answer.tokens) == request.num_output,
+            answer.is_over
+            and answer.error is None
+            and len(answer.token_times) == request.num_output,
             "" if answer.error is None else answer.error.type,
             answer.life.num_attempts,
         )

@@ -27,11 +27,13 @@ from services.gateway.core.tenants import Terms
 from services.gateway.core.traffic import TrafficMeter
 from services.gateway.core.worker import WorkerStatus
 from services.sim.engine import SimEngine
-from services.sim.mesh import CoreAnswer, CoreMesh, Member
-from services.sim.worker import CoreWorker, WorkerSize
-from shared.errors import MeshError, WorkerLost
+from services.sim.members import Member
+from services.sim.mesh import CoreAnswer, CoreMesh
+from services.sim.orders import WorkerSize
+from services.sim.reports import Pace
+from services.sim.worker import CoreWorker
+from shared.errors import MeshError
 from shared.kv.layout import KvLayout
-from shared.liveness import LivenessRule
 from shared.model_spec import ModelSpec
 from shared.predict.step_time import StepFit
 from shared.telemetry.definitions import tpot
@@ -73,7 +75,7 @@ class ScaledMesh(CoreMesh):
     startup_s: from the order of a worker until it has joined. movable: whether homes may change.
     """
 
-    liveness = LivenessRule(interval_s=1.0, suspect_after_s=3.0, dead_after_s=5.0)
+    pace = Pace(report_s=1.0, burst_s=1.0)
 
     def __init__(
         self,
@@ -148,7 +150,7 @@ class ScaledMesh(CoreMesh):
     def _retire(self, core: CoreWorker) -> None:
         if core not in self._draining:
             self._draining[core] = self._leases[core]
-            self._report(self.members[core.incarnation])
+            self.members[core.incarnation].reporter.report()
             self._look_at_drain(core)
 
     def _look_at_drain(self, core: CoreWorker) -> None:
@@ -157,15 +159,7 @@ class ScaledMesh(CoreMesh):
             self.clock.after(LOOK_S, lambda: self._look_at_drain(core))
             return
         self._draining[core].ended_s = self.clock.now
-        self.table.leave(core.incarnation)
-        self.kill(core)
-        for other in self.members.values():
-            if other.core.is_alive:
-                other.core.lose(core, WorkerLost("it has drained"))
-
-    def _watch(self, member: Member) -> None:
-        if member.core.is_alive:  # who has drained is not lost
-            super()._watch(member)
+        self.end(core)
 
     # --- requests ---------------------------------------------------------------------------------
 

@@ -2,36 +2,40 @@
 asyncio, socket, task or thread: a heap of events is all that moves.
 
 What stands here is what the shells of ``shared/worker`` perform, and nothing that decides.
+
+With ``skips`` equal decode steps are one event (``Scheduler.runway``, ``advance``). Whatever else
+happens on the worker has it catch up first, so that everybody sees what stepping would have shown;
+tokens have the times of their steps.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from array import array
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from services.sim.clock import WIRE_S, CountedBytes, EventClock
+from services.sim.clock import EventClock
+from services.sim.ends import KvEnds
 from services.sim.engine import DoneWork, SimEngine
-from shared.errors import InvariantViolated, MeshError, TransferFailed
-from shared.ids import Incarnation, StreamId
+from services.sim.orders import CoreOrder, SimJob, Word, WorkerSize
+from shared.errors import MeshError
+from shared.ids import Incarnation
+from shared.kv.journal import Journal
 from shared.kv.layout import KvLayout
 from shared.kv.pool import BlockPool
 from shared.model_spec import ModelSpec
-from shared.request import FinishReason, WorkItem
-from shared.schedule.plan import NewToken, StepPlan
+from shared.request import FinishReason
+from shared.schedule.budget import BatchBudget, EitherBudget, StepBudget, TimeBudget, TokenBudget
+from shared.schedule.plan import NewToken, PromptTimes, StepPlan
+from shared.schedule.queue_time import queue_left_s
+from shared.schedule.runs import num_blocks_for
 from shared.schedule.scheduler import SchedulePolicy, Scheduler
 from shared.schedule.sequence import Sequence
-from shared.transfer import effects as transfer
-from shared.transfer.effects import ReceiverEffect, SenderEffect
-from shared.transfer.messages import LinkId, SinkMessage, SourceMessage, TransferKey
-from shared.transfer.plan import FrameRule, PushMode
-from shared.transfer.receivers import Receivers, TagRanges
-from shared.transfer.senders import Senders
+from shared.transfer.messages import TransferKey
 from shared.worker.core.lease import (
     AbortReceive,
     GrantLease,
-    Lease,
     LeasePolicy,
     LeaseState,
     Refuse,
@@ -52,61 +56,24 @@ from shared.worker.core.life import (
     Task,
 )
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSize:
-    """Limits of a worker. num_slots, frame_bytes: staging of transfers. link_bytes_s: bandwidth
-    with which it sends, one frame after the other; 0 = a frame takes no time."""
-
-    num_blocks: int
-    block_size: int = 16
-    max_running: int = 256
-    token_budget: int = 2048
-    num_slots: int = 8
-    frame_bytes: int = 64 << 20
-    link_bytes_s: float = 0.0
+MOST_SKIPPED = 64
+"""Steps that one event stands for at most: somebody nearly always comes sooner."""
 
 
-class CoreOrder(NamedTuple):
-    """What a gateway asks of a worker. peer: at the other end of its KV, if that moves."""
+@dataclass(slots=True)
+class _Run:
+    """Equal steps that are under way. ends: of each; context: what its rows read in the first."""
 
-    stream_id: StreamId
-    task: Task
-    key: TransferKey
-    item: WorkItem
-    peer: Incarnation | None
-    wait_s: float
-
-
-class Word(NamedTuple):
-    """What a worker tells the gateway of an order; what: the event's name."""
-
-    stream_id: StreamId
-    task: Task
-    what: str
-    token: NewToken | None = None
-    error: MeshError | None = None
-
-
-@dataclass(eq=False)
-class SimJob:
-    """An order that holds something."""
-
-    order: CoreOrder
-    life: Life
-    sequence: Sequence | None = None
-    lease: Lease | None = None
-
-
-class StagedFrame(NamedTuple):
-    """A frame in a staging slot of the sink."""
-
-    order: transfer.GatherAndSend
-    payload: object
+    ends: list[float]
+    began_at: float
 
 
 class CoreWorker:
-    """One worker, for prompts, answers and whole requests alike. tell: a word to the gateway."""
+    """One worker, for prompts, answers and whole requests alike.
+
+    tell: a word to the gateway. is_mixed: it computes whole requests, too. skips: see the module's
+    text.
+    """
 
     def __init__(
         self,
@@ -118,83 +85,78 @@ class CoreWorker:
         tell: Callable[[CoreWorker, Word], None],
         *,
         size: WorkerSize,
+        pushes: bool = True,
+        is_mixed: bool = False,
+        skips: bool = False,
     ) -> None:
         self.incarnation = Incarnation(incarnation)
         self.clock = clock
         self.is_alive = True
         self.engine = engine
-        self.pool = BlockPool(size.num_blocks, size.block_size)
+        self.size = size
+        self.layout = layout
+        self.pool = BlockPool(
+            size.num_blocks, size.block_size, model_key=spec.fingerprint + layout.digest
+        )
+        self.journal = Journal(size.block_size)
+        self.pool.listen(self.journal)
+        self.leases = Leases(self.pool, LeasePolicy())
+        self.jobs: dict[tuple[TransferKey, Task], SimJob] = {}
+        self._budget = self._step_budget(pushes=pushes, is_mixed=is_mixed)
         policy = SchedulePolicy(
             max_model_len=spec.max_model_len,
             eos_token_ids=spec.eos_token_ids,
             max_running=size.max_running,
             token_budget=size.token_budget,
+            budget=self._budget,
         )
         self.scheduler = Scheduler(self.pool, policy)
-        self.leases = Leases(self.pool, LeasePolicy())
-        random_bytes = CountedBytes(incarnation)
-        self.senders = Senders(num_slots=size.num_slots)
-        self.receivers = Receivers(
-            num_slots=size.num_slots,
-            tags=TagRanges(random_bytes),
-            random_bytes=random_bytes,
-            window=size.num_slots // 2,
-        )
-        self.rule = FrameRule(layout=layout, group_bytes=1, max_frame_bytes=size.frame_bytes)
-        self._num_layers = layout.num_layers
-        self._byte_s = 1 / size.link_bytes_s if size.link_bytes_s else 0.0
-        self._link_free_at = 0.0
-        self.jobs: dict[tuple[TransferKey, Task], SimJob] = {}
-        self.num_frames_sent = 0
+        self.num_prompts = self.num_answers = 0
+        self.on_change: Callable[[], None] = lambda: None
+        self.ends = KvEnds(self, layout, size)
         self.work = DoneWork()
+        self._num_layers = layout.num_layers
         self._tell = tell
+        self._skips = skips and engine.times is not None
         self._jobs_of: dict[Sequence, SimJob] = {}
-        self._sinks: dict[Incarnation, LinkId] = {}
-        self._others: dict[LinkId, CoreWorker] = {}
-        self._receives: dict[tuple[LinkId, int], transfer.PostReceive] = {}
-        self._landed: dict[int, StagedFrame] = {}
-        self._todo: deque[SenderEffect | ReceiverEffect] = deque()
-        self._is_performing = False
-        self._is_stepping = False
+        self._stepping: tuple[StepPlan, float] | None = None
+        self._run: _Run | None = None
 
-    # --- pairs ------------------------------------------------------------------------------------
+    def _step_budget(self, *, pushes: bool, is_mixed: bool) -> StepBudget:
+        """See ``MeshWorker``: prompts alone by tokens, beside answers by time."""
+        size = self.size
+        alone: StepBudget = TokenBudget(size.token_budget)
+        if pushes:
+            alone = BatchBudget(size.token_budget, size.batch_tokens or size.token_budget)
+        if not is_mixed or not size.tbt_target_s:
+            return alone
+        beside = TimeBudget(
+            self._predict,
+            size.tbt_target_s,
+            size.token_budget,
+            is_expecting=lambda: self.leases.is_expecting,
+        )
+        return EitherBudget(alone, beside, lambda: bool(self.num_answers)) if pushes else beside
 
-    def pair(self, sink: CoreWorker, link: LinkId) -> None:
-        """From now on this worker may push to that one."""
-        self._sinks[sink.incarnation] = link
-        self._others[link] = sink
-        sink._others[link] = self
-        self.senders.link_up(link, self.rule)
-        sink.receivers.link_up(link, self.incarnation, self.rule)
-
-    @property
-    def sinks(self) -> frozenset[Incarnation]:
-        """Whom it may push to."""
-        return frozenset(self._sinks)
-
-    def lose(self, other: CoreWorker, error: MeshError) -> None:
-        """The other end of every pair with it is gone, and nothing is under way any more."""
-        self._sinks.pop(other.incarnation, None)
-        for link in [link for link, it in self._others.items() if it is other]:
-            del self._others[link]
-            self.do(self.senders.link_lost(link, error, self.clock.now))
-            self.do(self.receivers.link_lost(link, error, self.clock.now))
-            for key in [key for key in self._receives if key[0] == link]:
-                self._settle_receive(self._receives.pop(key), TransferFailed("endpoint closed"))
+    def _predict(self, num_tokens: int, num_attended: int) -> float:
+        fit = self.engine.fits()[0]
+        return fit.seconds(num_tokens, num_attended) if fit.is_known else 0.0
 
     # --- orders -----------------------------------------------------------------------------------
 
     def take(self, order: CoreOrder) -> None:
         """Begin an order."""
+        self.catch_up()
         now, key = self.clock.now, order.key
         life = Life(order.task, has_push=order.task is Task.PROMPT and order.peer is not None)
-        job = self.jobs[key, order.task] = SimJob(order, life)
-        if order.task is Task.ANSWER:
+        job = self.jobs[key, _slot(order.task)] = SimJob(order, life, now)
+        self._count(order.task, 1)
+        if order.task in (Task.ANSWER, Task.PREFIX):
             assert order.peer is not None
             job.lease, effects = self.leases.reserve(
                 key, order.item, order.peer, now=now, wait_s=order.wait_s
             )
-            self._do_leases(effects)
+            self.do_leases(effects)
             if job.lease.state is LeaseState.WAITING:
                 self.clock.at(job.lease.give_up_at, self._tick_leases)
             return
@@ -205,45 +167,82 @@ class CoreWorker:
         else:
             self.scheduler.add_prefill(job.sequence)
             if order.peer is not None:
-                link = self._sinks[order.peer]
-                self.do(self.senders.begin(key, link, len(order.item.token_ids), now))
-        self._step()
+                self.ends.begin(key, order.peer, len(order.item.token_ids))
+        self.ends.await_prefix(job)
+        self.on_change()
+        self.step()
 
     def cancel(self, key: TransferKey, task: Task) -> None:
-        """The gateway wants no more."""
-        job = self.jobs.get((key, task))
+        """The gateway wants no more, or nobody waits for a prefix."""
+        job = self.jobs.get((key, _slot(task)))
         if job is not None:
-            self._handle(job, LifeEvent.CANCELLED)
+            self.handle(job, LifeEvent.CANCELLED)
 
-    def _handle(self, job: SimJob, event: LifeEvent, error: MeshError | None = None) -> None:
+    def _count(self, task: Task, times: int) -> None:
+        self.num_prompts += times * (task is Task.PROMPT)
+        self.num_answers += times * (task in (Task.ANSWER, Task.WHOLE))
+
+    def job_of(self, sequence: Sequence) -> SimJob:
+        """Return whose sequence it is."""
+        return self._jobs_of[sequence]
+
+    def find_taker(self, key: TransferKey) -> SimJob | None:
+        """Return who takes the KV of this transfer."""
+        return self.jobs.get((key, Task.ANSWER))
+
+    def taker(self, key: TransferKey) -> SimJob:
+        """Return who takes the KV of this transfer, which has begun."""
+        return self.jobs[key, Task.ANSWER]
+
+    def prompt_blocks(self, key: TransferKey) -> array[int]:
+        """Return the blocks of a prompt that is computed here."""
+        sequence = self.jobs[key, Task.PROMPT].sequence
+        assert sequence is not None
+        return sequence.block_table
+
+    def handle(self, job: SimJob, event: LifeEvent, error: MeshError | None = None) -> None:
+        """Something has happened to an order."""
+        self.catch_up()
         key = job.order.key
         for effect in job.life.handle(event, error):
             match effect:
                 case ReportFailed(why):
-                    self._say(job, "failed", error=why)
+                    if job.order.task is Task.PREFIX:
+                        self.ends.fetch_ended(key)
+                    else:
+                        self._say(job, "failed", error=why)
                 case ReportDone():
                     self._say(job, "done")
                 case StopCompute():
                     assert job.sequence is not None
                     self.scheduler.abort(job.sequence)
                 case AbortPush(why):
-                    self.do(self.senders.give_up(key, why, self.clock.now))
+                    self.ends.give_up_push(key, why)
                 case CancelLease(why):
-                    assert job.lease is not None
-                    self._do_leases(self.leases.cancel(job.lease, why, now=self.clock.now))
-                    if job.lease.state is LeaseState.RELEASED:
-                        self._handle(job, LifeEvent.SETTLED)
+                    lease = job.its_lease
+                    self.do_leases(self.leases.cancel(lease, why, now=self.clock.now))
+                    if lease.state is LeaseState.RELEASED:
+                        self.handle(job, LifeEvent.SETTLED)
                 case Close():
                     self._close(job)
 
     def _close(self, job: SimJob) -> None:
-        del self.jobs[job.order.key, job.order.task]
+        task = job.order.task
+        del self.jobs[job.order.key, _slot(task)]
+        self._count(task, -1)
+        if task is Task.PREFIX:
+            self.ends.fetch_ended(job.order.key)
         if job.sequence is not None:
             del self._jobs_of[job.sequence]
-            if job.order.task is Task.PROMPT:
+            if task is Task.PROMPT:
                 self.scheduler.release(job.sequence)
-        self._do_leases(self.leases.grant_waiting(now=self.clock.now))
-        self._step()
+        self.ends.leave_prefix(job)
+        self.blocks_freed()
+
+    def blocks_freed(self) -> None:
+        """What somebody held may be what others lack."""
+        self.do_leases(self.leases.grant_waiting(now=self.clock.now))
+        self.step()
 
     def _say(
         self, job: SimJob, what: str, token: NewToken | None = None, error: MeshError | None = None
@@ -252,248 +251,220 @@ class CoreWorker:
 
     # --- leases -----------------------------------------------------------------------------------
 
-    def _do_leases(self, effects: list[LeaseEffect]) -> None:
+    def do_leases(self, effects: list[LeaseEffect]) -> None:
+        """Perform what the leases decided; their worker has caught up before."""
         for effect in effects:
-            job = self.jobs.get((effect.lease.key, Task.ANSWER))
+            job = self.find_taker(effect.lease.key)
             match effect:
                 case GrantLease(lease):
                     assert job is not None
-                    self._say(job, "granted")
+                    if job.order.task is Task.PREFIX:
+                        self.ends.prefix_granted(lease.key)
+                    else:
+                        self._say(job, "granted")
                     self.clock.at(lease.expires_at, self._tick_leases)
-                    self.do(self.receivers.lease_changed(lease.key, self.clock.now))
+                    self.ends.lease_changed(lease.key)
                 case Refuse(error=error):
                     assert job is not None
-                    self._handle(job, LifeEvent.FAILED, error)
+                    self.handle(job, LifeEvent.FAILED, error)
                 case RefuseOpen(lease, error) | AbortReceive(lease, error):
-                    self.do(self.receivers.give_up(lease.key, error, self.clock.now))
+                    self.ends.give_up_receive(lease.key, error)
+        self.on_change()
 
     def _tick_leases(self) -> None:
-        self._do_leases(self.leases.tick(now=self.clock.now))
+        due_at = self.leases.next_tick_at
+        if due_at is not None and due_at <= self.clock.now:
+            self.catch_up()
+            self.do_leases(self.leases.tick(now=self.clock.now))
 
     # --- steps ------------------------------------------------------------------------------------
 
-    def _step(self) -> None:
+    def step(self) -> None:
         """Plan a step if none runs; it is computed at its end."""
-        if self._is_stepping or not self.is_alive:
+        if self._stepping is not None or self._run is not None or not self.is_alive:
+            return
+        if self._skips and (num_steps := self.scheduler.runway()) > 1:
+            self._begin_run(min(num_steps, MOST_SKIPPED))
             return
         plan = self.scheduler.plan()
         for sequence in plan.admitted:
             job = self._jobs_of[sequence]
             if job.life.state is LifeState.QUEUED:
-                self._handle(job, LifeEvent.ADMITTED)
+                job.started_at = self.clock.now
+                self.handle(job, LifeEvent.ADMITTED)
         for failure in plan.failed:
-            self._handle(self._jobs_of[failure.sequence], LifeEvent.FAILED, failure.error)
+            self.handle(self._jobs_of[failure.sequence], LifeEvent.FAILED, failure.error)
         if plan.is_empty:
             return
-        self._is_stepping = True
-        pushes = self._announce(plan)
+        pushes = self.ends.announce(plan)
         seconds = self.engine.step_seconds(plan.rows)
+        self._stepping = plan, self.clock.now
         self.work.note(seconds, len(plan.rows), self.pool.num_held)
         if pushes and self.engine.spreads_layers:
             for layer in range(1, self._num_layers):
                 at_s = seconds * layer / self._num_layers
-                self.clock.after(at_s, lambda num=layer: self._layers_ready(pushes, num))
+                self.clock.after(at_s, lambda num=layer: self.ends.layers_ready(pushes, num))
         self.clock.after(seconds, lambda: self._finish(plan, pushes))
-
-    def _layers_ready(self, pushes: list[TransferKey], num_layers: int) -> None:
-        if self.is_alive:
-            for key in pushes:
-                self.do(self.senders.layers_ready(key, num_layers, self.clock.now))
-
-    def _announce(self, plan: StepPlan) -> list[TransferKey]:
-        pushes: list[TransferKey] = []
-        for sequence, row in zip(plan.sequences, plan.rows, strict=True):
-            job = self._jobs_of[sequence]
-            if job.order.task is not Task.PROMPT or job.order.peer is None:
-                continue
-            key = job.order.key
-            pushes.append(key)
-            if sequence in plan.admitted and row.start:
-                self._plan_span(key, 0, row.start, is_cached=True)
-            self._plan_span(key, row.start, row.stop, is_cached=False)
-        return pushes
-
-    def _plan_span(self, key: TransferKey, start: int, stop: int, *, is_cached: bool) -> None:
-        mode = PushMode.LAYERWISE
-        now = self.clock.now
-        self.do(self.senders.span_planned(key, start, stop, mode, now, is_cached=is_cached))
 
     def _finish(self, plan: StepPlan, pushes: list[TransferKey]) -> None:
         if not self.is_alive:
             return
-        self._is_stepping = False
-
-        results = self.engine.step(plan.rows, lambda layer: self._layers_ready(pushes, layer + 1))
+        self._stepping = None
+        results = self.engine.step(
+            plan.rows, lambda layer: self.ends.layers_ready(pushes, layer + 1)
+        )
         if self.engine.spreads_layers:
-            self._layers_ready(pushes, self._num_layers)
+            self.ends.layers_ready(pushes, self._num_layers)
         outcome = self.scheduler.commit(plan, results)
-        for key in pushes:
-            self.do(self.senders.span_computed(key, self.clock.now))
+        self.ends.computed(pushes)
         for token in outcome.tokens:
             self._sampled(self._jobs_of[token.sequence], token)
-        self._do_leases(self.leases.grant_waiting(now=self.clock.now))
-        self._step()
+        self.do_leases(self.leases.grant_waiting(now=self.clock.now))
+        self.step()
 
     def _sampled(self, job: SimJob, token: NewToken) -> None:
         is_first = job.life.state is LifeState.COMPUTING
-        self._say(job, "first" if is_first else "token", token)
+        if is_first:
+            self._say_first(job, token)
+        else:
+            self._say(job, "token", token)
         if token.finish_reason is not FinishReason.NONE:
-            self._handle(job, LifeEvent.ENDED)
+            self.handle(job, LifeEvent.ENDED)
         elif is_first and job.order.task is Task.WHOLE:
-            self._handle(job, LifeEvent.BEGUN)
+            self.handle(job, LifeEvent.BEGUN)
         elif is_first and job.order.peer is None:
-            self._handle(job, LifeEvent.ENDED)
+            self.handle(job, LifeEvent.ENDED)
         elif is_first:
-            self._handle(job, LifeEvent.SAMPLED)
-            self.do(self.senders.commit(job.order.key, token.token_id, self.clock.now))
+            self.handle(job, LifeEvent.SAMPLED)
+            self.ends.commit(job.order.key, token.token_id)
 
-    # --- transfers --------------------------------------------------------------------------------
+    def _say_first(self, job: SimJob, token: NewToken) -> None:
+        prompt = PromptTimes(
+            job.started_at - job.taken_at,
+            self.clock.now - job.started_at,
+            token.sequence.num_cached_tokens,
+            *job.fetched,
+        )
+        order = job.order
+        self._tell(self, Word(order.stream_id, order.task, "first", token, prompt=prompt))
 
-    def do(self, effects: list[SenderEffect] | list[ReceiverEffect]) -> None:
-        """Perform effects in order, those that follow from them after them."""
-        self._todo += effects
-        if self._is_performing:
+    # --- steps of which nothing is to be decided --------------------------------------------------
+
+    def _begin_run(self, num_steps: int) -> None:
+        times, running = self.engine.times, self.scheduler.unfinished
+        assert times is not None
+        rows, at = len(running), self.clock.now
+        context = sum(len(sequence.tokens) for sequence in running)
+        ends: list[float] = []
+        for step in range(num_steps):
+            at += times.step_s(0, 0, rows, context + step * rows)
+            ends.append(at)
+        run = self._run = _Run(ends, self.clock.now)
+        self.clock.at(at, lambda: self._end_run(run))
+        self.on_change()
+
+    def _end_run(self, run: _Run) -> None:
+        if self._run is not run or not self.is_alive:
             return
-        self._is_performing = True
-        while self._todo:
-            self._do(self._todo.popleft())
-        self._is_performing = False
+        self._run = None
+        self._take_steps(run, len(run.ends))
+        self.do_leases(self.leases.grant_waiting(now=self.clock.now))
+        self.step()
 
-    def _do(self, effect: SenderEffect | ReceiverEffect) -> None:
-        now = self.clock.now
-        match effect:
-            case transfer.SendMessage(link, message) | transfer.SendReply(link, message):
-                self.clock.after(WIRE_S, lambda: self._deliver(link, message))
-            case transfer.GatherAndSend():
-                self._send(effect)
-            case transfer.EndTransfer(key, error):
-                job = self.jobs[key, Task.PROMPT]
-                self._handle(job, LifeEvent.FAILED if error else LifeEvent.PUSHED, error)
-                self._handle(job, LifeEvent.SETTLED)
-            case transfer.AskTerms(key, source):
-                self._attach(key, source)
-            case transfer.PostReceive(link=link, tag=tag):
-                self._receives[link, tag] = effect
-            case transfer.CancelReceive(key, frame_idx):
-                for place, order in list(self._receives.items()):
-                    if (order.key, order.frame.idx) == (key, frame_idx):
-                        self._settle_receive(self._receives.pop(place), TransferFailed("cancelled"))
-            case transfer.VerifyAndPlace():
-                self._place(effect)
-            case transfer.HandOver(key, first_token):
-                self._join(self.jobs[key, Task.ANSWER], first_token)
-            case transfer.ReportFailure(key, error):
-                job = self.jobs[key, Task.ANSWER]
-                assert job.lease is not None
-                self.leases.cancel(job.lease, error, now=now)
-                self._handle(job, LifeEvent.FAILED, error)
-            case transfer.QuarantineLease(key):
-                job = self.jobs[key, Task.ANSWER]
-                assert job.lease is not None
-                self.leases.begin_quarantine(job.lease)
-            case transfer.ReleaseLease(key):
-                self._release(self.jobs[key, Task.ANSWER])
-            case transfer.EndLeases(source, error):
-                self._do_leases(self.leases.lose_source(source, error, now=now))
-            case transfer.CloseLink(reason=reason):
-                raise InvariantViolated(f"a pair was given up: {reason}")
-
-    def _deliver(self, link: LinkId, message: SourceMessage | SinkMessage) -> None:
-        other = self._others.get(link)
-        if other is None or not other.is_alive or not self.is_alive:
+    def catch_up(self) -> None:
+        """Have done what has been skipped; the step that runs now is an ordinary one again."""
+        run = self._run
+        if run is None:
             return
-        now = self.clock.now
-        if link in self._sinks.values():
-            other.do(other.receivers.message(link, message, now))  # type: ignore[arg-type]
-        else:
-            other.do(other.senders.message(link, message, now))  # type: ignore[arg-type]
+        self._run = None
+        num_done = min(bisect_right(run.ends, self.clock.now), len(run.ends) - 1)
+        if num_done:
+            self._take_steps(run, num_done)
+        plan = self.scheduler.plan()
+        began_at = run.ends[num_done - 1] if num_done else run.began_at
+        ends_at = run.ends[num_done]
+        self._stepping = plan, began_at
+        self.work.note(ends_at - began_at, len(plan.rows), self.pool.num_held)
+        self.clock.at(ends_at, lambda: self._finish(plan, []))
 
-    def _send(self, order: transfer.GatherAndSend) -> None:
-        """Read the blocks now, and let the frame land later; a frame to nobody fails."""
-        job, frame = self.jobs[order.key, Task.PROMPT], order.frame
-        assert job.sequence is not None
-        layers = (frame.first_layer, frame.last_layer)
-        payload = self.engine.read(job.sequence.block_table, frame.start, frame.stop, layers)
-        self.num_frames_sent += 1
-
-        def land() -> None:
-            other = self._others.get(order.link)
-            error = None
-            if other is None or not other.is_alive:
-                error = TransferFailed("endpoint closed")
-            elif (receive := other._receives.pop((order.link, order.tag), None)) is not None:
-                other._landed[receive.slot] = StagedFrame(order, payload)
-                other._settle_receive(receive, None)
-            if self.is_alive:
-                self.do(self.senders.send_settled(order.key, frame.idx, error, self.clock.now))
-
-        begins_at = max(self.clock.now, self._link_free_at)
-        self._link_free_at = begins_at + frame.payload_bytes * self._byte_s
-        self.clock.at(self._link_free_at + WIRE_S, land)
-
-    def _settle_receive(self, order: transfer.PostReceive, error: MeshError | None) -> None:
-        self.do(self.receivers.receive_settled(order.key, order.frame.idx, error, self.clock.now))
-
-    def _attach(self, key: TransferKey, source: Incarnation) -> None:
-        now = self.clock.now
-        if not self.receivers.is_waiting(key):
-            return
-        job = self.jobs.get((key, Task.ANSWER))
-        if job is None or job.lease is None:
-            self.receivers.must_wait(key, now, is_reserved=False)
-        elif not self.leases.open(job.lease, source):
-            self.receivers.must_wait(key, now, is_reserved=True)
-        else:
-            lease = job.lease
-            self.do(self.receivers.attached(key, lease.num_tokens, lease.skip_tokens, now))
-
-    def _place(self, order: transfer.VerifyAndPlace) -> None:
-        job, frame = self.jobs[order.key, Task.ANSWER], order.frame
-        assert job.lease is not None
-        staged = self._landed.pop(order.slot)
-        sent = staged.order
-        error = None
-        if (sent.transfer_id, sent.epoch, sent.frame) != (order.transfer_id, order.epoch, frame):
-            error = TransferFailed("another frame stands in the slot")
-        else:
-            layers = (frame.first_layer, frame.last_layer)
-            table = job.lease.block_table
-            self.engine.write(table, frame.start, frame.stop, layers, staged.payload)
-        self.do(self.receivers.frame_placed(order.key, frame.idx, error, self.clock.now))
-
-    def _join(self, job: SimJob, first_token: int) -> None:
-        assert job.lease is not None
-        if job.lease.state is not LeaseState.OPEN:
-            self._release(job)  # cancelled in the same instant
-            return
-        job.sequence = self.leases.join(job.lease, first_token)
-        self._jobs_of[job.sequence] = job
-        self._handle(job, LifeEvent.BEGUN)
-        self.scheduler.add_ready(job.sequence)
-        self._say(job, "joined")
-        self._step()
-
-    def _release(self, job: SimJob) -> None:
-        lease = job.lease
-        assert lease is not None
-        is_quarantined = lease.state is LeaseState.QUARANTINED
-        end = self.leases.end_quarantine if is_quarantined else self.leases.release
-        effects = end(lease, now=self.clock.now)
-        is_clean = job.life.state is LifeState.RECEIVING
-        self._handle(job, LifeEvent.CANCELLED if is_clean else LifeEvent.SETTLED)
-        self._do_leases(effects)
+    def _take_steps(self, run: _Run, num_steps: int) -> None:
+        running = self.scheduler.unfinished
+        self.scheduler.advance([[1] * num_steps] * len(running))
+        times = tuple(run.ends[:num_steps])
+        self.work.note_many(times[-1] - run.began_at, num_steps, len(running), self.pool.num_held)
+        for sequence in running:
+            job = self._jobs_of[sequence]
+            index = sequence.num_output_tokens - num_steps
+            first = NewToken(sequence, 1, index, FinishReason.NONE, None, ())
+            self._tell(self, Word(job.order.stream_id, job.order.task, "run", first, times=times))
 
     # --- looking at it ----------------------------------------------------------------------------
 
     @property
+    def num_held(self) -> int:
+        """Blocks that are held, what the running step takes included."""
+        run, num_held = self._run, self.pool.num_held
+        if run is None:
+            return num_held
+        num_done = min(bisect_right(run.ends, self.clock.now), len(run.ends) - 1)
+        return num_held + num_blocks_for(num_done + 1, self.scheduler.unfinished, self.pool)
+
+    @property
+    def step_ends_at(self) -> float:
+        """When the step ends that runs among equal ones; 0 = there are none."""
+        run = self._run
+        if run is None:
+            return 0.0
+        return run.ends[min(bisect_right(run.ends, self.clock.now), len(run.ends) - 1)]
+
+    def queue_s(self) -> float:
+        """Predict when every prompt that is here now is computed."""
+        if self._run is not None:
+            return 0.0
+        done_s = 0.0
+        if self._stepping is not None and self._stepping[0].num_prefill_tokens:
+            plan, began_at = self._stepping
+            takes_s = self._predict(plan.num_tokens, plan.num_attended)
+            done_s = min(self.clock.now - began_at, takes_s)
+        return queue_left_s(self.scheduler.unfinished, self._budget, self._predict, done_s)
+
+    @property
     def is_idle(self) -> bool:
         """Whether it holds nothing: no order, no block, no slot."""
-        return not self.jobs and not self._is_stepping and self.pool.num_held == 0
+        is_busy = self._stepping is not None or self._run is not None
+        return not self.jobs and not is_busy and self.pool.num_held == 0
 
     def check(self) -> None:
         """Check every ledger."""
         self.scheduler.check_integrity()
         self.leases.check_integrity()
-        self.senders.check_integrity()
-        self.receivers.check_integrity()
-        self.pool.check_integrity([*self.scheduler.tables(), *self.leases.tables()])
+        self.ends.check()
+        tables = [*self.scheduler.tables(), *self.leases.tables(), *self.ends.tables()]
+        self.pool.check_integrity(tables)
+
+    def join(self, job: SimJob, first_token: int) -> None:
+        """All KV of an answer is here."""
+        self.catch_up()
+        job.sequence = self.leases.join(job.its_lease, first_token)
+        self._jobs_of[job.sequence] = job
+        self.handle(job, LifeEvent.BEGUN)
+        self.scheduler.add_ready(job.sequence)
+        self._say(job, "joined")
+        self.on_change()
+        self.step()
+
+    def release(self, job: SimJob) -> None:
+        """Nothing writes the blocks of a lease any more."""
+        self.catch_up()
+        lease = job.its_lease
+        is_quarantined = lease.state is LeaseState.QUARANTINED
+        end = self.leases.end_quarantine if is_quarantined else self.leases.release
+        effects = end(lease, now=self.clock.now)
+        is_clean = job.life.state is LifeState.RECEIVING
+        self.handle(job, LifeEvent.CANCELLED if is_clean else LifeEvent.SETTLED)
+        self.do_leases(effects)
+
+
+def _slot(task: Task) -> Task:
+    """Takers of KV are found by their transfer's key alone, prefixes as answers."""
+    return Task.ANSWER if task is Task.PREFIX else task

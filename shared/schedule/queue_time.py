@@ -68,3 +68,14 @@ def queue_seconds(backlog: Backlog, budget: StepBudget, predict: PredictStep) ->
         num_steps, seconds = num_steps + 1, seconds + predict(tokens, positions)
     num_left = sum(stop - start for start, stop in waiting)
     return seconds * (num_done + num_left) / max(1, num_done)
+
+
+def queue_left_s(
+    sequences: Iterable[TokenSequence], budget: StepBudget, predict: PredictStep, done_s: float
+) -> float:
+    """Return the seconds until every prompt that is here is computed. done_s: of the running step,
+    if it has prompts, what has passed, and not more than it is predicted to take."""
+    backlog = backlog_of(sequences)
+    if not backlog.prompts:
+        return 0.0
+    return max(0.0, queue_seconds(backlog, budget, predict) - done_s)

@@ -30,19 +30,19 @@ def num_equal_steps(
     if not running or most <= 0:
         return 0
     free = pool.num_available
-    if _num_blocks_for(most, running, pool) <= free:
+    if num_blocks_for(most, running, pool) <= free:
         return most
     least = 0
     while most - least > 1:
         middle = (least + most) // 2
-        if _num_blocks_for(middle, running, pool) <= free:
+        if num_blocks_for(middle, running, pool) <= free:
             least = middle
         else:
             most = middle
     return least
 
 
-def _num_blocks_for(num_steps: int, running: Many[Sequence], pool: BlockPool) -> int:
+def num_blocks_for(num_steps: int, running: Many[Sequence], pool: BlockPool) -> int:
     """Return how many blocks so many steps take. The last step's token needs none yet."""
     return sum(
         max(0, pool.num_blocks_for(len(seq.tokens) + num_steps - 1) - len(seq.block_table))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from shared.errors import MeshError
 from shared.ids import StreamId
@@ -17,21 +17,9 @@ from shared.telemetry.moments import Moment, note
 from shared.telemetry.tracing import Phases, TraceSpan, Value
 from shared.worker.core.lease import Lease
 from shared.worker.core.life import Life, Task
+from shared.worker.core.prefixes import Fetched, PrefixFetch
 from shared.worker.pusher import PushHandle, PushStats
 from shared.worker.receiver import ReceiveStats
-
-if TYPE_CHECKING:
-    from shared.worker.prefixes import PrefixFetch
-
-
-class Fetched(NamedTuple):
-    """What came of a prefix that another worker has: so many tokens of it, and how long the prompt
-    waited for them."""
-
-    num_tokens: int = 0
-    seconds: float = 0.0
-    num_bytes: int = 0
-
 
 _NOTHING = Fetched()
 
@@ -104,7 +92,7 @@ class Request:
     stats: PushStats = field(default_factory=PushStats)
     deadline: asyncio.TimerHandle | None = None
     error: str = ""
-    prefix: PrefixFetch | None = None
+    prefix: PrefixFetch[Request] | None = None
     fetched: Fetched = _NOTHING
     loaded: Loaded = _NOT_LOADED
 

@@ -25,7 +25,7 @@ from shared.profile.machine import UNMEASURED, MachineProfile
 from shared.runtime.platform import Platform
 from shared.runtime.worker import WorkerLife, WorkerParts, devices, pool_and_scheduler
 from shared.schedule.budget import BatchBudget, EitherBudget, StepBudget, TimeBudget, TokenBudget
-from shared.schedule.queue_time import backlog_of, queue_seconds
+from shared.schedule.queue_time import queue_left_s
 from shared.schedule.scheduler import Scheduler
 from shared.telemetry.trace_export import tracing
 from shared.telemetry.tracing import Tracer
@@ -401,15 +401,12 @@ class MeshWorker:
 
     def _queue_s(self) -> float:
         """Predict when every prompt that is here now is computed, the running step's share done."""
-        backlog = backlog_of(self.scheduler.unfinished)
-        if not backlog.prompts:
-            return 0.0
-        seconds = queue_seconds(backlog, self._budget, self.step_times.predict)
-        running = self.stepper.running()
+        running, done_s = self.stepper.running(), 0.0
         if running is not None and running[0].num_prefill_tokens:
             plan, elapsed_s = running
-            seconds -= min(elapsed_s, self.step_times.of(plan))
-        return max(0.0, seconds)
+            done_s = min(elapsed_s, self.step_times.of(plan))
+        unfinished = self.scheduler.unfinished
+        return queue_left_s(unfinished, self._budget, self.step_times.predict, done_s)
 
     def _why_not_ready(self) -> str:
         if self.launch.is_mixed:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from services.sim.mesh import CoreMesh
-from services.sim.worker import WorkerSize
+from services.sim.orders import WorkerSize
 from shared.engine.fake import FakeEngine, FakeModel
+from shared.predict.step_time import NO_FIT, StepFit
 from shared.step import RowResult, StepRow
 
 MODEL = FakeModel(vocab_size=64, max_model_len=512, num_layers=2, num_kv_heads=1, head_dim=8)
@@ -18,6 +19,11 @@ class ExactEngine:
     """The fake engine, asked as the simulator asks."""
 
     spreads_layers = False  # its KV is there when a step is computed
+    times = None
+
+    def fits(self) -> tuple[StepFit, StepFit]:
+        """See SimEngine."""
+        return NO_FIT, NO_FIT
 
     def __init__(self, size: WorkerSize) -> None:
         self._fake = FakeEngine(model=MODEL, num_blocks=size.num_blocks, block_size=size.block_size)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 from cyclopts import Parameter
 
@@ -28,6 +28,7 @@ from services.planner.core.limits import binding_limit
 from services.planner.core.mesh_text import MeshShape, Unit
 from services.planner.mesh_run import MeshRun, MeshSetting, run_mesh
 from services.sim.open_loop import SimRequest
+from shared.config import STEP_TOKENS
 from shared.errors import InvalidRequest
 from shared.telemetry.definitions import RequestOutcome, Slo, percentiles
 
@@ -62,7 +63,8 @@ class SimFlags:
     block_size
         Tokens of a block.
     token_budget
-        Most tokens of a step.
+        Most tokens of a step; 0 = as workers decide it: 2048, and of mixed ones as many as keep a
+        step within 50 ms beside answers.
     max_running
         Most sequences of a step.
     link
@@ -73,6 +75,8 @@ class SimFlags:
         Limit of the mean time of an output token.
     attainment
         Share of requests that must keep both.
+    fidelity
+        runs: equal decode steps are one event; exact: every step is. Both give the same.
     seed
         Of lengths and arrivals: equal seeds give equal runs.
     """
@@ -83,25 +87,26 @@ class SimFlags:
     scale_lengths: Annotated[float, _PLAIN] = 1.0
     policy: Annotated[str, _PLAIN] = "least_loaded"
     block_size: Annotated[int, _PLAIN] = 16
-    token_budget: Annotated[int, _PLAIN] = 2048
+    token_budget: Annotated[int, _PLAIN] = 0
     max_running: Annotated[int, _PLAIN] = 256
     link: Annotated[str, _PLAIN] = "25GB/s"
     slo_ttft: Annotated[str, _PLAIN] = "1s"
     slo_tpot: Annotated[str, _PLAIN] = "100ms"
     attainment: Annotated[float, _PLAIN] = 0.9
+    fidelity: Annotated[Literal["runs", "exact"], _PLAIN] = "runs"
     seed: Annotated[int, _PLAIN] = 0
     times: TimesFlags = TimesFlags()  # noqa: RUF009  (frozen)
 
     def check(self) -> None:
         """Raise InvalidRequest, with what is allowed."""
-        for flag, value, most in (
-            ("--num-requests", self.num_requests, 1_000_000),
-            ("--block-size", self.block_size, 4096),
-            ("--token-budget", self.token_budget, 1 << 20),
-            ("--max-running", self.max_running, 1 << 16),
+        for flag, value, least, most in (
+            ("--num-requests", self.num_requests, 1, 1_000_000),
+            ("--block-size", self.block_size, 1, 4096),
+            ("--token-budget", self.token_budget, 0, 1 << 20),
+            ("--max-running", self.max_running, 1, 1 << 16),
         ):
-            if not 1 <= value <= most:
-                raise InvalidRequest(f"{flag} must be 1..{most}")
+            if not least <= value <= most:
+                raise InvalidRequest(f"{flag} must be {least}..{most}")
         if not 0 < self.rate < 1e6:
             raise InvalidRequest("--rate must be above 0: nothing would ever arrive")
         if not 0 < self.attainment <= 1:
@@ -133,6 +138,7 @@ class SimFlags:
             token_budget=self.token_budget,
             max_running=self.max_running,
             link_bytes_s=read_link(self.link),
+            is_exact=self.fidelity == "exact",
         )
 
     def asks(self, units: Sequence[Unit]) -> Sequence[Ask]:
@@ -189,7 +195,7 @@ class SimFlags:
                 model.times,
                 model.kv_tokens,
                 lengths,
-                token_budget=self.token_budget,
+                token_budget=self.token_budget or STEP_TOKENS,
                 max_running=self.max_running,
             )
         return found
@@ -201,7 +207,8 @@ class SimFlags:
     def impossible(self, units: Sequence[Unit]) -> list[str]:
         """Return which limits no number of these workers can keep, and what would be kept."""
         times = [self.times.unit(unit).times for unit in units]
-        least = least_limits(times, self.lengths(units), self.attainment, self.token_budget)
+        budget = self.token_budget or STEP_TOKENS
+        least = least_limits(times, self.lengths(units), self.attainment, budget)
         return unmeetable(self.slo, least, self.attainment)
 
     def variant(self, **changes: Any) -> SimFlags:

@@ -13,6 +13,7 @@ Pure: no clock, no streams, no text.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 from typing import NamedTuple
@@ -209,6 +210,19 @@ class Lifecycle:
             return [token]
         self._early[position] = token
         return self._release(current)
+
+    def many_arrived(self, attempt: int, leg: Leg, position: int, token_ids: Sequence[int]) -> bool:
+        """A leg reported tokens in a row, none of them the answer's last. True: they were next, and
+        are the client's; False: nothing has happened, tell them one by one."""
+        current = self._attempt
+        if current is None or current.number != attempt or leg not in current.open_legs:
+            return False
+        if leg is _PREFILL or not current.is_granted:
+            return False
+        if self._early or position != len(self._output):
+            return False
+        self._output.extend(token_ids)
+        return True
 
     def granted(self, attempt: int) -> list[Effect]:
         """Decode has room."""

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 from services.gateway.core.conductor import Conductor, LeastLoaded, Local
 from services.gateway.core.expectations import Prediction
-from services.gateway.core.fetches import Fetch
+from services.gateway.core.fetches import Fetch, FetchOrder, fetch_order
 from services.gateway.core.peer_table import PeerTable
 from services.gateway.core.pools import Splitwise, pool_of
 from services.gateway.core.rendezvous import BoundedHash
@@ -115,6 +115,14 @@ class RouteDecision(NamedTuple):
         if it is None or not it.source:
             return None
         return Fetch(it.source, it.cached_tokens, it.fetch)
+
+    def fetch_order(self, num_tokens: int) -> FetchOrder | None:
+        """Return what the prompt's worker is to be told to fetch. num_tokens: of the prompt."""
+        fetch, expected = self.fetch, self.prediction
+        if fetch is None:
+            return None
+        queue_s = 0.0 if expected is None else expected.queue_s + expected.own_s
+        return fetch_order(fetch, queue_s, num_tokens)
 
     @property
     def is_colocated(self) -> bool:

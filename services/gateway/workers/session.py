@@ -26,7 +26,6 @@ from services.gateway.workers.timeline import FetchedPrefix, Timeline, Transfer
 from shared import wire
 from shared.errors import MeshError
 from shared.ids import Incarnation, StreamId
-from shared.kv.prefix_hash import UNIT
 from shared.messages import codec
 from shared.messages.columns import pack_u32
 from shared.request import AnswerToken, FinishReason
@@ -34,10 +33,6 @@ from shared.request import AnswerToken, FinishReason
 HELD_TOKENS = 64
 """So many tokens are handed on at once where nobody reads a part of an answer: waking a task costs
 several tokens' text, and the text of more would hold the loop."""
-
-
-LEAST_FETCH_S = 0.1
-"""What every fetch may take: predictions of short ones are not worth much."""
 
 
 class _LegShell:
@@ -371,15 +366,9 @@ class RequestShell:
 
 
 def _prefix_of(decision: RouteDecision, num_tokens: int) -> wire.PrefixSource | None:
-    """What the prompt's worker is to fetch first. While it waits for its turn it may wait for the
-    prefix, too; beyond that for twice as long as was predicted. num_tokens: of the prompt. The
-    source has as many as is known of it, and perhaps some of the next granule."""
-    fetch, expected = decision.fetch, decision.prediction
-    if fetch is None:
+    order = decision.fetch_order(num_tokens)
+    if order is None:
         return None
-    queue_s = 0.0 if expected is None else expected.queue_s + expected.own_s
     return wire.PrefixSource(
-        incarnation=fetch.source,
-        num_tokens=min(fetch.num_tokens + UNIT, num_tokens),
-        wait_s=max(queue_s, 2 * fetch.seconds) + LEAST_FETCH_S,
+        incarnation=order.worker, num_tokens=order.num_tokens, wait_s=order.wait_s
     )

@@ -15,7 +15,7 @@ from services.sim.open_loop import (
     simulated_mesh,
     simulated_model,
 )
-from services.sim.worker import WorkerSize
+from services.sim.orders import WorkerSize
 from shared.engine.fake import DEFAULT_TIMING
 from shared.predict.times import AffineTimes
 from tests.support.core_mesh import MODEL, ExactEngine

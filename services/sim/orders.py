@@ -1,0 +1,84 @@
+"""What a simulated worker is asked, what it holds, and what it says. Records only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shared.errors import MeshError
+from shared.ids import Incarnation, StreamId
+from shared.request import WorkItem
+from shared.schedule.plan import NewToken, PromptTimes
+from shared.schedule.sequence import Sequence
+from shared.transfer.messages import TransferKey
+from shared.worker.core.lease import Lease
+from shared.worker.core.life import Life, Task
+from shared.worker.core.prefixes import Fetched, NamedSource, PrefixFetch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSize:
+    """Limits of a worker. batch_tokens: prompts share a step up to so many tokens in all, 0 =
+    ``token_budget``. tbt_target_s: of a mixed worker, how long a step may take beside answers; 0 =
+    ``token_budget`` is obeyed instead. num_slots, frame_bytes: staging of transfers. link_bytes_s:
+    bandwidth with which it sends, one frame after the other; 0 = a frame takes no time."""
+
+    num_blocks: int
+    block_size: int = 16
+    max_running: int = 256
+    token_budget: int = 2048
+    batch_tokens: int = 0
+    tbt_target_s: float = 0.0
+    num_slots: int = 8
+    frame_bytes: int = 64 << 20
+    link_bytes_s: float = 0.0
+
+
+class CoreOrder(NamedTuple):
+    """What a gateway asks of a worker. peer: at the other end of its KV, if that moves. prefix: to
+    be fetched first."""
+
+    stream_id: StreamId
+    task: Task
+    key: TransferKey
+    item: WorkItem
+    peer: Incarnation | None
+    wait_s: float
+    prefix: NamedSource | None = None
+
+
+class Word(NamedTuple):
+    """What a worker tells the gateway of an order; what: the event's name. prompt: how ``first``
+    came. times: when each token of ``run`` was sampled, the first of which is ``token``."""
+
+    stream_id: StreamId
+    task: Task
+    what: str
+    token: NewToken | None = None
+    error: MeshError | None = None
+    prompt: PromptTimes | None = None
+    times: tuple[float, ...] = ()
+
+
+NOTHING = Fetched()
+
+
+@dataclass(eq=False)
+class SimJob:
+    """An order that holds something. taken_at, started_at: it came, and its first step was planned.
+    prefix: what its prompt waits for; fetched: what came."""
+
+    order: CoreOrder
+    life: Life
+    taken_at: float
+    started_at: float = 0.0
+    sequence: Sequence | None = None
+    lease: Lease | None = None
+    prefix: PrefixFetch[SimJob] | None = None
+    fetched: Fetched = NOTHING
+
+    @property
+    def its_lease(self) -> Lease:
+        """The lease of one that has one."""
+        assert self.lease is not None
+        return self.lease

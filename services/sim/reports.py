@@ -1,0 +1,128 @@
+"""When a worker tells the gateway of itself, and what: as ``shared/membership/join.py`` does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from services.gateway.core.prefixes import PrefixReports
+from services.gateway.core.worker import Role, WorkerStatus
+from services.sim.clock import EventClock
+from services.sim.worker import CoreWorker
+from shared.home import Home
+from shared.ids import Incarnation, StreamId
+from shared.kv.journal import KvChanges
+
+AT_ONCE_BYTES_S = 1e18
+"""Reported of a link on which a frame takes no time."""
+
+
+class Pace(NamedTuple):
+    """How often a worker reports. report_s: if there is nothing new; news within burst_s make one
+    report."""
+
+    report_s: float = 0.5
+    burst_s: float = 0.05
+
+
+class Reporter:
+    """One worker's reports to the gateway; read: what arrives, after a message's way."""
+
+    def __init__(
+        self,
+        core: CoreWorker,
+        clock: EventClock,
+        status: Callable[[], WorkerStatus],
+        read: Callable[[WorkerStatus, KvChanges | None], None],
+        pace: Pace,
+    ) -> None:
+        self._pace = pace
+        self._core = core
+        self._clock = clock
+        self._status = status
+        self._read = read
+        self._reported_at = clock.now
+        self._number = 0
+        self._news_at = math.inf
+        self._kv_interval_s = self._kv_due_at = 0.0
+        core.on_change = self.changed
+
+    def changed(self) -> None:
+        """The load has changed, or will with the end of the first of the equal steps that run."""
+        changed_at = max(self._clock.now, self._core.step_ends_at)
+        if changed_at < self._news_at:
+            self._news_at = changed_at
+            self._report_at(
+                min(changed_at + self._pace.burst_s, self._reported_at + self._pace.report_s)
+            )
+
+    def asked(self, reports: PrefixReports) -> None:
+        """The gateway wants to know what is cached here, from a snapshot on."""
+        self._core.journal.subscribe("gateway", reports.granule_tokens)
+        self._kv_interval_s, self._kv_due_at = reports.interval_s, 0.0
+        self.changed()
+
+    def _report_at(self, when: float) -> None:
+        self._number += 1
+        number = self._number
+        self._clock.at(when, lambda: self._due(number))
+
+    def _due(self, number: int) -> None:
+        if number == self._number and self._core.is_alive:
+            self.report()
+
+    def report(self) -> None:
+        """Report now."""
+        self._reported_at, self._news_at = self._clock.now, math.inf
+        while True:
+            status, changes = self._status(), self._changes()
+            self._clock.send(lambda it=(status, changes): self._read(*it))
+            if changes is None or changes.is_whole:
+                break
+        if self._core.step_ends_at > 0.0:
+            self.changed()
+        else:
+            self._report_at(self._reported_at + self._pace.report_s)
+
+    def _changes(self) -> KvChanges | None:
+        """Load goes out at once, what is cached when it is due."""
+        if self._clock.now < self._kv_due_at:
+            return None
+        changes = self._core.journal.report("gateway")
+        if changes is not None and changes.is_whole:
+            self._kv_due_at = self._clock.now + self._kv_interval_s
+        return changes
+
+
+def status_of(
+    core: CoreWorker, home: Home, seen: dict[Role, StreamId], *, is_mixed: bool
+) -> WorkerStatus:
+    """Return what a worker says of itself: see ``MeshWorker.load``. is_mixed: it is its own
+    partner."""
+    scheduled, leased = core.scheduler.statistics(), core.leases.statistics()
+    own = {core.incarnation} if is_mixed else set[Incarnation]()
+    prompt_steps, answer_steps = core.engine.fits()
+    speed = core.size.link_bytes_s or AT_ONCE_BYTES_S
+    num_held = core.num_held
+    return WorkerStatus(
+        pending_tokens=scheduled.pending_tokens,
+        num_waiting=scheduled.num_waiting + leased.num_waiting,
+        num_running=scheduled.num_running + scheduled.num_held,
+        free_blocks=core.pool.num_blocks - num_held,
+        reserved_blocks=num_held - leased.num_quarantined_blocks,
+        quarantined_blocks=leased.num_quarantined_blocks,
+        paired=core.ends.sinks | own,
+        num_prompts=core.num_prompts,
+        num_answers=core.num_answers,
+        home=home.role,
+        home_epoch=home.epoch,
+        home_order=home.order,
+        queue_s=core.queue_s(),
+        step_tokens=core.size.token_budget,
+        prompt_steps=prompt_steps,
+        answer_steps=answer_steps,
+        speeds=dict.fromkeys(core.ends.sinks, speed),
+        egress_bytes=core.ends.pending_bytes,
+        seen=dict(seen),
+    )

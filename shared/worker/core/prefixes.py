@@ -1,0 +1,191 @@
+"""Prefixes on their way from other workers' caches to this one's: which prompt waits for which, and
+when one is asked for (Mooncake, FAST'25, Algorithm 1). Pure.
+
+A gateway names the source with the prompt. The sink leads: it takes blocks (a lease, as for any
+transfer), asks the source (``Pull``), and gets what that really has by an ordinary transfer. Then
+the prompt, which has kept its place in the queue, finds the blocks in the prefix cache. Whatever
+goes wrong, it is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from shared.ids import Incarnation, RandomBytes, new_lease_token
+from shared.kv.prefix_hash import UNIT
+from shared.request import SamplingParams, WorkItem
+from shared.schedule.scheduler import Scheduler
+from shared.schedule.sequence import Sequence
+from shared.transfer.messages import Pull, TransferKey
+
+_ONE_TOKEN = SamplingParams(max_tokens=1)
+"""A prefix has no answer: it takes no room to grow."""
+
+
+class Fetched(NamedTuple):
+    """What came of a prefix that another worker has: so many tokens of it, and how long the prompt
+    waited for them."""
+
+    num_tokens: int = 0
+    seconds: float = 0.0
+    num_bytes: int = 0
+
+
+class NamedSource(Protocol):
+    """Who has KV of a prompt's first tokens; worth waiting for so many seconds."""
+
+    @property
+    def worker(self) -> Incarnation: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def wait_s(self) -> float: ...
+
+
+class PromptOrder(Protocol):
+    """What was ordered."""
+
+    @property
+    def key(self) -> TransferKey: ...
+
+    @property
+    def item(self) -> WorkItem: ...
+
+    @property
+    def prefix(self) -> NamedSource | None: ...
+
+
+class QueuedPrompt(Protocol):
+    """A prompt that is queued. prefix: what it waits for; fetched: what came."""
+
+    sequence: Sequence | None
+    prefix: Any
+    fetched: Fetched
+
+    @property
+    def order(self) -> PromptOrder: ...
+
+
+PromptT = TypeVar("PromptT", bound=QueuedPrompt)
+
+
+class PrefixFetch(Generic[PromptT]):
+    """One prefix on its way here, and the prompts that wait for it. pull: what the source is asked;
+    source, wait_s: by the first one's gateway."""
+
+    def __init__(self, pull: Pull, source: Incarnation, wait_s: float, now: float) -> None:
+        self.pull = pull
+        self.source = source
+        self.wait_s = wait_s
+        self.began_at = now
+        self.prompts: list[PromptT] = []
+
+    @property
+    def item(self) -> WorkItem:
+        """What this worker takes a lease for."""
+        tokens = self.pull.token_ids
+        return WorkItem(
+            token_ids=tuple(tokens),
+            num_prompt_tokens=len(tokens),
+            sampling=_ONE_TOKEN,
+            cache_salt=self.pull.salt,
+        )
+
+    def brings(self, prompt: PromptT) -> int:
+        """Return how many tokens this prompt begins with of those, 0 if no more than it has. The
+        last granule may be another's: the gateway asks for one more than it knows of."""
+        item, sequence = prompt.order.item, prompt.sequence
+        assert sequence is not None
+        if item.cache_salt != self.pull.salt:
+            return 0
+        most = min(len(self.pull.token_ids), sequence.most_cached_tokens)
+        for num_tokens in (most, most // UNIT * UNIT, (most // UNIT - 1) * UNIT):
+            if num_tokens <= sequence.num_expected_tokens:
+                return 0
+            if item.token_ids[:num_tokens] == self.pull.token_ids[:num_tokens]:
+                return num_tokens
+        return 0
+
+
+class ComingPrefixes(Generic[PromptT]):
+    """All prefixes on their way here.
+
+    is_linked: whether a source can push to this worker now. start: take a lease for it, and ask the
+    source when it is granted; all may be over when that returns. give_up: nobody waits for it any
+    more.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        random_bytes: RandomBytes,
+        *,
+        is_linked: Callable[[Incarnation], bool],
+        start: Callable[[PrefixFetch[PromptT]], None],
+        give_up: Callable[[PrefixFetch[PromptT]], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._random_bytes = random_bytes
+        self._is_linked = is_linked
+        self._start = start
+        self._give_up = give_up
+        self._fetches: list[PrefixFetch[PromptT]] = []
+
+    def begin(self, prompt: PromptT, now: float) -> None:
+        """Have a queued prompt wait for what is on its way to another one that begins alike, or
+        fetch what its gateway says another worker has; unless it is here, too, or that worker
+        cannot be asked now."""
+        prefix, sequence = prompt.order.prefix, prompt.sequence
+        assert sequence is not None
+        fetch = next((it for it in self._fetches if it.brings(prompt)), None)
+        is_new = False
+        if fetch is None and prefix is not None:
+            num_tokens = min(prefix.num_tokens, sequence.most_cached_tokens)
+            is_new = num_tokens > sequence.num_expected_tokens and self._is_linked(prefix.worker)
+            if is_new:
+                fetch = self._new(prompt, prefix, num_tokens, now)
+        if fetch is not None:
+            fetch.prompts.append(prompt)
+            prompt.prefix = fetch
+            self._scheduler.await_prefix(sequence, fetch.brings(prompt))
+            if is_new:
+                self._start(fetch)
+
+    def _new(
+        self, prompt: PromptT, prefix: NamedSource, num_tokens: int, now: float
+    ) -> PrefixFetch[PromptT]:
+        order = prompt.order
+        key = order.key._replace(token=new_lease_token(self._random_bytes))
+        pull = Pull(key, order.item.token_ids[:num_tokens], order.item.cache_salt)
+        fetch = PrefixFetch[PromptT](pull, prefix.worker, prefix.wait_s, now)
+        self._fetches.append(fetch)
+        return fetch
+
+    def leave(self, prompt: PromptT) -> None:
+        """A prompt has ended; what nobody waits for any more is given up."""
+        fetch = prompt.prefix
+        if fetch is None or fetch not in self._fetches:
+            return
+        fetch.prompts.remove(prompt)
+        if not fetch.prompts:
+            self._give_up(fetch)
+
+    def ended(
+        self, fetch: PrefixFetch[PromptT], now: float, num_tokens: int = 0, num_bytes: int = 0
+    ) -> bool:
+        """It has come, or no more will: its prompts wait no longer. Allowed twice; returns whether
+        it was the first time."""
+        if fetch not in self._fetches:
+            return False
+        self._fetches.remove(fetch)
+        fetched = Fetched(num_tokens, now - fetch.began_at, num_bytes)
+        for prompt in fetch.prompts:
+            # It was sent once, for the first of them.
+            prompt.fetched = fetched
+            fetched = Fetched(0, fetched.seconds, 0)
+            assert prompt.sequence is not None
+            self._scheduler.prefix_ended(prompt.sequence)
+        return True

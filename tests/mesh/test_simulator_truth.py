@@ -1,0 +1,47 @@
+"""The simulator is judged by the whole mesh: every request feels the same on both, to the rounding
+of times, and every worker's blocks end the same; whether equal steps are skipped or not."""
+
+from __future__ import annotations
+
+import pytest
+import structlog
+
+from tests.support.sim_truth import Outcome, drawn_case, on_the_mesh, simulated
+
+ROUNDING_S = 1e-9
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    """Say nothing of each of thousands of requests."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
+
+
+def require_equal(ours: Outcome, theirs: Outcome) -> None:
+    """Token by token, and block by block."""
+    for idx, (one, other) in enumerate(zip(ours.felt, theirs.felt, strict=True)):
+        assert one.finish == other.finish, idx
+        assert one.token_times == pytest.approx(other.token_times, rel=0, abs=ROUNDING_S), idx
+    assert ours.ledgers == theirs.ledgers
+
+
+def judge(seed: int, num_requests: int) -> None:
+    """One drawn mesh, policy, pool and load."""
+    case = drawn_case(seed, num_requests)
+    truth = on_the_mesh(case)
+    exact, runs = (simulated(case, truth, skips=skips) for skips in (False, True))
+    assert runs == exact
+    require_equal(exact, truth.outcome)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_runs_exact_and_the_whole_mesh_are_one(seed: int) -> None:
+    """Few, for every day."""
+    judge(seed, num_requests=50)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(300))
+def test_three_hundred_seeds_of_two_hundred_requests(seed: int) -> None:
+    """The same, at length."""
+    judge(seed, num_requests=200)
