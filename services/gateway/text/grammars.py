@@ -21,7 +21,7 @@ import msgspec
 
 from services.gateway.limits import checked_count, refusal
 from services.gateway.text.grammar_process import GrammarProcess, Verdict
-from services.gateway.text.schemas import key_path, schema_fault, without_annotations
+from services.gateway.text.schemas import library_fault, schema_fault, without_annotations
 from shared.errors import Overloaded
 from shared.grammar import MAX_GRAMMAR_BYTES, library
 
@@ -114,7 +114,7 @@ class Grammars:
         if fault:
             path = ""
             if structure.kind in ("json_schema", "tags"):
-                path = key_path(structure.value, fault)
+                path, fault = library_fault(structure.value, fault)
             raise refusal(structure.place(path), fault, code="invalid_grammar")
         # The process that checks knows no tokens: of marks it has seen the spelling.
         return text_of(structure, self.marks) if structure.kind == "tags" else grammar

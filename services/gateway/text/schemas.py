@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, cast
+from urllib.parse import unquote, urljoin
 
 MAX_DEPTH = 64
 MAX_VISITS = 200_000
@@ -24,7 +25,14 @@ _VALUES = frozenset({"const", "enum", "default", "examples"})
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 """Keywords of which each key is a name, and each value a schema."""
 
-_QUOTED = re.compile(r'"([^"]+)"')
+_QUOTED = re.compile(r"""\"([^\"]+)\"|'([^']+)'""")
+_PLAINER = (
+    ("oneOf constraints", "oneOf", "its alternatives must exclude each other: use anyOf"),
+    ("Resource", "$ref", "leads out of the schema: nothing is fetched"),
+    ("Pointer", "$ref", "leads to nothing in the schema"),
+    ("patternProperty", "patternProperties", ""),
+)
+"""How a message of the library begins, the keyword that it is about, and a plainer sentence."""
 
 
 class SchemaFault(NamedTuple):
@@ -67,20 +75,33 @@ def without_annotations(schema: Any) -> Any:
     }
 
 
-def key_path(schema: Any, message: str) -> str:
-    """Return the path of the first keyword of a schema (or of a list of values that hold some) that
-    a library's message quotes, '' = it quotes none."""
-    quoted = set(_QUOTED.findall(message))
-    return next((path for path, key in _keywords(schema, "") if key in quoted), "")
+def library_fault(schema: Any, message: str) -> SchemaFault:
+    """Return what a library's message says of a schema, or of a list of values that hold some, with
+    the place of the first keyword that it is about, '' = it names none."""
+    rule, words = message, {one for pair in _QUOTED.findall(message) for one in pair if one}
+    for begin, keyword, plainer in _PLAINER:
+        if message.startswith(begin):
+            rule, words = plainer or message, words | {keyword}
+    for place, key, value in _keywords(schema, ""):
+        if key in ("$ref", "$schema") and "$ref" in words:
+            # A message has the reference as it was resolved, or only its resource or pointer.
+            whole = str(value)
+            forms = {whole, whole.partition("#")[0]} - {""}
+            if any(one.endswith(form) or form.endswith(one) for one in words for form in forms):
+                return SchemaFault(place, rule)
+        elif key in words:
+            return SchemaFault(place, rule)
+    return SchemaFault("", message)
 
 
-def _keywords(schema: Any, path: str, *, has_names: bool = False) -> Iterator[tuple[str, str]]:
-    """Every keyword with its path. has_names: the keys are names, of properties or definitions."""
+def _keywords(schema: Any, path: str, *, has_names: bool = False) -> Iterator[tuple[str, str, Any]]:
+    """Every keyword with its path and value. has_names: the keys are names, of properties or
+    definitions."""
     if isinstance(schema, dict):
         for key, value in cast("dict[str, Any]", schema).items():
             place = f"{path}.{key}"
             if not has_names:
-                yield place, key
+                yield place, key, value
             if has_names or key not in _VALUES:
                 yield from _keywords(value, place, has_names=not has_names and key in _NAMED)
     elif isinstance(schema, list):
@@ -105,7 +126,8 @@ def _depth(value: Any) -> int:
 
 
 def _place(ref: str) -> str:
-    return ref.removeprefix("#").replace("/", ".")
+    _, _, pointer = ref.partition("#/")
+    return f".{pointer.replace('/', '.')}" if pointer else ""
 
 
 class _Ends:
@@ -113,11 +135,13 @@ class _Ends:
     where what a reference names does not end until it is shown to."""
 
     def __init__(self, root: Any) -> None:
-        self._root = root
+        self._resources: dict[str, Any] = {"": root}
+        self._refs: dict[int, str] = {}  # by the schema that holds it, as it is resolved
         self._known: dict[str, bool] = {}
         self._num_visits = 0
         self.endless = ""
-        refs = sorted({ref for ref in _refs(root) if self._target(ref) is not None})
+        self._index(root, "")
+        refs = sorted({ref for ref in self._refs.values() if self._target(ref) is not None})
         self._known = dict.fromkeys(refs, False)
         has_changed = True
         while has_changed and self._num_visits < MAX_VISITS:
@@ -138,8 +162,8 @@ class _Ends:
         if not isinstance(schema, dict):
             return schema is not False
         parts = cast("Mapping[str, Any]", schema)
-        ref = parts.get("$ref")
-        if isinstance(ref, str) and not self._known.get(ref, True):
+        ref = self._refs.get(id(parts))
+        if ref is not None and not self._known.get(ref, True):
             return False
         if not all(map(self.of, _list(parts.get("allOf")))):
             return False
@@ -172,11 +196,32 @@ class _Ends:
             return False
         return not isinstance(least, int) or least <= len(first) or self.of(parts.get("items"))
 
+    def _index(self, schema: Any, base: str) -> None:
+        """Note what references may name ($id, $anchor), and what they name."""
+        if isinstance(schema, list):
+            for one in cast("list[Any]", schema):
+                self._index(one, base)
+        if not isinstance(schema, dict):
+            return
+        parts = cast("dict[str, Any]", schema)
+        own, anchor, ref = parts.get("$id"), parts.get("$anchor"), parts.get("$ref")
+        if isinstance(own, str):
+            base = _joined(base, own).rstrip("#")
+            self._resources[base] = parts
+        if isinstance(anchor, str):
+            self._resources[f"{base}#{anchor}"] = parts
+        if isinstance(ref, str):
+            self._refs[id(parts)] = _joined(base, ref)
+        for key, value in parts.items():
+            if key not in _VALUES:
+                self._index(value, base)
+
     def _target(self, ref: str) -> Any | None:
-        if not ref.startswith("#"):
-            return None
-        found = self._root
-        for step in ref[1:].split("/")[1:]:
+        base, _, fragment = ref.partition("#")
+        if fragment and not fragment.startswith("/"):
+            return self._resources.get(ref)
+        found = self._resources.get(base)
+        for step in unquote(fragment).split("/")[1:]:
             key = step.replace("~1", "/").replace("~0", "~")
             if isinstance(found, dict):
                 found = cast("dict[str, Any]", found).get(key)
@@ -187,16 +232,14 @@ class _Ends:
         return found
 
 
-def _refs(schema: Any) -> Iterator[str]:
-    if isinstance(schema, dict):
-        for key, value in cast("dict[str, Any]", schema).items():
-            if key == "$ref" and isinstance(value, str):
-                yield value
-            else:
-                yield from _refs(value)
-    elif isinstance(schema, list):
-        for value in cast("list[Any]", schema):
-            yield from _refs(value)
+def _joined(base: str, ref: str) -> str:
+    """A reference as it is resolved; one that is no URI names nothing."""
+    if ref.startswith("#"):
+        return base + ref
+    try:
+        return urljoin(base, ref)
+    except ValueError:
+        return ref
 
 
 def _list(value: Any) -> list[Any]:

@@ -11,7 +11,7 @@ import pytest
 from services.gateway.text import grammar_process
 from services.gateway.text.grammar_process import GrammarProcess
 from services.gateway.text.grammars import Grammars, Kind, Structure
-from services.gateway.text.schemas import key_path, schema_fault, without_annotations
+from services.gateway.text.schemas import library_fault, schema_fault, without_annotations
 from shared.errors import InvalidRequest, Overloaded
 from shared.grammar import MAX_GRAMMAR_BYTES
 from tests.support.grammars import PERSON, a_grammar, check_in_place, needs_library
@@ -113,8 +113,31 @@ def test_the_place_of_a_keyword() -> None:
     """The first one that the message names, by its path."""
     deep = {"anyOf": [{"const": {"uniqueItems": 1}}, {"uniqueItems": True}]}
     schema = {"properties": {"uniqueItems": {"type": "string"}, "a": deep}}
-    assert key_path(schema, 'keys: ["uniqueItems"]') == ".properties.a.anyOf[1].uniqueItems"
-    assert key_path(schema, "nothing is quoted") == ""
+    fault = library_fault(schema, 'keys: ["uniqueItems"]')
+    assert fault.place == ".properties.a.anyOf[1].uniqueItems"
+    assert library_fault(schema, "nothing is quoted") == ("", "nothing is quoted")
+    refs = {"allOf": [{"$ref": "#/$defs/a"}, {"$ref": "b.json"}], "$defs": {"a": {}}}
+    told = library_fault(refs, "Resource 'http://localhost/b.json' is not present")
+    assert told == (".allOf[1].$ref", "leads out of the schema: nothing is fetched")
+
+
+@pytest.mark.parametrize(
+    ("naming", "ref"),
+    [
+        ({"$anchor": "a"}, "#a"),
+        ({"$id": "http://x/y"}, "http://x/y"),
+        ({"$id": "http://x/y"}, "y"),
+        ({"$id": "http://x/y", "$anchor": "a"}, "y#a"),
+        ({}, "#/$defs/%61"),
+    ],
+)
+def test_names_lead_where_they_lead(naming: dict[str, Any], ref: str) -> None:
+    """By $anchor and $id as by pointer: a node that asks for itself never ends, and a leaf does."""
+    node = {"type": "object", "properties": {"b": {"$ref": ref}}, "required": ["b"]}
+    if not ref.startswith("#/"):
+        assert schema_fault({**naming, **node}) is not None
+    leaf = {"$defs": {"a": {**naming, "type": "integer"}}, **node}
+    assert schema_fault({"$id": "http://x/", **leaf}) is None
 
 
 # --- the library's verdict ----------------------------------------------------------------------
@@ -146,8 +169,8 @@ async def test_what_is_served(value: Any, kind: Kind) -> None:
         ({"properties": {"a": {"not": {}}}}, "json_schema", ".properties.a.not", "not"),
         ({"enum": []}, "json_schema", "", "nsatisfiable"),
         ({"type": "integer", "minimum": 5, "maximum": 3}, "json_schema", "", "nsatisfiable"),
-        ({"$ref": "http://elsewhere/x"}, "json_schema", "", "elsewhere"),
-        ({"$ref": "#/$defs/nowhere"}, "json_schema", "", "nowhere"),
+        ({"$ref": "http://elsewhere/x"}, "json_schema", ".$ref", "nothing is fetched"),
+        ({"$ref": "#/$defs/nowhere"}, "json_schema", ".$ref", "leads to nothing"),
         ({"properties": 3}, "json_schema", "", "properties"),
         ("text", "json_schema", "", "must be a JSON schema"),
         ("(a", "regex", "", "unclosed"),
