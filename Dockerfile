@@ -103,7 +103,7 @@ COPY --from=worker-dependencies /opt/pdmesh /opt/pdmesh
 COPY --from=application /app /app
 COPY --from=native /src/shared/engine/native /app/shared/engine/native
 # What is compiled at run time goes here, where an overlay has put something writable.
-RUN install --directory --owner 10001 --group 10001 --mode 700 /cache
+RUN install --directory --owner 10001 --group 10001 --mode 700 /cache /kv
 ENV PDMESH_METRICS_PORT=9090
 USER 10001:10001
 RUN python3 -c "import services.prefill.app, shared.runtime.worker_process, services.cli"

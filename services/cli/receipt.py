@@ -34,6 +34,11 @@ def receipt_table(receipt: Mapping[str, Any], usage: Mapping[str, Any] | None = 
     if receipt.get("fetched_tokens"):
         what = f"{receipt['fetched_tokens']} tokens from another worker's cache, beside the queue"
         table.add_row("prefix fetched", _ms(receipt.get("fetch_s")), what)
+    tiers = (("dram_tokens", "memory"), ("ssd_tokens", "disk"))
+    loaded = [f"{receipt[name]} tokens from {tier}" for name, tier in tiers if receipt.get(name)]
+    if loaded:
+        what = f"{', '.join(loaded)} below the pool, beside the queue"
+        table.add_row("prefix loaded", _ms(receipt.get("load_s")), what)
     if receipt.get("transfer_bytes"):
         exposed = _ms(receipt.get("transfer_exposed_s"))
         table.add_row("KV transfer", _ms(receipt.get("transfer_s")), _transfer(receipt))

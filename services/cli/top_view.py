@@ -161,11 +161,17 @@ def _error(worker: Mapping[str, Any]) -> Text:
 
 
 def _cached(worker: Mapping[str, Any]) -> str:
-    """Return which share of the last minute's prompts its prefix cache had."""
+    """Return which share of the last minute's prompts its prefix cache had, and of this what came
+    from below its pool."""
     prompts = worker.get("prompts")  # a gateway of before tells none
     if not prompts or not prompts["tokens"]:
         return ""
-    return f"{prompts['cached_tokens'] / prompts['tokens']:.0%}"
+    below = [
+        f", {tier} {100 * prompts[f'{tier}_tokens'] / prompts['tokens']:.0f}"
+        for tier in ("dram", "ssd")
+        if prompts.get(f"{tier}_tokens")
+    ]
+    return f"{prompts['cached_tokens'] / prompts['tokens']:.0%}{''.join(below)}"
 
 
 def _role(worker: Mapping[str, Any]) -> str:

@@ -51,7 +51,8 @@ class Receipt(NamedTuple):
     was expected when the attempt that brought token 1 was dispatched, with predicted_cached_tokens
     of the prompt cached. fetched_tokens: of the cached
     ones, those that another worker's cache sent for this prompt; fetch_s lies in prefill_queue_s.
-    fetched_from: whom that was asked of.
+    fetched_from: whom that was asked of. dram_tokens, ssd_tokens: of the cached ones, those that
+    came from below the prefill worker's pool; load_s likewise.
     """
 
     queue_s: float = 0.0
@@ -83,6 +84,9 @@ class Receipt(NamedTuple):
     fetched_bytes: int = 0
     fetch_s: float = 0.0
     fetched_from: str = ""
+    dram_tokens: int = 0
+    ssd_tokens: int = 0
+    load_s: float = 0.0
     decode_cached_tokens: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -93,6 +97,18 @@ class Receipt(NamedTuple):
         """The phases of TTFT as ``TTFT_PHASES`` names them; they sum to ``ttft_s`` if there was a
         token."""
         return self[:6]
+
+    @property
+    def cached_by_tier(self) -> dict[str, int]:
+        """Return the cached tokens by where they lay: in the worker's pool, below it, or in another
+        worker's cache ('peer')."""
+        below = self.fetched_tokens + self.dram_tokens + self.ssd_tokens
+        return {
+            "pool": max(0, self.cached_tokens - below),
+            "dram": self.dram_tokens,
+            "ssd": self.ssd_tokens,
+            "peer": self.fetched_tokens,
+        }
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON-ready form: microsecond resolution, unknown times left out.

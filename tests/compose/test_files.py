@@ -94,6 +94,17 @@ def test_the_overlay_for_realtime_adds_one_limit_and_one_setting(role: str) -> N
     assert [*realtime["networks"]] == [*plain["networks"]]
 
 
+def test_kv_on_disk_is_one_variable_away() -> None:
+    """Workers have a volume for it that they may write, and use it when they are told where."""
+    services = configuration()
+    for role in ("prefill", "decode"):
+        (volume,) = [one for one in services[role]["volumes"] if one["target"] == "/kv"]
+        assert volume["source"] == "kv"
+        assert not volume.get("read_only")
+        assert not services[role]["environment"]["PDMESH_SSD_CACHE"]
+    assert "/kv" not in str(services["gateway"]["volumes"])
+
+
 def test_workers_join_inside_and_with_a_secret_that_compose_makes() -> None:
     """The door where they join is not published; all read the secret, and one container, which
     ends, writes it."""

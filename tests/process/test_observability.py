@@ -31,6 +31,7 @@ ALWAYS = {
     "reserve_wait_s", "transfer_bytes", "gb_per_s", "lane", "mode", "prefill", "decode",
     "prefill_pool", "decode_pool", "attempts", "cached_tokens", "decode_cached_tokens",
     "fetched_tokens", "fetched_bytes", "fetch_s", "fetched_from",
+    "dram_tokens", "ssd_tokens", "load_s",
     "prompt_tokens", "output_tokens", "errors",
 }  # fmt: skip
 """What a receipt has of an answer of at least two tokens."""

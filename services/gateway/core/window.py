@@ -87,11 +87,14 @@ class Transfers:
 @dataclass(slots=True)
 class ReadPrompts:
     """Tokens of the prompts of one worker, of these how many its prefix cache had, and of these how
-    many another worker had sent for that prompt."""
+    many another worker had sent for that prompt, and how many came from memory and disk below the
+    pool."""
 
     num_tokens: int = 0
     num_cached: int = 0
     num_fetched: int = 0
+    num_dram: int = 0
+    num_ssd: int = 0
 
 
 @dataclass(slots=True)
@@ -225,3 +228,5 @@ def _add(prompts: dict[int, ReadPrompts], worker: int, more: ReadPrompts) -> Non
     read.num_tokens += more.num_tokens
     read.num_cached += more.num_cached
     read.num_fetched += more.num_fetched
+    read.num_dram += more.num_dram
+    read.num_ssd += more.num_ssd

@@ -307,11 +307,14 @@ class ClusterPrediction(msgspec.Struct, forbid_unknown_fields=True):
 class ClusterPrompts(msgspec.Struct, forbid_unknown_fields=True):
     """Prompts that this worker read for answers that ended in the last minute. cached_tokens: of
     their tokens so many were in its prefix cache; fetched_tokens: of these, another worker had sent
-    them for that prompt."""
+    them for that prompt; dram_tokens, ssd_tokens: of these, they came from memory and from files
+    below its pool."""
 
     tokens: int
     cached_tokens: int
     fetched_tokens: int
+    dram_tokens: int
+    ssd_tokens: int
 
 
 class ClusterPrefixes(msgspec.Struct, forbid_unknown_fields=True):

@@ -99,6 +99,11 @@ class AnswerMetrics:
         self._fetched_tokens = counts(
             "fetched_tokens", "Those of them that another worker's cache sent for this prompt"
         )
+        self._cached_by_tier = counts(
+            "cached_tokens_by_tier",
+            "Prompt tokens of ended answers that prefill did not compute, by where they lay",
+            "tier",
+        )
         self._attempts = counts("attempts", "Dispatches to a pair of workers")
         self._reroutes = counts(
             "reroutes",
@@ -144,6 +149,8 @@ class AnswerMetrics:
         """See ``AnswerWatcher``."""
         self._attempts.add(receipt.attempts)
         self._fetched_tokens.add(receipt.fetched_tokens)
+        for tier, num_tokens in receipt.cached_by_tier.items():
+            self._cached_by_tier.add(num_tokens, tier)
         for reason in receipt.errors[: max(0, receipt.attempts - 1)]:
             self._reroutes.add(1, reason)
         if receipt.ttft_s is not None:

@@ -74,7 +74,11 @@ class WindowWatcher:
         if receipt.ttft_s is not None:
             worker = int(receipt.prefill, 16)
             prompt = ReadPrompts(
-                receipt.prompt_tokens, receipt.cached_tokens, receipt.fetched_tokens
+                receipt.prompt_tokens,
+                receipt.cached_tokens,
+                receipt.fetched_tokens,
+                receipt.dram_tokens,
+                receipt.ssd_tokens,
             )
             self._window.read(now, worker, prompt)
 
@@ -232,6 +236,8 @@ def worker_body(
             "tokens": read.num_tokens,
             "cached_tokens": read.num_cached,
             "fetched_tokens": read.num_fetched,
+            "dram_tokens": read.num_dram,
+            "ssd_tokens": read.num_ssd,
         },
         "prefixes": known and {"state": known[0], "count": known[1]},
         "paired": sorted(_hex(incarnation) for incarnation in status.paired),

@@ -22,7 +22,7 @@ from services.gateway.mesh import GenerationRequest, Tokens
 from services.gateway.workers.delivery import Delivery
 from services.gateway.workers.membership import Membership
 from services.gateway.workers.peers import WorkerSession
-from services.gateway.workers.timeline import FetchedPrefix, Timeline, Transfer
+from services.gateway.workers.timeline import FetchedPrefix, LoadedPrefix, Timeline, Transfer
 from shared import wire
 from shared.errors import MeshError
 from shared.ids import Incarnation, StreamId
@@ -67,6 +67,7 @@ class _LegShell:
             compute_s=event.compute_s,
             cached_tokens=event.cached_tokens,
             fetched=FetchedPrefix(event.fetched_tokens, event.fetch_s, event.fetched_bytes),
+            loaded=LoadedPrefix(event.dram_tokens, event.ssd_tokens, event.load_s),
         )
 
     def pushed(self, event: wire.PrefillDone) -> None:

@@ -39,6 +39,15 @@ class FetchedPrefix(NamedTuple):
     num_bytes: int = 0
 
 
+class LoadedPrefix(NamedTuple):
+    """Of a prompt's tokens, those that came from below its worker's pool, and how long it waited
+    for them."""
+
+    dram_tokens: int = 0
+    ssd_tokens: int = 0
+    seconds: float = 0.0
+
+
 NO_TRANSFER = Transfer()
 _COLOCATED = Transfer(mode="colocated")
 
@@ -105,6 +114,7 @@ class Timeline:
         self._reserve_wait_s = 0.0
         self._prefill_s = 0.0, 0.0  # in its queue, and computing
         self._fetched = FetchedPrefix()
+        self._loaded = LoadedPrefix()
         self._arrived_at = arrived_at
         self._admitted_at: float | None = None
         self._dispatched_at: float | None = None
@@ -189,6 +199,7 @@ class Timeline:
         compute_s: float,
         cached_tokens: int,
         fetched: FetchedPrefix | None = None,
+        loaded: LoadedPrefix | None = None,
     ) -> None:
         """Prefill's own times, with an attempt's first token."""
         self._prefilled_at = _now()
@@ -196,6 +207,7 @@ class Timeline:
             self._prefill_s = queue_s, compute_s
             self.cached_tokens = cached_tokens
             self._fetched = fetched or FetchedPrefix()
+            self._loaded = loaded or LoadedPrefix()
 
     def granted(self, *, cached_tokens: int, wait_s: float) -> None:
         """Decode has room."""
@@ -322,6 +334,9 @@ class Timeline:
             fetched_bytes=self._fetched.num_bytes,
             fetch_s=self._fetched.seconds,
             fetched_from="" if fetch is None else f"{fetch.source:016x}",
+            dram_tokens=self._loaded.dram_tokens,
+            ssd_tokens=self._loaded.ssd_tokens,
+            load_s=self._loaded.seconds,
             decode_cached_tokens=self._decode_cached_tokens,
             reserve_wait_s=self._reserve_wait_s,
             transfer_bytes=num_bytes,

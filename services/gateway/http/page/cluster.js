@@ -212,9 +212,18 @@ function fillWorker(element, worker) {
   const { believed, ttft_error } = worker.prediction;
   if (ttft_error !== null) load.push(`predictions off by ${Math.round(100 * ttft_error)} %`);
   if (!believed) load.push("routed by load alone");
-  const { tokens, cached_tokens } = worker.prompts;
-  if (cached_tokens)
-    load.push(`${Math.round((100 * cached_tokens) / tokens)} % of prompts cached`);
+  const { tokens, cached_tokens, dram_tokens, ssd_tokens } = worker.prompts;
+  if (cached_tokens) {
+    const percent = (part) => Math.round((100 * part) / tokens);
+    const below = [
+      ["memory", dram_tokens],
+      ["disk", ssd_tokens],
+    ]
+      .filter(([, part]) => part > 0)
+      .map(([tier, part]) => `${percent(part)} from ${tier}`);
+    const parts = below.length ? ` (${below.join(", ")})` : "";
+    load.push(`${percent(cached_tokens)} % of prompts cached${parts}`);
+  }
   say(part(element, "load"), load.join(" · "));
   const held = quarantined
     ? `${number(reserved)} + ${number(quarantined)} quarantined`

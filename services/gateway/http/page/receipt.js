@@ -190,6 +190,8 @@ function summary(receipt) {
 function facts(receipt, usage, requestId) {
   const cached = [
     ["prefill", receipt.cached_tokens],
+    ["of these from memory", receipt.dram_tokens],
+    ["from disk", receipt.ssd_tokens],
     ["fetched from another worker", receipt.fetched_tokens],
     ["decode", receipt.decode_cached_tokens],
   ]

@@ -72,6 +72,9 @@ def test_what_prefix_caches_had_is_a_column() -> None:
     (prefill,) = (line for line in lines if line.startswith("prefill 10"))
     (decode,) = (line for line in lines if line.startswith("decode 10"))
     assert " 53% " in prefill
+    view["workers"][0]["prompts"] |= {"dram_tokens": 3, "ssd_tokens": 9}
+    (prefill,) = (line for line in drawn(view) if line.startswith("prefill 10"))
+    assert " 53%, dram 10, ssd 30 " in prefill
     assert "%" not in decode.split("█")[0]
 
 

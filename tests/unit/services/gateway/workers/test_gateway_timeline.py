@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from services.gateway.core.routing import RouteDecision
-from services.gateway.workers.timeline import Timeline, Transfer
+from services.gateway.workers.timeline import LoadedPrefix, Timeline, Transfer
 from shared.errors import Overloaded, WorkerLost
 from shared.ids import Incarnation
 from shared.telemetry.lifetime import TTFT_PHASES, Receipt
@@ -35,7 +35,8 @@ async def test_phases_of_a_retried_request_add_up_to_its_ttft() -> None:
     timeline.rerouted(WorkerLost("gone"))
     timeline.dispatched(PAIR, has_decode=True)
     await asyncio.sleep(0.8)
-    timeline.prefilled(queue_s=0.1, compute_s=0.5, cached_tokens=3)
+    loaded = LoadedPrefix(dram_tokens=1, ssd_tokens=1, seconds=0.07)
+    timeline.prefilled(queue_s=0.1, compute_s=0.5, cached_tokens=3, loaded=loaded)
     emit(timeline, 1)
     await asyncio.sleep(0.05)
     emit(timeline, 2)
@@ -46,6 +47,8 @@ async def test_phases_of_a_retried_request_add_up_to_its_ttft() -> None:
     assert receipt.ttft_s == pytest.approx(1.5)
     assert receipt.first_step_s == pytest.approx(0.05)
     assert (receipt.attempts, receipt.cached_tokens, receipt.errors) == (2, 3, ("worker_lost",))
+    assert receipt.cached_by_tier == {"pool": 1, "dram": 1, "ssd": 1, "peer": 0}
+    assert receipt.load_s == pytest.approx(0.07)
 
 
 @virtual_time
