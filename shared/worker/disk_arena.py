@@ -112,7 +112,12 @@ class DiskArena:
         self._reader, self._writer = new_thread("pdmesh-disk-in"), new_thread("pdmesh-disk-out")
         self._num_late = 0
         self._rests_until = 0.0
-        _log.info("KV on disk", folder=str(self.folder), blocks=self.num_slots, kept=len(self.kept))
+        _log.info(
+            "KV is kept on disk",
+            file=str(self.folder),
+            num_blocks=self.num_slots,
+            count=len(self.kept),
+        )
 
     def _open(self, lock: int) -> _Files:
         num_bytes = self.num_slots * self._slot_bytes
@@ -166,9 +171,9 @@ class DiskArena:
             self._rests_until = asyncio.get_running_loop().time() + REST_S
             _log.warning(
                 "KV not written to disk, what is there is still read",
-                folder=str(self.folder),
+                file=str(self.folder),
                 error=os.strerror(error.errno or 0).lower(),
-                again_in_s=REST_S,
+                retry_after_s=REST_S,
             )
             return False
         return True
@@ -202,7 +207,7 @@ class DiskArena:
         except TimeoutError:
             self._num_late += 1
             reading.add_done_callback(self._late_read_ended)
-            _log.info("KV on disk is late, its prompt is computed", folder=str(self.folder))
+            _log.info("KV on disk is late, its prompt is computed", file=str(self.folder))
             return BlocksLoaded(0)
 
         def scatter_all() -> None:
@@ -288,7 +293,7 @@ def _claim(root: Path, identity: Mapping[str, str]) -> tuple[Path, int]:
     if before != identity:
         if before:
             names = sorted(it for it in identity if before.get(it) != identity[it])
-            _log.warning("KV on disk is not this model's, emptied", folder=str(path), other=names)
+            _log.warning("KV on disk is not this model's, emptied", file=str(path), other=names)
         for name in ("index", "slots"):
             (path / name).unlink(missing_ok=True)
         _write_identity(path, identity)

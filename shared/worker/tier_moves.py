@@ -93,8 +93,10 @@ class _TierPart(NamedTuple):
 
 @dataclass(eq=False)
 class _Load:
-    """One prefix on its way up, and the prompts that wait for it, until then. table: the pool's
-    blocks of its beginning, and new ones for ``keys``, which lie in ``slots``."""
+    """One prefix on its way up, and the prompts that wait for it until then, or have waited.
+
+    table: the pool's blocks of its beginning, and new ones for ``keys``, which lie in ``slots``.
+    """
 
     sequence: TokenSequence
     table: BlockTable
@@ -102,7 +104,8 @@ class _Load:
     slots: list[int]
     parts: list[_TierPart]
     until: float
-    waiting: list[Request] = field(default_factory=list[Request])
+    is_awaited: bool = True
+    prompts: list[Request] = field(default_factory=list[Request])
 
     @property
     def num_before(self) -> int:
@@ -243,7 +246,7 @@ class TierMoves:
             load = self._start(sequence, rest[: parts[-1].stop], parts, load_s)
             if load is None:
                 return False
-        load.waiting.append(prompt)
+        load.prompts.append(prompt)
         end = (load.num_before + len(load.keys)) * size
         self._scheduler.await_prefix(sequence, min(end, sequence.most_cached_tokens))
         return True
@@ -334,7 +337,12 @@ class TierMoves:
             sequence = load.sequence
             assert sequence.chain is not None
             self._pool.publish(load.table, sequence.chain, sequence.tokens, num_tokens)
-            self._end_wait(load, come[Tier.DRAM], come[Tier.SSD])
+            self._end_wait(load)
+            now = asyncio.get_running_loop().time()
+            for prompt in load.prompts:
+                if prompt.started_at is None:  # also one that was late, but was not let in yet
+                    seconds = now - prompt.arrived_at
+                    prompt.loaded = Loaded(come[Tier.DRAM], come[Tier.SSD], seconds)
             self._release(load.table)
             for level, start, stop in load.parts:
                 level.queue.forget(blocks[start:stop])
@@ -360,18 +368,19 @@ class TierMoves:
             _log.warning("a block of the KV cache is damaged, it is a miss", tier=level.name)
         return num_blocks, is_damaged
 
-    def _end_wait(self, load: _Load, dram_tokens: int = 0, ssd_tokens: int = 0) -> None:
-        """Its prompts are let in: so much has come, or it has failed, or is late."""
+    def _end_wait(self, load: _Load) -> None:
+        """Its prompts are let in: it has come, has failed, or is late."""
+        if not load.is_awaited:
+            return
+        load.is_awaited = False
         if self._loads.get(load.keys[0]) is load:
             del self._loads[load.keys[0]]
         now = asyncio.get_running_loop().time()
-        for prompt in load.waiting:
+        for prompt in load.prompts:
             assert prompt.sequence is not None
-            prompt.loaded = Loaded(dram_tokens, ssd_tokens, now - prompt.arrived_at)
+            prompt.loaded = Loaded(seconds=now - prompt.arrived_at)
             self._scheduler.prefix_ended(prompt.sequence)
-        if load.waiting:
-            load.waiting.clear()
-            self._on_end()
+        self._on_end()
 
     # --- looking at it ---------------------------------------------------------------------------
 

@@ -126,6 +126,41 @@ async def test_prompts_that_begin_alike_wait_for_one_load() -> None:
 
 
 @virtual_time
+async def test_prompts_that_part_after_a_block_load_what_is_theirs() -> None:
+    """Two that ask at once for what begins alike and goes on otherwise each get all of it."""
+    async with worker_mesh(**SMALL) as mesh:
+        prompts = [PROMPT[:32] + a_prompt(160, seed=seed) for seed in (31, 32)]
+        for prompt in (*prompts, *OTHERS):
+            await answered(mesh.start(prompt), prompt)
+        both = [mesh.start(prompt) for prompt in prompts]
+        for request, prompt in zip(both, prompts, strict=True):
+            assert await answered(request, prompt) == 176
+            assert request.token is not None
+            assert request.token.dram_tokens == 176
+        await settled(mesh)
+
+
+@virtual_time
+async def test_what_comes_late_and_before_the_prompt_is_let_in_counts() -> None:
+    """A load that is given up, but ends before its prompt had its turn, is told by its tier."""
+    async with worker_mesh(**SMALL, timing=FakeTiming(base_s=3.0)) as mesh:
+        await evicted(mesh)
+        await settled(mesh)
+        level = mesh.prefills[0].worker.tiers.levels[0]
+        level.arena._compute._copy_s = 1.5
+        other = a_prompt(64, seed=50)
+        busy = mesh.start(other)
+        await asyncio.sleep(0.1)
+        request = mesh.start(PROMPT)
+        assert await answered(request, PROMPT) == 240
+        assert request.token is not None
+        assert request.token.dram_tokens == 240
+        level.arena._compute._copy_s = 0.0
+        await answered(busy, other)
+        await settled(mesh)
+
+
+@virtual_time
 async def test_a_late_load_is_given_up() -> None:
     """A prompt waits for its load no longer than its limit; then it is computed, and the load does
     no harm when it ends after all."""

@@ -1,9 +1,12 @@
 """Real processes and a real model: a prompt that others drove out of the KV pool comes back from
-host memory, and its answer is the same."""
+host memory or from disk, and its answer is the same."""
 
 from __future__ import annotations
 
+import resource
 import statistics
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,51 +17,104 @@ pytestmark = pytest.mark.process
 
 NUM_TOKENS = 1600  # 100 of 128 blocks
 NUM_COMPUTED = 16  # a prompt's last token is always computed, and so its block
-
-
-STORED, LOADED = "tier_blocks_stored_total:dram", "tier_tokens_loaded_total:dram"
+CACHED = NUM_TOKENS - NUM_COMPUTED
+STARTS = (5, 6, 7, 8, 9)
 
 
 async def first_tokens(
-    mesh: ProcessMesh, gateway: ServiceProcess, prefill: ServiceProcess, cached: int
+    mesh: ProcessMesh, gateway: ServiceProcess, prefill: ServiceProcess, tier: str
 ) -> list[float]:
     """Ask for prompts that drive each other out, twice; return the second times to token 1."""
     texts: dict[int, str] = {}
     times: list[float] = []
     for turn in range(2):
-        for start in (5, 6, 7, 8, 9):
+        for start in STARTS:
             answer = await mesh.ask(gateway, a_prompt(NUM_TOKENS, start=start), 8)
             answer.require_whole(8)
             assert texts.setdefault(start, answer.text) == answer.text
-            assert answer.receipt["cached_tokens"] == turn * cached
-            if cached and not turn:
-                num_stored = len(texts) * NUM_TOKENS // 16
-
-                async def is_stored(num: int = num_stored) -> bool:
-                    return (await mesh.gauges(prefill))[STORED] >= num
-
-                await mesh.until(is_stored)
+            expected = CACHED if tier and turn else 0
+            assert answer.receipt["cached_tokens"] == expected
+            if tier:
+                assert answer.receipt[f"{tier}_tokens"] == expected
+            if tier and not turn:
+                await stored(mesh, prefill, tier, len(texts) * NUM_TOKENS // 16)
             if turn:
                 times.append(answer.receipt["ttft_s"])
     return times
 
 
+async def stored(mesh: ProcessMesh, prefill: ServiceProcess, tier: str, num_blocks: int) -> None:
+    """Wait until so many blocks have been copied down."""
+
+    async def are_stored() -> bool:
+        return (await mesh.gauges(prefill))[f"tier_blocks_stored_total:{tier}"] >= num_blocks
+
+    await mesh.until(are_stored)
+
+
+def settings_of(tier: str, folder: Path) -> dict[str, Any]:
+    """Return a worker's settings with room for every prompt in one tier, or in none."""
+    return {
+        "": {},
+        "dram": {"dram_cache": 1 << 30},
+        "ssd": {"ssd_cache": folder, "ssd_cache_size": 1 << 30},
+    }[tier]
+
+
 @pytest.mark.ucx
-async def test_evicted_prompts_come_back_from_memory() -> None:
-    """Each prompt but its last block is read back, and ``cached_tokens`` counts it; without the
-    memory all is computed again. Answers are the same, and the metrics tell what was moved."""
-    medians: dict[int, float] = {}
-    for size in (0, 1 << 30):
+async def test_evicted_prompts_come_back_from_below_the_pool(tmp_path: Path) -> None:
+    """Each prompt but its last block is read back, and the receipt counts it by its tier; without
+    tiers all is computed again. Answers are the same, and the metrics tell what was moved."""
+    medians: dict[str, float] = {}
+    for tier in ("", "dram", "ssd"):
         async with process_mesh(engine="torch") as mesh:
             with mesh.explained():
                 gateway = await mesh.start_gateway()
-                prefill = await mesh.add("prefill", num_blocks=128, dram_cache=size)
+                settings = settings_of(tier, tmp_path)
+                prefill = await mesh.add("prefill", num_blocks=128, **settings)
                 await mesh.add("decode", cache_prefixes=False)
                 await mesh.paired(gateway, 1)
-                cached = NUM_TOKENS - NUM_COMPUTED if size else 0
-                medians[size] = statistics.median(
-                    await first_tokens(mesh, gateway, prefill, cached)
-                )
+                times = await first_tokens(mesh, gateway, prefill, tier)
+                medians[tier] = statistics.median(times)
                 gauges = await mesh.gauges(prefill)
-        assert gauges.get(LOADED, 0) == 5 * cached
-    print(f"median time to token 1: computed {medians[0]:.4f} s, read {medians[1 << 30]:.4f} s")
+        if tier:
+            assert gauges[f"tier_tokens_loaded_total:{tier}"] == len(STARTS) * CACHED
+    print(
+        f"median time to token 1: computed {medians['']:.4f} s, from memory {medians['dram']:.4f} "
+        f"s, from disk {medians['ssd']:.4f} s"
+    )
+
+
+@pytest.mark.ucx
+async def test_kv_on_disk_outlives_its_worker_and_a_disk_that_fails(tmp_path: Path) -> None:
+    """After SIGKILL the next worker answers from what the last one wrote. When the kernel refuses
+    writes, one line says so, answers go on, and what is there is read."""
+    settings = settings_of("ssd", tmp_path)
+    async with process_mesh(engine="torch") as mesh:
+        with mesh.explained():
+            gateway = await mesh.start_gateway()
+            prefill = await mesh.add("prefill", num_blocks=128, **settings)
+            await mesh.add("decode", cache_prefixes=False)
+            await mesh.paired(gateway, 1)
+            prompt = a_prompt(NUM_TOKENS, start=5)
+            first = await mesh.ask(gateway, prompt, 8)
+            await stored(mesh, prefill, "ssd", NUM_TOKENS // 16)
+            await prefill.kill()
+
+            again = await mesh.add("prefill", num_blocks=128, **settings)
+            await mesh.paired(gateway, 1)
+            answer = await mesh.ask(gateway, prompt, 8)
+            answer.require_whole(8)
+            assert answer.text == first.text
+            assert answer.receipt["ssd_tokens"] == CACHED
+            assert 0 < answer.receipt["load_s"] <= answer.receipt["prefill_queue_s"]
+
+            resource.prlimit(again.pid, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+            for start in STARTS[1:]:
+                answer = await mesh.ask(gateway, a_prompt(NUM_TOKENS, start=start), 8)
+                answer.require_whole(8)
+            answer = await mesh.ask(gateway, prompt, 8)
+            assert answer.text == first.text
+            assert answer.receipt["ssd_tokens"] == CACHED
+            lost = (await mesh.gauges(again))["tier_blocks_lost_total:ssd"]
+            assert lost > 0
