@@ -26,7 +26,7 @@ from services.gateway.core.prefixes import HashedPrompt, PrefixReports
 from services.gateway.core.router import Router
 from services.gateway.core.routing import POLICIES, RouteDecision
 from services.gateway.core.sides import RouteRequest
-from services.gateway.core.worker import JoinedModel, Role, Worker, WorkerStatus
+from services.gateway.core.worker import Role, Worker, WorkerStatus
 from services.gateway.workers.cluster import SMALL_SURPRISE
 from services.gateway.workers.session import LEAST_FETCH_S
 from services.planner.core.fetch import ATTENTION_OPS, DEVICE_FLOPS, LINEAR_OPS
@@ -39,6 +39,7 @@ from shared.kv.journal import Journal, KvChanges
 from shared.kv.layout import KvLayout
 from shared.kv.pool import BlockPool, BlockTable
 from shared.kv.prefix_hash import UNIT, PrefixChain
+from shared.model_spec import ModelSpec
 from shared.predict.step_time import StepFit
 
 SHAPE = PUBLISHED["llama-3-70b"]
@@ -63,7 +64,7 @@ STEPS = StepFit(
 STEP_TOKENS = 8192
 """Most of a step; its blocks can be found when it ends."""
 
-MODEL = JoinedModel(
+MODEL = ModelSpec(
     name=SHAPE.name, fingerprint=bytes(32), vocab_size=1, max_model_len=1 << 20, dtype="bfloat16",
     engine="analytic",
 )  # fmt: skip

@@ -70,7 +70,7 @@ def decide(
     [
         ([0.0, 0.0], {1: 800}, 1, None),  # who has it is free
         ([0.5, 0.0], {1: 800}, 2, 1),  # who has it is busy, and sends it
-        ([0.5, 0.45], {1: 800}, 2, 1),  # behind a queue that is a little shorter, too
+        ([0.5, 0.35], {1: 800}, 2, 1),  # behind a queue that is a little shorter, too
         ([0.5, 0.0], {1: 10}, 2, 1),  # a little of it is quicker sent than computed
         ([0.5, 0.0], {1: 800, 2: 800}, 2, None),
         ([0.5, 0.0], {1: 800, 2: 400}, 2, 1),  # what lacks is sent
@@ -92,7 +92,7 @@ def test_the_soonest_way_to_the_kv_wins(
 def test_a_link_that_is_slower_than_computing_is_not_used() -> None:
     """500 tokens a second: the prompt waits where it is cached, or is computed."""
     table = a_known_mesh([0.5, 0.0], speed=500 * LAYOUT.token_bytes)
-    decision = decide(table, {1: 400})
+    decision = decide(table, {1: 300})
     assert (int(decision.prefill), decision.fetch) == (2, None)
     assert int(decide(table, {1: 800}).prefill) == 1
 
