@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from services.cli.bench.workload import BLOCK_TOKENS, Ask
-from services.gateway.core.fetches import Fetch
+from services.gateway.core.fetches import FetchOrder
 from services.gateway.core.peer_table import PeerTable
 from services.gateway.core.prefixes import HashedPrompt, PrefixReports
 from services.gateway.core.router import Router
@@ -28,7 +28,6 @@ from services.gateway.core.routing import POLICIES, RouteDecision
 from services.gateway.core.sides import RouteRequest
 from services.gateway.core.worker import Role, Worker, WorkerStatus
 from services.gateway.workers.cluster import SMALL_SURPRISE
-from services.gateway.workers.session import LEAST_FETCH_S
 from services.planner.core.fetch import ATTENTION_OPS, DEVICE_FLOPS, LINEAR_OPS
 from services.planner.core.kv_size import PUBLISHED
 from services.sim.clock import WIRE_S, EventClock
@@ -223,7 +222,7 @@ class PrefillWorker:
         fetch = next((it for it in self._fetches if it.brings(prompt)), None)
         if fetch is not None:
             fetch.prompts.append(prompt)
-        elif (wanted := prompt.decision.fetch) is not None:
+        elif (wanted := prompt.decision.fetch_order(prompt.ask.num_input)) is not None:
             fetch = self._fetch(prompt, wanted)
         if fetch is not None:
             prompt.fetching = fetch
@@ -271,7 +270,7 @@ class PrefillWorker:
 
     # --- prefixes --------------------------------------------------------------------------------
 
-    def _fetch(self, prompt: Prompt, wanted: Fetch) -> _PrefixFetch | None:
+    def _fetch(self, prompt: Prompt, wanted: FetchOrder) -> _PrefixFetch | None:
         num_tokens = min(wanted.num_tokens, prompt.most_cached) // BLOCK_TOKENS * BLOCK_TOKENS
         if num_tokens <= prompt.num_expected:
             return None
@@ -282,10 +281,8 @@ class PrefillWorker:
             return None
         fetch = _PrefixFetch(table, num_tokens, self._clock.now, [prompt])
         self._fetches.append(fetch)
-        expected = prompt.decision.prediction
-        queue_s = 0.0 if expected is None else expected.queue_s + expected.own_s
-        give_up_at = self._clock.now + max(queue_s, 2 * wanted.seconds) + LEAST_FETCH_S
-        source = self._others[wanted.source]
+        give_up_at = self._clock.now + wanted.wait_s
+        source = self._others[wanted.worker]
         self._clock.after(WIRE_S, partial(source.pulled, self, prompt, fetch, give_up_at))
         return fetch
 
