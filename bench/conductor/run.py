@@ -218,7 +218,7 @@ def jobs_of(asked: argparse.Namespace, asks: Sequence[Ask]) -> Iterator[Job]:
             yield Job(what="order", policy=policy, asks=asks)
     if "sizes" in asked.parts:
         for what, changed in SIZES.items():
-            policies = ORDER[1:] if {"num_workers", "num_blocks"} & set(changed) else ORDER[-1:]
+            policies = ORDER[2:] if "num_gateways" not in changed else ORDER[-1:]
             for policy in policies:
                 yield Job(what=what, policy=policy, asks=asks, changed=changed)
     if "bursts" in asked.parts:
