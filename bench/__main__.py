@@ -46,6 +46,7 @@ TITLES = {
     15: "one host beside vLLM's server",
     16: "which worker gets a prompt whose prefix others have",
     17: "conversations through five workers, by policy",
+    18: "the simulator's CPU a request",
 }
 """What each goal's number asks."""
 

@@ -54,6 +54,8 @@ class KvEnds:
         self._link_free_at = 0.0
         self.num_frames_sent = 0
         self._sinks: dict[Incarnation, LinkId] = {}
+        self.sinks: frozenset[Incarnation] = frozenset()
+        """Whom it may push to; the same object until it changes."""
         self._others: dict[LinkId, CoreWorker] = {}
         self._receives: dict[tuple[LinkId, int], transfer.PostReceive] = {}
         self._landed: dict[int, StagedFrame] = {}
@@ -74,15 +76,11 @@ class KvEnds:
     def pair(self, sink: CoreWorker, link: LinkId) -> None:
         """From now on this worker may push to that one."""
         self._sinks[sink.incarnation] = link
+        self.sinks = frozenset(self._sinks)
         self._others[link] = sink
         sink.ends._others[link] = self._worker
         self._senders.link_up(link, self._rule)
         sink.ends._receivers.link_up(link, self._worker.incarnation, self._rule)
-
-    @property
-    def sinks(self) -> frozenset[Incarnation]:
-        """Whom it may push to."""
-        return frozenset(self._sinks)
 
     @property
     def pending_bytes(self) -> int:
@@ -93,6 +91,7 @@ class KvEnds:
         """The other end of every pair with it is gone, and nothing is under way any more."""
         now = self._clock.now
         self._sinks.pop(other.incarnation, None)
+        self.sinks = frozenset(self._sinks)
         for link in [link for link, it in self._others.items() if it is other]:
             del self._others[link]
             self.do(self._senders.link_lost(link, error, now))

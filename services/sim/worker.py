@@ -10,6 +10,7 @@ tokens have the times of their steps.
 
 from __future__ import annotations
 
+import math
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable
@@ -121,6 +122,7 @@ class CoreWorker:
         self._jobs_of: dict[Sequence, SimJob] = {}
         self._stepping: tuple[StepPlan, float] | None = None
         self._run: _Run | None = None
+        self._looks_at = math.inf
 
     def _step_budget(self, *, pushes: bool, is_mixed: bool) -> StepBudget:
         """See ``MeshWorker``: prompts alone by tokens, beside answers by time."""
@@ -158,7 +160,7 @@ class CoreWorker:
             )
             self.do_leases(effects)
             if job.lease.state is LeaseState.WAITING:
-                self.clock.at(job.lease.give_up_at, self._tick_leases)
+                self._arm(job.lease.give_up_at)
             return
         job.sequence = Sequence(order.item)
         self._jobs_of[job.sequence] = job
@@ -262,7 +264,7 @@ class CoreWorker:
                         self.ends.prefix_granted(lease.key)
                     else:
                         self._say(job, "granted")
-                    self.clock.at(lease.expires_at, self._tick_leases)
+                    self._arm(lease.expires_at)
                     self.ends.lease_changed(lease.key)
                 case Refuse(error=error):
                     assert job is not None
@@ -271,11 +273,19 @@ class CoreWorker:
                     self.ends.give_up_receive(lease.key, error)
         self.on_change()
 
-    def _tick_leases(self) -> None:
-        due_at = self.leases.next_tick_at
-        if due_at is not None and due_at <= self.clock.now:
-            self.catch_up()
-            self.do_leases(self.leases.tick(now=self.clock.now))
+    def _arm(self, when: float | None) -> None:
+        """See to it that leases are looked at then or before: see ``Reservations``."""
+        if when is not None and when < self._looks_at:
+            self._looks_at = when
+            self.clock.at(when, lambda: self._tick_leases(when))
+
+    def _tick_leases(self, when: float) -> None:
+        if when != self._looks_at or not self.is_alive:
+            return
+        self._looks_at = math.inf
+        self.catch_up()
+        self.do_leases(self.leases.tick(now=self.clock.now))
+        self._arm(self.leases.next_tick_at)
 
     # --- steps ------------------------------------------------------------------------------------
 

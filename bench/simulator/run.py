@@ -1,0 +1,100 @@
+"""How long does the simulator take for a request?
+
+    python -m bench.simulator.run [--quick] [--requests 1000] [--repetitions 3]
+
+64 workers under Azure-like conversations, one core, CPU time. What the numbers mean: README.md
+beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import time
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from bench.record import Record, ratios, spread
+from services.cli.plan.sim_flags import SimFlags
+from services.planner.core.mesh_text import read_mesh
+
+HERE = Path(__file__).parent
+MESH = "24P+40D"
+RATE = 120.0
+GOAL_US = 75.0
+"""A million requests in 75 seconds."""
+
+
+class Setting(NamedTuple):
+    """One way to simulate them."""
+
+    policy: str
+    fidelity: Literal["runs", "exact"]
+    block_size: int
+
+
+SETTINGS = (
+    Setting("least_loaded", "exact", 16),
+    Setting("least_loaded", "runs", 16),
+    Setting("least_loaded", "runs", 256),
+    Setting("conductor", "runs", 256),
+)
+
+
+def cpu_us(setting: Setting, num_requests: int) -> tuple[float, float]:
+    """Return CPU of one request in microseconds, its prompt's tokens included, and events of one
+    request."""
+    flags = SimFlags(
+        rate=RATE,
+        num_requests=num_requests,
+        policy=setting.policy,
+        fidelity=setting.fidelity,
+        block_size=setting.block_size,
+    )
+    began_s = time.process_time()
+    run = flags.run(read_mesh(MESH))
+    return (time.process_time() - began_s) / num_requests * 1e6, run.num_events / num_requests
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--quick", action="store_true", help="short, prints only")
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--record", action="store_true", help="write results of a quick run too")
+    asked = parser.parse_args()
+    if asked.quick:
+        asked.requests, asked.repetitions = 100, 1
+    record = Record(HERE, asked.quick)
+    taken: dict[Setting, list[float]] = {setting: [] for setting in SETTINGS}
+    events: dict[Setting, float] = {}
+    for _ in range(asked.repetitions):
+        for setting in SETTINGS:  # in turns: what disturbs one disturbs all
+            us, events[setting] = cpu_us(setting, asked.requests)
+            taken[setting].append(us)
+    for setting, values in taken.items():
+        row: dict[str, Any] = {
+            **setting._asdict(),
+            "mesh": MESH,
+            "rate": RATE,
+            "num_requests": asked.requests,
+            "us": spread(values),
+            "events_a_request": events[setting],
+            "times_first": ratios(values, taken[SETTINGS[0]]),
+            "most_kib_so_far": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        }
+        record.rows.append(row)
+        print(
+            f"{setting.policy:13} {setting.fidelity:6} blocks of {setting.block_size:<4}"
+            f"{row['us']['median']:8.0f} us CPU a request, {events[setting]:.0f} events, "
+            f"{row['times_first']['median']:.2f} x the first"
+        )
+        if setting.fidelity == "runs" and setting.block_size == 256:
+            what = f"{setting.policy}, {MESH}: CPU us a request"
+            record.goal(18, what, row["us"], "<=", GOAL_US)
+    record.finish(write=True if asked.record else None)
+
+
+if __name__ == "__main__":
+    main()
