@@ -47,6 +47,7 @@ TITLES = {
     16: "which worker gets a prompt whose prefix others have",
     17: "conversations through five workers, by policy",
     18: "the simulator's CPU a request",
+    19: "the autoscaler beside an oracle",
 }
 """What each goal's number asks."""
 

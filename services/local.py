@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -80,7 +81,8 @@ class Service:
     """One process of the mesh.
 
     env: what it gets beside our own environment. facts: what it said when it was ready (its
-    ports). part: of its start, which it is at. error: its last word, '' if it had none.
+    ports). part: of its start, which it is at. is_added: the mesh ran before it. is_retired: it
+    ends for good. error: its last word, '' if it had none.
     """
 
     name: str
@@ -90,6 +92,8 @@ class Service:
     num_restarts: int = 0
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
     part: str = ""
+    is_added: bool = False
+    is_retired: bool = False
     error: str = ""
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     process: asyncio.subprocess.Process | None = None
@@ -144,6 +148,19 @@ def plan_services(
     return services
 
 
+def one_more(services: Sequence[Service], config: PrefillConfig | DecodeConfig) -> Service:
+    """Return one more process of a mesh, with a name and ports of its own, and the others'
+    secret."""
+    if isinstance(config, PrefillConfig):
+        kind, module = "worker" if config.movable else "prefill", "services.prefill"
+    else:
+        kind, module = _kind(config), "services.decode"
+    names = {service.name for service in services}
+    name = next(it for num in count() if (it := f"{kind}-{num}") not in names)
+    secrets_env = {it: services[0].env[it] for it in (SECRET_VARIABLE,) if it in services[0].env}
+    return Service(name=name, module=module, env={**environment_of(config), **secrets_env})
+
+
 def _kind(config: DecodeConfig) -> str:
     if config.movable:
         return "worker"
@@ -161,14 +178,18 @@ class LocalMesh:
         restart: bool,
         drain_s: float,
         on_change: Callable[[LocalMesh], None],
+        on_wish: Callable[[LocalMesh, dict[str, Any]], None] = lambda mesh, wish: None,
     ) -> None:
         self.services = services
+        self._on_wish = on_wish
         self._log_fd = log_fd
         self._restart = restart
         self._drain_s = drain_s
         self._on_change = on_change
         self._stopping = asyncio.Event()
         self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+        self._targets = ""
 
     @property
     def gateway(self) -> Service:
@@ -229,9 +250,10 @@ class LocalMesh:
                 mesh_host = self._reached("PDMESH_MESH_HOST")
                 # Several gateway processes are joined each at a port of its own.
                 ports = facts.get("mesh_ports", [facts["mesh_port"]])
-                targets = ",".join(str(Address(mesh_host, port)) for port in ports)
+                self._targets = ",".join(str(Address(mesh_host, port)) for port in ports)
+                self._tasks = tasks
                 for worker in self.workers:
-                    worker.env["PDMESH_GATEWAY"] = targets
+                    worker.env["PDMESH_GATEWAY"] = self._targets
                     self._keep(worker, tasks)
                 for worker in self.workers:
                     await worker.ready.wait()
@@ -245,6 +267,24 @@ class LocalMesh:
         self._stopping.set()
         await self._end([self.gateway], self._drain_s + DRAIN_GRACE_S)
         await self._end(self.workers, STOP_LIMIT_S)
+
+    def add(self, worker: Service) -> None:
+        """Start one more worker while the mesh runs. If it cannot start, the others go on."""
+        assert self._tasks is not None
+        worker.env["PDMESH_GATEWAY"], worker.is_added = self._targets, True
+        self.services.append(worker)
+        self._keep(worker, self._tasks)
+
+    def forget(self, worker: Service) -> None:
+        """A worker is no part of the mesh any more."""
+        self.services.remove(worker)
+        self._on_change(self)
+
+    def retire(self, worker: Service) -> None:
+        """Have a worker finish what it holds, and end for good."""
+        worker.is_retired = True
+        worker.end(at_once=False)
+        self._on_change(self)
 
     def kill(self) -> None:
         """End all at once, without a drain; ``stop`` then returns at once, too."""
@@ -264,10 +304,12 @@ class LocalMesh:
             while True:
                 started_at = loop.time()
                 await self._run_once(service)
-                if self._stopping.is_set():
+                if self._stopping.is_set() or service.is_retired:
                     return
                 self._enter(service, Phase.CRASHED)
                 if not service.ready.is_set():
+                    if service.is_added:
+                        return
                     raise StartFailed(f"{service.name} could not start: {last_word(service)}")
                 if not self._restart:
                     return
@@ -281,6 +323,8 @@ class LocalMesh:
         finally:
             if service.phase is not Phase.CRASHED:
                 self._enter(service, Phase.STOPPED)
+            if service.is_retired:
+                self.forget(service)
 
     async def _is_stopped_within(self, seconds: float) -> bool:
         with contextlib.suppress(TimeoutError):
@@ -309,6 +353,8 @@ class LocalMesh:
             elif "part" in facts:
                 service.part = str(facts["part"])
                 self._on_change(self)
+            elif "planner" in facts:
+                self._on_wish(self, facts["planner"])
             elif service.phase is Phase.STARTING:
                 service.facts = facts
                 service.ready.set()
@@ -340,12 +386,13 @@ async def local_mesh(
     restart: bool = True,
     drain_s: float = 30.0,
     on_change: Callable[[LocalMesh], None] | None = None,
+    on_wish: Callable[[LocalMesh, dict[str, Any]], None] = lambda mesh, wish: None,
 ) -> AsyncGenerator[LocalMesh]:
     """Run the processes for the length of the block; entering waits until every one is ready.
 
     log: a file that takes all their output; None = this process's stderr. drain_s: longest wait,
     at the end, for requests in hand. on_change: called at every change of a phase or part, the
-    first time before anything is started.
+    first time before anything is started. on_wish: called with what the gateway's planner wants.
     Raises StartFailed: one could not start; all others are stopped by then.
     """
     with contextlib.ExitStack() as stack:
@@ -356,6 +403,7 @@ async def local_mesh(
             restart=restart,
             drain_s=drain_s,
             on_change=on_change or (lambda _: None),
+            on_wish=on_wish,
         )
         if on_change is not None:
             on_change(mesh)

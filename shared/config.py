@@ -29,6 +29,12 @@ RoutingPolicyName = Literal[
 OverloadName = Literal["off", "stage", "early", "predicted"]
 """What ``--overload`` takes (``core/overload.py``)."""
 
+PlannerName = Literal["off", "advise", "act"]
+"""What ``--planner`` takes (``core/autoscaler.py``)."""
+
+MOST_PLANNED = 1024
+"""Most workers that are planned."""
+
 MESH_PORT = 8200
 """Where workers join, unless something else is said; room above it for several gateways."""
 
@@ -192,6 +198,26 @@ class GatewayConfig(ServiceConfig):
     the stage that would miss it is reached; early: at arrival, by the load as it is; predicted: at
     arrival, by the load as it will be."""
 
+    planner: Annotated[str, OneOf(*get_args(PlannerName))] = "off"
+    """Watch the load, and keep the limits below with few workers: off; advise: say in the log, in
+    /cluster and in metrics what is wanted; act: also refuse early, borrow, and move homes. pdmesh
+    up starts and ends workers, too; elsewhere an autoscaler reads the metrics (docs/planner.md)."""
+
+    planner_ttft_s: Annotated[float, AboveZero(3600)] = 2.0
+    """With --planner: limit of the time to first token."""
+
+    planner_tpot_s: Annotated[float, AboveZero(60)] = 0.1
+    """With --planner: limit of the mean time of each token after the first."""
+
+    planner_target: Annotated[float, AboveZero(0.999)] = 0.95
+    """With --planner: share of requests that keep both limits."""
+
+    planner_dwell_s: Annotated[float, Between(10, 86400)] = 600.0
+    """With --planner: least time from a rise of the number of workers to a fall."""
+
+    max_workers: Annotated[int, Between(0, MOST_PLANNED)] = 0
+    """With --planner: most workers, of all roles together; 0 = as many as it takes."""
+
     tenants: Path | None = None
     """TOML file with a table [tenants.NAME] for each API key that has terms of its own: weight,
     ttft_ms, tpot_ms, max_priority, max_running. They may stand in the configuration file, too."""
@@ -248,6 +274,10 @@ class GatewayConfig(ServiceConfig):
         for name in ("grpc_port", "mesh_port", "process_port"):
             last = getattr(self, name) + self.gateway_processes - 1
             _require(last < 65536, name, "leaves too few ports above it for all processes")
+        is_planned = self.planner != "off" or not self.max_workers
+        _require(
+            is_planned, "max_workers", "is the most that --planner act may want: give that, too"
+        )
         has_key = self.tls_key is not None
         _require((self.tls_cert is not None) == has_key, "tls_cert", "goes together with --tls-key")
         _require(has_key or self.tls_client_ca is None, "tls_client_ca", "needs --tls-cert, too")

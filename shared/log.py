@@ -52,7 +52,7 @@ ALLOWED_FIELDS = frozenset({
     "error", "error_type", "reason", "code", "param", "phase", "state", "signal", "failpoint",
     "finish_reason", "policy", "decision", "outcome", "type", "device", "dtype", "engine",
     "lane", "mode", "transport", "is_cancelled", "is_streaming", "ok", "stored",
-    "kernels", "answers", "task", "home", "asked", "tier",
+    "kernels", "answers", "task", "home", "asked", "tier", "order", "compose",
     # how many, how long
     "prompt_tokens", "completion_tokens", "output_tokens", "cached_tokens", "num_requests",
     "num_running", "num_waiting", "num_blocks", "free_blocks", "block_size", "num_peers", "part",

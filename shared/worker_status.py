@@ -21,7 +21,9 @@ class WorkerStatus:
     home_order: by which order, 0 = none. queue_s: predicted seconds until all its prompts are
     computed. step_tokens: most tokens of a step, 0 = unknown. prompt_steps, answer_steps: how long
     its steps take with prompts, and without. egress_bytes: KV that is announced to others and not
-    acknowledged. seen: by session, the last order of the gateway it is told to that it counts.
+    acknowledged. first_gateway: the lowest of the gateways that it has joined, 0 = it does not say.
+    num_taken: prompts that it was sent, by all of them. seen: by session, the last order of the
+    gateway it is told to that it counts.
     """
 
     pending_tokens: int = 0
@@ -44,4 +46,6 @@ class WorkerStatus:
     answer_steps: StepFit = NO_FIT
     speeds: Mapping[Incarnation, float] = field(default_factory=dict[Incarnation, float])
     egress_bytes: int = 0
+    first_gateway: int = 0
+    num_taken: int = 0
     seen: Mapping[Role, StreamId] = field(default_factory=dict[Role, StreamId])

@@ -44,6 +44,9 @@ def frame(
         parts += [_workers(view, width)]
         parts += [Rule("KV transfers, last minute", align="left", style="dim")]
         parts += [_transfers(view, is_wide)]
+        if planner := view.get("planner"):  # likewise
+            parts += [Rule(f"planner: {planner['mode']}", align="left", style="dim")]
+            parts += [_planner(planner)]
         if prefixes := view.get("hot_prefixes"):  # a gateway of before tells none
             parts += [Rule("hottest prefixes, last minutes", align="left", style="dim")]
             parts += [_prefixes(prefixes)]
@@ -208,6 +211,22 @@ def _transfers(view: Mapping[str, Any], is_wide: bool) -> RenderableType:
             }
         )
     return _table(rows, is_wide) if rows else Text("none", "dim")
+
+
+def _planner(planner: Mapping[str, Any]) -> RenderableType:
+    """Return what is wanted beside what is there, and what is done or would be."""
+    lines = [
+        f"{role}: {planner['present'].get(role, 0)} here, {num} wanted"
+        + (f", busy {planner['busy'][role]:.0%}" if role in planner["busy"] else "")
+        for role, num in planner["wanted"].items()
+    ]
+    parts = [Text(";  ".join(lines))] if lines else []
+    parts += [Text(order, "yellow") for order in planner["orders"]]
+    if planner["hold"]:
+        parts.append(Text(f"holds: {planner['hold']}", "dim"))
+    if planner["limit"]:
+        parts.append(Text(planner["limit"], "red"))
+    return Group(*parts)
 
 
 def _prefixes(prefixes: Sequence[Mapping[str, Any]]) -> RenderableType:

@@ -25,12 +25,21 @@ from services.cli.flags import (
 )
 from services.cli.interrupts import Interrupts
 from services.cli.machine import LocalShape, Share, find_gpus, num_cores, shape_for, shares
+from services.cli.scaling import LocalScaler
 from services.cli.sources import ConfigFlag, with_config_file
 from services.cli.status import StatusView, status_view
-from services.local import LocalMesh, Service, local_mesh, plan_services, wait_for_pair
+from services.local import (
+    LocalMesh,
+    Service,
+    local_mesh,
+    one_more,
+    plan_services,
+    wait_for_pair,
+)
 from shared.config import (
     DecodeConfig,
     GatewayConfig,
+    PlannerName,
     PrefillConfig,
     RoutingPolicyName,
     ServiceConfig,
@@ -73,6 +82,23 @@ class UpConfig:
     workers: Annotated[int | None, _MESH] = None
     """Workers that may be either, in place of all others: half of them begin as prefill workers,
     and each does the other role's work, too, while the mesh needs it (--policy splitwise)."""
+
+    planner: Annotated[PlannerName | None, _MESH] = None
+    """Watch the load, and keep the limits below with few workers: off; advise: say what is wanted;
+    act: start and end workers, too."""
+
+    max_workers: Annotated[int | None, _MESH, Parameter(show_default="as many as it starts")] = None
+    """With --planner act: most workers, of all roles together; this machine is divided among so
+    many."""
+
+    planner_ttft_s: Annotated[float | None, _MESH] = None
+    """With --planner: limit of the time to first token."""
+
+    planner_tpot_s: Annotated[float | None, _MESH] = None
+    """With --planner: limit of the mean time of each token after the first."""
+
+    planner_target: Annotated[float | None, _MESH] = None
+    """With --planner: share of requests that keep both limits."""
 
     tbt_target_s: Annotated[float | None, _MESH] = None
     """Colocated, or workers that may be either: how long a step may take while answers run, and so
@@ -209,11 +235,13 @@ _OWN_FIELDS: Final = (
 @dataclass(frozen=True, slots=True)
 class MeshPlan:
     """What is to be started. gateway: its configuration, which ``services`` holds as variables.
-    why_shape: why it has these workers, if nobody asked for them."""
+    why_shape: why it has these workers, if nobody asked for them. new_worker: makes one more, of a
+    role."""
 
     services: list[Service]
     gateway: GatewayConfig
     why_shape: str
+    new_worker: Callable[[str], Service]
 
 
 def show_service_defaults(command: Callable[..., int]) -> Callable[..., int]:
@@ -270,8 +298,13 @@ def up(
                 interrupts.at_once = mesh.kill
                 view.show(mesh)
 
+            scaler = LocalScaler(plan.new_worker, plan.gateway.max_workers, view.say)
             async with local_mesh(
-                services, log=log, drain_s=plan.gateway.drain_s, on_change=change
+                services,
+                log=log,
+                drain_s=plan.gateway.drain_s,
+                on_change=change,
+                on_wish=scaler.wish,
             ) as mesh:
                 await wait_for_pair(mesh.ready_url, PAIR_WITHIN_S)
                 _say_ready(view, mesh, has_keys=plan.gateway.has_keys)
@@ -323,25 +356,60 @@ def plan_mesh(config: UpConfig, environment: Mapping[str, str]) -> MeshPlan:
     num_prompt = shape.prefill or shape.workers // 2
     num_answer = shape.decode or shape.colocated or shape.workers - num_prompt
     workers = [*[prefill] * num_prompt, *[decode] * num_answer]
-    parts = shares([w.device for w in workers], num_cores=num_cores(), gpus=gpus)
-    sized = [_sized(worker, part) for worker, part in zip(workers, parts, strict=True)]
+    most = _most_workers(config, gateway, len(workers))
+    gateway = dataclasses.replace(gateway, max_workers=most if gateway.planner == "act" else 0)
+    devices = [w.device for w in workers] + [prefill.device] * (most - len(workers))
+    parts = shares(devices, num_cores=num_cores(), gpus=gpus)
+    sized = [_sized(worker, part) for worker, part in zip(workers, parts, strict=False)]
     services = plan_services(
         gateway,
         [worker for worker in sized if isinstance(worker, PrefillConfig)],
         [worker for worker in sized if isinstance(worker, DecodeConfig)],
     )
-    for service, part in zip(services[1:], parts, strict=True):
+    taken = list(zip(services[1:], parts, strict=False))
+    for service, part in taken:
         if part.gpus:
             service.env["CUDA_VISIBLE_DEVICES"] = part.gpus
-    return MeshPlan(services, gateway, shape.why)
+
+    def new_worker(role: str) -> Service:
+        here = {id(service) for service in services}
+        taken[:] = [(service, part) for service, part in taken if id(service) in here]
+        used = [part for _, part in taken]
+        part = next((part for part in parts if part not in used), parts[-1])
+        made = one_more(services, _sized(prefill if role == "prefill" else decode, part))
+        if part.gpus:
+            made.env["CUDA_VISIBLE_DEVICES"] = part.gpus
+        taken.append((made, part))
+        return made
+
+    return MeshPlan(services, gateway, shape.why, new_worker)
+
+
+def _most_workers(config: UpConfig, gateway: GatewayConfig, num_workers: int) -> int:
+    """Return for how many workers this machine is divided."""
+    if config.max_workers is not None and gateway.planner != "act":
+        require(
+            False,
+            "--max-workers is the most that --planner act may want: give that, too",
+            param="max_workers",
+        )
+    most = gateway.max_workers or num_workers
+    require(
+        most >= num_workers or gateway.planner != "act",
+        f"--max-workers {most} is less than the {num_workers} that it starts with: give at least "
+        "as many, or start with fewer (--workers, --prefill, --decode, --colocated)",
+        param="max_workers",
+    )
+    return max(most, num_workers) if gateway.planner == "act" else num_workers
 
 
 def _require_numbers(config: UpConfig) -> None:
-    for name, least in (("prefill", 1), ("decode", 1), ("colocated", 0), ("workers", 0)):
+    leasts = {"prefill": 1, "decode": 1, "colocated": 0, "workers": 0, "max_workers": 1}
+    for name, least in leasts.items():
         number = getattr(config, name)
         require(
             number is None or least <= number <= MAX_WORKERS,
-            f"--{name} must be {least}..{MAX_WORKERS}",
+            f"--{name.replace('_', '-')} must be {least}..{MAX_WORKERS}",
             param=name,
         )
     require(

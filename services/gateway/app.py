@@ -27,6 +27,7 @@ from services.gateway.workers.answer_metrics import AnswerMetrics
 from services.gateway.workers.generation import GatewayMesh
 from services.gateway.workers.membership import Membership, membership
 from services.gateway.workers.mesh_metrics import register_mesh_metrics
+from services.gateway.workers.planning import Tell
 from services.gateway.workers.registry import Registry
 from shared.address import parse_address
 from shared.config import GatewayConfig
@@ -59,12 +60,14 @@ class Gateway:
         text: TextModel,
         defaults: Mapping[str, float],
         own_model: OwnModel | None = None,
+        tell: Tell = lambda _: None,
     ) -> None:
         self._config = config
         self._platform = platform
         self._text = text
         self._defaults = defaults
         self._own_model = own_model
+        self._tell = tell
         self.incarnation: Incarnation = new_incarnation(platform.random_bytes)
         self.mesh: GatewayMesh | None = None
         self.members: Membership | None = None
@@ -147,6 +150,9 @@ class Gateway:
                 watched = await stack.enter_async_context(serve_metrics(front, address))
             ready(http, server.address, mesh_server.address, watched)
 
+            planner = mesh.planner
+            looks = [] if planner is None else [lambda: planner.run(self._tell)]
+
             async def say_readiness() -> None:
                 while True:
                     changed = members.usability.next
@@ -154,7 +160,7 @@ class Gateway:
                     await changed.wait()
 
             return await serve_until_stopped(
-                [say_readiness, lambda: watch_loop_lag(loop_lag.observe)],
+                [say_readiness, lambda: watch_loop_lag(loop_lag.observe), *looks],
                 stop=stop,
                 drain=lambda: mesh.drain(config.drain_s),
                 last_words=lambda: _say_goodbye(registry, mesh_server, server),
@@ -177,6 +183,7 @@ async def serve_gateway(
     *,
     defaults: Mapping[str, float] | None = None,
     own_model: OwnModel | None = None,
+    tell: Tell = lambda _: None,
 ) -> bool:
     """Run one gateway until ``stop`` is set (then it drains), or until cancelled (then it does
     not). Returns False if the drain limit came first.
@@ -184,7 +191,8 @@ async def serve_gateway(
     text: the tokenizer of the model that the workers serve; it stays the caller's to close.
     ready: called once, when all doors are open. defaults: the model's own
     sampling defaults. own_model: what ``text`` belongs to; workers with another one are refused.
+    tell: see ``Planner.run``.
     Raises OSError: a port is in use. InvalidRequest: the file of API keys or tenants, or one for
     TLS, is unusable."""
-    gateway = Gateway(config, platform, text, defaults or {}, own_model)
+    gateway = Gateway(config, platform, text, defaults or {}, own_model, tell)
     return await gateway.run(ready, stop or asyncio.Event())

@@ -55,6 +55,7 @@ def run_gateway(config: GatewayConfig) -> int:
                     vocab_size=folder.vocab_size,
                     allow_mixed_engines=config.allow_mixed_engines,
                 ),
+                tell=lambda wish: process.tell(planner=wish),
             )
         finally:
             text.close()

@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import dataclasses
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import structlog
@@ -49,7 +49,8 @@ def run_gateways(config: GatewayConfig) -> int:
     codes: list[int] = []
 
     async def main(process: Process) -> bool:
-        children = [_Child(number, config) for number in range(config.gateway_processes)]
+        numbers = range(config.gateway_processes)
+        children = [_Child(number, config, process.tell) for number in numbers]
         with plain_errors():
             async with asyncio.TaskGroup() as tasks:
                 await _start(children, tasks)
@@ -82,7 +83,8 @@ async def _start(children: Sequence[_Child], tasks: asyncio.TaskGroup) -> None:
 class _Child:
     """One gateway process, and the one after it if it dies."""
 
-    def __init__(self, number: int, config: GatewayConfig) -> None:
+    def __init__(self, number: int, config: GatewayConfig, tell: Callable[..., None]) -> None:
+        self._tell = tell
         self.http_port = config.http_port
         self.facts: dict[str, Any] = {}
         self.ready = asyncio.Event()
@@ -137,6 +139,8 @@ class _Child:
             async for told in words:
                 if "error" in told:
                     self._error = str(told["error"])
+                elif "planner" in told:
+                    self._tell(**told)
                 elif "part" not in told:  # of its start, which the log tells
                     self.facts = told
                     self.http_port = told["http_port"]

@@ -3,6 +3,7 @@ start when they have started, and end when they have drained."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
@@ -25,7 +26,6 @@ from services.gateway.core.scaling import (
 )
 from services.gateway.core.tenants import Terms
 from services.gateway.core.traffic import TrafficMeter
-from services.gateway.core.worker import WorkerStatus
 from services.sim.engine import SimEngine
 from services.sim.members import Member
 from services.sim.mesh import CoreAnswer, CoreMesh
@@ -37,6 +37,7 @@ from shared.kv.layout import KvLayout
 from shared.model_spec import ModelSpec
 from shared.predict.step_time import StepFit
 from shared.telemetry.definitions import tpot
+from shared.worker_status import WorkerStatus
 
 LOOK_S: Final = 5.0
 """Between two decisions, as in production."""
@@ -102,7 +103,7 @@ class ScaledMesh(CoreMesh):
         self._starting: Counter[Kind] = Counter()
         self._draining: dict[CoreWorker, PaidDevice] = {}
         self._leases: dict[CoreWorker, PaidDevice] = {}
-        self.leases: list[PaidDevice] = []
+        self.devices: list[PaidDevice] = []
         self.changes: list[Change] = []
         self.orders: list[tuple[float, object]] = []
         self.decisions: list[tuple[float, Decision]] = []
@@ -119,7 +120,7 @@ class ScaledMesh(CoreMesh):
         core = self.start(kind.value, serves_both=self._movable)
         if lease is None:
             lease = PaidDevice(self.clock.now)
-            self.leases.append(lease)
+            self.devices.append(lease)
         self._leases[core] = lease
         return core
 
@@ -143,7 +144,7 @@ class ScaledMesh(CoreMesh):
         """Return the seconds of devices that were paid for until then."""
         return sum(
             min(until, until if it.ended_s is None else it.ended_s) - it.began_s
-            for it in self.leases
+            for it in self.devices
             if it.began_s < until
         )
 
@@ -219,12 +220,10 @@ class ScaledMesh(CoreMesh):
                 self.policy.moves_roles = on
                 self.orders.append((now, order))
             case MoveHome(worker, to):
-                self.orders.append((now, order))
-                with_error = self.members[worker].core
-                try:
-                    self.move(with_error, _HOMES[to])
-                except MeshError:
-                    return
+                if not self._orders:  # one after the other, as in production; it comes again
+                    self.orders.append((now, order))
+                    with contextlib.suppress(MeshError):
+                        self.move(self.members[worker].core, _HOMES[to])
             case AddWorkers(kind, num):
                 for _ in range(num - self._starting[kind]):
                     self._order(kind)
@@ -236,7 +235,7 @@ class ScaledMesh(CoreMesh):
 
     def _order(self, kind: Kind) -> None:
         lease = PaidDevice(self.clock.now)
-        self.leases.append(lease)
+        self.devices.append(lease)
         self._starting[kind] += 1
 
         def joined() -> None:

@@ -133,7 +133,11 @@ class Registration:
     @property
     def num_joined(self) -> int:
         """Gateways that know this worker now."""
-        return len({link.gateway for link in self._links.values()} - {None})
+        return len(self._joined)
+
+    @property
+    def _joined(self) -> set[Incarnation]:
+        return {link.gateway for link in self._links.values() if link.gateway is not None}
 
     @property
     def not_ready_reason(self) -> str:
@@ -309,6 +313,7 @@ class Registration:
             # at all.
             seen = self._seen(link.gateway or Incarnation(0))
             status = status_to_wire(self._load(), seen)
+            status.first_gateway = min(self._joined, default=0)
             status.kv = self._kv_changes(link)
             await stream.send(wire.WorkerReport(status=status))
             if is_last:

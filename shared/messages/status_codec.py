@@ -44,6 +44,8 @@ def status_to_wire(status: WorkerStatus, seen: Mapping[Role, StreamId]) -> wire.
         answer_steps=_fit_to_wire(status.answer_steps),
         queue_s=status.queue_s,
         step_tokens=status.step_tokens,
+        first_gateway=status.first_gateway,
+        num_taken=status.num_taken,
     )
 
 
@@ -87,6 +89,8 @@ class StatusReader:
             answer_steps=_fit_from_wire(status.answer_steps),
             speeds=self._speeds,
             egress_bytes=status.egress_bytes,
+            first_gateway=status.first_gateway,
+            num_taken=status.num_taken,
             seen={
                 Role.PREFILL: StreamId(status.seen_prefill_id),
                 Role.DECODE: StreamId(status.seen_decode_id),

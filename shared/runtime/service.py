@@ -68,6 +68,10 @@ class Process:
         self._parent.tell(part=part)
         _log.info("starting", part=part)
 
+    def tell(self, **facts: Any) -> None:
+        """Tell whoever started us."""
+        self._parent.tell(**facts)
+
     def ready(self, **facts: Any) -> None:
         """Tell whoever started us that we serve; facts: our ports, in the gateway's words
         (``http_port``, ``grpc_port``)."""

@@ -103,7 +103,7 @@ class Requests:
         self._idle = asyncio.Event()
         self._idle.set()
         self._watchers: asyncio.TaskGroup | None = None
-        self.is_draining = False
+        self.is_draining, self.num_taken = False, 0
 
     def connect(
         self,
@@ -182,6 +182,7 @@ class Requests:
 
     def _compute(self, task: Task, order: Order, gateway: AskingGateway, now: float) -> Request:
         sequence = TokenSequence(order.item)
+        self.num_taken += 1
         push: PushHandle | None = None
         if task is Task.PROMPT:
             self._scheduler.add_prefill(sequence)
@@ -244,8 +245,7 @@ class Requests:
 
     def cancel(self, request: Request) -> None:
         """The gateway wants no more. Allowed at any time, also twice; it hears nothing but
-        ``ended``.
-        """
+        ``ended``."""
         request.error = request.error or CANCELLED
         error = LeaseLost("the gateway cancelled the request", code="cancelled")
         if request.task is Task.ANSWER:

@@ -397,6 +397,7 @@ class MeshWorker:
             prompt_steps=prompt_steps,
             answer_steps=answer_steps,
             home_order=self.home.order,
+            num_taken=self.requests.num_taken,
         )
 
     def _queue_s(self) -> float:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.core.autoscaler import DWELL_S, OVERFULL
-from services.gateway.core.scaling import Decision, Kind, Rules
+from services.gateway.core.autoscaler import OVERFULL
+from services.gateway.core.scaling import DWELL_S, Decision, Kind, Rules
 from services.gateway.core.traffic import Attainment
 from tests.support.scaling import RULES, ObedientMesh, traffic, workers
 

@@ -86,10 +86,12 @@ async def has_ended(pid: int) -> None:
 
 
 @contextlib.asynccontextmanager
-async def pdmesh(*arguments: str, **variables: str) -> AsyncIterator[Command]:
+async def pdmesh(
+    *arguments: str, limit_s: float = LIMIT_S, **variables: str
+) -> AsyncIterator[Command]:
     """Run a command; whatever is left of it at the end is killed."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PDMESH_")}
-    async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(limit_s), asyncio.TaskGroup() as tasks:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",

@@ -13,7 +13,7 @@ The levers, the cheapest first:
 | add, remove workers | a start-up; device hours | nobody has any to spare; or too many are there |
 
 How many workers are wanted is remembered, and the orders are what is missing to it: a cluster that
-another autoscaler runs reads the number. A number that rose does not fall within ``DWELL_S``, and
+another autoscaler runs reads the number. A number that rose does not fall within ``dwell_s``, and
 one that fell rises within that only if work comes faster than it is done. It falls to the most that
 was needed in that time, so that a dip removes nobody. Where something is not known, nothing is
 changed. Pure.
@@ -51,9 +51,6 @@ from services.gateway.core.scaling import (
 from services.gateway.core.traffic import RECENT_SECONDS, Traffic
 from shared.ids import Incarnation
 from shared.predict.step_time import StepFit
-
-DWELL_S = 600.0
-"""Between a rise and a fall of one number."""
 
 SETTLE_S = 30.0
 """So long a role must be short until a home moves for it: a wave is borrowed for."""
@@ -188,7 +185,7 @@ class _Look:
         }
         if self.seen.acts:
             self._raise(needs, spare, overfull, short_since)
-        since = self.now - DWELL_S
+        since = self.now - self.rules.dwell_s
         history = (*(entry for entry in self.memory.needs if entry[0] >= since), (self.now, spare))
         began = self.memory.needs[0][0] if self.memory.needs else self.now
         if self.seen.acts and began <= since and not overfull and not short_since and self._is_kept:
@@ -339,7 +336,7 @@ class _Look:
     def _adopt(self) -> None:
         """Somebody else has started workers: they are wanted."""
         for kind, num in self.present.items():
-            has_fallen = self.now - self.downs.get(kind, -math.inf) <= DWELL_S
+            has_fallen = self.now - self.downs.get(kind, -math.inf) <= self.rules.dwell_s
             if num > self.targets[kind] and not has_fallen:
                 self.targets[kind] = num
                 self.ups[kind] = self.now
@@ -355,7 +352,7 @@ class _Look:
                 return
             kind = max(kinds, key=lambda it: needs[it] / max(1, self.targets[it]))
             fell_s = self.now - self.downs.get(kind, -math.inf)
-            if fell_s < DWELL_S and kind not in overfull:
+            if fell_s < self.rules.dwell_s and kind not in overfull:
                 short[kind] = 0
                 continue
             donor = self._donor(kind, spare)
@@ -384,7 +381,7 @@ class _Look:
     def _donor(self, kind: Kind, spare: Numbers) -> Kind | None:
         """Return the role that can do without one of its workers, one that may be either."""
         for other, num in self.targets.items():
-            is_free = self.now - self.ups.get(other, -math.inf) >= DWELL_S
+            is_free = self.now - self.ups.get(other, -math.inf) >= self.rules.dwell_s
             may_move = any(it.moves for it in self.here if it.kind is other)
             if other is not kind and num > max(1, spare[other]) and is_free and may_move:
                 return other
@@ -393,11 +390,12 @@ class _Look:
     def _lower(self, history: list[Numbers]) -> None:
         for kind, num in self.targets.items():
             most = max(1, *(numbers.get(kind, num) for numbers in history))
-            if most < num and self.now - self.ups.get(kind, -math.inf) >= DWELL_S:
+            if most < num and self.now - self.ups.get(kind, -math.inf) >= self.rules.dwell_s:
                 self.targets[kind] = most
                 self.downs[kind] = self.now
                 self.reasons[kind] = (
-                    f"{most} were enough for the last {DWELL_S / 60:.0f} min, now {self._load_text}"
+                    f"{most} were enough for the last {self.rules.dwell_s / 60:.0f} min, "
+                    f"now {self._load_text}"
                 )
 
     @property

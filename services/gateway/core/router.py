@@ -39,6 +39,15 @@ class Router:
         self._table = table
 
     @property
+    def borrows(self) -> bool:
+        """Whether workers that may be either take the other role's work."""
+        return self._policy.moves_roles
+
+    @borrows.setter
+    def borrows(self, on: bool) -> None:
+        self._policy.moves_roles = on
+
+    @property
     def needs_prompt(self) -> bool:
         """Whether the policy goes by ``RouteRequest.prompt``."""
         return self._policy.needs_affinity or self._policy.needs_prefixes

@@ -14,6 +14,8 @@ from services.gateway.core.worker import Role, Worker
 from shared.ids import Incarnation
 from shared.predict.step_time import StepFit
 
+DWELL_S = 600.0
+
 
 class Kind(StrEnum):
     """What a worker is at home, with those that do both for good told apart."""
@@ -53,10 +55,12 @@ class MeshSeen(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """limits: what is to be kept. max_workers: all kinds together, 0 = as many as it takes."""
+    """limits: what is to be kept. max_workers: all kinds together, 0 = as many as it takes.
+    dwell_s: between a rise and a fall of one number."""
 
     limits: Limits
     max_workers: int = 0
+    dwell_s: float = DWELL_S
 
 
 class RefuseEarly(NamedTuple):
@@ -105,7 +109,7 @@ Times = Mapping[Kind, float]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """What one decision leaves to the next. targets: workers wanted. ups, downs: when each of these
-    rose and fell last. needs: the last ``DWELL_S``. level, slope: of the rate. startup_s: as
+    rose and fell last. needs: the last ``dwell_s``. level, slope: of the rate. startup_s: as
     measured last, 0 = never. short_since: of kinds that have too few. learned: the load at which
     limits were missed, and when."""
 
@@ -168,3 +172,10 @@ def _kind_of(worker: Worker) -> Kind:
     if len(worker.serves) == 1 and worker.is_colocated:
         return Kind.COLOCATED
     return Kind.PREFILL if worker.home is Role.PREFILL else Kind.DECODE
+
+
+def is_first(own: Incarnation, workers: Iterable[Worker]) -> bool:
+    """Whether this gateway decides for all: no worker knows one with a lower incarnation. Nobody is
+    elected; where workers disagree, because they have just joined, nobody decides."""
+    firsts = [worker.status.first_gateway for worker in workers]
+    return all(not first or first >= own for first in firsts)

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from services.gateway.front.answers import TokenCounts
+from services.gateway.http.planner_bodies import ClusterPlanner
 from services.gateway.http.tool_bodies import SAID, SAID_IN_PART
 from shared.errors import MeshError
 from shared.rpc.status import openai_error_body
@@ -484,7 +485,7 @@ class ClusterPrefix(msgspec.Struct, forbid_unknown_fields=True):
 
 class Cluster(msgspec.Struct, forbid_unknown_fields=True):
     """The mesh at this moment. hot_prefixes: those by which most tokens come again, where the
-    policy goes by prefixes."""
+    policy goes by prefixes. planner: null = --planner off."""
 
     version: str
     ready: bool
@@ -496,3 +497,4 @@ class Cluster(msgspec.Struct, forbid_unknown_fields=True):
     window: ClusterWindow
     transfers: list[ClusterTransfers]
     hot_prefixes: list[ClusterPrefix]
+    planner: ClusterPlanner | None

@@ -147,6 +147,7 @@ def cluster_body(
     now: float,
     counts: AdmissionStatistics,
     summary: Summary,
+    planner: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the whole view. Workers: every member, prefill first, in joining order. Percentiles
     are None where nothing came."""
@@ -191,6 +192,7 @@ def cluster_body(
             }
             for it, num_workers in (prefixes.hottest(HOT_PREFIXES) if prefixes else ())
         ],
+        "planner": planner,
     }
 
 

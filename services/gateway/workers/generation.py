@@ -29,6 +29,7 @@ from services.gateway.workers.cluster import (
 )
 from services.gateway.workers.delivery import Delivery
 from services.gateway.workers.membership import Membership
+from services.gateway.workers.planning import Planner
 from services.gateway.workers.session import RequestShell
 from services.gateway.workers.timeline import AnswerWatcher, Timeline
 from shared.config import GatewayConfig
@@ -98,6 +99,11 @@ class GatewayMesh:
         self._created = int(time.time())
         self._started_at = asyncio.get_running_loop().time()
         self._window = LastMinute(self._started_at)
+        self._overload = Overload(OverloadMode(config.overload), ReportedSpeeds())
+        self.planner: Planner | None = None
+        if config.planner != "off":
+            self.planner = Planner(config, members, self._overload, self._started_at)
+            watchers = (*watchers, self.planner)
         self._watchers = (*watchers, WindowWatcher(self._window), PredictionWatcher(members))
         self._delivery = Delivery(self._watchers)
         self._is_draining = False
@@ -107,7 +113,7 @@ class GatewayMesh:
             max_running=config.max_running,
             max_waiting=config.max_waiting,
             max_wait_s=config.max_wait_s,
-            overload=Overload(OverloadMode(config.overload), ReportedSpeeds()),
+            overload=self._overload,
             sides=lambda: members.table.sides,
             tenants=Tenants(tenants),
         )
@@ -154,6 +160,7 @@ class GatewayMesh:
             now=now,
             counts=self.statistics,
             summary=self._window.summary(now),
+            planner=None if self.planner is None else self.planner.body(),
         )
 
     def _remember(self, key: bytes, timeline: Timeline) -> None:
@@ -210,6 +217,9 @@ class GatewayMesh:
             span=request.span,
         )
         self._remember(request.request_id, timeline)
+        traffic = None if self.planner is None else self.planner.traffic
+        if traffic is not None:
+            traffic.asked(asyncio.get_running_loop().time())
         try:
             terms = self._admission.tenants.terms(request.asked)
             await self._wait_for_place(request, terms)
@@ -217,6 +227,8 @@ class GatewayMesh:
             timeline.refused(failure if isinstance(failure, MeshError) else None)
             raise
         timeline.admitted()
+        if traffic is not None:
+            traffic.sent(asyncio.get_running_loop().time())
         shell = RequestShell(
             request,
             self._members,

@@ -922,6 +922,8 @@ class WorkerStatus(betterproto2.Message):
     step_tokens: "int" = betterproto2.field(23, betterproto2.TYPE_UINT32)
     pair_speeds: "bytes" = betterproto2.field(24, betterproto2.TYPE_BYTES)
     egress_bytes: "int" = betterproto2.field(25, betterproto2.TYPE_UINT64)
+    first_gateway: "int" = betterproto2.field(26, betterproto2.TYPE_FIXED64)
+    num_taken: "int" = betterproto2.field(27, betterproto2.TYPE_UINT64)
     kv: "KvChanges | None" = betterproto2.field(30, betterproto2.TYPE_MESSAGE, optional=True)
 
 default_message_pool.register_message("pdmesh.v1", "WorkerStatus", WorkerStatus)

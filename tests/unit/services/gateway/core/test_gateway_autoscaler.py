@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from services.gateway.core.autoscaler import CALM_S, DWELL_S, SETTLE_S, decide
+from services.gateway.core.autoscaler import CALM_S, SETTLE_S, decide
 from services.gateway.core.scaling import (
+    DWELL_S,
     AddWorkers,
     Borrow,
     Kind,
@@ -16,8 +17,12 @@ from services.gateway.core.scaling import (
     RemoveWorkers,
     Rules,
     WorkerSeen,
+    is_first,
 )
 from services.gateway.core.traffic import Attainment
+from services.gateway.core.worker import JoinedModel, Role, Worker, WorkerStatus
+from shared.ids import Incarnation
+from shared.kv.layout import KvLayout
 from tests.support.scaling import LOOK_S, RULES, ObedientMesh, traffic, worker, workers
 
 ROUND = {Kind.PREFILL: 3, Kind.DECODE: 1}
@@ -215,3 +220,36 @@ def test_colocated_workers_are_one_kind() -> None:
     mesh = ObedientMesh(list(workers(0, 0, 2)))
     mesh.looks(120, traffic(4.0))
     assert mesh.num(Kind.COLOCATED) == 7
+
+
+# --- several gateways --------------------------------------------------------------------------
+
+
+def joined_worker(number: int, first_gateway: int) -> Worker:
+    """One that knows this gateway as the lowest of those it has joined."""
+    made = Worker(
+        role=Role.PREFILL,
+        incarnation=Incarnation(number),
+        host="h",
+        port=1,
+        model=JoinedModel(
+            name="m", fingerprint=b"", vocab_size=1, max_model_len=1, dtype="float32", engine=""
+        ),
+        layout=KvLayout(dtype="float32", num_layers=1, num_kv_heads=1, head_dim=8),
+        num_blocks=1,
+        block_size=16,
+    )
+    made.report(WorkerStatus(first_gateway=first_gateway))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("firsts", "decides"),
+    [((5, 5), True), ((5, 3), False), ((3, 3), False), ((0, 5), True), ((), True)],
+)
+def test_the_lowest_gateway_that_any_worker_knows_decides(
+    firsts: tuple[int, ...], decides: bool
+) -> None:
+    """And nobody while they disagree; a worker that does not say is no objection."""
+    joined = [joined_worker(number, first) for number, first in enumerate(firsts, 1)]
+    assert is_first(Incarnation(5), joined) is decides

@@ -330,6 +330,7 @@ def test_the_view_says_what_workers_reported_and_what_the_window_saw() -> None:
             }
         ],
         "hot_prefixes": [],
+        "planner": None,
     }
 
 
