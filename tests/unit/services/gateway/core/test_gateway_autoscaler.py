@@ -20,9 +20,10 @@ from services.gateway.core.scaling import (
     is_first,
 )
 from services.gateway.core.traffic import Attainment
-from services.gateway.core.worker import JoinedModel, Role, Worker, WorkerStatus
+from services.gateway.core.worker import Role, Worker, WorkerStatus
 from shared.ids import Incarnation
 from shared.kv.layout import KvLayout
+from shared.model_spec import ModelSpec
 from tests.support.scaling import LOOK_S, RULES, ObedientMesh, traffic, worker, workers
 
 ROUND = {Kind.PREFILL: 3, Kind.DECODE: 1}
@@ -232,7 +233,7 @@ def joined_worker(number: int, first_gateway: int) -> Worker:
         incarnation=Incarnation(number),
         host="h",
         port=1,
-        model=JoinedModel(
+        model=ModelSpec(
             name="m", fingerprint=b"", vocab_size=1, max_model_len=1, dtype="float32", engine=""
         ),
         layout=KvLayout(dtype="float32", num_layers=1, num_kv_heads=1, head_dim=8),
