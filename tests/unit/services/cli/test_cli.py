@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pydantic as _pydantic  # noqa: F401  cyclopts checks more where it is imported
@@ -533,9 +534,13 @@ def test_without_a_terminal_every_change_is_one_line() -> None:
     ]
 
 
-def enter(mesh: LocalMesh, service: Service, phase: Phase, **facts: Any) -> None:
+def enter(
+    mesh: LocalMesh, service: Service, phase: Phase, *, pid: int | None = None, **facts: Any
+) -> None:
     """Put a process into a phase and show it."""
     service.phase = phase
+    if pid is not None:
+        service.process = SimpleNamespace(pid=pid, returncode=None)  # type: ignore[assignment]
     for name, value in facts.items():
         setattr(service, name, value)
     mesh._on_change(mesh)

@@ -49,8 +49,8 @@ def chosen(table: PeerTable, num_tokens: int, cached: dict[int, int]) -> int:
     [
         ([0.0, 0.0, 0.0], {2: 800}, 2),  # where its beginning is
         ([0.0, 0.5, 0.0], {2: 800}, 2),  # also behind a queue that costs less than computing it
-        ([0.9, 0.9, 0.0], {2: 800}, 3),  # but a busy holder is left for an idle worker
-        ([0.3, 0.2, 0.1], {}, 3),  # nobody has any of it
+        ([1.2, 1.2, 0.0], {2: 800}, 3),  # but a busy holder is left for an idle worker
+        ([0.5, 0.4, 0.1], {}, 3),  # nobody has any of it
         ([0.0, 0.0, 0.2], {1: 100, 2: 400, 3: 900}, 3),
         ([0.0, 0.0, 0.0], {1: 1_000, 2: 900}, 1),  # of all of it the last token is computed
     ],
