@@ -86,6 +86,9 @@ DRAIN_S = 60.0
 LEARNED_S = 3600.0
 """So long it counts that limits were missed at a load that should have been fine."""
 
+LEAST_LEARNED = 0.5
+"""Share of the time in which workers are busy; at less the load is not what missed limits."""
+
 LEAST_JUDGED = 30
 """Fewer answers say nothing of limits."""
 
@@ -299,11 +302,15 @@ class _Look:
         if judged.num_judged < LEAST_JUDGED or not is_steady or self.memory.short_since:
             return learned
         target = self.rules.limits.target
+        # What is judged late came with a load that may have passed: it says nothing of this one.
+        now_busy = self._busy(self.traffic.recent_s)
         for kind, share in busy.items():
             kept = judged.num_kept if kind is Kind.COLOCATED else judged.num_ttft_kept
             kept = judged.num_tpot_kept if kind is Kind.DECODE else kept
-            if kept < target * judged.num_judged and 0.5 < share < MOST_BUSY:
-                learned[kind] = max(0.5, 0.95 * share), self.now
+            if now_busy[kind] < LEAST_LEARNED:
+                continue
+            if kept < target * judged.num_judged and LEAST_LEARNED < share < MOST_BUSY:
+                learned[kind] = max(LEAST_LEARNED, 0.95 * share), self.now
         return learned
 
     def _say_limit(self, rate: float) -> None:

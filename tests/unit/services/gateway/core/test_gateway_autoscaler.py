@@ -174,6 +174,16 @@ def test_a_peak_within_ten_minutes_keeps_its_workers() -> None:
     assert mesh.num(Kind.PREFILL) == 6
 
 
+def test_answers_that_were_late_in_a_load_that_is_over_buy_nothing() -> None:
+    """They end, and are judged, when the rate has fallen already; the level falls slowly."""
+    mesh = ObedientMesh(list(workers(3, 1)))
+    mesh.looks(1200, EASY)
+    missed = Attainment(num_judged=100, num_ttft_kept=20, num_tpot_kept=100, num_kept=20)
+    for _ in range(12):
+        mesh.look(traffic(0.2), missed)
+    assert decided(mesh, AddWorkers) == []
+
+
 def test_nobody_goes_while_limits_are_missed() -> None:
     """Whatever the arithmetic says."""
     mesh = ObedientMesh(list(workers(5, 1)))
