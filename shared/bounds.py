@@ -3,7 +3,22 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any, Literal, NamedTuple, get_type_hints
+
+RoutingPolicyName = Literal[
+    "conductor", "local", "least_loaded", "round_robin", "random", "splitwise", "p2c", "hash"
+]
+"""What ``--policy`` takes; the policies are the gateway's (``core/routing.py``)."""
+
+OverloadName = Literal["off", "stage", "early", "predicted"]
+"""What ``--overload`` takes (``core/overload.py``)."""
+
+PlannerName = Literal["off", "advise", "act"]
+"""What ``--planner`` takes (``core/autoscaler.py``)."""
+
+MOST_PLANNED = 1024
+"""Most workers that are planned."""
 
 
 class Between(NamedTuple):
@@ -38,3 +53,12 @@ class OneOf:
         """See Between."""
         *most, last = self.words
         return "" if value in self.words else f"must be {', '.join(most)} or {last}"
+
+
+@cache
+def rules_of(kind: type) -> dict[str, Between | AboveZero | OneOf]:
+    """Return what the fields of a record may be."""
+    hints = get_type_hints(kind, include_extras=True)
+    said = {name: getattr(hints[name], "__metadata__", ()) for name in hints}
+    kinds = (Between, AboveZero, OneOf)
+    return {name: one for name, all_ in said.items() for one in all_ if isinstance(one, kinds)}

@@ -4,36 +4,29 @@ and the configuration file are made from this.
 Every field is a flag (``--max-running``), an environment variable (``PDMESH_MAX_RUNNING``) and a
 key of the configuration file (``max_running``); ``settings.py`` reads the latter two. There is no
 other way to configure a service. The unit of a quantity ends its name (``quantity.py``). What a
-field may be stands beside it, rules between fields in ``check``; both are checked before anything
-is started.
+field may be stands beside it, rules between fields in ``check``; both come before anything starts.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Annotated, Final, Literal, get_args, get_type_hints
+from typing import Annotated, Final, get_args
 
 from shared.address import Address, is_loopback, parse_address
-from shared.bounds import AboveZero, Between, OneOf
+from shared.bounds import (
+    MOST_PLANNED,
+    AboveZero,
+    Between,
+    OneOf,
+    OverloadName,
+    PlannerName,
+    RoutingPolicyName,
+    rules_of,
+)
 from shared.errors import InvalidRequest
 from shared.lanes import read_requirement
-
-RoutingPolicyName = Literal[
-    "conductor", "local", "least_loaded", "round_robin", "random", "splitwise", "p2c", "hash"
-]
-"""What ``--policy`` takes; the policies are the gateway's (``core/routing.py``)."""
-
-OverloadName = Literal["off", "stage", "early", "predicted"]
-"""What ``--overload`` takes (``core/overload.py``)."""
-
-PlannerName = Literal["off", "advise", "act"]
-"""What ``--planner`` takes (``core/autoscaler.py``)."""
-
-MOST_PLANNED = 1024
-"""Most workers that are planned."""
 
 MESH_PORT = 8200
 """Where workers join, unless something else is said; room above it for several gateways."""
@@ -199,9 +192,9 @@ class GatewayConfig(ServiceConfig):
     arrival, by the load as it will be."""
 
     planner: Annotated[str, OneOf(*get_args(PlannerName))] = "off"
-    """Watch the load, and keep the limits below with few workers: off; advise: say in the log, in
-    /cluster and in metrics what is wanted; act: also refuse early, borrow, and move homes. pdmesh
-    up starts and ends workers, too; elsewhere an autoscaler reads the metrics (docs/planner.md)."""
+    """Watch the load, and keep the limits below with few workers: off; advise: say in log, /cluster
+    and metrics what is wanted; act: also refuse early, borrow, move homes. pdmesh up starts and
+    ends workers, too; elsewhere an autoscaler reads the metrics (docs/planner.md)."""
 
     planner_ttft_s: Annotated[float, AboveZero(3600)] = 2.0
     """With --planner: limit of the time to first token."""
@@ -505,12 +498,3 @@ class DecodeConfig(WorkerConfig):
     colocated: bool = False
     """Take whole requests as well: prompts are computed here, in chunks between the tokens of
     running answers, and no KV is transferred."""
-
-
-@cache
-def rules_of(kind: type[ServiceConfig]) -> dict[str, Between | AboveZero | OneOf]:
-    """Return what the fields of a record may be."""
-    hints = get_type_hints(kind, include_extras=True)
-    said = {name: getattr(hints[name], "__metadata__", ()) for name in hints}
-    kinds = (Between, AboveZero, OneOf)
-    return {name: one for name, all_ in said.items() for one in all_ if isinstance(one, kinds)}

@@ -88,8 +88,7 @@ class UpConfig:
     act: start and end workers, too."""
 
     max_workers: Annotated[int | None, _MESH, Parameter(show_default="as many as it starts")] = None
-    """With --planner act: most workers, of all roles together; this machine is divided among so
-    many."""
+    """With --planner act: most workers of all roles; this machine is divided among so many."""
 
     planner_ttft_s: Annotated[float | None, _MESH] = None
     """With --planner: limit of the time to first token."""

@@ -3,6 +3,8 @@ of times, and every worker's blocks end the same; whether equal steps are skippe
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import structlog
 
@@ -12,9 +14,12 @@ ROUNDING_S = 1e-9
 
 
 @pytest.fixture(autouse=True)
-def quiet() -> None:
+def quiet() -> Iterator[None]:
     """Say nothing of each of thousands of requests."""
+    before = structlog.get_config()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
+    yield
+    structlog.configure(**before)
 
 
 def require_equal(ours: Outcome, theirs: Outcome) -> None:

@@ -70,7 +70,10 @@ class Load:
 async def test_a_worker_comes_with_the_load_and_goes_with_it() -> None:
     """One prefill worker at one request/s, more at eight, one again half a minute after."""
     up = pdmesh("up", *MESH, "--planner", "act", "--max-workers", "4", limit_s=LIMIT_S, **SLOW)
-    async with up as mesh, aiohttp.ClientSession() as session:
+    async with (
+        up as mesh,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
+    ):
         load = Load(session, await mesh.url())
         async with asyncio.TaskGroup() as tasks:
             asking = tasks.create_task(load.run())
@@ -91,7 +94,10 @@ async def test_a_worker_comes_with_the_load_and_goes_with_it() -> None:
 async def test_who_only_advises_changes_nothing() -> None:
     """It says in /cluster and in metrics what it would do."""
     up = pdmesh("up", *MESH, "--planner", "advise", limit_s=LIMIT_S, **SLOW)
-    async with up as mesh, aiohttp.ClientSession() as session:
+    async with (
+        up as mesh,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
+    ):
         url = await mesh.url()
         load = Load(session, url)
         load.rate = 8.0
