@@ -70,7 +70,7 @@ def test_a_wheel_has_the_project_its_licence_and_nothing_else(built: tuple[Path,
         }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_a_release_installs_where_nothing_is_and_answers(tmp_path: Path) -> None:
     """`pip install pdmesh[worker]` from the wheel; bills say what came along, and its licences."""
