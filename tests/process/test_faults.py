@@ -133,7 +133,7 @@ class Bench:
 
 
 async def a_bench(mesh: ProcessMesh, role: str, *, has_spare: bool) -> Bench:
-    gateway = await mesh.start_gateway()
+    gateway = await mesh.start_gateway(policy="least_loaded")
     roles = [OTHER[role], role] if has_spare else [OTHER[role]]
     workers = [await mesh.start(kind, **SETTINGS[kind]) for kind in roles]
     await mesh.ready(*workers)
