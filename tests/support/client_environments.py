@@ -41,14 +41,14 @@ def names() -> list[str]:
 
 
 def python_client(
-    name: str, say: Say = print, *, folder_of_pins: Path = PINS, options: Sequence[str] = ()
+    name: str, say: Say = print, *, folder_of_pins: Path | None = None, options: Sequence[str] = ()
 ) -> Path:
     """Return the ``bin`` folder of a client's environment, made first if need be.
 
     options: further ones of ``pip install``.
     Raises NoClient: pip failed or took longer than MADE_WITHIN_S.
     """
-    pins = folder_of_pins / f"{name}.txt"
+    pins = (folder_of_pins or PINS) / f"{name}.txt"
     folder = CACHE / name
     with _made_once(folder, pins.read_bytes() + sys.version.encode()) as is_made:
         if not is_made:
