@@ -63,7 +63,7 @@ def test_a_wheel_has_the_project_its_licence_and_nothing_else(built: tuple[Path,
         assert needed in names
     assert [name for name in names if name.endswith("licenses/LICENSE")]
     assert head["License-Expression"] == "Apache-2.0"
-    assert head.get_payload().startswith("# pdmesh")
+    assert str(head.get_payload()).startswith("# pdmesh")
     with tarfile.open(sdist) as archive:
         assert {(one.uid, one.uname, one.mtime) for one in archive} == {
             (0, "", archive.getmembers()[0].mtime)
