@@ -68,7 +68,7 @@ async def bench(
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint or collector.endpoint)
         monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "600000")
         with mesh.explained():
-            gateway = await mesh.start_gateway(max_attempts=attempts)
+            gateway = await mesh.start_gateway(max_attempts=attempts, policy="round_robin")
             prefill = await mesh.add("prefill", token_budget=64)
             decode = await mesh.add("decode", fake_step_s=0.005, failpoints=failpoints)
             await mesh.paired(gateway, 1)
