@@ -101,7 +101,7 @@ async def test_an_answer_comes_with_a_receipt_that_adds_up(visit: Any, running_u
     await answer.locator(".why button").click()
     taken = answer.locator(".why li[data-taken=true]")
     await expect(taken).to_have_count(2)
-    await expect(answer.locator(".why")).to_contain_text("policy least_loaded")
+    await expect(answer.locator(".why")).to_contain_text("policy conductor")
     await expect(answer.locator(".why")).to_contain_text("Expected: queue")
     assert facts["workers"] == f"{receipt['prefill'][:6]} → {receipt['decode'][:6]}"
     assert facts["attempts"] == "1"
