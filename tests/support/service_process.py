@@ -20,6 +20,8 @@ from typing import Any
 ENDS_WITHIN_S = 60.0
 """Also the limit for its words."""
 
+_PORTS = random.SystemRandom()
+
 
 class ServiceProcess(asyncio.SubprocessProtocol):
     """One process: what it wrote to stderr, its ports, and its end."""
@@ -80,7 +82,9 @@ class ServiceProcess(asyncio.SubprocessProtocol):
                 for line in self.log:
                     if re.search(pattern, line):
                         return line
-                assert not (self._has_ended and self._is_silent), f"it ended without {pattern!r}"
+                if self._has_ended and self._is_silent:
+                    last = "\n".join(self.log[-20:])
+                    raise AssertionError(f"{self.name} ended without {pattern!r}; it said:\n{last}")
                 await self._changed.wait()
 
     async def ended(self) -> int:
@@ -148,9 +152,12 @@ class ServiceProcess(asyncio.SubprocessProtocol):
 
 
 def free_port() -> int:
-    """A port that nobody uses now, and that the system gives nobody who asks for any port."""
+    """A port that nobody uses now, and that the system gives nobody who asks for any port.
+
+    Of its own source: the tests' is seeded anew for each, so that they would draw the same ports.
+    """
     while True:
-        port = random.randrange(20_000, 30_000)
+        port = _PORTS.randrange(20_000, 30_000)
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
             return port
