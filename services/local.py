@@ -19,7 +19,6 @@ import os
 import secrets
 import signal
 import sys
-from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -35,7 +34,7 @@ from shared.errors import MeshError, WorkerLost
 from shared.mesh_secret import SECRET_VARIABLE, new_secret
 from shared.runtime.child import child_process
 from shared.runtime.groups import plain_errors
-from shared.settings import environment_of
+from shared.settings import environment_of, role_of
 
 RESTART_BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0)
 """Pauses before the restarts of a process that keeps crashing; the last one repeats."""
@@ -131,16 +130,9 @@ def plan_services(
     """Return the processes of a mesh, the gateway first. The workers' ``gateway`` is filled in when
     its port is known. A mesh that is given no secret gets one of its own: another on this machine
     is another mesh."""
-    workers = [
-        ("worker" if config.movable else "prefill", "services.prefill", config)
-        for config in prefill
-    ] + [(_kind(config), "services.decode", config) for config in decode]
-    counts: Counter[str] = Counter()
     services = [Service(name="gateway", module=Service.GATEWAY, env=environment_of(gateway))]
-    for kind, module, config in workers:
-        name = f"{kind}-{counts[kind]}"
-        counts[kind] += 1
-        services.append(Service(name=name, module=module, env=environment_of(config)))
+    for config in (*prefill, *decode):
+        services.append(one_more(services, config))
     if gateway.mesh_secret_file is None and not os.environ.get(SECRET_VARIABLE, "").strip():
         secret = new_secret(secrets.token_bytes)
         for service in services:
@@ -151,20 +143,14 @@ def plan_services(
 def one_more(services: Sequence[Service], config: PrefillConfig | DecodeConfig) -> Service:
     """Return one more process of a mesh, with a name and ports of its own, and the others'
     secret."""
-    if isinstance(config, PrefillConfig):
-        kind, module = "worker" if config.movable else "prefill", "services.prefill"
-    else:
-        kind, module = _kind(config), "services.decode"
+    role = role_of(type(config))
+    is_colocated = isinstance(config, DecodeConfig) and config.colocated
+    kind = "worker" if config.movable else "colocated" if is_colocated else role
     names = {service.name for service in services}
     name = next(it for num in count() if (it := f"{kind}-{num}") not in names)
     secrets_env = {it: services[0].env[it] for it in (SECRET_VARIABLE,) if it in services[0].env}
-    return Service(name=name, module=module, env={**environment_of(config), **secrets_env})
-
-
-def _kind(config: DecodeConfig) -> str:
-    if config.movable:
-        return "worker"
-    return "colocated" if config.colocated else "decode"
+    env = {**environment_of(config), **secrets_env}
+    return Service(name=name, module=f"services.{role}", env=env)
 
 
 class LocalMesh:

@@ -20,6 +20,7 @@ from shared.config import DecodeConfig, GatewayConfig, PrefillConfig, ServiceCon
 from shared.log import configure_logs
 from shared.mesh_secret import mesh_secret
 from shared.rpc.tls import MeshTls
+from shared.settings import role_of
 
 
 @config_flags
@@ -32,7 +33,7 @@ def gateway(*, config: GatewayConfig = GatewayConfig(), file: ConfigFlag = None)
     require_free_ports(config)
     require_door_files(config)
     mesh_secret(config, os.environ)
-    _configure_logs("gateway", config)
+    _configure_logs(config)
     from services.gateway.process import run_gateway
 
     return run_gateway(config)
@@ -44,12 +45,7 @@ def prefill(*, config: PrefillConfig = PrefillConfig(), file: ConfigFlag = None)
 
     It joins the gateway by itself, and again after the gateway's restart. SIGTERM and Ctrl-C drain.
     """
-    _check_worker(config)
-    _configure_logs("prefill", config)
-    from services.prefill.app import serve_prefill
-    from shared.runtime.worker_process import run_worker
-
-    return run_worker("prefill", serve_prefill, config)
+    return _run_worker(config)
 
 
 @config_flags
@@ -58,22 +54,22 @@ def decode(*, config: DecodeConfig = DecodeConfig(), file: ConfigFlag = None) ->
 
     It joins the gateway by itself, and again after the gateway's restart. SIGTERM and Ctrl-C drain.
     """
-    _check_worker(config)
-    _configure_logs("decode", config)
-    from services.decode.app import serve_decode
-    from shared.runtime.worker_process import run_worker
-
-    return run_worker("decode", serve_decode, config)
+    return _run_worker(config)
 
 
-def _check_worker(config: WorkerConfig) -> None:
+def _run_worker(config: WorkerConfig) -> int:
     config.check()
     mesh_secret(config, os.environ)
     MeshTls.of(config)
     require_worker_modules(config.engine)
     require_free_port(config.host, config.port, "--port")
     require_free_port(config.host, config.metrics_port, "--metrics-port")
+    _configure_logs(config)
+    from shared.runtime.worker_process import run_worker
+    from shared.worker.worker import serve_worker
+
+    return run_worker(serve_worker, config)
 
 
-def _configure_logs(name: str, config: ServiceConfig) -> None:
-    configure_logs(service=name, level=config.log_level, form=config.log_format)
+def _configure_logs(config: ServiceConfig) -> None:
+    configure_logs(service=role_of(type(config)), level=config.log_level, form=config.log_format)

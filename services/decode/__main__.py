@@ -2,9 +2,9 @@
 
 import sys
 
-from services.decode.app import serve_decode
 from shared.config import DecodeConfig
 from shared.runtime.worker_process import run_worker_from_environment
+from shared.worker.worker import serve_worker
 
 if __name__ == "__main__":
-    sys.exit(run_worker_from_environment("decode", serve_decode, DecodeConfig))
+    sys.exit(run_worker_from_environment(serve_worker, DecodeConfig))

@@ -2,9 +2,9 @@
 
 import sys
 
-from services.prefill.app import serve_prefill
 from shared.config import PrefillConfig
 from shared.runtime.worker_process import run_worker_from_environment
+from shared.worker.worker import serve_worker
 
 if __name__ == "__main__":
-    sys.exit(run_worker_from_environment("prefill", serve_prefill, PrefillConfig))
+    sys.exit(run_worker_from_environment(serve_worker, PrefillConfig))

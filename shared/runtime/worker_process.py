@@ -9,8 +9,8 @@ import functools
 import os
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable
-from typing import Protocol, TypeVar, cast
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import cast
 
 from shared.address import Address
 from shared.config import WorkerConfig
@@ -31,30 +31,19 @@ from shared.runtime.platform import Platform, real_platform
 from shared.runtime.realtime import RealTime
 from shared.runtime.service import Process, run_configured, run_service
 from shared.runtime.worker import devices
+from shared.settings import role_of
 from shared.transport.base import Transport, TransportFactory
 from shared.transport.ucxx import open_ucx
 
-Config = TypeVar("Config", bound=WorkerConfig, contravariant=True)
-AnyConfig = TypeVar("AnyConfig", bound=WorkerConfig)
-
-
 SWITCH_INTERVAL_S = 0.0005
 
-
-class Serve(Protocol[Config]):
-    """``serve_prefill`` or ``serve_decode``."""
-
-    async def __call__(
-        self,
-        config: Config,
-        platform: Platform,
-        engine: Engine,
-        ready: Callable[[Address], None],
-        stop: asyncio.Event | None = None,
-    ) -> bool: ...
+Serve = Callable[
+    [WorkerConfig, Platform, Engine, Callable[[Address], None], asyncio.Event], Awaitable[bool]
+]
+"""``serve_worker`` (``shared/worker/worker.py``)."""
 
 
-def run_worker(name: str, serve: Serve[AnyConfig], config: AnyConfig) -> int:
+def run_worker(serve: Serve, config: WorkerConfig) -> int:
     """Run one worker as this process until a signal, and return the exit code (``service.py``).
 
     Logs must be configured. Whatever keeps it from starting or ends it is one line on stderr.
@@ -69,6 +58,7 @@ def run_worker(name: str, serve: Serve[AnyConfig], config: AnyConfig) -> int:
 
             return await serve(config, platform, engine, ready, process.stop)
 
+    name = role_of(type(config))
     return run_service(name, main, drain_s=config.drain_s, is_realtime=config.realtime)
 
 
@@ -175,6 +165,6 @@ async def _profile(
     )
 
 
-def run_worker_from_environment(name: str, serve: Serve[AnyConfig], kind: type[AnyConfig]) -> int:
+def run_worker_from_environment(serve: Serve, kind: type[WorkerConfig]) -> int:
     """``run_worker`` with the configuration of ``PDMESH_*``; sets logging up, too."""
-    return run_configured(name, kind, lambda config: run_worker(name, serve, config))
+    return run_configured(role_of(kind), kind, lambda config: run_worker(serve, config))

@@ -5,5 +5,5 @@
     other workers ── dial ── Pusher ─────────────────┤
                  ── accept ── KvReceiver ────────────┘
 
-``services/prefill`` and ``services/decode`` are two launch profiles of it.
+Prefill and decode are two launch profiles of it (``LaunchProfile.of``).
 """

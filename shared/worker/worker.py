@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import structlog
 
 from shared.address import Address
-from shared.config import WorkerConfig
+from shared.config import DecodeConfig, WorkerConfig
 from shared.engine.base import Engine
 from shared.engine.worker import ComputeRunner
 from shared.home import Home, Role
@@ -66,6 +66,18 @@ class LaunchProfile:
     home: Role
     tasks: frozenset[Task]
 
+    @classmethod
+    def of(cls, config: WorkerConfig) -> LaunchProfile:
+        """Return what a worker of this configuration does."""
+        is_decode = isinstance(config, DecodeConfig)
+        if config.movable:
+            tasks = frozenset(Task)
+        elif not is_decode:
+            tasks = frozenset({Task.PROMPT})
+        else:
+            tasks = frozenset({Task.ANSWER, Task.WHOLE} if config.colocated else {Task.ANSWER})
+        return cls(Role.DECODE if is_decode else Role.PREFILL, tasks)
+
     @property
     def may_be_either(self) -> bool:
         """Whether it does the work of both roles, and may change its home."""
@@ -95,10 +107,8 @@ class LaunchProfile:
 class MeshWorker:
     """One worker; ``run`` is its life. Everything else here is for tests and logs."""
 
-    def __init__(
-        self, launch: LaunchProfile, config: WorkerConfig, platform: Platform, engine: Engine
-    ) -> None:
-        self.launch = launch
+    def __init__(self, config: WorkerConfig, platform: Platform, engine: Engine) -> None:
+        self.launch = launch = LaunchProfile.of(config)
         self.home = Home(launch.home)
         self._config = config
         self._platform = platform
@@ -436,3 +446,14 @@ class MeshWorker:
             PairSpeed(decode=pair.name, lane=pair.lane, bytes_per_s=pair.gbytes_per_s * 1e9)
             for pair in self.pairs.statistics()
         ]
+
+
+async def serve_worker(
+    config: WorkerConfig,
+    platform: Platform,
+    engine: Engine,
+    ready: Callable[[Address], None],
+    stop: asyncio.Event,
+) -> bool:
+    """Run one worker, prefill or decode as its configuration is: see ``MeshWorker.run``."""
+    return await MeshWorker(config, platform, engine).run(ready, stop)

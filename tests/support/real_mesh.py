@@ -14,10 +14,8 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from services.decode.app import profile_of as decode_profile
 from services.gateway.app import Gateway
 from services.gateway.text.text_model import TextModel
-from services.prefill.app import profile_of as prefill_profile
 from shared import wire
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
 from shared.engine.base import Engine
@@ -263,13 +261,13 @@ async def real_mesh(
         prefill_worker = None
         if prefill_engine is not None:
             config = PrefillConfig(**common, **(prefill or {}))
-            prefill_worker = MeshWorker(prefill_profile(config), config, of_prefill, prefill_engine)
+            prefill_worker = MeshWorker(config, of_prefill, prefill_engine)
         mesh = RealMesh(
             network,
             address,
             front,
             prefill_worker,
-            MeshWorker(decode_profile(decode_config), decode_config, of_decode, decode_engine),
+            MeshWorker(decode_config, of_decode, decode_engine),
             gate,
         )
         async with contextlib.AsyncExitStack() as stack:

@@ -15,8 +15,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.decode.app import profile_of as decode_profile
-from services.prefill.app import profile_of as prefill_profile
 from shared.address import Address
 from shared.config import DecodeConfig, PrefillConfig
 from shared.engine.fake import FakeEngine, FakeModel, FakeTiming
@@ -211,10 +209,10 @@ async def launch_worker(
     worker: Any
     if kind == "prefill":
         config = PrefillConfig(**fields)
-        worker = MeshWorker(prefill_profile(config), config, platform, engine)
+        worker = MeshWorker(config, platform, engine)
     else:
         decode_config = DecodeConfig(**fields)
-        worker = MeshWorker(decode_profile(decode_config), decode_config, platform, engine)
+        worker = MeshWorker(decode_config, platform, engine)
     running = RunningWorker(host, worker, engine, transport.address, asyncio.Event())
     is_up = asyncio.Event()
 
