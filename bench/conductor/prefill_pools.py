@@ -37,7 +37,7 @@ from shared.kv.events import KvEvent
 from shared.kv.journal import Journal, KvChanges
 from shared.kv.layout import KvLayout
 from shared.kv.pool import BlockPool, BlockTable
-from shared.kv.prefix_hash import UNIT, PrefixChain
+from shared.kv.prefix_hash import PrefixChain
 from shared.model_spec import ModelSpec
 from shared.predict.step_time import StepFit
 
@@ -100,9 +100,9 @@ class TracePrompt(HashedPrompt):
         ids = ask.block_ids[: ask.num_input // BLOCK_TOKENS]
         self.blocks = [hashlib.sha256(it.to_bytes(8, "little")).digest() for it in ids]
 
-    def hashes(self, model_key: bytes) -> list[bytes]:
-        """See ``HashedPrompt``: of the units of a block, only the last one's is ever looked at."""
-        return [it for it in self.blocks for _ in range(BLOCK_TOKENS // UNIT)]
+    def hashes(self, model_key: bytes, every: int) -> list[bytes]:
+        """See ``HashedPrompt``: of the granules of a block, only the last one is ever looked at."""
+        return [it for it in self.blocks for _ in range(BLOCK_TOKENS // every)]
 
 
 class _Chain(PrefixChain):

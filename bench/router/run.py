@@ -19,6 +19,7 @@ import operator
 import random
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -29,16 +30,16 @@ from bench.record import Record, ratios, run, spread
 from services.gateway.core.peer_table import PeerTable
 from services.gateway.core.prefixes import HashedPrompt
 from services.gateway.core.router import Router
-from services.gateway.core.routing import POLICIES, RoutingPolicy, route
+from services.gateway.core.routing import POLICIES, RouteDecision, RoutingPolicy, route
 from services.gateway.core.sides import RouteRequest
 from services.gateway.core.worker import Role, Worker, WorkerStatus
 from services.gateway.workers.membership import Membership, membership
 from services.gateway.workers.registry import Registry, read_announcement
 from shared import wire
 from shared.address import Address
-from shared.ids import Incarnation
+from shared.ids import Incarnation, StreamId
 from shared.kv.journal import KvChanges, TierChanges, key_of
-from shared.kv.prefix_hash import UNIT, root_hash, unit_hashes
+from shared.kv.prefix_hash import prefix_hashes, root_hash
 from shared.membership.join import REPORT_S
 from shared.messages import codec
 from shared.messages.columns import pack_u32, pack_u64
@@ -162,33 +163,87 @@ def measure_decisions(
 def measure_prompts(num_side: int, *, repetitions: int, seconds: float) -> Iterator[dict[str, Any]]:
     """A prompt of 12,000 tokens, as every attempt of a request asks: an eighth of the workers have
     some of it, no two are loaded alike, and a new prompt is hashed first.
-    """
-    for name in ("local", "conductor"):
-        router = a_router(name, num_side)
-        source = random.Random(3)
-        tokens = [source.randrange(1000) for _ in range(LONG_PROMPT)]
-        column = pack_u32(tokens)
 
-        def decide(router: Router = router, column: bytes = column) -> None:
+    Known: it is hashed already. Live: as first, and before each decision the last one's orders go
+    out, those of the one before end, and one worker of each role reports.
+    """
+    column = pack_u32(a_prompt())
+    hashed = HashedPrompt(column, b"")
+    for name in ("local", "conductor"):
+        router, live = a_router(name, num_side), Live(a_router(name, num_side))
+
+        def decide(router: Router = router, prompt: HashedPrompt | None = None) -> RouteDecision:
             request = RouteRequest(
-                num_tokens=LONG_PROMPT, max_new_tokens=200, prompt=HashedPrompt(column, b"")
+                num_tokens=LONG_PROMPT,
+                max_new_tokens=200,
+                prompt=prompt or HashedPrompt(column, b""),
             )
             decision = router.route(request, 0.0, 0.37).decision
             assert decision is not None
+            return decision
 
-        values = [us_of(decide, seconds) for _ in range(repetitions)]
-        hashing = [
-            us_of(lambda column=column: unit_hashes(bytes(32), column), seconds)
-            for _ in range(repetitions)
-        ]
+        def decide_live(live: Live = live, decide: Callable[..., RouteDecision] = decide) -> None:
+            live.happen(decide(live.router))
+
+        kinds: dict[str, Callable[[], object]] = {
+            "us": decide,
+            "known_us": lambda decide=decide: decide(prompt=hashed),
+            "live_us": decide_live,
+            "hashing_us": lambda: prefix_hashes(bytes(32), column, min(hashed.keys)),
+        }
+        decide(prompt=hashed)
+        taken: dict[str, list[float]] = {kind: [] for kind in kinds}
+        for _ in range(repetitions):
+            for kind, work in kinds.items():
+                taken[kind].append(us_of(work, seconds))
         yield {
             "what": "long prompt",
             "policy": name,
             "workers_a_side": num_side,
             "num_tokens": LONG_PROMPT,
-            "us": spread(values),
-            "hashing_us": spread(hashing),
+            **{kind: spread(values) for kind, values in taken.items()},
         }
+
+
+class Live:
+    """What happens to the workers of a router between two decisions."""
+
+    def __init__(self, router: Router) -> None:
+        self.router = router
+        self._table = router._table
+        self._turn = 0
+        self._last: tuple[Worker, Worker] | None = None
+        self._reports = [
+            (worker, [replace(worker.status, speeds=dict(worker.status.speeds)) for _ in range(2)])
+            for workers in zip(
+                self._table.all(Role.PREFILL), self._table.all(Role.DECODE), strict=True
+            )
+            for worker in workers
+        ]
+
+    def happen(self, decision: RouteDecision) -> None:
+        """Its orders go out, the last one's end, and two workers report."""
+        turn = self._turn = self._turn + 1
+        if self._last is not None:
+            for worker in self._last:
+                worker.ended(worker.role, StreamId(turn - 1))
+        prefill, decode = map(self._table.get, (decision.prefill, decision.decode))
+        assert prefill is not None
+        assert decode is not None
+        prefill.sent(
+            Role.PREFILL, StreamId(turn), num_tokens=LONG_PROMPT, num_blocks=750, num_cached=0
+        )
+        decode.sent(Role.DECODE, StreamId(turn), num_tokens=0, num_blocks=760)
+        self._last = prefill, decode
+        for place in (2 * turn, 2 * turn + 1):
+            worker, statuses = self._reports[place % len(self._reports)]
+            self._table.report(worker, statuses[turn // len(self._reports) % 2], 0.0)
+
+
+def a_prompt() -> list[int]:
+    """The one prompt that is decided, and of which workers have beginnings."""
+    source = random.Random(3)
+    return [source.randrange(1000) for _ in range(LONG_PROMPT)]
 
 
 def a_router(policy: str, num_side: int) -> Router:
@@ -197,7 +252,6 @@ def a_router(policy: str, num_side: int) -> Router:
     router = Router(POLICIES[policy](), table, index_bytes=1 << 26)
     decodes = [Incarnation(10_000 + idx) for idx in range(num_side)]
     source = random.Random(num_side)
-    tokens = [random.Random(3).randrange(1000) for _ in range(LONG_PROMPT)]
     workers: list[Worker] = []
     for idx in range(2 * num_side):
         is_prefill = idx < num_side
@@ -232,8 +286,8 @@ def a_router(policy: str, num_side: int) -> Router:
         asked = prefixes.take_ask(worker.incarnation)
         if asked is None:
             continue  # a policy without fetches asks nobody on decode
-        units = asked.granule_tokens // UNIT
-        keys = [key_of(it) for it in unit_hashes(root, pack_u32(tokens))[units - 1 :: units]]
+        hashes = prefix_hashes(root, pack_u32(a_prompt()), asked.granule_tokens)
+        keys = [*map(key_of, hashes)]
         told = keys[: source.randrange(1, len(keys))] if place % 8 == 0 else []
         digest = functools.reduce(operator.xor, told, 0)
         nothing = TierChanges([], [], 0, 0)
@@ -397,7 +451,9 @@ def main() -> None:
             print(
                 f"{num_side:4} + {num_side:<4} {LONG_PROMPT} tokens  {row['policy']:10}"
                 f"{row['us']['median']:8.1f} us CPU, "
-                f"{row['hashing_us']['median']:.1f} of it hashing"
+                f"{row['hashing_us']['median']:.1f} of it hashing; hashed before "
+                f"{row['known_us']['median']:.1f}, with orders and reports between "
+                f"{row['live_us']['median']:.1f}"
             )
             if num_side in LONG_GOALS_US:
                 what = f"{row['policy']}, {2 * num_side} workers, {LONG_PROMPT} tokens: CPU us"

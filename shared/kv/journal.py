@@ -47,7 +47,7 @@ def key_of(prefix_hash: bytes) -> int:
 def stride_of(granule_tokens: int, block_size: int) -> int:
     """Return how many tokens lie between two ends that a worker with such blocks tells of.
 
-    Raises LocalProtocolError: the granule is no multiple of the chain's unit.
+    Raises LocalProtocolError: the granule is no multiple of ``UNIT``.
     """
     if granule_tokens < UNIT or granule_tokens % UNIT:
         raise LocalProtocolError(f"a granule must be a multiple of {UNIT} tokens")

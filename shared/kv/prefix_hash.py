@@ -1,12 +1,12 @@
 """Names of token prefixes: equal hash means equal tokens from position 0, equal model, layout and
 tenant.
 
-One chain for everybody, whatever their block size: SHA-256 over (hash of the prefix up to the last
-whole unit, tokens since), so the hash of a prefix depends on its tokens alone. Blocks of 16 and of
-256 tokens that end at the same position have the same name there.
+A prefix's name is SHA-256 over the root and all its tokens as little-endian u32, so it depends on
+its tokens alone: blocks of 16 and of 256 tokens that end at the same position have the same name
+there. One running hash passes over the prompt once, and is asked wherever a name is wanted:
 
-    |---- unit ----|---- unit ----|--- rest ---|
-    root           H(128)         H(256)       H(p) = SHA-256(H(256), tokens [256, p))
+    root | tokens [0, 128) | tokens [128, 256) | ...
+                          H(128)              H(256)
 
 A client cannot forge a collision and read another's KV; the root binds model fingerprint, layout
 digest and the tenant's salt. Knows no blocks and no cache.
@@ -19,37 +19,41 @@ import struct
 import sys
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 _U32 = next(code for code in "IL" if array(code).itemsize == 4)
 
 UNIT = 128
-"""Tokens of a link of the chain. At 64 a long prompt takes twice as long to hash, and at 256 a
-short one loses much of what another has computed."""
-
-_UNIT_BYTES = 4 * UNIT
+"""Prefixes whose length is a multiple of it are told to gateways. At 64 a long prompt takes twice
+as long to look up, and at 256 a short one loses much of what another has computed."""
 
 
 def root_hash(model_key: bytes, salt: bytes) -> bytes:
-    """Return the parent of the first unit.
+    """Return what every name of a model and a tenant begins with.
 
     model_key: fingerprint and layout digest, whatever must be equal before KV may be shared. salt:
     the tenant's.
     """
     head = struct.pack("<II", len(model_key), len(salt))
-    return hashlib.sha256(b"pdmesh/prefix/1" + head + model_key + salt).digest()
+    return hashlib.sha256(b"pdmesh/prefix/2" + head + model_key + salt).digest()
 
 
-def unit_hashes(root: bytes, column: bytes) -> list[bytes]:
-    """Return the hashes of a prompt's prefixes of 128, 256, 384... tokens, as ``PrefixChain`` has
-    them.
+def prefix_hashes(root: bytes, column: bytes, every: int = UNIT) -> list[bytes]:
+    """Return the hashes of a prompt's prefixes of ``every``, twice, three times... as many tokens,
+    as ``PrefixChain`` has them.
 
     column: the prompt's tokens, packed as little-endian u32.
     """
-    sha256, parent = hashlib.sha256, root
-    return [
-        parent := sha256(parent + column[at : at + _UNIT_BYTES]).digest()
-        for at in range(0, len(column) // _UNIT_BYTES * _UNIT_BYTES, _UNIT_BYTES)
-    ]
+    return _further(hashlib.sha256(root), column, 4 * every)
+
+
+def _further(running: Any, column: bytes, num_bytes: int) -> list[bytes]:
+    """Pass over whole pieces of so many bytes, and return the hash after each."""
+    update, digest, hashes = running.update, running.digest, list[bytes]()
+    for at in range(0, len(column) // num_bytes * num_bytes, num_bytes):
+        update(column[at : at + num_bytes])
+        hashes.append(digest())
+    return hashes
 
 
 class PrefixChain:
@@ -58,30 +62,20 @@ class PrefixChain:
     The list that is passed in may only ever grow at its end between calls.
     """
 
-    __slots__ = ("_block_size", "_hashes", "_parent", "_unit_at")
+    __slots__ = ("_block_size", "_hashes", "_running")
 
     def __init__(self, root: bytes, block_size: int) -> None:
         self._block_size = block_size
         self._hashes: list[bytes] = []
-        self._parent = root  # of the unit that begins at ``_unit_at``
-        self._unit_at = 0
+        self._running = hashlib.sha256(root)  # over the blocks that are known
 
     def hashes(self, tokens: Sequence[int], num_blocks: int) -> list[bytes]:
         """Return the hashes of the first ``num_blocks`` blocks of ``tokens``, all of which must be
         full: of each the hash of the prefix that ends with it."""
-        known = self._hashes
-        for idx in range(len(known), num_blocks):
-            end = (idx + 1) * self._block_size
-            while end - self._unit_at > UNIT:  # a unit ends within the block
-                self._link(tokens, self._unit_at + UNIT)
-            known.append(self._link(tokens, end))
+        known, size = self._hashes, self._block_size
+        if num_blocks > len(known):
+            column = array(_U32, tokens[len(known) * size : num_blocks * size])
+            if sys.byteorder == "big":
+                column.byteswap()
+            known += _further(self._running, column.tobytes(), 4 * size)
         return known[:num_blocks]
-
-    def _link(self, tokens: Sequence[int], end: int) -> bytes:
-        column = array(_U32, tokens[self._unit_at : end])
-        if sys.byteorder == "big":
-            column.byteswap()
-        digest = hashlib.sha256(self._parent + column.tobytes()).digest()
-        if end - self._unit_at == UNIT:
-            self._parent, self._unit_at = digest, end
-        return digest

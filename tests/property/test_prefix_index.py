@@ -12,7 +12,7 @@ from services.gateway.core.prefix_index import Indexed, PrefixIndex, column_of
 from shared.kv import journal as journal_module
 from shared.kv.journal import Journal, KvChanges, Tier, TierChanges, key_of, stride_of
 from shared.kv.pool import BlockPool, BlockTable
-from shared.kv.prefix_hash import UNIT, PrefixChain, root_hash, unit_hashes
+from shared.kv.prefix_hash import UNIT, PrefixChain, prefix_hashes, root_hash
 from shared.messages.columns import pack_u32
 
 ROOT = root_hash(b"", b"")
@@ -65,7 +65,7 @@ class Worker:
 
 
 UNIVERSE = {
-    int(key) for tokens in PROMPTS for key in column_of(unit_hashes(ROOT, pack_u32(tokens)))
+    int(key) for tokens in PROMPTS for key in column_of(prefix_hashes(ROOT, pack_u32(tokens)))
 }
 
 
@@ -225,7 +225,7 @@ def test_hits_are_what_the_pools_would_find(computed: list[int], asked: int) -> 
     tokens = PROMPTS[asked]
     for worker in workers:
         stride = stride_of(UNIT, worker.block_size)
-        keys = column_of(unit_hashes(ROOT, pack_u32(tokens)), stride // UNIT)
+        keys = column_of(prefix_hashes(ROOT, pack_u32(tokens), stride))
         hits = gateway.index.match(keys, stride, 0.0)
         chain = PrefixChain(ROOT, worker.block_size)
         table = worker.pool.acquire(chain, tokens, len(tokens), max_hit_tokens=len(tokens))

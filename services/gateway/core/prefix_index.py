@@ -330,7 +330,6 @@ def _places_of(bits: int) -> list[int]:
     return places
 
 
-def column_of(hashes: list[bytes], every: int = 1) -> Keys:
-    """Return the keys of a prompt's granules. hashes: of its units; every: units of a granule."""
-    column = np.frombuffer(b"".join(hashes), "<u8")[::4][every - 1 :: every]
-    return np.maximum(column, 1)
+def column_of(hashes: list[bytes]) -> Keys:
+    """Return the keys of a prompt's granules, whose hashes these are."""
+    return np.maximum(np.frombuffer(b"".join(hashes), "<u8")[::4], 1)

@@ -13,7 +13,7 @@ from services.gateway.core.hot_prefixes import HotPrefix, HotPrefixes
 from services.gateway.core.worker import Role, Worker
 from shared.ids import Incarnation
 from shared.kv.journal import KvChanges, stride_of
-from shared.kv.prefix_hash import UNIT, root_hash, unit_hashes
+from shared.kv.prefix_hash import UNIT, prefix_hashes, root_hash
 
 if TYPE_CHECKING:
     from services.gateway.core.key_table import Keys
@@ -43,18 +43,17 @@ class HashedPrompt:
     """A prompt's prefixes, hashed once, however many attempts ask. column: its tokens as
     little-endian u32. salt: the tenant's."""
 
-    __slots__ = ("_hashes", "column", "salt")
+    __slots__ = ("column", "keys", "salt")
 
     def __init__(self, column: bytes, salt: bytes) -> None:
         self.column = column
         self.salt = salt
-        self._hashes: list[bytes] | None = None
+        self.keys: dict[int, Keys] = {}
+        """Those of its granules, by their tokens, as far as somebody has asked."""
 
-    def hashes(self, model_key: bytes) -> list[bytes]:
-        """Return the hashes of its units."""
-        if self._hashes is None:
-            self._hashes = unit_hashes(root_hash(model_key, self.salt), self.column)
-        return self._hashes
+    def hashes(self, model_key: bytes, every: int) -> list[bytes]:
+        """Return the hashes of its prefixes of so many tokens, twice, three times as many..."""
+        return prefix_hashes(root_hash(model_key, self.salt), self.column, every)
 
 
 class Prefixes:
@@ -178,8 +177,11 @@ class Prefixes:
         return [(it, len(index.holders(it.key))) for it in self._hot.hottest(most)]
 
     def _keys(self, prompt: HashedPrompt, stride: int) -> Keys:
-        from services.gateway.core.prefix_index import column_of
+        keys = prompt.keys.get(stride)
+        if keys is None:
+            from services.gateway.core.prefix_index import column_of
 
-        some = next(iter(self._workers.values()))
-        hashes = prompt.hashes(some.model.fingerprint + some.layout.digest)
-        return column_of(hashes, stride // UNIT)
+            some = next(iter(self._workers.values()))
+            model_key = some.model.fingerprint + some.layout.digest
+            keys = prompt.keys[stride] = column_of(prompt.hashes(model_key, stride))
+        return keys

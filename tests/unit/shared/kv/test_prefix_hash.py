@@ -6,7 +6,8 @@ import hashlib
 
 import pytest
 
-from shared.kv.prefix_hash import PrefixChain, root_hash
+from shared.kv.prefix_hash import PrefixChain, prefix_hashes, root_hash
+from shared.messages.columns import pack_u32
 
 ROOT = root_hash(b"model", b"")
 
@@ -55,6 +56,13 @@ def test_model_and_salt_are_in_the_root(
 
 
 def test_the_hash_is_the_documented_one() -> None:
-    """SHA-256 over parent and little-endian tokens, so that another process computes the same."""
-    expected = hashlib.sha256(ROOT + bytes([1, 0, 0, 0, 2, 0, 0, 0])).digest()
-    assert hashes([1, 2], 1) == [expected]
+    """SHA-256 over the root and all little-endian tokens, so that another process computes the
+    same; whatever the block size, and however the tokens came."""
+    tokens = [*range(1, 13)]
+    column = pack_u32(tokens)
+    expected = {end: hashlib.sha256(ROOT + column[: 4 * end]).digest() for end in range(1, 13)}
+    for size in (1, 2, 3, 4, 12):
+        wanted = [expected[end] for end in range(size, 13, size)]
+        assert prefix_hashes(ROOT, column, size) == wanted
+        assert PrefixChain(ROOT, size).hashes(tokens, 12 // size) == wanted
+    assert prefix_hashes(ROOT, column, 5) == [expected[5], expected[10]]

@@ -10,7 +10,7 @@ from services.gateway.core.key_table import Keys, KeyTable
 from services.gateway.core.prefix_index import PrefixIndex, column_of
 from shared.kv.journal import Journal
 from shared.kv.pool import BlockPool
-from shared.kv.prefix_hash import UNIT, root_hash, unit_hashes
+from shared.kv.prefix_hash import UNIT, prefix_hashes, root_hash
 from shared.messages.columns import pack_u32
 
 ONE_ROW = np.array([n << 32 | n for n in range(1, 7)], np.uint64)
@@ -66,7 +66,7 @@ def test_of_a_small_table_the_index_has_what_the_pool_has() -> None:
         assert report is not None
         assert not index.apply(0, report)
         tokens = [block for block in talk for _ in range(UNIT)]
-        keys = column_of(unit_hashes(root_hash(b"", b""), pack_u32(tokens)))
+        keys = column_of(prefix_hashes(root_hash(b"", b""), pack_u32(tokens)))
         chain = pool.new_chain()
         table = pool.acquire(chain, tokens, len(tokens), max_hit_tokens=len(tokens))
         assert table is not None
