@@ -17,7 +17,7 @@ import numpy as np
 from shared.errors import InvalidRequest
 from shared.kv.layout import KvLayout
 from shared.model_spec import ModelSpec
-from shared.step import RowResult, StepRow
+from shared.step import RowResult, StepRow, ToCome
 
 Buffer = Any
 """An object with ``__cuda_array_interface__`` or the buffer protocol; contiguous, writable, one
@@ -30,6 +30,30 @@ OnLayer = Callable[[int], None]
 """Called on the compute thread after layer ``i``'s KV of the running step is written (0-based, in
 order).
 On CUDA the work may still be queued on the stream: ``gather`` waits for it."""
+
+
+class QueuedStep(Protocol):
+    """A step that a device has in its queue. Compute thread only."""
+
+    def is_ending(self) -> bool:
+        """Whether the device has little left of it: its last product, and sampling."""
+        ...
+
+    def wait_until_ending(self) -> None:
+        """Wait for that."""
+        ...
+
+    def results(self) -> list[RowResult]:
+        """Wait until it is done; results in row order. Raises EngineFailed: see ``Engine.step``."""
+        ...
+
+
+class PreparedStep(Protocol):
+    """A step that may be launched, or let be. Compute thread only."""
+
+    def launch(self) -> QueuedStep:
+        """Queue it behind the step launched last; once. Raises EngineFailed: the device failed."""
+        ...
 
 
 class Engine(Protocol):
@@ -63,6 +87,16 @@ class Engine(Protocol):
         Raises EngineFailed: the device failed; the process should end.
         """
         ...
+
+    def prepare(self, rows: Sequence[StepRow], to_come: ToCome = ()) -> PreparedStep | None:
+        """Make a step ready that can be queued before the one launched last has ended, whose
+        results were not read yet; None: only ``step`` runs it.
+
+        to_come: rows that go on from that one, whose tokens stay on the device. At most two steps
+        may be prepared or launched and not done.
+        Raises LocalProtocolError: a row names unknown tokens or blocks.
+        """
+        return None
 
     def expect(self, grammar: str) -> None:
         """A request under this grammar has come: make it ready beside the steps. On any thread.

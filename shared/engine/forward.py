@@ -13,7 +13,8 @@ from typing import NamedTuple, Protocol
 import torch
 
 from shared.engine.base import OnLayer
-from shared.step import StepRow
+from shared.engine.streams import Passing
+from shared.step import StepRow, ToCome
 
 
 class Passed(NamedTuple):
@@ -32,6 +33,19 @@ class Passed(NamedTuple):
     best: list[int] | None
 
 
+Choose = Callable[[torch.Tensor], torch.Tensor]
+"""Queues the choice of a token id, int64 ``[num_rows]``, by logits ``[num_rows, vocab_size]``."""
+
+
+class Queued(NamedTuple):
+    """A step in a device's queue. ending: before its last product. token_ids: on the host, there
+    once ``done`` is passed."""
+
+    ending: Passing
+    token_ids: torch.Tensor
+    done: Passing
+
+
 class Forward(Protocol):
     """A loaded model with its KV pool: rows in, hidden states and KV out."""
 
@@ -39,6 +53,13 @@ class Forward(Protocol):
     def weights(self) -> Iterable[torch.Tensor]:
         """All tensors, for tests and benchmarks that check what a worker really runs in."""
         ...
+
+    def prepare(
+        self, rows: Sequence[StepRow], to_come: ToCome
+    ) -> Callable[[Choose], Queued] | None:
+        """Make a step ready whose rows all sample; None: it cannot be queued behind another. Who
+        calls what is returned queues it; see ``base.Engine.prepare``."""
+        return None
 
     def run(
         self, rows: Sequence[StepRow], samples: Sequence[int], on_layer: OnLayer | None

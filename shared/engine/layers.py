@@ -31,6 +31,13 @@ class LayerOps:
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return weight * wide.to(x.dtype)
 
+    def add_norm(
+        self, x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``x + added``, and its ``rms_norm``; all ``[num_tokens, width]``."""
+        total = x + added
+        return total, self.rms_norm(total, weight, eps)
+
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Apply rotary embedding to ``[num_tokens, heads, head_dim]``; pairs are (i, i + half)."""
         first, second = x.chunk(2, dim=-1)

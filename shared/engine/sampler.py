@@ -61,6 +61,18 @@ def is_most_likely(spec: SampleSpec) -> bool:
     )
 
 
+def needs_no_host(spec: SampleSpec) -> bool:
+    """Whether its choice needs no number of the device's and nothing of the answer so far."""
+    params = spec.params
+    # top_p looks whether its candidates suffice.
+    return (
+        params.logprobs is None
+        and spec.guide is None
+        and not params.needs_history
+        and (is_greedy(params) or params.top_p >= 1)
+    )
+
+
 def sample(
     logits: torch.Tensor,
     specs: Sequence[SampleSpec],
@@ -74,6 +86,19 @@ def sample(
     """
     # First: all that follows overwrites the logits.
     reported = _RawLogprobs.of(logits, specs)
+    token_ids = choose(logits, specs, eos_token_ids=eos_token_ids, masks=masks)
+    logprobs = reported.read(token_ids)
+    return [Sampled(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids.tolist())]
+
+
+def choose(
+    logits: torch.Tensor,
+    specs: Sequence[SampleSpec],
+    *,
+    eos_token_ids: frozenset[int],
+    masks: Masks | None = None,
+) -> torch.Tensor:
+    """As ``sample``, but the token ids stay on the device: int64 ``[len(specs)]``."""
     _penalise(logits, specs)
     _bias(logits, specs)
     if masks is not None:
@@ -85,8 +110,7 @@ def sample(
         rows = _numbers(drawn, np.int64, logits.device)
         chosen = _draw(logits.index_select(0, rows), [specs[row] for row in drawn])
         token_ids.index_copy_(0, rows, chosen)
-    logprobs = reported.read(token_ids)
-    return [Sampled(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids.tolist())]
+    return token_ids
 
 
 def logprobs_of(

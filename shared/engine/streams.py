@@ -6,7 +6,8 @@ the work is done, so every call here is empty; the engine's code is the same for
 
 Steps without ``on_layer`` may leave no marks (replayed ones do not, see ``decode_buckets.py``).
 That is safe: nobody copies KV of a running step but who was told of its layers by ``on_layer``, and
-once ``computing`` is left everything the step queued is done, so a later copy needs no mark.
+once ``computing`` is left, or the results of a queued step are read, everything the step queued is
+done, so a later copy needs no mark.
 
 A mark is set when work is queued; when it was done only the device knows. It is asked once a step,
 after that was waited for anyway (``layer_times``).
@@ -24,6 +25,29 @@ import torch
 _NOTHING = nullcontext()
 
 
+class Passing(Protocol):
+    """A point in a stream's queue that the host may wait for: ``torch.cuda.Event``."""
+
+    def query(self) -> bool:
+        """Whether the device has passed it."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until it has."""
+        ...
+
+
+class _Passed:
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+_PASSED = _Passed()
+
+
 class Streams:
     """The order between a running step and copies beside it. This one is a CPU's, where everything
     is done when the call returns."""
@@ -31,6 +55,14 @@ class Streams:
     def computing(self) -> AbstractContextManager[None]:
         """Hold while a step is queued and its results are read."""
         return _NOTHING
+
+    def queueing(self) -> AbstractContextManager[None]:
+        """Hold while a step is queued whose results are read later, behind a ``mark``."""
+        return _NOTHING
+
+    def mark(self) -> Passing:
+        """Mark this point in the queue; inside ``computing`` or ``queueing``."""
+        return _PASSED
 
     def layer_written(self, layer: int) -> None:
         """Mark that the KV of a layer of the running step is queued; compute thread only."""
@@ -132,6 +164,16 @@ class CudaStreams(Streams):
             yield
             self._compute.synchronize()
             self._marks.end()
+
+    @contextmanager
+    def queueing(self) -> Iterator[None]:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._compute):
+            yield
+
+    def mark(self) -> Passing:
+        event = torch.cuda.Event()
+        event.record(self._compute)
+        return event
 
     def layer_written(self, layer: int) -> None:
         self._marks.layer_written(layer, self._compute)

@@ -7,7 +7,8 @@ Puts the parts together (folder, weights, decoder, pool, sampler) and keeps to t
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +25,8 @@ from shared.engine.base import (
     DEFAULT_CPU_KV_BYTES,
     Buffer,
     OnLayer,
+    PreparedStep,
+    QueuedStep,
 )
 from shared.engine.computing import choose, keep_precision
 from shared.engine.decode_buckets import DecodeBuckets
@@ -36,7 +39,7 @@ from shared.engine.device import (
 from shared.engine.device_engine import DeviceEngine
 from shared.engine.device_memory import MemoryNeeds, kv_bytes_of, measure
 from shared.engine.failures import DeviceFailures
-from shared.engine.forward import Forward, Passed
+from shared.engine.forward import Choose, Forward, Passed, Queued
 from shared.engine.guides import Guides, Masks
 from shared.engine.layers import LayerOps
 from shared.engine.models.decoder import load_decoder
@@ -52,7 +55,7 @@ from shared.errors import LocalProtocolError, ModelError
 from shared.model_folder import ModelFolder
 from shared.model_spec import ModelSpec
 from shared.request import TokenLogprobs
-from shared.step import RowResult, SampleSpec, StepRow
+from shared.step import RowResult, SampleSpec, StepRow, ToCome
 
 _log = structlog.get_logger(__name__)
 
@@ -92,6 +95,35 @@ class _StepOutputs(NamedTuple):
                 prompts.append((idx, row))
         is_plain_greedy = all(map(sampler.is_plain_greedy, specs))
         return cls(len(rows), samples, specs, is_plain_greedy, prompts)
+
+
+class _Prepared(PreparedStep):
+    def __init__(self, streams: Streams, queue: Callable[[Choose], Queued], choose: Choose) -> None:
+        self._streams = streams
+        self._queue = queue
+        self._choose = choose
+
+    def launch(self) -> QueuedStep:
+        with DeviceFailures("a step"), torch.inference_mode(), self._streams.queueing():
+            return _InQueue(self._queue(self._choose))
+
+
+class _InQueue(QueuedStep):
+    def __init__(self, queued: Queued) -> None:
+        self._queued = queued
+
+    def is_ending(self) -> bool:
+        with DeviceFailures("a step"):
+            return self._queued.ending.query()
+
+    def wait_until_ending(self) -> None:
+        with DeviceFailures("a step"):
+            self._queued.ending.synchronize()
+
+    def results(self) -> list[RowResult]:
+        with DeviceFailures("a step"):
+            self._queued.done.synchronize()
+            return [RowResult(token_id) for token_id in self._queued.token_ids.tolist()]
 
 
 class TorchEngine(DeviceEngine):
@@ -267,6 +299,20 @@ class TorchEngine(DeviceEngine):
         with DeviceFailures("a step"), self._streams.computing():
             passed = self._forward.run(rows, wanted.samples, on_layer)
             return self._results(wanted, passed, None if guided is None else guided.result())
+
+    def prepare(self, rows: Sequence[StepRow], to_come: ToCome = ()) -> PreparedStep | None:
+        """See Engine: replayed steps whose tokens are chosen without the host."""
+        specs: list[SampleSpec] = []
+        for row in rows:
+            if row.sample is None or row.prompt_targets or not sampler.needs_no_host(row.sample):
+                return None
+            specs.append(row.sample)
+        with DeviceFailures("a step"), torch.inference_mode(), self._streams.queueing():
+            queue = self._forward.prepare(rows, to_come)
+        if queue is None:
+            return None
+        choose = partial(sampler.choose, specs=specs, eos_token_ids=self.spec.eos_token_ids)
+        return _Prepared(self._streams, queue, choose)
 
     @property
     def machine(self) -> Mapping[str, str]:

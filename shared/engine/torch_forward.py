@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -11,12 +11,12 @@ from shared.engine.attention.base import AttentionBackend
 from shared.engine.base import OnLayer
 from shared.engine.batch import flatten_rows
 from shared.engine.decode_buckets import DecodeBuckets
-from shared.engine.forward import Passed
+from shared.engine.forward import Choose, Passed, Queued
 from shared.engine.models.decoder import Decoder
 from shared.engine.paged_kv import PagedKv
 from shared.engine.streams import Streams
-from shared.engine.upload import to_device
-from shared.step import StepRow
+from shared.engine.upload import to_device, to_host
+from shared.step import StepRow, ToCome
 
 
 class TorchForward:
@@ -73,6 +73,25 @@ class TorchForward:
             wanted = hidden.index_select(0, to_device(np.array(places), self._device))
         logits = self._decoder.logits(wanted)
         return Passed(lambda: hidden, lasts, lambda: logits, None)
+
+    def prepare(
+        self, rows: Sequence[StepRow], to_come: ToCome
+    ) -> Callable[[Choose], Queued] | None:
+        """See Forward."""
+        buckets = self._buckets
+        filled = None if buckets is None else buckets.fill(rows, to_come)
+        if buckets is None or filled is None:
+            return None
+
+        def queue(choose: Choose) -> Queued:
+            hidden = buckets.launch(filled)
+            ending = self._streams.mark()
+            token_ids = choose(self._decoder.logits(hidden))
+            buckets.keep(token_ids)
+            on_host = to_host(token_ids)
+            return Queued(ending, on_host, self._streams.mark())
+
+        return queue
 
     def _hidden(
         self, rows: Sequence[StepRow], on_layer: OnLayer | None

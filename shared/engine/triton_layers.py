@@ -43,9 +43,27 @@ class TritonOps(LayerOps):
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         kernel: Any = _rms_norm
         kernel[(x.shape[0], heads)](
-            out, x, weight, eps, x.stride(0), WIDTH=width, FILLED=_power_of_two(width)
+            *(out, x, x, x, weight, eps, x.stride(0)),
+            WIDTH=width,
+            FILLED=_power_of_two(width),
+            ADDS=False,
         )
         return out
+
+    def add_norm(
+        self, x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See LayerOps."""
+        num_tokens, width = x.shape
+        out, total = torch.empty((2, num_tokens, width), dtype=x.dtype, device=x.device)
+        kernel: Any = _rms_norm
+        kernel[(num_tokens, 1)](
+            *(out, total, x, added, weight, eps, width),
+            WIDTH=width,
+            FILLED=_power_of_two(width),
+            ADDS=True,
+        )
+        return total, out
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """See LayerOps."""
@@ -141,14 +159,22 @@ def _product(
 
 
 @triton.jit
-def _rms_norm(out, x, weight, eps, stride, WIDTH: tl.constexpr, FILLED: tl.constexpr):
+def _rms_norm(
+    out, total, x, added, weight, eps, stride,
+    WIDTH: tl.constexpr, FILLED: tl.constexpr, ADDS: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     place = tl.arange(0, FILLED)
     mask = place < WIDTH
-    wide = tl.load(x + token * stride + head * WIDTH + place, mask=mask, other=0.0).to(tl.float32)
-    wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
+    at = token * stride + head * WIDTH + place
     dtype = out.dtype.element_ty
+    wide = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    if ADDS:
+        wide += tl.load(added + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(total + at, wide.to(dtype), mask=mask)
+        wide = wide.to(dtype).to(tl.float32)
+    wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
     scaled = tl.load(weight + place, mask=mask, other=0.0).to(tl.float32)
     scaled = scaled * wide.to(dtype).to(tl.float32)
     row = token * tl.num_programs(1) + head

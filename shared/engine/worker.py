@@ -17,15 +17,19 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
-from shared.engine.base import Engine
+from shared.engine.base import Engine, PreparedStep, QueuedStep
 from shared.engine.work_thread import WorkThread
-from shared.errors import EngineFailed, MeshError
+from shared.errors import EngineFailed, LocalProtocolError, MeshError
 from shared.step import RowResult, StepRow, ToCome
 
 T = TypeVar("T")
 
 COMPUTE_NICENESS = 5
 """Of compute threads, where loops have 0; bench/loop_lag measured the difference."""
+
+LOOK_S = 500e-6
+"""How often the compute thread looks whether the step that it waits for is ending while no other
+one follows."""
 
 OnLayersDone = Callable[[int], None]
 """Called on the loop with n: KV of layers [0, n) of the running step is written, or queued on a
@@ -127,8 +131,12 @@ class ThreadCompute:
         self._num_layers = engine.layout.num_layers
         self._steps = WorkThread(f"{name}-compute", _yield_to_loops)
         self._copies = WorkThread(f"{name}-copy", enter_copies)
+        # The loop's word to the compute thread: the step taken last, unless that runs.
+        self._following: _ThreadStep | None = None
+        self._has_following = threading.Event()
         # The compute thread's.
         self._last: list[RowResult] = []
+        self._last_at = 0.0
         self._has_failed = False
 
     def begin(
@@ -142,18 +150,27 @@ class ThreadCompute:
         if on_layers_done is not None:
             reports = _LayerReports(asyncio.get_running_loop(), self._num_layers, on_layers_done)
             on_layer = reports.written
-        step = _ThreadStep(reports)
+        step = _ThreadStep(rows, to_come, reports)
 
         def run() -> list[RowResult]:
-            if not step.claim():
+            if step.queued is None and not step.claim():
                 return []  # withdrawn: nobody waits
             if self._has_failed:
                 raise EngineFailed("the step before this one failed")
             self._has_failed = True  # until it has not
             fill_in(to_come, self._last)
-            began_at = time.perf_counter()
-            self._last = self._engine.step(rows, on_layer)
-            step.seconds = time.perf_counter() - began_at
+            # One that was queued behind the last begins when that ends.
+            began_at = self._last_at if step.queued is not None else time.perf_counter()
+            if step.queued is None and on_layer is None:
+                prepared = self._engine.prepare(rows)
+                step.queued = None if prepared is None else prepared.launch()
+            if step.queued is None:
+                self._last = self._engine.step(rows, on_layer)
+            else:
+                self._queue_following(step.queued)
+                self._last = step.queued.results()
+            self._last_at = time.perf_counter()
+            step.seconds = self._last_at - began_at
             if reports is not None:
                 layers_at = self._engine.layer_times() or reports.layers_at
                 step.done = StepDone(layers_at, time.monotonic())  # the loop's clock
@@ -162,7 +179,36 @@ class ThreadCompute:
 
         step.outcome = self._steps.run(run)
         step.outcome.add_done_callback(_look_at)
+        self._following = None if on_layer is not None else step
+        self._has_following.set()
         return step
+
+    def _queue_following(self, running: QueuedStep) -> None:
+        """Queue the step that follows the running one as that ends, if it can be queued: so late,
+        because until then it may be withdrawn for one that has more rows. Compute thread only."""
+        prepared: PreparedStep | None = None
+        looked_at: _ThreadStep | None = None
+        while True:
+            self._has_following.clear()
+            following = self._following
+            if following is not None and following is not looked_at and following.queued is None:
+                looked_at = following
+                prepared = self._prepare(following)
+                if prepared is not None:
+                    running.wait_until_ending()
+                    if following.claim():
+                        following.queued = prepared.launch()
+                        return
+                continue
+            if running.is_ending():
+                return
+            self._has_following.wait(LOOK_S)
+
+    def _prepare(self, step: _ThreadStep) -> PreparedStep | None:
+        try:
+            return self._engine.prepare(step.rows, step.to_come)
+        except LocalProtocolError:
+            return None  # whoever waits for it hears of it when it is its turn
 
     async def step(
         self, rows: Sequence[StepRow], on_layers_done: OnLayersDone | None = None
@@ -195,13 +241,18 @@ def _yield_to_loops() -> None:
 
 
 class _ThreadStep:
-    """See BegunStep."""
+    """See BegunStep. queued: it is in the device's queue already, behind the one before it."""
 
     outcome: asyncio.Future[list[RowResult]]
 
-    def __init__(self, reports: _LayerReports | None) -> None:
+    def __init__(
+        self, rows: Sequence[StepRow], to_come: ToCome, reports: _LayerReports | None
+    ) -> None:
+        self.rows = rows
+        self.to_come = to_come
         self.seconds = 0.0
         self.done = StepDone()
+        self.queued: QueuedStep | None = None
         self._reports = reports
         self._decided = threading.Lock()
 

@@ -17,10 +17,11 @@ from shared.engine.decode_buckets import DecodeBuckets, bucket_sizes
 from shared.engine.recording import Recorder, Work
 from shared.engine.torch_engine import TorchEngine
 from shared.engine.torch_forward import TorchForward
+from shared.engine.worker import BegunStep, ThreadCompute
 from shared.errors import LocalProtocolError, ModelError
 from shared.model_folder import DEMO_FOLDER
 from shared.request import SamplingParams
-from shared.step import SampleSpec, StepRow
+from shared.step import SampleSpec, StepRow, ToCome
 from tests.support.checkpoints import SHAPES
 from tests.support.engine_driver import Driver, greedy
 from tests.support.interpreted import DEVICE, needs_triton
@@ -205,6 +206,73 @@ def test_what_a_replay_samples_and_reports_is_the_same(triton_of: EngineOf) -> N
                 [token_id for token_id, _ in entry.top] for entry in (one.logprobs, other.logprobs)
             ]
             assert tops[0] == tops[1]
+
+
+async def test_tokens_stay_on_the_device_between_steps(
+    triton_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step is queued before the one before it was read, and takes its tokens from there: the
+    answers are those of one step after the other, greedy and drawn, rows that come and go
+    included."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.9, "seed": 4},
+        {"temperature": 1.3, "seed": 5, "top_k": 20, "min_p": 0.01},
+    ]
+    given = decode_rows(triton_of(), 3)  # fills no pool but that engine's own
+    given = [row._replace(start=20 + idx, block_table=[idx, 10 + idx, 20 + idx])
+             for idx, row in enumerate(given)]  # fmt: skip
+    # Rows of each step, by their places in ``given``.
+    steps = [(0, 1, 2), (2, 0, 1), (2, 0), (0, 2, 1), (1,)]
+
+    async def answers(*, is_ahead: bool) -> dict[int, list[int]]:
+        engine = triton_of(max_graph_rows=3)
+        assert len(decode_rows(engine, 3)) == 3  # the same noise
+        compute = ThreadCompute(engine)
+        tokens = {idx: [row.token_ids[0]] for idx, row in enumerate(given)}
+        counts = dict.fromkeys(tokens, 0)
+        running: tuple[BegunStep, tuple[int, ...]] | None = None
+        taken: list[int] = []
+        fill = buckets_of(engine).fill
+
+        def counted(rows: Sequence[StepRow], to_come: ToCome = ()) -> Any:
+            taken.append(len(to_come))
+            return fill(rows, to_come)
+
+        monkeypatch.setattr(buckets_of(engine), "fill", counted)
+
+        async def read(step: BegunStep, places: tuple[int, ...]) -> None:
+            for place, result in zip(places, await step.results(), strict=True):
+                tokens[place].append(result.token_id)
+
+        for places in steps:
+            if running is not None and not is_ahead:
+                await read(*running)
+                running = None
+            rows, to_come = [], []
+            for place in places:
+                params = SamplingParams(max_tokens=9, **kinds[place])
+                spec = SampleSpec(params, counts[place], (), ())
+                own = tokens[place][-1:]
+                if running is not None and place in running[1]:
+                    own = [-1]
+                    to_come.append((own, running[1].index(place)))
+                row = given[place]._replace(token_ids=own, sample=spec)
+                rows.append(row._replace(start=row.start + counts[place]))
+                counts[place] += 1
+            following = compute.begin(rows, to_come)
+            if running is not None:
+                await read(*running)
+            running = following, places
+        assert running is not None
+        await read(*running)
+        await compute.close()
+        assert (sum(taken) > 0) == is_ahead
+        return tokens
+
+    want = await answers(is_ahead=False)
+    assert [len(want[idx]) for idx in range(3)] == [5, 5, 5]
+    assert await answers(is_ahead=True) == want
 
 
 @pytest.fixture

@@ -132,8 +132,7 @@ class Setting:
         window = self.case.window
         plan = attention.plan(self.batch, [window], self.dtype)[window]
         attention.store(self.kv, 0, self.keys, self.values, self.batch)
-        queries = self.queries.contiguous()
-        return attention.attend(self.kv, 0, queries, self.keys, self.values, plan)
+        return attention.attend(self.kv, 0, self.queries, self.keys, self.values, plan)
 
     def triton(self) -> TritonAttention:
         case = self.case

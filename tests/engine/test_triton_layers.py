@@ -44,6 +44,17 @@ def test_norms(dtype: torch.dtype, width: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_norms_of_sums(dtype: torch.dtype, width: int) -> None:
+    """The sum is rounded before its norm is taken, and is there to be added to."""
+    x, added, weight = noise(dtype, 5, width), noise(dtype, 5, width) * 3, noise(dtype, width)
+    want_total, want = LayerOps().add_norm(x, added, weight, 1e-5)
+    total, normed = TritonOps().add_norm(x, added, weight, 1e-5)
+    close(total, want_total, scale=float(added.abs().max()))
+    close(normed, want, scale=float(want.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("heads", "head_dim"), [(1, 16), (3, 24), (33, 80), (6, 128)])
 def test_rotations(dtype: torch.dtype, heads: int, head_dim: int) -> None:
     """Of some of the heads in each row; both halves turn."""

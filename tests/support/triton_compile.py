@@ -56,7 +56,7 @@ def attend(
         **NUMBERS,
         **dict.fromkeys(("out", "queries", "key_pool", "value_pool"), own),
         **dict.fromkeys(("sums", "tops", "totals"), "*fp32" if is_split else own),
-        "scale": "fp32",
+        **{"scale": "fp32", "query_stride": "i32"},
     }
     return compiled(
         capability,
@@ -111,11 +111,12 @@ def main(capability: int) -> None:
     types = {**NUMBERS, "key_stride": "i32", "value_stride": "i32"}
     types |= dict.fromkeys(("keys", "values", "key_pool", "value_pool"), "*bf16")
     done["store"] = compiled(capability, kernels._store, types, WIDTH=1024, TILE=1024)
-    types = dict.fromkeys(("out", "x", "weight", "cos", "sin", "gate_up"), "*bf16")
+    tensors = ("out", "total", "x", "added", "weight", "cos", "sin", "gate_up")
+    types = dict.fromkeys(tensors, "*bf16")
     types |= {"eps": "fp32", "stride": "i32"}
     heads = {"HEADS": 33, "HALF": 40, "TILE_HEADS": 16, "FILLED": 64}
     for kernel, sizes in (
-        (triton_layers._rms_norm, {"WIDTH": 5120, "FILLED": 8192}),
+        (triton_layers._rms_norm, {"WIDTH": 5120, "FILLED": 8192, "ADDS": True}),
         (triton_layers._rotate, heads),
         (triton_layers._gate, {"WIDTH": 14_336, "TILE": 1024}),
     ):

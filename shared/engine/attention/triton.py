@@ -106,8 +106,7 @@ class TritonAttention:
         values: torch.Tensor,
         plan: TritonPlan,
     ) -> torch.Tensor:
-        queries = queries.contiguous()
-        out = torch.empty_like(queries)
+        out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
         if plan.num_single:
             self._launch(out, queries, kv, layer, plan, None)
         if plan.tiles is not None:
@@ -176,6 +175,7 @@ def _try(
         ops, row = ops_for(is_exact=is_exact), keys.flatten(1)
         ops.linear(row, row, None)
         ops.rms_norm(row, row[0], 1e-6)
+        ops.add_norm(row, row, row[0], 1e-6)
         ops.rotate(keys, keys[:, :1].contiguous(), keys[:, :1].contiguous())
         ops.gate(row)
         if device.type == "cuda":

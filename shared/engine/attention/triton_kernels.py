@@ -105,8 +105,8 @@ def attend(
 ) -> None:
     """Write softmax(q k / sqrt(head_dim)) v of the tiles' tokens to ``out``.
 
-    queries, out: ``[num_tokens, num_heads, head_dim]``, contiguous. tiles: None = the first
-    ``num_single`` rows, which have one token each, row i's at flat index i.
+    queries, out: ``[num_tokens, num_heads, head_dim]``; only tokens of queries may lie apart.
+    tiles: None = the first ``num_single`` rows, which have one token each, row i's at flat index i.
     """
     _, num_heads, head_dim = queries.shape
     num_kv_heads = key_pool.shape[1]
@@ -136,6 +136,7 @@ def attend(
         tops,
         totals,
         queries,
+        queries.stride(0),
         key_pool,
         value_pool,
         *rows,
@@ -243,7 +244,7 @@ def _rise(top, other):
 
 @triton.jit(do_not_specialize_on_alignment=_NUMBERS)
 def _attend(
-    out, sums, tops, totals, queries, key_pool, value_pool,
+    out, sums, tops, totals, queries, query_stride, key_pool, value_pool,
     stops, firsts, table_at, tables, split_at, split_rows, tile_rows, tile_offsets, scale,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, WINDOW: tl.constexpr, SPLIT_KEYS: tl.constexpr,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -294,7 +295,8 @@ def _attend(
     is_dim = dim < HEAD_DIM
     place = ((first + query) * NUM_HEADS + head) * HEAD_DIM
     is_item = is_query[:, None] & is_dim[None, :]
-    q = tl.load(queries + place[:, None] + dim[None, :], mask=is_item, other=0.0)
+    own = (first + query) * query_stride + head * HEAD_DIM
+    q = tl.load(queries + own[:, None] + dim[None, :], mask=is_item, other=0.0)
     if WIDENS:
         # The interpreter takes bfloat16 for integers when it multiplies matrices. Products of two
         # such numbers are exact in float32, so the result is that of the matrix units.

@@ -107,11 +107,12 @@ class Decoder:
 
         Writes KV of every token of the batch; reports each layer as soon as its KV is written.
         """
+        eps = self.config.rms_norm_eps
         x = F.embedding(batch.token_ids, self._embedding)
         cos, sin = self._rotary.cos_sin(batch.positions, x.dtype)
         plans = attention.plan(batch, self.config.windows, x.dtype)
+        normed = self._ops.rms_norm(x, self._layers[0].input_norm, eps)
         for idx, layer in enumerate(self._layers):
-            normed = self._ops.rms_norm(x, layer.input_norm, self.config.rms_norm_eps)
             queries, keys, values = self._project(layer, normed, cos, sin)
             attention.store(kv, idx, keys, values, batch)
             streams.layer_written(idx)
@@ -119,11 +120,15 @@ class Decoder:
                 on_layer(idx)
             plan = plans[self.config.windows[idx]]
             mixed = attention.attend(kv, idx, queries, keys, values, plan)
-            x = x + self._ops.linear(mixed.flatten(1), *layer.out)
-            normed = self._ops.rms_norm(x, layer.mlp_norm, self.config.rms_norm_eps)
+            added = self._ops.linear(mixed.flatten(1), *layer.out)
+            x, normed = self._ops.add_norm(x, added, layer.mlp_norm, eps)
             # SwiGLU (Shazeer 2020); gate and up are one matrix.
             gated = self._ops.gate(self._ops.linear(normed, *layer.gate_up))
-            x = x + self._ops.linear(gated, *layer.down)
+            added = self._ops.linear(gated, *layer.down)
+            if idx + 1 < len(self._layers):
+                x, normed = self._ops.add_norm(x, added, self._layers[idx + 1].input_norm, eps)
+            else:
+                x = x + added
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -136,13 +141,15 @@ class Decoder:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         config, ops = self.config, self._ops
         heads = ops.linear(x, *layer.qkv).view(x.shape[0], -1, config.head_dim)
-        queries, keys, values = heads.split(
-            (config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1
-        )
+        sizes = (config.num_heads, config.num_kv_heads)
+        rotated, values = heads.split((sum(sizes), config.num_kv_heads), dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
+            queries, keys = rotated.split(sizes, dim=1)
             queries = ops.rms_norm(queries, layer.q_norm, config.rms_norm_eps)
             keys = ops.rms_norm(keys, layer.k_norm, config.rms_norm_eps)
-        return ops.rotate(queries, cos, sin), ops.rotate(keys, cos, sin), values
+            return ops.rotate(queries, cos, sin), ops.rotate(keys, cos, sin), values
+        queries, keys = ops.rotate(rotated, cos, sin).split(sizes, dim=1)
+        return queries, keys, values
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -17,7 +17,7 @@ import torch
 from shared.engine import huge_pages
 from shared.engine.base import OnLayer
 from shared.engine.config import ModelConfig
-from shared.engine.forward import Passed
+from shared.engine.forward import Forward, Passed
 from shared.engine.layers import RotaryEmbedding
 from shared.engine.models.decoder import DecoderNames, expected_shapes
 from shared.engine.native import library
@@ -58,7 +58,7 @@ def unsupported(
     return ""
 
 
-class NativeForward:
+class NativeForward(Forward):
     """A packed model with its pool. See ``forward.Forward``."""
 
     def __init__(

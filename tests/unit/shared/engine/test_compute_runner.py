@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from shared.engine.base import OnLayer
+from shared.engine.base import OnLayer, PreparedStep, QueuedStep
 from shared.engine.fake import FakeEngine
 from shared.engine.work_thread import WorkThread, run_and_end
 from shared.engine.worker import ThreadCompute
 from shared.errors import EngineFailed, NoCapacity
-from shared.step import RowResult, StepRow
+from shared.step import RowResult, StepRow, ToCome
 
 
 class _Gate(FakeEngine):
@@ -37,6 +37,131 @@ class _Gate(FakeEngine):
 
 
 ROW = StepRow(token_ids=[1, 2, 3], start=0, block_table=[0])
+
+
+class _Queue(FakeEngine):
+    """A fake engine that takes steps of one row into a queue, and notes what happens to them.
+
+    ending: what is told, by first token, to be nearly done. ended: whose results may be read.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=8)
+        self.notes: list[str] = []
+        self.ending = threading.Event()
+        self.ended = threading.Semaphore(0)
+        self.error: Exception | None = None
+
+    def prepare(self, rows: Sequence[StepRow], to_come: ToCome = ()) -> PreparedStep | None:
+        if len(rows) > 1:
+            return None
+        engine, name = self, f"{rows[0].start}"
+        self.notes.append(f"prepare {name}")
+
+        class Step(PreparedStep, QueuedStep):
+            def launch(self) -> QueuedStep:
+                engine.notes.append(f"launch {name}")
+                return self
+
+            def is_ending(self) -> bool:
+                return engine.ending.is_set()
+
+            def wait_until_ending(self) -> None:
+                engine.ending.wait()
+
+            def results(self) -> list[RowResult]:
+                engine.ended.acquire()
+                engine.notes.append(f"read {name}")
+                if engine.error is not None:
+                    raise engine.error
+                return [RowResult(10 + int(name))]
+
+        return Step()
+
+    def step(self, rows: Sequence[StepRow], on_layer: OnLayer | None = None) -> list[RowResult]:
+        self.notes.append(f"step {rows[0].start} of {[row.token_ids[0] for row in rows]}")
+        return [RowResult(0)] * len(rows)
+
+
+def _row(start: int) -> tuple[list[StepRow], ToCome]:
+    """A row whose token is still to come, and where it comes from."""
+    lacking = [-1]
+    return [StepRow(lacking, start, [0])], [(lacking, 0)]
+
+
+async def _noted(engine: _Queue, *notes: str) -> None:
+    async with asyncio.timeout(30):
+        while engine.notes != list(notes):
+            await asyncio.sleep(0.001)
+
+
+async def test_a_step_is_queued_behind_the_one_that_is_ending() -> None:
+    """Before that one's results were read, and no earlier."""
+    engine = _Queue()
+    compute = ThreadCompute(engine)
+    first = compute.begin([StepRow([5], 1, [0])])
+    rows, to_come = _row(2)
+    second = compute.begin(rows, to_come)
+    await _noted(engine, "prepare 1", "launch 1", "prepare 2")
+    engine.ending.set()
+    await _noted(engine, "prepare 1", "launch 1", "prepare 2", "launch 2")
+    assert not second.withdraw()
+    engine.ended.release(2)
+    assert [one.token_id for one in await first.results()] == [11]
+    assert [one.token_id for one in await second.results()] == [12]
+    assert rows[0].token_ids == [11]
+    assert engine.notes[4:] == ["read 1", "read 2"]
+    assert second.seconds > 0
+    await compute.close()
+
+
+async def test_a_prepared_step_may_be_withdrawn_for_another() -> None:
+    """Until the one before it is ending; the other is queued in its stead."""
+    engine = _Queue()
+    compute = ThreadCompute(engine)
+    first = compute.begin([StepRow([5], 1, [0])])
+    withdrawn = compute.begin(*_row(2))
+    await _noted(engine, "prepare 1", "launch 1", "prepare 2")
+    assert withdrawn.withdraw()
+    second = compute.begin(*_row(3))
+    engine.ending.set()
+    engine.ended.release(2)
+    await first.results()
+    assert [one.token_id for one in await second.results()] == [13]
+    assert "launch 2" not in engine.notes
+    assert "launch 3" in engine.notes
+    await compute.close()
+
+
+async def test_a_step_that_cannot_be_queued_waits_for_the_tokens_that_it_lacks() -> None:
+    """It runs on the host's numbers."""
+    engine = _Queue()
+    compute = ThreadCompute(engine)
+    first = compute.begin([StepRow([5], 1, [0])])
+    rows, to_come = _row(2)
+    second = compute.begin([*rows, StepRow([7], 2, [1])], to_come)
+    engine.ending.set()
+    engine.ended.release()
+    await first.results()
+    await second.results()
+    assert engine.notes == ["prepare 1", "launch 1", "read 1", "step 2 of [11, 7]"]
+    await compute.close()
+
+
+async def test_what_was_queued_behind_a_step_that_failed_fails_too() -> None:
+    """Its results are read by nobody."""
+    engine = _Queue()
+    compute = ThreadCompute(engine)
+    first, second = compute.begin([StepRow([5], 1, [0])]), compute.begin(*_row(2))
+    engine.ending.set()
+    await _noted(engine, "prepare 1", "launch 1", "prepare 2", "launch 2")
+    engine.error = EngineFailed("the device is gone")
+    engine.ended.release(2)
+    for step in (first, second):
+        with pytest.raises(EngineFailed):
+            await step.results()
+    assert engine.notes[4:] == ["read 1"]
+    await compute.close()
 
 
 async def test_layer_events_come_on_the_loop_in_order_and_all_before_the_step_returns() -> None:
