@@ -9,6 +9,7 @@ nothing and exits with 2. What the numbers mean: README.md beside this file.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import gc
 import importlib.util
 import json
@@ -18,10 +19,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import uvloop
 
 from bench.device import add_device, name_or_exit
 from bench.record import Record, ratios, spread
+
+if TYPE_CHECKING:
+    from shared.engine.worker import BegunStep
 
 HERE = Path(__file__).parent
 VOCAB = 128_256
@@ -142,6 +148,7 @@ class OurEnd:
         import torch
 
         from shared.engine.torch_engine import TorchEngine
+        from shared.engine.worker import ThreadCompute
 
         self.engine = TorchEngine.load(
             folder, device=device, dtype="bfloat16", max_graph_rows=max_rows, **options
@@ -149,12 +156,20 @@ class OurEnd:
         with torch.inference_mode():
             for weight in self.engine.forward.weights:
                 weight.normal_(0, 0.02)
+        self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+        self._compute = ThreadCompute(self.engine)
+        self._running: BegunStep | None = None
+        self._is_ahead = device != "cpu"
         weights = list(self.engine.forward.weights)
         # The embedding, the first of them, is looked up row by row.
         self.read_bytes = sum(one.numel() * one.element_size() for one in weights[1:])
 
     def decode(self, batch: int, context: int, *, is_replayed: bool = True) -> Step:
-        """One token for each of ``batch`` sequences of ``context`` tokens; sampled, greedily."""
+        """One token for each of ``batch`` sequences of ``context`` tokens; sampled, greedily.
+
+        As a worker does it: a step takes the tokens of the one before it, and is there when that
+        ends. Each call waits for one and begins the one after it; ``settle`` waits for the last.
+        """
         from shared.request import SamplingParams
         from shared.step import SampleSpec, StepRow
 
@@ -167,11 +182,33 @@ class OurEnd:
             StepRow((7,), context - 1, tuple(range(row * per_row, (row + 1) * per_row)), spec)
             for row in range(batch)
         ]
-        on_layer = None if is_replayed else lambda _: None
-        return lambda: void(engine.step(rows, on_layer))
+        self.settle()
+        if not (is_replayed and self._is_ahead):
+            on_layer = None if is_replayed else lambda _: None
+            return lambda: void(engine.step(rows, on_layer))
+
+        async def step() -> None:
+            if self._running is None:
+                self._running = self._compute.begin(rows)
+            lacking = [[-1] for _ in rows]
+            following = self._compute.begin(
+                [row._replace(token_ids=own) for row, own in zip(rows, lacking, strict=True)],
+                [(own, idx) for idx, own in enumerate(lacking)],
+            )
+            await self._running.results()
+            self._running = following
+
+        return lambda: self._runner.run(step())
+
+    def settle(self) -> None:
+        """Wait for the step that is still on its way."""
+        if self._running is not None:
+            self._runner.run(self._running.results())
+            self._running = None
 
     def prefill(self, length: int) -> Step:
         """All of a prompt in one step, and its first token."""
+        self.settle()
         from shared.request import SamplingParams
         from shared.step import SampleSpec, StepRow
 
@@ -181,6 +218,9 @@ class OurEnd:
         return lambda: void(self.engine.step([row]))
 
     def close(self) -> None:
+        self.settle()
+        self._runner.run(self._compute.close())
+        self._runner.close()
         self.engine.close()
 
 
@@ -300,8 +340,8 @@ def measure(asked: argparse.Namespace, record: Record, shape: dict[str, Any], fo
                 by_kernel = ours.decode(batch, asked.context, is_replayed=False)
                 take("kernel by kernel", what, by_kernel)
             take(ours.name, prefill, ours.prefill(asked.prompt))
-    if asked.quick or asked.exact:
-        print("no peers with --quick or --exact")
+    if asked.quick or asked.exact or asked.no_peers:
+        print("no peers with --quick, --exact or --no-peers")
     elif importlib.util.find_spec("transformers") is None:
         print("transformers is not installed: left out")
     else:
@@ -393,6 +433,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=GOAL_PROMPT, help="tokens of the prompt")
     parser.add_argument("--steps", type=int, default=30, help="decode steps a sample")
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--no-peers", action="store_true", help="ours alone")
     parser.add_argument("--exact", action="store_true", help="ours with exact products, attention")
     parser.add_argument("--record", action="store_true", help="write results of a quick run too")
     add_device(parser)
