@@ -31,8 +31,13 @@ LEAST_LARGEST = 64
 """Chunks grow until one takes longer than the target: steps beyond it are nobody's business. So
 many tokens are tried whatever the target."""
 
+LEAST_SHAPES = 3
+"""So many shapes are tried however long they take: a line has three coefficients, and through one
+shape a step's constant would pass for the price of what it attends to."""
+
 REPETITIONS = 3
-"""The quickest of them counts: what disturbs a step only ever slows it."""
+"""The quickest of them counts: what disturbs a step only ever slows it. Beyond the limit of time
+there is one."""
 
 
 class ProfileRange(NamedTuple):
@@ -108,12 +113,14 @@ class StepTimes:
         until: float,
         target_s: float = 0.0,
     ) -> None:
-        for rows in steps:
+        for number, rows in enumerate(steps):
             num_tokens = sum(len(row.token_ids) for row in rows)
-            if stopwatch() > until and not (target_s and num_tokens <= LEAST_LARGEST):
+            is_late = stopwatch() > until
+            is_wanted = number < LEAST_SHAPES or (target_s and num_tokens <= LEAST_LARGEST)
+            if is_late and not is_wanted:
                 break
             num_attended = sum(attended(row.start, row.stop) for row in rows)
-            seconds = await _quickest(compute, rows, stopwatch)
+            seconds = await _quickest(compute, rows, stopwatch, 1 if is_late else REPETITIONS)
             for _ in range(REPETITIONS):
                 model.observe(num_tokens, num_attended, seconds)
             if target_s and seconds > target_s and num_tokens >= LEAST_LARGEST:
@@ -122,10 +129,10 @@ class StepTimes:
 
 
 async def _quickest(
-    compute: ComputeRunner, rows: list[StepRow], stopwatch: Callable[[], float]
+    compute: ComputeRunner, rows: list[StepRow], stopwatch: Callable[[], float], num: int
 ) -> float:
     seconds: list[float] = []
-    for _ in range(REPETITIONS):
+    for _ in range(num):
         began_at = stopwatch()
         await compute.step(rows)
         seconds.append(stopwatch() - began_at)

@@ -152,6 +152,21 @@ async def test_a_profile_predicts_steps_it_has_not_seen() -> None:
 
 
 @virtual_time
+async def test_the_profile_of_a_slow_device_tells_constant_and_tokens_apart() -> None:
+    """Steps that take longer than the whole profile may: through one shape alone a step's constant
+    would pass for the price of each position, and a long context for hundreds of steps."""
+    timing = FakeTiming(base_s=0.2, prefill_token_s=0.0, decode_row_s=0.0, context_token_s=0.0)
+    engine = FakeEngine(model=MODEL, num_blocks=1024, block_size=16, timing=timing)
+    loop, times = asyncio.get_running_loop(), StepTimes()
+    began_at = loop.time()
+    await times.profile(engine, VirtualCompute(engine), loop.time, ProfileRange(2048, 64))
+    assert loop.time() - began_at < 3.0
+    prompts, answers = times.fits()
+    assert prompts.seconds(100, attended(0, 100)) == pytest.approx(0.2, rel=0.05)
+    assert answers.seconds(8, 8 * 500) == pytest.approx(0.2, rel=0.05)
+
+
+@virtual_time
 async def test_a_step_that_stood_still_says_little() -> None:
     """Of many steps one is no reason to expect others like it; if most are, it is."""
     engine = FakeEngine(model=MODEL, num_blocks=200, block_size=16, timing=SLOW)
