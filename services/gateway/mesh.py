@@ -116,6 +116,11 @@ class Mesh(Protocol):
         """Return workers, load and the last minute's traffic, JSON-ready: see ``cluster.py``."""
         ...
 
+    def recent(self) -> dict[str, Any]:
+        """Return the last requests as receipts, and the mesh that they met, JSON-ready: see
+        ``recent.py``."""
+        ...
+
     def explain(self, request_id: str) -> dict[str, Any]:
         """Return why one of the last requests went where it went, JSON-ready: the record of each
         attempt's decision, which can be replayed (``core/decision_record.py``), and its receipt.

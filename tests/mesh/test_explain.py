@@ -10,6 +10,7 @@ import pytest
 
 from services.gateway.core.decision_record import replay
 from services.gateway.http import bodies
+from services.gateway.http.planner_bodies import RecentRequests
 from shared.errors import InvalidRequest, NotFound
 from shared.ids import RequestId
 from tests.support.whole_mesh import whole_mesh
@@ -79,3 +80,27 @@ async def test_who_is_not_remembered_is_told_so() -> None:
                 assert gateway.explain(first.hex())
         with pytest.raises(NotFound, match="only its last 1024"):
             gateway.explain(first.hex())
+
+
+@virtual_time
+async def test_the_last_requests_are_told_with_the_mesh_that_they_met() -> None:
+    """As the door sends them: when each came, its receipt, how its end was; what workers are, and
+    what they say of their steps."""
+    async with whole_mesh(num_prefill=2, num_decode=1) as mesh:
+        gateway = mesh.gateways[0].mesh
+        answers = [await mesh.ask(a_prompt(40, seed=i), 4) for i in range(3)]
+        await asyncio.sleep(1.0)  # until workers have reported
+        told = {"version": "1", **json.loads(json.dumps(gateway.recent()))}
+        sent = msgspec.convert(told, RecentRequests)
+        assert [it.receipt["ttft_s"] for it in sent.requests] == [
+            it.receipt["ttft_s"] for it in answers
+        ]
+        assert all(it.ended and not it.error for it in sent.requests)
+        arrived = [it.arrived_s for it in sent.requests]
+        assert arrived == sorted(arrived)
+        assert 0 < arrived[0] < arrived[-1] < sent.now_s
+        assert [it.kind for it in sent.workers] == ["prefill", "prefill", "decode"]
+        assert sum(it.taken for it in sent.workers if it.kind == "prefill") == 3
+        assert all(it.blocks * it.block_size > 0 for it in sent.workers)
+        assert set(sent.handover_s) == {"pair", "colocated"}
+        assert (sent.policy, sent.decides) == ("conductor", True)

@@ -107,6 +107,18 @@ class ScriptedMesh:
     def explain(self, request_id: str) -> dict[str, Any]:
         raise NotFound(f"no request {request_id}", param="request_id", code="no_request")
 
+    def recent(self) -> dict[str, Any]:
+        return {
+            "now_s": 1.0,
+            "model": "" if self.model is None else self.model.name,
+            "policy": "least_loaded",
+            "decides": True,
+            "handover_s": {"pair": 0.0, "colocated": 0.0},
+            "link_bytes_s": 0.0,
+            "workers": [],
+            "requests": [],
+        }
+
     def cluster(self) -> dict[str, Any]:
         return cluster_body(
             incarnation=Incarnation(1),

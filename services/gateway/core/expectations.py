@@ -107,7 +107,7 @@ class Expectations:
             prefill_s=status.prompt_steps.prompt_seconds(
                 min(num_cached, num_tokens - 1), num_tokens, status.step_tokens
             ),
-            handover_s=self._handovers[is_colocated].quantile(0.5),
+            handover_s=self.handover_s(is_colocated=is_colocated),
             transfer_s=transfer_s,
             fetch_s=0.0 if fetch is None else max(0.0, fetch.seconds - queue_s - own_s),
             num_output_tokens=length,
@@ -132,6 +132,10 @@ class Expectations:
     def handed_over(self, seconds: float, *, is_colocated: bool) -> None:
         """Token 1 left the gateway so long after prefill had it."""
         self._handovers[is_colocated].add(seconds)
+
+    def handover_s(self, *, is_colocated: bool) -> float:
+        """Return what half of the last hand-overs took at most; 0 = there was none."""
+        return self._handovers[is_colocated].quantile(0.5)
 
     def answered(
         self, worker: Incarnation, *, predicted_s: float, actual_s: float, now: float

@@ -34,6 +34,7 @@ from services.gateway.http.openai_forms import (
 )
 from services.gateway.http.openapi import openapi_document
 from services.gateway.http.page_files import page_routes
+from services.gateway.http.planner_bodies import RecentRequests
 from services.gateway.http.responses_door import ResponsesDoor
 from services.gateway.http.server import Policy, Route, Routes, read_body
 from services.gateway.http.tool_answers import chat_format
@@ -105,6 +106,7 @@ class HttpDoor:
             Route("GET", "/version", Policy.KEY, self.version),
             Route("GET", "/metrics", Policy.KEY, self.metrics, is_polled=True),
             Route("GET", "/cluster", Policy.KEY, self.cluster, is_polled=True),
+            Route("GET", "/cluster/requests", Policy.KEY, self.recent, is_polled=True),
             Route("GET", "/cluster/requests/{request_id}", Policy.KEY, self.explain),
             Route("POST", "/cluster/workers/{worker}/role", Policy.ROLES, self.change_role),
             Route("GET", "/openapi.json", Policy.KEY, self.openapi),
@@ -158,6 +160,12 @@ class HttpDoor:
         view = {"version": self._front.version, **self._front.mesh.cluster()}
         headers = {**call.headers, "Cache-Control": "no-store"}
         return json_response(msgspec.convert(view, bodies.Cluster), headers=headers)
+
+    async def recent(self, _: HttpRequest, call: Call) -> Response:
+        """The last requests as receipts, and the mesh that they met."""
+        view = {"version": self._front.version, **self._front.mesh.recent()}
+        headers = {**call.headers, "Cache-Control": "no-store"}
+        return json_response(msgspec.convert(view, RecentRequests), headers=headers)
 
     async def explain(self, request: HttpRequest, call: Call) -> Response:
         """Why a request went where it went."""

@@ -27,6 +27,7 @@ from services.gateway.http.openai_forms import (
     RoleBody,
     TokenizeBody,
 )
+from services.gateway.http.planner_bodies import RecentRequests
 from services.gateway.http.responses_forms import ResponsesBody
 from services.gateway.http.server import Policy, Route
 from services.gateway.mesh import ServedModel
@@ -130,6 +131,9 @@ OPERATIONS: dict[tuple[str, str], ApiOperation] = {
     ("GET", "/metrics"): ApiOperation("Numbers for Prometheus.", "text/plain"),
     ("GET", "/cluster"): ApiOperation(
         "Tell of workers, load and the last minute's traffic.", bodies.Cluster
+    ),
+    ("GET", "/cluster/requests"): ApiOperation(
+        "Tell the last requests as receipts, and the workers that they met.", RecentRequests
     ),
     ("GET", "/cluster/requests/{request_id}"): ApiOperation(
         "Tell why one of the last requests went where it went.", bodies.Explanation

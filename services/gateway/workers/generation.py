@@ -30,6 +30,7 @@ from services.gateway.workers.cluster import (
 from services.gateway.workers.delivery import Delivery
 from services.gateway.workers.membership import Membership
 from services.gateway.workers.planning import Planner
+from services.gateway.workers.recent import recent_body
 from services.gateway.workers.session import RequestShell
 from services.gateway.workers.timeline import AnswerWatcher, Timeline
 from shared.config import GatewayConfig
@@ -161,6 +162,16 @@ class GatewayMesh:
             counts=self.statistics,
             summary=self._window.summary(now),
             planner=None if self.planner is None else self.planner.body(),
+        )
+
+    def recent(self) -> dict[str, Any]:
+        return recent_body(
+            self._members,
+            self._recent.values(),
+            model="" if self.model is None else self.model.name,
+            policy=self._config.policy,
+            started_at=self._started_at,
+            now=asyncio.get_running_loop().time(),
         )
 
     def _remember(self, key: bytes, timeline: Timeline) -> None:

@@ -103,6 +103,7 @@ class Timeline:
         self._output_tokens = 0
         self._errors: list[str] = []
         self._is_abandoned = False
+        self._reason = ""
         self._decision: RouteDecision | None = None
         self._predicted_ttft_s: float | None = None
         self._predicted_cached_tokens = 0
@@ -278,6 +279,7 @@ class Timeline:
         if error is not None:
             self._errors.append(error.type)
         reason = error.type if error is not None else CANCELLED if self._is_abandoned else ""
+        self._reason = reason
         if reason and self._admitted_at is not None and self._attempt is NO_SPAN:
             self._span.phase("route", self._waiting_since, error=reason)
         self._attempt.end(error=reason)
@@ -297,6 +299,16 @@ class Timeline:
                 for attempt, (at, decision) in enumerate(self._decisions)
                 if decision.seen is not None
             ],
+            "receipt": self.receipt().as_dict(),
+        }
+
+    def told(self, since: float) -> dict[str, Any]:
+        """Return what became of the request, JSON-ready. since: the loop time that counts as 0."""
+        return {
+            "request_id": self._request_id.hex(),
+            "arrived_s": round(self._arrived_at - since, 6),
+            "ended": self._ended_at is not None,
+            "error": self._reason,
             "receipt": self.receipt().as_dict(),
         }
 

@@ -24,6 +24,7 @@ ROUTES = {
     ("GET", "/version"): Policy.KEY,
     ("GET", "/metrics"): Policy.KEY,
     ("GET", "/cluster"): Policy.KEY,
+    ("GET", "/cluster/requests"): Policy.KEY,
     ("GET", "/cluster/requests/{request_id}"): Policy.KEY,
     ("POST", "/cluster/workers/{worker}/role"): Policy.ROLES,
     ("GET", "/openapi.json"): Policy.KEY,
