@@ -136,6 +136,8 @@ pdmesh plan paper distserve               their figures, ours beside them
 pdmesh plan kv demo --tokens 8192 --link 25GB/s
 pdmesh plan simulate 3P+2D --workload azure-conv --rate 8
 pdmesh plan fleet --rate 8 --device a100 --model llama-3-8b
+pdmesh plan verify                        a live mesh's last minutes, predicted beside seen
+pdmesh plan watch                         what the live planner would do on it now
 """)
 
 PLAN_PAPER: Final = _examples(r"""
@@ -190,6 +192,19 @@ pdmesh plan fleet --budget 6000 --watts --device h100 --model llama-3-70b --tp 4
 PLAN_MAP: Final = _examples("""
 pdmesh plan map 6 --workload azure-conv --rate 8
 pdmesh plan map 8 --profile profile.json --rate 3 --output plan
+""")
+
+PLAN_VERIFY: Final = _examples("""
+pdmesh plan verify                        the mesh at http://127.0.0.1:8000
+pdmesh plan verify --last 2min --keep seen.json --output verified
+pdmesh plan verify seen.json --profile profile.json    later, without the mesh, by a profile
+pdmesh bench --rate 2 --output report && pdmesh plan verify report
+""")
+
+PLAN_WATCH: Final = _examples("""
+pdmesh plan watch                         every 5 s; Ctrl-C leaves
+pdmesh plan watch --slo-ttft 500ms --slo-tpot 50ms --max-workers 8
+pdmesh plan watch --once --json | jq .headroom
 """)
 
 PLAN_KV: Final = _examples("""

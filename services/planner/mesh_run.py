@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from services.planner.core.kv_size import KvShape
 from services.planner.core.limits import Felt
 from services.planner.core.mesh_text import MeshPart, MeshShape, Unit
+from services.sim.clock import WIRE_S
 from services.sim.engine import TimedEngine
 from services.sim.mesh import CoreMesh
 from services.sim.open_loop import (
@@ -44,7 +45,9 @@ class UnitModel:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshSetting:
     """All of a simulated mesh but its workers. unit: what devices make of one worker. token_budget:
-    0 = as workers decide it. is_exact: every step is an event, equal ones are not skipped."""
+    0 = as workers decide it. batch_tokens: prompts share a step up to so many, 0 = all that it
+    holds. wire_s: how long a message is under way. is_exact: every step is an event, equal ones are
+    not skipped."""
 
     unit: Callable[[Unit], UnitModel]
     kv: KvShape
@@ -55,6 +58,8 @@ class MeshSetting:
     token_budget: int
     max_running: int
     link_bytes_s: float
+    batch_tokens: int = 0
+    wire_s: float = WIRE_S
     is_exact: bool = False
 
 
@@ -155,6 +160,7 @@ def _mesh(
         max_running=1 << 20,
         max_waiting=max(1, num_requests),
         max_wait_s=1e9,
+        wire_s=setting.wire_s,
         skips=not setting.is_exact,
     )
     workers: list[tuple[MeshPart, CoreWorker]] = []
@@ -188,6 +194,7 @@ def _size(setting: MeshSetting, unit: Unit) -> WorkerSize:
         block_size=setting.block_size,
         max_running=setting.max_running,
         token_budget=setting.token_budget or STEP_TOKENS,
+        batch_tokens=setting.batch_tokens,
         tbt_target_s=0.0 if setting.token_budget else TBT_TARGET_S,
         link_bytes_s=setting.link_bytes_s,
     )

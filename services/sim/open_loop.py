@@ -12,6 +12,7 @@ from services.sim.mesh import CoreAnswer, CoreMesh
 from shared.errors import InvariantViolated
 from shared.kv.layout import KvLayout
 from shared.model_spec import ModelSpec
+from shared.schedule.plan import PromptTimes
 from shared.telemetry.definitions import RequestOutcome, Slo
 
 PATIENCE_S: Final = 3600.0
@@ -68,13 +69,16 @@ class SimRequest:
 
 @dataclass(frozen=True, slots=True)
 class SimAnswer:
-    """What one request felt. token_times: on the clock of ``asked_at``. error: '' or its type."""
+    """What one request felt. token_times, sent_at (of the last attempt): on the clock of
+    ``asked_at``. error: '' or its type. prompt: as its worker told it; None = it never did."""
 
     asked_at: float
     token_times: tuple[float, ...]
     is_complete: bool
     error: str
     num_attempts: int
+    sent_at: float = 0.0
+    prompt: PromptTimes | None = None
 
 
 @dataclass(slots=True)
@@ -171,6 +175,8 @@ def run_open_loop(
             and len(answer.token_times) == request.num_output,
             "" if answer.error is None else answer.error.type,
             answer.life.num_attempts,
+            answer.sent_at - start,
+            answer.computed,
         )
         for answer, request in zip(answers, requests, strict=False)
     ]

@@ -177,13 +177,12 @@ class ScaledMesh(CoreMesh):
             if not answer.decisions:
                 self.meter.refused(now)
             return
-        num_prompt = len(answer.prompt)
-        self.meter.ended(
+        self.meter.answered(
             now,
-            prompt_s=self._steps.prompts.prompt_seconds(
-                0, num_prompt, self._worker_size.token_budget
-            ),
-            num_prompt=num_prompt,
+            steps=self._steps.prompts,
+            step_tokens=self._worker_size.token_budget,
+            num_prompt=len(answer.prompt),
+            num_cached=0,
             num_output=len(times),
             ttft_s=times[0] - answer.asked_at,
             tpot_s=tpot(times[0], times[-1], len(times)),

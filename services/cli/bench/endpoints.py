@@ -48,6 +48,9 @@ PROBE_WITHIN_S: Final = 60.0
 PROBE_INPUT: Final = 24
 PROBE_OUTPUT: Final = 4
 
+RECENT: Final = "/cluster/requests"
+"""What a gateway tells of its last requests and its workers."""
+
 OUR_LIMITS: Final = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS)
 _JSON: Final = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
 
@@ -127,6 +130,16 @@ class ServerEndpoint:
         self._address = address(url, dialect.path)
         self._dialect = dialect
         self.description = description
+
+    async def mesh(self) -> dict[str, Any] | None:
+        """Return what a pdmesh gateway tells of its workers; None: it is no gateway of ours."""
+        try:
+            told = await get_json(
+                self._session, self.description.url, RECENT, limit_s=PROBE_WITHIN_S
+            )
+            return {**told, "requests": []}
+        except (MeshError, TypeError):
+            return None
 
     def prepare(self, prompts: Prompts, index: int) -> bytes:
         """Return request ``index`` ready to be sent; called before the run."""

@@ -6,7 +6,7 @@ import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from rich.console import Console
 
@@ -27,7 +27,8 @@ MOST_VOID: Final = 3
 
 @dataclass(slots=True)
 class Measurement:
-    """What the flags ask for, and what has been measured so far, whatever ends it."""
+    """What the flags ask for, and what has been measured so far, whatever ends it. mesh: as the
+    gateway told of it at the end; None = several servers, or none of ours."""
 
     urls: Sequence[str]
     source: Source
@@ -36,6 +37,7 @@ class Measurement:
     runs: list[Run] = field(default_factory=list[Run])
     descriptions: list[Description] = field(default_factory=list[Description])
     search: RateSearch | None = None
+    mesh: dict[str, Any] | None = None
 
     async def go(self, progress: Console) -> None:
         """Measure. Raises MeshError: a server cannot be used, or nothing is left to be sent."""
@@ -58,6 +60,8 @@ class Measurement:
             else:
                 for rate in rates:
                     await self._run(endpoints, fit, flags.load(rate), progress)
+            if len(endpoints) == 1:
+                self.mesh = await endpoints[0].mesh()
 
     async def _find_goodput(
         self, endpoints: Sequence[ServerEndpoint], fit: Fit, first: float, progress: Console

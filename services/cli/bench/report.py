@@ -47,13 +47,14 @@ def require_folder(output: Path) -> None:
 def build_report(measurement: Measurement) -> dict[str, Any]:
     """Return everything that was measured; JSON's types only, an endless rate is null."""
     flags = measurement.flags
-    return report_of(
+    report = report_of(
         measurement.runs,
         flags.slo,
         flags={**asdict(flags), "trace": str(flags.trace or "")},
         endpoints=[asdict(found) for found in measurement.descriptions],
         search=measurement.search,
     )
+    return {**report, "mesh": measurement.mesh}
 
 
 def report_of(

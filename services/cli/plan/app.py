@@ -134,6 +134,25 @@ _COMMANDS: Final = (
             "All meshes see the same arrivals and lengths. Ctrl-C shows what has been found.",
         ),
         (
+            "verify",
+            "verify:verify",
+            help_texts.PLAN_VERIFY,
+            "Replay what a live mesh served last in the simulator, and print predicted beside "
+            "seen.\n\n"
+            "Arrivals, lengths and what was cached come from the gateway's receipts, the mesh as "
+            "it stands and its step times from what workers report, unless a time model is given. "
+            "The exit code is 1 if a figure is off by more than its bar.",
+        ),
+        (
+            "watch",
+            "watch:watch",
+            help_texts.PLAN_WATCH,
+            "Follow a live mesh, and say what the planner would do now, and why.\n\n"
+            "Decides by the very function of --planner advise, from what the gateway tells of its "
+            "last requests, whatever its own --planner is, and changes nothing. A gateway that "
+            "goes away is waited for; Ctrl-C leaves.",
+        ),
+        (
             "kv",
             "kv:kv",
             help_texts.PLAN_KV,

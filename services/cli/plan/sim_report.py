@@ -4,7 +4,7 @@ so that simulated and measured requests lie in one picture."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -17,39 +17,63 @@ from services.cli.bench.report import (
     write_report,
 )
 from services.cli.bench.workload import Ask, Workload
+from services.cli.plan.seen import Seen
 from services.cli.plan.sim_flags import SimFlags
 from services.planner.mesh_run import MeshRun
+from services.sim.open_loop import SimAnswer
 
 _START: Final = 1.0
 """Of a run, on its own clock: a record that left at 0 counts as one that did not leave."""
 
 
-def bench_run(flags: SimFlags, run: MeshRun) -> Run:
-    """Return a simulated run as one that was measured; its client is never late."""
-    lengths = flags.variant(rate=run.rate).asks([part.unit for part in run.shape.parts])
-    asks = tuple(
-        Ask(num_input=ask.num_input, num_output=ask.num_output, due_s=answer.asked_at)
-        for ask, answer in zip(lengths, run.answers, strict=False)
-    )
-    found = Run(
-        Workload(name=flags.workload, asks=asks, rate=run.rate), rate=run.rate, started_at=_START
-    )
-    last = _START
-    for index, (ask, answer) in enumerate(zip(asks, run.answers, strict=True)):
-        due_at = _START + answer.asked_at
-        record = Record(ask, index, due_at, f"simulated {run.shape}", sent_at=due_at)
-        record.num_prompt, record.is_counted = ask.num_input, True
+def simulated_run(
+    name: str,
+    asks: Sequence[Ask],
+    answers: Sequence[SimAnswer],
+    label: str,
+    rate: float | None,
+) -> Run:
+    """Return simulated requests as a run that was measured; its client is never late. name: of the
+    workload. label: in the place of a URL."""
+    asks = [replace(ask, due_s=answer.asked_at) for ask, answer in zip(asks, answers, strict=False)]
+    found = Run(Workload(name=name, asks=tuple(asks), rate=rate), rate=rate, started_at=_START)
+    for index, (ask, answer) in enumerate(zip(asks, answers, strict=True)):
+        record = _record(found, ask, index, label)
         for at in answer.token_times:
             record.add(_START + at, 1)
-        if answer.is_complete:
-            record.end = Ending.COMPLETE
-        else:
-            record.fail(Ending.FAILED, answer.error or "not over")
-        record.ended_at = record.times[-1] if record.times else due_at
-        last = max(last, record.ended_at)
-        found.records.append(record)
-    found.ended_at, found.num_ended = last, len(found.records)
+        _end(found, record, "" if answer.is_complete else answer.error or "not over")
     return found
+
+
+def seen_run(seen: Seen, asks: Sequence[Ask]) -> Run:
+    """Return what receipts tell as a run: an answer's first token, and the rest at its end."""
+    found = Run(Workload(name=seen.source, asks=tuple(asks)), started_at=_START)
+    for index, (ask, it) in enumerate(zip(asks, seen.requests, strict=True)):
+        record = _record(found, ask, index, seen.source)
+        if it.ttft_s is not None:
+            record.add(record.due_at + it.ttft_s, 1)
+            if it.num_output > 1:
+                record.add(record.due_at + it.e2e_s, it.num_output - 1)
+        _end(found, record, "" if it.is_whole else "it failed, or goes on")
+    return found
+
+
+def _record(run: Run, ask: Ask, index: int, label: str) -> Record:
+    due_at = _START + ask.due_s
+    record = Record(ask, index, due_at, label, sent_at=due_at)
+    record.num_prompt, record.is_counted = ask.num_input, True
+    run.records.append(record)
+    return record
+
+
+def _end(run: Run, record: Record, error: str) -> None:
+    if error:
+        record.fail(Ending.FAILED, error)
+    else:
+        record.end = Ending.COMPLETE
+    record.ended_at = record.times[-1] if record.times else record.due_at
+    run.ended_at = max(run.ended_at, record.ended_at)
+    run.num_ended += 1
 
 
 def report_files(
@@ -63,11 +87,20 @@ def report_files(
     reports whose requests come into the picture. Raises CannotRun."""
     rows = [row for path in beside for row in read_rows(path, path.name)]
     require_folder(folder)
-    measured = [bench_run(flags, run) for run in runs]
+    measured = [
+        simulated_run(
+            flags.workload,
+            flags.variant(rate=run.rate).asks([part.unit for part in run.shape.parts]),
+            run.answers,
+            f"simulated {run.shape}",
+            run.rate,
+        )
+        for run in runs
+    ]
     report = report_of(
         measured,
         flags.slo,
-        flags=_plain(asdict(flags)),
+        flags=plain(asdict(flags)),
         endpoints=[
             {
                 "url": f"simulated {run.shape}",
@@ -82,10 +115,11 @@ def report_files(
     write_report({**report, "plan": plan}, measured, folder, rows)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return flags with paths as text."""
     if isinstance(value, Mapping):
         found = cast("Mapping[str, Any]", value)
-        return {name: _plain(one) for name, one in found.items()}
+        return {name: plain(one) for name, one in found.items()}
     return str(value) if isinstance(value, Path) else value
 
 

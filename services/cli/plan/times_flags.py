@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 from cyclopts import Parameter
 
-from services.planner.core.kv_size import KvShape
+from services.planner.core.kv_size import KvShape, kv_of_bytes
 from services.planner.core.mesh_text import Unit
 from services.planner.distserve_data import DistServeData
 from services.planner.mesh_run import UnitModel
@@ -119,23 +119,13 @@ class TimesFlags:
         found = self._profile
         if found is None:
             return kv_shape(self.model or "opt-13b")
-        if self.model is not None:
-            asked = kv_shape(self.model)
-            if asked.name.lower() != found.model.lower():
-                raise InvalidRequest(
-                    f"{self.profile} is a profile of {found.model}, not of {self.model}: leave "
-                    "--model out, or profile that model (pdmesh profile -o)"
-                )
-        return KvShape(
-            name=found.model,
-            num_layers=1,
-            num_heads=1,
-            num_kv_heads=1,
-            head_dim=1,
-            hidden=1,
-            latent=found.token_bytes,
-            bytes_per_element=1.0,
-        )
+        own, asked = found.model.lower(), (self.model or found.model).lower()
+        if asked != own and kv_shape(self.model or "").name.lower() != own:
+            raise InvalidRequest(
+                f"{self.profile} is a profile of {found.model}, not of {self.model}: leave "
+                "--model out, or profile that model (pdmesh profile -o)"
+            )
+        return kv_of_bytes(found.model, found.token_bytes)
 
     @cached_property
     def _profile(self) -> StepProfile | None:

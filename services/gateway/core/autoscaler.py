@@ -27,6 +27,7 @@ from dataclasses import replace
 
 from services.gateway.core.need import (
     AnswerLoad,
+    Limits,
     PromptLoad,
     answer_workers,
     both_workers,
@@ -161,10 +162,7 @@ class _Look:
         self.limit = ""
         here = [worker for worker in seen.workers if not worker.is_draining]
         self.here = here
-        self.answer_steps = _slowest(
-            worker.answer_steps for worker in here if worker.kind is not Kind.PREFILL
-        )
-        self.capacity = min(it.capacity_tokens for it in here if it.kind is not Kind.PREFILL)
+        self.answer_steps, self.capacity = answering(here)
         self.queue_s = sum(worker.queue_s for worker in here)
 
     def decide(self) -> Decision:
@@ -268,16 +266,8 @@ class _Look:
         return {kind: work[kind] / max(1, num) for kind, num in self.present.items()}
 
     def _needs(self, rate: float, learned: Mapping[Kind, tuple[float, float]]) -> dict[Kind, int]:
-        prompts, answers = self._loads(rate)
-        limits = self.rules.limits
         most = {kind: learned[kind][0] if kind in learned else MOST_BUSY for kind in Kind}
-        if Kind.COLOCATED in self.present:
-            num = both_workers(prompts, answers, limits, most[Kind.COLOCATED])
-            return {Kind.COLOCATED: num}
-        return {
-            Kind.PREFILL: prompt_workers(prompts, limits, most[Kind.PREFILL]),
-            Kind.DECODE: answer_workers(answers, most[Kind.DECODE]),
-        }
+        return needed(self.present, *self._loads(rate), self.rules.limits, most)
 
     # --- how the limits fare --------------------------------------------------------------------
 
@@ -457,5 +447,23 @@ class _Look:
         return tuple(it.incarnation for it in own[: max(0, num)])
 
 
-def _slowest(fits: Iterable[StepFit]) -> StepFit:
-    return max((fit for fit in fits if fit.is_known), key=lambda fit: fit.seconds(16, 16_000))
+def answering(workers: Iterable[WorkerSeen]) -> tuple[StepFit, int]:
+    """Return the slowest steps and the least room of those that answer, one of which tells of its
+    steps."""
+    own = [worker for worker in workers if worker.kind is not Kind.PREFILL]
+    known = (worker.answer_steps for worker in own if worker.answer_steps.is_known)
+    slowest = max(known, key=lambda fit: fit.seconds(16, 16_000))
+    return slowest, min(worker.capacity_tokens for worker in own)
+
+
+def needed(
+    kinds: Iterable[Kind], prompts: PromptLoad, answers: AnswerLoad, limits: Limits, most: Times
+) -> dict[Kind, int]:
+    """Return how many workers of each kind keep the limits, of a mesh that has these kinds. most:
+    shares of their time that may be planned for."""
+    if Kind.COLOCATED in kinds:
+        return {Kind.COLOCATED: both_workers(prompts, answers, limits, most[Kind.COLOCATED])}
+    return {
+        Kind.PREFILL: prompt_workers(prompts, limits, most[Kind.PREFILL]),
+        Kind.DECODE: answer_workers(answers, most[Kind.DECODE]),
+    }

@@ -179,3 +179,19 @@ def is_first(own: Incarnation, workers: Iterable[Worker]) -> bool:
     elected; where workers disagree, because they have just joined, nobody decides."""
     firsts = [worker.status.first_gateway for worker in workers]
     return all(not first or first >= own for first in firsts)
+
+
+def text_of(order: Order) -> str:
+    """Return an order in words."""
+    match order:
+        case RefuseEarly(on):
+            return "refuse early what would be late" if on else "refuse early no more"
+        case Borrow(on):
+            return "borrow from the other role" if on else "borrow no more"
+        case MoveHome(worker, to):
+            return f"move worker {worker:016x} to {to.value}"
+        case AddWorkers(kind, num):
+            return f"add {num} {kind.value}"
+        case RemoveWorkers(kind, workers):
+            names = ", ".join(f"{worker:016x}" for worker in workers)
+            return f"remove {len(workers)} {kind.value} ({names})"

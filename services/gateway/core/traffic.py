@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from shared.ids import Incarnation
 from shared.predict.quantiles import RunningQuantiles
+from shared.predict.step_time import StepFit
 
 SECONDS = 60
 """How far back requests are counted."""
@@ -142,6 +143,29 @@ class TrafficMeter:
         second.num_ttft_kept += has_ttft
         second.num_tpot_kept += has_tpot
         second.num_kept += has_ttft and has_tpot
+
+    def answered(
+        self,
+        now: float,
+        *,
+        steps: StepFit,
+        step_tokens: int,
+        num_prompt: int,
+        num_cached: int,
+        num_output: int,
+        ttft_s: float,
+        tpot_s: float,
+    ) -> None:
+        """See ``ended``. steps, step_tokens: of who computed the prompt."""
+        start = min(num_cached, num_prompt - 1)
+        self.ended(
+            now,
+            prompt_s=steps.prompt_seconds(start, num_prompt, step_tokens),
+            num_prompt=num_prompt,
+            num_output=num_output,
+            ttft_s=ttft_s,
+            tpot_s=tpot_s,
+        )
 
     def taken(self, now: float, orders: Mapping[Incarnation, int]) -> None:
         """So many prompts has each worker taken from all gateways since it began."""

@@ -33,6 +33,7 @@ from services.gateway.core.scaling import (
     Rules,
     is_first,
     seen_workers,
+    text_of,
 )
 from services.gateway.core.traffic import TrafficMeter
 from services.gateway.workers.membership import Membership
@@ -193,13 +194,13 @@ class Planner:
         worker = self._members.table.get(Incarnation(int(receipt.prefill, 16)))
         if worker is None or not worker.status.prompt_steps.is_known:
             return
-        status, cached = worker.status, min(receipt.cached_tokens, receipt.prompt_tokens - 1)
-        self.traffic.ended(
+        status = worker.status
+        self.traffic.answered(
             now,
-            prompt_s=status.prompt_steps.prompt_seconds(
-                cached, receipt.prompt_tokens, status.step_tokens
-            ),
+            steps=status.prompt_steps,
+            step_tokens=status.step_tokens,
             num_prompt=receipt.prompt_tokens,
+            num_cached=receipt.cached_tokens,
             num_output=receipt.output_tokens,
             ttft_s=receipt.ttft_s,
             tpot_s=receipt.tpot_s or 0.0,
@@ -213,19 +214,3 @@ def _service(kind: Kind) -> str:
 def _key(order: Order) -> object:
     """The same for an order that comes again."""
     return order._replace(reason="")
-
-
-def text_of(order: Order) -> str:
-    """Return an order in words."""
-    match order:
-        case RefuseEarly(on):
-            return "refuse early what would be late" if on else "refuse early no more"
-        case Borrow(on):
-            return "borrow from the other role" if on else "borrow no more"
-        case MoveHome(worker, to):
-            return f"move worker {worker:016x} to {to.value}"
-        case AddWorkers(kind, num):
-            return f"add {num} {kind.value}"
-        case RemoveWorkers(kind, workers):
-            names = ", ".join(f"{worker:016x}" for worker in workers)
-            return f"remove {len(workers)} {kind.value} ({names})"

@@ -53,6 +53,20 @@ class KvShape:
         return self.num_heads / self.num_kv_heads
 
 
+def kv_of_bytes(name: str, token_bytes: float) -> KvShape:
+    """Return the shape of a model of which the KV of a token is known, and nothing else."""
+    return KvShape(
+        name=name,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=1,
+        hidden=1,
+        latent=1,
+        bytes_per_element=token_bytes,
+    )
+
+
 def move_s(num_bytes: float, link: float) -> float:
     """Return how long bytes take on a link of so many bytes a second."""
     return num_bytes / link

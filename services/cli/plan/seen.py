@@ -1,0 +1,173 @@
+"""What a live mesh has seen: from its gateway, from a file that ``pdmesh plan verify --keep``
+wrote, or from a folder of ``pdmesh bench --output``."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple, cast
+
+import msgspec
+import orjson
+
+from services.cli.bench.endpoints import RECENT
+from services.cli.client import Access, CannotRun, ask_once, require_url
+from services.gateway.http.planner_bodies import RecentRequest, RecentRequests
+from services.planner.core.replay import SeenRequest, terms_of
+from shared.errors import InvalidRequest
+
+ANSWERS_WITHIN_S: Final = 10.0
+_COLUMNS: Final = frozenset(("run", "index", "end", "due_s", "ttft_s", "tpot_s", "input", "output"))
+
+
+class Seen(NamedTuple):
+    """Requests in order of arrival, and the mesh that they met; None = nobody tells. left_out: how
+    many brought no token. num_retried: how many took more than one attempt. is_client: times are a
+    client's, and so count its way to the gateway, too."""
+
+    source: str
+    model: str
+    mesh: RecentRequests | None
+    requests: list[SeenRequest]
+    left_out: int = 0
+    num_retried: int = 0
+    is_client: bool = False
+
+
+def ask_gateway(url: str, access: Access) -> RecentRequests:
+    """Return what a gateway tells. Raises CannotRun, GatewayRefused."""
+    require_url(url)
+    return read_body(asyncio.run(ask_once(access, url, RECENT, limit_s=ANSWERS_WITHIN_S)), url)
+
+
+def read_body(body: Any, url: str) -> RecentRequests:
+    """Return a body of the gateway. Raises CannotRun: it is another release's."""
+    try:
+        return msgspec.convert(body, RecentRequests)
+    except msgspec.ValidationError as error:
+        raise CannotRun(
+            f"{url} tells of its requests in other words than this release reads ({error}): use "
+            "the pdmesh of its release"
+        ) from None
+
+
+def seen_by_gateway(mesh: RecentRequests, source: str, last_s: float | None = None) -> Seen:
+    """Return what a gateway remembers. last_s: only what came in the last seconds.
+
+    Raises CannotRun: no request brought a token.
+    """
+    since = 0.0 if last_s is None else mesh.now_s - last_s
+    asked = sorted(
+        (it for it in mesh.requests if it.arrived_s >= since), key=lambda it: it.arrived_s
+    )
+    found = [it for it in map(_seen, asked) if it is not None]
+    if len(found) < 2:
+        when = "" if last_s is None else f" in the last {last_s:g} s"
+        raise CannotRun(
+            f"{source} remembers {'one' if found else 'no'} request with a token{when}, two are "
+            "the least to replay: send some (pdmesh bench), and ask again"
+        )
+    retried = sum(it.receipt.get("attempts", 1) > 1 for it in asked)
+    return Seen(source, mesh.model, mesh, found, len(asked) - len(found), retried)
+
+
+def _seen(it: RecentRequest) -> SeenRequest | None:
+    told = it.receipt
+    ttft_s, num_output = told.get("ttft_s"), int(told.get("output_tokens", 0))
+    if ttft_s is None or not num_output:
+        return None
+    tpot_s = float(told.get("tpot_s") or 0.0)
+    return SeenRequest(
+        at_s=it.arrived_s,
+        num_prompt=max(1, int(told["prompt_tokens"])),
+        num_output=num_output,
+        ttft_s=ttft_s,
+        tpot_s=tpot_s,
+        is_whole=it.ended and not it.error,
+        is_over=it.ended,
+        num_cached=int(told.get("cached_tokens", 0)),
+        worker=str(told.get("prefill", "")),
+        terms=terms_of(
+            ttft_s,
+            tpot_s,
+            num_output,
+            gateway=told["queue_s"] + told["route_s"] + told["retry_s"],
+            prefill_queue=told["prefill_queue_s"],
+            prefill=told["prefill_s"],
+            first_gap_s=float(told.get("first_step_s") or 0.0),
+        ),
+    )
+
+
+def read_seen(path: Path, run: int | None, last_s: float | None) -> Seen:
+    """Return what a file of ``--keep`` or a folder of ``pdmesh bench`` holds.
+
+    Raises InvalidRequest: it is neither, or has holes. CannotRun: it cannot be read, or is empty.
+    """
+    if path.is_dir():
+        return _read_folder(path, run)
+    try:
+        mesh = msgspec.json.decode(path.read_bytes(), type=RecentRequests)
+    except OSError as error:
+        raise InvalidRequest(f"{path}: {(error.strerror or str(error)).lower()}") from None
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise InvalidRequest(
+            f"{path} is neither a file of `pdmesh plan verify --keep` nor a folder of `pdmesh "
+            f"bench --output` ({str(error).rstrip('.').lower()})"
+        ) from None
+    return seen_by_gateway(mesh, str(path), last_s)
+
+
+def _read_folder(folder: Path, run: int | None) -> Seen:
+    table, report = folder / "requests.csv", folder / "report.json"
+    try:
+        told = orjson.loads(report.read_bytes())
+        with table.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+        model, kept = str(told["endpoints"][0]["model"]), told.get("mesh")
+        if not rows or not rows[0].keys() >= _COLUMNS:
+            raise ValueError("it is no requests.csv of pdmesh bench")
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise InvalidRequest(
+            f"{folder} is no folder of `pdmesh bench --output` ({error})"
+        ) from None
+    runs = list(dict.fromkeys(row["run"] for row in rows))
+    wanted = runs[-1] if run is None else str(run)
+    if wanted not in runs:
+        raise InvalidRequest(f"{folder} has the runs {', '.join(runs)}, and not --run {wanted}")
+    own = [(line, row) for line, row in enumerate(rows, 2) if row["run"] == wanted]
+    found: list[SeenRequest] = []
+    before, due_s = -1, 0.0
+    for line, row in own:
+        try:
+            index, at_s = int(row["index"]), float(row["due_s"])
+            if index != before + 1:
+                raise ValueError(f"request {before + 1} is missing: the run has a hole")
+            if at_s < due_s:
+                raise ValueError(f"arrives {due_s - at_s:g} s before the line above: sort it")
+            before, due_s = index, at_s
+            found += _seen_row(row, at_s)
+        except ValueError as error:
+            raise InvalidRequest(f"{table}:{line}: {error}") from None
+    if len(found) < 2:
+        raise CannotRun(f"{table}: run {wanted} has {len(found)} answers, two are the least")
+    mesh = None if kept is None else read_body(cast("object", kept), str(report))
+    return Seen(f"{folder}, run {wanted}", model, mesh, found, len(own) - len(found), 0, True)
+
+
+def _seen_row(row: dict[str, str], at_s: float) -> Sequence[SeenRequest]:
+    if not row["ttft_s"] or not int(row["output"]):
+        return ()
+    return (
+        SeenRequest(
+            at_s=at_s,
+            num_prompt=max(1, int(row["input"] or 0) or int(row["input_asked"])),
+            num_output=int(row["output"]),
+            ttft_s=float(row["ttft_s"]),
+            tpot_s=float(row["tpot_s"] or 0.0),
+            is_whole=row["end"] == "complete",
+            num_cached=int(row.get("cached") or 0),
+        ),
+    )

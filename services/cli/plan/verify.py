@@ -1,0 +1,438 @@
+"""``pdmesh plan verify``: what a live mesh did, beside what the simulator says of the same
+requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final, NamedTuple
+
+import msgspec
+import orjson
+from cyclopts import Parameter
+from rich.table import Table
+
+from services.cli.bench.report import report_of, require_folder, write_report
+from services.cli.bench.view import time_text
+from services.cli.bench.workload import Ask
+from services.cli.client import DEFAULT_URL, NO_ACCESS, Access, UrlFlag
+from services.cli.plan.seen import Seen, ask_gateway, read_seen, seen_by_gateway
+from services.cli.plan.sim_report import plain, seen_run, simulated_run
+from services.cli.plan.times_flags import TimesFlags, seconds
+from services.cli.plan.view import interruptible, plain_console, progress, write_result
+from services.cli.sources import JsonFlag
+from services.gateway.core.routing import POLICIES
+from services.planner.core.kv_size import kv_of_bytes, read_link
+from services.planner.core.mesh_text import MeshPart, MeshShape, Unit, read_mesh
+from services.planner.core.replay import (
+    MEANING,
+    Comparison,
+    SeenRequest,
+    are_unequal,
+    compare,
+    fitted_times,
+    replay_of,
+    terms_of,
+)
+from services.planner.mesh_run import MeshSetting, UnitModel, run_mesh
+from services.sim.clock import WIRE_S
+from services.sim.open_loop import SimAnswer, SimRequest
+from shared.errors import InvalidRequest
+from shared.predict.step_time import StepFit
+from shared.predict.times import TimeModel
+from shared.runtime.service import EXIT_FAILED, EXIT_OK
+from shared.telemetry.definitions import Slo, percentile
+
+_QUIET: Final = Parameter(show_env_var=False, show_default=False)
+_PLAIN: Final = Parameter(show_env_var=False)
+
+LETTERS: Final = {"prefill": "P", "decode": "D", "colocated": "M"}
+QUICKEST: Final = 10
+"""Per cent of the requests, of which nobody waited at the gateway."""
+
+SEED_S: Final = 1.0
+"""Between two prompts from which others have their beginning, beside what they compute."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class VerifyFlags:
+    """What is replayed, on what.
+
+    Parameters
+    ----------
+    last
+        Only what came in the last 60s, 5min; default: all that the gateway remembers.
+    run
+        Of a folder of pdmesh bench: which run; default the last.
+    mesh
+        Workers, as 1P+1D; default: those of the gateway.
+    policy
+        Routing policy; default: the gateway's.
+    wire
+        How long a message is under way; default: half of the hand-over that the gateway learned.
+    link
+        What each worker sends KV with; default: what workers measured.
+    batch_tokens
+        Prompts share a step up to so many tokens (a worker's --batch-tokens, or what pdmesh profile
+        says); 0 = as many as a step holds.
+    slo_ttft
+        Limit of the time to first token.
+    slo_tpot
+        Limit of the mean time of an output token.
+    """
+
+    last: Annotated[str | None, _QUIET] = None
+    run: Annotated[int | None, _QUIET] = None
+    mesh: Annotated[str | None, _QUIET] = None
+    policy: Annotated[str | None, _QUIET] = None
+    wire: Annotated[str | None, _QUIET] = None
+    link: Annotated[str | None, _QUIET] = None
+    batch_tokens: Annotated[int, _PLAIN] = 0
+    slo_ttft: Annotated[str, _PLAIN] = "1s"
+    slo_tpot: Annotated[str, _PLAIN] = "100ms"
+    times: TimesFlags = TimesFlags()  # noqa: RUF009  (frozen)
+
+    def check(self) -> None:
+        """Raise InvalidRequest, with what is allowed."""
+        self.times.check()
+        if self.policy is not None and self.policy not in POLICIES:
+            known = ", ".join(POLICIES)
+            raise InvalidRequest(f"--policy must be one of {known}, not {self.policy!r}")
+        if not 0 <= self.batch_tokens <= 1 << 24:
+            raise InvalidRequest("--batch-tokens must be 0 (as many as a step holds) or more")
+        if self.last_s is not None and not self.last_s > 0:
+            raise InvalidRequest("--last must be above 0: nothing would be replayed")
+        for limit in (self.slo.ttft_s, self.slo.tpot_s):
+            if not limit > 0:
+                raise InvalidRequest("--slo-ttft and --slo-tpot must be above 0")
+
+    @property
+    def last_s(self) -> float | None:
+        """Of ``--last``, in seconds. Raises InvalidRequest."""
+        return None if self.last is None else seconds("--last", self.last)
+
+    @property
+    def slo(self) -> Slo:
+        """The limits. Raises InvalidRequest."""
+        return Slo(seconds("--slo-ttft", self.slo_ttft), seconds("--slo-tpot", self.slo_tpot))
+
+
+class Verified(NamedTuple):
+    """A replay: what was seen, what was said, and on which mesh. door_s: what the gateway takes for
+    a request by itself. notes: what a reader must know."""
+
+    seen: Seen
+    shape: MeshShape
+    setting: MeshSetting
+    answers: Sequence[SimAnswer]
+    comparison: Comparison
+    times: TimeModel
+    door_s: float
+    notes: list[str]
+
+
+@interruptible
+def verify(
+    source: Annotated[Path | None, _QUIET] = None,
+    /,
+    *,
+    flags: VerifyFlags = VerifyFlags(),
+    keep: Annotated[Path | None, _QUIET] = None,
+    output: Annotated[Path | None, _QUIET] = None,
+    url: UrlFlag = DEFAULT_URL,
+    access: Access = NO_ACCESS,
+    as_json: JsonFlag = False,
+) -> int:
+    """Replay a live mesh's last minutes in the simulator.
+
+    Parameters
+    ----------
+    source
+        A folder of pdmesh bench --output, or a file of --keep; default: the gateway at --url.
+    keep
+        Also write what the gateway told to this file, to replay it later.
+    output
+        Folder for report.json, requests.csv and report.svg, as of pdmesh bench: run 0 was seen, run
+        1 predicted.
+    """
+    flags.check()
+    if source is None:
+        mesh = ask_gateway(url, access)
+        if keep is not None:
+            write_result(keep, msgspec.json.format(msgspec.json.encode(mesh), indent=1).decode())
+        seen = seen_by_gateway(mesh, url, flags.last_s)
+    else:
+        seen = read_seen(source, flags.run, flags.last_s)
+    if output is not None:
+        require_folder(output)
+    with progress("replay", len(seen.requests)) as on_progress:
+        found = replay(seen, flags, on_progress)
+    facts = facts_of(found)
+    if output is not None:
+        _write(found, facts, flags, output)
+    if as_json:
+        print(orjson.dumps(facts, option=orjson.OPT_INDENT_2).decode())
+    else:
+        _show(found)
+    return EXIT_OK if found.comparison.is_kept else EXIT_FAILED
+
+
+def replay(
+    seen: Seen, flags: VerifyFlags, on_progress: Callable[[int], None] = lambda num: None
+) -> Verified:
+    """Simulate what was seen. Raises InvalidRequest: there is no mesh, time model or link to go by,
+    or the profile is of another model."""
+    shape, setting, notes = _setting(seen, flags)
+    model = setting.unit(Unit())
+    plan = replay_of(seen.requests)
+    seeds: list[SimRequest] = []
+    at_s = 0.0
+    for prompt in plan.seeds:
+        seeds.append(SimRequest(at_s, prompt, 1))
+        at_s += SEED_S + model.times.step_s(len(prompt), len(prompt) ** 2 // 2, 0, 0)
+    first_s = seen.requests[0].at_s
+    requests = [
+        SimRequest(at_s + it.at_s - first_s, prompt, it.num_output)
+        for it, prompt in zip(seen.requests, plan.prompts, strict=True)
+    ]
+    longest = max(len(it.prompt) + it.num_output for it in requests)
+    if longest > model.kv_tokens:
+        raise InvalidRequest(
+            f"a request of {longest:,} tokens was served, and a worker holds {model.kv_tokens:,} "
+            "here: give --kv-tokens of the workers that served it"
+        )
+    span_s = max(1e-9, seen.requests[-1].at_s - first_s)
+    run = run_mesh(
+        setting, shape, [*seeds, *requests], len(requests) / span_s, on_progress=on_progress
+    )
+    answers = run.answers[len(seeds) :]
+    door_s = _door_s(seen)
+    predicted = [_felt(it, was, door_s) for it, was in zip(answers, seen.requests, strict=True)]
+    comparison = compare(seen.requests, predicted, setting.slo)
+    notes += model.times.warnings()
+    return Verified(seen, shape, setting, answers, comparison, model.times, door_s, notes)
+
+
+def _door_s(seen: Seen) -> float:
+    """Return what the gateway takes to read, tokenize and admit a request that waits for nobody:
+    what the quickest tenth took."""
+    told = [it.terms.gateway for it in seen.requests if it.terms is not None]
+    return percentile(told, QUICKEST) if told else 0.0
+
+
+def _felt(answer: SimAnswer, was: SeenRequest, door_s: float) -> SeenRequest:
+    """Return what a simulated request felt, in the terms of receipts."""
+    times, told = answer.token_times, answer.prompt
+    num = len(times)
+    ttft_s = door_s + times[0] - answer.asked_at if times else None
+    tpot_s = (times[-1] - times[0]) / (num - 1) if num > 1 else 0.0
+    terms = None
+    if ttft_s is not None and told is not None:
+        terms = terms_of(
+            ttft_s,
+            tpot_s,
+            num,
+            gateway=door_s + answer.sent_at - answer.asked_at,
+            prefill_queue=told.queue_s,
+            prefill=told.compute_s,
+            first_gap_s=times[1] - times[0] if num > 1 else 0.0,
+        )
+    return SeenRequest(
+        was.at_s, was.num_prompt, num, ttft_s, tpot_s, answer.is_complete, terms=terms
+    )
+
+
+def _setting(seen: Seen, flags: VerifyFlags) -> tuple[MeshShape, MeshSetting, list[str]]:
+    """The mesh as it stands, or as the flags say; and what is to be said of it."""
+    mesh, notes = seen.mesh, _notes(seen)
+    workers = [] if mesh is None else [it for it in mesh.workers if not it.draining]
+    if flags.mesh is not None:
+        shape = read_mesh(flags.mesh)
+    elif workers:
+        shape = MeshShape.of(*(MeshPart(1, LETTERS[it.kind]) for it in workers))
+        if not shape.can_serve:
+            raise InvalidRequest(
+                f"the mesh has {shape} now, which can serve nothing: say what served with --mesh"
+            )
+    else:
+        raise InvalidRequest(f"{seen.source} tells of no worker: say what served with --mesh 1P+1D")
+    answering = [it for it in workers if it.kind != "prefill"]
+    computing = [it for it in workers if it.kind != "decode"]
+    is_given = flags.times != TimesFlags(kv_tokens=flags.times.kv_tokens, model=flags.times.model)
+    if is_given:
+        _require_same_model(seen, flags.times)
+        model, kv = flags.times.unit(Unit()), flags.times.kv
+    else:
+        fits = [StepFit(**it.prompt_steps) for it in computing]  # type: ignore[arg-type]
+        own = [StepFit(**it.answer_steps) for it in answering]  # type: ignore[arg-type]
+        found = fitted_times(fits, own)
+        if found is None:
+            raise InvalidRequest(
+                f"{seen.source} tells of no step times: give a time model, such as --profile FILE "
+                "of pdmesh profile -o"
+            )
+        for name, several, rows in (("prompts", fits, 256), ("answers", own, 8)):
+            if are_unequal(several, rows, 256 * rows):
+                notes.append(
+                    f"workers' steps with {name} differ by more than a fifth: they are replayed as "
+                    "equal ones"
+                )
+        held = [it.blocks * it.block_size for it in answering]
+        model = UnitModel(found, flags.times.kv_tokens or min(held))
+        kv = kv_of_bytes(seen.model, workers[0].token_bytes)
+    colocated = shape.num_of("M") == shape.num_workers
+    learned_s = 0.0 if mesh is None else mesh.handover_s["colocated" if colocated else "pair"]
+    wire_s = seconds("--wire", flags.wire) if flags.wire else learned_s / 2 or WIRE_S
+    link = flags.link and read_link(flags.link)
+    return (
+        shape,
+        MeshSetting(
+            unit=lambda unit: model,
+            kv=kv,
+            slo=flags.slo,
+            target=1.0,
+            policy=flags.policy or (mesh.policy if mesh is not None else "least_loaded"),
+            block_size=answering[0].block_size if answering else 16,
+            token_budget=0 if shape.num_of("M") or not computing else computing[0].step_tokens,
+            max_running=256,
+            link_bytes_s=link or (mesh.link_bytes_s if mesh is not None else 0.0),
+            batch_tokens=flags.batch_tokens,
+            wire_s=wire_s,
+        ),
+        notes,
+    )
+
+
+def _require_same_model(seen: Seen, times: TimesFlags) -> None:
+    if times.profile is None or times.model is not None or not seen.model:
+        return
+    if times.kv.name.lower() != seen.model.lower():
+        raise InvalidRequest(
+            f"{times.profile} is a profile of {times.kv.name}, and {seen.source} served "
+            f"{seen.model}: profile that model (pdmesh profile -o), or if it is one model under "
+            f"two names, say so with --model {times.kv.name}"
+        )
+
+
+def _notes(seen: Seen) -> list[str]:
+    notes: list[str] = []
+    if seen.left_out:
+        notes.append(f"left out, for they brought no token: {seen.left_out}")
+    going_on = sum(not it.is_over for it in seen.requests)
+    if going_on:
+        notes.append(f"replayed and not judged, for they go on: {going_on}")
+    if seen.num_retried:
+        notes.append(
+            f"took more than one attempt: {seen.num_retried}; the simulator's workers do not fail"
+        )
+    if seen.mesh is not None and not seen.is_client:
+        here = {it.incarnation for it in seen.mesh.workers}
+        gone = sum(bool(it.worker) and it.worker not in here for it in seen.requests)
+        if gone:
+            notes.append(
+                f"served by workers that are here no longer: {gone}; the mesh is replayed as it "
+                "stands"
+            )
+    if seen.is_client:
+        notes.append(
+            "times are a client's: HTTP and the way to the gateway are in TTFT, and not simulated"
+        )
+    return notes
+
+
+def facts_of(found: Verified) -> dict[str, Any]:
+    """Return a replay for programs."""
+    comparison = found.comparison
+    return {
+        "source": found.seen.source,
+        "mesh": str(found.shape),
+        "num_requests": len(found.seen.requests),
+        "policy": found.setting.policy,
+        "times": found.times.source,
+        "wire_s": found.setting.wire_s,
+        "door_s": found.door_s,
+        "is_kept": comparison.is_kept,
+        "figures": [it._asdict() | {"is_kept": it.is_kept} for it in comparison.figures],
+        "terms": [it._asdict() for it in comparison.terms],
+        "worst": {
+            of: None if (term := comparison.worst(of)) is None else term.name
+            for of in ("TTFT", "TPOT")
+        },
+        "notes": found.notes,
+    }
+
+
+def _show(found: Verified) -> None:
+    console, seen, comparison = plain_console(), found.seen, found.comparison
+    span_s = seen.requests[-1].at_s - seen.requests[0].at_s
+    console.print(
+        f"{len(seen.requests)} requests in {span_s:.1f} s of {seen.source}, replayed on "
+        f"{found.shape}, {found.setting.policy}",
+        soft_wrap=True,
+    )
+    table = Table(box=None, pad_edge=False)
+    for name in ("", "seen", "predicted", "off by", "bar", ""):
+        table.add_column(name, justify="right")
+    for it in comparison.figures:
+        is_share = it.name == "attainment"
+        show = _share if is_share else time_text
+        off = f"{it.error * 100:+.1f} points" if is_share else f"{it.error:+.1%}"
+        bar = f"{it.bar * 100:g} points" if is_share else f"{it.bar:.0%}"
+        table.add_row(it.name, show(it.seen), show(it.predicted), off, bar, _mark(it.is_kept))
+    console.print(table)
+    if comparison.terms:
+        table = Table(box=None, pad_edge=False)
+        for name in ("mean of", "seen", "predicted", "off by"):
+            table.add_column(name, justify="right")
+        for term in comparison.terms:
+            off = (term.predicted - term.seen) * 1e3
+            name = f"{term.of} {term.name.replace('_', ' ')}"
+            table.add_row(name, time_text(term.seen), time_text(term.predicted), f"{off:+.2f} ms")
+        console.print(table)
+    for of in ("TTFT", "TPOT"):
+        if (worst := comparison.worst(of)) is not None:
+            name = worst.name.replace("_", " ")
+            console.print(f"{of} is off most in {name}: {MEANING[worst.name]}", soft_wrap=True)
+    console.print(f"times: {found.times.source}", soft_wrap=True)
+    console.print(
+        f"a message is under way for {time_text(found.setting.wire_s)}, the gateway itself takes "
+        f"{time_text(found.door_s)} for a request"
+    )
+    for note in found.notes:
+        console.print(note, soft_wrap=True)
+
+
+def _write(found: Verified, facts: dict[str, Any], flags: VerifyFlags, folder: Path) -> None:
+    seen = found.seen
+    asks = [
+        Ask(
+            num_input=it.num_prompt, num_output=it.num_output, due_s=it.at_s - seen.requests[0].at_s
+        )
+        for it in seen.requests
+    ]
+    label = f"simulated {found.shape}"
+    runs = [
+        seen_run(seen, asks),
+        simulated_run(seen.source, asks, found.answers, label, None),
+    ]
+    report = report_of(
+        runs,
+        found.setting.slo,
+        flags=plain(asdict(flags)),
+        endpoints=[
+            {"url": name, "model": seen.model, "api": api, "prompts": "", "counts": "in all"}
+            for name, api in ((seen.source, "receipts"), (label, "simulated"))
+        ],
+    )
+    report["runs"][0]["itl_s"] = None  # receipts tell the mean of an answer's gaps alone
+    write_report({**report, "verify": facts}, runs, folder)
+
+
+def _share(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def _mark(is_kept: bool) -> str:
+    return "✓" if is_kept else "✗"

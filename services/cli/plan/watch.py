@@ -1,0 +1,311 @@
+"""``pdmesh plan watch``: what the live planner would do on a running mesh, and why."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, NamedTuple
+
+import orjson
+from cyclopts import Group, Parameter
+from rich.console import Console
+
+from services.cli.bench.endpoints import RECENT
+from services.cli.client import (
+    DEFAULT_URL,
+    NO_ACCESS,
+    Access,
+    UrlFlag,
+    get_json,
+    open_session,
+    require_url,
+)
+from services.cli.interrupts import run_interruptible
+from services.cli.plan.seen import ANSWERS_WITHIN_S, read_body
+from services.cli.plan.times_flags import seconds
+from services.cli.plan.verify import LETTERS
+from services.cli.plan.view import plain_console
+from services.cli.sources import JsonFlag
+from services.gateway.core.autoscaler import decide
+from services.gateway.core.need import Limits
+from services.gateway.core.scaling import (
+    DWELL_S,
+    Decision,
+    Kind,
+    Memory,
+    MeshSeen,
+    Rules,
+    WorkerSeen,
+    text_of,
+)
+from services.gateway.core.traffic import TrafficMeter
+from services.gateway.http.planner_bodies import RecentRequest, RecentRequests
+from services.planner.core.outlook import Numbers, Outlook, outlook
+from shared.errors import InvalidRequest, MeshError
+from shared.ids import Incarnation
+from shared.predict.step_time import StepFit
+from shared.runtime.service import EXIT_OK
+from shared.telemetry.tracing import CANCELLED
+
+SHORTEST_S: Final = 0.5
+LONGEST_S: Final = 3600.0
+
+_LOOKS: Final = Parameter(group=Group("Output", sort_key=1), show_env_var=False)
+_PLAIN: Final = Parameter(show_env_var=False)
+
+WHO: Final = {
+    Kind.PREFILL: "TTFT, by the prefill workers",
+    Kind.DECODE: "TPOT or room for KV, by the decode workers",
+    Kind.COLOCATED: "both limits, by the colocated workers",
+}
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class WatchFlags:
+    """What is to be kept: as --planner-ttft-s and its kin of the gateway.
+
+    Parameters
+    ----------
+    slo_ttft
+        Limit of the time to first token.
+    slo_tpot
+        Limit of the mean time of an output token.
+    attainment
+        Share of requests that must keep both.
+    max_workers
+        Most workers of all kinds together; 0 = as many as it takes.
+    """
+
+    slo_ttft: Annotated[str, _PLAIN] = "2s"
+    slo_tpot: Annotated[str, _PLAIN] = "100ms"
+    attainment: Annotated[float, _PLAIN] = 0.95
+    max_workers: Annotated[int, _PLAIN] = 0
+
+    def rules(self) -> Rules:
+        """Return what ``decide`` goes by. Raises InvalidRequest."""
+        ttft_s, tpot_s = seconds("--slo-ttft", self.slo_ttft), seconds("--slo-tpot", self.slo_tpot)
+        if not (ttft_s > 0 and tpot_s > 0):
+            raise InvalidRequest("--slo-ttft and --slo-tpot must be above 0: nobody could keep 0")
+        if not 0 < self.attainment < 1:
+            raise InvalidRequest("--attainment must be above 0 and below 1")
+        if not 0 <= self.max_workers <= 1024:
+            raise InvalidRequest("--max-workers must be 0..1024")
+        return Rules(Limits(ttft_s, tpot_s, self.attainment), self.max_workers, DWELL_S)
+
+
+class Look(NamedTuple):
+    """One look: what was decided, and what the mesh could take."""
+
+    at_s: float
+    decision: Decision
+    attained: float | None
+    outlook: Outlook | None
+
+
+def watch(
+    *,
+    flags: WatchFlags = WatchFlags(),
+    interval: Annotated[float, _LOOKS] = 5.0,
+    once: Annotated[bool, _LOOKS, Parameter(negative="", show_default=False)] = False,
+    url: UrlFlag = DEFAULT_URL,
+    access: Access = NO_ACCESS,
+    as_json: JsonFlag = False,
+) -> int:
+    """Say every so often what the live planner would do on a running mesh, and why.
+
+    Parameters
+    ----------
+    interval
+        Seconds between two looks; the gateway's own planner looks every 5.
+    once
+        Look once and end.
+    """
+    require_url(url)
+    rules = flags.rules()
+    if not SHORTEST_S <= interval <= LONGEST_S:
+        raise InvalidRequest(f"--interval must be {SHORTEST_S:g}..{LONGEST_S:g} seconds")
+
+    async def follow() -> int:
+        said, console = Said(plain_console(), as_json), Console(stderr=True, highlight=False)
+        watcher, trouble = Watcher(rules), ""
+        async with open_session(access) as session:
+            while True:
+                try:
+                    body = await get_json(session, url, RECENT, limit_s=ANSWERS_WITHIN_S)
+                    said.say(watcher.look(read_body(body, url)))
+                    trouble = ""
+                except MeshError as error:
+                    if not said.num_looks:
+                        raise
+                    if error.message != trouble:
+                        trouble = error.message
+                        console.print(f"{trouble}. Trying again …", soft_wrap=True)
+                if once:
+                    return EXIT_OK
+                await asyncio.sleep(interval)
+
+    code = run_interruptible(follow)
+    return EXIT_OK if code == 128 + signal.SIGINT else code
+
+
+class Watcher:
+    """Counts what a gateway tells, and decides by it as the gateway's own planner would."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self._begin()
+
+    def _begin(self) -> None:
+        limits = self._rules.limits
+        self._meter = TrafficMeter(limits.ttft_s, limits.tpot_s, 0.0)
+        self._memory = Memory()
+        self._asked: set[str] = set()
+        self._ended: set[str] = set()
+        self._now_s = 0.0
+
+    def look(self, told: RecentRequests) -> Look:
+        """Take in what is new, and decide. A gateway that began anew is another one."""
+        if told.now_s < self._now_s:
+            self._begin()
+        now = self._now_s = told.now_s
+        self._count(told)
+        workers = tuple(
+            WorkerSeen(
+                Incarnation(int(it.incarnation, 16)),
+                Kind(it.kind),
+                it.moves,
+                it.draining,
+                it.age_s,
+                it.held,
+                it.queue_s,
+                StepFit(**it.prompt_steps),  # type: ignore[arg-type]
+                StepFit(**it.answer_steps),  # type: ignore[arg-type]
+                it.blocks * it.block_size,
+                it.address,
+            )
+            for it in told.workers
+        )
+        attainment = self._meter.attainment(now)
+        seen = MeshSeen(workers, self._meter.traffic(now), attainment, acts=told.decides)
+        decision = decide(seen, self._memory, self._rules, now)
+        self._memory = decision.memory
+        return Look(now, decision, attainment.share, outlook(seen, self._rules.limits))
+
+    def _count(self, told: RecentRequests) -> None:
+        """Feed the meter in the order of time."""
+        meter, here = self._meter, {it.incarnation: it for it in told.workers}
+        meter.taken(told.now_s, {Incarnation(int(it, 16)): here[it].taken for it in here})
+        events: list[tuple[float, int, RecentRequest]] = []
+        for it in told.requests:
+            if it.request_id not in self._asked:
+                events.append((it.arrived_s, 0, it))
+            if it.ended and it.request_id not in self._ended:
+                events.append((it.arrived_s + it.receipt.get("e2e_s", 0.0), 1, it))
+        for at_s, is_end, it in sorted(events, key=lambda event: event[:2]):
+            told_s = it.receipt
+            if not is_end:
+                meter.asked(at_s)
+                if told_s["attempts"]:
+                    meter.sent(at_s)
+                continue
+            worker = here.get(told_s["prefill"])
+            if it.error:
+                if not told_s["attempts"] and it.error != CANCELLED:
+                    meter.refused(at_s)
+            elif worker is not None and told_s.get("ttft_s") is not None:
+                meter.answered(
+                    at_s,
+                    steps=StepFit(**worker.prompt_steps),  # type: ignore[arg-type]
+                    step_tokens=worker.step_tokens,
+                    num_prompt=told_s["prompt_tokens"],
+                    num_cached=told_s["cached_tokens"],
+                    num_output=told_s["output_tokens"],
+                    ttft_s=told_s["ttft_s"],
+                    tpot_s=told_s.get("tpot_s") or 0.0,
+                )
+        # Who is forgotten there is not told again.
+        self._asked = {it.request_id for it in told.requests}
+        self._ended = {it.request_id for it in told.requests if it.ended}
+
+
+class Said:
+    """Prints looks: a line each, and what has changed since the one before."""
+
+    def __init__(self, console: Console, as_json: bool) -> None:
+        self._console = console
+        self._as_json = as_json
+        self._before: list[str] = []
+        self.num_looks = 0
+
+    def say(self, look: Look) -> None:
+        """Print one."""
+        self.num_looks += 1
+        if self._as_json:
+            print(orjson.dumps(facts_of(look)).decode(), flush=True)
+            return
+        self._console.print(_line(look), soft_wrap=True)
+        told = list(_words(look))
+        for line in told:
+            if line not in self._before:
+                self._console.print(f"    {line}", soft_wrap=True)
+        self._before = told
+
+
+def facts_of(look: Look) -> dict[str, Any]:
+    """Return a look for programs."""
+    decision, found = look.decision, look.outlook
+    return {
+        "at_s": look.at_s,
+        "orders": [f"{text_of(order)}: {order.reason}" for order in decision.orders],
+        "wanted": {kind.value: num for kind, num in decision.wanted.items()},
+        "present": {kind.value: num for kind, num in decision.memory.present.items()},
+        "busy": {kind.value: share for kind, share in decision.busy.items()},
+        "hold": decision.hold,
+        "limit": decision.limit,
+        "attained": look.attained,
+        "rate": found and found.rate,
+        "binds": found and found.binds.value,
+        "most_rate": found and found.most_rate,
+        "headroom": found and found.headroom,
+        "runner_up": found and found.runner_up and mesh_of(found.runner_up[0]),
+        "runner_up_rate": found and found.runner_up and found.runner_up[1],
+    }
+
+
+def mesh_of(numbers: Numbers) -> str:
+    """Return numbers of workers as plans write them: 3P+2D."""
+    return "+".join(f"{num}{LETTERS[kind.value]}" for kind, num in numbers.items() if num)
+
+
+def _line(look: Look) -> str:
+    decision = look.decision
+    parts = [f"{look.at_s:8.0f} s", mesh_of(decision.memory.present) or "no workers"]
+    if look.outlook is not None:
+        parts.append(f"{look.outlook.rate:.3g} requests/s")
+    parts += [f"{kind.value} {share:.0%} busy" for kind, share in decision.busy.items()]
+    if look.attained is not None:
+        parts.append(f"attained {look.attained:.1%}")
+    does = "would act" if decision.orders else "holds" if decision.hold else "would do nothing"
+    return f"{', '.join(parts)}: {does}"
+
+
+def _words(look: Look) -> Iterator[str]:
+    """What is said once, until it changes."""
+    decision, found = look.decision, look.outlook
+    for order in decision.orders:
+        yield f"would {text_of(order)}: {order.reason}"
+    if decision.hold:
+        yield f"holds: {decision.hold}"
+    if decision.limit:
+        yield f"limit: {decision.limit}"
+    if found is not None:
+        most = f"up to {found.most_rate:.3g} requests/s" if found.most_rate else "at no rate"
+        yield f"binds: {WHO[found.binds]}, {most}"
+        if found.headroom is not None:
+            yield f"headroom: {found.headroom:.1f} x what is asked"
+        if found.runner_up is not None:
+            numbers, rate = found.runner_up
+            yield f"runner-up: {mesh_of(numbers)} would keep the limits up to {rate:.3g} requests/s"

@@ -1,0 +1,121 @@
+"""``pdmesh plan watch``: what the live planner would do, from what a gateway tells."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from services.cli import main
+from services.cli.plan.watch import Said, Watcher, WatchFlags, facts_of
+from services.gateway.http.planner_bodies import RecentRequests
+from tests.support.recent import recent
+from tests.support.stub_gateway import StubGateway
+
+PATH = "/cluster/requests"
+
+
+def told(**how: Any) -> RecentRequests:
+    """A body; its last requests came just now."""
+    body = recent(**how)
+    body["now_s"] -= 30.0
+    return msgspec.convert(body, RecentRequests)
+
+
+def test_a_load_that_is_too_much_asks_for_workers() -> None:
+    """By the same limits, the more that is asked."""
+    calm = facts_of(Watcher(WatchFlags().rules()).look(told(rate=4.0)))
+    assert (calm["orders"], calm["hold"], calm["wanted"]) == (
+        *([], "", {"prefill": 1, "decode": 1}),
+    )
+    assert calm["attained"] == 1.0
+    assert 1.0 < calm["headroom"] < 10.0
+    assert calm["binds"] == "prefill"
+    busy = facts_of(Watcher(WatchFlags(slo_ttft="100ms").rules()).look(told(num=300, rate=24.0)))
+    assert busy["wanted"]["prefill"] > 1
+    (order,) = [it for it in busy["orders"] if it.startswith("add ")]
+    assert "prefill" in order
+    assert "needed for" in order
+    assert busy["headroom"] < 1.0
+    limited = WatchFlags(slo_ttft="100ms", max_workers=2).rules()
+    assert "--max-workers" in facts_of(Watcher(limited).look(told(num=300, rate=24.0)))["limit"]
+
+
+def test_what_was_counted_is_not_counted_again() -> None:
+    """The same body twice; then a gateway that began anew."""
+    watcher = Watcher(WatchFlags().rules())
+    first = watcher.look(told(rate=4.0))
+    again = told(rate=4.0)
+    again.now_s += 1.0
+    second = watcher.look(again)
+    assert first.outlook is not None
+    assert second.outlook is not None
+    assert second.outlook.rate <= first.outlook.rate
+    anew = told(num=8, rate=4.0)
+    anew.now_s = 5.0
+    assert "too little has been asked" in watcher.look(anew).decision.hold
+
+
+def test_a_worker_without_a_report_holds_the_planner() -> None:
+    """As it would the gateway's."""
+    body = told()
+    body.workers[0].age_s = 9.0
+    assert "last report is 9 s old" in facts_of(Watcher(WatchFlags().rules()).look(body))["hold"]
+    body = told()
+    del body.workers[1]
+    look = Watcher(WatchFlags().rules()).look(body)
+    assert look.decision.hold == "a role has no worker"
+    assert facts_of(look)["binds"] is None
+
+
+def test_words_come_once_until_they_change() -> None:
+    """A line a look, and below it what is new."""
+    console = Console(record=True, width=200, highlight=False)
+    said, watcher = Said(console, as_json=False), Watcher(WatchFlags().rules())
+    body = told(rate=4.0)
+    for _ in range(2):
+        said.say(watcher.look(body))
+    lines = console.export_text().splitlines()
+    assert sum("would do nothing" in line for line in lines) == 2
+    assert sum("binds: TTFT, by the prefill workers, up to" in line for line in lines) == 1
+    assert sum("runner-up: 2M would keep" in line for line in lines) == 1
+
+
+def test_one_look_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """For people and for programs."""
+    with StubGateway({PATH: recent()}) as gateway:
+        assert main(["plan", "watch", "--once", "--url", gateway.url]) == 0
+        assert "1P+1D, 1 requests/s" in capsys.readouterr().out
+        assert main(["plan", "watch", "--once", "--json", "--url", gateway.url]) == 0
+    assert json.loads(capsys.readouterr().out)["present"] == {"prefill": 1, "decode": 1}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--slo-ttft", "0s"], "must be above 0: nobody could keep 0"),
+        (["--slo-tpot", "quick"], "--slo-tpot must be a number with a unit"),
+        (["--attainment", "1"], "--attainment must be above 0 and below 1"),
+        (["--max-workers", "-1"], "--max-workers must be 0..1024"),
+        (["--interval", "0"], "--interval must be 0.5..3600 seconds"),
+        (["--url", "nowhere"], "--url must be http://host:port"),
+    ],
+)
+def test_flags_that_cannot_be(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line with the remedy, exit code 2."""
+    assert main(["plan", "watch", "--once", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_who_is_no_gateway_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """At the first look nothing is waited for."""
+    assert main(["plan", "watch", "--url", "http://127.0.0.1:1"]) == 1
+    assert "start a mesh with `pdmesh up`" in capsys.readouterr().err
+    with StubGateway({PATH: {"requests": []}}) as gateway:
+        assert main(["plan", "watch", "--url", gateway.url]) == 1
+    assert "use the pdmesh of its release" in capsys.readouterr().err
