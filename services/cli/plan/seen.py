@@ -22,7 +22,7 @@ ANSWERS_WITHIN_S: Final = 10.0
 _COLUMNS: Final = frozenset(("run", "index", "end", "due_s", "ttft_s", "tpot_s", "input", "output"))
 
 
-class Seen(NamedTuple):
+class SeenTraffic(NamedTuple):
     """Requests in order of arrival, and the mesh that they met; None = nobody tells. left_out: how
     many brought no token. num_retried: how many took more than one attempt. is_client: times are a
     client's, and so count its way to the gateway, too."""
@@ -53,7 +53,7 @@ def read_body(body: Any, url: str) -> RecentRequests:
         ) from None
 
 
-def seen_by_gateway(mesh: RecentRequests, source: str, last_s: float | None = None) -> Seen:
+def seen_by_gateway(mesh: RecentRequests, source: str, last_s: float | None = None) -> SeenTraffic:
     """Return what a gateway remembers. last_s: only what came in the last seconds.
 
     Raises CannotRun: no request brought a token.
@@ -70,7 +70,7 @@ def seen_by_gateway(mesh: RecentRequests, source: str, last_s: float | None = No
             "the least to replay: send some (pdmesh bench), and ask again"
         )
     retried = sum(it.receipt.get("attempts", 1) > 1 for it in asked)
-    return Seen(source, mesh.model, mesh, found, len(asked) - len(found), retried)
+    return SeenTraffic(source, mesh.model, mesh, found, len(asked) - len(found), retried)
 
 
 def _seen(it: RecentRequest) -> SeenRequest | None:
@@ -101,7 +101,7 @@ def _seen(it: RecentRequest) -> SeenRequest | None:
     )
 
 
-def read_seen(path: Path, run: int | None, last_s: float | None) -> Seen:
+def read_seen(path: Path, run: int | None, last_s: float | None) -> SeenTraffic:
     """Return what a file of ``--keep`` or a folder of ``pdmesh bench`` holds.
 
     Raises InvalidRequest: it is neither, or has holes. CannotRun: it cannot be read, or is empty.
@@ -120,7 +120,7 @@ def read_seen(path: Path, run: int | None, last_s: float | None) -> Seen:
     return seen_by_gateway(mesh, str(path), last_s)
 
 
-def _read_folder(folder: Path, run: int | None) -> Seen:
+def _read_folder(folder: Path, run: int | None) -> SeenTraffic:
     table, report = folder / "requests.csv", folder / "report.json"
     try:
         told = orjson.loads(report.read_bytes())
@@ -154,7 +154,9 @@ def _read_folder(folder: Path, run: int | None) -> Seen:
     if len(found) < 2:
         raise CannotRun(f"{table}: run {wanted} has {len(found)} answers, two are the least")
     mesh = None if kept is None else read_body(cast("object", kept), str(report))
-    return Seen(f"{folder}, run {wanted}", model, mesh, found, len(own) - len(found), 0, True)
+    return SeenTraffic(
+        f"{folder}, run {wanted}", model, mesh, found, len(own) - len(found), 0, True
+    )
 
 
 def _seen_row(row: dict[str, str], at_s: float) -> Sequence[SeenRequest]:

@@ -17,7 +17,7 @@ from services.cli.bench.report import (
     write_report,
 )
 from services.cli.bench.workload import Ask, Workload
-from services.cli.plan.seen import Seen
+from services.cli.plan.seen import SeenTraffic
 from services.cli.plan.sim_flags import SimFlags
 from services.planner.mesh_run import MeshRun
 from services.sim.open_loop import SimAnswer
@@ -45,7 +45,7 @@ def simulated_run(
     return found
 
 
-def seen_run(seen: Seen, asks: Sequence[Ask]) -> Run:
+def seen_run(seen: SeenTraffic, asks: Sequence[Ask]) -> Run:
     """Return what receipts tell as a run: an answer's first token, and the rest at its end."""
     found = Run(Workload(name=seen.source, asks=tuple(asks)), started_at=_START)
     for index, (ask, it) in enumerate(zip(asks, seen.requests, strict=True)):

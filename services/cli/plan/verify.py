@@ -17,7 +17,7 @@ from services.cli.bench.report import report_of, require_folder, write_report
 from services.cli.bench.view import time_text
 from services.cli.bench.workload import Ask
 from services.cli.client import DEFAULT_URL, NO_ACCESS, Access, UrlFlag
-from services.cli.plan.seen import Seen, ask_gateway, read_seen, seen_by_gateway
+from services.cli.plan.seen import SeenTraffic, ask_gateway, read_seen, seen_by_gateway
 from services.cli.plan.sim_report import plain, seen_run, simulated_run
 from services.cli.plan.times_flags import TimesFlags, seconds
 from services.cli.plan.view import interruptible, plain_console, progress, write_result
@@ -123,7 +123,7 @@ class Verified(NamedTuple):
     """A replay: what was seen, what was said, and on which mesh. door_s: what the gateway takes for
     a request by itself. notes: what a reader must know."""
 
-    seen: Seen
+    seen: SeenTraffic
     shape: MeshShape
     setting: MeshSetting
     answers: Sequence[SimAnswer]
@@ -180,7 +180,7 @@ def verify(
 
 
 def replay(
-    seen: Seen, flags: VerifyFlags, on_progress: Callable[[int], None] = lambda num: None
+    seen: SeenTraffic, flags: VerifyFlags, on_progress: Callable[[int], None] = lambda num: None
 ) -> Verified:
     """Simulate what was seen. Raises InvalidRequest: there is no mesh, time model or link to go by,
     or the profile is of another model."""
@@ -215,7 +215,7 @@ def replay(
     return Verified(seen, shape, setting, answers, comparison, model.times, door_s, notes)
 
 
-def _door_s(seen: Seen) -> float:
+def _door_s(seen: SeenTraffic) -> float:
     """Return what the gateway takes to read, tokenize and admit a request that waits for nobody:
     what the quickest tenth took."""
     told = [it.terms.gateway for it in seen.requests if it.terms is not None]
@@ -244,7 +244,7 @@ def _felt(answer: SimAnswer, was: SeenRequest, door_s: float) -> SeenRequest:
     )
 
 
-def _setting(seen: Seen, flags: VerifyFlags) -> tuple[MeshShape, MeshSetting, list[str]]:
+def _setting(seen: SeenTraffic, flags: VerifyFlags) -> tuple[MeshShape, MeshSetting, list[str]]:
     """The mesh as it stands, or as the flags say; and what is to be said of it."""
     mesh, notes = seen.mesh, _notes(seen)
     workers = [] if mesh is None else [it for it in mesh.workers if not it.draining]
@@ -305,7 +305,7 @@ def _setting(seen: Seen, flags: VerifyFlags) -> tuple[MeshShape, MeshSetting, li
     )
 
 
-def _require_same_model(seen: Seen, times: TimesFlags) -> None:
+def _require_same_model(seen: SeenTraffic, times: TimesFlags) -> None:
     if times.profile is None or times.model is not None or not seen.model:
         return
     if times.kv.name.lower() != seen.model.lower():
@@ -316,7 +316,7 @@ def _require_same_model(seen: Seen, times: TimesFlags) -> None:
         )
 
 
-def _notes(seen: Seen) -> list[str]:
+def _notes(seen: SeenTraffic) -> list[str]:
     notes: list[str] = []
     if seen.left_out:
         notes.append(f"left out, for they brought no token: {seen.left_out}")

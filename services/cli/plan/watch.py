@@ -129,7 +129,7 @@ def watch(
         raise InvalidRequest(f"--interval must be {SHORTEST_S:g}..{LONGEST_S:g} seconds")
 
     async def follow() -> int:
-        said, console = Said(plain_console(), as_json), Console(stderr=True, highlight=False)
+        said, console = LookLines(plain_console(), as_json), Console(stderr=True, highlight=False)
         watcher, trouble = Watcher(rules), ""
         async with open_session(access) as session:
             while True:
@@ -231,7 +231,7 @@ class Watcher:
         self._ended = {it.request_id for it in told.requests if it.ended}
 
 
-class Said:
+class LookLines:
     """Prints looks: a line each, and what has changed since the one before."""
 
     def __init__(self, console: Console, as_json: bool) -> None:

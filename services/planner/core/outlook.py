@@ -41,7 +41,7 @@ class Outlook(NamedTuple):
         return self.most_rate / self.rate if self.rate else None
 
 
-class Mesh(NamedTuple):
+class WatchedMesh(NamedTuple):
     """What a rate depends on, but for the numbers of workers."""
 
     traffic: Traffic
@@ -80,7 +80,7 @@ def outlook(seen: MeshSeen, limits: Limits) -> Outlook | None:
     knows = any(it.answer_steps.is_known for it in here if it.kind is not Kind.PREFILL)
     if seen.traffic is None or not (is_whole and knows and seen.traffic.prompts_s):
         return None
-    mesh = Mesh(seen.traffic, *answering(here), limits)
+    mesh = WatchedMesh(seen.traffic, *answering(here), limits)
     rates = mesh.most_rates(present)
     binds = min(rates, key=rates.__getitem__)
     total = sum(present.values())

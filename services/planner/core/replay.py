@@ -28,7 +28,7 @@ UNEQUAL: Final = 0.2
 """Share by which steps of workers of a kind may differ until it is said that they do."""
 
 
-class Terms(NamedTuple):
+class TimeTerms(NamedTuple):
     """Where one request's time went, in seconds. gateway, prefill_queue, prefill and hand_over add
     up to TTFT; first_gap (token 1 to token 2, which hides the rest of a transfer) and later_gaps,
     each as a share of TPOT, to that."""
@@ -74,7 +74,7 @@ class SeenRequest(NamedTuple):
     is_over: bool = True
     num_cached: int = 0
     worker: str = ""
-    terms: Terms | None = None
+    terms: TimeTerms | None = None
 
     @property
     def e2e_s(self) -> float:
@@ -96,23 +96,23 @@ def terms_of(
     prefill_queue: float,
     prefill: float,
     first_gap_s: float,
-) -> Terms:
+) -> TimeTerms:
     """Return the terms; what is not named of TTFT is hand-over."""
     hand_over = ttft_s - gateway - prefill_queue - prefill
     first_gap = first_gap_s / (num_output - 1) if num_output > 1 else 0.0
-    return Terms(gateway, prefill_queue, prefill, hand_over, first_gap, tpot_s - first_gap)
+    return TimeTerms(gateway, prefill_queue, prefill, hand_over, first_gap, tpot_s - first_gap)
 
 
-class Replay(NamedTuple):
+class ReplayedPrompts(NamedTuple):
     """Prompts as tokens. seeds: prompts before all others, from which some had a beginning."""
 
     seeds: list[tuple[int, ...]]
     prompts: list[tuple[int, ...]]
 
 
-def replay_of(seen: Sequence[SeenRequest]) -> Replay:
+def replay_of(seen: Sequence[SeenRequest]) -> ReplayedPrompts:
     """Return prompts of the lengths seen, with as much in common as was cached."""
-    found = Replay([], [])
+    found = ReplayedPrompts([], [])
     before: dict[str, list[tuple[int, ...]]] = {}
     for number, it in enumerate(seen, 1):
         num_cached = min(it.num_cached, it.num_prompt - 1)

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from services.cli import main
-from services.cli.plan.watch import Said, Watcher, WatchFlags, facts_of
+from services.cli.plan.watch import LookLines, Watcher, WatchFlags, facts_of
 from services.gateway.http.planner_bodies import RecentRequests
 from tests.support.recent import recent
 from tests.support.stub_gateway import StubGateway
@@ -74,7 +74,7 @@ def test_a_worker_without_a_report_holds_the_planner() -> None:
 def test_words_come_once_until_they_change() -> None:
     """A line a look, and below it what is new."""
     console = Console(record=True, width=200, highlight=False)
-    said, watcher = Said(console, as_json=False), Watcher(WatchFlags().rules())
+    said, watcher = LookLines(console, as_json=False), Watcher(WatchFlags().rules())
     body = told(rate=4.0)
     for _ in range(2):
         said.say(watcher.look(body))
