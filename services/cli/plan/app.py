@@ -105,8 +105,8 @@ _COMMANDS: Final = (
             help_texts.PLAN_SIMULATE,
             "Simulate a mesh: pdmesh's own cores (admission, routing, leases, schedulers, "
             "transfers) under a virtual clock, with a time model for what computes.\n\n"
-            "Fidelity is exact: every step and every frame of KV is an event. The time model "
-            "is affine in a step's tokens; its defaults are OPT-13B on one A100 by "
+            "Every frame of KV is an event, equal decode steps are one (--fidelity). The time "
+            "model is affine in a step's tokens; its defaults are OPT-13B on one A100 by "
             "DistServe's profile.",
         ),
         (

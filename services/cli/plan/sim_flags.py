@@ -263,7 +263,7 @@ class SimFlags:
             "num_requests": run.num_requests,
             "policy": self.policy,
             "times": self.sources(run.shape),
-            "fidelity": "exact",
+            "fidelity": self.fidelity,
             "seed": self.seed,
             "attainment": run.attained,
             "goodput_per_worker": run.goodput,

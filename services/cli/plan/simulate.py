@@ -241,7 +241,7 @@ def _say_times(flags: SimFlags, runs: Sequence[MeshRun]) -> None:
         console.print(word, soft_wrap=True)
     took_s = sum(run.took_s for run in runs)
     console.print(
-        f"exact: {sum(run.num_events for run in runs):,} events in {took_s:.1f} s, "
+        f"{flags.fidelity}: {sum(run.num_events for run in runs):,} events in {took_s:.1f} s, "
         f"{sum(run.num_requests for run in runs) / took_s:,.0f} requests simulated a second"
     )
 

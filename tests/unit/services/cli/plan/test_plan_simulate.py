@@ -26,7 +26,9 @@ def test_a_run_says_what_was_felt(capsys: pytest.CaptureFixture[str]) -> None:
     first = told(capsys, "2P+1D", "--rate", "4")
     assert first == told(capsys, "2P+1D", "--rate", "4")
     assert first != told(capsys, "2P+1D", "--rate", "4", "--seed", "1")
-    assert (first["mesh"], first["fidelity"], first["attainment"]) == ("2P+1D", "exact", 1.0)
+    assert (first["mesh"], first["fidelity"], first["attainment"]) == ("2P+1D", "runs", 1.0)
+    other = told(capsys, "2P+1D", "--rate", "4", "--fidelity", "exact")
+    assert other == {**first, "fidelity": "exact"}
     assert (
         main(["plan", "simulate", "1M", "--rate", "1", "--num-requests", "5", "--no-what-if"]) == 0
     )
