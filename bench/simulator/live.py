@@ -46,7 +46,7 @@ def workers(mesh: str) -> tuple[str, ...]:
     """Return the flags of ``pdmesh up`` for a mesh."""
     shape = read_mesh(mesh)
     if shape.num_of("M"):
-        return ("--prefill", "0", "--decode", "0", "--colocated", str(shape.num_of("M")))
+        return ("--colocated", str(shape.num_of("M")))
     return ("--prefill", str(shape.num_of("P")), "--decode", str(shape.num_of("D")))
 
 
