@@ -60,10 +60,10 @@ async def measure(
     async with up as process:
         url = await process.url()
         for load in loads:
-            rate, last_s = load * most_rate, requests / (load * most_rate)
+            rate, began_at = load * most_rate, asyncio.get_running_loop().time()
             await told("bench", url, *LOAD, "--rate", str(rate), "--requests", str(requests))
             # What is older than the run's own requests is another load's.
-            last = f"{last_s + 5:.0f}s"
+            last = f"{asyncio.get_running_loop().time() - began_at:.0f}s"
             facts = json.loads(await told("plan", "verify", "--url", url, "--last", last, "--json"))
             row = {"engine": engine, "mesh": mesh, "rate": rate, **facts}
             rows.append(row)
