@@ -12,6 +12,8 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from operator import attrgetter
 from typing import NamedTuple, TypeVar
 
 from shared import wire
@@ -49,6 +51,7 @@ MAX_TOKENS = (MAX_MESSAGE_BYTES - MAX_GRAMMAR_BYTES - (64 << 10)) // 4
 _MAX_U32 = (1 << 32) - 1
 _LAST_REASON = int(max(FinishReason))  # they are numbered without gaps
 _NAN = math.nan
+_PROMPT_TIMES = attrgetter(*PromptTimes._fields)
 _TRACE_CONTEXT = re.compile("00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -172,13 +175,7 @@ def error_from_wire(error: wire.Error | None) -> MeshError:
 
 def layout_to_wire(layout: KvLayout) -> wire.KvLayout:
     """Return the wire form of a KV layout."""
-    return wire.KvLayout(
-        dtype=layout.dtype,
-        num_layers=layout.num_layers,
-        num_kv_heads=layout.num_kv_heads,
-        head_dim=layout.head_dim,
-        parts=layout.parts,
-    )
+    return wire.KvLayout(**asdict(layout))
 
 
 def layout_from_wire(layout: wire.KvLayout | None) -> KvLayout:
@@ -445,15 +442,7 @@ def prefill_token_to_wire(
         token_id=token.token_id,
         finish_reason=wire.FinishReason(int(token.finish_reason)),
         logprob=_NAN,
-        queue_s=times.queue_s,
-        compute_s=times.compute_s,
-        cached_tokens=times.cached_tokens,
-        fetched_tokens=times.fetched_tokens,
-        fetch_s=times.fetch_s,
-        fetched_bytes=times.fetched_bytes,
-        dram_tokens=times.dram_tokens,
-        ssd_tokens=times.ssd_tokens,
-        load_s=times.load_s,
+        **times._asdict(),
     )
     if (logprobs := token.logprobs) is not None:
         message.logprob = logprobs.logprob
@@ -476,7 +465,7 @@ def require_times(
         _seconds(getattr(event, name), name)
 
 
-def prefill_token_from_wire(event: wire.PrefillToken) -> AnswerToken:
+def prefill_token_from_wire(event: wire.PrefillToken) -> tuple[AnswerToken, PromptTimes]:
     """Unpack and check the first token of an attempt, and the worker's times in it."""
     require_times(event, "queue_s", "compute_s", "fetch_s", "load_s")
     top_ids = unpack_u32(event.top_ids, name="top_ids")
@@ -490,10 +479,11 @@ def prefill_token_from_wire(event: wire.PrefillToken) -> AnswerToken:
         prompt_logprobs = tuple(
             _unflatten(num_rows, rows.logprobs, rows.top_counts, rows.top_ids, rows.top_logprobs)
         )
-    return AnswerToken(
+    token = AnswerToken(
         event.index,
         event.token_id,
         FinishReason(_within(event.finish_reason, 0, _LAST_REASON, "finish_reason")),
         logprobs,
         prompt_logprobs,
     )
+    return token, PromptTimes(*_PROMPT_TIMES(event))

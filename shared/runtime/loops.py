@@ -11,6 +11,11 @@ from shared.errors import MeshError
 from shared.runtime.groups import plain_errors
 
 
+def loop_time() -> float:
+    """Return the running loop's clock, in seconds."""
+    return asyncio.get_running_loop().time()
+
+
 async def serve_until_stopped(
     background: Sequence[Callable[[], Awaitable[object]]],
     *,

@@ -8,7 +8,6 @@ from brings the factories of its transport and compute, so that nothing here rea
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable
@@ -22,6 +21,7 @@ from shared.mesh_secret import MeshSecret
 from shared.profile.machine import UNMEASURED, MachineProfile
 from shared.rpc.network import Network
 from shared.rpc.tls import MeshTls
+from shared.runtime.loops import loop_time
 
 if TYPE_CHECKING:
     # The gateway imports this module; its image has neither an engine nor a transport.
@@ -51,10 +51,6 @@ async def _unmeasured(
     return UNMEASURED
 
 
-def _loop_time() -> float:
-    return asyncio.get_running_loop().time()
-
-
 @dataclass(frozen=True, slots=True)
 class Platform:
     """The outside world of one process.
@@ -70,7 +66,7 @@ class Platform:
     new_transport: TransportFactory = _no_transport
     compute: ComputeFactory = _no_compute
     random_bytes: RandomBytes = os.urandom
-    stopwatch: Callable[[], float] = _loop_time
+    stopwatch: Callable[[], float] = loop_time
     secret: MeshSecret | None = None
     between: Network | None = None
     profile: Profiler = _unmeasured

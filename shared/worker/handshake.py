@@ -6,7 +6,6 @@ ready when the frames came back as "right bytes".
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 
 from shared import wire
@@ -27,6 +26,7 @@ from shared.messages.transfer_codec import (
     windows_to_wire,
 )
 from shared.rpc.heartbeat_stream import RawStream
+from shared.runtime.loops import loop_time
 from shared.transport.base import Outcome, Transport
 from shared.transport.pairing import CANARY_BYTES, PairRules
 from shared.worker.link import LinkSink, PairLink
@@ -78,7 +78,7 @@ class Handshake:
         found = LaneFinding("", Certainty.UNKNOWN)
         result = (await _next(stream)).canary_result
         while result is not None and result.ok and result.tag:
-            began_at = _now()
+            began_at = loop_time()
             operation = link.endpoint.send(buffer, num_bytes, result.tag)
             canary = wire.Canary(
                 tag=result.tag,
@@ -89,7 +89,7 @@ class Handshake:
             )
             await stream.send(wire.PairMessage(canary=canary))
             result = (await _next(stream)).canary_result
-            fastest_s = min(fastest_s, _now() - began_at)
+            fastest_s = min(fastest_s, loop_time() - began_at)
             if await operation.settled() is not Outcome.DONE:
                 raise TransferFailed(f"a canary was not sent: {operation.error}", code="canary")
             found = await link.endpoint.find_lane(buffer, num_bytes, sends=True)
@@ -116,7 +116,7 @@ class Handshake:
             operation = self.transport.receive(link.endpoint, buffer, num_bytes, tag)
             result.tag = tag
             await stream.send(wire.PairMessage(canary_result=result))
-            asked_at = _now()
+            asked_at = loop_time()
             canary = (await _next(stream)).canary
             if canary is None or canary.tag != tag or canary.num_bytes != num_bytes:
                 raise RemoteProtocolError("a pair begins with canaries")
@@ -124,7 +124,7 @@ class Handshake:
             result = wire.CanaryResult(ok=await operation.settled() is Outcome.DONE)
             if result.ok:
                 result.ok = await self.compute.copy(lambda: staging.digest(buffer)) == canary.digest
-            result.seconds = _now() - asked_at
+            result.seconds = loop_time() - asked_at
             if not result.ok:
                 await stream.send(wire.PairMessage(canary_result=result))
                 raise TransferFailed("a canary arrived damaged", code="canary")
@@ -146,7 +146,3 @@ async def _next(stream: Stream) -> wire.PairMessage:
     if message is None:
         raise WorkerLost("the other worker ended the handshake")
     return message
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

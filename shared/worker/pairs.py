@@ -35,6 +35,7 @@ from shared.rpc.network import Network
 from shared.rpc.service import ServerStream, Servicer, bind
 from shared.rpc.stream import open_stream
 from shared.runtime.effect_loop import EffectLoop
+from shared.runtime.loops import loop_time
 from shared.transfer.messages import Abort, Commit, LinkId, Open, Span
 from shared.transfer.plan import DEFAULT_MAX_FRAME_BYTES
 from shared.transport.base import Endpoint, Transport
@@ -131,11 +132,11 @@ class PairTable:
 
     def set_peers(self, peers: Sequence[MeshPeer]) -> None:
         """These are the standing partners. Works before ``run``."""
-        self._effects.perform(self._core.listed(peers, _now()))
+        self._effects.perform(self._core.listed(peers, loop_time()))
 
     def ask(self, peer: MeshPeer) -> None:
         """Make a pair with this one, too."""
-        self._effects.perform(self._core.asked(peer, _now()))
+        self._effects.perform(self._core.asked(peer, loop_time()))
 
     @property
     def paired(self) -> tuple[Incarnation, ...]:
@@ -296,7 +297,7 @@ class PairTable:
     def _hear(self, link: PairLink, message: wire.PairMessage) -> None:
         if message.heartbeat is not None:
             return
-        link.used_at = _now()
+        link.used_at = loop_time()
         if message.windows is not None:
             link.windows.replace(windows_from_wire(message.windows))
             return
@@ -320,7 +321,7 @@ class PairTable:
 
     def _ended(self, peer: Incarnation, error: MeshError) -> None:
         self._note_refusal(error)
-        self._effects.perform(self._core.ended(peer, _now()))
+        self._effects.perform(self._core.ended(peer, loop_time()))
 
     def _note_refusal(self, error: MeshError) -> None:
         if is_refusal(error):
@@ -347,7 +348,3 @@ class PairTable:
             for link in by_use
             if not any(user.is_using(link) for user in self._users(link))
         ]
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -7,7 +7,6 @@ costs a round trip, a source that dies or is slow at most ``wait_s``.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 
 import structlog
@@ -16,6 +15,7 @@ from shared.errors import MeshError
 from shared.ids import RandomBytes, StreamId
 from shared.kv.pool import BlockPool, BlockTable
 from shared.messages.codec import Order
+from shared.runtime.loops import loop_time
 from shared.schedule.plan import NewToken, PromptTimes
 from shared.schedule.scheduler import Scheduler
 from shared.transfer.messages import Pull
@@ -96,7 +96,7 @@ class PrefixFetches:
 
     def begin(self, prompt: Request) -> None:
         """See ``ComingPrefixes``."""
-        self._core.begin(prompt, _now())
+        self._core.begin(prompt, loop_time())
 
     def leave(self, prompt: Request) -> None:
         """See ``ComingPrefixes``."""
@@ -123,7 +123,7 @@ class PrefixFetches:
             self._cancel(request)
 
     def _ended(self, fetch: PrefixFetch[Request], num_tokens: int, num_bytes: int) -> None:
-        if self._core.ended(fetch, _now(), num_tokens, num_bytes):
+        if self._core.ended(fetch, loop_time(), num_tokens, num_bytes):
             self._requests.pop(fetch, None)
             self._on_end()
 
@@ -170,7 +170,3 @@ class PrefixSource:
     def tables(self) -> list[BlockTable]:
         """Every block table that is held here, for ``BlockPool.check_integrity``."""
         return list(self._tables.values())
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

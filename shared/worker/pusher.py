@@ -28,6 +28,7 @@ from shared.errors import EngineFailed, MeshError, ShuttingDown, TransferFailed,
 from shared.ids import Incarnation
 from shared.profile.machine import UNMEASURED, MachineProfile
 from shared.runtime.effect_loop import EffectLoop
+from shared.runtime.loops import loop_time
 from shared.telemetry.moments import Moment, note
 from shared.transfer.effects import (
     CloseLink,
@@ -126,18 +127,25 @@ class PushHandle:
         """
         if is_cached:
             self._cached_stop = stop
-            self._pusher.span_planned(self.key, start, stop, PushMode.LAYERWISE, is_cached=True)
+            self._span_planned(start, stop, PushMode.LAYERWISE, is_cached=True)
         else:
             self._pusher.step_planned([(self, start, stop)], compute_s)
 
     def computing(self, start: int, stop: int, mode: PushMode) -> None:
         """Announce a span that the next step computes; the pusher calls this."""
         self._computed.append((stop, mode))
-        self._pusher.span_planned(self.key, start, stop, mode, is_cached=False)
+        self._span_planned(start, stop, mode, is_cached=False)
+
+    def _span_planned(self, start: int, stop: int, mode: PushMode, *, is_cached: bool) -> None:
+        pusher = self._pusher
+        pusher.perform(
+            pusher.core.span_planned(self.key, start, stop, mode, loop_time(), is_cached=is_cached)
+        )
 
     def layers_ready(self, num_layers: int) -> None:
         """Layers [0, num_layers) of the newest span are written (on CUDA queued: gather waits)."""
-        self._pusher.layers_ready(self.key, num_layers)
+        pusher = self._pusher
+        pusher.perform(pusher.core.layers_ready(self.key, num_layers, loop_time()))
 
     def span_computed(self, done: StepDone | None = None) -> None:
         """The step that computes the newest span is over: all its layers are written.
@@ -149,7 +157,7 @@ class PushHandle:
             for layer, at_s in enumerate(done.layers_at):
                 request_id = self.key.request_id
                 note(Moment.LAYERS_WRITTEN, request_id, at_s=at_s, num_layers=layer + 1)
-        self._pusher.span_computed(self.key)
+        self._pusher.perform(self._pusher.core.span_computed(self.key, loop_time()))
 
     def commit(self, first_token: int) -> None:
         """The prompt is computed and its next token sampled; implies ``span_computed``.
@@ -157,8 +165,9 @@ class PushHandle:
         Raises LocalProtocolError: spans do not cover the prompt, or this is the second commit.
         """
         if self._computed_at is None:
-            self._computed_at = asyncio.get_running_loop().time()
-        self._pusher.commit(self.key, first_token)
+            self._computed_at = loop_time()
+        pusher = self._pusher
+        pusher.perform(pusher.core.commit(self.key, first_token, loop_time()))
 
     def abort(self, error: MeshError | None = None) -> None:
         """Give up; idempotent. error: what ``wait`` then raises.
@@ -166,7 +175,7 @@ class PushHandle:
         None = a clean end, the answer needs no sink: ``wait`` returns stats with mode
         "none", and the sink releases its lease without an error.
         """
-        self._pusher.give_up(self.key, error)
+        self._pusher.perform(self._pusher.core.give_up(self.key, error, loop_time()))
 
     async def wait(self) -> PushStats:
         """Wait until the transfer has ended and its source blocks may be freed or cached.
@@ -205,7 +214,7 @@ class PushHandle:
         elif not was_needed:
             self._ended.set_result(PushStats())
         else:
-            now = asyncio.get_running_loop().time()
+            now = loop_time()
             first_sent_at = now if self.first_sent_at is None else self.first_sent_at
             computed_at = now if self._computed_at is None else self._computed_at
             self._ended.set_result(
@@ -234,7 +243,8 @@ PlannedSpan = tuple[PushHandle, int, int]
 class Pusher:
     """All transfers of this source; the ``LinkUser`` of its ``PairTable``.
 
-    One per process. ``run`` owns every task and must be running before the first link is up.
+    One per process. ``run`` owns every task and must be running before the first link is up. core,
+    perform: for its handles, which tell the core what the step loop tells them.
     """
 
     def __init__(
@@ -263,10 +273,11 @@ class Pusher:
         self._has_digest = (
             not staging.is_on_device(self._slots[0]) if has_digest is None else has_digest
         )
-        self._core = Senders(num_slots=num_slots, timing=timing)
+        self.core = Senders(num_slots=num_slots, timing=timing)
         self._links: dict[LinkId, PairLink] = {}
         self._handles: dict[TransferKey, PushHandle] = {}
-        self._effects: EffectLoop[SenderEffect] = EffectLoop(self._core, self._do)
+        self._effects: EffectLoop[SenderEffect] = EffectLoop(self.core, self._do)
+        self.perform = self._effects.perform
         self._tasks: asyncio.TaskGroup | None = None
         self.on_pull: Callable[[PairLink, Pull], None] = _refuse_pull
 
@@ -303,22 +314,20 @@ class Pusher:
         link = next((link for link in self._links.values() if link.peer == sink), None)
         if link is None:
             raise WorkerLost("this worker has no pair with that worker now")
-        effects = self._core.begin(key, link.id, num_tokens, self._now(), is_prefix=is_prefix)
+        effects = self.core.begin(key, link.id, num_tokens, loop_time(), is_prefix=is_prefix)
         handle = PushHandle(self, key, link, block_table)
         self._handles[key] = handle
-        self._effects.perform(effects)
+        self.perform(effects)
         return handle
 
     @property
     def pending_bytes(self) -> int:
         """KV that is announced and not acknowledged."""
-        return self._core.pending_bytes
+        return self.core.pending_bytes
 
     def statistics(self) -> SenderStatistics:
         """Counts for metrics and tests."""
-        return self._core.statistics()
-
-    # --- events of the step loop, through the handles ---
+        return self.core.statistics()
 
     def step_planned(self, spans: Sequence[PlannedSpan], compute_s: float) -> None:
         """Announce what one step computes of each of these transfers (``PushHandle.span``).
@@ -329,7 +338,7 @@ class Pusher:
         """
         frames: dict[LinkId, list[Frame]] = {}
         for handle, start, stop in spans:
-            sent = self._core.frames_of(handle.key, start, stop)
+            sent = self.core.frames_of(handle.key, start, stop)
             frames.setdefault(handle.link.id, []).extend(sent)
         for handle, start, stop in spans:
             of_link = frames[handle.link.id]
@@ -346,52 +355,28 @@ class Pusher:
             )
             handle.computing(start, stop, mode)
 
-    def span_planned(
-        self, key: TransferKey, start: int, stop: int, mode: PushMode, *, is_cached: bool
-    ) -> None:
-        """See ``PushHandle.span``."""
-        self._effects.perform(
-            self._core.span_planned(key, start, stop, mode, self._now(), is_cached=is_cached)
-        )
-
-    def layers_ready(self, key: TransferKey, num_layers: int) -> None:
-        """See ``PushHandle.layers_ready``."""
-        self._effects.perform(self._core.layers_ready(key, num_layers, self._now()))
-
-    def span_computed(self, key: TransferKey) -> None:
-        """See ``PushHandle.span_computed``."""
-        self._effects.perform(self._core.span_computed(key, self._now()))
-
-    def commit(self, key: TransferKey, first_token: int) -> None:
-        """See ``PushHandle.commit``."""
-        self._effects.perform(self._core.commit(key, first_token, self._now()))
-
-    def give_up(self, key: TransferKey, error: MeshError | None) -> None:
-        """See ``PushHandle.abort``."""
-        self._effects.perform(self._core.give_up(key, error, self._now()))
-
     # --- events of the links (LinkUser) ---
 
     def link_up(self, link: PairLink) -> None:
         """A pair is ready."""
         self._links[link.id] = link
-        self._core.link_up(link.id, link.rule)
+        self.core.link_up(link.id, link.rule)
 
     def link_message(self, link: PairLink, message: SinkMessage | Pull) -> None:
         """The sink said something."""
         if isinstance(message, Pull):
             self.on_pull(link, message)
             return
-        self._effects.perform(self._core.message(link.id, message, self._now()))
+        self.perform(self.core.message(link.id, message, loop_time()))
 
     def is_using(self, link: PairLink) -> bool:
         """See ``LinkUser``."""
-        return self._core.is_using(link.id)
+        return self.core.is_using(link.id)
 
     def link_lost(self, link: PairLink, error: MeshError) -> None:
         """A pair is gone."""
         del self._links[link.id]
-        self._effects.perform(self._core.link_lost(link.id, error, self._now()))
+        self.perform(self.core.link_lost(link.id, error, loop_time()))
 
     # --- performing effects ---
 
@@ -417,9 +402,7 @@ class Pusher:
             raise  # the device is gone: so is this process
         except MeshError as failure:
             error = failure
-        self._effects.perform(
-            self._core.send_settled(order.key, order.frame.idx, error, self._now())
-        )
+        self.perform(self.core.send_settled(order.key, order.frame.idx, error, loop_time()))
 
     async def _gather_and_send(self, order: GatherAndSend, handle: PushHandle) -> MeshError | None:
         frame, slot = order.frame, self._slots[order.slot]
@@ -448,7 +431,7 @@ class Pusher:
         gather_s = await self._compute.copy(gather)
         if order.link not in self._links:
             return WorkerLost("the pair was lost before the frame was sent")
-        posted_at = self._now()
+        posted_at = loop_time()
         handle.frame_posted(frame, posted_at)
         note(
             Moment.FRAME_SENT,
@@ -467,12 +450,9 @@ class Pusher:
             self._slots.replace(order.slot)
         if outcome is not Outcome.DONE:
             return TransferFailed(f"a frame was not sent: {operation.error}", code="send")
-        took_s = self._now() - posted_at if window is None else gather_s
+        took_s = loop_time() - posted_at if window is None else gather_s
         _refine_speed(link, frame.num_bytes, took_s)
         return None
-
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()
 
 
 def _refine_speed(link: PairLink, num_bytes: int, took_s: float) -> None:

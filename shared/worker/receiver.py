@@ -26,6 +26,7 @@ from shared.errors import (
 from shared.failpoints import failpoint
 from shared.ids import Incarnation, RandomBytes
 from shared.runtime.effect_loop import EffectLoop
+from shared.runtime.loops import loop_time
 from shared.telemetry.moments import Moment, note
 from shared.transfer.effects import (
     AskTerms,
@@ -193,7 +194,7 @@ class KvReceiver:
     def lease_changed(self, key: TransferKey) -> None:
         """The lease side has made or granted this reservation: if an open waits, ``attach``
         follows."""
-        self._effects.perform(self._core.lease_changed(key, self._now()))
+        self._effects.perform(self._core.lease_changed(key, loop_time()))
 
     def abort(self, key: TransferKey, error: MeshError) -> None:
         """Give one transfer up: cancelled, deadline... ``release`` follows, maybe before this
@@ -201,7 +202,7 @@ class KvReceiver:
 
         No transfer has that key: nothing follows, but its open is refused, also if it comes later.
         """
-        self._effects.perform(self._core.give_up(key, error, self._now()))
+        self._effects.perform(self._core.give_up(key, error, loop_time()))
 
     def is_linked(self, source: Incarnation) -> bool:
         """Whether this source can push to us now."""
@@ -242,7 +243,7 @@ class KvReceiver:
 
     def link_message(self, link: PairLink, message: SourceMessage) -> None:
         """The source said something."""
-        self._effects.perform(self._core.message(link.id, message, self._now()))
+        self._effects.perform(self._core.message(link.id, message, loop_time()))
 
     def is_using(self, link: PairLink) -> bool:
         """See ``LinkUser``."""
@@ -251,7 +252,7 @@ class KvReceiver:
     def link_lost(self, link: PairLink, error: MeshError) -> None:
         """A pair is gone; its endpoint is closed next, which settles what is posted."""
         del self._links[link.id]
-        self._effects.perform(self._core.link_lost(link.id, error, self._now()))
+        self._effects.perform(self._core.link_lost(link.id, error, loop_time()))
 
     # --- performing effects ---------------------------------------------------------------------
 
@@ -297,11 +298,11 @@ class KvReceiver:
         try:
             terms = self._leases.attach(key, source)
         except MeshError as error:
-            self._effects.perform(self._core.refused(key, error, self._now()))
+            self._effects.perform(self._core.refused(key, error, loop_time()))
             return
         if isinstance(terms, NoTermsYet):
             is_reserved = terms is NoTermsYet.NO_ROOM
-            self._core.must_wait(key, self._now(), is_reserved=is_reserved)
+            self._core.must_wait(key, loop_time(), is_reserved=is_reserved)
             return
         self._block_tables[key] = terms.block_table
         note(Moment.OPENED, key.request_id, cached_tokens=terms.skip_tokens)
@@ -310,7 +311,7 @@ class KvReceiver:
                 key,
                 terms.num_tokens,
                 terms.skip_tokens,
-                self._now(),
+                loop_time(),
                 is_prefix=terms.is_prefix,
             )
         )
@@ -345,7 +346,7 @@ class KvReceiver:
             for link in self._links.values():
                 link.offer([] if offer is None else [offer])
         self._effects.perform(
-            self._core.receive_settled(order.key, order.frame.idx, error, self._now())
+            self._core.receive_settled(order.key, order.frame.idx, error, loop_time())
         )
 
     async def _place(self, order: VerifyAndPlace, block_table: Sequence[int]) -> None:
@@ -378,13 +379,10 @@ class KvReceiver:
         if error is None:
             note(Moment.FRAME_PLACED, order.key.request_id, frame_idx=frame.idx)
         failpoint("decode.mid_push")
-        self._effects.perform(self._core.frame_placed(order.key, frame.idx, error, self._now()))
+        self._effects.perform(self._core.frame_placed(order.key, frame.idx, error, loop_time()))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         if self._tasks is None:
             work.close()  # shutting down: the endpoints are closed next, nobody waits for slots
         else:
             self._tasks.create_task(work)
-
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()

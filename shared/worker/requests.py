@@ -21,6 +21,7 @@ from shared.messages.codec import Order
 from shared.model_spec import ModelSpec
 from shared.request import FinishReason
 from shared.runtime.groups import plain_errors
+from shared.runtime.loops import loop_time
 from shared.schedule.admission import Duty, require_admissible
 from shared.schedule.plan import Failure, NewToken, StepPlan
 from shared.schedule.scheduler import Scheduler
@@ -148,7 +149,7 @@ class Requests:
         worker that decodes it), DeadlinePassed; RemoteProtocolError: this worker does no such
         thing, or has this attempt already.
         """
-        now = _now()
+        now = loop_time()
         try:
             self._require_admissible(task, order, now)
         except MeshError as error:
@@ -213,7 +214,7 @@ class Requests:
 
     def take_prefix(self, order: Order, fetch: AskingGateway) -> Request:
         """Bring a prompt's beginning into the cache, from the worker that has it."""
-        now = _now()
+        now = loop_time()
         request = self._begin(order, fetch, Life(Task.PREFIX), "prefill.fetch", now)
         self._answers[order.key] = request
         self.reservations.reserve(request, now)
@@ -371,7 +372,7 @@ class Requests:
 
     def admitted(self, sequences: Sequence[TokenSequence]) -> None:
         """See ``StepSink``."""
-        now = _now()
+        now = loop_time()
         for sequence in sequences:
             request = self._by_sequence[sequence]
             if request.task is Task.ANSWER or request.started_at is not None:
@@ -414,7 +415,7 @@ class Requests:
         for token in tokens:  # before all else: a client waits for each
             request = self._by_sequence[token.sequence]
             if request.life.state is LifeState.COMPUTING:
-                request.tell_first(token, _now())
+                request.tell_first(token, loop_time())
                 turns.append((request, token))
             else:
                 _, rows = by_gateway.setdefault(id(request.gateway), (request.gateway, []))
@@ -494,7 +495,3 @@ class Requests:
     def num_answers(self) -> int:
         """Answers, whole ones included, that hold something; prefixes are none."""
         return sum(it.task is not Task.PREFIX for it in self._answers.values())
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from shared.errors import LeaseLost, MeshError, RemoteProtocolError
 from shared.failpoints import failpoint
 from shared.ids import Incarnation
+from shared.runtime.loops import loop_time
 from shared.schedule.sequence import Sequence as TokenSequence
 from shared.telemetry.moments import Moment, note
 from shared.telemetry.worker import DecodeMetrics
@@ -83,7 +84,7 @@ class Reservations:
     def cancel(self, request: Request, error: MeshError) -> None:
         """Give a reservation up; its request settles when nothing can write its blocks."""
         lease = _lease_of(request)
-        self._perform_leases(self._leases.cancel(lease, error, now=_now()))
+        self._perform_leases(self._leases.cancel(lease, error, now=loop_time()))
         if lease.state is LeaseState.RELEASED:
             self._handle(request, LifeEvent.SETTLED)
 
@@ -118,7 +119,9 @@ class Reservations:
         self._lease_changed(lease)
 
     def _tell_granted(self, request: Request, lease: Lease) -> None:
-        request.phases.turn("decode.receive", _now(), {"pdmesh.cached_tokens": lease.skip_tokens})
+        request.phases.turn(
+            "decode.receive", loop_time(), {"pdmesh.cached_tokens": lease.skip_tokens}
+        )
         self._metrics.queue_seconds.observe(lease.wait_s)
         self._metrics.prompt_tokens.inc(lease.num_tokens)
         self._metrics.cached_tokens.inc(lease.skip_tokens)
@@ -136,7 +139,7 @@ class Reservations:
 
     def grant_waiting(self) -> None:
         """Grant what fits now. Call whenever blocks may have come free."""
-        self._perform_leases(self._leases.grant_waiting(now=_now()))
+        self._perform_leases(self._leases.grant_waiting(now=loop_time()))
 
     def _arm(self, at: float | None) -> None:
         """See to it that ``_tick`` runs at this time or before."""
@@ -150,7 +153,7 @@ class Reservations:
 
     def _tick(self) -> None:
         self._timer = None
-        self._perform_leases(self._leases.tick(now=_now()))
+        self._perform_leases(self._leases.tick(now=loop_time()))
         self._arm(self._leases.next_tick_at)
 
     # --- LeaseBook: the receiver's side ----------------------------------------------------------
@@ -174,7 +177,7 @@ class Reservations:
 
     def source_lost(self, source: Incarnation, error: MeshError) -> None:
         """See ``LeaseBook``."""
-        self._perform_leases(self._leases.lose_source(source, error, now=_now()))
+        self._perform_leases(self._leases.lose_source(source, error, now=loop_time()))
 
     def placed(self, key: TransferKey, first_token: int, stats: ReceiveStats) -> None:
         """See ``LeaseBook``."""
@@ -187,7 +190,7 @@ class Reservations:
             return
         if request.task is Task.PREFIX:
             assert self.receiver is not None
-            effects = self._leases.keep(lease, stats.num_tokens, now=_now())
+            effects = self._leases.keep(lease, stats.num_tokens, now=loop_time())
             lane = self.receiver.lane_from(lease.source)
             request.gateway.joined(request.order.stream_id, stats, lane)
             self._handle(request, LifeEvent.KEPT)
@@ -197,7 +200,7 @@ class Reservations:
             # In a step it would fail every sequence of the batch.
             text = f"prefill committed token {first_token}; the vocabulary has"
             error = RemoteProtocolError(f"{text} {self._vocab_size}")
-            effects = self._leases.release(lease, now=_now())
+            effects = self._leases.release(lease, now=loop_time())
             self._handle(request, LifeEvent.FAILED, error)
             self._perform_leases(effects)
             return
@@ -216,7 +219,7 @@ class Reservations:
             self._metrics.transfer_seconds.labels(lane).observe(stats.receive_s)
         request.phases.turn(
             "decode.steps",
-            _now(),
+            loop_time(),
             {"pdmesh.bytes": stats.num_bytes, "pdmesh.receive_s": stats.receive_s},
         )
         request.gateway.joined(request.order.stream_id, stats, lane)
@@ -227,7 +230,7 @@ class Reservations:
         """See ``LeaseBook``."""
         request = self._answers[key]
         # The receiver aborts by itself: the effect that would ask it to is dropped.
-        self._leases.cancel(_lease_of(request), error, now=_now())
+        self._leases.cancel(_lease_of(request), error, now=loop_time())
         self._handle(request, LifeEvent.FAILED, error)
 
     def quarantined(self, key: TransferKey) -> None:
@@ -239,9 +242,9 @@ class Reservations:
         request = self._answers[key]
         lease = _lease_of(request)
         if lease.state is LeaseState.QUARANTINED:
-            effects = self._leases.end_quarantine(lease, now=_now())
+            effects = self._leases.end_quarantine(lease, now=loop_time())
         else:
-            effects = self._leases.release(lease, now=_now())
+            effects = self._leases.release(lease, now=loop_time())
         if request.life.state is LifeState.RECEIVING:  # a clean end: nothing had to be decoded
             self._handle(request, LifeEvent.CANCELLED)
         else:
@@ -253,7 +256,3 @@ def _lease_of(request: Request) -> Lease:
     """Return the lease of an answer; no other has dealings with leases."""
     assert request.lease is not None
     return request.lease
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -66,7 +66,7 @@ async def test_prompt_logprobs_just_below_the_limit_arrive() -> None:
             assert await request.finished() == expected(prompt, 3)
             assert request.token is not None
             assert len(bytes(request.token)) > 0.99 * MAX_MESSAGE_BYTES
-            rows = codec.prefill_token_from_wire(request.token).prompt_logprobs
+            rows = codec.prefill_token_from_wire(request.token)[0].prompt_logprobs
             assert rows is not None
             assert len(rows[-1].top) == 1000
 

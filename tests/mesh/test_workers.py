@@ -61,10 +61,11 @@ async def test_prefill_notes_a_moment_before_decode_can_hear_of_it(
     )
     async with worker_mesh() as mesh:
         pusher = mesh.prefills[0].worker.pusher
-        for name in ("begin", "commit"):
-            do = getattr(pusher, name)
+        assert pusher is not None
+        for part, name in ((pusher, "begin"), (pusher.core, "commit")):
+            do = getattr(part, name)
             monkeypatch.setattr(
-                pusher, name, lambda *a, n=name, d=do, **k: heard.append(n) or d(*a, **k)
+                part, name, lambda *a, n=name, d=do, **k: heard.append(n) or d(*a, **k)
             )
         assert await mesh.start(a_prompt(5), 3).finished() == expected(a_prompt(5), 3)
         assert heard[:2] == ["queued", "begin"]
@@ -267,7 +268,7 @@ async def test_logprobs_come_with_their_tokens_from_both_workers() -> None:
         request = mesh.start(prompt, sampling=params)
         await request.finished()
         assert request.token is not None
-        first = codec.prefill_token_from_wire(request.token)
+        first, _ = codec.prefill_token_from_wire(request.token)
         assert first.logprobs is not None
         assert len(first.logprobs.top) == 2
         assert first.prompt_logprobs is not None

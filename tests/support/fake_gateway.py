@@ -85,7 +85,7 @@ class FakeRequest:
 
     def add_first(self, event: wire.PrefillToken) -> None:
         self.token = event
-        token = codec.prefill_token_from_wire(event)
+        token, _ = codec.prefill_token_from_wire(event)
         self._add(token.position, token.token_id, token.finish_reason)
 
     def _add(self, index: int, token_id: int, finish: FinishReason) -> None:

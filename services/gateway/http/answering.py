@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, Protocol
 from services.gateway.front.answers import Answers, Choice, TextDelta, TokenCounts, open_answers
 from services.gateway.front.calls import Call, typed
 from services.gateway.front.frontdoor import Form, FrontDoor, Prompt, asked_by
-from services.gateway.http.messages import HttpRequest, Response, json_response
+from services.gateway.http.connection import HttpRequest
+from services.gateway.http.messages import Response, json_response
 from services.gateway.http.openai_answers import AnswerHead
 from services.gateway.http.openai_forms import ChatBody, messages_for_template
 from services.gateway.http.sse import EventStream

@@ -9,7 +9,8 @@ from services.gateway.front.frontdoor import FrontDoor
 from services.gateway.http.answering import Wants, answered, asked_chat, head_of_answer
 from services.gateway.http.anthropic_answers import AnthropicError, InputTokens, MessagesFormat
 from services.gateway.http.anthropic_forms import CountTokensBody, MessagesBody, chat_of
-from services.gateway.http.messages import HttpRequest, Response, json_response
+from services.gateway.http.connection import HttpRequest
+from services.gateway.http.messages import Response, json_response
 from services.gateway.http.server import Policy, Route, read_body
 
 MESSAGES = msgspec.json.Decoder(MessagesBody)

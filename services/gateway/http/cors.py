@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from services.gateway.http.messages import HttpRequest, Response
+from services.gateway.http.connection import HttpRequest
+from services.gateway.http.messages import Response
 
 _PREFLIGHT = {
     "Access-Control-Allow-Methods": "GET, HEAD, POST, DELETE",

@@ -19,9 +19,9 @@ from services.gateway.front.frontdoor import FrontDoor, Prompt, asked_by
 from services.gateway.http import bodies
 from services.gateway.http.answering import Wants, answered, asked_chat, head_of_answer
 from services.gateway.http.anthropic_door import AnthropicDoor
-from services.gateway.http.connection import listen
+from services.gateway.http.connection import HttpRequest, listen
 from services.gateway.http.cors import AllowedOrigins
-from services.gateway.http.messages import HttpRequest, Response, json_response
+from services.gateway.http.messages import Response, json_response
 from services.gateway.http.openai_answers import AnswerFormat, CompletionFormat
 from services.gateway.http.openai_forms import (
     ChatBody,

@@ -11,7 +11,8 @@ import hashlib
 from importlib import resources
 
 from services.gateway.front.calls import Call
-from services.gateway.http.messages import HttpRequest, Response
+from services.gateway.http.connection import HttpRequest
+from services.gateway.http.messages import Response
 from services.gateway.http.server import Policy, Route
 
 _FOLDER = "page"

@@ -8,8 +8,9 @@ import msgspec
 from services.gateway.front.calls import Call
 from services.gateway.front.frontdoor import FrontDoor
 from services.gateway.http.answering import Wants, answered, asked_chat, head_of_answer
+from services.gateway.http.connection import HttpRequest
 from services.gateway.http.kept_responses import KeptResponses, kept_response
-from services.gateway.http.messages import HttpRequest, Response, json_response
+from services.gateway.http.messages import Response, json_response
 from services.gateway.http.openai_forms import Message
 from services.gateway.http.responses_answers import ResponsesFormat, response_before
 from services.gateway.http.responses_bodies import DeletedResponse

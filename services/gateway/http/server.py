@@ -22,9 +22,10 @@ from services.gateway.front.auth import ROLES
 from services.gateway.front.calls import Call, recorded, typed
 from services.gateway.front.frontdoor import FrontDoor, checked_timeout
 from services.gateway.http.bodies import ErrorBody
+from services.gateway.http.connection import HttpRequest
 from services.gateway.http.cors import AllowedOrigins
 from services.gateway.http.json_body import Body, parse_body, plain
-from services.gateway.http.messages import HttpRequest, Response, error_response
+from services.gateway.http.messages import Response, error_response
 from shared.errors import DeadlinePassed, InvalidRequest, MeshError, NotFound
 from shared.telemetry.moments import Moment, note
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry
 
 from services.gateway.core.routing import RouteDecision
-from services.gateway.workers.timeline import Transfer
+from services.gateway.workers.timeline import AnswerWatcher, Transfer
 from shared.telemetry.lifetime import TTFT_PHASES, Receipt
 from shared.telemetry.tallies import Counts, Tallies
 
@@ -38,8 +38,8 @@ TOKENS_BUCKETS = (
 )  # fmt: skip
 
 
-class AnswerMetrics:
-    """The ``AnswerWatcher`` of one gateway's metrics."""
+class AnswerMetrics(AnswerWatcher):
+    """One gateway's metrics of its answers."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def tallies(name: str, text: str, buckets: Sequence[float], label: str = "") -> Tallies:

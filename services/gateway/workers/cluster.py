@@ -27,7 +27,7 @@ from services.gateway.core.window import (
 from services.gateway.core.worker import Role, Worker
 from services.gateway.mesh import ServedModel
 from services.gateway.workers.membership import Membership
-from services.gateway.workers.timeline import Transfer
+from services.gateway.workers.timeline import AnswerWatcher, Transfer
 from shared.address import Address
 from shared.ids import Incarnation
 from shared.telemetry.lifetime import Receipt
@@ -42,8 +42,8 @@ SMALL_SURPRISE = 0.05
 have blocks) in an answer by which predictions are judged."""
 
 
-class WindowWatcher:
-    """Feeds the window from every answer's timeline (an ``AnswerWatcher``)."""
+class WindowWatcher(AnswerWatcher):
+    """Feeds the window from every answer's timeline."""
 
     def __init__(self, window: LastMinute) -> None:
         self._window = window
@@ -83,19 +83,11 @@ class WindowWatcher:
             self._window.read(now, worker, prompt)
 
 
-class PredictionWatcher:
-    """Tells the mesh's predictions what came of them (an ``AnswerWatcher``)."""
+class PredictionWatcher(AnswerWatcher):
+    """Tells the mesh's predictions what came of them."""
 
     def __init__(self, members: Membership) -> None:
         self._members = members
-
-    def first_token(
-        self, now: float, *, ttft_s: float, prompt_tokens: int, cached_tokens: int
-    ) -> None:
-        """See ``AnswerWatcher``."""
-
-    def later_tokens(self, now: float, num_tokens: int, gap_s: float) -> None:
-        """See ``AnswerWatcher``."""
 
     def transferred(self, now: float, decision: RouteDecision, transfer: Transfer) -> None:
         """See ``AnswerWatcher``."""

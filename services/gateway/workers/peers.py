@@ -26,6 +26,7 @@ from shared.rpc.heartbeat_stream import HeartbeatStream
 from shared.rpc.methods import DECODE_SESSION, PREFILL_SESSION
 from shared.rpc.network import Address, Network
 from shared.rpc.stream import ClientStream, open_stream
+from shared.schedule.plan import PromptTimes
 
 _log = structlog.get_logger(__name__)
 
@@ -46,7 +47,7 @@ class LegEvents(Protocol):
         """A token arrived."""
         ...
 
-    def prefilled(self, event: wire.PrefillToken) -> None:
+    def prefilled(self, times: PromptTimes) -> None:
         """Prefill's own times and cache hits, with its token (``token`` follows)."""
         ...
 
@@ -298,11 +299,11 @@ class WorkerSession:
         leg = self._legs.get(stream_id)
         if leg is None:
             return
-        token = codec.prefill_token_from_wire(event)
+        token, times = codec.prefill_token_from_wire(event)
         self.worker.computed(self._role, stream_id)
         if leg.leg is Leg.WHOLE and token.finish_reason is not FinishReason.NONE:
             self._close(stream_id)  # of a prefill leg PrefillDone is the last word
-        leg.prefilled(event)
+        leg.prefilled(times)
         leg.token(token)
 
     def _on_failed(self, stream_id: int, error: wire.Error | None) -> None:

@@ -18,7 +18,6 @@ from services.gateway.core.autoscaler import decide
 from services.gateway.core.need import Limits
 from services.gateway.core.overload import Overload, OverloadMode
 from services.gateway.core.pools import Pool
-from services.gateway.core.routing import RouteDecision
 from services.gateway.core.scaling import (
     AddWorkers,
     Borrow,
@@ -37,7 +36,7 @@ from services.gateway.core.scaling import (
 )
 from services.gateway.core.traffic import TrafficMeter
 from services.gateway.workers.membership import Membership
-from services.gateway.workers.timeline import Transfer
+from services.gateway.workers.timeline import AnswerWatcher
 from shared.config import GatewayConfig
 from shared.errors import MeshError
 from shared.ids import Incarnation
@@ -55,8 +54,8 @@ Tell = Callable[[Mapping[str, Any]], None]
 """Takes what is wanted, for who starts workers."""
 
 
-class Planner:
-    """One gateway's; also an ``AnswerWatcher``, for it counts the traffic."""
+class Planner(AnswerWatcher):
+    """One gateway's. It watches answers, for it counts the traffic."""
 
     def __init__(
         self, config: GatewayConfig, members: Membership, overload: Overload, started_at: float
@@ -171,19 +170,6 @@ class Planner:
             "hold": decision.hold,
             "limit": decision.limit,
         }
-
-    # --- traffic (an AnswerWatcher) ---------------------------------------------------------------
-
-    def first_token(
-        self, now: float, *, ttft_s: float, prompt_tokens: int, cached_tokens: int
-    ) -> None:
-        """See ``AnswerWatcher``."""
-
-    def later_tokens(self, now: float, num_tokens: int, gap_s: float) -> None:
-        """See ``AnswerWatcher``."""
-
-    def transferred(self, now: float, decision: RouteDecision, transfer: Transfer) -> None:
-        """See ``AnswerWatcher``."""
 
     def ended(self, now: float, receipt: Receipt, error: str) -> None:
         """See ``AnswerWatcher``. Who left early says nothing; who was not let in was refused."""

@@ -22,13 +22,14 @@ from services.gateway.mesh import GenerationRequest, Tokens
 from services.gateway.workers.delivery import Delivery
 from services.gateway.workers.membership import Membership
 from services.gateway.workers.peers import WorkerSession
-from services.gateway.workers.timeline import FetchedPrefix, LoadedPrefix, Timeline, Transfer
+from services.gateway.workers.timeline import Timeline, Transfer
 from shared import wire
 from shared.errors import MeshError
 from shared.ids import Incarnation, StreamId
 from shared.messages import codec
 from shared.messages.columns import pack_u32
 from shared.request import AnswerToken, FinishReason
+from shared.schedule.plan import PromptTimes
 
 HELD_TOKENS = 64
 """So many tokens are handed on at once where nobody reads a part of an answer: waking a task costs
@@ -61,14 +62,8 @@ class _LegShell:
             return
         request.apply(request.lifecycle.token_arrived(self._attempt, self.leg, token))
 
-    def prefilled(self, event: wire.PrefillToken) -> None:
-        self._request.timeline.prefilled(
-            queue_s=event.queue_s,
-            compute_s=event.compute_s,
-            cached_tokens=event.cached_tokens,
-            fetched=FetchedPrefix(event.fetched_tokens, event.fetch_s, event.fetched_bytes),
-            loaded=LoadedPrefix(event.dram_tokens, event.ssd_tokens, event.load_s),
-        )
+    def prefilled(self, times: PromptTimes) -> None:
+        self._request.timeline.prefilled(times)
 
     def pushed(self, event: wire.PrefillDone) -> None:
         self._request.timeline.pushed(

@@ -8,14 +8,15 @@ the phases of TTFT are those of the attempt that brought the first token.
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from services.gateway.core.decision_record import record_of
 from services.gateway.core.routing import RouteDecision
 from shared.errors import MeshError
 from shared.log import is_debugging
 from shared.request import FinishReason
+from shared.runtime.loops import loop_time
+from shared.schedule.plan import PromptTimes
 from shared.telemetry.lifetime import Marks, Receipt, receipt_of
 from shared.telemetry.moments import Moment, note
 from shared.telemetry.tracing import CANCELLED, NO_SPAN, SpanKind, TraceSpan
@@ -31,29 +32,13 @@ class Transfer(NamedTuple):
     mode: str = ""
 
 
-class FetchedPrefix(NamedTuple):
-    """Of a prompt's tokens, those that another worker's cache sent."""
-
-    num_tokens: int = 0
-    seconds: float = 0.0
-    num_bytes: int = 0
-
-
-class LoadedPrefix(NamedTuple):
-    """Of a prompt's tokens, those that came from below its worker's pool, and how long it waited
-    for them."""
-
-    dram_tokens: int = 0
-    ssd_tokens: int = 0
-    seconds: float = 0.0
-
-
 NO_TRANSFER = Transfer()
 _COLOCATED = Transfer(mode="colocated")
 
 
-class AnswerWatcher(Protocol):
-    """Who hears of every answer of this gateway; each call is on the loop and returns at once.
+class AnswerWatcher:
+    """Who hears of every answer of this gateway; each call is on the loop and returns at once. Of
+    what it does not care for it has no method.
 
     now: loop time.
     """
@@ -62,21 +47,17 @@ class AnswerWatcher(Protocol):
         self, now: float, *, ttft_s: float, prompt_tokens: int, cached_tokens: int
     ) -> None:
         """An answer begins."""
-        ...
 
     def later_tokens(self, now: float, num_tokens: int, gap_s: float) -> None:
         """So many tokens after an answer's first came together, at least one. gap_s: their gaps to
         the tokens before them, added up; each token has an equal share."""
-        ...
 
     def transferred(self, now: float, decision: RouteDecision, transfer: Transfer) -> None:
         """All KV of an attempt has moved."""
-        ...
 
     def ended(self, now: float, receipt: Receipt, error: str) -> None:
         """An answer is over. error: type of what ended it, ``CANCELLED`` if its client left, '' if
         it is whole."""
-        ...
 
 
 class Timeline:
@@ -113,9 +94,7 @@ class Timeline:
         self._is_transfer_told = True
         self._decode_cached_tokens = 0
         self._reserve_wait_s = 0.0
-        self._prefill_s = 0.0, 0.0  # in its queue, and computing
-        self._fetched = FetchedPrefix()
-        self._loaded = LoadedPrefix()
+        self._prompt = PromptTimes(0.0, 0.0, 0)
         self._arrived_at = arrived_at
         self._admitted_at: float | None = None
         self._dispatched_at: float | None = None
@@ -132,7 +111,7 @@ class Timeline:
     def admitted(self) -> None:
         """A place in the gateway is ours."""
         self._span.phase("queue", self._waiting_since)
-        self._admitted_at = self._waiting_since = _now()
+        self._admitted_at = self._waiting_since = loop_time()
         note(Moment.ADMITTED, self._request_id)
 
     def refused(self, error: MeshError | None) -> None:
@@ -147,7 +126,7 @@ class Timeline:
     def dispatched(self, decision: RouteDecision, *, has_decode: bool) -> str:
         """The legs of an attempt are about to be sent; return the trace context to send with
         them."""
-        now = _now()
+        now = loop_time()
         self._attempts += 1
         if self._dispatched_at is None:
             self._dispatched_at = now
@@ -187,28 +166,18 @@ class Timeline:
         """An attempt brings no more; what follows is another one or the end."""
         self._attempt.end(error=error.type)
         self._attempt = NO_SPAN
-        self._waiting_since = _now()
+        self._waiting_since = loop_time()
 
     def rerouted(self, error: MeshError) -> None:
         """After an attempt that failed so, another follows."""
         self._errors.append(error.type)
 
-    def prefilled(
-        self,
-        *,
-        queue_s: float,
-        compute_s: float,
-        cached_tokens: int,
-        fetched: FetchedPrefix | None = None,
-        loaded: LoadedPrefix | None = None,
-    ) -> None:
+    def prefilled(self, times: PromptTimes) -> None:
         """Prefill's own times, with an attempt's first token."""
-        self._prefilled_at = _now()
+        self._prefilled_at = loop_time()
         if self.first_token_at is None:
-            self._prefill_s = queue_s, compute_s
-            self.cached_tokens = cached_tokens
-            self._fetched = fetched or FetchedPrefix()
-            self._loaded = loaded or LoadedPrefix()
+            self._prompt = times
+            self.cached_tokens = times.cached_tokens
 
     def granted(self, *, cached_tokens: int, wait_s: float) -> None:
         """Decode has room."""
@@ -224,14 +193,14 @@ class Timeline:
         """Decode says that it has all KV. Prefill knows better, but a short answer may be over
         before it has said so."""
         if not self._transfer.mode:
-            exposed_s = _now() - self._prefilled_at
+            exposed_s = loop_time() - self._prefilled_at
             self._transfer = Transfer(num_bytes, receive_s, exposed_s, lane)
             self._is_transfer_told = False
 
     def _tell_transfer(self) -> None:
         self._is_transfer_told = True
         if self._transfer.num_bytes and self._decision is not None:
-            now = _now()
+            now = loop_time()
             for watcher in self._watchers:
                 watcher.transferred(now, self._decision, self._transfer)
 
@@ -275,7 +244,7 @@ class Timeline:
         self._tell_end(error)
 
     def _tell_end(self, error: MeshError | None) -> None:
-        now = self._ended_at = _now()
+        now = self._ended_at = loop_time()
         if error is not None:
             self._errors.append(error.type)
         reason = error.type if error is not None else CANCELLED if self._is_abandoned else ""
@@ -318,6 +287,7 @@ class Timeline:
             return self._receipt
         num_bytes, transfer_s, exposed_s, lane, mode = self._transfer
         prefill, decode = self._workers
+        prompt = self._prompt
         fetch = None if self._decision is None else self._decision.fetch
         return receipt_of(
             Marks(
@@ -329,7 +299,8 @@ class Timeline:
                 self._second_token_at,
                 self._last_token_at,
                 self._ended_at,
-                *self._prefill_s,
+                prompt.queue_s,
+                prompt.compute_s,
             ),
             output_tokens=self._output_tokens,
             attempts=self._attempts,
@@ -342,13 +313,13 @@ class Timeline:
             decode=decode,
             prefill_pool="" if self._decision is None else self._decision.prefill_pool,
             decode_pool="" if self._decision is None or not decode else self._decision.decode_pool,
-            fetched_tokens=self._fetched.num_tokens,
-            fetched_bytes=self._fetched.num_bytes,
-            fetch_s=self._fetched.seconds,
+            fetched_tokens=prompt.fetched_tokens,
+            fetched_bytes=prompt.fetched_bytes,
+            fetch_s=prompt.fetch_s,
             fetched_from="" if fetch is None else f"{fetch.source:016x}",
-            dram_tokens=self._loaded.dram_tokens,
-            ssd_tokens=self._loaded.ssd_tokens,
-            load_s=self._loaded.seconds,
+            dram_tokens=prompt.dram_tokens,
+            ssd_tokens=prompt.ssd_tokens,
+            load_s=prompt.load_s,
             decode_cached_tokens=self._decode_cached_tokens,
             reserve_wait_s=self._reserve_wait_s,
             transfer_bytes=num_bytes,
@@ -358,7 +329,3 @@ class Timeline:
             lane=lane,
             mode=mode,
         )
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

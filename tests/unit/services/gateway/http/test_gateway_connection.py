@@ -14,8 +14,8 @@ import pytest
 from services.gateway import limits
 from services.gateway.front.calls import Call
 from services.gateway.http import connection
-from services.gateway.http.connection import MAX_PIPELINED, listen
-from services.gateway.http.messages import HttpRequest, Response
+from services.gateway.http.connection import MAX_PIPELINED, HttpRequest, listen
+from services.gateway.http.messages import Response
 from services.gateway.http.server import Policy, Route, Routes
 from shared.errors import WorkerLost
 from shared.rpc.network import Address

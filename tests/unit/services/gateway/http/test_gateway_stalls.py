@@ -9,8 +9,8 @@ import pytest
 
 from services.gateway import limits
 from services.gateway.front.calls import Call
-from services.gateway.http.connection import BUFFER_BYTES, Connection, listen
-from services.gateway.http.messages import HttpRequest, Response
+from services.gateway.http.connection import BUFFER_BYTES, Connection, HttpRequest, listen
+from services.gateway.http.messages import Response
 from services.gateway.http.server import Policy, Route, Routes
 from services.gateway.http.sse import EventStream
 from services.gateway.http.stalls import unless_stalled

@@ -7,9 +7,10 @@ import asyncio
 import pytest
 
 from services.gateway.core.routing import RouteDecision
-from services.gateway.workers.timeline import LoadedPrefix, Timeline, Transfer
+from services.gateway.workers.timeline import Timeline, Transfer
 from shared.errors import Overloaded, WorkerLost
 from shared.ids import Incarnation
+from shared.schedule.plan import PromptTimes
 from shared.telemetry.lifetime import TTFT_PHASES, Receipt
 from shared.telemetry.tracing import CANCELLED
 from tests.support.worker_mesh import virtual_time
@@ -35,8 +36,7 @@ async def test_phases_of_a_retried_request_add_up_to_its_ttft() -> None:
     timeline.rerouted(WorkerLost("gone"))
     timeline.dispatched(PAIR, has_decode=True)
     await asyncio.sleep(0.8)
-    loaded = LoadedPrefix(dram_tokens=1, ssd_tokens=1, seconds=0.07)
-    timeline.prefilled(queue_s=0.1, compute_s=0.5, cached_tokens=3, loaded=loaded)
+    timeline.prefilled(PromptTimes(0.1, 0.5, 3, dram_tokens=1, ssd_tokens=1, load_s=0.07))
     emit(timeline, 1)
     await asyncio.sleep(0.05)
     emit(timeline, 2)
@@ -58,12 +58,12 @@ async def test_a_retry_after_the_first_token_leaves_its_phases_alone() -> None:
     timeline.admitted()
     timeline.dispatched(PAIR, has_decode=True)
     await asyncio.sleep(0.3)
-    timeline.prefilled(queue_s=0.0, compute_s=0.3, cached_tokens=0)
+    timeline.prefilled(PromptTimes(0.0, 0.3, 0))
     emit(timeline, 1)
     await asyncio.sleep(5.0)
     timeline.rerouted(WorkerLost("gone"))
     timeline.dispatched(PAIR, has_decode=False)
-    timeline.prefilled(queue_s=9.0, compute_s=9.0, cached_tokens=7)
+    timeline.prefilled(PromptTimes(9.0, 9.0, 7))
     emit(timeline, 1)
     timeline.ended(None)
     receipt = timeline.receipt()
@@ -158,7 +158,7 @@ async def test_a_transfer_is_told_once_and_by_who_knows_more() -> None:
         timeline = Timeline(asyncio.get_running_loop().time(), watchers=(watcher,))
         timeline.admitted()
         timeline.dispatched(PAIR, has_decode=True)
-        timeline.prefilled(queue_s=0.0, compute_s=0.0, cached_tokens=0)
+        timeline.prefilled(PromptTimes(0.0, 0.0, 0))
         await asyncio.sleep(0.5)
         timeline.joined(num_bytes=1000, receive_s=0.25, lane="sysv")
         assert timeline.receipt().transfer_exposed_s == 0.5
