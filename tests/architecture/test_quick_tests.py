@@ -17,7 +17,9 @@ PACKAGES = {
     for top in ("services", "shared")
     for path in (ROOT / top).rglob("__init__.py")
     if "wire" not in path.parts  # generated
+    and {one.name for one in path.parent.glob("*.py")} - {"__init__.py", "__main__.py"}
 }
+"""All but those that only start a process: tests start them by name."""
 FEWEST = {"process": 20, "ucx": 20}
 """Quick tests that must be there, by mark: a handful each."""
 

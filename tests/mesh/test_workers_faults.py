@@ -268,9 +268,9 @@ async def test_a_first_token_that_does_not_exist_fails_its_request_only() -> Non
     async with worker_mesh(timing=SLOW) as mesh:
         other = mesh.start(prompts[0], 30)
         await other.until(lambda r: r.joined)
-        pusher = mesh.prefills[0].worker.pusher
-        commit = pusher.commit
-        pusher.commit = lambda key, _: commit(key, MODEL.vocab_size)
+        core = mesh.prefills[0].worker.pusher.core
+        commit = core.commit
+        core.commit = lambda key, _, now: commit(key, MODEL.vocab_size, now)
         request = mesh.start(prompts[1], 30)
         with pytest.raises(RemoteProtocolError):
             await request.finished()
