@@ -26,13 +26,21 @@ SHAPES = {
 }
 
 
-def compiled(capability: int, kernel: Any, types: dict[str, str], **constants: Any) -> dict:
+def compiled(
+    capability: int,
+    kernel: Any,
+    types: dict[str, str],
+    *,
+    warps: int = 4,
+    stages: int = 2,
+    **constants: Any,
+) -> dict:
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     values = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, values)
     target = GPUTarget("cuda", capability, 32)
-    done = compile(source, target=target, options={"num_warps": 4, "num_stages": 2})
+    done = compile(source, target=target, options={"num_warps": warps, "num_stages": stages})
     ptx = done.asm["ptx"]
     return {
         "shared_bytes": done.metadata.shared,
@@ -62,6 +70,8 @@ def attend(
         capability,
         kernels._attend,
         types,
+        warps=tile.warps,
+        stages=tile.stages,
         HEAD_DIM=head_dim,
         DIMS=kernels._power_of_two(head_dim),
         WINDOW=window,

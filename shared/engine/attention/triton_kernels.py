@@ -49,20 +49,23 @@ class Tiles(NamedTuple):
 
 class TileShape(NamedTuple):
     """Sizes of one program's matrices. queries: tokens a tile. rows: tokens x heads, filled up to
-    what the matrix units take. keys: positions at once."""
+    what the matrix units take. keys: positions at once. warps, stages: threads a program by the
+    warp, and tiles of keys under way at once."""
 
     queries: int
     rows: int
     keys: int
+    warps: int
+    stages: int
 
 
 def tile_shape(group_size: int, head_dim: int, item_bytes: int, *, is_single: bool) -> TileShape:
     """Choose sizes that keep a program's tiles well inside 100 KB of shared memory."""
-    is_wide = item_bytes > 2 or head_dim > 128
+    keys = 32 if item_bytes > 2 or head_dim > 128 else 64
     if is_single:
-        return TileShape(1, _power_of_two(group_size), 32 if is_wide else 64)
-    rows = max(32 if is_wide else 64, _power_of_two(group_size))
-    return TileShape(rows // group_size, rows, 32 if is_wide else 64)
+        return TileShape(1, _power_of_two(group_size), keys, warps=2, stages=3)
+    rows = max(keys, _power_of_two(group_size))
+    return TileShape(rows // group_size, rows, keys, warps=4, stages=2)
 
 
 def store(
@@ -153,8 +156,8 @@ def attend(
         IS_SPLIT=is_split,
         IS_EXACT=is_exact,
         WIDENS=IS_INTERPRETED,
-        num_warps=4,
-        num_stages=2,
+        num_warps=shape.warps,
+        num_stages=shape.stages,
     )
     if is_split:
         kernel = _sum_splits
