@@ -69,7 +69,7 @@ class ServiceConfig:
     """json, pretty, or auto: pretty on a terminal."""
 
     drain_s: Annotated[float, Between(0, 3600)] = 30.0
-    """Seconds to finish what is in hand after SIGTERM."""
+    """Seconds to finish what is in hand after SIGTERM or Ctrl-C."""
 
     mesh_secret_file: Path | None = None
     """File with the mesh's secret (pdmesh secret), the same for the gateway and all workers; or the

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from cyclopts import App, Group, Parameter
+from cyclopts import Group, Parameter
 
-from services.cli.one_service import decode, gateway, prefill
+from services.cli.flags import field_texts
 from services.cli.sources import ConfigFlag, JsonFlag, with_config_file
 from services.cli.words import print_json
 from shared.config import (
@@ -94,7 +94,7 @@ def example_file() -> str:
         for name in section_fields(section):
             # Whoever knows the setting has the same help and default for it.
             role = next(r for r in reversed(roles) if hasattr(ROLES[r], name))
-            lines += ["", *_comment(_help_texts(role)[name])]
+            lines += ["", *_comment(field_texts(ROLES[role])[name])]
             lines.append(f"#{name} = {toml_value(name, _default(ROLES[role], name))}")
     return "\n".join(lines) + "\n"
 
@@ -138,15 +138,6 @@ def _print(settings: Mapping[str, Mapping[str, Setting]], as_json: bool) -> None
 
 def _default(kind: type[ServiceConfig], name: str) -> Any:
     return next(field.default for field in dataclasses.fields(kind) if field.name == name)
-
-
-def _help_texts(role: str) -> dict[str, str]:
-    command = {"gateway": gateway, "prefill": prefill, "decode": decode}[role]
-    arguments = App(default_command=command).assemble_argument_collection(parse_docstring=True)
-    return {
-        argument.name.removeprefix("--").replace("-", "_"): argument.parameter.help or ""
-        for argument in arguments
-    }
 
 
 def _comment(text: str) -> list[str]:

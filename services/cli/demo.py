@@ -20,7 +20,7 @@ from services.cli.kept_log import log_kept_on_failure
 from services.cli.receipt import receipt_table
 from services.cli.sources import ConfigFlag, with_config_file
 from services.cli.status import StatusView, status_view
-from services.cli.up import OPEN_DOORS, PAIR_WITHIN_S, UpConfig, plan_mesh
+from services.cli.up import OPEN_DOORS, PAIR_WITHIN_S, plan_mesh, up_config
 from services.local import LocalMesh, local_mesh, wait_for_pair
 from shared.config import DEMO_MODEL
 from shared.runtime.service import EXIT_OK
@@ -34,7 +34,7 @@ PROMPT = (
 )
 EXPECTED = "1986"
 
-DEMO = UpConfig(
+DEMO = up_config(
     model=DEMO_MODEL, prefill=1, decode=1, host="127.0.0.1", port=0, grpc_port=0,
     engine="torch", device="cpu", num_blocks=512,
 )  # fmt: skip

@@ -3,18 +3,22 @@ nowhere else. A group of flags is the record that declares them."""
 
 from __future__ import annotations
 
+import ast
 import errno
+import functools
 import inspect
+import itertools
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import Annotated, Any, Final, ParamSpec, TypeVar, cast, get_type_hints
+from typing import Annotated, Any, Final, ParamSpec, TypeVar, get_type_hints
 
 from cyclopts import Group, Parameter, Token
 
 from services.gateway.front.auth import read_keys
 from services.gateway.front.quota import KeyLimits
+from shared import config
 from shared.config import (
     DecodeConfig,
     GatewayConfig,
@@ -29,7 +33,6 @@ from shared.rpc.tls import MeshTls, TlsFiles, server_context
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Record = TypeVar("Record")
 
 GROUPS: Final = {
     GatewayConfig: Group("Gateway", sort_key=1),
@@ -50,31 +53,61 @@ class CannotRun(MeshError):
 
 
 def config_flags(command: Callable[P, R]) -> Callable[P, R]:
-    """Make every parameter that is a configuration record into one flag a field."""
-    hints = get_type_hints(command, include_extras=True)
-    for name, kind in hints.items():
-        if isinstance(kind, type) and issubclass(kind, ServiceConfig):
-            grouped = _grouped(kind)
-            hints[name] = Annotated[grouped, Parameter(name="*")]
-            # Where pydantic is imported, cyclopts checks that a default is of its type.
-            defaults = {**(command.__kwdefaults__ or {}), name: grouped()}
-            command.__kwdefaults__ = defaults
-    command.__annotations__ = hints
+    """Make the parameter ``config`` of a command, a service's record, into one flag a field."""
+    kind = get_type_hints(command)["config"]
+    spread(command, _grouped(kind))
     return command
+
+
+def spread(command: Callable[..., Any], kind: type) -> None:
+    """Make the parameter ``config`` of a command into one flag for each field of a record."""
+    hints = get_type_hints(command, include_extras=True)
+    command.__annotations__ = {**hints, "config": Annotated[kind, Parameter(name="*")]}
+    # Where pydantic is imported, cyclopts checks that a default is of its type.
+    command.__kwdefaults__ = {**(command.__kwdefaults__ or {}), "config": kind()}
 
 
 def _grouped(kind: type[ServiceConfig]) -> type[ServiceConfig]:
     """Return the record with each field's group in its annotation."""
-    groups: dict[str, Parameter] = {}
+    hints = get_type_hints(kind, include_extras=True)
     for declared_by, group in GROUPS.items():
         if declared_by in kind.__mro__:
             for name in inspect.get_annotations(declared_by):
-                converter = read_size if unit_of(name) == "B" else None
-                groups[name] = Parameter(group=group, converter=converter)
-    return annotated(kind, groups)
+                said = Parameter(group=group, converter=size_converter(name))
+                hints[name] = Annotated[hints[name], said]
+    parts = {"__annotations__": hints, "__doc__": kind.__doc__, "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), parts)
 
 
-def read_size(_: Any, tokens: Sequence[Token]) -> int:
+def field_texts(kind: type[ServiceConfig]) -> dict[str, str]:
+    """Return what stands below the fields of a record, its ancestors' included."""
+    return {
+        name: text
+        for record in reversed(kind.__mro__)
+        for name, text in _texts_of_records().get(record.__name__, {}).items()
+    }
+
+
+@functools.cache
+def _texts_of_records() -> dict[str, dict[str, str]]:
+    """By record and field."""
+    return {
+        record.name: {
+            ast.unparse(field.target): ast.literal_eval(text.value)
+            for field, text in itertools.pairwise(record.body)
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
+        }
+        for record in ast.parse(inspect.getsource(config)).body
+        if isinstance(record, ast.ClassDef)
+    }
+
+
+def size_converter(name: str) -> Callable[[Any, Sequence[Token]], int] | None:
+    """Return what reads the flag of a setting that is a size, None = it is none."""
+    return _read_size if unit_of(name) == "B" else None
+
+
+def _read_size(_: Any, tokens: Sequence[Token]) -> int:
     """'4GB', '512 MiB'; a bare number is bytes. Raises InvalidRequest."""
     text = tokens[0].value
     try:
@@ -82,14 +115,6 @@ def read_size(_: Any, tokens: Sequence[Token]) -> int:
     except ValueError as error:
         raise InvalidRequest(f"{tokens[0].keyword or 'a size'} {error}") from None
     return int(size)
-
-
-def annotated(kind: type[Record], parameters: Mapping[str, Parameter]) -> type[Record]:
-    """Return a record with more said of some of its fields."""
-    hints = get_type_hints(kind, include_extras=True)
-    annotations = {name: Annotated[hints[name], more] for name, more in parameters.items()}
-    parts = {"__annotations__": annotations, "__doc__": kind.__doc__, "__module__": kind.__module__}
-    return cast("type[Record]", type(kind.__name__, (kind,), parts))
 
 
 def require_free_port(host: str, port: int, flag: str) -> None:

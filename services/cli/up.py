@@ -8,7 +8,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar, get_type_hints
 
@@ -16,12 +16,13 @@ from cyclopts import Group, Parameter
 from rich.console import Console
 
 from services.cli.flags import (
-    annotated,
-    read_size,
+    field_texts,
     require,
     require_door_files,
     require_free_ports,
     require_worker_modules,
+    size_converter,
+    spread,
 )
 from services.cli.interrupts import Interrupts
 from services.cli.machine import LocalShape, Share, find_gpus, num_cores, shape_for, shares
@@ -36,18 +37,12 @@ from services.local import (
     plan_services,
     wait_for_pair,
 )
-from shared.config import (
-    DecodeConfig,
-    GatewayConfig,
-    PlannerName,
-    PrefillConfig,
-    RoutingPolicyName,
-    ServiceConfig,
-)
+from shared.bounds import OneOf, RoutingPolicyName, rules_of
+from shared.config import DecodeConfig, GatewayConfig, PrefillConfig, ServiceConfig
 from shared.engine.models.registry import read_model_config
 from shared.model_folder import ModelFolder, resolve_model
 from shared.runtime.service import EXIT_OK
-from shared.settings import read_settings
+from shared.settings import field_types, read_settings
 
 MAX_WORKERS: Final = 64
 PAIR_WITHIN_S: Final = 60.0
@@ -63,7 +58,8 @@ Config = TypeVar("Config", bound=ServiceConfig)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpConfig:
-    """A local mesh. None = as each service has it from its variables, the file, or by default."""
+    """A local mesh: the flags that are up's own, or mean something of their own here; ``up_config``
+    makes one. None = as each service has it from its variables, the file, or by default."""
 
     model: Annotated[str | None, _MESH] = None
     """A Hugging Face folder, a hub name, or 'demo' for the bundled model."""
@@ -83,32 +79,11 @@ class UpConfig:
     """Workers that may be either, in place of all others: half of them begin as prefill workers,
     and each does the other role's work, too, while the mesh needs it (--policy splitwise)."""
 
-    planner: Annotated[PlannerName | None, _MESH] = None
-    """Watch the load, and keep the limits below with few workers: off; advise: say what is wanted;
-    act: start and end workers, too."""
-
-    max_workers: Annotated[int | None, _MESH, Parameter(show_default="as many as it starts")] = None
-    """With --planner act: most workers of all roles; this machine is divided among so many."""
-
-    planner_ttft_s: Annotated[float | None, _MESH] = None
-    """With --planner: limit of the time to first token."""
-
-    planner_tpot_s: Annotated[float | None, _MESH] = None
-    """With --planner: limit of the mean time of each token after the first."""
-
-    planner_target: Annotated[float | None, _MESH] = None
-    """With --planner: share of requests that keep both limits."""
-
-    tbt_target_s: Annotated[float | None, _MESH] = None
-    """Colocated, or workers that may be either: how long a step may take while answers run, and so
-    the time between tokens."""
-
     policy: Annotated[RoutingPolicyName | None, _MESH] = None
     """How a request's pair of workers is chosen."""
 
-    realtime: Annotated[bool | None, _MESH] = None
-    """Real-time priority for event loops and the threads that carry KV: shorter tails where cores
-    are busy. Linux; as root, or with an rtprio limit of 2."""
+    max_workers: Annotated[int | None, _MESH, Parameter(show_default="as many as it starts")] = None
+    """With --planner act: most workers of all roles; this machine is divided among so many."""
 
     port: Annotated[int | None, _CLIENTS, Parameter(show_default="8000")] = None
     """Port of the OpenAI-compatible API; 0 = any free one."""
@@ -116,103 +91,63 @@ class UpConfig:
     grpc_port: Annotated[int | None, _CLIENTS, Parameter(show_default="--port plus 1")] = None
     """Port of the gRPC API."""
 
-    gateway_processes: Annotated[int | None, _CLIENTS] = None
-    """Gateway processes that share the port."""
-
     host: Annotated[str | None, _CLIENTS] = None
     """Where clients may come from: 0.0.0.0 = anywhere. Give --tls-cert and a key then."""
-
-    model_name: Annotated[str | None, _CLIENTS] = None
-    """Name that clients use; default: the folder's name."""
-
-    tls_cert: Annotated[Path | None, _CLIENTS] = None
-    """Serve clients over TLS: PEM file of the certificate."""
-
-    tls_key: Annotated[Path | None, _CLIENTS] = None
-    """PEM file of its private key."""
-
-    tls_client_ca: Annotated[Path | None, _CLIENTS] = None
-    """Let in only clients with a certificate of these authorities."""
-
-    api_key: Annotated[str | None, _CLIENTS] = None
-    """One API key that clients must send; better in PDMESH_API_KEY: other users of this machine see
-    command lines."""
-
-    api_keys: Annotated[Path | None, _CLIENTS] = None
-    """File of API keys (see pdmesh hash-key); without keys every client is let in."""
-
-    cors_origins: Annotated[str | None, _CLIENTS] = None
-    """Origins whose pages may ask from a browser, as https://example.org, separated by commas, or
-    * for any; empty: only the gateway's own page."""
-
-    engine: Annotated[Literal["torch", "vllm", "fake"] | None, _WORKERS] = None
-    """torch: our own, for four families; vllm: all that vLLM computes by attention; fake: exact and
-    deterministic nonsense without weights, for trying things out."""
-
-    vllm_args: Annotated[str | None, _WORKERS] = None
-    """vLLM's own arguments: key=value with spaces between, or a file of them (docs/vllm.md)."""
 
     device: Annotated[str | None, _WORKERS] = None
     """cpu, cuda, cuda:N, or auto: cuda where torch sees one. With auto and cuda each worker gets a
     GPU of its own, in turn, out of those of CUDA_VISIBLE_DEVICES; cuda:N is for all of them."""
 
-    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"] | None, _WORKERS] = None
-    """auto: as the checkpoint says, but float32 instead of 16 bits on a CPU without native
-    kernels."""
-
-    exact: Annotated[bool | None, _WORKERS] = None
-    """No answer depends on what it is computed with: slower on a GPU, the rule on a CPU."""
-
-    threads: Annotated[int | None, _WORKERS] = None
-    """CPU threads of each worker; 0 = the cores, divided."""
-
-    kv_gib: Annotated[float | None, _WORKERS] = None
-    """KV memory of each worker in GiB; 0 = 1 GiB on CPU, what --gpu-memory-share leaves on a
-    GPU."""
-
     gpu_memory_share: Annotated[float | None, _WORKERS] = None
     """Part of each GPU's memory for its workers, divided among those that share it."""
-
-    num_blocks: Annotated[int | None, _WORKERS] = None
-    """KV blocks of each worker; overrides --kv-gib; 0 = from memory."""
-
-    block_size: Annotated[int | None, _WORKERS] = None
-    """Tokens a KV block."""
-
-    max_model_len: Annotated[int | None, _WORKERS] = None
-    """Longest prompt plus answer in tokens; 0 = what the model was made for."""
-
-    token_budget: Annotated[int | None, _WORKERS] = None
-    """Most tokens a step computes; longer prompts are computed in chunks."""
-
-    cache_prefixes: Annotated[bool | None, _WORKERS] = None
-    """Keep KV of finished prompts for later ones with the same beginning."""
-
-    dram_cache: Annotated[int | None, _WORKERS, Parameter(converter=read_size)] = None
-    """Host memory below each worker's KV pool, as 4GB."""
-
-    ssd_cache: Annotated[Path | None, _WORKERS] = None
-    """Folder on a local disk for such blocks, below that; the next start finds them again."""
-
-    ssd_cache_size: Annotated[int | None, _WORKERS, Parameter(converter=read_size)] = None
-    """Room that each worker takes there, as 40GB."""
-
-    cache_policy: Annotated[Literal["lru", "lfu", "length-aware"] | None, _WORKERS] = None
-    """What gives way there: used longest ago, least often, or least often and then the longest
-    prefix."""
-
-    transfer_mode: Annotated[Literal["auto", "layerwise", "serialized"] | None, _WORKERS] = None
-    """layerwise: KV moves while later layers compute; serialized: after them."""
 
     log: Annotated[Path | None, _LOGS] = None
     """File for the services' logs; default: stderr, or on a terminal a temporary file, which is
     kept if something went wrong."""
 
-    log_level: Annotated[Literal["debug", "info", "warning", "error"] | None, _LOGS] = None
-    """Least level that is logged."""
 
-    drain_s: Annotated[float | None, _LOGS] = None
-    """Seconds to finish what is in hand after the first Ctrl-C."""
+_SETTINGS: Final = {
+    _MESH: "planner planner_ttft_s planner_tpot_s planner_target tbt_target_s realtime",
+    _CLIENTS: "gateway_processes model_name tls_cert tls_key tls_client_ca api_key api_keys "
+    "cors_origins",
+    _WORKERS: "engine vllm_args dtype exact threads kv_gib num_blocks block_size max_model_len "
+    "token_budget cache_prefixes dram_cache ssd_cache ssd_cache_size cache_policy transfer_mode",
+    _LOGS: "log_level drain_s",
+}
+"""The services' settings that are flags of up, too, in their words."""
+
+
+def _with_settings() -> type[UpConfig]:
+    """Return the record with a field for each of these, and with what a flag that is not given
+    comes down to."""
+    kinds = (GatewayConfig, DecodeConfig, PrefillConfig)
+    defaults = {field.name: field.default for kind in kinds for field in dataclasses.fields(kind)}
+    types = {name: hint for kind in kinds for name, hint in field_types(kind).items()}
+    rules = {name: rule for kind in kinds for name, rule in rules_of(kind).items()}
+    texts = {name: text for kind in kinds for name, text in field_texts(kind).items()}
+    hints = get_type_hints(UpConfig, include_extras=True)
+    for group, names in _SETTINGS.items():
+        for name in names.split():
+            rule, kind = rules.get(name), types[name]
+            hint = Literal[rule.words] if isinstance(rule, OneOf) else kind
+            said = Parameter(help=texts[name], converter=size_converter(name))
+            hints[name] = Annotated[hint | None, group, said]  # type: ignore[valid-type]
+    for name, hint in hints.items():
+        if name not in ("port", "grpc_port") and defaults.get(name) not in (None, ""):
+            hints[name] = Annotated[hint, Parameter(show_default=str(defaults[name]))]
+    fields = [(name, hint, None) for name, hint in hints.items()]
+    space = {"__module__": __name__}  # cyclopts takes what is of the standard library as it is
+    return make_dataclass(
+        "UpConfig", fields, bases=(UpConfig,), namespace=space, frozen=True, kw_only=True
+    )
+
+
+_UpFlags = _with_settings()
+
+
+def up_config(**flags: Any) -> UpConfig:
+    """Return what these flags ask for."""
+    return _UpFlags(**flags)
 
 
 OPEN_DOORS: Final = dict.fromkeys(
@@ -243,31 +178,9 @@ class MeshPlan:
     new_worker: Callable[[str], Service]
 
 
-def show_service_defaults(command: Callable[..., int]) -> Callable[..., int]:
-    """Say in the help of a command what a flag that is not given comes down to."""
-    services = {**_defaults(GatewayConfig), **_defaults(DecodeConfig), **_defaults(PrefillConfig)}
-    shown = {
-        field.name: Parameter(show_default=str(services[field.name]))
-        for field in dataclasses.fields(UpConfig)
-        if field.name not in ("port", "grpc_port") and services.get(field.name) not in (None, "")
-        if field.default is None
-    }
-    kind = annotated(UpConfig, shown)
-    hints = get_type_hints(command, include_extras=True)
-    command.__annotations__ = {**hints, "config": Annotated[kind, Parameter(name="*")]}
-    # Where pydantic is imported, cyclopts checks that a default is of its type.
-    command.__kwdefaults__ = {**(command.__kwdefaults__ or {}), "config": kind()}
-    return command
-
-
-def _defaults(kind: type[ServiceConfig]) -> dict[str, Any]:
-    return {field.name: field.default for field in dataclasses.fields(kind)}
-
-
-@show_service_defaults
 def up(
     *,
-    config: Annotated[UpConfig, Parameter(name="*")] = UpConfig(),
+    config: UpConfig = UpConfig(),
     file: ConfigFlag = None,
 ) -> int:
     """Run a mesh on this machine: one gateway, some prefill and decode workers.
@@ -319,6 +232,9 @@ def up(
         log.unlink()
     # To be told to end, by systemd or a container, is the regular end.
     return EXIT_OK if code == 128 + signal.SIGTERM else code
+
+
+spread(up, _UpFlags)
 
 
 def plan_mesh(config: UpConfig, environment: Mapping[str, str]) -> MeshPlan:

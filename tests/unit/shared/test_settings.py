@@ -16,7 +16,7 @@ import pytest
 from services.cli import main
 from services.cli.app import app
 from services.cli.config import example_file, toml_value
-from services.cli.up import UpConfig, plan_mesh
+from services.cli.up import plan_mesh, up_config
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig, ServiceConfig
 from shared.errors import InvalidRequest
 from shared.quantity import read_quantity, unit_of, write_quantity
@@ -222,7 +222,7 @@ def test_a_local_mesh_takes_each_section_for_its_role(file: Path) -> None:
         """
     )
     environment = {"PDMESH_CONFIG": str(file)}
-    plan = plan_mesh(UpConfig(num_blocks=16), environment)
+    plan = plan_mesh(up_config(num_blocks=16), environment)
     assert (plan.gateway.http_port, plan.gateway.grpc_port, plan.gateway.max_waiting) == (
         9100, 9101, 5,
     )  # fmt: skip
@@ -230,9 +230,9 @@ def test_a_local_mesh_takes_each_section_for_its_role(file: Path) -> None:
     assert (prefill["PDMESH_TOKEN_BUDGET"], decode["PDMESH_TOKEN_BUDGET"]) == ("32", "64")
     assert prefill["PDMESH_NUM_BLOCKS"] == decode["PDMESH_NUM_BLOCKS"] == "16"
     assert prefill["PDMESH_ENGINE"] == "fake"
-    assert plan_mesh(UpConfig(port=9200), environment).gateway.grpc_port == 9201
+    assert plan_mesh(up_config(port=9200), environment).gateway.grpc_port == 9201
     file.write_text(file.read_text().replace("http_port", "grpc_port = 9300\nhttp_port"))
-    assert plan_mesh(UpConfig(port=9200), environment).gateway.grpc_port == 9300
+    assert plan_mesh(up_config(port=9200), environment).gateway.grpc_port == 9300
 
 
 # --- errors ----------------------------------------------------------------------------------

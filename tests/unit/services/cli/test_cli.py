@@ -23,7 +23,7 @@ from services.cli import main
 from services.cli.app import app
 from services.cli.machine import Share, find_gpus, shares
 from services.cli.status import LineView
-from services.cli.up import UpConfig, plan_mesh
+from services.cli.up import UpConfig, plan_mesh, up_config
 from services.gateway.front.auth import KeyRing, hash_key
 from services.local import LocalMesh, Phase, Service, plan_services
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig, ServiceConfig
@@ -77,7 +77,7 @@ def test_every_setting_is_a_flag_with_its_help_and_its_variable(
         flag = f"--{field.name.replace('_', '-')}"
         assert f"{flag} " in text
         assert f"[env var: PDMESH_{field.name.upper()}]" in text
-    assert "Seconds to finish what is in hand after SIGTERM." in text
+    assert "Seconds to finish what is in hand after SIGTERM or Ctrl-C." in text
 
 
 def test_a_flag_wins_over_its_variable_and_that_over_the_default(
@@ -338,7 +338,7 @@ def test_a_mesh_is_planned_from_flags_and_variables(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PDMESH_MAX_WAITING", "5")
     monkeypatch.setenv("PDMESH_PORT", "1")  # ours, and no worker's
     monkeypatch.setenv("PDMESH_STAGING_MIB", "32")
-    config = UpConfig(prefill=1, decode=2, port=0, engine="fake", num_blocks=8, cors_origins="*")
+    config = up_config(prefill=1, decode=2, port=0, engine="fake", num_blocks=8, cors_origins="*")
     services = plan_mesh(config, os.environ).services
     assert [s.name for s in services] == ["gateway", "prefill-0", "decode-0", "decode-1"]
     assert [s.module for s in services][1:3] == ["services.prefill", "services.decode"]
@@ -350,13 +350,24 @@ def test_a_mesh_is_planned_from_flags_and_variables(monkeypatch: pytest.MonkeyPa
         assert (worker.engine, worker.threads) == ("fake", 3)
 
 
+def test_what_up_sets_for_its_services_is_said_in_their_words(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With their defaults and choices; what is no choice of theirs is none of up's."""
+    text = help_of(capsys, "up")
+    assert "Tokens a KV block; may differ between prefill and decode." in text
+    assert "[choices: lru, lfu, length-aware] [env var: PDMESH_CACHE_POLICY] [default: lru]" in text
+    assert main(["up", "--cache-policy", "fifo"]) == 2
+    assert "--cache-policy" in capsys.readouterr().err
+
+
 def test_a_mesh_that_wants_client_certificates_is_asked_elsewhere_whether_it_is_ready(
     tmp_path: Path,
 ) -> None:
     """``up`` has no client's certificate; the listener for scrapes wants none."""
     authority = Authority(tmp_path)
     files = authority.sign("server", client_ca=authority.path)
-    config = UpConfig(
+    config = up_config(
         port=0,
         engine="fake",
         tls_cert=files.cert,
@@ -379,7 +390,7 @@ def test_all_services_of_a_plan_get_the_tls_between_them(tmp_path: Path) -> None
         "PDMESH_MESH_TLS_KEY": str(files.key),
         "PDMESH_MESH_TLS_CA": str(authority.path),
     }
-    services = plan_mesh(UpConfig(port=0, engine="fake"), given).services
+    services = plan_mesh(up_config(port=0, engine="fake"), given).services
     assert len(services) == 3
     assert all(given.items() <= service.env.items() for service in services)
 
@@ -387,9 +398,9 @@ def test_all_services_of_a_plan_get_the_tls_between_them(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("config", "ports"),
     [
-        (UpConfig(port=9000, engine="fake"), (9000, 9001)),
-        (UpConfig(port=9000, grpc_port=7000, engine="fake"), (9000, 7000)),
-        (UpConfig(port=0, engine="fake"), (0, 0)),
+        (up_config(port=9000, engine="fake"), (9000, 9001)),
+        (up_config(port=9000, grpc_port=7000, engine="fake"), (9000, 7000)),
+        (up_config(port=0, engine="fake"), (0, 0)),
     ],
 )
 def test_the_grpc_port_follows_the_http_port(
@@ -411,7 +422,7 @@ def test_a_hub_model_is_served_under_its_name(
 ) -> None:
     """The folder in the cache is named by a commit."""
     monkeypatch.setattr("services.cli.up.resolve_model", lambda _: tmp_path)
-    services = plan_mesh(UpConfig(model="org/model", port=0, engine="fake"), {}).services
+    services = plan_mesh(up_config(model="org/model", port=0, engine="fake"), {}).services
     assert services[0].env["PDMESH_MODEL_NAME"] == "org/model"
 
 
@@ -450,22 +461,22 @@ def test_gpus_are_those_that_we_may_see(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("config", "environment", "visible", "memory_shares"),
     [
-        (UpConfig(), {}, ["GPU-aa,GPU-bb", "GPU-bb,GPU-aa"], [0.9, 0.9]),  # movable ones
+        (up_config(), {}, ["GPU-aa,GPU-bb", "GPU-bb,GPU-aa"], [0.9, 0.9]),  # movable ones
         (
-            UpConfig(decode=2, device="cuda"),
+            up_config(decode=2, device="cuda"),
             {},
             ["GPU-aa,GPU-bb", "GPU-bb,GPU-aa", "GPU-aa,GPU-bb"],
             [0.45, 0.9, 0.45],
         ),
-        (UpConfig(), {"CUDA_VISIBLE_DEVICES": "1"}, ["GPU-bb"], [0.9]),
+        (up_config(), {"CUDA_VISIBLE_DEVICES": "1"}, ["GPU-bb"], [0.9]),
         (
-            UpConfig(prefill=1),
+            up_config(prefill=1),
             {"CUDA_VISIBLE_DEVICES": "1"},
             ["GPU-bb", "GPU-bb"],
             [0.45, 0.45],
         ),
-        (UpConfig(decode=1, device="cuda:1", gpu_memory_share=0.8), {}, [None] * 2, [0.4, 0.4]),
-        (UpConfig(device="cuda:1"), {}, [None], [0.9]),
+        (up_config(decode=1, device="cuda:1", gpu_memory_share=0.8), {}, [None] * 2, [0.4, 0.4]),
+        (up_config(device="cuda:1"), {}, [None], [0.9]),
     ],
 )
 def test_each_worker_of_a_mesh_gets_a_gpu(
@@ -488,11 +499,11 @@ def test_each_worker_of_a_mesh_gets_a_gpu(
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
-        (UpConfig(device="cpu"), "all cores"),
-        (UpConfig(device="cuda:0"), "the GPU"),
-        (UpConfig(device="cuda"), "2 GPUs"),
-        (UpConfig(engine="fake"), ""),
-        (UpConfig(decode=1, device="cpu"), ""),
+        (up_config(device="cpu"), "all cores"),
+        (up_config(device="cuda:0"), "the GPU"),
+        (up_config(device="cuda"), "2 GPUs"),
+        (up_config(engine="fake"), ""),
+        (up_config(decode=1, device="cpu"), ""),
     ],
 )
 @pytest.mark.usefixtures("two_gpus")

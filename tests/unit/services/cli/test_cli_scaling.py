@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from services.cli.scaling import RETRY_S, LocalScaler
-from services.cli.up import MAX_WORKERS, UpConfig, plan_mesh
+from services.cli.up import MAX_WORKERS, plan_mesh, up_config
 from services.local import LocalMesh, Phase, Service
 from shared.errors import InvalidRequest
 from shared.mesh_secret import SECRET_VARIABLE
@@ -34,13 +34,13 @@ def test_what_makes_no_sense_is_refused_with_the_remedy(
 ) -> None:
     """Before anything is started."""
     with pytest.raises(InvalidRequest, match=sentence):
-        plan_mesh(UpConfig(port=0, engine="fake", **flags), {})
+        plan_mesh(up_config(port=0, engine="fake", **flags), {})
 
 
 def test_the_machine_is_divided_among_as_many_as_may_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who comes later finds its cores; it has the mesh's secret, and a name of its own."""
     monkeypatch.setattr("services.cli.up.num_cores", lambda: 8)
-    config = UpConfig(port=0, engine="fake", prefill=1, decode=1, planner="act", max_workers=4)
+    config = up_config(port=0, engine="fake", prefill=1, decode=1, planner="act", max_workers=4)
     plan = plan_mesh(config, {})
     assert plan.gateway.max_workers == 4
     assert {it.env["PDMESH_THREADS"] for it in plan.services[1:]} == {"2"}
@@ -52,9 +52,9 @@ def test_the_machine_is_divided_among_as_many_as_may_come(monkeypatch: pytest.Mo
 
 def test_without_a_number_it_starts_nobody() -> None:
     """Homes may move all the same."""
-    config = UpConfig(port=0, engine="fake", workers=3, planner="act")
+    config = up_config(port=0, engine="fake", workers=3, planner="act")
     assert plan_mesh(config, {}).gateway.max_workers == 3
-    assert plan_mesh(UpConfig(port=0, engine="fake"), {}).gateway.max_workers == 0
+    assert plan_mesh(up_config(port=0, engine="fake"), {}).gateway.max_workers == 0
 
 
 class Mesh:
