@@ -13,11 +13,9 @@ from tests.support.grammars import PERSON, needs_library
 from tests.support.process_mesh import Answer, ProcessMesh, process_mesh
 from tests.support.service_process import ServiceProcess
 
-pytestmark = [pytest.mark.process, pytest.mark.ucx, needs_library, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.ucx, needs_library]
 
-NUM_ANSWERS = 220
 AT_ONCE = 8
-NUM_KILLS = 6
 FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
 WORKERS: dict[str, dict[str, Any]] = {"prefill": {}, "decode": {}}
 
@@ -35,10 +33,12 @@ async def ask(mesh: ProcessMesh, gateway: ServiceProcess, number: int) -> Answer
     )
 
 
-async def ask_all(mesh: ProcessMesh, gateway: ServiceProcess, done: list[int]) -> list[str]:
+async def ask_all(
+    mesh: ProcessMesh, gateway: ServiceProcess, num_answers: int, done: list[int]
+) -> list[str]:
     """All of them, a few at a time; done: how many are over."""
-    texts: list[str] = [""] * NUM_ANSWERS
-    numbers = iter(range(NUM_ANSWERS))
+    texts: list[str] = [""] * num_answers
+    numbers = iter(range(num_answers))
 
     async def some() -> None:
         for number in numbers:
@@ -54,28 +54,37 @@ async def ask_all(mesh: ProcessMesh, gateway: ServiceProcess, done: list[int]) -
     return texts
 
 
-async def test_all_are_valid_and_the_undisturbed_ones_while_workers_die() -> None:
-    """Six workers are killed, prefill and decode in turn, whenever another seventh is done; each
-    gets a successor."""
+@pytest.mark.parametrize(
+    ("num_answers", "num_kills"),
+    [
+        pytest.param(220, 6, marks=pytest.mark.timeout(600)),
+        pytest.param(1000, 24, marks=[pytest.mark.timeout(2400), pytest.mark.nightly]),
+    ],
+)
+async def test_all_are_valid_and_the_undisturbed_ones_while_workers_die(
+    num_answers: int, num_kills: int
+) -> None:
+    """Workers are killed, prefill and decode in turn, whenever another part of the answers is done;
+    each gets a successor."""
     async with process_mesh("torch") as mesh:
         gateway = await mesh.start_gateway()
         workers = {role: [await mesh.add(role) for _ in range(2)] for role in WORKERS}
         await mesh.paired(gateway, 4)
-        due = await ask_all(mesh, gateway, [])
+        due = await ask_all(mesh, gateway, num_answers, [])
         for text in due:
             value = json.loads(text)
             assert set(value) == {"name", "age", "tags"}
             assert 0 <= value["age"] <= 150
-        assert len(set(due)) > NUM_ANSWERS / 10  # the model says what it likes within the schema
+        assert len(set(due)) > num_answers / 10  # the model says what it likes within the schema
         with mesh.explained():
             done: list[int] = []
             async with asyncio.TaskGroup() as tasks:
-                asked = tasks.create_task(ask_all(mesh, gateway, done))
-                for kill in range(NUM_KILLS):
+                asked = tasks.create_task(ask_all(mesh, gateway, num_answers, done))
+                for kill in range(num_kills):
                     role = ("decode", "prefill")[kill % 2]
 
                     async def is_time(kill: int = kill) -> bool:
-                        return len(done) > (kill + 1) * NUM_ANSWERS // (NUM_KILLS + 1)
+                        return len(done) > (kill + 1) * num_answers // (num_kills + 1)
 
                     await mesh.until(is_time, limit_s=200.0)
                     await workers[role].pop(0).kill()

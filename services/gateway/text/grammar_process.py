@@ -46,12 +46,14 @@ class Verdict(msgspec.Struct, frozen=True):
 
 class GrammarProcess:
     """The gateway's end: starts the child with the first grammar and whenever it was ended.
-    ``check`` blocks, and is for one thread."""
+    ``check`` blocks, and is for one thread; the others are for any."""
 
     def __init__(self, *, give_up_s: float = GIVE_UP_S) -> None:
         self._give_up_s = give_up_s
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
+        self._is_checking = False
+        self._is_given_up = False
         self._is_closed = False
 
     def check(self, grammar: str) -> Verdict:
@@ -60,6 +62,24 @@ class GrammarProcess:
         child = self._started()
         if child is None:
             return Verdict("it was not checked: the gateway ends", is_lasting=False)
+        with self._lock:
+            self._is_checking, self._is_given_up = True, False
+        try:
+            return self._verdict(child, grammar)
+        finally:
+            with self._lock:
+                self._is_checking = False
+            if self._is_given_up:
+                self._end()
+
+    def give_up(self) -> None:
+        """End what is being checked, if anything is: nobody waits for it any more."""
+        with self._lock:
+            if self._is_checking and self._child is not None:
+                self._is_given_up = True
+                self._child.kill()
+
+    def _verdict(self, child: subprocess.Popen[bytes], grammar: str) -> Verdict:
         assert child.stdin is not None
         assert child.stdout is not None
         try:
@@ -70,6 +90,8 @@ class GrammarProcess:
             return msgspec.json.decode(_receive(child.stdout), type=Verdict)
         except (OSError, EOFError):
             self._end()
+            if self._is_given_up:
+                return Verdict("its client left", is_lasting=False)
             return Verdict("it takes too much memory to compile: make it simpler")
 
     def close(self) -> None:

@@ -86,7 +86,7 @@ class Grammars:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def checked(self, structure: Structure) -> str:
-        """Return the grammar of a structure.
+        """Return the grammar of a structure. Cancelled, it lets the next one be checked at once.
 
         Raises InvalidRequest: it is no structure of its kind, nothing matches it, or it is too
         large to follow. Overloaded: too many wait to be checked.
@@ -97,8 +97,13 @@ class Grammars:
             raise Overloaded("too many grammars wait to be checked", retry_after_s=1.0)
         self._num_waiting += 1
         try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._thread, self._checked, structure)
+            check = self._thread.submit(self._checked, structure)
+            try:
+                return await asyncio.wrap_future(check)
+            except asyncio.CancelledError:
+                if check.running():
+                    self._process.give_up()
+                raise
         finally:
             self._num_waiting -= 1
 

@@ -49,6 +49,11 @@ def schema_fault(schema: Any) -> SchemaFault | None:
     if _depth(schema) > MAX_DEPTH:
         return SchemaFault("", f"must be nested at most {MAX_DEPTH} levels deep")
     ends = _Ends(schema)
+    if ends.named_twice is not None:
+        name = ends.named_twice
+        names = (one for one in _keywords(schema, "") if one[1] in ("$id", "$anchor"))
+        place = next((place for place, _, value in names if value == name), "")
+        return SchemaFault(place, f"several parts of the schema are called {name}")
     if ends.of(schema):
         return None
     if ends.is_cut:
@@ -140,6 +145,7 @@ class _Ends:
         self._known: dict[str, bool] = {}
         self._num_visits = 0
         self.endless = ""
+        self.named_twice: str | None = None
         self._index(root, "")
         refs = sorted({ref for ref in self._refs.values() if self._target(ref) is not None})
         self._known = dict.fromkeys(refs, False)
@@ -174,8 +180,8 @@ class _Ends:
         if "const" in parts or "enum" in parts:
             return True
         kinds = parts.get("type")
-        kinds = {kinds} if isinstance(kinds, str) else set(_list(kinds))
-        if not kinds or kinds & _SCALARS:
+        kinds = [kinds] if isinstance(kinds, str) else _list(kinds)
+        if not kinds or any(kind in _SCALARS for kind in kinds if isinstance(kind, str)):
             # Without a type other kinds of values match as well, whatever an object must have.
             return True
         return ("object" in kinds and self._object_ends(parts)) or (
@@ -190,6 +196,7 @@ class _Ends:
 
     def _array_ends(self, parts: Mapping[str, Any]) -> bool:
         least = parts.get("minItems", 0)
+        least = max(least, 0) if isinstance(least, int) else least
         first = _list(parts.get("prefixItems"))
         num_first = min(len(first), least) if isinstance(least, int) else 0
         if not all(map(self.of, first[:num_first])):
@@ -207,14 +214,18 @@ class _Ends:
         own, anchor, ref = parts.get("$id"), parts.get("$anchor"), parts.get("$ref")
         if isinstance(own, str):
             base = _joined(base, own).rstrip("#")
-            self._resources[base] = parts
+            self._name(base, parts, own)
         if isinstance(anchor, str):
-            self._resources[f"{base}#{anchor}"] = parts
+            self._name(f"{base}#{anchor}", parts, anchor)
         if isinstance(ref, str):
             self._refs[id(parts)] = _joined(base, ref)
         for key, value in parts.items():
             if key not in _VALUES:
                 self._index(value, base)
+
+    def _name(self, name: str, parts: Mapping[str, Any], own: str) -> None:
+        if self._resources.setdefault(name, parts) is not parts:
+            self.named_twice = own
 
     def _target(self, ref: str) -> Any | None:
         base, _, fragment = ref.partition("#")
@@ -225,8 +236,9 @@ class _Ends:
             key = step.replace("~1", "/").replace("~0", "~")
             if isinstance(found, dict):
                 found = cast("dict[str, Any]", found).get(key)
-            elif isinstance(found, list) and key.isdecimal() and int(key) < len(found):  # pyright: ignore[reportUnknownArgumentType]
-                found = cast("list[Any]", found)[int(key)]
+            elif isinstance(found, list) and re.fullmatch(r"[0-9]{1,9}", key):
+                items = cast("list[Any]", found)
+                found = items[int(key)] if int(key) < len(items) else None
             else:
                 return None
         return found

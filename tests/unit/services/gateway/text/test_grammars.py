@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.gateway.text import grammar_process
-from services.gateway.text.grammar_process import GrammarProcess
+from services.gateway.text.grammar_process import GIVE_UP_S, GrammarProcess
 from services.gateway.text.grammars import Grammars, Kind, Structure
 from services.gateway.text.schemas import library_fault, schema_fault, without_annotations
 from shared.errors import InvalidRequest, Overloaded
@@ -172,6 +172,9 @@ async def test_what_is_served(value: Any, kind: Kind) -> None:
         ({"$ref": "http://elsewhere/x"}, "json_schema", ".$ref", "nothing is fetched"),
         ({"$ref": "#/$defs/nowhere"}, "json_schema", ".$ref", "leads to nothing"),
         ({"properties": 3}, "json_schema", "", "properties"),
+        ({"items": {"$id": "#"}}, "json_schema", ".items.$id", "called #"),
+        ({"properties": {"$id": ""}}, "json_schema", "", "called"),
+        ({"type": [[]]}, "json_schema", "", "no answer"),
         ("text", "json_schema", "", "must be a JSON schema"),
         ("(a", "regex", "", "unclosed"),
         (r"(a)\1", "regex", "", "backreferences"),
@@ -222,6 +225,41 @@ async def test_what_compiles_for_ever_is_ended(monkeypatch: pytest.MonkeyPatch) 
         assert "too long" in (await refused(PATTERNS, by=grammars)).message  # remembered
     finally:
         grammars.close()
+
+
+@needs_library
+@pytest.mark.parametrize("is_first", [True, False], ids=["checked", "waiting"])
+async def test_a_client_that_leaves_takes_its_check_along(is_first: bool) -> None:
+    """Whether it was being checked or waited to be: who comes next is answered at once, and the
+    grammar is not called bad for it."""
+    grammars = Grammars()
+    try:
+        await grammars.checked(asked(PERSON))  # the process is there
+        async with asyncio.TaskGroup() as tasks:
+            first, second = (tasks.create_task(refused(PATTERNS, by=grammars)) for _ in range(2))
+            await asyncio.sleep(0.2)
+            first.cancel()
+            if is_first:
+                second.cancel()
+                began_at = time.monotonic()
+                assert await grammars.checked(asked({"type": "null"}))
+                assert time.monotonic() - began_at < GIVE_UP_S / 2
+        assert first.cancelled()
+        assert is_first or "too long" in second.result().message
+    finally:
+        grammars.close()
+
+
+@needs_library
+def test_giving_up_what_is_not_checked_ends_nothing() -> None:
+    """A check that is over cannot be given up any more: its process stays."""
+    process = GrammarProcess()
+    try:
+        assert not process.check(a_grammar(PERSON)).fault
+        process.give_up()
+        assert not process.check(a_grammar({"type": "null"})).fault
+    finally:
+        process.close()
 
 
 @needs_library
