@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from services.gateway.core.decision_record import replay
-from services.gateway.http import bodies
-from services.gateway.http.planner_bodies import RecentRequests
+from services.gateway.http.cluster_bodies import Explanation, RecentRequests
 from shared.errors import InvalidRequest, NotFound
 from shared.ids import RequestId
 from tests.support.whole_mesh import whole_mesh
@@ -51,7 +50,7 @@ async def test_a_score_that_is_a_sum_tells_its_terms() -> None:
         await asyncio.sleep(1.0)
         answer = await mesh.ask(a_prompt(300), 4)
         told = json.loads(json.dumps(gateway.explain(list(gateway._recent)[-1].hex())))
-        sent = msgspec.convert(told, bodies.Explanation)
+        sent = msgspec.convert(told, Explanation)
         (decision,) = sent.decisions
         terms = {it.worker: it.terms for it in decision.prefills}
         assert all(it is not None and it.wait + it.compute > 0 for it in terms.values())

@@ -10,7 +10,7 @@ import msgspec
 
 from services.gateway.core.decision_record import replay
 from services.gateway.core.prefix_index import Indexed
-from services.gateway.http import bodies
+from services.gateway.http.cluster_bodies import Explanation
 from shared.address import Address
 from shared.engine.fake import FakeTiming
 from shared.ids import MeshPeer
@@ -142,7 +142,7 @@ async def test_the_next_turn_has_the_answer_s_kv_sent_from_decode() -> None:
         assert receipt["prefill_s"] < 0.1  # 0.3 s to compute it again
         gateway = mesh.gateways[0].mesh
         told = json.loads(json.dumps(gateway.explain(list(gateway._recent)[-1].hex())))
-        msgspec.convert(told, bodies.Explanation)
+        msgspec.convert(told, Explanation)
         (decision,) = told["decisions"]
         terms = decision["prefills"][0]["terms"]
         assert terms["source"] == receipt["fetched_from"]

@@ -14,7 +14,7 @@ import orjson
 
 from services.cli.bench.endpoints import RECENT
 from services.cli.client import Access, CannotRun, ask_once, require_url
-from services.gateway.http.planner_bodies import RecentRequest, RecentRequests
+from services.gateway.http.cluster_bodies import RecentRequest, RecentRequests
 from services.planner.core.replay import SeenRequest, terms_of
 from shared.errors import InvalidRequest
 

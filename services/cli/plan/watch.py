@@ -41,7 +41,7 @@ from services.gateway.core.scaling import (
     text_of,
 )
 from services.gateway.core.traffic import TrafficMeter
-from services.gateway.http.planner_bodies import RecentRequest, RecentRequests
+from services.gateway.http.cluster_bodies import RecentRequest, RecentRequests
 from services.planner.core.outlook import Numbers, Outlook, outlook
 from shared.errors import InvalidRequest, MeshError
 from shared.ids import Incarnation

@@ -182,7 +182,6 @@ def chat_of(body: CountTokensBody) -> tuple[ChatBody, Places]:
     for index in range(len(body.tools or ())):
         places.put(f"tools[{index}].function", f"tools[{index}]")
         places.put(f"tools[{index}].function.parameters", f"tools[{index}].input_schema")
-        places.put(f"tools[{index}].function.parameters", f"tools[{index}].input_schema")
     lead: list[Message] = []
     if body.system:
         lead.append(Message("system", _texts(body.system, "system")))

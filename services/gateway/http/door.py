@@ -19,6 +19,7 @@ from services.gateway.front.frontdoor import FrontDoor, Prompt, asked_by
 from services.gateway.http import bodies
 from services.gateway.http.answering import Wants, answered, asked_chat, head_of_answer
 from services.gateway.http.anthropic_door import AnthropicDoor
+from services.gateway.http.cluster_bodies import Cluster, ClusterWorker, Explanation, RecentRequests
 from services.gateway.http.connection import HttpRequest, listen
 from services.gateway.http.cors import AllowedOrigins
 from services.gateway.http.messages import Response, json_response
@@ -34,7 +35,6 @@ from services.gateway.http.openai_forms import (
 )
 from services.gateway.http.openapi import openapi_document
 from services.gateway.http.page_files import page_routes
-from services.gateway.http.planner_bodies import RecentRequests
 from services.gateway.http.responses_door import ResponsesDoor
 from services.gateway.http.server import Policy, Route, Routes, read_body
 from services.gateway.http.tool_answers import chat_format
@@ -159,7 +159,7 @@ class HttpDoor:
         """Workers, load and the last minute's traffic, for live views."""
         view = {"version": self._front.version, **self._front.mesh.cluster()}
         headers = {**call.headers, "Cache-Control": "no-store"}
-        return json_response(msgspec.convert(view, bodies.Cluster), headers=headers)
+        return json_response(msgspec.convert(view, Cluster), headers=headers)
 
     async def recent(self, _: HttpRequest, call: Call) -> Response:
         """The last requests as receipts, and the mesh that they met."""
@@ -171,13 +171,13 @@ class HttpDoor:
         """Why a request went where it went."""
         told = self._front.mesh.explain(request.parameters["request_id"])
         headers = {**call.headers, "Cache-Control": "no-store"}
-        return json_response(msgspec.convert(told, bodies.Explanation), headers=headers)
+        return json_response(msgspec.convert(told, Explanation), headers=headers)
 
     async def change_role(self, request: HttpRequest, call: Call) -> Response:
         """Change what a worker is when nothing is asked of it."""
         body = await read_body(request, call, _ROLE)
         worker = await self._front.mesh.change_role(request.parameters["worker"], body.role)
-        return json_response(msgspec.convert(worker, bodies.ClusterWorker), headers=call.headers)
+        return json_response(msgspec.convert(worker, ClusterWorker), headers=call.headers)
 
     async def openapi(self, _: HttpRequest, call: Call) -> Response:
         """The description of this API; behind the key, because it tells version and model."""

@@ -131,6 +131,24 @@ class SamplingBody(_RenderedBody, kw_only=True):
         options = self.stream_options
         return bool(self.include_receipt or (options is not None and options.include_receipt))
 
+    def _form(self, sampling: SamplingForm, *, continues_text: bool, **own: Any) -> Form:
+        """Return the form of a body. own: of its kind. Raises InvalidRequest."""
+        return Form(
+            sampling=sampling,
+            num_choices=_one(self.n),
+            cache_salt=limits.checked_salt(self.cache_salt),
+            include_stop=bool(self.include_stop_str_in_output),
+            skip_special_tokens=self.skip_special_tokens is not False,
+            continues_text=continues_text,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            truncation_side=self.truncation_side,
+            structure=structure_of(self),
+            priority=self.priority,
+            ttft_ms=self.ttft_ms,
+            tpot_ms=self.tpot_ms,
+            **own,
+        )
+
 
 class ContentPart(msgspec.Struct):
     """One part of a message's content; only text is served."""
@@ -196,25 +214,15 @@ class ChatBody(SamplingBody, kw_only=True):
                 self.top_logprobs, *limits.INTEGERS["top_logprobs"], param="top_logprobs"
             )
         newer = self.max_completion_tokens
-        return Form(
-            sampling=_sampling(
+        return self._form(
+            _sampling(
                 self,
                 max_tokens=self.max_tokens if newer is None else newer,
                 max_tokens_param="max_tokens" if newer is None else "max_completion_tokens",
                 logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             ),
-            num_choices=_one(self.n),
-            prompt_param="messages",
-            cache_salt=limits.checked_salt(self.cache_salt),
-            include_stop=bool(self.include_stop_str_in_output),
-            skip_special_tokens=self.skip_special_tokens is not False,
             continues_text=self.continue_final_message is True,
-            truncate_prompt_tokens=self.truncate_prompt_tokens,
-            truncation_side=self.truncation_side,
-            structure=structure_of(self),
-            priority=self.priority,
-            ttft_ms=self.ttft_ms,
-            tpot_ms=self.tpot_ms,
+            prompt_param="messages",
         )
 
 
@@ -236,26 +244,16 @@ class CompletionBody(SamplingBody, kw_only=True):
         if self.suffix:
             raise unsupported("suffix", "text after the answer is not supported")
         echo = bool(self.echo)
-        return Form(
-            sampling=_sampling(
+        return self._form(
+            _sampling(
                 self,
                 max_tokens=self.max_tokens,
                 logprobs=self.logprobs,
                 prompt_logprobs=self.logprobs if echo else None,
             ),
-            num_choices=_one(self.n),
-            default_max_tokens=16,
-            cache_salt=limits.checked_salt(self.cache_salt),
-            include_stop=bool(self.include_stop_str_in_output),
-            skip_special_tokens=self.skip_special_tokens is not False,
             continues_text=True,
+            default_max_tokens=16,
             is_echo_only=echo and self.max_tokens == 0,
-            truncate_prompt_tokens=self.truncate_prompt_tokens,
-            truncation_side=self.truncation_side,
-            structure=structure_of(self),
-            priority=self.priority,
-            ttft_ms=self.ttft_ms,
-            tpot_ms=self.tpot_ms,
         )
 
     def prompts(self) -> list[str | list[int]]:

@@ -17,6 +17,7 @@ import msgspec
 from services.gateway import limits
 from services.gateway.http import anthropic_answers, bodies, responses_bodies
 from services.gateway.http.anthropic_forms import CountTokensBody, MessagesBody
+from services.gateway.http.cluster_bodies import Cluster, ClusterWorker, Explanation, RecentRequests
 from services.gateway.http.field_rules import Known
 from services.gateway.http.item_answers import NamedEvent
 from services.gateway.http.openai_forms import (
@@ -27,7 +28,6 @@ from services.gateway.http.openai_forms import (
     RoleBody,
     TokenizeBody,
 )
-from services.gateway.http.planner_bodies import RecentRequests
 from services.gateway.http.responses_forms import ResponsesBody
 from services.gateway.http.server import Policy, Route
 from services.gateway.mesh import ServedModel
@@ -130,17 +130,17 @@ OPERATIONS: dict[tuple[str, str], ApiOperation] = {
     ("GET", "/version"): ApiOperation("Tell the gateway's version.", bodies.Version),
     ("GET", "/metrics"): ApiOperation("Numbers for Prometheus.", "text/plain"),
     ("GET", "/cluster"): ApiOperation(
-        "Tell of workers, load and the last minute's traffic.", bodies.Cluster
+        "Tell of workers, load and the last minute's traffic.", Cluster
     ),
     ("GET", "/cluster/requests"): ApiOperation(
         "Tell the last requests as receipts, and the workers that they met.", RecentRequests
     ),
     ("GET", "/cluster/requests/{request_id}"): ApiOperation(
-        "Tell why one of the last requests went where it went.", bodies.Explanation
+        "Tell why one of the last requests went where it went.", Explanation
     ),
     ("POST", "/cluster/workers/{worker}/role"): ApiOperation(
         "Change what a worker is when nothing is asked of it; what it has in hand goes on.",
-        bodies.ClusterWorker,
+        ClusterWorker,
         body=RoleBody,
         needs_workers=True,
     ),

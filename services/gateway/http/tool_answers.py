@@ -14,7 +14,7 @@ from msgspec import UNSET
 
 from services.gateway.front.answers import TextDelta, TokenCounts
 from services.gateway.front.frontdoor import Form, FrontDoor, Prompt
-from services.gateway.http import bodies, tool_bodies
+from services.gateway.http import bodies
 from services.gateway.http.openai_answers import FINISH_NAMES, AnswerHead, ChatFormat, Collected
 from services.gateway.http.openai_forms import ChatBody
 from services.gateway.http.tool_fields import ToolUse
@@ -136,30 +136,26 @@ class ToolChatFormat(ChatFormat):
         logprobs = None
         if self._has_logprobs and delta.tokens:
             logprobs = self._logprobs(delta)
-            deltas = deltas or [tool_bodies.ToolDelta()]
+            deltas = deltas or [bodies.DeltaBody()]
         for new in deltas:
             events += self._event(bodies.ChatChunkChoice(choice, new, logprobs, None), counts)
             logprobs = None
         if delta.finish_reason:
             name = self._finish_name(delta.finish_reason, parser)
-            end = bodies.ChatChunkChoice(
-                choice, tool_bodies.ToolDelta(), None, name, delta.stop_reason
-            )
+            end = bodies.ChatChunkChoice(choice, bodies.DeltaBody(), None, name, delta.stop_reason)
             events += self._event(end, counts)
         return events
 
-    def _delta(self, choice: int, said: Said) -> tool_bodies.ToolDelta:
+    def _delta(self, choice: int, said: Said) -> bodies.DeltaBody:
         if said.is_thought:
-            return tool_bodies.ToolDelta(reasoning_content=said.text)
+            return bodies.DeltaBody(reasoning_content=said.text)
         if said.call < 0:
-            return tool_bodies.ToolDelta(content=said.text)
-        function = tool_bodies.CallPart(said.name or UNSET, said.text)
+            return bodies.DeltaBody(content=said.text)
+        function = bodies.CallPart(said.name or UNSET, said.text)
         if not said.name:
-            return tool_bodies.ToolDelta(tool_calls=[tool_bodies.CallDelta(said.call, function)])
-        call = tool_bodies.CallDelta(
-            said.call, function, self._new_id(choice, said.call), "function"
-        )
-        return tool_bodies.ToolDelta(tool_calls=[call])
+            return bodies.DeltaBody(tool_calls=[bodies.CallDelta(said.call, function)])
+        call = bodies.CallDelta(said.call, function, self._new_id(choice, said.call), "function")
+        return bodies.DeltaBody(tool_calls=[call])
 
     def _new_id(self, choice: int, call: int) -> str:
         return new_call_id(self._head.id, choice, call)
@@ -178,7 +174,7 @@ class ToolChatFormat(ChatFormat):
         thought = "".join(one.text for one in said if one.is_thought)
         text = "".join(one.text for one in said if one.call < 0 and not one.is_thought)
         calls = _whole_calls(said, lambda call: self._new_id(index, call))
-        message = tool_bodies.ToolMessage(
+        message = bodies.AnswerMessage(
             role="assistant",
             content=text if text.strip() or not calls else None,
             refusal=None,
@@ -190,12 +186,12 @@ class ToolChatFormat(ChatFormat):
         return bodies.ChatChoice(index, message, logprobs, name, answer.stop_reason)
 
 
-def _whole_calls(said: Sequence[Said], new_id: Callable[[int], str]) -> list[tool_bodies.CallBody]:
-    calls: list[tool_bodies.CallBody] = []
+def _whole_calls(said: Sequence[Said], new_id: Callable[[int], str]) -> list[bodies.CallBody]:
+    calls: list[bodies.CallBody] = []
     for one in said:
         if one.name:
-            function = tool_bodies.WholeCall(one.name, "")
-            calls.append(tool_bodies.CallBody(new_id(one.call), "function", function))
+            function = bodies.WholeCall(one.name, "")
+            calls.append(bodies.CallBody(new_id(one.call), "function", function))
         if one.call >= 0:
             calls[one.call].function.arguments += one.text
     return calls

@@ -21,7 +21,7 @@ def recent_body(
     started_at: float,
     now: float,
 ) -> dict[str, Any]:
-    """Return the body: see ``RecentRequests`` of ``http/planner_bodies.py``. started_at, now: loop
+    """Return the body: see ``RecentRequests`` of ``http/cluster_bodies.py``. started_at, now: loop
     time."""
     workers, expectations = members.table.workers, members.expectations
     speeds = [speed for worker in workers for speed in worker.status.speeds.values() if speed > 0]

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from services.cli import main
 from services.cli.plan.watch import LookLines, Watcher, WatchFlags, facts_of
-from services.gateway.http.planner_bodies import RecentRequests
+from services.gateway.http.cluster_bodies import RecentRequests
 from tests.support.recent import recent
 from tests.support.stub_gateway import StubGateway
 
