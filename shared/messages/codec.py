@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from operator import attrgetter
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from shared import wire
 from shared.errors import ERROR_TYPES, IncompatiblePeer, MeshError, RemoteProtocolError, WorkerLost
@@ -147,18 +147,17 @@ def role_to_wire(role: Role) -> wire.Role:
     return wire.Role[role.name]
 
 
+def fields_of(record: object, names: Sequence[str]) -> dict[str, Any]:
+    """Return these fields of a record, by name."""
+    return {name: getattr(record, name) for name in names}
+
+
 # --- small records --------------------------------------------------------------------------------
 
 
 def error_to_wire(error: MeshError) -> wire.Error:
     """Return the wire form of an error; its class travels as ``type``."""
-    return wire.Error(
-        type=error.type,
-        message=error.message,
-        param=error.param,
-        code=error.code,
-        retry_after_s=error.retry_after_s,
-    )
+    return wire.Error(**fields_of(error, ("type", "message", "param", "code", "retry_after_s")))
 
 
 def error_from_wire(error: wire.Error | None) -> MeshError:
@@ -192,16 +191,12 @@ def layout_from_wire(layout: wire.KvLayout | None) -> KvLayout:
     )
 
 
+_SAME_MODEL = ("name", "fingerprint", "vocab_size", "max_model_len", "dtype", "engine")
+
+
 def model_to_wire(spec: ModelSpec) -> wire.ModelInfo:
     """Return what peers and clients may know of a model."""
-    return wire.ModelInfo(
-        name=spec.name,
-        fingerprint=spec.fingerprint,
-        vocab_size=spec.vocab_size,
-        max_model_len=spec.max_model_len,
-        dtype=spec.dtype,
-        engine=spec.engine,
-    )
+    return wire.ModelInfo(**fields_of(spec, _SAME_MODEL))
 
 
 def model_from_wire(model: wire.ModelInfo | None) -> ModelSpec:
@@ -213,42 +208,43 @@ def model_from_wire(model: wire.ModelInfo | None) -> ModelSpec:
     for field in ("name", "engine"):
         name = getattr(model, field)
         _require(len(name) <= 256, "must be a short name", field)
-    return ModelSpec(
-        name=model.name,
-        fingerprint=model.fingerprint,
-        vocab_size=_within(model.vocab_size, 1, 1 << 24, "vocab_size"),
-        max_model_len=_within(model.max_model_len, 1, 1 << 28, "max_model_len"),
-        dtype=model.dtype,
-        engine=model.engine,
-    )
+    _within(model.vocab_size, 1, 1 << 24, "vocab_size")
+    _within(model.max_model_len, 1, 1 << 28, "max_model_len")
+    return ModelSpec(**fields_of(model, _SAME_MODEL))
 
 
 # --- sampling and work ----------------------------------------------------------------------------
 
 
+_SAME_SAMPLING = (
+    *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
+    *("presence_penalty", "frequency_penalty", "seed", "ignore_eos", "logprobs", "prompt_logprobs"),
+    *("allowed_token_ids", "grammar"),
+)
+"""What a record and its wire form call and hold alike."""
+
+_SAMPLING_RANGES = {
+    "max_tokens": (1, _MAX_U32),
+    "temperature": (0.0, 1e6),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1e-6, 1e6),
+    "presence_penalty": (-1e6, 1e6),
+    "frequency_penalty": (-1e6, 1e6),
+    "logprobs": (0, 1024),
+    "prompt_logprobs": (0, 1024),
+}
+
+
 def sampling_to_wire(params: SamplingParams) -> wire.SamplingParams:
     """Return the wire form of sampling parameters."""
     return wire.SamplingParams(
-        max_tokens=params.max_tokens,
-        min_tokens=params.min_tokens,
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
+        **fields_of(params, _SAME_SAMPLING),
         logit_bias_ids=pack_u32([token_id for token_id, _ in params.logit_bias]),
         logit_bias_values=pack_f32([value for _, value in params.logit_bias]),
-        seed=params.seed,
         stop_token_ids=pack_u32(params.stop_token_ids),
-        ignore_eos=params.ignore_eos,
-        logprobs=params.logprobs,
-        prompt_logprobs=params.prompt_logprobs,
-        allowed_token_ids=params.allowed_token_ids,
         bad_word_lengths=pack_u32([len(word) for word in params.bad_words]),
         bad_word_ids=pack_u32([token_id for word in params.bad_words for token_id in word]),
-        grammar=params.grammar,
     )
 
 
@@ -256,36 +252,22 @@ def sampling_from_wire(params: wire.SamplingParams | None) -> SamplingParams:
     """Check and return sampling parameters."""
     if params is None:
         raise RemoteProtocolError("a request lacks its sampling", param="sampling")
+    same = fields_of(params, _SAME_SAMPLING)
+    for name, (low, high) in _SAMPLING_RANGES.items():
+        if same[name] is not None:
+            _within(same[name], low, high, name)
+    is_short = len(params.grammar.encode()) <= MAX_GRAMMAR_BYTES
+    _require(is_short, f"must be at most {MAX_GRAMMAR_BYTES} bytes", "grammar")
+    unpack_u32(params.allowed_token_ids, name="allowed_token_ids")  # it stays a column
     bias_ids = unpack_u32(params.logit_bias_ids, name="logit_bias_ids")
     bias = unpack_f32(params.logit_bias_values, count=len(bias_ids), name="logit_bias_values")
     _require(all(map(math.isfinite, bias)), "must be finite", "logit_bias_values")
-    unpack_u32(params.allowed_token_ids, name="allowed_token_ids")  # it stays a column
     return SamplingParams(
-        max_tokens=_within(params.max_tokens, 1, _MAX_U32, "max_tokens"),
-        min_tokens=params.min_tokens,
-        temperature=_within(params.temperature, 0.0, 1e6, "temperature"),
-        top_k=params.top_k,
-        top_p=_within(params.top_p, 0.0, 1.0, "top_p"),
-        min_p=_within(params.min_p, 0.0, 1.0, "min_p"),
-        repetition_penalty=_within(params.repetition_penalty, 1e-6, 1e6, "repetition_penalty"),
-        presence_penalty=_within(params.presence_penalty, -1e6, 1e6, "presence_penalty"),
-        frequency_penalty=_within(params.frequency_penalty, -1e6, 1e6, "frequency_penalty"),
+        **same,
         logit_bias=tuple(zip(bias_ids, bias, strict=True)),
-        seed=params.seed,
         stop_token_ids=tuple(unpack_u32(params.stop_token_ids, name="stop_token_ids")),
-        ignore_eos=params.ignore_eos,
-        logprobs=_optional_count(params.logprobs, "logprobs"),
-        prompt_logprobs=_optional_count(params.prompt_logprobs, "prompt_logprobs"),
-        allowed_token_ids=params.allowed_token_ids,
         bad_words=_bad_words(params),
-        grammar=_grammar(params.grammar),
     )
-
-
-def _grammar(text: str) -> str:
-    is_short = len(text.encode()) <= MAX_GRAMMAR_BYTES
-    _require(is_short, f"must be at most {MAX_GRAMMAR_BYTES} bytes", "grammar")
-    return text
 
 
 def _bad_words(params: wire.SamplingParams) -> tuple[tuple[int, ...], ...]:
@@ -293,10 +275,6 @@ def _bad_words(params: wire.SamplingParams) -> tuple[tuple[int, ...], ...]:
     _require(0 not in lengths, "must be at least 1", "bad_word_lengths")
     ids = iter(unpack_u32(params.bad_word_ids, count=sum(lengths), name="bad_word_ids"))
     return tuple(tuple(itertools.islice(ids, length)) for length in lengths)
-
-
-def _optional_count(value: int | None, param: str) -> int | None:
-    return None if value is None else _within(value, 0, 1024, param)
 
 
 def _work_item(message: wire.StartPrefill | wire.Reserve) -> WorkItem:

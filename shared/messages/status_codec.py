@@ -8,12 +8,19 @@ from collections.abc import Mapping
 from shared import wire
 from shared.home import Role
 from shared.ids import Incarnation, StreamId
-from shared.messages.codec import ROLES, role_to_wire
+from shared.messages.codec import ROLES, fields_of, role_to_wire
 from shared.messages.columns import pack_f32, pack_u64, unpack_f32, unpack_u64
 from shared.predict.step_time import NO_FIT, StepFit
 from shared.worker_status import WorkerStatus
 
 _NONE = StreamId(0)
+
+_SAME = (
+    *("pending_tokens", "num_waiting", "num_running", "num_prompts", "num_answers", "num_taken"),
+    *("free_blocks", "reserved_blocks", "quarantined_blocks", "step_s", "step_tokens"),
+    *("egress_bytes", "home_epoch", "home_order", "first_gateway"),
+)
+"""What a report and its wire form call and hold alike."""
 
 
 def status_to_wire(status: WorkerStatus, seen: Mapping[Role, StreamId]) -> wire.WorkerStatus:
@@ -22,30 +29,16 @@ def status_to_wire(status: WorkerStatus, seen: Mapping[Role, StreamId]) -> wire.
     # The same bytes as long as the same pairs are there: who reads them need not look again.
     paired = sorted(status.paired)
     return wire.WorkerStatus(
-        pending_tokens=status.pending_tokens,
-        num_waiting=status.num_waiting,
-        num_running=status.num_running,
-        free_blocks=status.free_blocks,
-        reserved_blocks=status.reserved_blocks,
-        quarantined_blocks=status.quarantined_blocks,
-        step_s=status.step_s,
+        **fields_of(status, _SAME),
         draining=status.is_draining,
         paired=pack_u64(paired),
         pair_speeds=pack_f32([status.speeds.get(it, 0.0) for it in paired]),
-        egress_bytes=status.egress_bytes,
         seen_prefill_id=seen.get(Role.PREFILL, _NONE),
         seen_decode_id=seen.get(Role.DECODE, _NONE),
-        num_prompts=status.num_prompts,
-        num_answers=status.num_answers,
         home=wire.Role.UNSPECIFIED if status.home is None else role_to_wire(status.home),
-        home_epoch=status.home_epoch,
-        home_order=status.home_order,
         prompt_steps=_fit_to_wire(status.prompt_steps),
         answer_steps=_fit_to_wire(status.answer_steps),
         queue_s=status.queue_s,
-        step_tokens=status.step_tokens,
-        first_gateway=status.first_gateway,
-        num_taken=status.num_taken,
     )
 
 
@@ -69,28 +62,14 @@ class StatusReader:
                 self._paired = frozenset(paired)
             self._columns = columns
         return WorkerStatus(
-            pending_tokens=status.pending_tokens,
-            num_waiting=status.num_waiting,
-            num_running=status.num_running,
-            free_blocks=status.free_blocks,
-            reserved_blocks=status.reserved_blocks,
-            quarantined_blocks=status.quarantined_blocks,
-            step_s=status.step_s,
+            **fields_of(status, _SAME),
             is_draining=status.draining,
             paired=self._paired,
-            num_prompts=status.num_prompts,
-            num_answers=status.num_answers,
             home=ROLES.get(status.home),
-            home_epoch=status.home_epoch,
-            home_order=status.home_order,
             queue_s=_amount(status.queue_s),
-            step_tokens=status.step_tokens,
             prompt_steps=_fit_from_wire(status.prompt_steps),
             answer_steps=_fit_from_wire(status.answer_steps),
             speeds=self._speeds,
-            egress_bytes=status.egress_bytes,
-            first_gateway=status.first_gateway,
-            num_taken=status.num_taken,
             seen={
                 Role.PREFILL: StreamId(status.seen_prefill_id),
                 Role.DECODE: StreamId(status.seen_decode_id),
