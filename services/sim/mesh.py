@@ -48,7 +48,6 @@ ANY = Terms()
 U32 = next(code for code in "IL" if array(code).itemsize == 4)
 
 TASKS = {Leg.PREFILL: Task.PROMPT, Leg.DECODE: Task.ANSWER, Leg.WHOLE: Task.WHOLE}
-LEGS = {task: leg for leg, task in TASKS.items()}
 
 
 class SentLeg(NamedTuple):

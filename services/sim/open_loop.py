@@ -44,20 +44,6 @@ def simulated_model(name: str, token_bytes: float, max_len: int) -> tuple[ModelS
     return spec, layout
 
 
-def simulated_mesh(num_prefill: int, num_decode: int, num_mixed: int, mesh: CoreMesh) -> CoreMesh:
-    """Start so many workers on a mesh, and let them report. Mixed ones are colocated, and where the
-    policy borrows workers they serve both roles."""
-    moves = mesh.policy.moves_roles
-    for _ in range(num_prefill):
-        mesh.start("prefill")
-    for _ in range(num_decode):
-        mesh.start("decode")
-    for _ in range(num_mixed):
-        mesh.start("decode", serves_both=moves, is_colocated=not moves)
-    mesh.settle()
-    return mesh
-
-
 @dataclass(frozen=True, slots=True)
 class SimRequest:
     """One request. prompt: its token ids; equal beginnings are found in prefix caches."""

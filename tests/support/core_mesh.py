@@ -69,3 +69,17 @@ def core_mesh(
     return CoreMesh(
         MODEL.spec, MODEL.layout, ExactEngine, size, policy=policy, max_running=max_running
     )
+
+
+def simulated_mesh(num_prefill: int, num_decode: int, num_mixed: int, mesh: CoreMesh) -> CoreMesh:
+    """Start so many workers on a mesh, and let them report. Mixed ones are colocated, and where the
+    policy borrows workers they serve both roles."""
+    moves = mesh.policy.moves_roles
+    for _ in range(num_prefill):
+        mesh.start("prefill")
+    for _ in range(num_decode):
+        mesh.start("decode")
+    for _ in range(num_mixed):
+        mesh.start("decode", serves_both=moves, is_colocated=not moves)
+    mesh.settle()
+    return mesh

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 from services.sim.engine import TimedEngine
 from services.sim.mesh import CoreMesh
-from services.sim.open_loop import SimRequest, run_open_loop, simulated_mesh
+from services.sim.open_loop import SimRequest, run_open_loop
 from services.sim.orders import WorkerSize
 from shared.config import STEP_TOKENS
 from shared.engine.fake import FakeModel, FakeTiming
 from shared.predict.times import AffineTimes
 from shared.request import FinishReason
+from tests.support.core_mesh import simulated_mesh
 from tests.support.loopback import LoopbackSettings
 from tests.support.virtual_loop import run_virtual
 from tests.support.whole_mesh import whole_mesh

@@ -12,13 +12,12 @@ from services.sim.open_loop import (
     SimAnswer,
     SimRequest,
     run_open_loop,
-    simulated_mesh,
     simulated_model,
 )
 from services.sim.orders import WorkerSize
 from shared.engine.fake import DEFAULT_TIMING
 from shared.predict.times import AffineTimes
-from tests.support.core_mesh import MODEL, ExactEngine
+from tests.support.core_mesh import MODEL, ExactEngine, simulated_mesh
 
 COST = AffineTimes(base_s=0.010, prompt_token_s=1e-4, decode_row_s=2e-4, context_token_s=1e-7)
 TOKEN_BYTES = 1000.0
