@@ -22,8 +22,9 @@ class WorkerStatus:
     computed. step_tokens: most tokens of a step, 0 = unknown. prompt_steps, answer_steps: how long
     its steps take with prompts, and without. egress_bytes: KV that is announced to others and not
     acknowledged. first_gateway: the lowest of the gateways that it has joined, 0 = it does not say.
-    num_taken: prompts that it was sent, by all of them. seen: by session, the last order of the
-    gateway it is told to that it counts.
+    num_taken: prompts that it was sent, by all of them. dram_token_s, ssd_token_s: seconds that a
+    token's KV takes from there back into the pool, 0 = unknown. seen: by session, the last order of
+    the gateway it is told to that it counts.
     """
 
     pending_tokens: int = 0
@@ -48,4 +49,6 @@ class WorkerStatus:
     egress_bytes: int = 0
     first_gateway: int = 0
     num_taken: int = 0
+    dram_token_s: float = 0.0
+    ssd_token_s: float = 0.0
     seen: Mapping[Role, StreamId] = field(default_factory=dict[Role, StreamId])

@@ -141,6 +141,10 @@ def _terms(terms: Mapping[str, Any] | None) -> str:
     if terms["source"]:
         fetched, source = f"{terms['fetched_tokens']:,} tokens", terms["source"]
         wait = f"the longer of {wait} and fetch {terms['fetch']:.3g} ({fetched} from {source})"
+    elif loaded := terms.get("loaded_tokens"):
+        speed = "" if terms["load"] else ", at a speed that it does not report"
+        lies = f"{loaded:,} tokens from below its pool{speed}"
+        wait = f"the longer of {wait} and load {terms['load']:.3g} ({lies})"
     return f" = {wait} + compute {terms['compute']:.3g} {unit}{cached}"
 
 
@@ -159,10 +163,11 @@ def _outcome(prediction: Mapping[str, Any] | None, receipt: Mapping[str, Any]) -
         ("queue", "queue_s"),
         ("own orders", "own_s"),
         ("fetch", "fetch_s"),
+        ("load", "load_s"),
         ("prefill", "prefill_s"),
         ("hand-over", "handover_s"),
     )
-    total = " + ".join(f"{name} {1000 * prediction[key]:.1f}" for name, key in terms)
+    total = " + ".join(f"{name} {1000 * prediction.get(key, 0.0):.1f}" for name, key in terms)
     expected_s = receipt.get("predicted_ttft_s", prediction["ttft_s"])
     waited_s = expected_s - prediction["ttft_s"]
     num_cached, num_fetched = receipt["cached_tokens"], receipt["fetched_tokens"]

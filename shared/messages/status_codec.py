@@ -39,6 +39,8 @@ def status_to_wire(status: WorkerStatus, seen: Mapping[Role, StreamId]) -> wire.
         prompt_steps=_fit_to_wire(status.prompt_steps),
         answer_steps=_fit_to_wire(status.answer_steps),
         queue_s=status.queue_s,
+        dram_token_s=status.dram_token_s,
+        ssd_token_s=status.ssd_token_s,
     )
 
 
@@ -70,6 +72,8 @@ class StatusReader:
             prompt_steps=_fit_from_wire(status.prompt_steps),
             answer_steps=_fit_from_wire(status.answer_steps),
             speeds=self._speeds,
+            dram_token_s=_amount(status.dram_token_s),
+            ssd_token_s=_amount(status.ssd_token_s),
             seen={
                 Role.PREFILL: StreamId(status.seen_prefill_id),
                 Role.DECODE: StreamId(status.seen_decode_id),

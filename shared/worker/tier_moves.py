@@ -384,6 +384,11 @@ class TierMoves:
 
     # --- looking at it ---------------------------------------------------------------------------
 
+    @property
+    def token_s(self) -> dict[Tier, float]:
+        """Seconds that loads took a token, by tier; 0 = none was seen."""
+        return {it.arena.tier: it.block_s.value / self._pool.block_size for it in self.levels}
+
     def tables(self) -> list[BlockTable]:
         """Every block table that is held here, for ``BlockPool.check_integrity``."""
         return list(self._tables)

@@ -18,7 +18,7 @@ from shared.engine.base import Engine
 from shared.engine.worker import ComputeRunner
 from shared.home import Home, Role
 from shared.ids import Incarnation, new_incarnation
-from shared.kv.journal import Journal
+from shared.kv.journal import Journal, Tier
 from shared.kv.pool import BlockPool
 from shared.kv.tiers import CachePolicy
 from shared.profile.machine import UNMEASURED, MachineProfile
@@ -386,6 +386,7 @@ class MeshWorker:
         scheduled, leased = self.scheduler.statistics(), self.leases.statistics()
         own = (self.incarnation,) if self.launch.is_mixed else ()
         speeds = self.pairs.speeds
+        token_s = {} if self.tiers is None else self.tiers.token_s
         return WorkerStatus(
             pending_tokens=scheduled.pending_tokens,
             num_waiting=scheduled.num_waiting + leased.num_waiting,
@@ -408,6 +409,8 @@ class MeshWorker:
             answer_steps=answer_steps,
             home_order=self.home.order,
             num_taken=self.requests.num_taken,
+            dram_token_s=token_s.get(Tier.DRAM, 0.0),
+            ssd_token_s=token_s.get(Tier.SSD, 0.0),
         )
 
     def _queue_s(self) -> float:

@@ -23,7 +23,9 @@ LOAD_ALL = """
 import importlib, json, pkgutil, sys
 import services.gateway
 for module in pkgutil.walk_packages(services.gateway.__path__, "services.gateway."):
-    if not module.name.endswith(("__main__", "core.prefix_index", "core.key_table")):
+    if not module.name.endswith(
+        ("__main__", "core.prefix_index", "core.key_table", "core.columns")
+    ):
         importlib.import_module(module.name)
 for name in ("shared.rpc.tcp", "shared.log", "shared.config", "shared.runtime.service",
              "shared.runtime.platform", "shared.telemetry.lifetime"):
@@ -62,7 +64,7 @@ def test_top_level_names_are_ours_alone(name: str) -> None:
 
 def test_gateway_loads_nothing_heavy() -> None:
     """All of the gateway's modules together load no engine, no transport and no array library, but
-    the index of prefixes, which nobody imports before there is a choice of workers."""
+    the index of prefixes and the columns of workers, which nobody imports before there is a choice of workers."""
     run = subprocess.run(
         [sys.executable, "-c", LOAD_ALL],
         cwd=ROOT,

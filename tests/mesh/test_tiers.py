@@ -142,12 +142,14 @@ async def test_prompts_that_part_after_a_block_load_what_is_theirs() -> None:
 
 @virtual_time
 async def test_what_comes_late_and_before_the_prompt_is_let_in_counts() -> None:
-    """A load that is given up, but ends before its prompt had its turn, is told by its tier."""
+    """A load that is given up, but ends before its prompt had its turn, is told by its tier; and
+    the worker reports from then on what a token's load takes."""
     async with worker_mesh(**SMALL, timing=FakeTiming(base_s=3.0)) as mesh:
         await evicted(mesh)
         await settled(mesh)
         level = mesh.prefills[0].worker.tiers.levels[0]
         level.arena._compute._copy_s = 1.5
+        assert mesh.prefills[0].worker.load().dram_token_s == 0.0
         other = a_prompt(64, seed=50)
         busy = mesh.start(other)
         await asyncio.sleep(0.1)
@@ -155,6 +157,8 @@ async def test_what_comes_late_and_before_the_prompt_is_let_in_counts() -> None:
         assert await answered(request, PROMPT) == 240
         assert request.token is not None
         assert request.token.dram_tokens == 240
+        reported = mesh.prefills[0].worker.load()
+        assert (reported.dram_token_s, reported.ssd_token_s) == (pytest.approx(1.5 / 240), 0.0)
         level.arena._compute._copy_s = 0.0
         await answered(busy, other)
         await settled(mesh)

@@ -8,6 +8,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.gateway.core.fetches import NOTHING
 from services.gateway.core.prefix_index import Indexed, PrefixIndex, column_of
 from shared.kv import journal as journal_module
 from shared.kv.journal import Journal, KvChanges, Tier, TierChanges, key_of, stride_of
@@ -230,4 +231,4 @@ def test_hits_are_what_the_pools_would_find(computed: list[int], asked: int) -> 
         chain = PrefixChain(ROOT, worker.block_size)
         table = worker.pool.acquire(chain, tokens, len(tokens), max_hit_tokens=len(tokens))
         assert table is not None
-        assert hits.tokens[worker.place] == table.num_hit_tokens // stride * stride
+        assert hits.get(worker.place, NOTHING).tokens == table.num_hit_tokens // stride * stride

@@ -4,10 +4,9 @@ worker has of it in its cache, or with what any worker has (Mooncake, FAST'25, s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import nsmallest
-from operator import add, attrgetter
+from operator import attrgetter
 
-from services.gateway.core.fetches import Fetches
+from services.gateway.core.fetches import NOTHING, Fetches
 from services.gateway.core.sides import (
     AllPromptTerms,
     InTurn,
@@ -27,9 +26,6 @@ SAME = 0.1
 """No prediction is better than some per cent: what differs by less is decided by whose turn it is.
 Gateways that decide at once then choose apart (bench/conductor: a lower mean TTFT than with 0.05 or
 none)."""
-
-_IS_PREDICTABLE = attrgetter("is_predictable")
-_IS_STEP_PREDICTABLE = attrgetter("is_step_predictable")
 
 NO_ROOM_S = 1000.0
 """Added to the score of a decode worker that would have to make room first."""
@@ -52,16 +48,20 @@ class LeastLoaded(InTurn):
         equal queues one that reaches the emptiest."""
         prefills, partners, decodes = sides.prefills, sides.partners, sides.decodes
         shortest = least(scores.prefills, range(len(prefills)), self.equal)
-        reached = 0
-        for place in shortest:
-            reached |= partners[place]
-        emptiest = least(scores.decodes, sides.places_of(reached), self.equal)
-        if len(shortest) > 1:
-            best = sum(decodes[place].bit for place in emptiest)
-            shortest = [place for place in shortest if partners[place] & best]
-        prefill = self._turns.longest_ago(prefills, shortest)
-        mask = partners[prefill]
-        emptiest = [place for place in emptiest if decodes[place].bit & mask]
+        if sides.is_whole:
+            prefill = self._turns.longest_ago(prefills, shortest)
+            emptiest = least(scores.decodes, range(len(decodes)), self.equal)
+        else:
+            reached = 0
+            for place in shortest:
+                reached |= partners[place]
+            emptiest = least(scores.decodes, sides.places_of(reached), self.equal)
+            if len(shortest) > 1:
+                best = sum(decodes[place].bit for place in emptiest)
+                shortest = [place for place in shortest if partners[place] & best]
+            prefill = self._turns.longest_ago(prefills, shortest)
+            mask = partners[prefill]
+            emptiest = [place for place in emptiest if decodes[place].bit & mask]
         decode = self._turns.longest_ago(decodes, emptiest)
         self._turns.chosen(prefills[prefill].incarnation, decodes[decode].incarnation)
         return prefill, decode
@@ -83,7 +83,7 @@ class Local(LeastLoaded):
 
     def scores(self, request: RouteRequest, sides: Sides) -> Scores:
         """Return seconds; tokens, if not every worker's speed is known and believed."""
-        terms, scores = _prompt_terms(request, sides.prefills)
+        scores, terms = _prompt_scores(request, sides)
         return Scores(scores, list(map(self.score_decode, sides.decodes)), terms)
 
 
@@ -91,11 +91,11 @@ class Conductor(Local):
     """Mooncake's conductor (FAST'25, section 5, Algorithm 1): as ``Local``, and whoever lacks the
     prompt's beginning may have it sent by who has it, if that is sooner than computing it.
 
-        time to token 1 = max(queue, fetch) + what is left to compute
+        time to token 1 = max(queue, load, fetch) + what is left to compute
 
-    A fetch runs beside the queue. The decode worker is the one with the shortest predicted time
-    between tokens, the hand-over of KV that it lacks shared among the answer's tokens; one without
-    room for the prompt comes last.
+    A fetch runs beside the queue, as does what a worker loads from the tiers below its pool. The
+    decode worker is the one with the shortest predicted time between tokens, the hand-over of KV
+    that it lacks shared among the answer's tokens; one without room for the prompt comes last.
     """
 
     name = "conductor"
@@ -104,66 +104,89 @@ class Conductor(Local):
     def scores(self, request: RouteRequest, sides: Sides) -> Scores:
         """Return seconds; tokens and shares, where not every worker's speed is known and
         believed."""
-        terms, scores = _prompt_terms(request, sides.prefills)
-        if request.fetches is not None and terms[0].is_s:
-            _consider_fetches(request, request.fetches, sides.prefills, terms, scores)
-        soonest = sides.prefills[scores.index(min(scores))]
-        return Scores(scores, _answer_scores(request, sides, soonest), terms)
+        scores, terms = _prompt_scores(request, sides)
+        soonest = sides.prefills[least(scores, range(len(scores)))[0]]
+        decodes = None
+        if len(sides.decodes) > 1 or soonest is not sides.decodes[0]:
+            decodes = _answer_scores(request, sides, soonest)
+        return Scores(scores, decodes or list(map(self.score_decode, sides.decodes)), terms)
 
 
-def _prompt_terms(
-    request: RouteRequest, workers: Sequence[Worker]
-) -> tuple[AllPromptTerms, list[float]]:
-    """Return what each worker's score is made of, and the scores."""
-    num_tokens, now, is_s = request.num_tokens, request.now, all(map(_IS_PREDICTABLE, workers))
-    # The last token is computed in any case: the first one of the answer comes out of it.
-    most, cached_of = num_tokens - 1, request.cached.get
-    cached = [cached_of(worker.incarnation, 0) for worker in workers] if request.cached else []
-    cached = [min(it, most) for it in cached] or [0] * len(workers)
-    if is_s:
-        waits = [max(0.0, worker.free_at - now) for worker in workers]
-        computes = [
-            _compute_s(worker, num, num_tokens) for worker, num in zip(workers, cached, strict=True)
-        ]
-    else:
-        waits = [float(worker.pending_tokens) for worker in workers]
-        computes = [float(num_tokens - num) for num in cached]
-    return AllPromptTerms(waits, computes, cached, is_s=is_s), list(map(add, waits, computes))
+def _prompt_scores(
+    request: RouteRequest, sides: Sides
+) -> tuple[Sequence[float], Sequence[PromptTerms]]:
+    """Return the workers' scores, and what each is made of."""
+    # With one worker nobody needs columns, and numpy is not imported for its first request.
+    is_choice = len(sides.prefills) > 1 or request.fetches is not None
+    if is_choice and (found := _scores_in_columns(request, sides)) is not None:
+        return found
+    is_s = all(worker.is_predictable for worker in sides.prefills)
+    terms = [_terms_of(worker, request, is_s=is_s) for worker in sides.prefills]
+    return [it.score for it in terms], terms
 
 
-def _consider_fetches(
-    request: RouteRequest,
-    fetches: Fetches,
-    workers: Sequence[Worker],
-    terms: AllPromptTerms,
-    scores: list[float],
-) -> None:
-    """Replace terms and scores of workers that are sooner ready with a fetch."""
-    best, most = min(scores), min(fetches.most_tokens, request.num_tokens - 1)
-    bounds = [
-        (wait + _compute_s(workers[place], most, request.num_tokens), place)
-        for place, wait in enumerate(terms.waits)
-        if wait < best
-    ]
-    for bound, place in nsmallest(MOST_SINKS, bounds):
-        if bound >= best:
-            break
-        it, worker = terms[place], workers[place]
-        fetch = fetches.to(worker)
-        if fetch is None:
-            continue
-        num_tokens = min(fetch.num_tokens, request.num_tokens - 1)
-        fetched = PromptTerms(
-            it.wait,
-            _compute_s(worker, num_tokens, request.num_tokens),
-            num_tokens,
-            True,
-            fetch.seconds,
-            fetch.source,
-            num_tokens - it.cached_tokens,
-        )
-        if fetched.score < it.score:
-            terms[place], scores[place] = fetched, fetched.score
+def _scores_in_columns(
+    request: RouteRequest, sides: Sides
+) -> tuple[Sequence[float], Sequence[PromptTerms]] | None:
+    """Return the same of all workers at once, in seconds; None = not of each they are known."""
+    workers, num_tokens, fetches = sides.prefills, request.num_tokens, request.fetches
+    side, _ = sides.in_columns()
+    columns, cached = side.prompts(), side.cached(request.cached, num_tokens - 1)
+    waits, computes = columns.waits_s(request.now), columns.compute_s(cached, num_tokens)
+    terms, scores = AllPromptTerms(waits, computes, cached), waits + computes
+    if not side.are_known(scores):
+        return None
+    for incarnation, hit in request.cached.items():
+        place = side.place_of(incarnation) if hit.in_dram or hit.on_ssd else None
+        if place is not None:
+            it = terms[place] = _terms_of(workers[place], request, is_s=True)
+            scores[place] = it.score
+    if fetches is not None:
+        most = min(fetches.most_tokens, num_tokens - 1)
+        bounds = waits + columns.compute_s(most, num_tokens)
+        for place in side.lowest(bounds, scores, MOST_SINKS):
+            fetched = _with_fetch(terms[place], workers[place], request, fetches)
+            if fetched is not None:
+                terms[place], scores[place] = fetched, fetched.score
+    return side.numbers(scores), terms
+
+
+def _terms_of(worker: Worker, request: RouteRequest, *, is_s: bool) -> PromptTerms:
+    """Return what a worker's score is made of that fetches nothing. It loads what lies below its
+    pool, unless computing that is predicted to be quicker (``TierMoves``)."""
+    num_tokens, hit = request.num_tokens, request.cached.get(worker.incarnation, NOTHING)
+    cached, in_pool = min(hit.tokens, num_tokens - 1), min(hit.in_pool, num_tokens - 1)
+    if not is_s:
+        return PromptTerms(worker.pending_tokens, num_tokens - cached, cached, is_s=False)
+    wait, compute = max(0.0, worker.free_at - request.now), _compute_s(worker, cached, num_tokens)
+    if not (num_below := hit.in_dram + hit.on_ssd):
+        return PromptTerms(wait, compute, cached, is_s=True)
+    load = hit.in_dram * worker.status.dram_token_s + hit.on_ssd * worker.status.ssd_token_s
+    without = _compute_s(worker, in_pool, num_tokens)
+    if load >= without - compute:
+        return PromptTerms(wait, without, in_pool, is_s=True)
+    return PromptTerms(wait, compute, cached, True, load=load, loaded_tokens=num_below)
+
+
+def _with_fetch(
+    it: PromptTerms, worker: Worker, request: RouteRequest, fetches: Fetches
+) -> PromptTerms | None:
+    """Return the terms of a worker if it is ready sooner with a fetch; one that loads from below
+    its pool does not fetch."""
+    fetch = None if it.loaded_tokens else fetches.to(worker)
+    if fetch is None:
+        return None
+    cached = min(fetch.num_tokens, request.num_tokens - 1)
+    fetched = PromptTerms(
+        it.wait,
+        _compute_s(worker, cached, request.num_tokens),
+        cached,
+        True,
+        fetch.seconds,
+        fetch.source,
+        cached - it.cached_tokens,
+    )
+    return fetched if fetched.score < it.score else None
 
 
 def _compute_s(worker: Worker, cached: int, num_tokens: int) -> float:
@@ -171,22 +194,13 @@ def _compute_s(worker: Worker, cached: int, num_tokens: int) -> float:
     return status.prompt_steps.prompt_seconds(cached, num_tokens, status.step_tokens)
 
 
-def _answer_scores(request: RouteRequest, sides: Sides, prefill: Worker) -> list[float]:
-    """Return the seconds a token that an answer would take on each decode worker."""
-    decodes, num_tokens = sides.decodes, request.num_tokens
-    if not all(map(_IS_STEP_PREDICTABLE, decodes)):
-        return [worker.reserved_share for worker in decodes]
+def _answer_scores(request: RouteRequest, sides: Sides, prefill: Worker) -> Sequence[float] | None:
+    """Return the seconds a token that an answer would take on each decode worker; None = not of
+    each they are known."""
+    _, side = sides.in_columns()
+    num_tokens = request.num_tokens
     num_output = max(1, request.num_output_tokens or request.max_new_tokens)
-    bytes_of = decodes[0].layout.token_bytes / num_output
-    speed_of, cached_of = prefill.status.speeds.get, request.cached.get
-    scores: list[float] = []
-    for worker in decodes:
-        context = worker.reserved_tokens + num_tokens
-        seconds = worker.status.answer_steps.seconds(worker.num_answers + 1, context)
-        speed = speed_of(worker.incarnation, 0.0)
-        if speed > 0.0:
-            seconds += (num_tokens - cached_of(worker.incarnation, 0)) * bytes_of / speed
-        if worker.reserved_tokens + num_tokens >= worker.capacity_tokens:
-            seconds += NO_ROOM_S
-        scores.append(seconds)
-    return scores
+    missing = num_tokens - side.cached(request.cached, num_tokens)
+    seconds = side.answers().step_s(num_tokens, NO_ROOM_S)
+    seconds += missing * (sides.decodes[0].layout.token_bytes / num_output) * side.byte_s(prefill)
+    return side.numbers(seconds) if side.are_known(seconds) else None

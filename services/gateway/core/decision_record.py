@@ -14,7 +14,7 @@ from dataclasses import replace as dataclass_replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from services.gateway.core.fetches import Fetch
+from services.gateway.core.fetches import NOTHING, Fetch, Hit
 from services.gateway.core.pools import pool_of
 from services.gateway.core.routing import POLICIES, RouteDecision
 from services.gateway.core.sides import RouteRequest, Sides
@@ -103,7 +103,9 @@ def _side(
             "prompt_steps": view.status.prompt_steps._asdict(),
             "answer_steps": (view.status.answer_steps if worker.is_believed else NO_FIT)._asdict(),
             "step_tokens": view.status.step_tokens,
-            "cached_tokens": request.cached.get(worker.incarnation, 0),
+            **_hit_to_json(request.cached.get(worker.incarnation, NOTHING)),
+            "dram_token_s": view.status.dram_token_s,
+            "ssd_token_s": view.status.ssd_token_s,
             "terms": None,
             "report_age_s": max(0.0, at_s - view.reported_at),
             "role": worker.role.value,
@@ -166,7 +168,7 @@ def _replay(record: Mapping[str, Any]) -> Replay:
         avoid=frozenset(Incarnation(int(it, 16)) for it in record["avoid"]),
         affinity=int(record["affinity"], 16),
         cached={
-            worker.incarnation: it["cached_tokens"]
+            worker.incarnation: _hit_from_json(it)
             for workers, side in ((prefills, "prefills"), (decodes, "decodes"))
             for worker, it in zip(workers, record[side], strict=True)
         },
@@ -248,6 +250,8 @@ def _worker(it: Mapping[str, Any], bits: dict[str, int]) -> Worker:
             prompt_steps=StepFit(**it["prompt_steps"]),
             answer_steps=StepFit(**it["answer_steps"]),
             step_tokens=it["step_tokens"],
+            dram_token_s=it.get("dram_token_s", 0.0),
+            ssd_token_s=it.get("ssd_token_s", 0.0),
             home=None if it["home"] is None else Role(it["home"]),
             paired=frozenset({incarnation} if it["colocated"] else ()),
         )
@@ -258,6 +262,15 @@ def _worker(it: Mapping[str, Any], bits: dict[str, int]) -> Worker:
 
 _NO_MODEL = ModelSpec(name="", fingerprint=b"", vocab_size=1, max_model_len=1, dtype="float32")
 _NO_LAYOUT = KvLayout(dtype="float32", num_layers=1, num_kv_heads=1, head_dim=8)
+
+
+def _hit_to_json(hit: Hit) -> Record:
+    found = hit._asdict()
+    return {"cached_tokens": found.pop("tokens"), **found}
+
+
+def _hit_from_json(it: Mapping[str, Any]) -> Hit:
+    return Hit(it["cached_tokens"], *(it.get(name, 0) for name in Hit._fields[1:]))
 
 
 def _memory_to_json(memory: Memory) -> Any:

@@ -1,7 +1,8 @@
 """What token 1 will take, added up from what workers report; and how far that can be trusted.
 
     TTFT = waited here + queue as reported, less what has passed since + own orders that the report
-           has not seen + what a fetched prefix takes longer + prefill of the rest + hand-over
+           has not seen + what a prefix that is fetched or loaded takes longer + prefill of the
+           rest + hand-over
 
 The gateway learns no step times: each worker fits its own, where it sees them without queueing, and
 sends coefficients. Here only the hand-over (messages, loops, streams) is learned, from this
@@ -15,7 +16,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from services.gateway.core.fetches import Fetch, FetchTimes
+from services.gateway.core.fetches import FetchTimes
 from services.gateway.core.worker import Worker
 from shared.ids import Incarnation
 from shared.predict.output_length import OutputLengths
@@ -37,22 +38,30 @@ _HANDOVERS = 64
 
 class Prediction(NamedTuple):
     """What one decision was expected to bring, in seconds. fetch_s: what a prefix that another
-    worker sends takes beyond the queue. transfer_s: KV from prefill to decode, which follows
-    token 1 in part; num_output_tokens: how long such answers are, half of them; both
-    None = nothing is known."""
+    worker sends takes beyond the queue; load_s: one that lies below the worker's pool. transfer_s:
+    KV from prefill to decode, which follows token 1 in part; num_output_tokens: how long such
+    answers are, half of them; both None = nothing is known."""
 
     queue_s: float
     own_s: float
     prefill_s: float
     handover_s: float
     fetch_s: float = 0.0
+    load_s: float = 0.0
     transfer_s: float | None = None
     num_output_tokens: int | None = None
 
     @property
     def ttft_s(self) -> float:
         """From the decision to token 1."""
-        return self.queue_s + self.own_s + self.fetch_s + self.prefill_s + self.handover_s
+        return (
+            self.queue_s
+            + self.own_s
+            + self.fetch_s
+            + self.load_s
+            + self.prefill_s
+            + self.handover_s
+        )
 
 
 @dataclass(slots=True)
@@ -84,12 +93,13 @@ class Expectations:
         now: float,
         *,
         num_cached: int = 0,
-        fetch: Fetch | None = None,
+        fetch_s: float = 0.0,
+        load_s: float = 0.0,
     ) -> Prediction | None:
         """Predict a request on a pair; None = the prefill worker reports no step times yet.
 
         num_cached: of the prompt's tokens, in the worker's cache as far as the gateway knows, or
-        fetched there first.
+        fetched there first. fetch_s, load_s: until those that are fetched or loaded have come.
         """
         status = prefill.status
         if not status.prompt_steps.is_known:
@@ -109,7 +119,8 @@ class Expectations:
             ),
             handover_s=self.handover_s(is_colocated=is_colocated),
             transfer_s=transfer_s,
-            fetch_s=0.0 if fetch is None else max(0.0, fetch.seconds - queue_s - own_s),
+            fetch_s=max(0.0, fetch_s - queue_s - own_s),
+            load_s=max(0.0, load_s - queue_s - own_s),
             num_output_tokens=length,
         )
 

@@ -3,8 +3,8 @@ FAST'25, Algorithm 1: the transfer term of a prefill worker's TTFT). Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from heapq import nlargest
+from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 from services.gateway.core.worker import Worker
@@ -20,6 +20,23 @@ MOST_SOURCES = 4
 """Those that have the most of a prompt; nobody else is looked at."""
 
 _LANE = ""  # fetches are told apart by their ends alone
+
+
+class Hit(NamedTuple):
+    """What one worker has of a prompt's beginning, in tokens.
+
+    tokens: has, or is expected to have. in_pool: the leading ones that lie in HBM, where they can
+    be sent from, by what it told, or what was predicted to be computed by now. in_dram, on_ssd:
+    lie below, and have to be loaded.
+    """
+
+    tokens: int
+    in_pool: int = 0
+    in_dram: int = 0
+    on_ssd: int = 0
+
+
+NOTHING = Hit(0)
 
 
 class Fetch(NamedTuple):
@@ -94,23 +111,35 @@ class FetchTimes:
         return status.egress_bytes / speed + own_s
 
 
-class OffersOf:
-    """What the workers that have the beginning of one prompt could send (``Fetches``).
+def _in_pool(item: tuple[Incarnation, Hit]) -> int:
+    return item[1].in_pool
 
-    holders: usable ones. cached: tokens of the prompt that each has.
+
+class OffersOf:
+    """What the workers that have the beginning of one prompt could send (``Fetches``): what lies
+    in their pools. What they are going to compute cannot be sent yet: asking for it would cost a
+    round trip, and the prompt would be computed in the end.
+
+    find: a worker by its incarnation. cached: what each has of the prompt.
     """
 
     def __init__(
-        self, holders: Sequence[Worker], cached: Mapping[Incarnation, int], times: FetchTimes
+        self,
+        find: Callable[[Incarnation], Worker | None],
+        cached: Mapping[Incarnation, Hit],
+        times: FetchTimes,
     ) -> None:
         self._cached = cached
         self._times = times
-        self._sources = [
-            (cached[worker.incarnation], worker)
-            for worker in nlargest(
-                MOST_SOURCES, holders, key=lambda worker: cached[worker.incarnation]
-            )
-        ]
+        usable = (
+            (hit.in_pool, worker)
+            for incarnation, hit in sorted(cached.items(), key=_in_pool, reverse=True)
+            if hit.in_pool and (worker := find(incarnation)) is not None and worker.is_usable
+        )
+        self._sources = list(islice(usable, MOST_SOURCES))
+
+    def __bool__(self) -> bool:
+        return bool(self._sources)
 
     @property
     def most_tokens(self) -> int:
@@ -119,7 +148,7 @@ class OffersOf:
 
     def to(self, sink: Worker) -> Fetch | None:
         """See ``Fetches``."""
-        own = self._cached.get(sink.incarnation, 0)
+        own = self._cached.get(sink.incarnation, NOTHING).tokens
         best: Fetch | None = None
         for num_tokens, source in self._sources:
             if num_tokens <= own or (best is not None and num_tokens < best.num_tokens):
@@ -137,6 +166,6 @@ class OffersOf:
         if not self._sources:
             return None
         num_tokens, source = self._sources[0]
-        if source is sink or num_tokens <= self._cached.get(sink.incarnation, 0):
+        if source is sink or num_tokens <= self._cached.get(sink.incarnation, NOTHING).tokens:
             return None
         return None if sink.incarnation in source.status.paired else source

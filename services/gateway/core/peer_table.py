@@ -10,14 +10,18 @@ other pair is made when a decision wants it first (``reach``, ``ask_for``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from services.gateway.core.sides import Sides, sides_of
 from services.gateway.core.worker import Role, Worker, WorkerStatus
 from shared.errors import IncompatiblePeer
 from shared.ids import Incarnation
 from shared.model_spec import ModelSpec
+
+if TYPE_CHECKING:
+    from services.gateway.core.columns import Columns
 
 ASK_AGAIN_S = 1.0
 """Between two words to a worker about a pair that it has not made yet."""
@@ -46,6 +50,8 @@ class PeerTable:
         self._allow_mixed_engines = own_model is not None and own_model.allow_mixed_engines
         self._workers: dict[Incarnation, Worker] = {}
         self._used_bits = 0
+        self._changed: dict[int, Worker] = {}
+        self._columns: Columns | None = None
         self._sides: Sides | None = None
         self._reach: Sides | None = None
         self._max_model_len = 0
@@ -70,11 +76,13 @@ class PeerTable:
             if other.incarnation != worker.incarnation:
                 _require_compatible(worker, other, allow_mixed_engines=self._allow_mixed_engines)
         old = self._workers.get(worker.incarnation)
+        worker.changed = self._changed
         if old is not None:
             worker.take_over(old)
         else:
             worker.bit = ~self._used_bits & (self._used_bits + 1)  # the lowest that is free
             self._used_bits |= worker.bit
+            self._changed[worker.bit] = worker
             for other in self.serving(Role.PREFILL):
                 if worker.incarnation in other.status.paired:
                     other.partners |= worker.bit
@@ -87,6 +95,8 @@ class PeerTable:
         worker = self._workers.pop(incarnation, None)
         if worker is not None:
             self._used_bits ^= worker.bit
+            worker.changed = {}
+            self._changed.pop(worker.bit, None)
             for other in self._workers.values():
                 other.partners &= ~worker.bit
             self._count()
@@ -172,12 +182,13 @@ class PeerTable:
             usable = [worker for worker in self._workers.values() if worker.is_usable]
             prefills = [(worker, worker.partners) for worker in usable]
             decodes = [worker for worker in usable if Role.DECODE in worker.serves]
-            self._sides = self._reach = sides_of(prefills, decodes)
+            self._sides = self._reach = sides_of(prefills, decodes, self.columns)
             if any(len(worker.serves) > 1 for worker in usable):
-                self._reach = _reach_of(prefills, decodes)
+                self._reach = _reach_of(prefills, decodes, self.columns)
                 self._reach.at_home = self._sides.at_home = sides_of(
                     [side for side in prefills if side[0].is_home_on(Role.PREFILL)],
                     [worker for worker in decodes if worker.is_home_on(Role.DECODE)],
+                    self.columns,
                 )
         return self._sides
 
@@ -187,6 +198,16 @@ class PeerTable:
         borrowed."""
         sides = self.sides
         return sides if self._reach is None else self._reach
+
+    def columns(self) -> Columns:
+        """Return what policies that compare seconds read of all workers, as they are now."""
+        if self._columns is None:
+            from services.gateway.core.columns import Columns
+
+            self._columns = Columns()
+        self._columns.update(self._changed.values())
+        self._changed.clear()
+        return self._columns
 
     def is_paired(self, prefill: Incarnation, decode: Incarnation) -> bool:
         """Whether KV may go from one to the other now."""
@@ -224,7 +245,11 @@ class PeerTable:
         return "no prefill worker has reached a decode worker yet"
 
 
-def _reach_of(prefills: Sequence[tuple[Worker, int]], decodes: Sequence[Worker]) -> Sides:
+def _reach_of(
+    prefills: Sequence[tuple[Worker, int]],
+    decodes: Sequence[Worker],
+    columns: Callable[[], Columns],
+) -> Sides:
     """Return the sides as if everybody who may push were paired with everybody else."""
     everybody = sum(worker.bit for worker in decodes)
     return sides_of(
@@ -233,6 +258,7 @@ def _reach_of(prefills: Sequence[tuple[Worker, int]], decodes: Sequence[Worker])
             for worker, mask in prefills
         ],
         decodes,
+        columns,
     )
 
 

@@ -11,7 +11,8 @@ is asked once for a snapshot. A wrong hit costs time, never a token: the worker 
 hash.
 
 *Expected* granules are those that a decision will make its worker compute: they count at once,
-beside the table, until the report that has them is due.
+beside the table, until the report that has them is due. When they are predicted to be computed they
+can be sent, too.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from services.gateway.core.fetches import NOTHING, Hit
 from services.gateway.core.key_table import Keys, KeyTable, Numbers
 from services.gateway.core.worker import PLACES
 from shared.kv.journal import KvChanges, Tier
@@ -33,6 +35,9 @@ _EVERYBODY = (1 << PLACES) - 1
 
 SWEPT_ROWS = 1 << 12
 """Looked through at each report while entries of workers that left are in the table."""
+
+EXPECTED_S = 2.0
+"""How long after its predicted end a prompt's granules are expected to be told."""
 
 EXPECTED_PROMPTS = 1 << 12
 """Decisions whose granules are expected at once; of more the oldest are forgotten."""
@@ -57,25 +62,13 @@ class _Known:
         self.has_begun = False
 
 
-class Hits(NamedTuple):
-    """How many tokens of a prompt's beginning each worker has (by its place), and how many of these
-    lie below HBM."""
-
-    tokens: Sequence[int]
-    in_dram: Sequence[int]
-    on_ssd: Sequence[int]
-
-
-_NOBODY = (0,) * PLACES
-
-
 class _Expected(NamedTuple):
     """One decision's granules from the first that its worker did not have."""
 
     place: int
     first: int
     keys: Keys
-    until: float
+    due: float
 
 
 class PrefixIndex:
@@ -232,71 +225,83 @@ class PrefixIndex:
 
     # --- what decisions ask ----------------------------------------------------------------------
 
-    def match(self, keys: Keys, granule_tokens: int, now: float) -> Hits:
-        """Return how much of a prompt's beginning each worker has or is expected to have.
+    def match(self, keys: Keys, granule_tokens: int, now: float) -> dict[int, Hit]:
+        """Return what each worker has of a prompt's beginning, or is expected to have: by place,
+        those that have something.
 
         keys: of the prompt's granules in order, of workers that tell of such granules.
         """
-        found = [0] * PLACES
-        lower = self._walk(self._table.find_prefix(keys), found, granule_tokens)
+        found = self._walk(self._table.find_prefix(keys), granule_tokens)
         if self._expected:
             self._expect_more(keys, found, granule_tokens, now)
-        return Hits(found, *lower)
+        return found
 
-    def _walk(
-        self, numbers: Numbers, found: list[int], granule_tokens: int
-    ) -> Sequence[Sequence[int]]:
-        """Follow the holdings from one change to the next; whoever is not in one ends before it.
-
-        Returns the tokens below HBM, tier by tier.
-        """
-        lower: list[Sequence[int]] = [_NOBODY, _NOBODY]
+    def _walk(self, numbers: Numbers, granule_tokens: int) -> dict[int, Hit]:
+        """Follow the holdings from one change to the next; whoever is not in one ends before it."""
+        found: dict[int, Hit] = {}
         if not len(numbers):
-            return lower
-        ends = [*(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(numbers)]
-        walking, start = _EVERYBODY, 0
-        for end in ends:
-            mask = self._masks[int(numbers[start])]
-            here = (mask | mask >> PLACES | mask >> 2 * PLACES) & walking
-            if start:
-                for place in _places_of(walking & ~here):
-                    found[place] = start * granule_tokens
-            walking = here
-            if mask > _EVERYBODY:
+            return found
+        changes = (np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist()
+        starts, ends = [0, *changes], [*changes, len(numbers)]
+        walking, below = _EVERYBODY, dict[int, list[int]]()
+        numbers_at: list[int] = numbers[starts].tolist()
+        for number, start, end in zip(numbers_at, starts, ends, strict=True):
+            mask = self._masks[number]
+            is_below = mask > _EVERYBODY
+            here = (mask | mask >> PLACES | mask >> 2 * PLACES) if is_below else mask
+            here &= walking
+            if here != walking:
+                if start:
+                    hit = Hit(start * granule_tokens, start * granule_tokens)
+                    found.update(dict.fromkeys(_places_of(walking ^ here), hit))
+                walking = here
+                if not here:
+                    break
+            if is_below:
                 for place in _places_of(walking & ~mask):
-                    tier = 0 if mask >> PLACES + place & 1 else 1
-                    if lower[tier] is _NOBODY:
-                        lower[tier] = [0] * PLACES
-                    lower[tier][place] += (end - start) * granule_tokens  # type: ignore[index]
-            start = end
-        for place in _places_of(walking):
-            found[place] = start * granule_tokens
-        return lower
+                    tier = Tier.DRAM if mask >> PLACES + place & 1 else Tier.SSD
+                    lies = below.setdefault(place, [start * granule_tokens, 0, 0])
+                    lies[tier] += (end - start) * granule_tokens
+        num_tokens = len(numbers) * granule_tokens
+        found.update(dict.fromkeys(_places_of(walking), Hit(num_tokens, num_tokens)))
+        for place, lies in below.items():
+            found[place] = Hit(found[place].tokens, *lies)
+        return found
 
-    def _expect_more(self, keys: Keys, found: list[int], granule_tokens: int, now: float) -> None:
+    def _expect_more(
+        self, keys: Keys, found: dict[int, Hit], granule_tokens: int, now: float
+    ) -> None:
         while self._expecting and (
-            self._expecting[0].until < now or len(self._expecting) > EXPECTED_PROMPTS
+            self._expecting[0].due + EXPECTED_S < now or len(self._expecting) > EXPECTED_PROMPTS
         ):
             self._forget(self._expecting.popleft())
         expected = self._expected
-        for tokens in sorted(set(found)):
+        for tokens in sorted({0, *(hit.tokens for hit in found.values())}):
             granule, place = tokens // granule_tokens, None
             while granule < len(keys):
                 promise = expected.get(int(keys[granule]))
-                if promise is None or promise.until < now or place not in (None, promise.place):
+                if (
+                    promise is None
+                    or promise.due + EXPECTED_S < now
+                    or place not in (None, promise.place)
+                ):
                     break
-                if place is None and found[promise.place] != tokens:
+                hit = found.get(promise.place, NOTHING)
+                if place is None and hit.tokens != tokens:
                     break
                 place = promise.place
                 granule += _num_equal(keys[granule:], promise.keys[granule - promise.first :])
-                found[place] = granule * granule_tokens
+                tokens_then = granule * granule_tokens
+                is_there = promise.due <= now and hit.in_pool == hit.tokens
+                in_pool = tokens_then if is_there else hit.in_pool
+                found[place] = hit._replace(tokens=tokens_then, in_pool=in_pool)
 
-    def expect(self, place: int, keys: Keys, num_found: int, until: float) -> None:
+    def expect(self, place: int, keys: Keys, num_found: int, due: float) -> None:
         """A decision sends a prompt to a worker that has its first so many granules: it will have
-        the others, and its reports will say so by ``until``."""
+        the others when they are ``due``, and its reports will say so soon after."""
         if num_found >= len(keys) or place not in self._known:
             return
-        promise = _Expected(place, num_found, keys[num_found:], until)
+        promise = _Expected(place, num_found, keys[num_found:], due)
         self._expecting.append(promise)
         self._expected.update(dict.fromkeys(promise.keys.tolist(), promise))
 
@@ -325,8 +330,9 @@ def _places_of(bits: int) -> list[int]:
         return np.flatnonzero(np.unpackbits(column, bitorder="little")).tolist()
     places: list[int] = []
     while bits:
-        places.append((bits & -bits).bit_length() - 1)
-        bits &= bits - 1
+        place = bits.bit_length() - 1
+        places.append(place)
+        bits ^= 1 << place
     return places
 
 

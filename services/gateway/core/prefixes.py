@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+from services.gateway.core.fetches import Hit
 from services.gateway.core.hot_prefixes import HotPrefix, HotPrefixes
 from services.gateway.core.worker import Role, Worker
 from shared.ids import Incarnation
@@ -18,9 +19,6 @@ from shared.kv.prefix_hash import UNIT, prefix_hashes, root_hash
 if TYPE_CHECKING:
     from services.gateway.core.key_table import Keys
     from services.gateway.core.prefix_index import PrefixIndex
-
-EXPECTED_S = 2.0
-"""How long after its predicted end a prompt's granules are expected to be told."""
 
 
 class PrefixReports(NamedTuple):
@@ -68,7 +66,7 @@ class Prefixes:
         self._asked = SIZES[0][1]
         self._workers: dict[Incarnation, Worker] = {}
         self._to_ask: set[Incarnation] = set()
-        self._strides: dict[int, list[tuple[Incarnation, int]]] = {}
+        self._strides: dict[int, dict[int, Incarnation]] = {}
 
     def known(self, worker: Worker) -> tuple[str, int] | None:
         """Return how far a worker is known, and how many of its prefixes; None = nobody asks it."""
@@ -122,11 +120,10 @@ class Prefixes:
         self._to_ask.add(worker.incarnation)
 
     def _group(self) -> None:
-        """Sort the workers by the strides of what they tell."""
+        """Sort the workers by the strides of what they tell, and by place."""
         self._strides = {}
         for worker in self._workers.values():
-            members = self._strides.setdefault(self._stride(worker), [])
-            members.append((worker.incarnation, worker.place))
+            self._strides.setdefault(self._stride(worker), {})[worker.place] = worker.incarnation
 
     def _stride(self, worker: Worker) -> int:
         return stride_of(self._asked.granule_tokens, worker.block_size)
@@ -142,31 +139,27 @@ class Prefixes:
 
     # --- one prompt ------------------------------------------------------------------------------
 
-    def cached(self, prompt: HashedPrompt, now: float) -> Mapping[Incarnation, int]:
-        """Return how many tokens of a prompt each worker that has any has. With one worker there is
-        no choice, and nobody looks."""
+    def cached(self, prompt: HashedPrompt, now: float) -> Mapping[Incarnation, Hit]:
+        """Return what each worker that has any of a prompt has of it. With one worker there is no
+        choice, and nobody looks."""
         index = self.index
         if index is None or len(self._workers) < 2:
             return {}
-        found = {
-            stride: index.match(self._keys(prompt, stride), stride, now).tokens
-            for stride in self._strides
-        }
         finest = min(self._strides)
         self._hot.asked(self._keys(prompt, finest).tolist(), finest, now)
         return {
-            incarnation: num_tokens
+            members[place]: hit
             for stride, members in self._strides.items()
-            for incarnation, place in members
-            if (num_tokens := found[stride][place])
+            for place, hit in index.match(self._keys(prompt, stride), stride, now).items()
+            if place in members
         }
 
-    def chosen(self, prompt: HashedPrompt, worker: Worker, num_cached: int, until: float) -> None:
+    def chosen(self, prompt: HashedPrompt, worker: Worker, num_cached: int, due: float) -> None:
         """A decision sends the prompt there, where it will be computed by then."""
         if self.index is not None and worker.incarnation in self._workers:
             stride = self._stride(worker)
             keys = self._keys(prompt, stride)
-            self.index.expect(worker.place, keys, num_cached // stride, until + EXPECTED_S)
+            self.index.expect(worker.place, keys, num_cached // stride, due)
 
     def hottest(self, most: int) -> list[tuple[HotPrefix, int]]:
         """Return the prefixes by which most tokens come again, each with the number of workers that

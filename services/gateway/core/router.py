@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from services.gateway.core.expectations import Expectations
-from services.gateway.core.fetches import OffersOf
+from services.gateway.core.fetches import NOTHING, Hit, OffersOf
 from services.gateway.core.peer_table import PeerTable
 from services.gateway.core.prefixes import Prefixes
 from services.gateway.core.rendezvous import affinity_of
@@ -56,10 +56,11 @@ class Router:
         """Choose a pair. random: see ``RoutingPolicy``."""
         policy, prompt, offers = self._policy, request.prompt, None
         if prompt is not None:
-            cached: Mapping[Incarnation, int] = {}
+            cached: Mapping[Incarnation, Hit] = {}
             if self.prefixes is not None:
                 cached = self.prefixes.cached(prompt, now)
-            offers = self._offers(cached) if policy.fetches else None
+            if policy.fetches and cached:
+                offers = OffersOf(self._table.get, cached, self.expectations.fetches) or None
             request = dataclasses.replace(
                 request,
                 affinity=affinity_of(prompt.column, prompt.salt) if policy.needs_affinity else 0,
@@ -77,25 +78,17 @@ class Router:
         pairs = [] if wanted is None else [wanted]
         if offers is not None and (source := offers.missing(prefill)) is not None:
             pairs.append(PairWanted(prefill.incarnation, source.incarnation))
-        num_cached, fetch = request.cached.get(prefill.incarnation, 0), decision.fetch
+        hit, terms = request.cached.get(prefill.incarnation, NOTHING), decision.terms
         prediction = self.expectations.predict(
             prefill,
             decode,
             request.num_tokens,
             now,
-            num_cached=num_cached if fetch is None else fetch.num_tokens,
-            fetch=fetch,
+            num_cached=hit.tokens if terms is None else terms.cached_tokens,
+            fetch_s=0.0 if terms is None else terms.fetch,
+            load_s=0.0 if terms is None else terms.load,
         )
         if self.prefixes is not None and prompt is not None:
-            until = now if prediction is None else now + prediction.ttft_s
-            self.prefixes.chosen(prompt, prefill, num_cached, until)
+            due = now if prediction is None else now + prediction.ttft_s
+            self.prefixes.chosen(prompt, prefill, hit.tokens, due)
         return Routed(decision._replace(prediction=prediction), pairs)
-
-    def _offers(self, cached: Mapping[Incarnation, int]) -> OffersOf | None:
-        """Return what could be fetched of a prompt; None = nobody has any of it."""
-        holders = [
-            worker
-            for worker in (self._table.get(it) for it, num_tokens in cached.items() if num_tokens)
-            if worker is not None and worker.is_usable
-        ]
-        return OffersOf(holders, cached, self.expectations.fetches) if holders else None

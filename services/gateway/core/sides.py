@@ -9,21 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, overload
+from typing import TYPE_CHECKING, NamedTuple, overload
 
-from services.gateway.core.fetches import Fetches
+from services.gateway.core.fetches import Fetches, Hit
 from services.gateway.core.prefixes import HashedPrompt
 from services.gateway.core.turns import Memory, Turns
 from services.gateway.core.worker import Worker
 from shared.ids import Incarnation
+
+if TYPE_CHECKING:
+    from services.gateway.core.columns import Column, Columns, Side
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteRequest:
     """What a policy may know of a request. avoid: workers that failed an earlier attempt. prompt:
     what the next two are found by, where the policy goes by one of them. affinity: the key of the
-    prompt's beginning (``rendezvous.py``). cached: of the prompt's tokens so many are in a worker's
-    cache, as ``prompt`` found; who is not there has none. fetches: what could be sent from one
+    prompt's beginning (``rendezvous.py``). cached: what workers have of the prompt, as ``prompt``
+    found; who is not there has nothing. fetches: what could be sent from one
     cache to another; None = nothing.
     num_output_tokens: how long such answers are, 0 = not known. now: loop time."""
 
@@ -32,7 +35,7 @@ class RouteRequest:
     avoid: frozenset[Incarnation] = frozenset()
     affinity: int = 0
     prompt: HashedPrompt | None = None
-    cached: Mapping[Incarnation, int] = field(default_factory=dict[Incarnation, int])
+    cached: Mapping[Incarnation, Hit] = field(default_factory=dict[Incarnation, Hit])
     fetches: Fetches | None = None
     num_output_tokens: int = 0
     now: float = 0.0
@@ -46,7 +49,8 @@ class PromptTerms(NamedTuple):
     """What a worker's score for a prompt is made of. All in seconds (``is_s``), or in tokens where
     not every worker's speed is known. wait: until it would begin. cached_tokens: need not be
     computed; of these ``source`` sends fetched_tokens, which have come after ``fetch``, beside the
-    wait; source 0 = nothing is fetched."""
+    wait; source 0 = nothing is fetched. loaded_tokens of them lie below the worker's pool, and have
+    come back after ``load``, beside the wait, too; load 0 = it does not report how fast."""
 
     wait: float
     compute: float
@@ -55,26 +59,24 @@ class PromptTerms(NamedTuple):
     fetch: float = 0.0
     source: Incarnation = Incarnation(0)
     fetched_tokens: int = 0
+    load: float = 0.0
+    loaded_tokens: int = 0
 
     @property
     def score(self) -> float:
         """Until the prompt is computed."""
-        return max(self.wait, self.fetch) + self.compute
+        return max(self.wait, self.fetch, self.load) + self.compute
 
 
 class AllPromptTerms(Sequence[PromptTerms]):
     """Those of all prefill workers, as columns: a record is made of the one that is asked for."""
 
-    def __init__(
-        self, waits: list[float], computes: list[float], cached: list[int], *, is_s: bool
-    ) -> None:
-        self.waits = waits
-        self._columns = computes, cached
-        self._is_s = is_s
-        self._fetched: dict[int, PromptTerms] = {}
+    def __init__(self, waits: Column, computes: Column, cached: Column) -> None:
+        self._columns = waits, computes, cached
+        self._special: dict[int, PromptTerms] = {}
 
     def __len__(self) -> int:
-        return len(self.waits)
+        return len(self._columns[0])
 
     @overload
     def __getitem__(self, place: int) -> PromptTerms: ...
@@ -83,14 +85,12 @@ class AllPromptTerms(Sequence[PromptTerms]):
     def __getitem__(self, place: int | slice) -> PromptTerms | list[PromptTerms]:
         if isinstance(place, slice):
             return [self[one] for one in range(len(self))[place]]
-        computes, cached = self._columns
-        return self._fetched.get(place) or PromptTerms(
-            self.waits[place], computes[place], cached[place], self._is_s
-        )
+        wait, compute, cached = (float(column[place]) for column in self._columns)
+        return self._special.get(place) or PromptTerms(wait, compute, int(cached), is_s=True)
 
     def __setitem__(self, place: int, terms: PromptTerms) -> None:
-        """A fetch makes these of them."""
-        self._fetched[place] = terms
+        """More is known of these than columns tell: a fetch, or a load."""
+        self._special[place] = terms
 
 
 class Scores(NamedTuple):
@@ -143,19 +143,25 @@ class Sides:
 
     partners: of each prefill worker, the bits of the decode workers here that it may push to. A
     colocated worker stands on both sides and is its own partner. at_home: of these, who need not be
-    borrowed: each on the side of its home; None = all.
+    borrowed: each on the side of its home; None = all. columns: of the table that has the workers;
+    None = it is in no table.
     """
 
     prefills: Sequence[Worker]
     partners: Sequence[int]
     decodes: Sequence[Worker]
     at_home: Sides | None = None
+    columns: Callable[[], Columns] | None = field(default=None, compare=False, repr=False)
+    is_whole: bool = field(init=False)
+    """Whether everybody is paired with everybody."""
+    _in_columns: tuple[Side, Side] | None = field(init=False, default=None, compare=False)
     _decode_bits: int = field(init=False)
     _least_prefill_tokens: int = field(init=False)
     _least_decode_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
         self._decode_bits = sum(worker.bit for worker in self.decodes)
+        self.is_whole = all(mask == self._decode_bits for mask in self.partners)
         self._least_prefill_tokens = min((w.capacity_tokens for w in self.prefills), default=0)
         self._least_decode_tokens = min((w.capacity_tokens for w in self.decodes), default=0)
 
@@ -166,6 +172,21 @@ class Sides:
     def num_pairs(self) -> int:
         """Pairs that take new work."""
         return sum(mask.bit_count() for mask in self.partners)
+
+    def in_columns(self) -> tuple[Side, Side]:
+        """Return the two sides as columns of numbers."""
+        if self._in_columns is None:
+            from services.gateway.core.columns import Columns, Side
+
+            own = Columns()
+
+            def of_these() -> Columns:
+                own.update((*self.prefills, *self.decodes))
+                return own
+
+            table = self.columns or of_these
+            self._in_columns = Side(self.prefills, table), Side(self.decodes, table)
+        return self._in_columns
 
     def places_of(self, bits: int) -> Sequence[int]:
         """Return the places of the decode workers with these bits, in order."""
@@ -188,6 +209,7 @@ class Sides:
                 if num_tokens <= worker.capacity_tokens
             ],
             [worker for worker in self.decodes if num_tokens < worker.capacity_tokens],
+            self.columns,
         )
 
     def without(self, avoid: Collection[Incarnation], *, most: int) -> Sides:
@@ -199,13 +221,17 @@ class Sides:
             for worker, mask in zip(self.prefills, self.partners, strict=True)
             if most or worker.incarnation not in avoid
         ]
-        return sides_of(prefills, self.decodes)
+        return sides_of(prefills, self.decodes, self.columns)
 
 
-def sides_of(prefills: Sequence[tuple[Worker, int]], decodes: Sequence[Worker]) -> Sides:
+def sides_of(
+    prefills: Sequence[tuple[Worker, int]],
+    decodes: Sequence[Worker],
+    columns: Callable[[], Columns] | None,
+) -> Sides:
     """Return the sides of these workers, without those that have no partner among them.
 
-    prefills: with the bits of their partners, wherever those are.
+    prefills: with the bits of their partners, wherever those are. columns: see ``Sides``.
     """
     there = sum(worker.bit for worker in decodes)
     kept = [(worker, mask & there) for worker, mask in prefills if mask & there]
@@ -216,4 +242,5 @@ def sides_of(prefills: Sequence[tuple[Worker, int]], decodes: Sequence[Worker]) 
         [worker for worker, _ in kept],
         [mask for _, mask in kept],
         [worker for worker in decodes if worker.bit & reached],
+        columns=columns,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 
 from services.gateway.core.worker import Worker
@@ -39,7 +40,8 @@ class Turns:
         if len(places) == 1:
             return places[0]
         last_chosen = self._last_chosen.get
-        return min(places, key=lambda place: last_chosen(workers[place].incarnation, 0))
+        turns = [last_chosen(workers[place].incarnation, 0) for place in places]
+        return places[turns.index(min(turns))]
 
     def chosen(self, *incarnations: Incarnation) -> None:
         """One decision chose these."""
@@ -54,5 +56,9 @@ class Turns:
 def least(scores: Sequence[float], places: Sequence[int], equal: float = 0.0) -> Sequence[int]:
     """Return those of these places that have the lowest score of them, in order. equal: or one that
     is higher by at most this share."""
+    if isinstance(scores, array) and len(places) == len(scores):
+        from services.gateway.core.columns import least_of
+
+        return least_of(scores, equal)
     most = min([scores[place] for place in places]) * (1.0 + equal)
     return [place for place in places if scores[place] <= most]

@@ -104,15 +104,16 @@ class Worker:
     """Orders that wait here for their first step."""
     reported_at: float = field(init=False, default=0.0)
     """Loop time of the report."""
-    is_believed: bool = field(init=False, default=True)
-    """Whether its predictions have come true lately; if not, it is taken by its load alone."""
     view: WorkerView = field(init=False)
     """All of it at once, and never changed: made anew instead."""
+    changed: dict[int, Worker] = field(default_factory=dict["int", "Worker"], repr=False)
+    """The workers of its table that have changed since somebody last looked, by their bits."""
     home: Role = field(init=False)
     """What it does when it does one thing alone."""
     has_foreign: bool = field(init=False, default=False)
     """Whether it holds work that is not its home's; one that serves one role never does."""
 
+    _is_believed: bool = field(init=False, default=True)
     _num_prompts: int = field(init=False, default=0)
     num_answers: int = field(init=False, default=0)
     """Answers that it holds, or has been asked for."""
@@ -169,14 +170,24 @@ class Worker:
     # --- load -----------------------------------------------------------------------------------
 
     @property
+    def is_believed(self) -> bool:
+        """Whether its predictions have come true lately; if not, it is taken by its load alone."""
+        return self._is_believed
+
+    @is_believed.setter
+    def is_believed(self, is_it: bool) -> None:
+        self._is_believed = is_it
+        self.changed[self.bit] = self
+
+    @property
     def is_predictable(self) -> bool:
         """Whether seconds may be compared: it reports step times, and they have come true."""
-        return self.is_believed and self._is_timed[0]
+        return self._is_believed and self._is_timed[0]
 
     @property
     def is_step_predictable(self) -> bool:
         """The same of the steps of its answers."""
-        return self.is_believed and self._is_timed[1]
+        return self._is_believed and self._is_timed[1]
 
     def wait_s(self, now: float) -> tuple[float, float]:
         """Return the predicted seconds until a prompt that comes now would begin: those of the
@@ -260,7 +271,7 @@ class Worker:
         """This entry replaces an earlier one of the same process: what it sent stays open."""
         self.sessions, self.silent = before.sessions, before.silent
         self.bit, self.orders, self.asked = before.bit, before.orders, before.asked
-        self.is_believed = before.is_believed
+        self._is_believed = before.is_believed
         self._add_up()
 
     def _add(self, session: Role, stream_id: StreamId, order: OpenOrder, times: int) -> None:
@@ -293,6 +304,7 @@ class Worker:
     def _conclude(self) -> None:
         status, num_unseen = self.status, self._num_unseen
         self._free_at = None
+        self.changed[self.bit] = self
         # On an idle worker the first of those that the report has not seen begins at once.
         is_idle = not (status.num_running or status.num_waiting)
         self.num_queued = status.num_waiting + num_unseen - (is_idle and num_unseen > 0)

@@ -110,7 +110,9 @@ class ExplainedSteps(msgspec.Struct, forbid_unknown_fields=True):
 class ExplainedTerms(msgspec.Struct, forbid_unknown_fields=True):
     """What a score is made of, in seconds or, if is_s is false, in tokens: the wait, and what is
     to compute; cached_tokens need not be. Of these source, another worker, sends fetched_tokens
-    within fetch, beside the wait; null = it computes what it has not."""
+    within fetch, beside the wait; null = it computes what it has not. loaded_tokens of them lie
+    below its pool, and have come back within load, beside the wait; 0 if it does not report how
+    fast."""
 
     wait: float
     compute: float
@@ -119,14 +121,18 @@ class ExplainedTerms(msgspec.Struct, forbid_unknown_fields=True):
     fetch: float
     source: str | None
     fetched_tokens: int
+    load: float
+    loaded_tokens: int
 
 
 class ExplainedWorker(msgspec.Struct, forbid_unknown_fields=True):
     """A worker as a decision saw it. score: what the policy compared, lower is better. unseen: what
     this gateway had ordered that the report, report_age_s old, did not count; it is part of
     pending_tokens and reserved_blocks. queue_s: as the worker predicted it. step_tokens: of its
-    largest step. cached_tokens: of the prompt, in its prefix cache as far as the gateway knows.
-    terms: of the scores of policies conductor and local."""
+    largest step. cached_tokens: of the prompt, in its prefix cache as far as the gateway knows: the
+    first in_pool lie where they can be sent from, and of those after them in_dram and on_ssd below.
+    dram_token_s, ssd_token_s: what a token's load takes, 0 = not known. terms: of the scores of
+    policies conductor and local."""
 
     worker: str
     address: str
@@ -143,6 +149,11 @@ class ExplainedWorker(msgspec.Struct, forbid_unknown_fields=True):
     answer_steps: ExplainedSteps
     step_tokens: int
     cached_tokens: int
+    in_pool: int
+    in_dram: int
+    on_ssd: int
+    dram_token_s: float
+    ssd_token_s: float
     terms: ExplainedTerms | None
     report_age_s: float
     role: str

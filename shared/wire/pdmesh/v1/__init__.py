@@ -924,6 +924,8 @@ class WorkerStatus(betterproto2.Message):
     egress_bytes: "int" = betterproto2.field(25, betterproto2.TYPE_UINT64)
     first_gateway: "int" = betterproto2.field(26, betterproto2.TYPE_FIXED64)
     num_taken: "int" = betterproto2.field(27, betterproto2.TYPE_UINT64)
+    dram_token_s: "float" = betterproto2.field(28, betterproto2.TYPE_DOUBLE)
+    ssd_token_s: "float" = betterproto2.field(29, betterproto2.TYPE_DOUBLE)
     kv: "KvChanges | None" = betterproto2.field(30, betterproto2.TYPE_MESSAGE, optional=True)
 
 default_message_pool.register_message("pdmesh.v1", "WorkerStatus", WorkerStatus)

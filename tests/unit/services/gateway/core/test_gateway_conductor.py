@@ -12,7 +12,7 @@ import pytest
 
 from services.gateway.core.decision_record import record_of
 from services.gateway.core.decision_record import replay as decide_again
-from services.gateway.core.fetches import FIRST_FETCH_S, FetchTimes, OffersOf
+from services.gateway.core.fetches import FIRST_FETCH_S, FetchTimes, Hit, OffersOf
 from services.gateway.core.peer_table import PeerTable
 from services.gateway.core.routing import POLICIES, RouteDecision, route
 from services.gateway.core.sides import RouteRequest
@@ -47,18 +47,25 @@ def a_known_mesh(queues_s: list[float], speed: float = FAST, num_decode: int = 1
 
 
 def decide(
-    table: PeerTable, cached: dict[int, int], num_tokens: int = 1_000, **more: Any
+    table: PeerTable,
+    cached: dict[int, int | Hit],
+    num_tokens: int = 1_000,
+    policy: str = "conductor",
+    **more: Any,
 ) -> RouteDecision:
-    known = {Incarnation(worker): tokens for worker, tokens in cached.items()}
-    holders = [worker for worker in table.workers if worker.incarnation in known]
+    known = {
+        Incarnation(worker): hit if isinstance(hit, Hit) else Hit(hit, hit)
+        for worker, hit in cached.items()
+    }
+    offers = OffersOf(table.get, known, more.pop("times", FetchTimes()))
     request = RouteRequest(
         num_tokens=num_tokens,
         max_new_tokens=100,
         cached=known,
-        fetches=OffersOf(holders, known, more.pop("times", FetchTimes())) if holders else None,
+        fetches=offers or None,
         **more,
     )
-    decision = route(POLICIES["conductor"](), request, table.sides, 0.5)
+    decision = route(POLICIES[policy](), request, table.sides, 0.5)
     assert decision is not None
     record = json.loads(json.dumps(record_of(decision, attempt=0, at_s=0.0)))
     assert decide_again(record).differences == []
@@ -79,7 +86,7 @@ def decide(
     ],
 )
 def test_the_soonest_way_to_the_kv_wins(
-    queues_s: list[float], cached: dict[int, int], wanted: int, source: int | None
+    queues_s: list[float], cached: dict[int, int | Hit], wanted: int, source: int | None
 ) -> None:
     """1,000 tokens computed are a second, 1,000 sent a millisecond."""
     decision = decide(a_known_mesh(queues_s), cached)
@@ -95,6 +102,47 @@ def test_a_link_that_is_slower_than_computing_is_not_used() -> None:
     decision = decide(table, {1: 300})
     assert (int(decision.prefill), decision.fetch) == (2, None)
     assert int(decide(table, {1: 800}).prefill) == 1
+
+
+def test_what_is_only_expected_cannot_be_sent() -> None:
+    """A worker that has been ordered to compute a prefix has it for its own next prompt; another
+    one would ask for it in vain. What it told of before can be sent."""
+    table = a_known_mesh([1.5, 0.0])
+    decision = decide(table, {1: Hit(800, in_pool=0)})
+    assert (int(decision.prefill), decision.fetch) == (2, None)
+    fetch = decide(table, {1: Hit(800, in_pool=128)}).fetch
+    assert fetch is not None
+    assert (int(fetch.source), fetch.num_tokens) == (1, 128)
+    assert int(decide(a_known_mesh([0.5, 0.0]), {1: Hit(800, in_pool=0)}).prefill) == 1
+
+
+@pytest.mark.parametrize("policy", ["conductor", "local"])
+def test_what_lies_below_a_pool_is_there_when_it_is_loaded(policy: str) -> None:
+    """800 tokens of 1,000 lie in memory: their load runs beside the wait, and counts as it is
+    reported. Where computing is quicker the worker computes; what is not reported counts as
+    nothing, and the record says of how much."""
+    table = a_known_mesh([0.1, 0.0])
+    worker = table.workers[0]
+    hits: dict[int, int | Hit] = {1: Hit(900, in_pool=100, in_dram=500, on_ssd=300)}
+    for dram_token_s, ssd_token_s, load, cached in (
+        (0.0, 0.0, 0.0, 900),
+        (1e-4, 1e-4, 0.08, 900),
+        (1e-4, 1e-3, 0.35, 900),
+        (1e-3, 1e-2, 0.0, 100),
+    ):
+        speeds = {"dram_token_s": dram_token_s, "ssd_token_s": ssd_token_s}
+        table.report(worker, replace(worker.status, **speeds), 0.0)
+        terms = decide(table, hits, policy=policy).scores.terms[0]
+        assert (terms.load, terms.cached_tokens) == (pytest.approx(load), cached)
+        assert terms.loaded_tokens == (800 if cached == 900 else 0)
+        assert terms.score == pytest.approx(max(0.1, load) + 1.0 - cached / 1_000)
+
+
+def test_a_worker_that_loads_does_not_fetch() -> None:
+    """It takes what it has below its pool, and nothing is sent to it then."""
+    table = a_known_mesh([0.0, 5.0])
+    assert decide(table, {1: 100, 2: 900}).fetch is not None
+    assert decide(table, {1: Hit(100, 50, 50), 2: 900}).fetch is None
 
 
 def test_what_the_source_is_sending_counts_and_what_was_measured() -> None:
@@ -117,8 +165,7 @@ def test_without_a_pair_nothing_is_sent_and_the_pair_is_wanted() -> None:
     table = a_known_mesh([0.9, 0.0])
     first, second = table.all(Role.PREFILL)
     table.report(first, replace(first.status, paired=frozenset(), speeds={}), 0.0)
-    known = {first.incarnation: 800}
-    offers = OffersOf([first], known, FetchTimes())
+    offers = OffersOf(table.get, {first.incarnation: Hit(800, 800)}, FetchTimes())
     assert offers.to(second) is None
     assert offers.missing(second) is first
     assert offers.missing(first) is None
@@ -160,11 +207,16 @@ def test_any_decision_comes_out_of_its_record_again() -> None:
                 num_answers=draws.randrange(5),
                 reserved_blocks=draws.randrange(64),
                 egress_bytes=draws.choice([0, 0, 10_000]),
+                dram_token_s=draws.choice([0.0, 1e-4, 1e-2]),
             )
             table.report(worker, status, 0.0)
         holders = draws.sample(table.workers, min(len(table), 4))
         num_tokens = draws.randrange(50, 500)
-        cached = {int(it.incarnation): draws.randrange(1, num_tokens) for it in holders}
+        cached: dict[int, int | Hit] = {}
+        for it in holders:
+            tokens = draws.randrange(1, num_tokens)
+            hit = Hit(tokens, tokens // 2, tokens // 4, tokens // 4)
+            cached[int(it.incarnation)] = draws.choice([tokens, hit])
         decide(table, cached, num_tokens=num_tokens)
 
 

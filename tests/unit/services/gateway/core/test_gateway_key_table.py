@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 
+from services.gateway.core.fetches import NOTHING
 from services.gateway.core.key_table import Keys, KeyTable
 from services.gateway.core.prefix_index import PrefixIndex, column_of
 from shared.kv.journal import Journal
@@ -70,6 +71,6 @@ def test_of_a_small_table_the_index_has_what_the_pool_has() -> None:
         chain = pool.new_chain()
         table = pool.acquire(chain, tokens, len(tokens), max_hit_tokens=len(tokens))
         assert table is not None
-        assert index.match(keys, UNIT, 0.0).tokens[0] == table.num_hit_tokens
+        assert index.match(keys, UNIT, 0.0).get(0, NOTHING).tokens == table.num_hit_tokens
         pool.publish(table, chain, tokens, len(tokens))
         pool.release(table)

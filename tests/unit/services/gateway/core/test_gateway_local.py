@@ -9,6 +9,7 @@ import pytest
 
 from services.gateway.core.decision_record import record_of
 from services.gateway.core.decision_record import replay as decide_again
+from services.gateway.core.fetches import Hit
 from services.gateway.core.peer_table import PeerTable
 from services.gateway.core.routing import POLICIES, route
 from services.gateway.core.sides import RouteRequest
@@ -34,7 +35,7 @@ def chosen(table: PeerTable, num_tokens: int, cached: dict[int, int]) -> int:
     request = RouteRequest(
         num_tokens=num_tokens,
         max_new_tokens=1,
-        cached={Incarnation(worker): tokens for worker, tokens in cached.items()},
+        cached={Incarnation(worker): Hit(tokens, tokens) for worker, tokens in cached.items()},
     )
     decision = route(POLICIES["local"](), request, table.sides, 0.5)
     assert decision is not None
@@ -69,7 +70,7 @@ def test_the_same_for_all_is_taken_in_turn() -> None:
     request = RouteRequest(
         num_tokens=1_000,
         max_new_tokens=1,
-        cached={worker.incarnation: 512 for worker in table.all(Role.PREFILL)},
+        cached={worker.incarnation: Hit(512, 512) for worker in table.all(Role.PREFILL)},
     )
     decisions = [route(policy, request, table.sides, 0.5) for _ in range(6)]
     assert sorted(it.prefill for it in decisions if it is not None) == [1, 1, 2, 2, 3, 3]

@@ -114,8 +114,11 @@ def test_a_report_says_what_is_held_and_where_home_is() -> None:
             num_answers=5,
             home=wire.Role.DECODE,
             home_epoch=6,
+            dram_token_s=1e-6,
+            ssd_token_s=float("nan"),
         )
     )
+    assert (full.dram_token_s, full.ssd_token_s) == (1e-6, 0.0)  # what is no amount is not believed
     assert full.seen == {Role.PREFILL: 3, Role.DECODE: 4}
     assert (full.num_prompts, full.num_answers, full.home_epoch) == (2, 5, 6)
     assert full.home is Role.DECODE

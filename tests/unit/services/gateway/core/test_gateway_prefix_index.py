@@ -1,0 +1,57 @@
+"""What the index finds of a prompt: where it lies, and what is only expected."""
+
+from __future__ import annotations
+
+from functools import reduce
+from operator import xor
+
+import numpy as np
+
+from services.gateway.core.fetches import Hit
+from services.gateway.core.key_table import Keys
+from services.gateway.core.prefix_index import PrefixIndex
+from shared.kv.journal import KvChanges, TierChanges
+
+KEYS = np.arange(1, 9, dtype=np.uint64)
+"""Of a prompt of eight granules."""
+
+
+def tell(index: PrefixIndex, place: int, *tiers: Keys) -> None:
+    """A worker tells what lies in each tier."""
+    index.asked(place)
+    changes = [
+        TierChanges(keys.tolist(), [], len(keys), reduce(xor, keys.tolist(), 0)) for keys in tiers
+    ]
+    changes += [TierChanges([], [], 0, 0)] * (3 - len(changes))
+    assert not index.apply(place, KvChanges(True, True, tuple(changes)))
+
+
+def test_each_tier_is_counted_and_what_can_be_sent_is_what_leads_in_the_pool() -> None:
+    """A block in two tiers counts in the faster; one that lacks ends the prefix."""
+    index = PrefixIndex(1 << 16)
+    tell(index, 0, KEYS[:5])
+    tell(index, 1, KEYS[:2], KEYS[:6], KEYS[4:])
+    tell(index, 2, KEYS[[0, 1, 2, 4, 5]])
+    tell(index, 5, KEYS[1:])
+    tell(index, 7, KEYS[3:], KEYS[:3])
+    assert index.match(KEYS, 10, 0.0) == {
+        0: Hit(50, 50),
+        1: Hit(80, 20, 40, 20),
+        2: Hit(30, 30),
+        7: Hit(80, 0, 30, 0),
+    }
+
+
+def test_what_is_expected_counts_but_is_not_in_the_pool() -> None:
+    """From when it is predicted to be computed it can be sent, until its time is over; behind what
+    the worker has, and of nobody else."""
+    index = PrefixIndex(1 << 16)
+    tell(index, 0, KEYS[:3])
+    tell(index, 1, KEYS[:0])
+    index.expect(0, KEYS, 3, due=3.0)
+    assert index.match(KEYS, 10, 1.0) == {0: Hit(80, 30)}
+    assert index.match(KEYS[:6], 10, 3.0) == {0: Hit(60, 60)}
+    assert index.match(KEYS, 10, 5.0) == {0: Hit(80, 80)}
+    assert index.match(KEYS, 10, 5.1) == {0: Hit(30, 30)}
+    index.expect(1, KEYS[:2], 0, due=7.0)
+    assert index.match(KEYS, 10, 6.0) == {0: Hit(30, 30), 1: Hit(20, 0)}
