@@ -40,7 +40,6 @@ from shared.telemetry.loop_lag import watch_loop_lag
 from shared.telemetry.process import register_process_metrics
 from shared.telemetry.trace_export import tracing
 from shared.tenants import read_tenants, require_keys
-from shared.version import VERSION
 
 Ready = Callable[[Address, Address, Address, Address | None], None]
 """Takes the addresses of the HTTP API, of the gRPC API, where workers join, and of the listener for
@@ -51,7 +50,12 @@ TAIL_S = 2.0
 
 
 class Gateway:
-    """One gateway; ``run`` is its life. Everything else here is for tests."""
+    """One gateway; ``run`` is its life. Everything else here is for tests.
+
+    text: the tokenizer of the model that the workers serve; it stays the caller's to close.
+    defaults: the model's own sampling defaults. own_model: what ``text`` belongs to; workers with
+    another one are refused. tell: see ``Planner.run``.
+    """
 
     def __init__(
         self,
@@ -73,7 +77,12 @@ class Gateway:
         self.members: Membership | None = None
 
     async def run(self, ready: Ready, stop: asyncio.Event) -> bool:
-        """See ``serve_gateway``."""
+        """Serve until ``stop`` is set (then drain), or until cancelled (then do not). Returns False
+        if the drain limit came first.
+
+        ready: called once, when all doors are open.
+        Raises OSError: a port is in use. InvalidRequest: the file of API keys or tenants, or one
+        for TLS, is unusable."""
         config, platform = self._config, self._platform
         async with contextlib.AsyncExitStack() as stack:
             tracer = await stack.enter_async_context(tracing("pdmesh-gateway", self.incarnation))
@@ -104,20 +113,14 @@ class Gateway:
             loop_lag = register_mesh_metrics(metrics.registry, mesh, members)
             register_process_metrics(metrics.registry, "gateway", self.incarnation)
             front = FrontDoor(
+                config,
                 mesh=mesh,
                 text=self._text,
                 random_bytes=platform.random_bytes,
                 metrics=metrics,
                 keys=keys,
                 defaults=self._defaults,
-                default_timeout_s=config.request_timeout_s,
-                max_choices=config.max_choices,
-                trusts_templates=config.trust_templates,
-                response_memory=config.response_memory_mib << 20,
-                version=VERSION,
                 tracer=tracer,
-                tool_parser=config.tool_parser,
-                reasoning_parser=config.reasoning_parser,
                 salt_key=platform.secret.derived("cache salt") if platform.secret else b"",
             )
             files = TlsFiles.given(config.tls_cert, config.tls_key, config.tls_client_ca)
@@ -172,27 +175,3 @@ async def _say_goodbye(registry: Registry, mesh_server: RpcServer, server: RpcSe
     registry.close()
     await mesh_server.drain(TAIL_S)
     await server.drain(TAIL_S)
-
-
-async def serve_gateway(
-    config: GatewayConfig,
-    platform: Platform,
-    text: TextModel,
-    ready: Ready,
-    stop: asyncio.Event | None = None,
-    *,
-    defaults: Mapping[str, float] | None = None,
-    own_model: OwnModel | None = None,
-    tell: Tell = lambda _: None,
-) -> bool:
-    """Run one gateway until ``stop`` is set (then it drains), or until cancelled (then it does
-    not). Returns False if the drain limit came first.
-
-    text: the tokenizer of the model that the workers serve; it stays the caller's to close.
-    ready: called once, when all doors are open. defaults: the model's own
-    sampling defaults. own_model: what ``text`` belongs to; workers with another one are refused.
-    tell: see ``Planner.run``.
-    Raises OSError: a port is in use. InvalidRequest: the file of API keys or tenants, or one for
-    TLS, is unusable."""
-    gateway = Gateway(config, platform, text, defaults or {}, own_model, tell)
-    return await gateway.run(ready, stop or asyncio.Event())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 
-from services.gateway.app import serve_gateway
+from services.gateway.app import Gateway
 from services.gateway.core.peer_table import OwnModel
 from services.gateway.processes import run_gateways
 from services.gateway.text.text_model import TextModel
@@ -43,20 +43,19 @@ def run_gateway(config: GatewayConfig) -> int:
         # A large tokenizer holds the thread for a second; signals are heard meanwhile.
         folder, text = await asyncio.to_thread(_load, config.model)
         try:
-            return await serve_gateway(
+            gateway = Gateway(
                 config,
                 platform,
                 text,
-                ready,
-                process.stop,
-                defaults=folder.generation_defaults,
-                own_model=OwnModel(
+                folder.generation_defaults,
+                OwnModel(
                     name=config.model,
                     vocab_size=folder.vocab_size,
                     allow_mixed_engines=config.allow_mixed_engines,
                 ),
-                tell=lambda wish: process.tell(planner=wish),
+                lambda wish: process.tell(planner=wish),
             )
+            return await gateway.run(ready, process.stop)
         finally:
             text.close()
 

@@ -1,6 +1,6 @@
 """What a service takes from the world outside: network, data plane, compute, randomness.
 
-One record, injected into ``serve_gateway`` and ``serve_worker``, so that the whole mesh can run in
+One record, injected into ``Gateway`` and ``MeshWorker``, so that the whole mesh can run in
 one process under virtual time. Tests give ``MemoryNetwork``, the loopback transport and inline
 compute. The gateway needs only ``network`` and ``random_bytes``; the module that a worker starts
 from brings the factories of its transport and compute, so that nothing here reaches torch or ucxx.

@@ -19,6 +19,7 @@ from services.gateway.http.door import serve_http
 from services.gateway.mesh import Generation, GenerationRequest, ServedModel, Tokens
 from services.gateway.text.text_model import TextModel
 from services.gateway.workers.cluster import cluster_body
+from shared.config import GatewayConfig
 from shared.errors import NotFound
 from shared.ids import Incarnation
 from shared.request import AnswerToken, FinishReason, TokenLogprobs
@@ -217,16 +218,23 @@ def _prompt_logprobs(request: GenerationRequest) -> tuple[TokenLogprobs, ...] | 
 
 
 def front_door(
-    mesh: ScriptedMesh, *, text: TextModel | None = None, keys: KeyRing | None = None
+    mesh: ScriptedMesh,
+    *,
+    text: TextModel | None = None,
+    keys: KeyRing | None = None,
+    stall_s: float = 10.0,
+    **settings: Any,
 ) -> FrontDoor:
-    """Return a front door with random bytes from a fixed seed."""
+    """Return a front door with random bytes from a fixed seed. settings: of its gateway."""
     return FrontDoor(
+        GatewayConfig(**{"request_timeout_s": 0.0, **settings}),
         mesh=mesh,
         text=text or tiny_text_model(),
         random_bytes=random.Random(7).randbytes,
         metrics=ClientMetrics(),
-        keys=keys,
-        version="0.0.test",
+        keys=keys or KeyRing(),
+        defaults={},
+        stall_s=stall_s,
     )
 
 
@@ -239,10 +247,10 @@ async def http_gateway(
     tls: ServerTls | None = None,
 ) -> AsyncGenerator[str]:
     """Serve a scripted mesh over HTTP on a free port; gives the base URL."""
-    front = front_door(mesh, keys=keys)
+    front = front_door(mesh, keys=keys, stall_s=stall_s)
     try:
         here = Address("127.0.0.1", 0)
-        async with serve_http(front, here, drain_s=5, stall_s=stall_s, tls=tls) as address:
+        async with serve_http(front, here, drain_s=5, tls=tls) as address:
             yield f"{'https' if tls else 'http'}://{address}"
     finally:
         front.text.close()

@@ -25,6 +25,7 @@ from services.gateway.text.detokenizer import PROMPT_TAIL
 from services.gateway.text.grammars import Structure
 from services.gateway.text.text_model import TextModel
 from services.gateway.text.tool_calls import Family, ThoughtParser, chosen_family, chosen_thinking
+from shared.config import GatewayConfig
 from shared.errors import NotFound, Overloaded
 from shared.ids import RandomBytes, RequestId, new_request_id
 from shared.telemetry.moments import Moment, note
@@ -106,53 +107,43 @@ class FrontDoor:
     """One gateway's client side.
 
     defaults: sampling defaults of the model folder (``ModelFolder.generation_defaults``).
-    default_timeout_s: deadline of requests that bring none; 0 = none. max_choices: largest ``n``.
-    trusts_templates: clients may bring their own chat template. response_memory: most bytes of
-    responses that are kept for ``previous_response_id``. salt_key: see ``tenant_salt``.
-    tool_parser, reasoning_parser: see ``GatewayConfig``.
+    salt_key: see ``tenant_salt``. stall_s: how long a client may leave a full stream unread before
+    it is cut off.
     """
 
     def __init__(
         self,
+        config: GatewayConfig,
         *,
         mesh: Mesh,
         text: TextModel,
         random_bytes: RandomBytes,
         metrics: ClientMetrics,
-        keys: KeyRing | None = None,
-        defaults: Mapping[str, float] | None = None,
-        default_timeout_s: float = 0.0,
-        max_choices: int = 8,
-        trusts_templates: bool = False,
-        response_memory: int = 128 << 20,
-        version: str = "",
+        keys: KeyRing,
+        defaults: Mapping[str, float],
         tracer: Tracer = NO_TRACER,
         salt_key: bytes = b"",
-        tool_parser: str = "auto",
-        reasoning_parser: str = "auto",
+        stall_s: float = limits.STALL_S,
     ) -> None:
+        self.config = config
         self.mesh = mesh
         self._salt_key = salt_key
         self.text = text
-        self.tool_family: Family | None = chosen_family(tool_parser, text.template)
-        self.thinks = chosen_thinking(reasoning_parser, text.template)
+        self.tool_family: Family | None = chosen_family(config.tool_parser, text.template)
+        self.thinks = chosen_thinking(config.reasoning_parser, text.template)
         self.metrics = metrics
-        self.keys = keys or KeyRing()
-        self.version = version
-        self.max_choices = max_choices
-        self.trusts_templates = trusts_templates
-        self.response_memory = response_memory
+        self.keys = keys
         self._random_bytes = random_bytes
         self._tracer = tracer
-        self._defaults = dict(defaults or {})
-        self._default_timeout_s = default_timeout_s
+        self._defaults = defaults
+        self.stall_s = stall_s
 
     def new_caller(self, span_name: str, headers: Mapping[str, str]) -> Caller:
         """Give a call its id and its arrival time; its body has not been read yet.
 
         span_name: '' = it is not traced. headers: may bring the client's trace context."""
         arrived_at = asyncio.get_running_loop().time()
-        timeout_s = self._default_timeout_s
+        timeout_s = self.config.request_timeout_s
         return Caller(
             request_id=new_request_id(self._random_bytes),
             arrived_at=arrived_at,
@@ -223,7 +214,7 @@ class FrontDoor:
         )
         template = rendering.chat_template
         if template is not None:
-            if not self.trusts_templates:
+            if not self.config.trust_templates:
                 raise limits.refusal(
                     "chat_template",
                     "the model's own template is always used here (the gateway was started "
@@ -269,7 +260,7 @@ class FrontDoor:
         limits.checked_count(
             len(prompts), limits.MAX_PROMPTS, param=form.prompt_param, what="prompts", least=1
         )
-        limits.checked_int(form.num_choices, 1, self.max_choices, param="n")
+        limits.checked_int(form.num_choices, 1, self.config.max_choices, param="n")
         num_more = len(prompts) * form.num_choices - 1
         if num_more and caller.hold is not None:
             caller.hold.add(asyncio.get_running_loop().time(), num_more)

@@ -19,7 +19,7 @@ from services.gateway.front.answers import TextDelta, TokenCounts, open_answers
 from services.gateway.front.auth import ROLES
 from services.gateway.front.calls import Call, recorded
 from services.gateway.front.frontdoor import Form, FrontDoor, Prompt, Rendering
-from services.gateway.limits import STALL_S, SamplingForm
+from services.gateway.limits import SamplingForm
 from services.gateway.text.grammars import Structure, one_wish, parsed_json
 from shared import wire
 from shared.errors import DeadlinePassed, InvalidRequest, MeshError, RemoteProtocolError
@@ -39,9 +39,8 @@ GenerateStream = ServerStream[wire.GenerateRequest, wire.GenerateResponse]
 class Inference:
     """The servicer's handlers; ``servicer()`` is what ``Network.serve`` takes."""
 
-    def __init__(self, front: FrontDoor, *, stall_s: float = STALL_S) -> None:
+    def __init__(self, front: FrontDoor) -> None:
         self._front = front
-        self._stall_s = stall_s
 
     def servicer(self) -> Servicer:
         """Return the service."""
@@ -237,11 +236,11 @@ class Inference:
 
     async def _send(self, stream: GenerateStream, response: wire.GenerateResponse) -> None:
         try:
-            async with asyncio.timeout(self._stall_s):
+            async with asyncio.timeout(self._front.stall_s):
                 await stream.send(response)
         except TimeoutError:
             raise DeadlinePassed(
-                f"the client read nothing for {self._stall_s:g} s", code="client_too_slow"
+                f"the client read nothing for {self._front.stall_s:g} s", code="client_too_slow"
             ) from None
 
 

@@ -101,12 +101,10 @@ async def answered(
     choices: Sequence[Choice],
     answer_format: Format,
     wants: Wants,
-    *,
-    stall_s: float,
 ) -> Response | None:
     """Make the answers and return them, or stream them and return None."""
     if wants.stream:
-        await _stream(front, request, call, choices, answer_format, wants, stall_s)
+        await _stream(front, request, call, choices, answer_format, wants)
         return None
     deltas: list[TextDelta] = []
     async with open_answers(front.mesh, choices) as answers:
@@ -126,9 +124,8 @@ async def _stream(
     choices: Sequence[Choice],
     answer_format: Format,
     wants: Wants,
-    stall_s: float,
 ) -> None:
-    events = EventStream(request, call.headers, stall_s=stall_s)
+    events = EventStream(request, call.headers, stall_s=front.stall_s)
     try:
         async with open_answers(front.mesh, choices) as answers:
             call.answers = answers

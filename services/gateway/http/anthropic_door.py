@@ -20,9 +20,8 @@ COUNT_TOKENS = msgspec.json.Decoder(CountTokensBody)
 class AnthropicDoor:
     """The handlers."""
 
-    def __init__(self, front: FrontDoor, *, stall_s: float) -> None:
+    def __init__(self, front: FrontDoor) -> None:
         self._front = front
-        self._stall_s = stall_s
 
     def routes(self) -> tuple[Route, ...]:
         """Return the routes."""
@@ -42,15 +41,7 @@ class AnthropicDoor:
         head = head_of_answer(call, asked.model, "msg_")
         answer_format = MessagesFormat(head, self._front.text, asked.new_parser)
         wants = Wants(stream=bool(body.stream), usage=True, receipt=chat.wants_receipt)
-        return await answered(
-            self._front,
-            request,
-            call,
-            asked.choices,
-            answer_format,
-            wants,
-            stall_s=self._stall_s,
-        )
+        return await answered(self._front, request, call, asked.choices, answer_format, wants)
 
     async def count(self, request: HttpRequest, call: Call) -> Response:
         """POST /v1/messages/count_tokens: refuses what /v1/messages would."""

@@ -39,11 +39,11 @@ from services.gateway.http.responses_door import ResponsesDoor
 from services.gateway.http.server import Policy, Route, Routes, read_body
 from services.gateway.http.tool_answers import chat_format
 from services.gateway.http.unserved_fields import refuse_unserved
-from services.gateway.limits import STALL_S
 from services.gateway.mesh import ServedModel
 from shared.errors import InvalidRequest
 from shared.rpc.network import Address
 from shared.rpc.tls import ServerTls
+from shared.version import VERSION
 
 _CHAT = msgspec.json.Decoder(ChatBody)
 _COMPLETION = msgspec.json.Decoder(CompletionBody)
@@ -60,19 +60,17 @@ def serve_http(
     *,
     own_port: int = 0,
     drain_s: float = 30.0,
-    stall_s: float = STALL_S,
     reuse_port: bool = False,
     tls: ServerTls | None = None,
     origins: frozenset[str] = frozenset(),
 ) -> AbstractAsyncContextManager[Address]:
     """Serve HTTP until the block ends; see ``connection.listen``.
 
-    stall_s: how long a client may leave a full stream unread before it is cut off. origins: whose
-    pages may ask, too (``cors.py``).
+    origins: whose pages may ask, too (``cors.py``).
     """
     others = AllowedOrigins(origins) if origins else None
     return listen(
-        Routes(front, HttpDoor(front, stall_s=stall_s).routes(), others).handle,
+        Routes(front, HttpDoor(front).routes(), others).handle,
         address,
         headers_for=others and others.headers_for,
         own_port=own_port,
@@ -92,11 +90,10 @@ def serve_metrics(front: FrontDoor, address: Address) -> AbstractAsyncContextMan
 class HttpDoor:
     """The handlers."""
 
-    def __init__(self, front: FrontDoor, *, stall_s: float = STALL_S) -> None:
+    def __init__(self, front: FrontDoor) -> None:
         self._front = front
-        self._stall_s = stall_s
-        self._responses = ResponsesDoor(front, stall_s=stall_s)
-        self._anthropic = AnthropicDoor(front, stall_s=stall_s)
+        self._responses = ResponsesDoor(front)
+        self._anthropic = AnthropicDoor(front)
         self._document: tuple[ServedModel | None, bytes] | None = None
 
     def routes(self) -> tuple[Route, ...]:
@@ -148,7 +145,7 @@ class HttpDoor:
 
     async def version(self, _: HttpRequest, call: Call) -> Response:
         """Our version."""
-        return json_response(bodies.Version(self._front.version), headers=call.headers)
+        return json_response(bodies.Version(VERSION), headers=call.headers)
 
     async def metrics(self, _: HttpRequest, call: Call) -> Response:
         """Numbers for Prometheus."""
@@ -157,13 +154,13 @@ class HttpDoor:
 
     async def cluster(self, _: HttpRequest, call: Call) -> Response:
         """Workers, load and the last minute's traffic, for live views."""
-        view = {"version": self._front.version, **self._front.mesh.cluster()}
+        view = {"version": VERSION, **self._front.mesh.cluster()}
         headers = {**call.headers, "Cache-Control": "no-store"}
         return json_response(msgspec.convert(view, Cluster), headers=headers)
 
     async def recent(self, _: HttpRequest, call: Call) -> Response:
         """The last requests as receipts, and the mesh that they met."""
-        view = {"version": self._front.version, **self._front.mesh.recent()}
+        view = {"version": VERSION, **self._front.mesh.recent()}
         headers = {**call.headers, "Cache-Control": "no-store"}
         return json_response(msgspec.convert(view, RecentRequests), headers=headers)
 
@@ -185,11 +182,11 @@ class HttpDoor:
         if self._document is None or self._document[0] != model:
             document = openapi_document(
                 self.routes(),
-                version=self._front.version,
+                version=VERSION,
                 model=model,
                 needs_key=not self._front.keys.is_open,
-                max_choices=self._front.max_choices,
-                takes_templates=self._front.trusts_templates,
+                max_choices=self._front.config.max_choices,
+                takes_templates=self._front.config.trust_templates,
             )
             self._document = model, msgspec.json.encode(document)
         return json_response(self._document[1], headers=call.headers)
@@ -305,9 +302,7 @@ class HttpDoor:
             usage=bool(options.include_usage),
             receipt=body.wants_receipt,
         )
-        return await answered(
-            self._front, request, call, choices, answer_format, wants, stall_s=self._stall_s
-        )
+        return await answered(self._front, request, call, choices, answer_format, wants)
 
 
 def _model_card(model: ServedModel) -> bodies.ModelCard:

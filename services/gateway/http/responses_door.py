@@ -23,10 +23,9 @@ RESPONSES = msgspec.json.Decoder(ResponsesBody)
 class ResponsesDoor:
     """The handlers."""
 
-    def __init__(self, front: FrontDoor, *, stall_s: float) -> None:
+    def __init__(self, front: FrontDoor) -> None:
         self._front = front
-        self._stall_s = stall_s
-        self._kept = KeptResponses(front.response_memory)
+        self._kept = KeptResponses(front.config.response_memory_mib << 20)
 
     def routes(self) -> tuple[Route, ...]:
         """Return the routes."""
@@ -63,15 +62,7 @@ class ResponsesDoor:
             keep=None if body.store is False else keep,
         )
         wants = Wants(stream=bool(body.stream), usage=True, receipt=chat.wants_receipt)
-        return await answered(
-            self._front,
-            request,
-            call,
-            asked.choices,
-            answer_format,
-            wants,
-            stall_s=self._stall_s,
-        )
+        return await answered(self._front, request, call, asked.choices, answer_format, wants)
 
     async def tell(self, request: HttpRequest, call: Call) -> Response:
         """A response that is kept."""

@@ -178,8 +178,7 @@ async def test_messages_are_rendered_as_asked() -> None:
     ]
     for text, rendering in rendered.items():
         mesh = ScriptedMesh()
-        front = front_door(mesh)
-        front.trusts_templates = True
+        front = front_door(mesh, trust_templates=True)
         await generate(front, wire.GenerateRequest(messages=messages, rendering=rendering))
         ids = list(mesh.requests[0].token_ids)
         assert tiny_tokenizer().decode(ids, skip_special_tokens=False) == text
@@ -321,10 +320,10 @@ async def test_errors_of_the_mesh_pass_through() -> None:
 async def test_a_client_that_does_not_read_is_cut_off() -> None:
     """Its generation is cancelled instead of waiting for ever."""
     mesh = ScriptedMesh()
-    front = front_door(mesh)
+    front = front_door(mesh, stall_s=0.02)
     stream = FakeStream(wire.GenerateRequest(text="a"), gate=asyncio.Semaphore(1))
     with pytest.raises(DeadlinePassed) as caught:
-        await Inference(front, stall_s=0.02).generate(cast("Any", stream))
+        await Inference(front).generate(cast("Any", stream))
     assert caught.value.code == "client_too_slow"
     assert mesh.num_running == 0
     front.text.close()

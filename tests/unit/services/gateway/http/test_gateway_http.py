@@ -11,6 +11,7 @@ from services.gateway.front.auth import KeyRing, hash_key
 from services.gateway.http.door import HttpDoor
 from services.gateway.http.page_files import page_routes
 from services.gateway.http.server import Policy
+from shared.version import VERSION
 from tests.support.http_client import HI, gateway
 from tests.support.scripted_mesh import (
     ScriptedMesh,
@@ -116,7 +117,7 @@ async def test_probes_and_models() -> None:
         assert (await client.ask("GET", "/health"))[2] == {"status": "ok"}
         assert (await client.ask("HEAD", "/health"))[0] == 200
         assert (await client.ask("GET", "/ready"))[2] == {"status": "ready"}
-        assert (await client.ask("GET", "/version"))[2] == {"version": "0.0.test"}
+        assert (await client.ask("GET", "/version"))[2] == {"version": VERSION}
         model = (await client.ask("GET", "/v1/models"))[2]["data"][0]
         assert (model["id"], model["max_model_len"]) == ("tiny", 512)
         assert (await client.ask("GET", "/v1/models/tiny"))[2] == model

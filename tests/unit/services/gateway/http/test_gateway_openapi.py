@@ -16,6 +16,7 @@ from services.gateway.http import anthropic_answers, anthropic_door, bodies, doo
 from services.gateway.http.door import HttpDoor
 from services.gateway.http.openapi import OPERATIONS, PARTS_OF_THE_PAGE, openapi_document
 from services.gateway.http.structured_fields import STRUCTURED
+from shared.version import VERSION
 from tests.support.grammars import HAS_LIBRARY
 from tests.support.http_client import HI, Client, gateway
 from tests.support.scripted_mesh import MODEL, ScriptedMesh, front_door, saying
@@ -92,8 +93,8 @@ async def test_the_document_is_served_with_what_the_gateway_knows(
         assert before == await _again(client, headers)
         mesh.model, mesh.not_ready_reason = MODEL, ""
         served = await _again(client, headers)
-    assert served["info"]["version"] == "0.0.test"
-    assert served == json.loads(json.dumps(document(version="0.0.test", needs_key=has_keys)))
+    assert served["info"]["version"] == VERSION
+    assert served == json.loads(json.dumps(document(version=VERSION, needs_key=has_keys)))
     assert ({} in served["security"]) is not has_keys
     ids = "DetokenizeBody", "tokens"
     limit = [_field(whole, *ids)["items"].get("maximum") for whole in (before, served)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 from collections.abc import AsyncGenerator
 from typing import Any, NamedTuple
@@ -12,8 +11,6 @@ import aiohttp
 import pytest
 from tokenizers import processors
 
-from services.gateway.front.client_metrics import ClientMetrics
-from services.gateway.front.frontdoor import FrontDoor
 from services.gateway.http.door import serve_http
 from services.gateway.http.openai_forms import ChatBody, CompletionBody
 from services.gateway.http.structured_fields import STRUCTURED
@@ -26,7 +23,7 @@ from shared.rpc.network import Address
 from tests.support.grammars import HAS_LIBRARY
 from tests.support.house import ROOT
 from tests.support.http_client import HI
-from tests.support.scripted_mesh import ScriptedMesh, saying
+from tests.support.scripted_mesh import ScriptedMesh, front_door, saying
 from tests.support.tiny_tokenizer import TEMPLATE, tiny_tokenizer
 
 PAGE = ROOT / "docs" / "request-fields.md"
@@ -87,13 +84,7 @@ class Exchange(NamedTuple):
 async def exchange(path: str, body: dict[str, Any], **settings: Any) -> Exchange:
     """Send one body to a fresh gateway, which draws the same random numbers every time."""
     mesh, text = ScriptedMesh(script), text_model()
-    front = FrontDoor(
-        mesh=mesh,
-        text=text,
-        random_bytes=random.Random(7).randbytes,
-        metrics=ClientMetrics(),
-        **{"trusts_templates": True, **settings},
-    )
+    front = front_door(mesh, text=text, **{"trust_templates": True, **settings})
     try:
         async with (
             serve_http(front, Address("127.0.0.1", 0), drain_s=5) as address,
@@ -167,7 +158,7 @@ async def test_what_settings_bound_is_refused_by_name() -> None:
     """The number of answers, and whether a request may bring its template."""
     for fields, settings, words in (
         ({"n": 3}, {"max_choices": 2}, "between 1 and 2"),
-        ({"chat_template": "x"}, {"trusts_templates": False}, "--trust-templates"),
+        ({"chat_template": "x"}, {"trust_templates": False}, "--trust-templates"),
     ):
         got = await exchange("/v1/chat/completions", {"messages": HI, **fields}, **settings)
         assert (got.status, got.answer["error"]["param"]) == (400, next(iter(fields)))

@@ -195,7 +195,7 @@ async def test_a_response_goes_on_from_the_one_before() -> None:
 
 async def test_nothing_is_kept_where_there_is_no_memory_for_it() -> None:
     """The answer says so."""
-    async with gateway("x", response_memory=0) as here:
+    async with gateway("x", response_memory_mib=0) as here:
         _, body = await Asker(here).ask()
         assert body["store"] is False
         assert (await Asker(here).other("GET", body["id"]))[0] == 404

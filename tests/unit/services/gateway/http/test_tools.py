@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,14 +10,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from services.gateway.front.client_metrics import ClientMetrics
-from services.gateway.front.frontdoor import FrontDoor
 from services.gateway.http.door import serve_http
-from services.gateway.text.text_model import TextModel
 from shared.rpc.network import Address
 from tests.support.grammars import needs_library
 from tests.support.http_client import HI
-from tests.support.scripted_mesh import ScriptedMesh, saying
+from tests.support.scripted_mesh import ScriptedMesh, front_door, saying
 from tests.support.tiny_tokenizer import tiny_text_model, tiny_tokenizer
 
 TEMPLATE = (
@@ -76,7 +72,7 @@ async def gateway(
     answer: str, *, template: str | None = TEMPLATE, **settings: Any
 ) -> AsyncGenerator[Gateway]:
     mesh, text = ScriptedMesh(saying(answer)), tiny_text_model(template)
-    front = a_front(mesh, text, **settings)
+    front = front_door(mesh, text=text, **settings)
     try:
         async with (
             serve_http(front, Address("127.0.0.1", 0), drain_s=5) as address,
@@ -85,16 +81,6 @@ async def gateway(
             yield Gateway(f"http://{address}/v1/chat/completions", session, mesh)
     finally:
         text.close()
-
-
-def a_front(mesh: ScriptedMesh, text: TextModel, **settings: Any) -> FrontDoor:
-    return FrontDoor(
-        mesh=mesh,
-        text=text,
-        random_bytes=random.Random(7).randbytes,
-        metrics=ClientMetrics(),
-        **settings,
-    )
 
 
 async def test_a_call_whole() -> None:

@@ -28,6 +28,7 @@ from services.gateway.workers.cluster import cluster_body
 from shared.ids import Incarnation
 from shared.kv.layout import KvLayout
 from shared.model_spec import ModelSpec
+from shared.version import VERSION
 from tests.support.http_client import gateway
 from tests.support.scripted_mesh import ScriptedMesh
 
@@ -370,4 +371,4 @@ async def test_the_route_needs_a_key_and_is_never_cached(tmp_path: Path) -> None
         key = {"Authorization": "Bearer secret"}
         status, headers, body = await client.ask("GET", "/cluster", headers=key)
     assert (status, headers["Cache-Control"]) == (200, "no-store")
-    assert (body["version"], body["ready"]) == ("0.0.test", True)
+    assert (body["version"], body["ready"]) == (VERSION, True)
