@@ -12,7 +12,7 @@ from rich.table import Table
 from services.cli.flags import CannotRun, config_flags, require_worker_modules
 from services.cli.interrupts import run_interruptible
 from services.cli.sources import ConfigFlag, JsonFlag
-from services.cli.words import print_json
+from services.cli.words import plain_table, print_json
 from shared.config import PrefillConfig
 from shared.errors import InvalidRequest
 from shared.log import configure_logs
@@ -107,9 +107,9 @@ def _profile_steps(config: PrefillConfig, output: Path, limit_s: float, *, as_js
     if as_json:
         print(output.read_text(encoding="utf-8"), end="")
         return EXIT_OK
-    table = Table(box=None, pad_edge=False)
-    for name in ("steps", "constant", "a token", "a position", "mean error", "measured", "up to"):
-        table.add_column(name, justify="right")
+    table = plain_table(
+        "steps", "constant", "a token", "a position", "mean error", "measured", "up to"
+    )
     for name, phase in (("with prompts", found.prompts), ("without", found.answers)):
         table.add_row(
             name,
@@ -140,9 +140,7 @@ def _values(profile: MachineProfile) -> str:
 
 
 def _sweep(profile: MachineProfile) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("prompt", "step", "tokens/s", "of the best"):
-        table.add_column(name, justify="right")
+    table = plain_table("prompt", "step", "tokens/s", "of the best")
     for num_tokens, seconds in profile.samples:
         rate = num_tokens / seconds
         share = f"{rate / profile.tokens_per_s:.2f}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 import orjson
+from rich.table import Table
 
 _UNITS: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
@@ -12,6 +13,14 @@ _UNITS: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 def print_json(value: Any) -> None:
     """Print it for programs; what JSON does not know as text."""
     print(orjson.dumps(value, default=str, option=orjson.OPT_INDENT_2).decode())
+
+
+def plain_table(*heads: str, left: str | None = None) -> Table:
+    """Return a table without frames, of numbers. left: the column of words."""
+    table = Table(box=None, pad_edge=False)
+    for head in heads:
+        table.add_column(head, justify="left" if head == left else "right")
+    return table
 
 
 def milliseconds(seconds: float | None) -> str:

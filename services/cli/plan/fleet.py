@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-import orjson
 from cyclopts import Parameter
-from rich.table import Table
 
 from services.cli.plan.explain import MOST_RUNS, Explained, explain, goodput, lines, num_runs
 from services.cli.plan.sim_flags import SimFlags
@@ -22,6 +20,7 @@ from services.cli.plan.view import (
     say_how_long,
 )
 from services.cli.sources import JsonFlag
+from services.cli.words import plain_table, print_json
 from services.planner.core.bounds import WorkerBound
 from services.planner.core.fleet import (
     MeshOffer,
@@ -203,7 +202,7 @@ def fleet(
             {"tried": points},
         )
     if as_json:
-        print(orjson.dumps(facts, option=orjson.OPT_INDENT_2).decode())
+        print_json(facts)
         return code
     _show(flags, fleet_flags, price, found, bounds)
     return code
@@ -300,9 +299,7 @@ def _show(
         else f"best goodput for {fleet_flags.budget:g} {price.unit}"
     )
     console.print(f"{asked} of {flags.workload}, {goal}; seed {flags.seed}")
-    table = Table(box=None, pad_edge=False)
-    for name in ("mesh", price.unit, "cannot exceed", "attains"):
-        table.add_column(name, justify="left" if name == "mesh" else "right")
+    table = plain_table("mesh", price.unit, "cannot exceed", "attains", left="mesh")
     for one, rate in search.tried[-12:]:
         word = f"{rate:.3g}/s" if rate else "no"
         mark = " *" if one is search.chosen else ""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Final
 
-import orjson
 from cyclopts import Parameter
 from rich.table import Table
 
 from services.cli.plan.view import interruptible, plain_console
 from services.cli.sources import JsonFlag
+from services.cli.words import print_json
 from services.planner.core.fetch import DEVICE_FLOPS, exposed, fetch_pays_from, prefill_flops
 from services.planner.core.kv_size import KvShape, link_need, move_s, read_link
 from services.planner.model_kv import kv_shape
@@ -86,7 +86,7 @@ def kv(
     verdict = "fetch" if bandwidth > facts["fetch_pays_from"] else "recompute"
     if as_json:
         told = {"model": shape.name, **facts, "verdict": verdict}
-        print(orjson.dumps(told, option=orjson.OPT_INDENT_2).decode())
+        print_json(told)
         return EXIT_OK
     where = f"{devices} x {device} at {efficiency:.0%} of the peak"
     table = Table(box=None, pad_edge=False, show_header=False)

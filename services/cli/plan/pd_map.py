@@ -6,9 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Final
 
-import orjson
 from cyclopts import Parameter
-from rich.table import Table
 
 from services.cli.plan.sim_flags import SimFlags
 from services.cli.plan.sim_report import draw_map, report_files
@@ -21,6 +19,7 @@ from services.cli.plan.view import (
     say_how_long,
 )
 from services.cli.sources import JsonFlag
+from services.cli.words import plain_table, print_json
 from services.planner.core.fleet import pairs
 from services.planner.core.mesh_text import MeshPart, MeshShape, Unit
 from services.planner.mesh_run import MeshRun
@@ -94,16 +93,14 @@ def pd_map(
             shares = {place: run.attained or 0.0 for place, run in cells.items()}
             draw_map(output / "map.svg", title, shares)
     if as_json:
-        print(orjson.dumps(facts, option=orjson.OPT_INDENT_2).decode())
+        print_json(facts)
         return code
     console = plain_console()
     console.print(
         f"share within TTFT {flags.slo_ttft} and TPOT {flags.slo_tpot} of {len(requests)} requests "
         f"of {flags.workload} at {flags.rate:g}/s"
     )
-    table = Table(box=None, pad_edge=False)
-    for name in ("", *(f"{num}P" for num in range(1, workers)), "all mixed"):
-        table.add_column(name, justify="right")
+    table = plain_table("", *(f"{num}P" for num in range(1, workers)), "all mixed")
     shown = {run.shape.num_workers: run for run in mixed}
     for other in range(1, workers + 1):
         row = [_share(cells.get((num, other))) for num in range(1, workers)]

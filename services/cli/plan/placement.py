@@ -8,12 +8,13 @@ from typing import Annotated, Final
 from cyclopts import Parameter
 from rich.table import Table
 
+from services.cli.plan.times_flags import read_slo
 from services.cli.plan.view import EXIT_INTERRUPTED, interruptible, plain_console, progress
+from services.cli.words import plain_table
 from services.planner.core.placement import Affinity, LatencyGoal, Placed, Success
 from services.planner.distserve_data import DistServeData, read_requests
 from services.planner.distserve_place import Demand, Placer
 from shared.errors import InvalidRequest
-from shared.quantity import read_quantity
 from shared.runtime.service import EXIT_FAILED, EXIT_OK
 
 _PLAIN: Final = Parameter(show_env_var=False)
@@ -79,7 +80,8 @@ def distserve_placement(
     ):
         if not is_right:
             raise InvalidRequest(f"{flag} must be {rule}")
-    goal = LatencyGoal(_ms("--slo-ttft", slo_ttft), _ms("--slo-tpot", slo_tpot), target)
+    slo = read_slo(slo_ttft, slo_tpot)
+    goal = LatencyGoal(slo.ttft_s * 1000, slo.tpot_s * 1000, target)
     lengths = [(one.arrival.prompt_len, one.arrival.output_len) for one in read_requests(requests)]
     files = DistServeData(data, "distserve")
     placer = Placer(files, model, Demand.drawn(lengths, num_requests, seed), goal, success)
@@ -123,22 +125,12 @@ def distserve_placement(
 
 
 def _table(ranked: list[Placed], rate: float) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("placement", "GPUs", "requests/s a GPU", f"replicas for {rate:g}/s"):
-        table.add_column(name, justify="left" if name == "placement" else "right")
+    table = plain_table(
+        "placement", "GPUs", "requests/s a GPU", f"replicas for {rate:g}/s", left="placement"
+    )
     for one in ranked:
         whole = one.rate_per_gpu * one.placement.num_devices
         replicas = str(-int(-rate // whole)) if whole else "–"
         num = str(one.placement.num_devices)
         table.add_row(str(one.placement), num, f"{one.rate_per_gpu:.4f}", replicas)
     return table
-
-
-def _ms(flag: str, text: str) -> float:
-    try:
-        value = float(read_quantity(text, "s")) * 1000
-    except ValueError as error:
-        raise InvalidRequest(f"{flag} {error}") from None
-    if not value:
-        raise InvalidRequest(f"{flag} must be above 0")
-    return value

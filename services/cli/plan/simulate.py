@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-import orjson
 from cyclopts import Parameter
-from rich.table import Table
 
 from services.cli.plan.explain import Explained, explain, lines, num_runs
 from services.cli.plan.sim_flags import QS, SimFlags, latencies
@@ -22,6 +20,7 @@ from services.cli.plan.view import (
     say_how_long,
 )
 from services.cli.sources import JsonFlag
+from services.cli.words import plain_table, print_json
 from services.planner.core.mesh_text import read_mesh
 from services.planner.mesh_run import MeshRun
 from shared.errors import InvalidRequest
@@ -82,16 +81,14 @@ def simulate(
     code = EXIT_OK if run.is_served else EXIT_FAILED
     code = code if is_whole else EXIT_INTERRUPTED
     if as_json:
-        print(orjson.dumps(facts, option=orjson.OPT_INDENT_2).decode())
+        print_json(facts)
         return code
     console = plain_console()
     console.print(
         f"{shape}, {flags.policy}: {run.num_requests} requests of {flags.workload} at "
         f"{flags.rate:g}/s, seed {flags.seed}"
     )
-    table = Table(box=None, pad_edge=False)
-    for name in ("", *QS):
-        table.add_column(name, justify="right")
+    table = plain_table("", *QS)
     for name, values in latencies(run.outcomes).items():
         table.add_row(name, *(_ms(value) for value in values.values()))
     console.print(table)
@@ -175,7 +172,7 @@ def compare(
         report_files(flags, runs, output, {"runs": facts, "best": found.facts()}, beside or ())
         _draw_rates(flags, runs, output)
     if as_json:
-        print(orjson.dumps(facts, option=orjson.OPT_INDENT_2).decode())
+        print_json(facts)
         return code
     console = plain_console()
     if not runs:
@@ -185,10 +182,8 @@ def compare(
         f"{len(requests)} requests of {flags.workload} at {flags.rate:g}/s, {flags.policy}, seed "
         f"{flags.seed}; TTFT {flags.slo_ttft}, TPOT {flags.slo_tpot}"
     )
-    table = Table(box=None, pad_edge=False)
     head = ("mesh", "attained", "good/s a worker", "TTFT p50", "p99", "TPOT p50", "p99")
-    for name in (*head, "not served"):
-        table.add_column(name, justify="left" if name == "mesh" else "right")
+    table = plain_table(*head, "not served", left="mesh")
     for run in ranked:
         table.add_row(*_row(run))
     console.print(table)

@@ -25,6 +25,7 @@ from shared.predict.roofline import DEVICES, DeviceSheet, RooflineTimes
 from shared.predict.times import OPT_13B_A100, AffineTimes, ScaledTimes, TimeModel
 from shared.profile.step_profile import StepProfile, read_profile
 from shared.quantity import read_quantity
+from shared.telemetry.definitions import Slo
 
 DEFAULT_KV_TOKENS: Final = 60_000
 TIMES: Final = ("opt-13b-a100", "fake", "distserve", "splitwise")
@@ -225,6 +226,14 @@ def seconds(flag: str, text: str) -> float:
         return float(read_quantity(text, "s"))
     except ValueError as error:
         raise InvalidRequest(f"{flag} {error}") from None
+
+
+def read_slo(ttft: str, tpot: str) -> Slo:
+    """Return the limits that --slo-ttft and --slo-tpot give. Raises InvalidRequest."""
+    slo = Slo(seconds("--slo-ttft", ttft), seconds("--slo-tpot", tpot))
+    if not (slo.ttft_s > 0 and slo.tpot_s > 0):
+        raise InvalidRequest("--slo-ttft and --slo-tpot must be above 0: nobody could keep 0")
+    return slo
 
 
 def _device(name: str) -> DeviceSheet:

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
-import orjson
 from cyclopts import Parameter
-from rich.table import Table
 
 from services.cli.bench.report import report_of, require_folder, write_report
 from services.cli.bench.view import time_text
@@ -19,9 +17,10 @@ from services.cli.bench.workload import Ask
 from services.cli.client import DEFAULT_URL, NO_ACCESS, Access, UrlFlag
 from services.cli.plan.seen import SeenTraffic, ask_gateway, read_seen, seen_by_gateway
 from services.cli.plan.sim_report import plain, seen_run, simulated_run
-from services.cli.plan.times_flags import TimesFlags, seconds
+from services.cli.plan.times_flags import TimesFlags, read_slo, seconds
 from services.cli.plan.view import interruptible, plain_console, progress, write_result
 from services.cli.sources import JsonFlag
+from services.cli.words import plain_table, print_json
 from services.gateway.core.routing import POLICIES
 from services.planner.core.kv_size import kv_of_bytes, read_link
 from services.planner.core.mesh_text import MeshPart, MeshShape, Unit, read_mesh
@@ -104,9 +103,7 @@ class VerifyFlags:
             raise InvalidRequest("--batch-tokens must be 0 (as many as a step holds) or more")
         if self.last_s is not None and not self.last_s > 0:
             raise InvalidRequest("--last must be above 0: nothing would be replayed")
-        for limit in (self.slo.ttft_s, self.slo.tpot_s):
-            if not limit > 0:
-                raise InvalidRequest("--slo-ttft and --slo-tpot must be above 0")
+        assert self.slo
 
     @property
     def last_s(self) -> float | None:
@@ -116,7 +113,7 @@ class VerifyFlags:
     @property
     def slo(self) -> Slo:
         """The limits. Raises InvalidRequest."""
-        return Slo(seconds("--slo-ttft", self.slo_ttft), seconds("--slo-tpot", self.slo_tpot))
+        return read_slo(self.slo_ttft, self.slo_tpot)
 
 
 class Verified(NamedTuple):
@@ -173,7 +170,7 @@ def verify(
     if output is not None:
         _write(found, facts, flags, output)
     if as_json:
-        print(orjson.dumps(facts, option=orjson.OPT_INDENT_2).decode())
+        print_json(facts)
     else:
         _show(found)
     return EXIT_OK if found.comparison.is_kept else EXIT_FAILED
@@ -372,9 +369,7 @@ def _show(found: Verified) -> None:
         f"{found.shape}, {found.setting.policy}",
         soft_wrap=True,
     )
-    table = Table(box=None, pad_edge=False)
-    for name in ("", "seen", "predicted", "off by", "bar", ""):
-        table.add_column(name, justify="right")
+    table = plain_table("", "seen", "predicted", "off by", "bar", "")
     for it in comparison.figures:
         is_share = it.name == "attainment"
         show = _share if is_share else time_text
@@ -383,9 +378,7 @@ def _show(found: Verified) -> None:
         table.add_row(it.name, show(it.seen), show(it.predicted), off, bar, _mark(it.is_kept))
     console.print(table)
     if comparison.terms:
-        table = Table(box=None, pad_edge=False)
-        for name in ("mean of", "seen", "predicted", "off by"):
-            table.add_column(name, justify="right")
+        table = plain_table("mean of", "seen", "predicted", "off by")
         for term in comparison.terms:
             off = (term.predicted - term.seen) * 1e3
             name = f"{term.of} {term.name.replace('_', ' ')}"

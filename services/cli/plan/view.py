@@ -12,11 +12,11 @@ from functools import wraps
 from pathlib import Path
 from typing import Final, ParamSpec
 
-import orjson
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from services.cli.words import print_json
 from services.planner.core.paper_table import PaperTable
 
 EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
@@ -56,7 +56,7 @@ def show_tables(tables: Iterable[PaperTable], *, as_json: bool = False) -> None:
     found = list(tables)
     if as_json:
         rows = [dataclasses.asdict(table) for table in found]
-        print(orjson.dumps(rows, option=orjson.OPT_INDENT_2).decode())
+        print_json(rows)
         return
     console = plain_console()
     for paper in found:

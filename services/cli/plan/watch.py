@@ -24,7 +24,7 @@ from services.cli.client import (
 )
 from services.cli.interrupts import run_interruptible
 from services.cli.plan.seen import ANSWERS_WITHIN_S, read_body
-from services.cli.plan.times_flags import seconds
+from services.cli.plan.times_flags import read_slo
 from services.cli.plan.verify import LETTERS
 from services.cli.plan.view import plain_console
 from services.cli.sources import JsonFlag
@@ -86,14 +86,12 @@ class WatchFlags:
 
     def rules(self) -> Rules:
         """Return what ``decide`` goes by. Raises InvalidRequest."""
-        ttft_s, tpot_s = seconds("--slo-ttft", self.slo_ttft), seconds("--slo-tpot", self.slo_tpot)
-        if not (ttft_s > 0 and tpot_s > 0):
-            raise InvalidRequest("--slo-ttft and --slo-tpot must be above 0: nobody could keep 0")
+        slo = read_slo(self.slo_ttft, self.slo_tpot)
         if not 0 < self.attainment < 1:
             raise InvalidRequest("--attainment must be above 0 and below 1")
         if not 0 <= self.max_workers <= 1024:
             raise InvalidRequest("--max-workers must be 0..1024")
-        return Rules(Limits(ttft_s, tpot_s, self.attainment), self.max_workers, DWELL_S)
+        return Rules(Limits(slo.ttft_s, slo.tpot_s, self.attainment), self.max_workers, DWELL_S)
 
 
 class Look(NamedTuple):
