@@ -387,11 +387,12 @@ def test_a_folder_that_cannot_be_used_is_refused(wrong: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("state", ["storing", "reading", "scattering"])
-def test_a_worker_that_dies_while_it_copies_leaves_nothing_wrong(
-    state: str, tmp_path: Path
+@pytest.mark.parametrize("who", ["worker", "gateway"])
+def test_who_dies_while_blocks_are_copied_leaves_nothing_wrong(
+    who: str, state: str, tmp_path: Path
 ) -> None:
-    """Killed in the middle of a write or a read: others have all their blocks, and who comes after
-    it on the same files gives right answers."""
+    """A worker is killed in the middle of a write or a read, or the gateway that asked: others have
+    all their blocks, and who comes after it, on the same files, gives right answers."""
 
     @virtual_time
     async def run() -> None:
@@ -404,13 +405,18 @@ def test_a_worker_that_dies_while_it_copies_leaves_nothing_wrong(
             if state == "scattering":
                 thread.delay_s, level.arena._compute._copy_s = 0.0, 0.4
             prompt = a_prompt(256, seed=99) if state == "storing" else PROMPT
-            request = mesh.start(prompt)
+            request = mesh.start(prompt, by=mesh.other_gateway)
             await mesh.gateway.until(lambda: level.tier.num_moving)
             await asyncio.sleep(0.1)
-            await mesh.kill(mesh.prefills[0])
-            request.cancel_decode()
-            await asyncio.sleep(1.0)
-            await mesh.restart()
+            assert level.tier.num_moving
+            if who == "worker":
+                await mesh.kill(mesh.prefills[0])
+                request.cancel_decode()
+                await asyncio.sleep(1.0)
+                await mesh.restart()
+            else:
+                mesh.network.fabric.kill("other-gateway")
+                thread.delay_s = level.arena._compute._copy_s = 0.0
             for again in (prompt, *OTHERS, PROMPT):
                 await answered(mesh.start(again), again)
             await settled(mesh)

@@ -11,8 +11,11 @@ import pytest
 from shared import wire
 from shared.address import Address
 from shared.ids import MeshPeer
+from shared.transfer.machine import Machine, SenderState
+from shared.worker.core.lease import Lease, LeaseEvent
 from tests.support.fake_gateway import FakeRequest
 from tests.support.loopback import LoopbackSettings
+from tests.support.tiers import few
 from tests.support.worker_mesh import (
     RunningWorker,
     WorkerMesh,
@@ -210,35 +213,109 @@ async def test_what_is_on_its_way_is_not_sent_twice() -> None:
         await mesh.gateway.until(lambda: not mesh.num_transfers)
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.001, 0.002, 0.004, 0.02, 0.05])
-@pytest.mark.parametrize("who", ["source", "sink", "cancel"])
-def test_an_end_at_any_moment(who: str, after_s: float) -> None:
-    """The source or the sink dies, or the client leaves, while a prefix is on its way: the prompt
-    is computed or given up, and no block is lost."""
+async def settled(mesh: WorkerMesh) -> None:
+    """Wait until no living worker holds a block for anybody, or has a transfer that goes on."""
+    async with asyncio.timeout(10.0):
+        await mesh.idle()
+        while mesh.num_transfers:
+            await asyncio.sleep(0.1)
+    for running in mesh.prefills:
+        if running.lives:
+            assert not running.worker.prefix_source.tables()
+
+
+class Moments:
+    """Says when a fetch, the only transfer of a test, comes to a state at one of its ends."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._reached: dict[str, asyncio.Event] = {}
+        step, move = Machine.step, Lease.move
+
+        def stepped(machine: Machine[Any, Any], event: Any) -> Any:
+            after = step(machine, event)
+            end = "source" if isinstance(after, SenderState) else "sink"
+            self._event(f"{end} {after.value}").set()
+            return after
+
+        def moved(lease: Lease, event: LeaseEvent) -> None:
+            move(lease, event)
+            self._event(f"lease {lease.state.value}").set()
+
+        patch.setattr(Machine, "step", stepped)
+        patch.setattr(Lease, "move", moved)
+
+    def _event(self, name: str) -> asyncio.Event:
+        return self._reached.setdefault(name, asyncio.Event())
+
+    async def reached(self, name: str) -> None:
+        """Wait until an end is, or was, in that state."""
+        async with asyncio.timeout(5.0):
+            await self._event(name).wait()
+
+
+GIVEN_UP = ["source aborting", "sink aborting", "lease aborting", "lease quarantined"]
+"""These come after the client has left."""
+
+MOMENTS = [
+    *("lease waiting", "lease granted", "lease open", "lease released"),
+    *("source opening", "source pushing", "source committing", "source finishing", "source done"),
+    *("sink receiving", "sink committed", "sink done"),
+    *GIVEN_UP,
+]
+
+
+@pytest.mark.parametrize("when", few(MOMENTS, "sink receiving"))
+@pytest.mark.parametrize("who", ["source", "sink", "gateway", "client"])
+def test_an_end_in_any_state(who: str, when: str) -> None:
+    """The source, the sink or the gateway dies, or the client leaves, in any state of a fetch: the
+    prompt is computed or given up, another gateway's prompt that waits for the same prefix is
+    answered if its worker lives, and no block is lost."""
 
     @virtual_time
     async def run() -> None:
-        async with worker_mesh(**TWO) as mesh:
-            await pair_up(mesh)
-            await answered(mesh.start(PROMPT, p=0), PROMPT)
-            mesh.fabric.settings = LoopbackSettings(latency_s=0.0005, bytes_per_s=1e7)
-            first, second = mesh.prefills
-            request = mesh.start(PROMPT, p=1, prefix=source(first, 500))
-            await asyncio.sleep(after_s)
-            if who == "source":
-                await mesh.kill(first)
-                await answered(request, PROMPT)
-            elif who == "sink":
-                await mesh.kill(second)
-                request.cancel_decode()
-            else:
-                request.cancel()
-            await mesh.idle()
-            for _ in range(100):
-                if not mesh.num_transfers:
-                    break
-                await asyncio.sleep(0.1)
-            running = [it for it in mesh.prefills if it.task and not it.task.done()]
-            assert not any(it.worker.prefix_source.tables() for it in running)
+        with pytest.MonkeyPatch.context() as patch:
+            async with worker_mesh(**TWO) as mesh:
+                await pair_up(mesh)
+                await answered(mesh.start(PROMPT, p=0), PROMPT)
+                await mesh.idle()
+                moments = Moments(patch)
+                mesh.fabric.settings = LoopbackSettings(latency_s=0.0005, bytes_per_s=1e7)
+                first, second = mesh.prefills
+                num_kept = 120 if when == "lease waiting" else 0  # of 128 blocks
+                kept = second.pool.acquire(
+                    second.pool.new_chain(), (), num_kept * 16, max_hit_tokens=0
+                )
+                hint = source(first, 500)
+                request = mesh.start(
+                    PROMPT, p=1, legs="p", is_pushed=False, prefix=hint, by=mesh.other_gateway
+                )
+                other = mesh.start(
+                    PROMPT, p=1, legs="p", is_pushed=False, prefix=hint, request_id=b"o" * 16
+                )
+                if when == "lease waiting":
+                    await asyncio.sleep(0.01)
+                elif when in GIVEN_UP:
+                    await moments.reached("sink receiving")
+                    request.cancel_prefill()
+                    other.cancel_prefill()
+                    await moments.reached(when)
+                else:
+                    await moments.reached(when)
+                match who:
+                    case "source":
+                        await mesh.kill(first)
+                    case "sink":
+                        await mesh.kill(second)
+                    case "gateway":
+                        mesh.network.fabric.kill("other-gateway")
+                    case _:
+                        request.cancel_prefill()
+                if who != "sink":
+                    second.pool.release(kept)
+                    second.worker.requests.blocks_freed()
+                    if when not in GIVEN_UP:
+                        await other.until(lambda it: it.token)
+                        assert other.answer == expected(PROMPT, 1)
+                await settled(mesh)
 
     run()

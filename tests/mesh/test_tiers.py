@@ -51,7 +51,7 @@ async def settled(mesh: WorkerMesh) -> None:
     await mesh.idle()  # a request that was cancelled may have frames on their way
     for running in (*mesh.prefills, *mesh.decodes):
         tiers = running.worker.tiers
-        if tiers is not None:
+        if running.lives and tiers is not None:
             await mesh.gateway.until(lambda tiers=tiers: is_quiet(tiers))
             for level in tiers.levels:
                 level.tier.check_integrity()
@@ -212,6 +212,35 @@ async def test_a_worker_that_dies_while_it_copies_takes_nobody_along(kind: str) 
         request.cancel_decode()
         assert await answered(mesh.start(PROMPT, p=1), PROMPT) == 0
         await mesh.idle()
+
+
+@pytest.mark.parametrize("kind", ["store", "load"])
+@virtual_time
+async def test_a_gateway_that_dies_while_its_prompt_s_blocks_are_copied_loses_none(
+    kind: str,
+) -> None:
+    """Blocks of a prompt that nobody wants any more go down all the same; those that come up are
+    there for the next one, and another gateway's prompt that waits for them has them."""
+    async with worker_mesh(**SMALL) as mesh:
+        await evicted(mesh)
+        await settled(mesh)
+        tiers = mesh.prefills[0].worker.tiers
+        (level,) = tiers.levels
+        level.arena._compute._copy_s = 0.4
+        prompt = PROMPT if kind == "load" else a_prompt(256, seed=99)
+        mesh.start(prompt, by=mesh.other_gateway)
+        waits = mesh.start(prompt, request_id=b"w" * 16) if kind == "load" else None
+        state = SlotState.LOADING if kind == "load" else SlotState.STORING
+        entries = level.tier._entries
+        async with asyncio.timeout(5.0):
+            while not any(it.state is state for it in entries.values()):
+                await asyncio.sleep(0.01)
+        mesh.network.fabric.kill("other-gateway")
+        if waits is not None:
+            assert await answered(waits, PROMPT) == 240
+        await settled(mesh)
+        assert level.tier.num_found(mesh.prefills[0].pool.new_chain().hashes(prompt, 15)) == 15
+        assert await answered(mesh.start(prompt), prompt) == 240
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "length-aware"])

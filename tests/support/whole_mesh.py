@@ -63,6 +63,10 @@ class RunningGateway:
         return Address(self.host, 8001)
 
     @property
+    def lives(self) -> bool:
+        return self.task is not None and not self.task.done()
+
+    @property
     def mesh(self) -> Any:
         return self.gateway.mesh
 
@@ -81,15 +85,12 @@ class WholeMesh:
     prefills: list[RunningWorker] = field(default_factory=list)
     decodes: list[RunningWorker] = field(default_factory=list)
     start_worker: Callable[..., Coroutine[Any, Any, RunningWorker]] = field(init=False)
+    start_gateway: Callable[[], Coroutine[Any, Any, None]] = field(init=False)
 
     @property
     def workers(self) -> list[RunningWorker]:
         """Those that live."""
-        return [
-            running
-            for running in (*self.prefills, *self.decodes)
-            if running.task is not None and not running.task.done()
-        ]
+        return [running for running in (*self.prefills, *self.decodes) if running.lives]
 
     async def ask(
         self,
@@ -158,7 +159,7 @@ class WholeMesh:
             lambda: all(
                 running.members is not None and running.members.num_pairs == num_pairs
                 for running in self.gateways
-                if running.task is not None and not running.task.done()
+                if running.lives
             )
         )
 
@@ -174,7 +175,7 @@ class WholeMesh:
             running.worker.scheduler.check_integrity()
             pool.check_integrity([])
         for running in self.gateways:
-            if running.task is None or running.task.done():
+            if not running.lives:
                 continue
             counts = running.mesh.statistics
             assert (counts.num_running, counts.num_waiting) == (0, 0)
@@ -220,6 +221,7 @@ async def whole_mesh(
     async with asyncio.TaskGroup() as tasks:
 
         async def start_worker(kind: str, **settings: Any) -> RunningWorker:
+            settings = {**((prefill if kind == "prefill" else decode) or {}), **settings}
             host = f"{kind}-{num_started[kind]}"
             num_started[kind] += 1
             running = await launch_worker(
@@ -234,17 +236,13 @@ async def whole_mesh(
                 timing=settings.pop("timing", timing),
                 model=settings.pop("model", model),
                 engine_kind=engine,
-                settings={
-                    "gateway": GATEWAYS,
-                    "staging_mib": 16,
-                    **((prefill if kind == "prefill" else decode) or {}),
-                    **settings,
-                },
+                settings={"gateway": GATEWAYS, "staging_mib": 16, **settings},
             )
             (mesh.prefills if kind == "prefill" else mesh.decodes).append(running)
             return running
 
-        async def start_gateway(host: str) -> None:
+        async def start_gateway() -> None:
+            host = f"gateway-{len(mesh.gateways)}"
             config = GatewayConfig(host="127.0.0.1", http_port=0, grpc_port=8001, **(gateway or {}))
             platform = Platform(
                 network=network.at(host), random_bytes=random.Random(source.random()).randbytes
@@ -255,13 +253,13 @@ async def whole_mesh(
                 running.gateway.run(lambda *_: is_up.set(), running.stop)
             )
             mesh.gateways.append(running)
+            network.fabric.set_name(GATEWAYS, [it.host for it in mesh.gateways if it.lives])
             await is_up.wait()
 
         mesh.start_worker = start_worker
-        hosts = [f"gateway-{index}" for index in range(num_gateways)]
-        network.fabric.set_name(GATEWAYS, hosts)
-        for host in hosts:
-            await start_gateway(host)
+        mesh.start_gateway = start_gateway
+        for _ in range(num_gateways):
+            await start_gateway()
         for _ in range(num_prefill):
             await start_worker("prefill")
         for _ in range(num_decode):

@@ -55,6 +55,20 @@ class RunningWorker:
     def pool(self) -> Any:
         return self.worker.pool
 
+    @property
+    def lives(self) -> bool:
+        return self.task is not None and not self.task.done()
+
+    @property
+    def num_transfers(self) -> int:
+        """Transfers that are not settled at this end."""
+        pusher, receiver = self.worker.pusher, self.worker.receiver
+        num_open = 0 if pusher is None else pusher.statistics().num_transfers
+        if receiver is not None:
+            end = receiver.statistics()
+            num_open += end.num_waiting + end.num_live + end.num_settling
+        return num_open
+
 
 @dataclass
 class WorkerMesh:
@@ -113,27 +127,20 @@ class WorkerMesh:
 
     def _is_idle(self) -> bool:
         return all(
-            running.task is None or running.task.done() or not running.pool.num_held
+            not running.lives or not running.pool.num_held
             for running in (*self.prefills, *self.decodes)
         )
 
     @property
     def num_transfers(self) -> int:
-        """Transfers that are not settled, at both ends."""
-        num_open = 0
-        for running in (*self.prefills, *self.decodes):
-            worker = running.worker
-            if worker.pusher is not None:
-                num_open += worker.pusher.statistics().num_transfers
-            if worker.receiver is not None:
-                end = worker.receiver.statistics()
-                num_open += end.num_waiting + end.num_live + end.num_settling
-        return num_open
+        """Transfers that are not settled, at both ends, of the workers that live."""
+        workers = (*self.prefills, *self.decodes)
+        return sum(it.num_transfers for it in workers if it.lives)
 
     def assert_pools_full(self) -> None:
         """Every block of every living worker is free or only cached, and every count holds."""
         for running in (*self.prefills, *self.decodes):
-            if running.task is None or running.task.done():
+            if not running.lives:
                 continue
             pool = running.pool
             assert pool.num_available == pool.num_blocks, repr(pool)
