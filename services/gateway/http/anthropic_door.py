@@ -7,9 +7,15 @@ import msgspec
 from services.gateway.front.calls import Call
 from services.gateway.front.frontdoor import FrontDoor
 from services.gateway.http.answering import Wants, answered, asked_chat, head_of_answer
-from services.gateway.http.anthropic_answers import AnthropicError, InputTokens, MessagesFormat
+from services.gateway.http.anthropic_answers import (
+    AnthropicError,
+    InputTokens,
+    MessageBody,
+    MessagesFormat,
+)
 from services.gateway.http.anthropic_forms import CountTokensBody, MessagesBody, chat_of
 from services.gateway.http.connection import HttpRequest
+from services.gateway.http.item_answers import NamedEvent
 from services.gateway.http.messages import Response, json_response
 from services.gateway.http.server import Policy, Route, read_body
 
@@ -25,15 +31,25 @@ class AnthropicDoor:
 
     def routes(self) -> tuple[Route, ...]:
         """Return the routes."""
-        shape = AnthropicError.of
         path = "/v1/messages"
         return (
-            Route("POST", path, Policy.METERED, self.answer, error_body=shape),
-            Route("POST", f"{path}/count_tokens", Policy.METERED, self.count, error_body=shape),
+            Route(
+                *("POST", path, Policy.METERED, self.answer),
+                *(MessageBody, MESSAGES, NamedEvent),
+                ends_with_done=False,
+                needs_workers=True,
+                error=AnthropicError,
+            ),
+            Route(
+                *("POST", f"{path}/count_tokens", Policy.METERED, self.count),
+                *(InputTokens, COUNT_TOKENS),
+                needs_workers=True,
+                error=AnthropicError,
+            ),
         )
 
     async def answer(self, request: HttpRequest, call: Call) -> Response | None:
-        """POST /v1/messages."""
+        """Answer a chat as Anthropic's API does, whole or as a stream of events."""
         body = await read_body(request, call, MESSAGES)
         chat, places = chat_of(body)
         with places.told():
@@ -44,7 +60,7 @@ class AnthropicDoor:
         return await answered(self._front, request, call, asked.choices, answer_format, wants)
 
     async def count(self, request: HttpRequest, call: Call) -> Response:
-        """POST /v1/messages/count_tokens: refuses what /v1/messages would."""
+        """Count the tokens of a body of /v1/messages."""
         body = await read_body(request, call, COUNT_TOKENS)
         chat, places = chat_of(body)
         with places.told():

@@ -100,43 +100,74 @@ class HttpDoor:
         """Return every route there is."""
         return (
             *self._probes(),
-            Route("GET", "/version", Policy.KEY, self.version),
-            Route("GET", "/metrics", Policy.KEY, self.metrics, is_polled=True),
-            Route("GET", "/cluster", Policy.KEY, self.cluster, is_polled=True),
-            Route("GET", "/cluster/requests", Policy.KEY, self.recent, is_polled=True),
-            Route("GET", "/cluster/requests/{request_id}", Policy.KEY, self.explain),
-            Route("POST", "/cluster/workers/{worker}/role", Policy.ROLES, self.change_role),
-            Route("GET", "/openapi.json", Policy.KEY, self.openapi),
-            Route("GET", "/v1/models", Policy.KEY, self.models),
-            Route("GET", "/v1/models/{name:.+}", Policy.KEY, self.one_model),
-            Route("POST", "/v1/chat/completions", Policy.METERED, self.chat),
-            Route("POST", "/v1/completions", Policy.METERED, self.completion),
+            Route("GET", "/version", Policy.KEY, self.version, bodies.Version),
+            Route("GET", "/metrics", Policy.KEY, self.metrics, "text/plain", is_polled=True),
+            Route("GET", "/cluster", Policy.KEY, self.cluster, Cluster, is_polled=True),
+            Route(
+                *("GET", "/cluster/requests", Policy.KEY, self.recent, RecentRequests),
+                is_polled=True,
+            ),
+            Route(
+                *("GET", "/cluster/requests/{request_id}", Policy.KEY, self.explain, Explanation)
+            ),
+            Route(
+                *("POST", "/cluster/workers/{worker}/role", Policy.ROLES, self.change_role),
+                *(ClusterWorker, _ROLE),
+                needs_workers=True,
+            ),
+            Route("GET", "/openapi.json", Policy.KEY, self.openapi, "application/json"),
+            Route("GET", "/v1/models", Policy.KEY, self.models, bodies.ModelList),
+            Route(
+                *("GET", "/v1/models/{name:.+}", Policy.KEY, self.one_model, bodies.ModelCard),
+                needs_workers=True,
+            ),
+            Route(
+                *("POST", "/v1/chat/completions", Policy.METERED, self.chat),
+                *(bodies.ChatCompletion, _CHAT, bodies.ChatCompletionChunk),
+                needs_workers=True,
+            ),
+            Route(
+                *("POST", "/v1/completions", Policy.METERED, self.completion),
+                *(bodies.Completion, _COMPLETION, bodies.CompletionChunk),
+                needs_workers=True,
+            ),
             *self._responses.routes(),
             *self._anthropic.routes(),
-            Route("POST", "/tokenize", Policy.METERED, self.tokenize),
-            Route("POST", "/detokenize", Policy.METERED, self.detokenize),
+            Route(
+                *("POST", "/tokenize", Policy.METERED, self.tokenize, bodies.Tokens, _TOKENIZE),
+                needs_workers=True,
+            ),
+            Route(
+                *("POST", "/detokenize", Policy.METERED, self.detokenize, bodies.Text, _DETOKENIZE),
+                needs_workers=True,
+            ),
             *page_routes(),
         )
 
     def watched_routes(self) -> tuple[Route, ...]:
         """Return the routes of the listener for scrapes, where nobody has a key."""
-        metrics = Route("GET", "/metrics", Policy.ANYBODY, self.metrics, is_polled=True)
-        return (*self._probes(), metrics)
+        return (
+            *self._probes(),
+            Route("GET", "/metrics", Policy.ANYBODY, self.metrics, "text/plain", is_polled=True),
+        )
 
     def _probes(self) -> tuple[Route, ...]:
         return (
-            Route("GET", "/health", Policy.ANYBODY, self.health),
-            Route("GET", "/ready", Policy.ANYBODY, self.ready),
+            Route("GET", "/health", Policy.ANYBODY, self.health, bodies.Health),
+            Route(
+                *("GET", "/ready", Policy.ANYBODY, self.ready, bodies.Readiness),
+                refusal=bodies.Readiness,
+            ),
         )
 
     # --- operators ------------------------------------------------------------------------------
 
     async def health(self, _: HttpRequest, call: Call) -> Response:
-        """Alive: the loop answers."""
+        """Say that the process lives."""
         return json_response(bodies.Health("ok"), headers=call.headers)
 
     async def ready(self, _: HttpRequest, call: Call) -> Response:
-        """Would serve a request now."""
+        """Say whether a request would be served now."""
         mesh = self._front.mesh
         if mesh.is_ready:
             return json_response(bodies.Readiness("ready"), headers=call.headers)
@@ -144,7 +175,7 @@ class HttpDoor:
         return json_response(answer, headers=call.headers, status=503)
 
     async def version(self, _: HttpRequest, call: Call) -> Response:
-        """Our version."""
+        """Tell the gateway's version."""
         return json_response(bodies.Version(VERSION), headers=call.headers)
 
     async def metrics(self, _: HttpRequest, call: Call) -> Response:
@@ -153,31 +184,32 @@ class HttpDoor:
         return Response(200, body, {**call.headers, "Content-Type": CONTENT_TYPE_LATEST})
 
     async def cluster(self, _: HttpRequest, call: Call) -> Response:
-        """Workers, load and the last minute's traffic, for live views."""
+        """Tell of workers, load and the last minute's traffic."""
         view = {"version": VERSION, **self._front.mesh.cluster()}
         headers = {**call.headers, "Cache-Control": "no-store"}
         return json_response(msgspec.convert(view, Cluster), headers=headers)
 
     async def recent(self, _: HttpRequest, call: Call) -> Response:
-        """The last requests as receipts, and the mesh that they met."""
+        """Tell the last requests as receipts, and the workers that they met."""
         view = {"version": VERSION, **self._front.mesh.recent()}
         headers = {**call.headers, "Cache-Control": "no-store"}
         return json_response(msgspec.convert(view, RecentRequests), headers=headers)
 
     async def explain(self, request: HttpRequest, call: Call) -> Response:
-        """Why a request went where it went."""
+        """Tell why one of the last requests went where it went."""
         told = self._front.mesh.explain(request.parameters["request_id"])
         headers = {**call.headers, "Cache-Control": "no-store"}
         return json_response(msgspec.convert(told, Explanation), headers=headers)
 
     async def change_role(self, request: HttpRequest, call: Call) -> Response:
-        """Change what a worker is when nothing is asked of it."""
+        """Change what a worker is when nothing is asked of it; what it has in hand goes on."""
         body = await read_body(request, call, _ROLE)
         worker = await self._front.mesh.change_role(request.parameters["worker"], body.role)
         return json_response(msgspec.convert(worker, ClusterWorker), headers=call.headers)
 
     async def openapi(self, _: HttpRequest, call: Call) -> Response:
-        """The description of this API; behind the key, because it tells version and model."""
+        """This document."""
+        # Behind the key: it tells version and model.
         model = self._front.mesh.model
         if self._document is None or self._document[0] != model:
             document = openapi_document(
@@ -192,20 +224,20 @@ class HttpDoor:
         return json_response(self._document[1], headers=call.headers)
 
     async def models(self, _: HttpRequest, call: Call) -> Response:
-        """The model served, if a worker has brought one."""
+        """List the served model."""
         model = self._front.mesh.model
         data = [] if model is None else [_model_card(model)]
         return json_response(bodies.ModelList("list", data), headers=call.headers)
 
     async def one_model(self, request: HttpRequest, call: Call) -> Response:
-        """The model of this name."""
+        """Tell of one model."""
         model = self._front.model(request.parameters["name"])
         return json_response(_model_card(model), headers=call.headers)
 
     # --- text -----------------------------------------------------------------------------------
 
     async def tokenize(self, request: HttpRequest, call: Call) -> Response:
-        """Ids of a prompt or of rendered messages."""
+        """Turn a prompt, or messages by the chat template, into token ids."""
         body = await read_body(request, call, _TOKENIZE)
         refuse_unserved(body)
         model = self._front.model(body.model)
@@ -223,7 +255,7 @@ class HttpDoor:
         return json_response(answer, headers=call.headers)
 
     async def detokenize(self, request: HttpRequest, call: Call) -> Response:
-        """Text of ids."""
+        """Turn token ids into text."""
         body = await read_body(request, call, _DETOKENIZE)
         model = self._front.model(body.model)
         ids = limits.checked_token_ids(body.tokens, model.vocab_size, param="tokens")
@@ -233,7 +265,7 @@ class HttpDoor:
     # --- generation -----------------------------------------------------------------------------
 
     async def chat(self, request: HttpRequest, call: Call) -> Response | None:
-        """POST /v1/chat/completions."""
+        """Answer a chat, whole or as a stream of events."""
         body = await read_body(request, call, _CHAT)
         asked = await asked_chat(self._front, request, call, body)
         options = body.stream_options or _NO_OPTIONS
@@ -250,7 +282,7 @@ class HttpDoor:
         return await self._answer(request, call, body, asked.choices, answer_format)
 
     async def completion(self, request: HttpRequest, call: Call) -> Response | None:
-        """POST /v1/completions."""
+        """Continue one or several prompts, whole or as a stream of events."""
         body = await read_body(request, call, _COMPLETION)
         form = body.form()
         await self._front.structured(form)

@@ -1,34 +1,25 @@
 """``GET /openapi.json``: the HTTP API as it really is.
 
 Made from what the gateway itself works with: the route table, the structs that bodies are parsed
-into (``openai_forms.py``) and encoded from (``bodies.py``), and the table of errors; for each route
-one line here says what it takes and gives. What JSON Schema cannot say (a prompt and its answer
-must fit the context together) is in the descriptions. Knows no HTTP; ``door.py`` serves the result.
+into (``openai_forms.py``) and encoded from (``bodies.py``), and the table of errors. What JSON
+Schema cannot say (a prompt and its answer must fit the context together) is in the descriptions.
+Knows no HTTP; ``door.py`` serves the result.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import msgspec
 
 from services.gateway import limits
-from services.gateway.http import anthropic_answers, bodies, responses_bodies
-from services.gateway.http.anthropic_forms import CountTokensBody, MessagesBody
-from services.gateway.http.cluster_bodies import Cluster, ClusterWorker, Explanation, RecentRequests
+from services.gateway.http import bodies
 from services.gateway.http.field_rules import Known
-from services.gateway.http.item_answers import NamedEvent
 from services.gateway.http.openai_forms import (
     OF_MESSAGES,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    RoleBody,
-    TokenizeBody,
 )
-from services.gateway.http.responses_forms import ResponsesBody
 from services.gateway.http.server import Policy, Route
 from services.gateway.mesh import ServedModel
 from shared.rpc.status import STATUS_TABLE
@@ -44,112 +35,6 @@ Schema = dict[str, Any]
 _REFERENCE = "#/components/schemas/{name}"
 
 
-class ApiOperation(NamedTuple):
-    """What a route takes and gives.
-
-    answer: a struct for JSON, else a media type. event: of a stream, if the body may ask for one.
-    ends_with_done: whether such a stream's last event is [DONE].
-    needs_workers: no answer without the model or the worker that it names. refusal: what a 503
-    says, if not an error. error: the shape of its errors.
-    """
-
-    summary: str
-    answer: type[msgspec.Struct] | str
-    body: type[msgspec.Struct] | None = None
-    event: type[msgspec.Struct] | None = None
-    ends_with_done: bool = True
-    needs_workers: bool = False
-    refusal: type[msgspec.Struct] | None = None
-    error: type[msgspec.Struct] = bodies.ErrorBody
-
-
-OPERATIONS: dict[tuple[str, str], ApiOperation] = {
-    ("POST", "/v1/chat/completions"): ApiOperation(
-        "Answer a chat, whole or as a stream of events.",
-        bodies.ChatCompletion,
-        body=ChatBody,
-        event=bodies.ChatCompletionChunk,
-        needs_workers=True,
-    ),
-    ("POST", "/v1/completions"): ApiOperation(
-        "Continue one or several prompts, whole or as a stream of events.",
-        bodies.Completion,
-        body=CompletionBody,
-        event=bodies.CompletionChunk,
-        needs_workers=True,
-    ),
-    ("POST", "/v1/responses"): ApiOperation(
-        "Answer a chat as OpenAI's newer API does, whole or as a stream of events.",
-        responses_bodies.ResponseBody,
-        body=ResponsesBody,
-        event=responses_bodies.ResponseEvent,
-        ends_with_done=False,
-        needs_workers=True,
-    ),
-    ("GET", "/v1/responses/{response_id}"): ApiOperation(
-        "Tell a response that is kept.", responses_bodies.ResponseBody
-    ),
-    ("DELETE", "/v1/responses/{response_id}"): ApiOperation(
-        "Forget a response.", responses_bodies.DeletedResponse
-    ),
-    ("POST", "/v1/messages"): ApiOperation(
-        "Answer a chat as Anthropic's API does, whole or as a stream of events.",
-        anthropic_answers.MessageBody,
-        body=MessagesBody,
-        event=NamedEvent,
-        ends_with_done=False,
-        needs_workers=True,
-        error=anthropic_answers.AnthropicError,
-    ),
-    ("POST", "/v1/messages/count_tokens"): ApiOperation(
-        "Count the tokens of a body of /v1/messages.",
-        anthropic_answers.InputTokens,
-        body=CountTokensBody,
-        needs_workers=True,
-        error=anthropic_answers.AnthropicError,
-    ),
-    ("GET", "/v1/models"): ApiOperation("List the served model.", bodies.ModelList),
-    ("GET", "/v1/models/{name:.+}"): ApiOperation(
-        "Tell of one model.", bodies.ModelCard, needs_workers=True
-    ),
-    ("POST", "/tokenize"): ApiOperation(
-        "Turn a prompt, or messages by the chat template, into token ids.",
-        bodies.Tokens,
-        body=TokenizeBody,
-        needs_workers=True,
-    ),
-    ("POST", "/detokenize"): ApiOperation(
-        "Turn token ids into text.", bodies.Text, body=DetokenizeBody, needs_workers=True
-    ),
-    ("GET", "/health"): ApiOperation("Say that the process lives.", bodies.Health),
-    ("GET", "/ready"): ApiOperation(
-        "Say whether a request would be served now.",
-        bodies.Readiness,
-        refusal=bodies.Readiness,
-    ),
-    ("GET", "/version"): ApiOperation("Tell the gateway's version.", bodies.Version),
-    ("GET", "/metrics"): ApiOperation("Numbers for Prometheus.", "text/plain"),
-    ("GET", "/cluster"): ApiOperation(
-        "Tell of workers, load and the last minute's traffic.", Cluster
-    ),
-    ("GET", "/cluster/requests"): ApiOperation(
-        "Tell the last requests as receipts, and the workers that they met.", RecentRequests
-    ),
-    ("GET", "/cluster/requests/{request_id}"): ApiOperation(
-        "Tell why one of the last requests went where it went.", Explanation
-    ),
-    ("POST", "/cluster/workers/{worker}/role"): ApiOperation(
-        "Change what a worker is when nothing is asked of it; what it has in hand goes on.",
-        ClusterWorker,
-        body=RoleBody,
-        needs_workers=True,
-    ),
-    ("GET", "/openapi.json"): ApiOperation("This document.", "application/json"),
-    ("GET", "/"): ApiOperation("A page to chat and to watch the mesh.", "text/html"),
-}
-"""Every route of the table has one, but for the parts of the page; a test says so."""
-
-
 def openapi_document(
     routes: Sequence[Route],
     *,
@@ -163,16 +48,12 @@ def openapi_document(
 
     model: its name, context and vocabulary become bounds of the fields that depend on them.
     The page's scripts and pictures are no API and are left out.
-    Raises KeyError: a route without an operation.
     """
-    operations = [
-        (route, OPERATIONS[route.method, route.path])
-        for route in routes
-        if not route.path.startswith(PARTS_OF_THE_PAGE)
-    ]
+    routes = [route for route in routes if not route.path.startswith(PARTS_OF_THE_PAGE)]
     structs: dict[str, type[msgspec.Struct]] = {}
-    for _, operation in operations:
-        for struct in (operation.body, operation.answer, operation.event, operation.error):
+    for route in routes:
+        body = None if route.body is None else route.body.type
+        for struct in (body, route.answer, route.event, route.error):
             if isinstance(struct, type):
                 structs[struct.__name__] = struct
     _, components = msgspec.json.schema_components(list(structs.values()), ref_template=_REFERENCE)
@@ -193,11 +74,11 @@ def openapi_document(
     ]
     paths: dict[str, dict[str, Any]] = {}
     errors: dict[str, Schema] = {}
-    for route, operation in operations:
-        for status in sorted(_error_statuses(route, operation)):
-            errors[_error_name(status, operation)] = _error_response(status, operation)
+    for route in routes:
+        for status in sorted(_error_statuses(route)):
+            errors[_error_name(status, route)] = _error_response(status, route)
         path = route.path.replace(":.+}", "}")
-        paths.setdefault(path, {})[route.method.lower()] = _operation(route, operation, model)
+        paths.setdefault(path, {})[route.method.lower()] = _operation(route, model)
     return {
         "openapi": OPENAPI_VERSION,
         "info": {
@@ -315,11 +196,11 @@ _HEADERS: dict[str, Schema] = {
 }
 
 
-def _operation(route: Route, operation: ApiOperation, model: ServedModel | None) -> Schema:
+def _operation(route: Route, model: ServedModel | None) -> Schema:
     made: Schema = {
         "operationId": "_".join([route.method.lower(), *re.findall(r"[a-z0-9]+", route.path)]),
-        "summary": operation.summary,
-        "responses": _responses(route, operation),
+        "summary": " ".join((route.handler.__doc__ or "").split()),
+        "responses": _responses(route),
     }
     if route.policy is Policy.ANYBODY:
         made["security"] = []
@@ -328,41 +209,41 @@ def _operation(route: Route, operation: ApiOperation, model: ServedModel | None)
         parameters.append({"name": name, "in": "path", "required": True, "schema": _IN_PATH[name]})
         if name == "name" and model is not None:
             parameters[-1]["example"] = model.name
-    if operation.body is not None:
+    if route.body is not None:
         parameters += [
             {"$ref": f"#/components/parameters/{name}"}
             for name in _PARAMETERS
-            if name not in _OF_ANSWERS or operation.event is not None
+            if name not in _OF_ANSWERS or route.event is not None
         ]
-        made["requestBody"] = {"required": True, "content": _json(operation.body)}
+        made["requestBody"] = {"required": True, "content": _json(route.body.type)}
     if parameters:
         made["parameters"] = parameters
     return made
 
 
-def _responses(route: Route, operation: ApiOperation) -> Schema:
-    if isinstance(operation.answer, str):
-        content: Schema = {operation.answer: {}}
+def _responses(route: Route) -> Schema:
+    if isinstance(route.answer, str):
+        content: Schema = {route.answer: {}}
     else:
-        content = _json(operation.answer)
-    if operation.event is not None:
-        content["text/event-stream"] = {"itemSchema": _event(operation)}
+        content = _json(route.answer)
+    if route.event is not None:
+        content["text/event-stream"] = {"itemSchema": _event(route)}
     responses: Schema = {
         "200": {"description": "As asked.", "headers": _headers(), "content": content}
     }
-    if operation.refusal is not None:
+    if route.refusal is not None:
         responses["503"] = {
             "description": "Not now.",
             "headers": _headers(),
-            "content": _json(operation.refusal),
+            "content": _json(route.refusal),
         }
-    for status in sorted(_error_statuses(route, operation)):
-        name = _error_name(status, operation)
+    for status in sorted(_error_statuses(route)):
+        name = _error_name(status, route)
         responses[str(status)] = {"$ref": f"#/components/responses/{name}"}
     return responses
 
 
-def _error_statuses(route: Route, operation: ApiOperation) -> set[int]:
+def _error_statuses(route: Route) -> set[int]:
     statuses = {400, 500}
     if route.policy is not Policy.ANYBODY:
         statuses.add(401)
@@ -370,25 +251,25 @@ def _error_statuses(route: Route, operation: ApiOperation) -> set[int]:
         statuses.add(429)
     if route.policy is Policy.ROLES:
         statuses.add(403)
-    if operation.body is not None:
+    if route.body is not None:
         statuses |= {413, 504}
-    if operation.needs_workers:
+    if route.needs_workers:
         statuses |= {404, 503}
     if "{" in route.path:
         statuses.add(404)
     return statuses
 
 
-def _error_name(status: int, operation: ApiOperation) -> str:
-    return f"{operation.error.__name__}{status}"
+def _error_name(status: int, route: Route) -> str:
+    return f"{route.error.__name__}{status}"
 
 
-def _error_response(status: int, operation: ApiOperation) -> Schema:
+def _error_response(status: int, route: Route) -> Schema:
     own = {401: ("www-authenticate",), 429: ("retry-after",), 503: ("retry-after",)}.get(status, ())
     return {
         "description": ", ".join(name for name, row in STATUS_TABLE.items() if row.http == status),
         "headers": _headers(*own),
-        "content": _json(operation.error),
+        "content": _json(route.error),
     }
 
 
@@ -404,17 +285,17 @@ def _reference(struct: type[msgspec.Struct]) -> Schema:
     return {"$ref": _REFERENCE.format(name=struct.__name__)}
 
 
-def _event(operation: ApiOperation) -> Schema:
-    assert operation.event is not None
-    kinds = [_reference(operation.event)]
-    if operation.ends_with_done:
+def _event(route: Route) -> Schema:
+    assert route.event is not None
+    kinds = [_reference(route.event)]
+    if route.ends_with_done:
         kinds.append(_reference(bodies.ErrorBody))
     data: Schema = {
         "type": "string",
         "contentMediaType": "application/json",
         "contentSchema": {"oneOf": kinds},
     }
-    if not operation.ends_with_done:
+    if not route.ends_with_done:
         return {
             "type": "object",
             "description": "Named as its data says; the last one ends the answer, or tells what "

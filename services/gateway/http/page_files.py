@@ -44,7 +44,7 @@ class _PageFile:
         self._tag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
 
     async def serve(self, request: HttpRequest, call: Call) -> Response:
-        """Answer with the file, or with 304 to who has this very one."""
+        """Send a page to chat and to watch the mesh; 304 to who has this very one."""
         headers = {**call.headers, **_HEADERS, "ETag": self._tag}
         known = request.headers.get("If-None-Match", "").split(",")
         if any(tag.strip().removeprefix("W/") in (self._tag, "*") for tag in known):
@@ -65,6 +65,7 @@ def page_routes() -> tuple[Route, ...]:
             "/" if name == _INDEX else f"/{_FOLDER}/{name}",
             Policy.ANYBODY,
             _PageFile(name, (folder / name).read_bytes()).serve,
+            "text/html",
         )
         for name in names
     )

@@ -13,7 +13,11 @@ from services.gateway.http.kept_responses import KeptResponses, kept_response
 from services.gateway.http.messages import Response, json_response
 from services.gateway.http.openai_forms import Message
 from services.gateway.http.responses_answers import ResponsesFormat, response_before
-from services.gateway.http.responses_bodies import DeletedResponse
+from services.gateway.http.responses_bodies import (
+    DeletedResponse,
+    ResponseBody,
+    ResponseEvent,
+)
 from services.gateway.http.responses_forms import ResponsesBody, turn_of
 from services.gateway.http.server import Policy, Route, read_body
 
@@ -31,13 +35,18 @@ class ResponsesDoor:
         """Return the routes."""
         path = "/v1/responses/{response_id}"
         return (
-            Route("POST", "/v1/responses", Policy.METERED, self.respond),
-            Route("GET", path, Policy.KEY, self.tell),
-            Route("DELETE", path, Policy.KEY, self.forget),
+            Route(
+                *("POST", "/v1/responses", Policy.METERED, self.respond),
+                *(ResponseBody, RESPONSES, ResponseEvent),
+                ends_with_done=False,
+                needs_workers=True,
+            ),
+            Route("GET", path, Policy.KEY, self.tell, ResponseBody),
+            Route("DELETE", path, Policy.KEY, self.forget, DeletedResponse),
         )
 
     async def respond(self, request: HttpRequest, call: Call) -> Response | None:
-        """POST /v1/responses."""
+        """Answer a chat as OpenAI's newer API does, whole or as a stream of events."""
         body = await read_body(request, call, RESPONSES)
         tenant = call.caller.key.cache_salt
         earlier: list[Message] = []
@@ -65,7 +74,7 @@ class ResponsesDoor:
         return await answered(self._front, request, call, asked.choices, answer_format, wants)
 
     async def tell(self, request: HttpRequest, call: Call) -> Response:
-        """A response that is kept."""
+        """Tell a response that is kept."""
         name, tenant = request.parameters["response_id"], call.caller.key.cache_salt
         kept = self._kept.find(tenant, name, param="response_id")
         return json_response(kept.body, headers=call.headers)

@@ -21,12 +21,13 @@ from services.gateway import limits
 from services.gateway.front.auth import ROLES
 from services.gateway.front.calls import Call, recorded, typed
 from services.gateway.front.frontdoor import FrontDoor, checked_timeout
+from services.gateway.http.anthropic_answers import AnthropicError
 from services.gateway.http.bodies import ErrorBody
 from services.gateway.http.connection import HttpRequest
 from services.gateway.http.cors import AllowedOrigins
 from services.gateway.http.json_body import Body, parse_body, plain
 from services.gateway.http.messages import Response, error_response
-from shared.errors import DeadlinePassed, InvalidRequest, MeshError, NotFound
+from shared.errors import DeadlinePassed, InvalidRequest, NotFound
 from shared.telemetry.moments import Moment, note
 
 BODY_TIMEOUT_S = 30.0
@@ -63,15 +64,28 @@ RouteHandler = Callable[[HttpRequest, Call], Awaitable[Response | None]]
 
 
 class Route(NamedTuple):
-    """One line of the route table. path: ``{name}`` stands for a part of it, ``{name:.+}`` for
-    several. is_polled: asked every second by who watches. error_body: the shape of its errors."""
+    """One line of the route table and of what describes it (``openapi.py``); what it does, the
+    handler's docstring says there.
+
+    path: ``{name}`` stands for a part of it, ``{name:.+}`` for several. answer: a struct for JSON,
+    else a media type. body: what parses it. event: of a stream, if the body may ask for one.
+    ends_with_done: whether such a stream's last event is [DONE]. needs_workers: no answer without
+    the model or the worker that it names. refusal: what a 503 says, if not an error. error: the
+    shape of its errors. is_polled: asked every second by who watches.
+    """
 
     method: str
     path: str
     policy: Policy
     handler: RouteHandler
+    answer: type[msgspec.Struct] | str
+    body: msgspec.json.Decoder[Any] | None = None
+    event: type[msgspec.Struct] | None = None
+    ends_with_done: bool = True
+    needs_workers: bool = False
+    refusal: type[msgspec.Struct] | None = None
+    error: type[ErrorBody | AnthropicError] = ErrorBody
     is_polled: bool = False
-    error_body: Callable[[MeshError], Any] = ErrorBody.of
 
 
 class Routes:
@@ -147,7 +161,7 @@ class Routes:
                 call.outcome = "ok"
             return response
         call.outcome = error.type
-        return error_response(error, headers=call.headers, error_body=route.error_body)
+        return error_response(error, headers=call.headers, error_body=route.error.of)
 
     def _refused(self, request: HttpRequest, methods: dict[str, Route]) -> Response:
         """Where there is no such route, or none for the method, in our shape."""
@@ -155,8 +169,8 @@ class Routes:
             return error_response(self._no_route(request))
         named = ", ".join(sorted(methods))
         error = InvalidRequest(f"this route takes {named}", code="method_not_allowed")
-        shape = next(iter(methods.values())).error_body
-        return error_response(error, headers={"Allow": named}, status=405, error_body=shape)
+        shape = next(iter(methods.values())).error
+        return error_response(error, headers={"Allow": named}, status=405, error_body=shape.of)
 
     def _no_route(self, request: HttpRequest) -> NotFound:
         """The error that names the route, if it looks like one, and what there is instead."""
