@@ -3,9 +3,9 @@
     python -m bench.router.run [--quick] [--sizes 1 4 16 64 500] [--repetitions 7]
 
 Decisions of each policy over the real peer table, beside reading every worker's load once;
-decisions for a long prompt whose beginning some workers have, index and fetches included; then
-reports of many workers through the real registry and membership, beside parsing them alone. No
-network, CPU time of one process. What the numbers mean: README.md beside this file.
+decisions for a long prompt whose beginning some workers have, index and fetches included; the index
+alone; then reports of many workers through the real registry and membership, beside parsing them
+alone. No network, CPU time of one process. What the numbers mean: README.md beside this file.
 """
 
 from __future__ import annotations
@@ -14,20 +14,25 @@ import argparse
 import asyncio
 import contextlib
 import functools
+import gc
 import logging
 import operator
 import random
 import time
+from array import array
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import structlog
+from numpy.typing import NDArray
 
 from bench.record import Record, ratios, run, spread
 from services.gateway.core.peer_table import PeerTable
+from services.gateway.core.prefix_index import PrefixIndex
 from services.gateway.core.prefixes import HashedPrompt
 from services.gateway.core.router import Router
 from services.gateway.core.routing import POLICIES, RouteDecision, RoutingPolicy, route
@@ -39,12 +44,13 @@ from shared import wire
 from shared.address import Address
 from shared.ids import Incarnation, StreamId
 from shared.kv.journal import KvChanges, TierChanges, key_of
-from shared.kv.prefix_hash import prefix_hashes, root_hash
+from shared.kv.prefix_hash import UNIT, prefix_hashes, root_hash
 from shared.membership.join import REPORT_S
 from shared.messages import codec
 from shared.messages.columns import pack_u32, pack_u64
 from shared.messages.message_codec import MessageCodec
 from shared.predict.step_time import StepFit
+from shared.runtime.service import GC_THRESHOLD
 
 HERE = Path(__file__).parent
 SIZES = (1, 4, 16, 64, 500)
@@ -58,6 +64,12 @@ GOALS_US = {4: 15.0, 64: 60.0, 500: 400.0}
 
 NUM_IDLE = 64
 """Workers a side of the gateway that only hears reports."""
+
+NUM_TELLING = 64
+"""Workers of the index that is measured alone."""
+
+REPORT_KEYS = 1 << 13
+"""As in a piece of a snapshot (``shared/kv/journal.py``)."""
 
 REQUEST = RouteRequest(num_tokens=700, max_new_tokens=200)
 
@@ -301,6 +313,62 @@ def a_router(policy: str, num_side: int) -> Router:
     return router
 
 
+# --- the index ------------------------------------------------------------------------------------
+
+
+def measure_index(num_keys: int, repetitions: int, seconds: float) -> dict[str, Any]:
+    """The index of prefixes alone: workers tell in reports of ``REPORT_KEYS`` and as many go again,
+    a prompt of 12,000 tokens of which two workers have all is looked up, and so is one of which
+    nobody has anything.
+
+    bytes_a_key: of the table, when each worker's keys are its own, and what 1,000 workers with
+    10^6 blocks of 16 tokens would come to, in granules of 256 tokens.
+    """
+    source = np.random.default_rng(5)
+    index = PrefixIndex(1 << 31)
+    places = range(NUM_TELLING)
+    for place in places:
+        index.asked(place)
+        index.apply(place, changes_of(np.empty(0, np.uint64)))
+    keys = source.integers(1, 1 << 63, num_keys, np.uint64).reshape(NUM_TELLING, -1)
+    for place in places:
+        for start in range(0, keys.shape[1], REPORT_KEYS):
+            index.apply(place, changes_of(keys[place, start : start + REPORT_KEYS]))
+    bytes_a_key = index.num_bytes / len(index)
+    prompt = source.integers(1, 1 << 63, LONG_PROMPT // UNIT, np.uint64)
+    for place in (0, 1):
+        index.apply(place, changes_of(prompt))
+    alien = source.integers(1, 1 << 63, LONG_PROMPT // UNIT, np.uint64)
+    fresh = source.integers(1, 1 << 63, REPORT_KEYS, np.uint64)
+    come, go = changes_of(fresh), changes_of(fresh, gone=True)
+
+    def tell() -> None:
+        index.apply(0, come)
+        index.apply(0, go)
+
+    rates: dict[str, list[float]] = {"changes_per_s": [], "lookups_per_s": [], "misses_per_s": []}
+    for _ in range(repetitions):
+        rates["changes_per_s"].append(2e6 * REPORT_KEYS / us_of(tell, seconds))
+        lookup_us = us_of(lambda: index.match(prompt, UNIT, 0.0), seconds)
+        rates["lookups_per_s"].append(1e6 / lookup_us)
+        rates["misses_per_s"].append(1e6 / us_of(lambda: index.match(alien, UNIT, 0.0), seconds))
+    return {
+        "what": "index",
+        "num_keys": num_keys,
+        "bytes_a_key": bytes_a_key,
+        "gb_of_1000_workers": bytes_a_key * 1000 * 10**6 * 16 / 256 / 1e9,
+        **{name: spread(values) for name, values in rates.items()},
+    }
+
+
+def changes_of(keys: NDArray[np.uint64], *, gone: bool = False) -> KvChanges:
+    """A report on what came to a pool, or went; not whole, so that it need not add up."""
+    column = array("Q", keys.tobytes())  # as it is unpacked
+    tier = TierChanges([], column, 0, 0) if gone else TierChanges(column, [], 0, 0)
+    nothing = TierChanges([], [], 0, 0)
+    return KvChanges(not len(keys), False, (tier, nothing, nothing))
+
+
 # --- an idle gateway ------------------------------------------------------------------------------
 
 
@@ -425,6 +493,8 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--record", action="store_true", help="write results of a quick run too")
     asked = parser.parse_args()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLD)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     seconds = 0.02 if asked.quick else 0.1
     if asked.quick:
@@ -458,6 +528,20 @@ def main() -> None:
             if num_side in LONG_GOALS_US:
                 what = f"{row['policy']}, {2 * num_side} workers, {LONG_PROMPT} tokens: CPU us"
                 record.goal(13, what, row["us"], "<=", LONG_GOALS_US[num_side])
+    row = measure_index(1 << (18 if asked.quick else 22), asked.repetitions, seconds)
+    record.rows.append(row)
+    print(
+        f"index of {row['num_keys']:,} keys: {row['bytes_a_key']:.1f} bytes a key; CPU: "
+        f"{row['changes_per_s']['median']:,.0f} changes, {row['lookups_per_s']['median']:,.0f} "
+        f"look-ups of {LONG_PROMPT} tokens, {row['misses_per_s']['median']:,.0f} of a prompt that "
+        "nobody has"
+    )
+    record.goal(13, "index: changes a second of CPU", row["changes_per_s"], ">=", 1e6)
+    what = f"index: look-ups a second of CPU, {LONG_PROMPT} tokens"
+    record.goal(13, what, row["lookups_per_s"], ">=", 1e5)
+    record.goal(13, "index: bytes a key", row["bytes_a_key"], "<=", 26.0)
+    what = "index: GB for 1,000 workers with 10^6 blocks each, from its bytes a key"
+    record.goal(13, what, row["gb_of_1000_workers"], "<=", 2.0)
     rounds = 20 if asked.quick else 200
     row = run(measure_reports(NUM_IDLE, asked.repetitions, rounds))
     record.rows.append(row)

@@ -64,7 +64,8 @@ def test_top_level_names_are_ours_alone(name: str) -> None:
 
 def test_gateway_loads_nothing_heavy() -> None:
     """All of the gateway's modules together load no engine, no transport and no array library, but
-    the index of prefixes and the columns of workers, which nobody imports before there is a choice of workers."""
+    the index of prefixes and the columns of workers, which nobody imports before there is a choice
+    of workers."""
     run = subprocess.run(
         [sys.executable, "-c", LOAD_ALL],
         cwd=ROOT,

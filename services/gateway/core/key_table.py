@@ -11,6 +11,7 @@ Numbers are above 0; 0 is "not here".
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -81,29 +82,41 @@ class KeyTable:
 
     def find(self, keys: Keys) -> Numbers:
         """Return the number of each key."""
-        numbers = np.zeros(len(keys), np.int32)
-        places, slots = self._found(keys)
-        numbers[places] = self._flat_numbers.take(slots)
-        if self._crowded and len(places) < len(keys):
-            for place in np.flatnonzero(numbers == 0).tolist():
-                numbers[place] = self._crowded.get(int(keys[place]), 0)
+        return self._with_crowded(keys, self._find_in_rows(keys))
+
+    def _find_in_rows(self, keys: Keys) -> Numbers:
+        rows = self._rows_of(keys).reshape(-1)
+        equal = self._keys.take(rows, axis=0).reshape(-1, 2 * SLOTS) == keys[:, None]
+        numbers = self._numbers.take(rows, axis=0).reshape(-1, 2 * SLOTS)
+        numbers *= equal
+        return numbers.max(1)
+
+    def _with_crowded(self, keys: Keys, numbers: Numbers) -> Numbers:
+        for place in (numbers == 0).nonzero()[0].tolist() if self._crowded else ():
+            numbers[place] = self._crowded.get(int(keys[place]), 0)
         return numbers
 
     def find_prefix(self, keys: Keys) -> Numbers:
         """Return the numbers of the keys before the first one that is not here."""
-        places, slots = self._found(keys)
-        num = len(places)
-        if num < len(keys):
-            ordered = places == np.arange(num)
-            num = num if ordered.all() else int(ordered.argmin())
-            if int(keys[num]) in self._crowded:
-                numbers = self.find(keys)
-                return numbers if numbers.all() else numbers[: int((numbers == 0).argmax())]
-        return self._flat_numbers.take(slots[:num])
+        numbers = self._find_in_rows(keys)
+        for place in (numbers == 0).nonzero()[0].tolist():
+            number = self._crowded.get(int(keys[place])) if self._crowded else None
+            if number is None:
+                return numbers[:place]
+            numbers[place] = number
+        return numbers
 
     def put(self, keys: Keys, numbers: Numbers) -> None:
         """Set the numbers of different keys; 0 takes a key out. There must be room."""
+        self.change(keys, lambda _: numbers)
+
+    def change(self, keys: Keys, after: Callable[[Numbers], Numbers]) -> None:
+        """Give different keys the numbers that come ``after`` those that they have; 0 is none.
+        There must be room."""
         places, slots = self._found(keys)
+        before = np.zeros(len(keys), np.int32)
+        before[places] = self._flat_numbers.take(slots)
+        numbers = after(self._with_crowded(keys, before))
         found = numbers[places]
         self._flat_numbers[slots] = found
         gone = slots[found == 0]

@@ -172,16 +172,20 @@ class PrefixIndex:
     ) -> None:
         """Change who holds these keys; of each tier what was true before stays uncounted."""
         column = np.unique(np.array(keys, np.uint64))
-        before = self._table.find(column)
-        after, changed = np.empty_like(before), np.empty(len(before), bool)
-        numbers: list[int] = before.tolist()
-        for number in set(numbers):
-            mask = self._masks[number]
-            new = mask | bit if adds else mask & ~bit
-            is_it = before == number
-            changed[is_it] = new != mask
-            after[is_it] = self._moved(number, new, int(np.count_nonzero(is_it)))
-        self._table.put(column, after)
+        changed = np.empty(len(column), bool)
+
+        def after(before: Numbers) -> Numbers:
+            numbers, found = np.empty_like(before), np.unique_counts(before)
+            of_each: list[int] = found.values.tolist()
+            for number, times in zip(of_each, found.counts.tolist(), strict=True):
+                mask = self._masks[number]
+                new = mask | bit if adds else mask & ~bit
+                is_it = before == number
+                changed[is_it] = new != mask
+                numbers[is_it] = self._moved(number, new, times)
+            return numbers
+
+        self._table.change(column, after)
         flipped = column[changed]
         known.counts[tier] += len(flipped) if adds else -len(flipped)
         known.digests[tier] ^= int(np.bitwise_xor.reduce(flipped)) if len(flipped) else 0
@@ -231,21 +235,21 @@ class PrefixIndex:
 
         keys: of the prompt's granules in order, of workers that tell of such granules.
         """
-        found = self._walk(self._table.find_prefix(keys), granule_tokens)
+        numbers = self._table.find_prefix(keys)
+        changes = (numbers[1:] != numbers[:-1]).nonzero()[0] + 1
+        ends = [0, *changes.tolist(), len(numbers)] if len(numbers) else [0]
+        found = self._walk(numbers, ends, granule_tokens)
         if self._expected:
-            self._expect_more(keys, found, granule_tokens, now)
+            self._expect_more(keys, found, ends, granule_tokens, now)
         return found
 
-    def _walk(self, numbers: Numbers, granule_tokens: int) -> dict[int, Hit]:
-        """Follow the holdings from one change to the next; whoever is not in one ends before it."""
+    def _walk(self, numbers: Numbers, ends: Sequence[int], granule_tokens: int) -> dict[int, Hit]:
+        """Follow the holdings from one change to the next; whoever is not in one ends before it.
+        ends: where they change."""
         found: dict[int, Hit] = {}
-        if not len(numbers):
-            return found
-        changes = (np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist()
-        starts, ends = [0, *changes], [*changes, len(numbers)]
         walking, below = _EVERYBODY, dict[int, list[int]]()
-        numbers_at: list[int] = numbers[starts].tolist()
-        for number, start, end in zip(numbers_at, starts, ends, strict=True):
+        of_runs: list[int] = numbers[ends[:-1]].tolist()
+        for number, start, end in zip(of_runs, ends[:-1], ends[1:], strict=True):
             mask = self._masks[number]
             is_below = mask > _EVERYBODY
             here = (mask | mask >> PLACES | mask >> 2 * PLACES) if is_below else mask
@@ -262,24 +266,31 @@ class PrefixIndex:
                     tier = Tier.DRAM if mask >> PLACES + place & 1 else Tier.SSD
                     lies = below.setdefault(place, [start * granule_tokens, 0, 0])
                     lies[tier] += (end - start) * granule_tokens
-        num_tokens = len(numbers) * granule_tokens
-        found.update(dict.fromkeys(_places_of(walking), Hit(num_tokens, num_tokens)))
+        if ends[-1]:
+            num_tokens = ends[-1] * granule_tokens
+            found.update(dict.fromkeys(_places_of(walking), Hit(num_tokens, num_tokens)))
         for place, lies in below.items():
             found[place] = Hit(found[place].tokens, *lies)
         return found
 
     def _expect_more(
-        self, keys: Keys, found: dict[int, Hit], granule_tokens: int, now: float
+        self,
+        keys: Keys,
+        found: dict[int, Hit],
+        ends: Sequence[int],
+        granule_tokens: int,
+        now: float,
     ) -> None:
+        """Add what is expected behind what was found, which ends at one of ``ends``."""
         while self._expecting and (
             self._expecting[0].due + EXPECTED_S < now or len(self._expecting) > EXPECTED_PROMPTS
         ):
             self._forget(self._expecting.popleft())
-        expected = self._expected
-        for tokens in sorted({0, *(hit.tokens for hit in found.values())}):
-            granule, place = tokens // granule_tokens, None
+        expected, column = self._expected.get, keys.tolist()
+        for end in ends:
+            granule, place = end, None
             while granule < len(keys):
-                promise = expected.get(int(keys[granule]))
+                promise = expected(column[granule])
                 if (
                     promise is None
                     or promise.due + EXPECTED_S < now
@@ -287,14 +298,15 @@ class PrefixIndex:
                 ):
                     break
                 hit = found.get(promise.place, NOTHING)
-                if place is None and hit.tokens != tokens:
+                if place is None and hit.tokens != end * granule_tokens:
                     break
                 place = promise.place
                 granule += _num_equal(keys[granule:], promise.keys[granule - promise.first :])
-                tokens_then = granule * granule_tokens
+                tokens = granule * granule_tokens
                 is_there = promise.due <= now and hit.in_pool == hit.tokens
-                in_pool = tokens_then if is_there else hit.in_pool
-                found[place] = hit._replace(tokens=tokens_then, in_pool=in_pool)
+                found[place] = hit._replace(
+                    tokens=tokens, in_pool=tokens if is_there else hit.in_pool
+                )
 
     def expect(self, place: int, keys: Keys, num_found: int, due: float) -> None:
         """A decision sends a prompt to a worker that has its first so many granules: it will have

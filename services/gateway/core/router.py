@@ -6,7 +6,6 @@ It joins the policy, the peer table, the index of prefixes and what is predicted
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -61,8 +60,7 @@ class Router:
                 cached = self.prefixes.cached(prompt, now)
             if policy.fetches and cached:
                 offers = OffersOf(self._table.get, cached, self.expectations.fetches) or None
-            request = dataclasses.replace(
-                request,
+            request = request._replace(
                 affinity=affinity_of(prompt.column, prompt.salt) if policy.needs_affinity else 0,
                 cached=cached,
                 fetches=offers,

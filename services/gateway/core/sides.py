@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from services.gateway.core.columns import Column, Columns, Side
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouteRequest:
+_NO_HITS: Mapping[Incarnation, Hit] = {}
+
+
+class RouteRequest(NamedTuple):
     """What a policy may know of a request. avoid: workers that failed an earlier attempt. prompt:
     what the next two are found by, where the policy goes by one of them. affinity: the key of the
     prompt's beginning (``rendezvous.py``). cached: what workers have of the prompt, as ``prompt``
@@ -35,7 +37,7 @@ class RouteRequest:
     avoid: frozenset[Incarnation] = frozenset()
     affinity: int = 0
     prompt: HashedPrompt | None = None
-    cached: Mapping[Incarnation, Hit] = field(default_factory=dict[Incarnation, Hit])
+    cached: Mapping[Incarnation, Hit] = _NO_HITS
     fetches: Fetches | None = None
     num_output_tokens: int = 0
     now: float = 0.0
