@@ -41,7 +41,7 @@ TITLES = {
     10: "start-up, memory",
     11: "how long a client waits when something dies",
     12: "steps over vLLM beside vLLM",
-    13: "a routing decision, an idle gateway",
+    13: "a routing decision, the index of prefixes, an idle gateway",
     14: "pools that move beside fixed roles",
     15: "one host beside vLLM's server",
     16: "which worker gets a prompt whose prefix others have",

@@ -28,13 +28,14 @@ _ONE_STEP = float(1 << 40)
 
 class PromptColumns(NamedTuple):
     """Of each worker: when it is free, its fit of steps with prompts (not a number: seconds are not
-    known), and most tokens of a step."""
+    known), most tokens of a step, and prompt tokens that it has."""
 
     free_at: Column
     constant_s: Column
     token_s: Column
     attended_s: Column
     step_tokens: Column
+    pending_tokens: Column
 
     def waits_s(self, now: float) -> Column:
         """Return seconds until a prompt that comes now would begin."""
@@ -56,6 +57,7 @@ class AnswerColumns(NamedTuple):
     num_answers: Column
     reserved_tokens: Column
     capacity_tokens: Column
+    reserved_share: Column
 
     def step_s(self, num_tokens: int, no_room_s: float) -> Column:
         """Return seconds of a step with one more answer, behind a prompt of so many tokens; more by
@@ -86,10 +88,12 @@ class Columns:
                 worker.free_at,
                 *(status.prompt_steps[:3] if worker.is_predictable else _NO_FIT),
                 status.step_tokens or _ONE_STEP,
+                worker.pending_tokens,
                 *(status.answer_steps[:3] if worker.is_step_predictable else _NO_FIT),
                 worker.num_answers,
                 worker.reserved_tokens,
                 worker.capacity_tokens,
+                worker.reserved_share,
             )
 
 

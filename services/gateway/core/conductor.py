@@ -106,10 +106,9 @@ class Conductor(Local):
         believed."""
         scores, terms = _prompt_scores(request, sides)
         soonest = sides.prefills[least(scores, range(len(scores)))[0]]
-        decodes = None
-        if len(sides.decodes) > 1 or soonest is not sides.decodes[0]:
-            decodes = _answer_scores(request, sides, soonest)
-        return Scores(scores, decodes or list(map(self.score_decode, sides.decodes)), terms)
+        if len(sides.decodes) > 1 or soonest.incarnation != sides.decodes[0].incarnation:
+            return Scores(scores, _answer_scores(request, sides, soonest), terms)
+        return Scores(scores, [soonest.reserved_share], terms)
 
 
 def _prompt_scores(
@@ -117,25 +116,27 @@ def _prompt_scores(
 ) -> tuple[Sequence[float], Sequence[PromptTerms]]:
     """Return the workers' scores, and what each is made of."""
     # With one worker nobody needs columns, and numpy is not imported for its first request.
-    is_choice = len(sides.prefills) > 1 or request.fetches is not None
-    if is_choice and (found := _scores_in_columns(request, sides)) is not None:
-        return found
-    is_s = all(worker.is_predictable for worker in sides.prefills)
-    terms = [_terms_of(worker, request, is_s=is_s) for worker in sides.prefills]
-    return [it.score for it in terms], terms
+    if len(sides.prefills) > 1 or request.fetches is not None:
+        return _scores_in_columns(request, sides)
+    (worker,) = sides.prefills
+    terms = _terms_of(worker, request, is_s=worker.is_predictable)
+    return [terms.score], [terms]
 
 
 def _scores_in_columns(
     request: RouteRequest, sides: Sides
-) -> tuple[Sequence[float], Sequence[PromptTerms]] | None:
-    """Return the same of all workers at once, in seconds; None = not of each they are known."""
+) -> tuple[Sequence[float], Sequence[PromptTerms]]:
+    """Return the same of all workers at once."""
     workers, num_tokens, fetches = sides.prefills, request.num_tokens, request.fetches
     side, _ = sides.in_columns()
     columns, cached = side.prompts(), side.cached(request.cached, num_tokens - 1)
     waits, computes = columns.waits_s(request.now), columns.compute_s(cached, num_tokens)
-    terms, scores = AllPromptTerms(waits, computes, cached), waits + computes
+    scores = waits + computes
     if not side.are_known(scores):
-        return None
+        waits, computes = columns.pending_tokens, num_tokens - cached
+        terms = AllPromptTerms(waits, computes, cached, is_s=False)
+        return side.numbers(waits + computes), terms
+    terms = AllPromptTerms(waits, computes, cached, is_s=True)
     for incarnation, hit in request.cached.items():
         place = side.place_of(incarnation) if hit.in_dram or hit.on_ssd else None
         if place is not None:
@@ -194,13 +195,13 @@ def _compute_s(worker: Worker, cached: int, num_tokens: int) -> float:
     return status.prompt_steps.prompt_seconds(cached, num_tokens, status.step_tokens)
 
 
-def _answer_scores(request: RouteRequest, sides: Sides, prefill: Worker) -> Sequence[float] | None:
-    """Return the seconds a token that an answer would take on each decode worker; None = not of
-    each they are known."""
+def _answer_scores(request: RouteRequest, sides: Sides, prefill: Worker) -> Sequence[float]:
+    """Return the seconds a token that an answer would take on each decode worker; where they are
+    not known of each, the shares of blocks that are taken."""
     _, side = sides.in_columns()
-    num_tokens = request.num_tokens
+    columns, num_tokens = side.answers(), request.num_tokens
     num_output = max(1, request.num_output_tokens or request.max_new_tokens)
     missing = num_tokens - side.cached(request.cached, num_tokens)
-    seconds = side.answers().step_s(num_tokens, NO_ROOM_S)
+    seconds = columns.step_s(num_tokens, NO_ROOM_S)
     seconds += missing * (sides.decodes[0].layout.token_bytes / num_output) * side.byte_s(prefill)
-    return side.numbers(seconds) if side.are_known(seconds) else None
+    return side.numbers(seconds if side.are_known(seconds) else columns.reserved_share)

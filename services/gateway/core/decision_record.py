@@ -100,8 +100,8 @@ def _side(
             "prompts": view.num_prompts,
             "answers": view.num_answers,
             "queue_s": view.status.queue_s,
-            "prompt_steps": view.status.prompt_steps._asdict(),
-            "answer_steps": (view.status.answer_steps if worker.is_believed else NO_FIT)._asdict(),
+            "prompt_steps": (view.status.prompt_steps if view.is_believed else NO_FIT)._asdict(),
+            "answer_steps": (view.status.answer_steps if view.is_believed else NO_FIT)._asdict(),
             "step_tokens": view.status.step_tokens,
             **_hit_to_json(request.cached.get(worker.incarnation, NOTHING)),
             "dram_token_s": view.status.dram_token_s,
@@ -153,7 +153,10 @@ def _replay(record: Mapping[str, Any]) -> Replay:
     policy.memory = _memory_from_json(record["memory"])
     bits: dict[str, int] = {}
     prefills: list[Worker] = [_worker(it, bits) for it in record["prefills"]]
-    decodes: list[Worker] = [_worker(it, bits) for it in record["decodes"]]
+    by_name = {
+        it["worker"]: worker for it, worker in zip(record["prefills"], prefills, strict=True)
+    }
+    decodes = [by_name.get(it["worker"]) or _worker(it, bits) for it in record["decodes"]]
     layout = KvLayout(**record["layout"])
     for worker in decodes:
         worker.layout = layout
@@ -172,7 +175,7 @@ def _replay(record: Mapping[str, Any]) -> Replay:
             for workers, side in ((prefills, "prefills"), (decodes, "decodes"))
             for worker, it in zip(workers, record[side], strict=True)
         },
-        fetches=_RecordedFetches(record, prefills),
+        fetches=_RecordedFetches(record, prefills) if record["fetchable_tokens"] else None,
         num_output_tokens=record["num_output_tokens"],
     )
     # Who is ready soonest is found by the policy: it was the same one, or the scores differ anyway.
@@ -256,7 +259,6 @@ def _worker(it: Mapping[str, Any], bits: dict[str, int]) -> Worker:
             paired=frozenset({incarnation} if it["colocated"] else ()),
         )
     )
-    worker.is_believed = not terms or terms["is_s"]
     return worker
 
 

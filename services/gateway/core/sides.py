@@ -73,8 +73,9 @@ class PromptTerms(NamedTuple):
 class AllPromptTerms(Sequence[PromptTerms]):
     """Those of all prefill workers, as columns: a record is made of the one that is asked for."""
 
-    def __init__(self, waits: Column, computes: Column, cached: Column) -> None:
+    def __init__(self, waits: Column, computes: Column, cached: Column, *, is_s: bool) -> None:
         self._columns = waits, computes, cached
+        self._is_s = is_s
         self._special: dict[int, PromptTerms] = {}
 
     def __len__(self) -> int:
@@ -88,7 +89,7 @@ class AllPromptTerms(Sequence[PromptTerms]):
         if isinstance(place, slice):
             return [self[one] for one in range(len(self))[place]]
         wait, compute, cached = (float(column[place]) for column in self._columns)
-        return self._special.get(place) or PromptTerms(wait, compute, int(cached), is_s=True)
+        return self._special.get(place) or PromptTerms(wait, compute, int(cached), self._is_s)
 
     def __setitem__(self, place: int, terms: PromptTerms) -> None:
         """More is known of these than columns tell: a fetch, or a load."""

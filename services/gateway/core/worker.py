@@ -46,7 +46,7 @@ class OpenOrder:
 
 class WorkerView(NamedTuple):
     """What a decision saw of a worker: its report, when that came, and the load with this gateway's
-    orders that the report has not seen."""
+    orders that the report has not seen; and whether its predictions are believed."""
 
     status: WorkerStatus
     reported_at: float
@@ -55,6 +55,7 @@ class WorkerView(NamedTuple):
     num_queued: int
     num_prompts: int
     num_answers: int
+    is_believed: bool
 
 
 @dataclass(slots=True, kw_only=True)
@@ -177,7 +178,7 @@ class Worker:
     @is_believed.setter
     def is_believed(self, is_it: bool) -> None:
         self._is_believed = is_it
-        self.changed[self.bit] = self
+        self._conclude()
 
     @property
     def is_predictable(self) -> bool:
@@ -322,4 +323,5 @@ class Worker:
             self.num_queued,
             self._num_prompts,
             self.num_answers,
+            self._is_believed,
         )

@@ -17,7 +17,7 @@ from services.gateway.core.peer_table import PeerTable
 from services.gateway.core.routing import POLICIES, RouteDecision, route
 from services.gateway.core.sides import RouteRequest
 from services.gateway.core.worker import Role
-from shared.ids import Incarnation
+from shared.ids import Incarnation, StreamId
 from shared.predict.step_time import StepFit
 from tests.unit.services.gateway.core.test_gateway_routing import LAYOUT, a_mesh
 
@@ -218,6 +218,23 @@ def test_any_decision_comes_out_of_its_record_again() -> None:
             hit = Hit(tokens, tokens // 2, tokens // 4, tokens // 4)
             cached[int(it.incarnation)] = draws.choice([tokens, hit])
         decide(table, cached, num_tokens=num_tokens)
+
+
+@pytest.mark.parametrize("num", [1, 2, 3])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_colocated_workers_decisions_come_out_of_their_records(num: int, is_known: bool) -> None:
+    """One worker on both sides, with orders that its report has not seen; a lone one, too, and
+    beside another whose predictions are not believed."""
+    table = a_known_mesh([], num_decode=num)
+    for worker in table.workers:
+        status = replace(worker.status, prompt_steps=FIT, paired=frozenset({worker.incarnation}))
+        table.report(worker, status, 0.0)
+        for number in range(1, 3):
+            worker.sent(Role.DECODE, StreamId(number), num_tokens=300, num_blocks=20, now=0.0)
+    table.workers[0].is_believed = is_known
+    decision = decide(table, {100: 800})
+    assert decision.prefill == decision.decode
+    assert [terms.is_s for terms in decision.scores.terms] == [is_known] * num
 
 
 def test_while_a_speed_is_unknown_tokens_are_compared() -> None:
