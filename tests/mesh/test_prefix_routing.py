@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import msgspec
+import pytest
 
 from services.gateway.core.decision_record import replay
 from services.gateway.core.prefix_index import Indexed
@@ -148,6 +149,23 @@ async def test_the_next_turn_has_the_answer_s_kv_sent_from_decode() -> None:
         assert terms["source"] == receipt["fetched_from"]
         assert terms["fetched_tokens"] == UNIT  # whole granules are known
         assert replay(decision).differences == []
+
+
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+@virtual_time
+async def test_whoever_joins_first_is_asked_when_the_second_joins(first: str) -> None:
+    """With one worker there is no choice; as soon as there is, both tell of their caches."""
+    others = {"prefill": "decode", "decode": "prefill"}
+    start = {f"num_{first}": 1, f"num_{others[first]}": 0}
+    async with whole_mesh(**CONDUCTOR, **start, num_blocks=256, timing=TIMING) as mesh:
+        await asyncio.sleep(1.0)
+        await mesh.start_worker(others[first])
+        await mesh.ready()
+        await ask(mesh, a_prompt(2 * UNIT))
+        await asyncio.sleep(1.0)
+        members = mesh.gateways[0].members
+        places = [members.table.get(it.incarnation).place for it in mesh.workers]
+        assert {members.prefixes.index.state(place) for place in places} == {Indexed.KNOWN}
 
 
 @virtual_time

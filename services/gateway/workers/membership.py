@@ -128,8 +128,8 @@ class Membership:
             block_size=worker.block_size,
             at_s=asyncio.get_running_loop().time(),
         )
-        if self.prefixes is not None:
-            self.prefixes.joined(worker)
+        if self.prefixes is not None and self.prefixes.joined(worker):
+            self.directives.tell()  # with the second one, those that were here are asked, too
         self._note_change()
 
     def update(self, incarnation: Incarnation, status: WorkerStatus) -> None:
