@@ -106,7 +106,7 @@ COPY --from=native /src/shared/engine/native /app/shared/engine/native
 RUN install --directory --owner 10001 --group 10001 --mode 700 /cache /kv
 ENV PDMESH_METRICS_PORT=9090
 USER 10001:10001
-RUN python3 -c "import shared.worker.worker, shared.runtime.worker_process, services.cli"
+RUN python3 -c "import shared.worker.worker, shared.worker.process, services.cli"
 EXPOSE 9090
 ENTRYPOINT ["pdmesh", "prefill"]
 

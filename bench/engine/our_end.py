@@ -30,11 +30,11 @@ from shared.engine.worker import ThreadCompute
 from shared.errors import MeshError
 from shared.kv.pool import BlockPool
 from shared.request import SamplingParams, WorkItem
-from shared.runtime.worker_process import SWITCH_INTERVAL_S
 from shared.schedule.plan import Failure, NewToken, StepPlan
 from shared.schedule.scheduler import SchedulePolicy, Scheduler
 from shared.schedule.sequence import Sequence as TokenSequence
 from shared.telemetry.worker import DecodeMetrics
+from shared.worker.process import SWITCH_INTERVAL_S
 from shared.worker.stepper import Stepper
 
 

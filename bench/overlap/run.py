@@ -39,12 +39,12 @@ from shared.engine.worker import ThreadCompute
 from shared.errors import MeshError
 from shared.ids import Incarnation, MeshPeer, RequestId
 from shared.rpc.tcp import TcpNetwork
-from shared.runtime.worker_process import SWITCH_INTERVAL_S
 from shared.transfer.messages import TransferKey
 from shared.transfer.plan import DEFAULT_GROUP_BYTES, TransferMode
 from shared.transport.settings import UcxSettings
 from shared.transport.ucxx import open_ucx
 from shared.worker.pairs import PairTable
+from shared.worker.process import SWITCH_INTERVAL_S
 from shared.worker.pusher import Pusher
 from shared.worker.receiver import KvReceiver, LeaseTerms, ReceiveStats
 

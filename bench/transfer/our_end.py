@@ -19,10 +19,10 @@ import numpy as np
 
 from bench.record import run
 from bench.transfer.pairs import WINDOW
-from shared.runtime.worker_process import SWITCH_INTERVAL_S
 from shared.transfer.frames import HEADER_BYTES
 from shared.transport.base import Outcome
 from shared.transport.ucxx import UcxEndpoint, UcxTransport, open_ucx
+from shared.worker.process import SWITCH_INTERVAL_S
 
 
 async def serve(how: str) -> None:

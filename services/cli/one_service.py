@@ -65,10 +65,9 @@ def _run_worker(config: WorkerConfig) -> int:
     require_free_port(config.host, config.port, "--port")
     require_free_port(config.host, config.metrics_port, "--metrics-port")
     _configure_logs(config)
-    from shared.runtime.worker_process import run_worker
-    from shared.worker.worker import serve_worker
+    from shared.worker.process import run_worker
 
-    return run_worker(serve_worker, config)
+    return run_worker(config)
 
 
 def _configure_logs(config: ServiceConfig) -> None:

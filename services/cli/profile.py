@@ -62,7 +62,7 @@ def profile(
     configure_logs(service="profile", level="warning", form=config.log_format)
     if output is not None:
         return _profile_steps(config, output, measure, as_json=as_json)
-    from shared.runtime.worker_process import profile_machine
+    from shared.worker.process import profile_machine
 
     measured: list[KeptProfile] = []
 
@@ -89,7 +89,7 @@ def _profile_steps(config: PrefillConfig, output: Path, limit_s: float, *, as_js
         raise InvalidRequest(f"--measure must be 1..{MOST_MEASURE_S} seconds")
     if not output.parent.is_dir():
         raise CannotRun(f"cannot write {output}: {output.parent} is no folder")
-    from shared.runtime.worker_process import profile_steps
+    from shared.worker.process import profile_steps
 
     measured: list[StepProfile] = []
 

@@ -3,8 +3,7 @@
 import sys
 
 from shared.config import DecodeConfig
-from shared.runtime.worker_process import run_worker_from_environment
-from shared.worker.worker import serve_worker
+from shared.worker.process import run_worker_from_environment
 
 if __name__ == "__main__":
-    sys.exit(run_worker_from_environment(serve_worker, DecodeConfig))
+    sys.exit(run_worker_from_environment(DecodeConfig))

@@ -23,7 +23,6 @@ from shared.kv.pool import BlockPool
 from shared.kv.tiers import CachePolicy
 from shared.profile.machine import UNMEASURED, MachineProfile
 from shared.runtime.platform import Platform
-from shared.runtime.worker import WorkerLife, WorkerParts, devices, pool_and_scheduler
 from shared.schedule.budget import BatchBudget, EitherBudget, StepBudget, TimeBudget, TokenBudget
 from shared.schedule.queue_time import queue_left_s
 from shared.schedule.scheduler import Scheduler
@@ -45,6 +44,7 @@ from shared.worker.core.leases import Leases
 from shared.worker.core.life import Task
 from shared.worker.disk_arena import DiskArena
 from shared.worker.doors import AnswerDoor, Door, PromptDoor
+from shared.worker.life import WorkerLife, WorkerParts, devices, pool_and_scheduler
 from shared.worker.pairs import PairTable
 from shared.worker.prefixes import PrefixFetches, PrefixSource
 from shared.worker.pusher import Pusher
@@ -115,7 +115,7 @@ class MeshWorker:
         self._engine = engine
         self.incarnation: Incarnation = new_incarnation(platform.random_bytes)
         self._life = WorkerLife(
-            launch.home, config, platform, engine, self.incarnation, serves=launch.serves
+            launch.home, config, platform, engine, self.incarnation, launch.serves
         )
         self._open_metrics()
         self.step_times = StepTimes()
@@ -449,14 +449,3 @@ class MeshWorker:
             PairSpeed(decode=pair.name, lane=pair.lane, bytes_per_s=pair.gbytes_per_s * 1e9)
             for pair in self.pairs.statistics()
         ]
-
-
-async def serve_worker(
-    config: WorkerConfig,
-    platform: Platform,
-    engine: Engine,
-    ready: Callable[[Address], None],
-    stop: asyncio.Event,
-) -> bool:
-    """Run one worker, prefill or decode as its configuration is: see ``MeshWorker.run``."""
-    return await MeshWorker(config, platform, engine).run(ready, stop)

@@ -14,9 +14,9 @@ from shared.config import DecodeConfig
 from shared.engine.base import Engine
 from shared.engine.torch_engine import TorchEngine
 from shared.request import SamplingParams, TokenLogprobs, WorkItem
-from shared.runtime.worker import pool_and_scheduler
 from shared.schedule.sequence import Sequence
 from shared.step import SampleSpec, StepRow
+from shared.worker.life import pool_and_scheduler
 from tests.support.engine_driver import Driver, Running, greedy
 from tests.vllm.conftest import NUM_BLOCKS, EngineOf
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import datetime
 import functools
 import os
 import sys
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import cast
 
 from shared.address import Address
@@ -30,20 +29,16 @@ from shared.runtime import realtime
 from shared.runtime.platform import Platform, real_platform
 from shared.runtime.realtime import RealTime
 from shared.runtime.service import Process, run_configured, run_service
-from shared.runtime.worker import devices
 from shared.settings import role_of
 from shared.transport.base import Transport, TransportFactory
 from shared.transport.ucxx import open_ucx
+from shared.worker.life import devices
+from shared.worker.worker import MeshWorker
 
 SWITCH_INTERVAL_S = 0.0005
 
-Serve = Callable[
-    [WorkerConfig, Platform, Engine, Callable[[Address], None], asyncio.Event], Awaitable[bool]
-]
-"""``serve_worker`` (``shared/worker/worker.py``)."""
 
-
-def run_worker(serve: Serve, config: WorkerConfig) -> int:
+def run_worker(config: WorkerConfig) -> int:
     """Run one worker as this process until a signal, and return the exit code (``service.py``).
 
     Logs must be configured. Whatever keeps it from starting or ends it is one line on stderr.
@@ -56,7 +51,7 @@ def run_worker(serve: Serve, config: WorkerConfig) -> int:
             def ready(address: Address) -> None:
                 process.ready(grpc_port=address.port, num_blocks=engine.num_blocks)
 
-            return await serve(config, platform, engine, ready, process.stop)
+            return await MeshWorker(config, platform, engine).run(ready, process.stop)
 
     name = role_of(type(config))
     return run_service(name, main, drain_s=config.drain_s, is_realtime=config.realtime)
@@ -165,6 +160,6 @@ async def _profile(
     )
 
 
-def run_worker_from_environment(serve: Serve, kind: type[WorkerConfig]) -> int:
+def run_worker_from_environment(kind: type[WorkerConfig]) -> int:
     """``run_worker`` with the configuration of ``PDMESH_*``; sets logging up, too."""
-    return run_configured(role_of(kind), kind, lambda config: run_worker(serve, config))
+    return run_configured(role_of(kind), kind, run_worker)

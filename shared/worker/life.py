@@ -50,9 +50,9 @@ class WorkerParts:
 
     loops: run until the end; the first one ends first. load: read for every status. drain: awaited
     after a stop. why_not_ready: one sentence, '' when its own parts are ready. journal: which
-    prefixes are here, for gateways that ask. on_peers: the
-    standing partners, whenever they have changed. on_pair: one more is needed. on_home: a gateway
-    says what the worker is when nothing is asked of it, with the order's epoch and number.
+    prefixes are here, for gateways that ask. on_peers: the standing partners, whenever they have
+    changed. on_pair: one more is needed. on_home: a gateway says what the worker is when nothing is
+    asked of it, with the order's epoch and number.
     """
 
     servicers: Sequence[Servicer]
@@ -62,10 +62,10 @@ class WorkerParts:
     loops: Sequence[Loop]
     drain: Callable[[], Awaitable[bool]]
     why_not_ready: Callable[[], str]
-    journal: Journal | None = None
-    on_peers: Callable[[Sequence[MeshPeer]], None] = lambda _: None
-    on_pair: Callable[[MeshPeer], None] = lambda _: None
-    on_home: Callable[[Home], None] = lambda _: None
+    journal: Journal
+    on_peers: Callable[[Sequence[MeshPeer]], None]
+    on_pair: Callable[[MeshPeer], None]
+    on_home: Callable[[Home], None]
 
 
 class WorkerLife:
@@ -78,10 +78,9 @@ class WorkerLife:
         platform: Platform,
         engine: Engine,
         incarnation: Incarnation,
-        *,
-        serves: tuple[Role, ...] = (),
+        serves: tuple[Role, ...],
     ) -> None:
-        """serves: the roles for which it takes orders; empty = ``role`` alone."""
+        """serves: the roles for which it takes orders."""
         self._role = role
         self._serves = serves
         self._config = config
