@@ -489,7 +489,9 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="short, prints only")
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="workers a side")
+    parser.add_argument(
+        "--sizes", type=int, nargs="*", default=SIZES, help="workers a side of short prompts"
+    )
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--record", action="store_true", help="write results of a quick run too")
     asked = parser.parse_args()
