@@ -89,10 +89,9 @@ async def main(asked: argparse.Namespace) -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         make_model(folder)
         num_colocated = 2 if asked.colocated else 0
-        mesh = our_mesh(folder, num_colocated=num_colocated, tbt_s=0.015, realtime=asked.realtime)
-        endpoints = await stack.enter_async_context(
-            open_endpoints(await stack.enter_async_context(mesh))
-        )
+        ours = our_mesh(folder, num_colocated=num_colocated, tbt_s=0.015, realtime=asked.realtime)
+        mesh = await stack.enter_async_context(ours)
+        endpoints = await stack.enter_async_context(open_endpoints([mesh.http_url]))
         warm = Load(rate=2.0, num_requests=6, arrivals="poisson")
         await send(endpoints, source, warm, 1)
         alone = Load(rate=0.5, num_requests=25, burstiness=math.inf, arrivals="poisson")

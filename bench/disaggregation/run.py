@@ -36,7 +36,7 @@ from services.cli.bench.search import RateSearch
 from services.cli.bench.sources import Lengths, Sessions, Shape
 from services.cli.bench.summary import summarize
 from services.cli.bench.workload import Fit, Load, Source, plan
-from services.local import local_mesh, plan_services, wait_for_pair
+from services.local import LocalMesh, local_mesh, plan_services, wait_for_pair
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
 from shared.model_folder import DEMO_FOLDER
 from shared.telemetry.definitions import Slo
@@ -206,14 +206,23 @@ def make_model(folder: Path) -> None:
 
 @contextlib.asynccontextmanager
 async def our_mesh(
-    folder: Path, *, num_colocated: int, threads: int = 1, tbt_s: float, realtime: bool
-) -> AsyncGenerator[list[str]]:
+    folder: Path,
+    *,
+    num_colocated: int,
+    threads: int = 1,
+    tbt_s: float = 0.015,
+    realtime: bool = False,
+    share_prefixes: bool = True,
+) -> AsyncGenerator[LocalMesh]:
     """One mesh: a prefill and a decode worker, or colocated ones.
 
     threads: of the prefill worker, or of each that is colocated; a decode worker has one.
+    share_prefixes: whether a prefill worker takes KV of answers back.
     """
     shared: dict[str, Any] = {"model": str(folder), "realtime": realtime}
-    common: dict[str, Any] = {**shared, "device": "cpu", "kv_gib": 1.0}
+    common: dict[str, Any] = {
+        **shared, "device": "cpu", "kv_gib": 1.0, "share_prefixes": share_prefixes
+    }  # fmt: skip
     gateway = GatewayConfig(**shared, http_port=0, grpc_port=0, mesh_port=0, max_waiting=4096)
     if num_colocated:
         decode = DecodeConfig(**common, threads=threads, colocated=True, tbt_target_s=tbt_s)
@@ -228,7 +237,7 @@ async def our_mesh(
             async with asyncio.timeout(120):
                 while log.read_text().count("KV pool is resident") < len(services) - 1:
                     await asyncio.sleep(0.2)
-            yield [mesh.http_url]
+            yield mesh
 
 
 @contextlib.asynccontextmanager
@@ -465,7 +474,7 @@ async def main(asked: argparse.Namespace) -> None:
                 tbt_s=tbt_ms / 1e3,
                 realtime=asked.realtime,
             )
-            return await stack.enter_async_context(ours)
+            return [(await stack.enter_async_context(ours)).http_url]
 
         async def opened(urls: list[str]) -> list[ServerEndpoint]:
             return await stack.enter_async_context(open_endpoints(urls))

@@ -168,15 +168,10 @@ async def opened(
     async with contextlib.AsyncExitStack() as stack:
 
         async def mesh(num_colocated: int, threads: int, tbt_ms: float = 0.0) -> list[str]:
-            return await stack.enter_async_context(
-                our_mesh(
-                    folder,
-                    num_colocated=num_colocated,
-                    threads=threads,
-                    tbt_s=tbt_ms / 1e3,
-                    realtime=False,
-                )
+            ours = our_mesh(
+                folder, num_colocated=num_colocated, threads=threads, tbt_s=tbt_ms / 1e3
             )
+            return [(await stack.enter_async_context(ours)).http_url]
 
         urls = {DISAGGREGATED: await mesh(0, asked.prefill_threads)}
         for name, one in colocated_systems(asked.colocated).items():
