@@ -107,7 +107,9 @@ class Worker:
     """Loop time of the report."""
     view: WorkerView = field(init=False)
     """All of it at once, and never changed: made anew instead."""
-    changed: dict[int, Worker] = field(default_factory=dict["int", "Worker"], repr=False)
+    changed: dict[int, Worker] = field(
+        default_factory=dict["int", "Worker"], repr=False, compare=False
+    )
     """The workers of its table that have changed since somebody last looked, by their bits."""
     home: Role = field(init=False)
     """What it does when it does one thing alone."""
