@@ -1,6 +1,9 @@
 """Measure the demo model, or any Hugging Face folder with a chat template, in transformers.
 
     python -m tools.demo_model.evaluate shared/models/demo
+    python -m tools.demo_model.evaluate shared/models/demo-tools
+
+The second is asked for calls of tools and for JSON, too, as is whatever has tools in its template.
 
 Every prompt is run on its own and greedily. The prompts are a pure function of ``--seed``; the
 default seed is not one that training uses.
@@ -9,6 +12,7 @@ default seed is not one that training uses.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import time
 from collections import defaultdict
@@ -19,7 +23,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from . import data, words
+from . import data, tool_data, words
 
 LENGTHS = (64, 128, 256, 512, 768, 1000)
 NUM_FACTS = 10
@@ -35,10 +39,12 @@ class Subject:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
-    def chat_tokens(self, messages: list[dict[str, str]]) -> list[int]:
+    def chat_tokens(
+        self, messages: list[dict[str, str]], tools: list[dict[str, Any]] | None = None
+    ) -> list[int]:
         """Return the prompt of a chat."""
         text = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
+            messages, tools=tools, tokenize=False, add_generation_prompt=True
         )
         return self.text_tokens(text)
 
@@ -56,12 +62,26 @@ class Subject:
             max_new_tokens=max_new_tokens,
             do_sample=False,
         )
-        return self.tokenizer.decode(output[0, len(tokens) :], skip_special_tokens=True)
+        answer = output[0, len(tokens) :]
+        # Marks of calls are special tokens, too, and are to be seen.
+        text = self.tokenizer.decode(answer, skip_special_tokens=False)
+        return text.partition(data.END)[0]
 
     def reply(self, question: str, max_new_tokens: int = 48) -> str:
         """Return the answer to one user message."""
-        messages = [{"role": "user", "content": question}]
-        return self.complete(self.chat_tokens(messages), max_new_tokens)
+        return self.chat([question], max_new_tokens=max_new_tokens)
+
+    def chat(
+        self,
+        said: list[str],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        max_new_tokens: int = 128,
+    ) -> str:
+        """Return the answer to the last of these; user and assistant speak in turn."""
+        roles = ("user", "assistant")
+        messages = [{"role": roles[turn % 2], "content": text} for turn, text in enumerate(said)]
+        return self.complete(self.chat_tokens(messages, tools), max_new_tokens)
 
 
 def rate(outcomes: Iterable[bool]) -> str:
@@ -142,6 +162,77 @@ def talk(subject: Subject) -> None:
     print(f"  story -> {subject.reply('Tell me a story about a fox.', 96)!r}")
 
 
+def _offered(made: tool_data.Made) -> dict[str, Any]:
+    properties = {name: {"type": kind} for name, kind in made.shown.items()}
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"type": "function", "function": {"name": made.name, "parameters": parameters}}
+
+
+def calls(subject: Subject, seed: int, samples: int) -> None:
+    """Print how often the right tool is called with the right arguments, all of them, in the
+    categories of the Berkeley function-calling leaderboard that are of one turn."""
+    rng = random.Random(f"calls-{seed}")
+    outcomes: dict[str, list[bool]] = defaultdict(list)
+    for _ in range(samples):
+        # Names and parameters are unlike: a question must not fit two tools.
+        several = rng.sample(tool_data.KNOWN_TOOLS, 3)
+        known = [tool_data.known_tool(rng, tool) for tool in several]
+        made_up = tool_data.any_tool(rng)
+        for kind, asked, others in (
+            ("one tool", known[0], []),
+            ("one of three tools", known[0], known[1:]),
+            ("a tool of a made-up name", made_up, []),
+        ):
+            offered = [asked, *others]
+            rng.shuffle(offered)
+            answer = subject.chat([asked.question], tools=[_offered(one) for one in offered])
+            outcomes[kind].append(answer == tool_data.call_text(asked))
+        question = tool_data.plain_turn(rng)[0]
+        answer = subject.chat([question], tools=[_offered(one) for one in known])
+        outcomes["no tool fits: none is called"].append(tool_data.CALL not in answer)
+        result = f"{tool_data.RESPONSE}{known[0].result}{tool_data.RESPONSE_END}"
+        said = [known[0].question, tool_data.call_text(known[0]), result]
+        answer = subject.chat(said, tools=[_offered(known[0])])
+        outcomes["the result is told"].append(answer == known[0].answer)
+    print("calls of tools, exact match of the whole call or answer")
+    for kind, results in outcomes.items():
+        print(f"  {kind}: {rate(results)}", flush=True)
+
+
+def schemas(subject: Subject, seed: int, samples: int) -> None:
+    """Print how often sentences are told as JSON of a schema, without a grammar."""
+    rng = random.Random(f"schemas-{seed}")
+    same: list[bool] = []
+    for _ in range(samples):
+        text, schema, value = tool_data.schema_case(rng)
+        answer = subject.reply(f"{text} {tool_data.asked_schema(rng, schema)}", 96)
+        same.append(answer == json.dumps(value))
+    print(f"JSON of a schema, without a grammar, exact match: {rate(same)}", flush=True)
+
+
+def second_turns(subject: Subject, seed: int, samples: int) -> None:
+    """Print how often a question about the first turn is answered in the second."""
+    rng = random.Random(f"turns-{seed}")
+    outcomes: dict[str, list[bool]] = defaultdict(list)
+    for _ in range(samples):
+        prompt = data.recall_prompt(rng.randrange(2**31), 1, 24)
+        told, _, question = prompt.messages[-1]["content"].rpartition(". ")
+        answer = subject.chat([f"{told}.", words.ACKNOWLEDGEMENT, question])
+        outcomes["a code of the first turn"].append(answer == prompt.expected_reply)
+        name = tool_data.made_up(rng) if rng.random() < 0.5 else rng.choice(words.NAMES)
+        greeting = f"Nice to meet you, {name}."
+        answer = subject.chat([f"My name is {name}.", greeting, "What is my name?"])
+        outcomes["the user's name"].append(answer == f"Your name is {name}.")
+        left, right = rng.randint(0, 99), rng.randint(0, 99)
+        first = ["Hello!", words.SMALL_TALK[0][1], f"What is {left} + {right}?"]
+        outcomes["a sum after a greeting"].append(
+            subject.chat(first) == f"{left} + {right} = {left + right}."
+        )
+    print("second turns of a chat, exact match of the whole reply")
+    for kind, results in outcomes.items():
+        print(f"  {kind}: {rate(results)}", flush=True)
+
+
 @torch.inference_mode()
 def held_out_loss(subject: Subject, seed: int, documents: int) -> None:
     """Print the mean negative log-likelihood of unseen documents, per token."""
@@ -180,6 +271,10 @@ def main() -> None:
     recall(subject, args.seed, args.samples)
     arithmetic(subject, args.seed, args.samples)
     talk(subject)
+    second_turns(subject, args.seed, args.samples)
+    if "tools" in (subject.tokenizer.chat_template or ""):
+        calls(subject, args.seed, args.samples)
+        schemas(subject, args.seed, args.samples)
     held_out_loss(subject, args.seed, args.samples)
     print(f"{time.monotonic() - started:.0f} s, {args.dtype}")
 

@@ -292,7 +292,8 @@ async def test_slow_headers_are_not_kept_alive_by_a_byte_now_and_then(
             await asyncio.sleep(0.01)
             if reader.at_eof():
                 break
-        assert await reader.read() == b""
+        with contextlib.suppress(ConnectionResetError):  # a byte came after the end
+            assert await reader.read() == b""
         assert asyncio.get_running_loop().time() - began_at < 1.5
 
 
