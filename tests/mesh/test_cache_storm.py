@@ -110,7 +110,7 @@ class Storm:
             talk += a_prompt(chance.randrange(1, 60), seed=100 * number + turn)
             num_tokens = chance.randrange(1, 120)
             leave_after = chance.choice([None, None, None, None, 1, 9])
-            right = expected(talk, num_tokens)
+            right, answer = expected(talk, num_tokens), Answer()
             for _ in range(8):
                 answer = await self._ask(talk, num_tokens, chance, leave_after)
                 assert answer.token_ids == right[: len(answer.token_ids)]
