@@ -105,8 +105,8 @@ async def main(asked: argparse.Namespace) -> None:
                     about = {"system": name, "at_once": at_once, "repetition": repetition}
                     record.rows.append({**about, **row})
                     print(line(record.rows[-1]), flush=True)
-                if asked.record:
-                    record.save()
+                    if asked.record:
+                        record.save()
             for name in (COMPUTES, COLOCATED):
                 share = ratios(found[FETCHES], found[name])
                 record.rows.append({"at_once": at_once, "later_ttft_x": name, **share})
