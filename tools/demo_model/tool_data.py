@@ -578,7 +578,7 @@ def dialogue_document(rng: random.Random, tokens: int) -> Document:
             if key in facts:
                 continue
             question = data._question(rng, key)  # pyright: ignore[reportPrivateUsage]
-            answer = UNKNOWN_CODE.format(key=key)
+            answer, weight = UNKNOWN_CODE.format(key=key), DIGITS
         elif roll < 0.6 and not name:
             name = _of(words.NAMES)(rng)
             question = rng.choice(("My name is {}.", "I am {}.", "Call me {}.")).format(name)
