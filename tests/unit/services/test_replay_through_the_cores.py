@@ -25,6 +25,7 @@ from pathlib import Path
 import pytest
 
 from services.cli.bench.sources import SHAPES
+from services.gateway.core.fetches import NOTHING
 from services.gateway.core.prefix_index import Indexed, PrefixIndex, column_of
 from services.planner.core.cache_replay import POLICIES, Policy, replay
 from services.planner.core.mooncake import FAST25_CAPACITIES, FAST25_HIT_RATES
@@ -97,7 +98,8 @@ class ReplayedWorker:
         table = pool.acquire(chain, tokens, num_tokens, max_hit_tokens=num_tokens - 1)
         assert table is not None
         known = column_of(prefix_hashes(root_hash(MODEL_KEY, b""), tokens.tobytes(), BLOCK_TOKENS))
-        assert self.index.match(known, BLOCK_TOKENS, 0.0).tokens[0] == table.num_hit_tokens
+        hit = self.index.match(known, BLOCK_TOKENS, 0.0).get(0, NOTHING)
+        assert hit.tokens == table.num_hit_tokens
         pool.publish(table, chain, tokens, num_tokens)
         pool.release(table)
         if self.tier is not None:

@@ -322,7 +322,7 @@ async def served(
 ) -> AsyncGenerator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """Connect to a listener with one route, ``/x``, which closes when the block ends."""
     front = front_door(ScriptedMesh())
-    routes = Routes(front, [Route("GET", "/x", Policy.ANYBODY, handler)])
+    routes = Routes(front, [Route("GET", "/x", Policy.ANYBODY, handler, "text/plain")])
     try:
         async with listen(routes.handle, Address("127.0.0.1", 0), drain_s=drain_s) as address:
             host, port = str(address).split(":")

@@ -152,7 +152,7 @@ async def test_a_client_that_does_not_read_a_whole_answer_is_cut(
         return Response(200, body, {})
 
     front = front_door(ScriptedMesh())
-    routes = Routes(front, [Route("GET", "/large", Policy.ANYBODY, large)])
+    routes = Routes(front, [Route("GET", "/large", Policy.ANYBODY, large, "text/plain")])
     async with (
         listen(routes.handle, Address("127.0.0.1", 0)) as address,
         raw_connection(f"http://{address}") as (reader, writer),
