@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import os
 import signal
+import sys
 from collections.abc import Callable, Generator, Iterable
 from functools import wraps
 from pathlib import Path
@@ -31,13 +32,14 @@ P = ParamSpec("P")
 
 
 def interruptible(command: Callable[P, int]) -> Callable[P, int]:
-    """Let Ctrl-C end a command that computes: with what it has printed, and 130."""
+    """Let Ctrl-C end a command that computes and has nothing to show yet: with a word, and 130."""
 
     @wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> int:
         try:
             return command(*args, **kwargs)
         except KeyboardInterrupt:
+            print("pdmesh: interrupted, with nothing to show yet", file=sys.stderr)
             return EXIT_INTERRUPTED
 
     return run

@@ -35,6 +35,20 @@ def test_a_run_says_what_was_felt(capsys: pytest.CaptureFixture[str]) -> None:
     assert "attainment 100.0%" in capsys.readouterr().out
 
 
+def test_ctrl_c_before_there_is_anything(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line says so, and the exit code."""
+
+    def run(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SimFlags, "run", run)
+    assert main(["plan", "simulate", "1P+1D"]) == 130
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "pdmesh: interrupted, with nothing to show yet\n")
+
+
 def test_too_much_load_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
     """One pair, forty at once."""
     few = told(capsys, "1P+1D", "--rate", "1")
