@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import structlog
+from hypothesis import HealthCheck, settings
 
 from tests.support.tiers import COLLECTED, mark_quick_ones
 
@@ -28,6 +29,17 @@ structlog.configure(
     ]
 )
 
+
+# ``HYPOTHESIS_PROFILE=thorough make test-all`` searches longer.
+_SEARCH = settings(
+    deadline=None,  # tests never depend on speed
+    database=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+settings.register_profile("default", _SEARCH, max_examples=120, stateful_step_count=40)
+settings.register_profile("thorough", _SEARCH, max_examples=600, stateful_step_count=80)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 BEGAN = pytest.StashKey[float]()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.core.fetches import NOTHING
@@ -133,7 +133,6 @@ MOVES = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(MOVES, st.integers(0, 1 << 30), st.sampled_from([3, 1 << 13]))
 def test_an_index_equals_the_pool_whenever_it_says_so(
     moves: list[tuple[str, int, int, int, bool]], seed: int, chunk: int
@@ -189,7 +188,6 @@ def test_a_sound_link_never_asks_again(moves: list[tuple[int, bool]]) -> None:
     assert gateway.index.num_resyncs == 0
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 15), min_size=1, max_size=12), st.integers(0, 1 << 30))
 def test_a_damaged_report_is_found_at_once_or_was_none(prompts: list[int], seed: int) -> None:
     """Whatever the fault did to the index, a report that is taken as whole leaves it equal."""
@@ -211,7 +209,6 @@ def test_a_damaged_report_is_found_at_once_or_was_none(prompts: list[int], seed:
     assert has_asked or is_equal
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 15), max_size=20), st.integers(0, 15))
 def test_hits_are_what_the_pools_would_find(computed: list[int], asked: int) -> None:
     """For each worker, rounded down to its own granules."""

@@ -129,7 +129,7 @@ class Twin:
     max_running=st.integers(1, 5),
     events=EVENTS,
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_advancing_is_stepping(
     num_blocks: int, block_size: int, cached: bool, max_running: int, events: list[object]
 ) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway import limits
@@ -18,7 +18,6 @@ from shared.errors import InvalidRequest
 from shared.messages.codec import sampling_from_wire, sampling_to_wire
 from shared.request import SamplingParams
 
-unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """No test depends on speed."""
 
 MODEL = ServedModel(name="m", vocab_size=100, max_model_len=64, created=0)
@@ -120,7 +119,6 @@ def test_the_ends_of_every_range_are_within_the_workers_rules(name: str) -> None
         assert math.isclose(getattr(params, name), value, rel_tol=1e-6)
 
 
-@unhurried
 @given(
     st.builds(
         SamplingForm,

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.http.json_body import parse_body
@@ -20,7 +20,6 @@ from services.gateway.http.openai_forms import (
 from services.gateway.limits import MAX_JSON_DEPTH
 from shared.errors import InvalidRequest
 
-unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """No test depends on speed."""
 
 CHAT = msgspec.json.Decoder(ChatBody)
@@ -291,7 +290,6 @@ JSON = st.recursive(
 )
 
 
-@unhurried
 @given(st.dictionaries(st.sampled_from(ChatBody.__struct_fields__), JSON))
 def test_any_chat_body_is_a_form_or_an_invalid_request(fields: dict[str, Any]) -> None:
     """Known fields with arbitrary values never raise anything else."""
@@ -303,7 +301,6 @@ def test_any_chat_body_is_a_form_or_an_invalid_request(fields: dict[str, Any]) -
         pass
 
 
-@unhurried
 @given(st.dictionaries(st.sampled_from(CompletionBody.__struct_fields__), JSON))
 def test_any_completion_body_is_a_form_or_an_invalid_request(fields: dict[str, Any]) -> None:
     """Known fields with arbitrary values never raise anything else."""
@@ -315,7 +312,6 @@ def test_any_completion_body_is_a_form_or_an_invalid_request(fields: dict[str, A
         pass
 
 
-@unhurried
 @given(st.binary(max_size=60))
 def test_any_bytes_are_a_body_or_an_invalid_request(data: bytes) -> None:
     """Random bytes never raise anything else."""

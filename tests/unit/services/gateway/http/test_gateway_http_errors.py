@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import structlog.testing
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.gateway.front.auth import KeyRing, hash_key
@@ -291,7 +291,7 @@ VALID = st.sampled_from(
 )
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_random_bodies_are_never_a_5xx(data: st.DataObject) -> None:
     """Whatever JSON comes, on every POST route, is answered or refused; it never trips us up."""

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
@@ -27,7 +27,6 @@ from shared.request import FinishReason, SamplingParams
 from tests.support.answer_tokens import answer_tokens
 from tests.support.tiny_tokenizer import EOS, VOCAB_SIZE, tiny_text_model, tiny_tokenizer
 
-unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """No test depends on speed."""
 
 TOKENIZER = tiny_tokenizer()
@@ -69,7 +68,6 @@ def sentencepiece_style() -> Tokenizer:
 
 
 @WAYS
-@unhurried
 @given(text=st.text(max_size=60))
 @example(text="🦊")
 @example(text="e\u0301 क्षि \u200d👩‍👩‍👧")
@@ -86,7 +84,6 @@ def test_decoding_token_by_token_gives_the_text_back(
 
 
 @WAYS
-@unhurried
 @given(ids=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=40))
 def test_decoding_token_by_token_equals_a_full_decode(
     ids: list[int], new: Callable[[], Detokenizer]
@@ -97,7 +94,6 @@ def test_decoding_token_by_token_equals_a_full_decode(
     assert text == TOKENIZER.decode(ids)
 
 
-@unhurried
 @given(
     st.lists(
         st.one_of(
@@ -121,7 +117,6 @@ def test_byte_tokens_join_to_characters(parts: list[int | str]) -> None:
     assert text == tokenizer.decode(ids)
 
 
-@unhurried
 @given(ids=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=40))
 def test_looking_texts_up_gives_the_pieces_of_decoding(ids: list[int]) -> None:
     """Not only the whole text is the same: every token gives out the same piece at the same time,
@@ -173,7 +168,6 @@ def test_an_answer_finishes_the_character_that_a_prompt_began() -> None:
         assert text == "🦊b"
 
 
-@unhurried
 @given(
     prompt=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=6),
     ids=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=12),
@@ -242,7 +236,6 @@ def stopped_reference(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
     return text, None
 
 
-@unhurried
 @given(
     text=st.text("abc", max_size=30),
     stop=st.lists(st.text("abc", min_size=1, max_size=5), max_size=4, unique=True),
@@ -292,7 +285,6 @@ def feed_all(
     raise AssertionError("the answer did not end")
 
 
-@unhurried
 @given(
     text=st.text("the and🦊in", max_size=30),
     stop=st.lists(st.text("the and🦊", min_size=1, max_size=4), max_size=3),
