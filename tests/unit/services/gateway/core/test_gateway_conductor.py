@@ -237,6 +237,39 @@ def test_colocated_workers_decisions_come_out_of_their_records(num: int, is_know
     assert [terms.is_s for terms in decision.scores.terms] == [is_known] * num
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_columns_say_what_the_fits_say(seed: int) -> None:
+    """Every part of a fit counts, and the steps that a prompt is cut into, as for one alone."""
+    chance = random.Random(seed)
+    table = a_mesh(num_prefill=5, num_decode=4)
+    for worker in table.workers:
+        fits = (
+            StepFit(chance.uniform(0.001, 0.1), chance.random() / 1e3, chance.random() / 1e6, 100)
+            for _ in range(2)
+        )
+        status = replace(
+            worker.status,
+            **dict(zip(("prompt_steps", "answer_steps"), fits, strict=True)),
+            queue_s=chance.random(),
+            step_tokens=chance.choice([0, 64, 512, 4096]),
+            paired=frozenset(it.incarnation for it in table.workers) - {worker.incarnation},
+        )
+        table.report(worker, status, 0.0)
+    prefills, decodes = table.sides.prefills, table.sides.decodes
+    cached = {it.incarnation: Hit(num, num) for it in prefills if (num := chance.randrange(900))}
+    request = RouteRequest(num_tokens=1_000, max_new_tokens=100, cached=cached, now=0.5)
+    scores = POLICIES["conductor"]().scores(request, table.sides)  # type: ignore[attr-defined]
+    for worker, score, terms in zip(prefills, scores.prefills, scores.terms, strict=True):
+        status, num_cached = worker.status, cached.get(worker.incarnation, Hit(0)).tokens
+        alone_s = status.prompt_steps.prompt_seconds(num_cached, 1_000, status.step_tokens)
+        assert terms.compute == pytest.approx(alone_s)
+        assert score == pytest.approx(max(0.0, worker.free_at - 0.5) + alone_s)
+    for worker, score in zip(decodes, scores.decodes, strict=True):
+        context = worker.reserved_tokens + 1_000
+        step_s = worker.status.answer_steps.seconds(worker.num_answers + 1, context)
+        assert score == pytest.approx(step_s)
+
+
 def test_while_a_speed_is_unknown_tokens_are_compared() -> None:
     """And nothing is fetched, for nobody knows what it would take."""
     table = a_known_mesh([0.0, 0.0])
