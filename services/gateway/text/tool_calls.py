@@ -120,7 +120,9 @@ class ToolParser:
     def _whole(self, name: str, arguments: Any) -> Said:
         """A call that came at once."""
         call, self.num_calls = self.num_calls, self.num_calls + 1
-        return Said(arguments if isinstance(arguments, str) else _json(arguments), call, name)
+        text = arguments if isinstance(arguments, str) else _json(arguments)
+        # Half a character, which JSON and Python can name, has no UTF-8: it stays an escape.
+        return Said(text.encode(errors="backslashreplace").decode(), call, name)
 
     def _of_value(self, value: Any) -> list[Said] | None:
         """The calls of a JSON value, None = it is no call of ours."""
@@ -135,9 +137,10 @@ class ToolParser:
             return None
         call = cast("dict[str, Any]", value)
         name = call.get("name")
-        if name not in self._names:
+        if not isinstance(name, str) or name not in self._names:
             return None
-        return name, call.get("arguments", call.get("parameters", {}))
+        arguments = call.get("arguments", call.get("parameters"))
+        return name, {} if arguments is None else arguments
 
 
 class TextParser(ToolParser):
@@ -175,7 +178,7 @@ class HermesParser(ToolParser):
                     return
                 self._is_call, self._has_head = True, False
             if not self._has_head and (head := _HEAD.match(self._held)):
-                name = json.loads(head[1])
+                name = _loads(head[1])
                 if name in self._names:
                     self._held = self._held[head.end() :]
                     self._has_head, self._value = True, JsonValue()
@@ -247,7 +250,7 @@ class WholeJsonParser(ToolParser):
 
     def _calls(self, text: str) -> list[Said] | None:
         values: list[Any] = []
-        decoder = json.JSONDecoder()
+        decoder = json.JSONDecoder(parse_constant=_no_constant)
         while text:
             try:
                 value, end = decoder.raw_decode(text)
@@ -270,7 +273,7 @@ class PythonicParser(WholeJsonParser):
             body = ast.parse(text, mode="eval").body
             parts = body.elts if isinstance(body, ast.List) else []
             read = [self._call_of(part) for part in parts]
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
+        except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
             return None
         if not read or None in read:
             return None
@@ -282,8 +285,10 @@ class PythonicParser(WholeJsonParser):
         name = ast.unparse(part.func)
         if name not in self._names:
             return None
-        arguments = {word.arg: ast.literal_eval(word.value) for word in part.keywords if word.arg}
-        _json(arguments)  # a set or bytes are no JSON: ValueError
+        if not all(word.arg for word in part.keywords):
+            return None  # f(**…)
+        arguments = {str(word.arg): ast.literal_eval(word.value) for word in part.keywords}
+        _json(arguments)  # a set, bytes or infinity are no JSON: TypeError, ValueError
         return name, arguments
 
 
@@ -441,16 +446,18 @@ def _num_begun(text: str, mark: str) -> int:
 
 def _loads(text: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError):
         return None
 
 
+def _no_constant(text: str) -> None:
+    """Refuse NaN and Infinity, which Python reads and JSON does not know."""
+    raise ValueError(text)
+
+
 def _json(value: Any) -> str:
-    try:
-        return json.dumps(value, ensure_ascii=False)
-    except TypeError as error:
-        raise ValueError(str(error)) from None
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 PARSERS: dict[Family, type[ToolParser]] = {

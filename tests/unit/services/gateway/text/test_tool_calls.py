@@ -121,6 +121,50 @@ def test_a_family(family: Any, text: str, words: str, due: list[Any]) -> None:
     require(lambda: PARSERS[family](NAMES), text, words, due)
 
 
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("hermes", '<tool_call>{"name": ["get_time"], "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "\\q", "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "get\ntime", "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"arguments": NaN, "name": "get_time"}</tool_call>'),
+        ("llama3", '{"name": {}, "parameters": {}}'),
+        ("llama3", '{"name": "get_time", "parameters": {"at": Infinity}}'),
+        ("mistral", '[TOOL_CALLS][{"name": ["get_time"], "arguments": {}}]'),
+        ("pythonic", "[get_time(at={[]: 1})]"),
+        ("pythonic", "[get_time(at={(1, 2): 1})]"),
+        ("pythonic", "[get_time(at=1e999)]"),
+        ("pythonic", "[get_time(at=1j)]"),
+        ("pythonic", "[get_time(**{'at': 1})]"),
+    ],
+)
+def test_what_only_looks_like_a_call_is_text(family: Any, text: str) -> None:
+    """Names that are none, numbers and keys that JSON does not have, arguments without a name."""
+    require(lambda: PARSERS[family](NAMES), text, text, [])
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "arguments"),
+    [
+        (
+            "hermes",
+            r'<tool_call>{"arguments": {"at": "\ud83d"}, "name": "get_time"}</tool_call>',
+            ...,
+        ),
+        ("llama3", r'{"name": "get_time", "parameters": {"at": "\ud83d"}}', ...),
+        ("pythonic", r"[get_time(at='\ud83d')]", ...),
+        ("llama3", '{"name": "get_time", "parameters": null}', {}),
+        ("hermes", '<tool_call>{"name": "get_time"}</tool_call>', {}),
+    ],
+)
+def test_arguments_can_always_be_sent(family: Any, text: str, arguments: Any) -> None:
+    """Half a character of UTF-16 stays an escape; no arguments are an empty object."""
+    due = {"at": "\ud83d"} if arguments is ... else arguments
+    require(lambda: PARSERS[family](NAMES), text, "", [("get_time", due)])
+    _, _, [(_, said)] = read(PARSERS[family](NAMES), text, [])
+    said.encode()
+
+
 def test_arguments_leave_as_they_come() -> None:
     """A client sees the name first, and arguments before the call is over."""
     parser = PARSERS["hermes"](NAMES)
