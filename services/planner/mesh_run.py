@@ -196,6 +196,7 @@ def _size(setting: MeshSetting, unit: Unit) -> WorkerSize:
         token_budget=setting.token_budget or STEP_TOKENS,
         batch_tokens=setting.batch_tokens,
         tbt_target_s=0.0 if setting.token_budget else TBT_TARGET_S,
+        frame_bytes=1 << 40,  # a frame is a group of layers, whatever its length
         link_bytes_s=setting.link_bytes_s,
     )
 

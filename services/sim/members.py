@@ -190,7 +190,7 @@ class Members:
 
     def kill(self, core: CoreWorker) -> None:
         """The process is gone without a word."""
-        core.catch_up()
+        core.tell_all()
         core.is_alive = False
         member = self.members[core.incarnation]
         member.silent_at = self.clock.now
@@ -262,7 +262,7 @@ class Members:
 
     def end(self, core: CoreWorker) -> None:
         """A worker that has drained ends in good order."""
-        core.catch_up()
+        core.tell_all()
         core.is_alive = False
         member = self.members[core.incarnation]
         self._forget(member)

@@ -323,15 +323,22 @@ class CoreMesh(Members):
                 self._apply(answer, life.token_arrived(attempt, leg, token))
 
     def _hear_run(self, answer: CoreAnswer, attempt: int, leg: Leg, word: Word) -> None:
-        """Tokens of equal steps, each at its own time."""
+        """Tokens of equal steps, each at its own time; the last may end the answer."""
         assert word.token is not None
-        tokens = [word.token.token_id] * len(word.times)
-        if answer.life.many_arrived(attempt, leg, word.token.index, tokens):
+        new, times = word.token, word.times
+        num = len(times) - bool(new.finish_reason)
+        tokens = [new.token_id] * num
+        if answer.life.many_arrived(attempt, leg, new.index, tokens):
             answer.token_ids += tokens
-            answer.token_times.extend(at + self.clock.wire_s for at in word.times)
-            return
-        for idx, token_id in enumerate(tokens, word.token.index):
-            token = AnswerToken(idx, token_id, FinishReason.NONE)
+            wire_s = self.clock.wire_s
+            answer.token_times.extend([at + wire_s for at in times[:num]])
+        else:
+            for idx in range(num):
+                token = AnswerToken(new.index + idx, new.token_id, FinishReason.NONE)
+                self._apply(answer, answer.life.token_arrived(attempt, leg, token))
+        if new.finish_reason:
+            self._close(word.stream_id)
+            token = AnswerToken(new.index + num, new.token_id, new.finish_reason)
             self._apply(answer, answer.life.token_arrived(attempt, leg, token))
 
     def _close(self, stream_id: StreamId) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -49,7 +50,8 @@ class CoreOrder(NamedTuple):
 
 class Word(NamedTuple):
     """What a worker tells the gateway of an order; what: the event's name. prompt: how ``first``
-    came. times: when each token of ``run`` was sampled, the first of which is ``token``."""
+    came. times: when each token of ``run`` was sampled, the first of which is ``token``; the last
+    has its finish reason."""
 
     stream_id: StreamId
     task: Task
@@ -57,7 +59,7 @@ class Word(NamedTuple):
     token: NewToken | None = None
     error: MeshError | None = None
     prompt: PromptTimes | None = None
-    times: tuple[float, ...] = ()
+    times: Many[float] = ()
 
 
 NOTHING = Fetched()
@@ -66,7 +68,8 @@ NOTHING = Fetched()
 @dataclass(eq=False)
 class SimJob:
     """An order that holds something. taken_at, started_at: it came, and its first step was planned.
-    prefix: what its prompt waits for; fetched: what came."""
+    prefix: what its prompt waits for; fetched: what came. told_until: of its worker's equal steps,
+    how many the gateway knows of; -1 = of all that it has a token of."""
 
     order: CoreOrder
     life: Life
@@ -76,6 +79,7 @@ class SimJob:
     lease: Lease | None = None
     prefix: PrefixFetch[SimJob] | None = None
     fetched: Fetched = NOTHING
+    told_until: int = -1
 
     @property
     def its_lease(self) -> Lease:

@@ -94,7 +94,13 @@ class ScaledMesh(CoreMesh):
         max_running: int = 1 << 16,
     ) -> None:
         super().__init__(
-            spec, layout, lambda _: engine, size, policy=policy, max_running=max_running
+            spec,
+            layout,
+            lambda _: engine,
+            size,
+            policy=policy,
+            max_running=max_running,
+            skips=True,
         )
         self._steps, self._rules = steps, rules
         self._startup_s, self._movable = startup_s, movable

@@ -5,7 +5,8 @@ What stands here is what the shells of ``shared/worker`` perform, and nothing th
 
 With ``skips`` equal decode steps are one event (``Scheduler.runway``, ``advance``). Whatever else
 happens on the worker has it catch up first, so that everybody sees what stepping would have shown;
-tokens have the times of their steps.
+tokens have the times of their steps, and are told when somebody looks: at their answer's end, or
+when something else becomes of it.
 """
 
 from __future__ import annotations
@@ -63,10 +64,14 @@ MOST_SKIPPED = 64
 
 @dataclass(slots=True)
 class _Run:
-    """Equal steps that are under way. ends: of each; context: what its rows read in the first."""
+    """Equal steps that are under way. ends: of each. num_rows: the oldest running sequences; who
+    comes now waits for its end. has_blocks: whether those of the step that runs are taken, and it
+    is the last."""
 
     ends: list[float]
     began_at: float
+    num_rows: int
+    has_blocks: bool = False
 
 
 class CoreWorker:
@@ -122,6 +127,8 @@ class CoreWorker:
         self._jobs_of: dict[Sequence, SimJob] = {}
         self._stepping: tuple[StepPlan, float] | None = None
         self._run: _Run | None = None
+        self._run_ends = array("d")
+        self._untold: list[SimJob] = []
         self._looks_at = math.inf
 
     def _step_budget(self, *, pushes: bool, is_mixed: bool) -> StepBudget:
@@ -217,6 +224,7 @@ class CoreWorker:
                     self._say(job, "done")
                 case StopCompute():
                     assert job.sequence is not None
+                    self._step_alone()
                     self.scheduler.abort(job.sequence)
                 case AbortPush(why):
                     self.ends.give_up_push(key, why)
@@ -293,9 +301,10 @@ class CoreWorker:
         """Plan a step if none runs; it is computed at its end."""
         if self._stepping is not None or self._run is not None or not self.is_alive:
             return
-        if self._skips and (num_steps := self.scheduler.runway()) > 1:
+        if self._skips and (num_steps := self.scheduler.runway()):
             self._begin_run(min(num_steps, MOST_SKIPPED))
             return
+        self._tell_runs()
         plan = self.scheduler.plan()
         for sequence in plan.admitted:
             job = self._jobs_of[sequence]
@@ -361,20 +370,26 @@ class CoreWorker:
     # --- steps of which nothing is to be decided --------------------------------------------------
 
     def _begin_run(self, num_steps: int) -> None:
-        times, running = self.engine.times, self.scheduler.unfinished
+        times, running = self.engine.times, self.scheduler.running
         assert times is not None
         rows, at = len(running), self.clock.now
-        context = sum(len(sequence.tokens) for sequence in running)
+        context, num_told = 0, len(self._run_ends)
+        for sequence in running:
+            context += len(sequence.tokens)
+            job = self._jobs_of[sequence]
+            if job.told_until < 0:
+                job.told_until = num_told
+                self._untold.append(job)
         ends: list[float] = []
         for step in range(num_steps):
             at += times.step_s(0, 0, rows, context + step * rows)
             ends.append(at)
-        run = self._run = _Run(ends, self.clock.now)
-        self.clock.at(at, lambda: self._end_run(run))
+        run = self._run = _Run(ends, self.clock.now, rows)
+        self.clock.at(at, lambda: self._end_run(run, at))
         self.on_change()
 
-    def _end_run(self, run: _Run) -> None:
-        if self._run is not run or not self.is_alive:
+    def _end_run(self, run: _Run, at: float) -> None:
+        if self._run is not run or run.ends[-1] != at or not self.is_alive:
             return
         self._run = None
         self._take_steps(run, len(run.ends))
@@ -382,30 +397,66 @@ class CoreWorker:
         self.step()
 
     def catch_up(self) -> None:
-        """Have done what has been skipped; the step that runs now is an ordinary one again."""
+        """Have done what has been skipped; the step that runs now is the last of its run."""
         run = self._run
-        if run is None:
+        if run is None or run.has_blocks:
             return
-        self._run = None
         num_done = min(bisect_right(run.ends, self.clock.now), len(run.ends) - 1)
         if num_done:
             self._take_steps(run, num_done)
+        self.scheduler.begin_step(run.num_rows)
+        run.has_blocks = True
+        at = run.ends[0]
+        if len(run.ends) > 1:
+            del run.ends[1:]
+            self.clock.at(at, lambda: self._end_run(run, at))
+
+    def _step_alone(self) -> None:
+        """The step that runs now is an ordinary one again, and all that came before it is told."""
+        run = self._run
+        if run is None:
+            return
+        self.catch_up()
+        self._run = None
+        self._tell_runs()
         plan = self.scheduler.plan()
-        began_at = run.ends[num_done - 1] if num_done else run.began_at
-        ends_at = run.ends[num_done]
-        self._stepping = plan, began_at
-        self.work.note(ends_at - began_at, len(plan.rows), self.pool.num_held)
-        self.clock.at(ends_at, lambda: self._finish(plan, []))
+        self._stepping = plan, run.began_at
+        self.work.note(run.ends[0] - run.began_at, len(plan.rows), self.pool.num_held)
+        self.clock.at(run.ends[0], lambda: self._finish(plan, []))
+
+    def tell_all(self) -> None:
+        """Catch up, and tell the gateway what it would know by now."""
+        self.catch_up()
+        self._tell_runs()
 
     def _take_steps(self, run: _Run, num_steps: int) -> None:
-        running = self.scheduler.unfinished
-        self.scheduler.advance([[1] * num_steps] * len(running))
-        times = tuple(run.ends[:num_steps])
-        self.work.note_many(times[-1] - run.began_at, num_steps, len(running), self.pool.num_held)
-        for sequence in running:
-            job = self._jobs_of[sequence]
-            index = sequence.num_output_tokens - num_steps
-            first = NewToken(sequence, 1, index, FinishReason.NONE, None, ())
+        times = run.ends[:num_steps]
+        ended = self.scheduler.advance([[1] * num_steps] * run.num_rows)
+        self._run_ends.extend(times)
+        self.work.note_many(times[-1] - run.began_at, num_steps, run.num_rows, self.pool.num_held)
+        run.began_at = times[-1]
+        del run.ends[:num_steps]
+        jobs = [self._jobs_of[sequence] for sequence in ended]
+        for job in jobs:
+            self._untold.remove(job)
+        for job in jobs:
+            self._tell_run(job, FinishReason.LENGTH)
+            self.handle(job, LifeEvent.ENDED)
+
+    def _tell_runs(self) -> None:
+        """Tell every answer's tokens that nobody has been told of yet."""
+        for job in self._untold:
+            self._tell_run(job, FinishReason.NONE)
+        self._untold.clear()
+
+    def _tell_run(self, job: SimJob, finish_reason: FinishReason) -> None:
+        times = self._run_ends[job.told_until :]
+        job.told_until = -1
+        if times:
+            sequence = job.sequence
+            assert sequence is not None
+            index = sequence.num_output_tokens - len(times)
+            first = NewToken(sequence, 1, index, finish_reason, None, ())
             self._tell(self, Word(job.order.stream_id, job.order.task, "run", first, times=times))
 
     # --- looking at it ----------------------------------------------------------------------------
@@ -414,22 +465,22 @@ class CoreWorker:
     def num_held(self) -> int:
         """Blocks that are held, what the running step takes included."""
         run, num_held = self._run, self.pool.num_held
-        if run is None:
+        if run is None or run.has_blocks:
             return num_held
         num_done = min(bisect_right(run.ends, self.clock.now), len(run.ends) - 1)
-        return num_held + num_blocks_for(num_done + 1, self.scheduler.unfinished, self.pool)
+        return num_held + num_blocks_for(num_done + 1, self.scheduler.running, self.pool)
 
     @property
     def step_ends_at(self) -> float:
         """When the step ends that runs among equal ones; 0 = there are none."""
         run = self._run
-        if run is None:
+        if run is None or run.has_blocks:
             return 0.0
         return run.ends[min(bisect_right(run.ends, self.clock.now), len(run.ends) - 1)]
 
     def queue_s(self) -> float:
         """Predict when every prompt that is here now is computed."""
-        if self._run is not None:
+        if not self.scheduler.has_prompts:
             return 0.0
         done_s = 0.0
         if self._stepping is not None and self._stepping[0].num_prefill_tokens:

@@ -9,10 +9,17 @@ from shared.schedule.sequence import Sequence, SequenceState
 
 
 def check_queues(
-    waiting: Many[Sequence], running: Many[Sequence], held: Many[Sequence], block_size: int
+    waiting: Many[Sequence],
+    running: Many[Sequence],
+    computing: Many[Sequence],
+    held: Many[Sequence],
+    block_size: int,
 ) -> None:
     """Raise InvariantViolated unless every sequence is in one place and holds the blocks its KV
-    needs."""
+    needs, and those that compute prompts are the running ones that do not decode."""
+    prompts = [seq for seq in running if not (seq.is_decoding or seq.is_over)]
+    if [seq for seq in computing if not seq.is_over] != prompts:
+        raise InvariantViolated("what computes prompts is not what runs and does not decode")
     for state, queue in ((SequenceState.WAITING, waiting), (SequenceState.RUNNING, running)):
         arrivals = [seq.arrival for seq in queue]
         if arrivals != sorted(set(arrivals)):

@@ -62,10 +62,12 @@ class Scheduler:
         self._pool = pool
         self._policy = policy
         self._budget: StepBudget = policy.budget or TokenBudget(policy.token_budget)
-        # All three are in order of arrival.
+        # All are in order of arrival.
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._held: list[Sequence] = []
+        # Those of the running ones whose prompt, or what is recomputed, is not computed yet.
+        self._computing: list[Sequence] = []
         self._next_arrival = 0
         self._plan: StepPlan | None = None
         self._next: StepPlan | None = None
@@ -174,13 +176,20 @@ class Scheduler:
     def _retire(self, sequence: Sequence) -> None:
         """Take a sequence that ended out of the queues; its blocks go unless a push may need
         them."""
-        waits = sequence.state is SequenceState.WAITING
-        (self._waiting if waits else self._running).remove(sequence)
+        if sequence.state is SequenceState.WAITING:
+            self._waiting.remove(sequence)
+        else:
+            self._leave_running(sequence)
         if sequence.is_prefill_only and not sequence.is_released:
             sequence.move(SequenceEvent.KEPT)
             self._held.append(sequence)
         else:
             self._finish(sequence)
+
+    def _leave_running(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        if sequence in self._computing:
+            self._computing.remove(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
         sequence.move(SequenceEvent.ENDED)
@@ -270,8 +279,12 @@ class Scheduler:
 
     def _ends_next(self, sequence: Sequence) -> bool:
         """Whether its next token is its last, whichever it is."""
+        return self._num_left(sequence) <= 1
+
+    def _num_left(self, sequence: Sequence) -> int:
+        """Return how many tokens its answer may still get."""
         num_most = self._policy.max_model_len - sequence.num_tokens
-        return min(sequence.num_remaining_tokens, num_most) <= 1
+        return min(sequence.num_remaining_tokens, num_most)
 
     def _plan_decodes(self, draft: Draft) -> None:
         """Give every decoding sequence its next token, oldest first, taking room from the newest if
@@ -279,7 +292,7 @@ class Scheduler:
         block_size = self._pool.block_size
         # A copy: making room takes others out of the list.
         for sequence in self._running[: self._policy.max_running]:
-            if sequence.state is not SequenceState.RUNNING or not sequence.is_decoding:
+            if sequence.state is not SequenceState.RUNNING or sequence in self._computing:
                 continue
             if len(sequence.tokens) <= len(sequence.block_table) * block_size:
                 draft.add_next(sequence)  # nearly always: its last block has room yet
@@ -313,7 +326,7 @@ class Scheduler:
         victim.num_computed_tokens = 0
         victim.prompt_logprobs.clear()
         victim.move(SequenceEvent.PREEMPTED)
-        self._running.remove(victim)
+        self._leave_running(victim)
         insort(self._waiting, victim, key=_arrival)
 
     def _fail_for_room(self, sequence: Sequence, draft: Draft) -> None:
@@ -322,14 +335,13 @@ class Scheduler:
             code="answer_larger_than_pool",
         )
         draft.failed.append(Failure(sequence, error))
-        self._running.remove(sequence)
+        self._leave_running(sequence)
         self._finish(sequence)
 
     def _plan_chunks(self, draft: Draft) -> None:
         """Continue prompts (and recomputes) under way, oldest first."""
-        for sequence in self._running[: self._policy.max_running]:
-            if not sequence.is_decoding:
-                self._add_chunk(sequence, draft)
+        for sequence in self._computing:
+            self._add_chunk(sequence, draft)
 
     def _plan_admissions(self, draft: Draft) -> None:
         """Let waiting sequences in, oldest first, none overtaking, each with all its blocks or
@@ -343,6 +355,7 @@ class Scheduler:
                 return
             self._waiting.remove(sequence)
             insort(self._running, sequence, key=_arrival)
+            insort(self._computing, sequence, key=_arrival)
             draft.admitted.append(sequence)
             self._add_chunk(sequence, draft)
 
@@ -418,6 +431,7 @@ class Scheduler:
                 collect_prompt_logprobs(sequence, row, result)
             if row.sample is not None:
                 tokens.append(self._append(sequence, row.sample.index, result))
+        self._computing = [seq for seq in self._computing if not seq.is_decoding]
         self._update_claim()
         return StepOutcome(tokens=tuple(tokens), failed=tuple(failed))
 
@@ -448,33 +462,59 @@ class Scheduler:
 
     def runway(self) -> int:
         """Return how many steps of one token for each running sequence come next, whatever the
-        tokens are: 0 if one may end by its token, may be let in or may lack a block."""
+        tokens are, the last of which may end some by their length: 0 if one may end by its token,
+        may be let in or may lack a block."""
         most = self._policy.max_running
         num_running = len(self._running)
-        if self._plan is not None or num_running > most or (self._waiting and num_running < most):
+        lets_in = self._waiting and num_running < most
+        if self._plan is not None or self._computing or lets_in or num_running > most:
             return 0
+        return self._num_equal_steps(self._running)
+
+    def _num_equal_steps(self, running: list[Sequence]) -> int:
         limit, has_end_tokens = self._policy.max_model_len, bool(self._policy.eos_token_ids)
-        return num_equal_steps(self._running, self._pool, limit, has_end_tokens=has_end_tokens)
+        return num_equal_steps(running, self._pool, limit, has_end_tokens=has_end_tokens)
 
-    def advance(self, answers: list[list[int]]) -> None:
-        """Do what ``plan`` and ``commit`` would do in as many steps as each list has tokens.
+    def begin_step(self, num_rows: int) -> None:
+        """Give the oldest running sequences the blocks that ``plan`` would give them for the next
+        step: it runs already, and ``advance`` will tell what came of it."""
+        size = self._pool.block_size
+        for sequence in self._running[:num_rows]:
+            table = sequence.table
+            assert table is not None
+            if len(sequence.tokens) > len(table.blocks) * size:
+                self._pool.grow(table, len(sequence.tokens))
 
-        answers: of each running sequence, in order of arrival, its next tokens. Raises
-        LocalProtocolError: not as many for each, or more than ``runway``.
+    def advance(self, answers: list[list[int]]) -> list[Sequence]:
+        """Do what ``plan`` and ``commit`` would do in as many steps as each list has tokens; return
+        whose answers that ended.
+
+        answers: of each running sequence, in order of arrival, its next tokens; who came while the
+        last of these steps ran has none. Raises LocalProtocolError: not as many for each, or more
+        than ``runway``.
         """
-        num_steps = len(answers[0]) if len(answers) == len(self._running) > 0 else 0
-        if not 0 < num_steps <= self.runway() or any(len(it) != num_steps for it in answers):
+        rows = self._running[: len(answers)]
+        num_steps = len(answers[0]) if len(rows) == len(answers) > 0 else 0
+        most = 0 if self._plan is not None else self._num_equal_steps(rows)
+        if not 0 < num_steps <= most or any(len(it) != num_steps for it in answers):
             raise LocalProtocolError("advance wants one list a running sequence, within the runway")
-        take_steps(self._running, answers, self._pool)
+        take_steps(rows, answers, self._pool)
         self._num_steps += num_steps
         self._stalled = []
+        ended: list[Sequence] = []
+        if num_steps == most:
+            ended = [seq for seq in rows if self._num_left(seq) <= 0]
+            for sequence in ended:
+                sequence.finish_reason = FinishReason.LENGTH
+                self._retire(sequence)
         self._update_claim()
+        return ended
 
     # --- looking at it -------------------------------------------------------------------------
 
     def statistics(self) -> SchedulerStatistics:
         """Return all gauges and counters at once."""
-        prompts = [seq for seq in self.unfinished if not seq.is_decoding]
+        prompts = (*self._computing, *self._waiting)
         return SchedulerStatistics(
             num_waiting=len(self._waiting),
             num_running=len(self._running),
@@ -487,6 +527,16 @@ class Scheduler:
         )
 
     @property
+    def running(self) -> list[Sequence]:
+        """Who computes, in order of arrival; not to be changed."""
+        return self._running
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether anybody's prompt, or what is recomputed, is not computed yet."""
+        return bool(self._computing or self._waiting)
+
+    @property
     def unfinished(self) -> list[Sequence]:
         """Who computes, then who waits for it."""
         return [*self._running, *self._waiting]
@@ -497,4 +547,6 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """See ``check_queues``."""
-        check_queues(self._waiting, self._running, self._held, self._pool.block_size)
+        check_queues(
+            self._waiting, self._running, self._computing, self._held, self._pool.block_size
+        )

@@ -415,6 +415,8 @@ class MeshWorker:
 
     def _queue_s(self) -> float:
         """Predict when every prompt that is here now is computed, the running step's share done."""
+        if not self.scheduler.has_prompts:
+            return 0.0
         running, done_s = self.stepper.running(), 0.0
         if running is not None and running[0].num_prefill_tokens:
             plan, elapsed_s = running

@@ -3,6 +3,7 @@ the same, one of which skips, are the same after every event, blocks and KV even
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
 from dataclasses import astuple
 
 import pytest
@@ -91,16 +92,33 @@ class Twin:
             self.scheduler.commit(plan, results)
         return plan
 
-    def skip(self, num_steps: int) -> None:
-        """Advance over so many steps."""
-        running = [seq for seq in self.scheduler.unfinished if seq.table is not None]
+    def join_within(self, num_steps: int, newcomer: tuple[tuple[int, ...], int, str]) -> None:
+        """Skip so many steps, in the last of which somebody comes."""
+        num_rows = len(self.scheduler.running)
+        if num_steps > 1:
+            self.skip(num_steps - 1)
+        self.scheduler.begin_step(num_rows)
+        before = len(self.sequences)
+        self.add(*newcomer)
+        self.skip(1, without=self.sequences[before:])
+
+    def step_within(self, newcomer: tuple[tuple[int, ...], int, str]) -> None:
+        """A step during which somebody comes."""
+        plan = self.scheduler.plan()
+        self.add(*newcomer)
+        results = [RowResult(token_after(seq.tokens)) for seq in plan.sequences]
+        self.scheduler.commit(plan, results)
+
+    def skip(self, num_steps: int, without: Many[Sequence] = ()) -> list[Sequence]:
+        """Advance over so many steps; returns whose answers ended."""
+        running = [seq for seq in self.scheduler.running if seq not in without]
         answers: list[list[int]] = []
         for seq in running:
             tokens = list(seq.tokens)
             for _ in range(num_steps):
                 tokens.append(token_after(tokens))
             answers.append(tokens[-num_steps:])
-        self.scheduler.advance(answers)
+        return self.scheduler.advance(answers)
 
     def picture(self) -> object:
         """All that there is to see."""
@@ -138,6 +156,15 @@ def test_advancing_is_stepping(
     skipping = Twin(num_blocks, block_size, cached, max_running)
     for event in [*events, 50]:
         match event:
+            case (prompt, num_output, kind) if num_output % 3 == 0 and (
+                most := skipping.scheduler.runway()
+            ):
+                newcomer = (prompt, num_output, kind)  # type: ignore[assignment]
+                num_steps = 1 + num_output % most
+                for _ in range(num_steps - 1):
+                    stepping.step()
+                stepping.step_within(newcomer)  # type: ignore[arg-type]
+                skipping.join_within(num_steps, newcomer)  # type: ignore[arg-type]
             case (prompt, num_output, kind):
                 for twin in (stepping, skipping):
                     twin.add(prompt, num_output, kind)  # type: ignore[arg-type]
@@ -167,14 +194,14 @@ def test_advancing_is_stepping(
 
 
 def test_the_runway_ends_where_an_answer_or_the_blocks_do() -> None:
-    """It is as long as the shortest answer, less the step that ends it, and as the free blocks."""
+    """It is as long as the shortest answer, which its last step ends, and as the free blocks."""
     twin = Twin(10, 4, True, 4)
     twin.add((1, 2, 3), 30, "ready")
     twin.add((4, 5, 6), 9, "ready")
-    assert twin.scheduler.runway() == 7  # two of nine are there or end it
-    twin.skip(7)
-    twin.step()
-    assert twin.scheduler.runway() == 20  # of the other
+    assert twin.scheduler.runway() == 8  # one of nine is there
+    assert twin.skip(7) == []
+    assert [seq.item.token_ids for seq in twin.skip(1)] == [(4, 5, 6)]
+    assert twin.scheduler.runway() == 21  # of the other
     small = Twin(4, 4, True, 4)
     small.add((1, 2, 3), 30, "ready")
     assert small.scheduler.runway() == 13  # 16 positions

@@ -9,8 +9,6 @@ whom comes back as effects (reliability I1, fault 18).
 
 from __future__ import annotations
 
-from collections import Counter
-
 from shared.errors import (
     InvariantViolated,
     LeaseLost,
@@ -280,17 +278,25 @@ class Leases:
 
     def statistics(self) -> LeaseStatistics:
         """Return all gauges and counters at once."""
-        number = Counter(lease.state for lease in self._leases.values())
-        blocks: Counter[LeaseState] = Counter()
+        num_granted = num_open = num_quarantined = num_live_blocks = num_quarantined_blocks = 0
         for lease in self._leases.values():
-            blocks[lease.state] += len(lease.block_table)
+            num_blocks = len(lease.table.blocks) if lease.table is not None else 0
+            if lease.state is LeaseState.GRANTED:
+                num_granted += 1
+                num_live_blocks += num_blocks
+            elif lease.state is LeaseState.OPEN:
+                num_open += 1
+                num_live_blocks += num_blocks
+            elif lease.state is not LeaseState.WAITING:
+                num_quarantined += 1
+                num_quarantined_blocks += num_blocks
         return LeaseStatistics(
-            num_waiting=number[LeaseState.WAITING],
-            num_granted=number[LeaseState.GRANTED],
-            num_open=number[LeaseState.OPEN],
-            num_quarantined=number[LeaseState.ABORTING] + number[LeaseState.QUARANTINED],
-            num_live_blocks=blocks[LeaseState.GRANTED] + blocks[LeaseState.OPEN],
-            num_quarantined_blocks=blocks[LeaseState.ABORTING] + blocks[LeaseState.QUARANTINED],
+            num_waiting=len(self._waiting),
+            num_granted=num_granted,
+            num_open=num_open,
+            num_quarantined=num_quarantined,
+            num_live_blocks=num_live_blocks,
+            num_quarantined_blocks=num_quarantined_blocks,
             num_reserved_blocks=self._num_reserved_blocks,
             num_freed_blocks=self._num_freed_blocks,
             num_joined_blocks=self._num_joined_blocks,

@@ -31,12 +31,19 @@ def mesh_of(
     link_bytes_s: float = 0.0,
     num_blocks: int = 4096,
     policy: str = "least_loaded",
+    skips: bool = False,
 ) -> CoreMesh:
     """A mesh of workers with room for everybody."""
     size = WorkerSize(num_blocks=num_blocks, link_bytes_s=link_bytes_s)
     spec, layout = simulated_model("m", TOKEN_BYTES, 65536)
     core = CoreMesh(
-        spec, layout, lambda _: TimedEngine(COST), size, policy=policy, max_running=1024
+        spec,
+        layout,
+        lambda _: TimedEngine(COST),
+        size,
+        policy=policy,
+        max_running=1024,
+        skips=skips,
     )
     return simulated_mesh(num_prefill, num_decode, num_mixed, core)
 
@@ -102,6 +109,27 @@ def test_nothing_is_lost(seed: int, kinds: tuple[int, int, int]) -> None:
         assert answer.asked_at == pytest.approx(request.at_s)
         assert len(answer.token_times) == request.num_output
         assert list(answer.token_times) == sorted(answer.token_times)
+
+
+@pytest.mark.parametrize("policy", ["least_loaded", "conductor"])
+@pytest.mark.parametrize("kinds", [(2, 2, 0), (1, 1, 1), (0, 0, 2)])
+def test_skipping_equal_steps_changes_nothing_even_if_a_worker_dies(
+    kinds: tuple[int, int, int], policy: str
+) -> None:
+    """Tokens that were told late have the times of their steps, and those that nobody was told of
+    when their worker died are computed again in both."""
+
+    def run(*, skips: bool) -> tuple[list[SimAnswer], int]:
+        mesh = mesh_of(*kinds, num_blocks=512, policy=policy, skips=skips)
+        last = list(mesh.members.values())[-1].core
+        mesh.clock.after(4.0321, lambda: mesh.kill(last))
+        return run_open_loop(mesh, drawn(7)), mesh.clock.num_events
+
+    (exact, num_exact), (runs, num_runs) = run(skips=False), run(skips=True)
+    assert [it.token_times for it in runs] == [it.token_times for it in exact]
+    assert runs == exact
+    assert any(it.num_attempts > 1 for it in runs)
+    assert num_runs < 0.7 * num_exact
 
 
 def test_prefixes_that_are_there_are_not_computed_again() -> None:
