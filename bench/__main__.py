@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,17 +59,44 @@ def results(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
     return sorted(found, key=lambda run: run[1]["environment"]["at"])
 
 
-def newest_goals(runs: list[tuple[Path, dict[str, Any]]]) -> list[tuple[Goal, str]]:
-    """Return a question's goals, each as the newest of these runs found that asked for it, and
-    which run that was: a run may ask for a part only. A goal that no run asks for any more stays
-    for as long as an old file has it."""
-    goals: dict[str, tuple[Goal, str]] = {}
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A goal as a run found it. before: as the newest run of an earlier day found it on a machine
+    of the same name."""
+
+    goal: Goal
+    day: str
+    commit: str
+    machine: str
+    before: Measured | None = None
+
+    @property
+    def run(self) -> str:
+        """Which run found it."""
+        return f"{self.day} {self.commit} {self.machine}"
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether an earlier day said the same of it: held, or missed."""
+        return self.before is not None and self.before.goal.is_met == self.goal.is_met
+
+
+def newest_goals(runs: list[tuple[Path, dict[str, Any]]]) -> list[Measured]:
+    """Return a question's goals, each as the newest of these runs found that asked for it: a run
+    may ask for a part only. A goal that no run asks for any more stays for as long as an old file
+    has it."""
+    goals: dict[str, Measured] = {}
     for _, content in runs:
         about = content["environment"]
-        run = f"{about['at'][:10]} {about['commit']} {about['machine']}"
-        for goal in content["goals"]:
-            goal = Goal(**{name: value for name, value in goal.items() if name != "is_met"})
-            goals[goal.what] = goal, run
+        day, machine = about["at"][:10], about["machine"]
+        for found in content["goals"]:
+            goal = Goal(**{name: value for name, value in found.items() if name != "is_met"})
+            before = goals.get(goal.what)
+            if before is not None and before.day == day:
+                before = before.before
+            if before is not None and before.machine != machine:
+                before = None
+            goals[goal.what] = Measured(goal, day, about["commit"], machine, before)
     return list(goals.values())
 
 
@@ -83,39 +111,51 @@ def draw(question: str) -> None:
 def fill() -> None:
     """Write the ten rows of bench/README.md, and the goals of all questions' newest results into
     bench/GOALS.md."""
-    lines = ["| | # | question | goal | measured | run |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| | # | question | goal | measured | run | a day before |",
+        "|---|---|---|---|---|---|---|",
+    ]
     entries = [
         entry for name in QUESTIONS for entry in newest_goals(results(PROJECT / "bench" / name))
     ]
-    for goal, run in sorted(entries, key=lambda entry: entry[0].row):
+    for entry in sorted(entries, key=lambda entry: entry.goal.row):
+        goal, before = entry.goal, entry.before
         measured = f"{goal.value:.3g}"
         if goal.lowest is not None:
             measured += f" [{goal.lowest:.3g} .. {goal.highest:.3g}]"
         mark = "✓" if goal.is_met else "✗"
         bound = f"{goal.relation} {goal.bound:g}"
         what = f"{goal.question}: {goal.what}"
-        lines.append(f"| {mark} | {goal.row} | {what} | {bound} | {measured} | {run} |")
+        again = ""
+        if before is not None:
+            again = f"{'✓' if before.goal.is_met else '✗'} {before.goal.value:.3g}, {before.day}"
+        lines.append(
+            f"| {mark} | {goal.row} | {what} | {bound} | {measured} | {entry.run} | {again} |"
+        )
     runs = {name: [run for _, run in results(PROJECT / "bench" / name)] for name in QUESTIONS}
     _write_between(README, "headlines", headlines.table(runs))
-    _write_between(GOALS, "standing", standing([goal for goal, _ in entries]))
+    _write_between(GOALS, "standing", standing(entries))
     _write_between(GOALS, "goals", lines)
     print(f"written to {README.relative_to(PROJECT)} and {GOALS.relative_to(PROJECT)}")
 
 
-def standing(goals: Sequence[Goal]) -> list[str]:
-    """Return how many goals of each number hold, and which are missed, as a table."""
-    num_met = sum(goal.is_met for goal in goals)
+def standing(entries: Sequence[Measured]) -> list[str]:
+    """Return how many goals of each number hold, how many a run of another day has confirmed, and
+    which are missed, as a table."""
+    num_met = sum(entry.goal.is_met for entry in entries)
+    num_again = sum(entry.is_confirmed for entry in entries)
     lines = [
-        f"{num_met} of {len(goals)} rows hold:",
+        f"{num_met} of {len(entries)} rows hold; {num_again} were so on an earlier day:",
         "",
-        "| # | question | rows that hold | missed |",
-        "|---|---|---|---|",
+        "| # | question | rows that hold | were so on an earlier day | missed |",
+        "|---|---|---|---|---|",
     ]
-    for row in sorted({goal.row for goal in goals}):
-        own = [goal for goal in goals if goal.row == row]
-        missed = "; ".join(goal.what for goal in own if not goal.is_met)
-        count = f"{sum(goal.is_met for goal in own)} of {len(own)}"
-        lines.append(f"| {row} | {TITLES[row]} | {count} | {missed} |")
+    for row in sorted({entry.goal.row for entry in entries}):
+        own = [entry for entry in entries if entry.goal.row == row]
+        missed = "; ".join(entry.goal.what for entry in own if not entry.goal.is_met)
+        count = f"{sum(entry.goal.is_met for entry in own)} of {len(own)}"
+        again = sum(entry.is_confirmed for entry in own)
+        lines.append(f"| {row} | {TITLES[row]} | {count} | {again} | {missed} |")
     return lines
 
 

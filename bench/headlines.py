@@ -1,5 +1,6 @@
 """The rows with which bench/README.md begins: one a question, ours beside the best peer beside
-the limit, each from the newest recorded run that has it. ``python -m bench --fill`` writes them.
+the limit, each from the newest recorded run that has it, and what a run of another day found.
+``python -m bench --fill`` writes them.
 """
 
 from __future__ import annotations
@@ -32,17 +33,27 @@ class Headline(NamedTuple):
 
 def table(runs: Runs) -> list[str]:
     """Return the rows as lines of Markdown."""
-    lines = ["| # | question | ours | best peer | limit | run |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| # | question | ours | best peer | limit | run | another day |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for one in HEADLINES:
+        found: dict[str, tuple[Cells, str]] = {}  # by day, the newest first
         for content in reversed(runs.get(one.folder, ())):
             goals = {goal["what"]: goal["value"] for goal in content["goals"]}
             cells = one.of_rows(content["rows"], goals)
             if cells is not None:
-                run = f"{content['environment']['at'][:10]} {content['environment']['commit']}"
-                asked = f"[{one.question}]({one.folder}/README.md)"
-                facts = f"**{cells.ours}** | {cells.peer} | {cells.limit}"
-                lines.append(f"| {one.number} | {asked} | {facts} | {run} |")
-                break
+                about = content["environment"]
+                found.setdefault(about["at"][:10], (cells, about["commit"]))
+        if found:
+            (day, (cells, commit)), *others = found.items()
+            asked = f"[{one.question}]({one.folder}/README.md)"
+            facts = f"**{cells.ours}** | {cells.peer} | {cells.limit}"
+            again = "–"
+            if others:
+                day_before, (before, _) = others[0]
+                again = f"{before.ours}, peer {before.peer}, {day_before}"
+            lines.append(f"| {one.number} | {asked} | {facts} | {day} {commit} | {again} |")
     return lines
 
 

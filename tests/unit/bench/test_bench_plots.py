@@ -6,6 +6,7 @@ import importlib
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,8 +75,26 @@ def test_a_goal_is_of_the_newest_run_that_asked_for_it(tmp_path: Path) -> None:
     (tmp_path / "results").mkdir()
     run("younger", "2026-02-01", one=3.0)
     run("older", "2026-01-01", one=1.0, other=1.5)
-    told = [(goal.what, goal.value, about) for goal, about in newest_goals(results(tmp_path))]
+    told = [(it.goal.what, it.goal.value, it.run) for it in newest_goals(results(tmp_path))]
     assert told == [
         ("one", 3.0, "2026-02-01 younger cpu2"),
         ("other", 1.5, "2026-01-01 older cpu2"),
     ]
+
+
+def test_a_goal_is_confirmed_by_another_day_of_the_same_machine() -> None:
+    """That found the same of it; a second run of one day says nothing new."""
+
+    def run(at: str, value: float, machine: str = "cpu2") -> tuple[Path, dict[str, Any]]:
+        about = {"at": at, "commit": "c", "machine": machine}
+        return Path(at), {"environment": about, "goals": [asdict(Goal(9, "x", value, ">=", 2.0))]}
+
+    def found(*runs: tuple[Path, dict[str, Any]]) -> bool:
+        (entry,) = newest_goals(list(runs))
+        return entry.is_confirmed
+
+    assert found(run("2026-01-01", 3.0), run("2026-01-02", 2.5))
+    assert found(run("2026-01-01", 3.0), run("2026-01-02", 1.0), run("2026-01-02", 2.5))
+    assert not found(run("2026-01-01", 1.0), run("2026-01-02", 2.5))
+    assert not found(run("2026-01-02T01", 3.0), run("2026-01-02T02", 2.5))
+    assert not found(run("2026-01-01", 3.0), run("2026-01-02", 2.5, machine="h200"))

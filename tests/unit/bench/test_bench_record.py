@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,9 +51,10 @@ def test_the_pages_hold_what_is_recorded() -> None:
     assert "\n".join(lines) in README.read_text()
     goals = GOALS.read_text()
     for own in found.values():
-        for goal, run in newest_goals(own):
+        for entry in newest_goals(own):
+            goal = entry.goal
             assert f"| {goal.row} | {goal.question}: {goal.what} |" in goals
-            assert f"| {run} |" in goals
+            assert f"| {entry.run} |" in goals
 
 
 def test_a_run_that_did_not_ask_leaves_the_row_to_an_older_one() -> None:
@@ -63,4 +65,17 @@ def test_a_run_that_did_not_ask_leaves_the_row_to_an_older_one() -> None:
     new = {"environment": {**about, "commit": "new"}, "goals": [], "rows": []}
     (row,) = headlines.table({"faults": [old, new]})[2:]
     assert "**1.00 s**" in row
-    assert row.endswith("2026-01-01 old |")
+    assert row.endswith("2026-01-01 old | – |")
+
+
+def test_a_row_says_what_another_day_found() -> None:
+    """A second run of the same day confirms nothing."""
+
+    def content(day: str, commit: str, p99_s: float) -> dict[str, Any]:
+        row = {"kind": "overlap", "role": "decode", "phase": "decode", "p99_s": p99_s}
+        about = {"at": f"{day}T00:00:00", "commit": commit}
+        return {"environment": about, "goals": [], "rows": [{**row, "recompute_s": 2}]}
+
+    runs = [content("2026-01-01", "old", 3.0), content("2026-01-02", "a", 2.0)]
+    (row,) = headlines.table({"faults": [*runs, content("2026-01-02", "b", 1.0)]})[2:]
+    assert row.endswith("| 2026-01-02 b | 3.00 s, peer –, 2026-01-01 |")
