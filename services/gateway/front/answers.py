@@ -65,7 +65,8 @@ class Choice:
     """One answer to make. prompt_idx: which prompt of the request it continues.
 
     is_echo_only: the client asked for no token at all, only for what is known of its prompt; one
-    token is generated, because a step needs one, and dropped.
+    token is generated, because a step needs one, and dropped. structure_param: the field that says
+    what it must match, if it must.
     """
 
     index: int
@@ -73,6 +74,7 @@ class Choice:
     request: GenerationRequest
     text: AnswerText
     is_echo_only: bool = False
+    structure_param: str = ""
     generation: Generation | None = field(default=None, init=False, repr=False)
 
     @property

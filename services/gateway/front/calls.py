@@ -11,6 +11,7 @@ from typing import Any
 
 import structlog
 
+from services.gateway import limits
 from services.gateway.front.answers import Answers
 from services.gateway.front.frontdoor import Caller, FrontDoor
 from services.gateway.front.span_attributes import answer_attributes, route_attributes
@@ -112,6 +113,10 @@ def typed(failure: Exception, call: Call) -> MeshError:
     """Return the failure as the client may know it: our own bugs are logged in full and shown as an
     id."""
     if isinstance(failure, MeshError):
+        if failure.code == "grammar_failed" and call.answers is not None:
+            # A worker knows the grammar, and not which field it came in.
+            param = call.answers.choices[0].structure_param
+            return limits.refusal(param, failure.message, code=failure.code)
         return failure
     log.error("internal error", request_id=call.request_id, exc_info=failure)
     return InvariantViolated(f"internal error; its log has request id {call.request_id}")

@@ -331,6 +331,7 @@ class FrontDoor:
                             prompt_tail=token_ids[-PROMPT_TAIL:] if form.continues_text else (),
                         ),
                         is_echo_only=form.is_echo_only,
+                        structure_param="" if form.structure is None else form.structure.param,
                     )
                 )
         for choice in choices:

@@ -157,8 +157,9 @@ def calls_for_template(calls: Sequence[MessageCall], param: str) -> list[dict[st
     shown: list[dict[str, Any]] = []
     for index, call in enumerate(calls):
         try:
-            arguments = json.loads(call.function.arguments or "{}")
-        except (ValueError, RecursionError):
+            # Not Python's reader: that takes NaN, and half characters, which no prompt can hold.
+            arguments = msgspec.json.decode(call.function.arguments or "{}")
+        except (msgspec.DecodeError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
             place = f"{param}[{index}].function.arguments"

@@ -11,17 +11,24 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import msgspec
 
 from services.gateway.limits import checked_count, refusal
 from services.gateway.text.grammar_process import GrammarProcess, Verdict
-from services.gateway.text.schemas import library_fault, schema_fault, without_annotations
+from services.gateway.text.schemas import (
+    library_fault,
+    parts_of,
+    schema_fault,
+    without_annotations,
+    without_part,
+)
 from shared.errors import Overloaded
 from shared.grammar import MAX_GRAMMAR_BYTES, library
 
@@ -30,6 +37,9 @@ MAX_KNOWN = 256
 
 MAX_CHOICES = 1024
 """Texts that an answer may have to choose from."""
+
+MAX_SEARCH_S = 0.2
+"""Longest search for the place of a fault."""
 
 MAX_WAITING = 64
 """Grammars that may wait to be checked; more are refused."""
@@ -73,7 +83,8 @@ class Grammars:
     def __init__(self, check: Callable[[str], Verdict] | None = None) -> None:
         """check: in place and at once, of tests under virtual time."""
         self._process = GrammarProcess()
-        self._check = check
+        self._is_in_place = check is not None
+        self._fresh_verdict = check or self._process.check
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._known: OrderedDict[str, Verdict] = OrderedDict()
         self._num_waiting = 0
@@ -91,7 +102,7 @@ class Grammars:
         Raises InvalidRequest: it is no structure of its kind, nothing matches it, or it is too
         large to follow. Overloaded: too many wait to be checked.
         """
-        if self._check is not None:
+        if self._is_in_place:
             return self._checked(structure)
         if self._num_waiting >= MAX_WAITING:
             raise Overloaded("too many grammars wait to be checked", retry_after_s=1.0)
@@ -120,16 +131,39 @@ class Grammars:
             path = ""
             if structure.kind in ("json_schema", "tags"):
                 path, fault = library_fault(structure.value, fault)
+            if structure.kind == "json_schema" and not path:
+                path, fault = self._innermost(structure, fault)
             raise refusal(structure.place(path), fault, code="invalid_grammar")
         # The process that checks knows no tokens: of marks it has seen the spelling.
         return text_of(structure, self.marks) if structure.kind == "tags" else grammar
+
+    def _innermost(self, structure: Structure, fault: str) -> tuple[str, str]:
+        """Return which part of a schema has a fault whose place the library does not say, and what
+        is wrong with it: the innermost that is refused by itself, and without which the whole has
+        no such fault. Looks for a moment only."""
+        schema, stop_at = structure.value, time.monotonic() + MAX_SEARCH_S
+
+        def fault_of(value: Any) -> str:
+            # Not remembered: no client sends these.
+            return self._fresh_verdict(text_of(replace(structure, value=value))).fault
+
+        for path, part in parts_of(schema):
+            if part is schema or time.monotonic() > stop_at:
+                break
+            # A reference is to the whole.
+            if "$ref" in json.dumps(part) or schema_fault(part):
+                continue
+            found = fault_of(part)
+            if found and fault_of(without_part(schema, part)) != fault:
+                return path, found
+        return "", fault
 
     def _verdict(self, grammar: str) -> Verdict:
         known = self._known.get(grammar)
         if known is not None:
             self._known.move_to_end(grammar)
             return known
-        verdict = (self._check or self._process.check)(grammar)
+        verdict = self._fresh_verdict(grammar)
         if verdict.is_lasting:
             self._known[grammar] = verdict
             if len(self._known) > MAX_KNOWN:

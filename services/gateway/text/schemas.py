@@ -7,6 +7,7 @@ keyword. Format: https://json-schema.org/draft/2020-12
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, cast
 from urllib.parse import unquote, urljoin
@@ -16,6 +17,7 @@ MAX_VISITS = 200_000
 """Most parts that are looked at, again and again where references lead to each other."""
 
 _SCALARS = frozenset({"string", "number", "integer", "boolean", "null"})
+_TYPES = _SCALARS | {"object", "array"}
 _FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"}
 )
@@ -48,6 +50,9 @@ def schema_fault(schema: Any) -> SchemaFault | None:
         return SchemaFault("", "must be a JSON schema: an object, or true")
     if _depth(schema) > MAX_DEPTH:
         return SchemaFault("", f"must be nested at most {MAX_DEPTH} levels deep")
+    for place, value in _values(schema, ""):
+        if isinstance(value, int) and abs(value) > sys.float_info.max:
+            return SchemaFault(place, "must be a number that a double can hold")
     ends = _Ends(schema)
     if ends.named_twice is not None:
         name = ends.named_twice
@@ -58,6 +63,9 @@ def schema_fault(schema: Any) -> SchemaFault | None:
         return None
     if ends.is_cut:
         return SchemaFault("", "has too many references that lead to each other")
+    for place, key, kind in _keywords(schema, ""):
+        if key == "type" and isinstance(kind, str) and kind not in _TYPES:
+            return SchemaFault(place, f"must be one of {', '.join(sorted(_TYPES))}")
     return SchemaFault(
         _place(ends.endless),
         "no answer ends that matches it: it asks for itself within itself, or for nothing that "
@@ -112,6 +120,45 @@ def _keywords(schema: Any, path: str, *, has_names: bool = False) -> Iterator[tu
     elif isinstance(schema, list):
         for index, value in enumerate(cast("list[Any]", schema)):
             yield from _keywords(value, f"{path}[{index}]")
+
+
+def parts_of(schema: Any, path: str = "", *, has_names: bool = False) -> Iterator[tuple[str, Any]]:
+    """Every schema within a schema, and itself, with its path: inner ones first. has_names: see
+    ``_keywords``."""
+    if isinstance(schema, list):
+        for index, one in enumerate(cast("list[Any]", schema)):
+            yield from parts_of(one, f"{path}[{index}]")
+    elif isinstance(schema, dict):
+        for key, value in cast("dict[str, Any]", schema).items():
+            if has_names or key not in _VALUES:
+                is_named = not has_names and key in _NAMED
+                yield from parts_of(value, f"{path}.{key}", has_names=is_named)
+        if not has_names:
+            yield path, schema
+
+
+def without_part(schema: Any, part: Any) -> Any:
+    """Return a schema in which one part, by identity, takes everything."""
+    if schema is part:
+        return {}
+    if isinstance(schema, list):
+        return [without_part(one, part) for one in cast("list[Any]", schema)]
+    if isinstance(schema, dict):
+        items = cast("dict[str, Any]", schema).items()
+        return {key: without_part(value, part) for key, value in items}
+    return schema
+
+
+def _values(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Everything in a JSON value that is no list and no object, with its path."""
+    if isinstance(value, dict):
+        for key, one in cast("dict[str, Any]", value).items():
+            yield from _values(one, f"{path}.{key}")
+    elif isinstance(value, list):
+        for index, one in enumerate(cast("list[Any]", value)):
+            yield from _values(one, f"{path}[{index}]")
+    else:
+        yield path, value
 
 
 def _depth(value: Any) -> int:

@@ -11,6 +11,8 @@ import aiohttp
 import pytest
 
 from services.gateway.http.door import serve_http
+from services.gateway.mesh import GenerationRequest, Tokens
+from shared.errors import InvalidRequest
 from shared.rpc.network import Address
 from tests.support.grammars import needs_library
 from tests.support.http_client import HI
@@ -227,6 +229,11 @@ def a_call(arguments: str = "{}", **more: Any) -> dict[str, Any]:
         ),
         ({"messages": [a_call("[]")]}, "messages[0].tool_calls[0].function.arguments"),
         ({"messages": [a_call("{")]}, "messages[0].tool_calls[0].function.arguments"),
+        ({"messages": [a_call('{"a": NaN}')]}, "messages[0].tool_calls[0].function.arguments"),
+        (
+            {"messages": [a_call(r'{"a": "\ud83d"}')]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
         ({"messages": [a_call(role="user")]}, "messages[0].tool_calls"),
         (
             {"messages": [{"role": "user", "content": "x", "tool_call_id": "a"}]},
@@ -240,6 +247,28 @@ async def test_what_is_refused(fields: dict[str, Any], param: str) -> None:
         status, body = await here.ask(**fields)
         assert (status, body["error"]["param"]) == (400, param)
         assert not here.mesh.requests
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [CLOCK], "tool_choice": "required"}, "tools"),
+        ({"response_format": {"type": "json_object"}, "n": 2}, "response_format"),
+    ],
+)
+async def test_a_grammar_that_fails_on_its_way(fields: dict[str, Any], param: str) -> None:
+    """A worker's word for it comes with the field that the grammar came in."""
+
+    async def fails(request: GenerationRequest) -> AsyncGenerator[Tokens]:
+        raise InvalidRequest("it cannot be followed any more", code="grammar_failed")
+        yield
+
+    async with gateway("x") as here:
+        here.mesh.script = fails
+        status, body = await here.ask(**fields)
+        error = body["error"]
+        assert (status, error["param"], error["code"]) == (400, param, "grammar_failed")
 
 
 @needs_library

@@ -22,8 +22,14 @@ NODE = {
     "required": ["next"],
     "additionalProperties": False,
 }
+A, B, A_B = ".properties.a", ".properties.b", ".properties.a.properties.b"
 PATTERNS = {"allOf": [{"type": "string", "pattern": f"^.*[a-f]{{{i}}}.*$"} for i in range(1, 60)]}
 """Compiles for ever."""
+
+
+def an_object(**properties: Any) -> dict[str, Any]:
+    """All of its properties are there."""
+    return {"type": "object", "properties": properties, "required": list(properties)}
 
 
 def asked(value: Any, kind: Kind = "json_schema") -> Structure:
@@ -175,6 +181,21 @@ async def test_what_is_served(value: Any, kind: Kind) -> None:
         ({"items": {"$id": "#"}}, "json_schema", ".items.$id", "called #"),
         ({"properties": {"$id": ""}}, "json_schema", "", "called"),
         ({"type": [[]]}, "json_schema", "", "no answer"),
+        (an_object(a={"type": "objekt"}), "json_schema", ".properties.a.type", "one of"),
+        (an_object(a=an_object(b={"enum": []})), "json_schema", A_B, "nsatisfiable"),
+        ({"properties": {"a": {"type": "string", "pattern": "("}}}, "json_schema", A, "unclosed"),
+        (
+            an_object(a={"type": "null"}, b={"const": 10**400}),
+            "json_schema",
+            B + ".const",
+            "double",
+        ),
+        (
+            {"$ref": "#/$defs/a", "$defs": {"a": an_object(b={"enum": []}), "c": {"enum": []}}},
+            "json_schema",
+            ".$defs.a.properties.b",
+            "nsatisfiable",
+        ),
         ("text", "json_schema", "", "must be a JSON schema"),
         ("(a", "regex", "", "unclosed"),
         (r"(a)\1", "regex", "", "backreferences"),
