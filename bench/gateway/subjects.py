@@ -197,7 +197,6 @@ async def our_gateway(
         "PDMESH_MESH_PORT": str(mesh_port),
         "PDMESH_MODEL_NAME": MODEL,
         "PDMESH_MAX_RUNNING": "16384",
-        "PDMESH_LOG_LEVEL": "warning",
         "PDMESH_REQUEST_TIMEOUT_S": "0",
         **settings,
     }

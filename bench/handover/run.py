@@ -181,7 +181,7 @@ async def a_mesh(
 ) -> AsyncGenerator[LocalMesh]:
     """Prefill logs its moments, for only it knows when it has token 1; the others if ``all_tell``,
     since that costs them time."""
-    level = "debug" if all_tell else "warning"
+    level = "debug" if all_tell else "info"
     common: dict[str, Any] = {"log_format": "json", "realtime": priority == REALTIME}
     worker = {"num_blocks": NUM_BLOCKS, **common, **ENGINES[engine]}
     services = plan_services(

@@ -242,7 +242,7 @@ async def measure(
     num_streams: int, pauses_s: list[float], seconds: float, repetitions: int, priority: str
 ) -> list[dict[str, Any]]:
     """Start the mesh, measure it idle, then under each load, and stop it; one row a load."""
-    common: dict[str, Any] = {"log_level": "warning", "realtime": priority == REALTIME}
+    common: dict[str, Any] = {"realtime": priority == REALTIME}
     prefill_port, decode_port = free_ports(2)
     services = plan_services(
         GatewayConfig(http_port=0, grpc_port=0, mesh_port=0, **common),

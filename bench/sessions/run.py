@@ -38,7 +38,8 @@ SOURCE: Final = Sessions(
 )
 """Mooncake's conversations (services/cli/bench/sources.py), the longest cut, fewer at once."""
 
-FIT: Final = Fit(scale=0.08, max_input=1600, max_output=24)
+FIT: Final = Fit(scale=0.25, max_input=1920, max_output=24)
+"""A block of the trace is 128 tokens then: what gateways are told of prefixes."""
 BLOCK_SIZE: Final = 16
 
 
