@@ -10,6 +10,7 @@ migration are nothing special.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 import numpy as np
@@ -98,8 +99,9 @@ class Engine(Protocol):
         """
         return None
 
-    def expect(self, grammar: str) -> None:
-        """A request under this grammar has come: make it ready beside the steps. On any thread.
+    def expect(self, grammar: str) -> Future[Any]:
+        """A request under this grammar has come: make it ready beside the steps, and return what is
+        done when no step waits for it any more. On any thread.
 
         Raises InvalidRequest (code ``unsupported``): this engine holds no answer to a grammar.
         """

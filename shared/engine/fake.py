@@ -20,6 +20,7 @@ import hashlib
 import time
 from array import array
 from collections.abc import Mapping, Sequence, Set
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -303,12 +304,11 @@ class FakeEngine(Engine):
         """See Engine."""
         return {}
 
-    def expect(self, grammar: str) -> None:
+    def expect(self, grammar: str) -> Future[Any]:
         """See Engine."""
         if self._guides is None:
-            super().expect(grammar)
-        else:
-            self._guides.expect(grammar)
+            return super().expect(grammar)
+        return self._guides.expect(grammar)
 
     def pool_arrays(self) -> Sequence[np.ndarray]:
         """See Engine: keys and values of every layer."""

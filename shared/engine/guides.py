@@ -82,10 +82,10 @@ class Guides:
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="pdmesh-grammar")
         self._finder = ThreadPoolExecutor(1, thread_name_prefix="pdmesh-guide")
 
-    def expect(self, grammar: str) -> None:
+    def expect(self, grammar: str) -> Future[Any]:
         """Make a grammar ready beside the steps. Raises InvalidRequest: there is no library."""
         library()
-        self._begun(grammar)
+        return self._begun(grammar)
 
     def begin(self, rows: Sequence[StepRow]) -> Future[Masks] | None:
         """Begin to find the masks of a step whose tokens are all there; None: nothing is guided."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import structlog
@@ -324,12 +325,11 @@ class TorchEngine(DeviceEngine):
             "torch": torch.__version__,
         }
 
-    def expect(self, grammar: str) -> None:
+    def expect(self, grammar: str) -> Future[Any]:
         """See Engine."""
         if self._guides is None:
-            super().expect(grammar)
-        else:
-            self._guides.expect(grammar)
+            return super().expect(grammar)
+        return self._guides.expect(grammar)
 
     def pool_arrays(self) -> list[np.ndarray]:
         """See Engine."""

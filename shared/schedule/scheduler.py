@@ -134,6 +134,16 @@ class Scheduler:
             self._expect_cached(sequence)
             self._update_claim()
 
+    def await_grammar(self, sequence: Sequence) -> None:
+        """Its grammar is being made ready, maybe for a second: do not let this prompt in before
+        ``grammar_ended``. The rows of a step wait for each other's masks."""
+        sequence.awaits_grammar = True
+
+    def grammar_ended(self, sequence: Sequence) -> None:
+        """It is ready, or will never be. Allowed after the sequence has ended."""
+        sequence.awaits_grammar = False
+        self._update_claim()
+
     def _expect_cached(self, sequence: Sequence) -> None:
         assert sequence.chain is not None
         sequence.num_expected_tokens = self._pool.num_cached_tokens(
@@ -345,9 +355,9 @@ class Scheduler:
 
     def _plan_admissions(self, draft: Draft) -> None:
         """Let waiting sequences in, oldest first, none overtaking, each with all its blocks or
-        none; those whose prefix is on its way are passed over."""
+        none; those whose prefix or grammar is on its way are passed over."""
         while len(self._running) < self._policy.max_running:
-            sequence = next((it for it in self._waiting if not it.awaits_prefix), None)
+            sequence = next((it for it in self._waiting if not it.is_awaiting), None)
             # What it will find in the cache, and so where it begins, shows only when it is let in.
             if sequence is None or draft.room(0) <= 0 or not self._may_run(sequence):
                 return
@@ -391,7 +401,7 @@ class Scheduler:
         """Tell the pool what is spoken for, so that new reservations do not overtake who is here
         already."""
         # Not all that wait: together they would claim the pool, and a queue would end reservations.
-        ready = [seq for seq in self._waiting if not seq.awaits_prefix]
+        ready = [seq for seq in self._waiting if not seq.is_awaiting]
         waiting = [*ready[:1], *(seq for seq in ready[1:] if seq.num_preemptions)]
         stalled = sum(seq.state is SequenceState.RUNNING for seq in self._stalled)
         self._pool.claim(

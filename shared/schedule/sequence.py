@@ -66,7 +66,8 @@ class Sequence:
     ``tokens``.
     num_expected_tokens: prompt tokens that the prefix cache had when it was queued.
     num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
-    awaits_prefix: its prefix is on its way from another worker; it is let in when that has ended.
+    awaits_prefix: its prefix is on its way from another worker; awaits_grammar: its grammar is
+    being made ready. It is let in when neither is.
     steps_in_flight: planned steps, not committed yet, that read or write its blocks; while there
     are any the blocks may not be given back. guide: where the answer is in its grammar.
     """
@@ -90,6 +91,7 @@ class Sequence:
     is_prefill_only: bool = field(default=False, init=False)
     is_released: bool = field(default=False, init=False)
     awaits_prefix: bool = field(default=False, init=False)
+    awaits_grammar: bool = field(default=False, init=False)
     guide: Guide | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -113,6 +115,11 @@ class Sequence:
     def sampling(self) -> SamplingParams:
         """How its tokens are chosen."""
         return self.item.sampling
+
+    @property
+    def is_awaiting(self) -> bool:
+        """Whether something is on its way without which it is not let in."""
+        return self.awaits_prefix or self.awaits_grammar
 
     @property
     def num_tokens(self) -> int:

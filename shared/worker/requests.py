@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
 
 import structlog
 
@@ -76,7 +79,7 @@ class Requests:
         answer_metrics: DecodeMetrics,
         max_prompts: int,
         max_answers: int,
-        expect: Callable[[str], None] = lambda _: None,
+        expect: Callable[[str], Future[Any]] = lambda _: Future(),
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self._tasks = tasks
@@ -199,6 +202,7 @@ class Requests:
         request = self._begin(order, gateway, life, "prefill.queue", now)
         request.sequence, request.push = sequence, push
         self._by_sequence[sequence] = request
+        self._await_grammar(sequence)
         if task is Task.PROMPT:
             self._prompts[request] = None
         else:
@@ -211,6 +215,26 @@ class Requests:
         self._stepper.changed()
         self._on_change()
         return request
+
+    def _await_grammar(self, sequence: TokenSequence) -> None:
+        """Nearly always it is ready before the next step begins, or was used before."""
+        if sequence.guide is None:
+            return
+        ready = self._expect(sequence.guide.grammar)
+        if ready.done():
+            return
+        self._scheduler.await_grammar(sequence)
+        loop = asyncio.get_running_loop()
+
+        def is_ready(_: Future[Any]) -> None:
+            with suppress(RuntimeError):  # the loop has ended, and the worker with it
+                loop.call_soon_threadsafe(self._grammar_ended, sequence)
+
+        ready.add_done_callback(is_ready)
+
+    def _grammar_ended(self, sequence: TokenSequence) -> None:
+        self._scheduler.grammar_ended(sequence)
+        self._stepper.changed()
 
     def take_prefix(self, order: Order, fetch: AskingGateway) -> Request:
         """Bring a prompt's beginning into the cache, from the worker that has it."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -104,6 +105,37 @@ async def test_the_same_answer_after_preemption() -> None:
         preempted = sum(it.worker.scheduler.statistics().num_preemptions for it in mesh.decodes)
     assert preempted
     assert [task.result().token_ids for task in got] == [one.token_ids for one in due]
+
+
+class SlowToCompile(GuidedFakeEngine):
+    """Every grammar is ready when the test says so."""
+
+    ready: Future[None] = Future()
+
+    def expect(self, grammar: str) -> Future[Any]:
+        super().expect(grammar)
+        return SlowToCompile.ready
+
+
+@pytest.mark.parametrize("prefill", [0, 1])
+@virtual_time
+async def test_a_grammar_that_takes_its_time_holds_nobody_up(prefill: int) -> None:
+    """Others go on while it is made ready, on workers of either kind, and then it is followed; who
+    leaves before is forgotten."""
+    SlowToCompile.ready = Future()
+    settings: dict[str, Any] = {} if prefill else {"decode": {"colocated": True}}
+    async with whole_mesh(engine=SlowToCompile, num_prefill=prefill, **settings) as mesh:
+        async with asyncio.TaskGroup() as tasks:
+            guided = tasks.create_task(ask(mesh, 1))
+            leaves = tasks.create_task(ask(mesh, 2))
+            await asyncio.sleep(0.05)
+            leaves.cancel()
+            assert (await mesh.ask(a_prompt(30), 20)).error is None
+            assert not guided.done()
+            SlowToCompile.ready.set_result(None)
+        require_valid(guided.result())
+        await mesh.idle()
+        mesh.assert_nothing_left()
 
 
 @virtual_time

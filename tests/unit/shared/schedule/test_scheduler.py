@@ -866,6 +866,29 @@ def test_who_awaits_its_prefix_keeps_its_place_and_holds_nobody_up() -> None:
     worker.scheduler.check_integrity()
 
 
+def test_who_awaits_its_grammar_holds_nobody_up() -> None:
+    """Nor is it let in while its prefix is on its way."""
+    worker = Worker(token_budget=64, block_size=4)
+    first, second = (a_sequence(tuple(range(i, i + 8))) for i in (1, 20))
+    for sequence in (first, second):
+        worker.scheduler.add_prefill(sequence)
+    worker.scheduler.await_prefix(first, 4)
+    worker.scheduler.await_grammar(first)
+    worker.scheduler.prefix_ended(first)
+    plan = worker.scheduler.plan()
+    assert plan.sequences == (second,)
+    commit(worker, plan)
+    assert not worker.scheduler.plan().rows
+    worker.scheduler.grammar_ended(first)
+    plan = worker.scheduler.plan()
+    assert plan.sequences == (first,)
+    commit(worker, plan)
+    for sequence in (first, second):
+        worker.scheduler.release(sequence)
+    worker.scheduler.grammar_ended(first)
+    worker.scheduler.check_integrity()
+
+
 def test_who_awaits_its_prefix_may_be_aborted() -> None:
     """Its client leaves; the end of the prefix comes later and changes nothing."""
     worker = Worker()
