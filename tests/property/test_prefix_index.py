@@ -4,11 +4,14 @@ every single fault on the way is found at the next whole report."""
 from __future__ import annotations
 
 import random
+from functools import reduce
+from operator import xor
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.core.fetches import NOTHING
+from services.gateway.core.fetches import NOTHING, Hit
 from services.gateway.core.prefix_index import Indexed, PrefixIndex, column_of
 from shared.kv import journal as journal_module
 from shared.kv.journal import Journal, KvChanges, Tier, TierChanges, key_of, stride_of
@@ -229,3 +232,43 @@ def test_hits_are_what_the_pools_would_find(computed: list[int], asked: int) -> 
         table = worker.pool.acquire(chain, tokens, len(tokens), max_hit_tokens=len(tokens))
         assert table is not None
         assert hits.get(worker.place, NOTHING).tokens == table.num_hit_tokens // stride * stride
+
+
+CHAIN = list(range(1, 300))
+"""Keys of a prompt of more granules than a byte counts."""
+
+
+@given(st.dictionaries(st.integers(0, 200), st.integers(0, 1 << 30), max_size=24), st.booleans())
+def test_columns_of_holdings_say_what_one_worker_alone_has(
+    sources: dict[int, int], is_tiered: bool
+) -> None:
+    """A worker's hit ends at the first granule that it has nowhere; what leads in its pool can be
+    sent, and the rest lies where it is fastest. Whoever else has what, and whatever a place had
+    before."""
+    index, plain = PrefixIndex(1 << 20), dict[int, Hit]()
+    for place, seed in sources.items():
+        source = random.Random(seed)
+        share = source.choice([0.5, 0.995, 1.0])
+        tiers = [
+            [key for key in CHAIN[: source.randrange(300)] if source.random() < share]
+            for _ in (Tier if is_tiered else (Tier.HBM,))
+        ]
+        index.asked(place)
+        index.apply(place, snapshot_of([CHAIN[:7], CHAIN]))
+        if seed % 2:
+            index.drop(place)
+        index.asked(place)
+        assert not index.apply(place, snapshot_of(tiers))
+        lies = [next((at for at, keys in enumerate(tiers) if key in keys), None) for key in CHAIN]
+        lies = lies[: lies.index(None)] if None in lies else lies
+        in_pool = next((at for at, tier in enumerate(lies) if tier), len(lies))
+        if lies:
+            plain[place] = Hit(len(lies), in_pool, lies.count(Tier.DRAM), lies.count(Tier.SSD))
+    assert index.match(np.array(CHAIN, np.uint64), 1, 0.0) == plain
+
+
+def snapshot_of(tiers: list[list[int]]) -> KvChanges:
+    """All that a worker has, by tier."""
+    changes = [TierChanges(keys, [], len(keys), reduce(xor, keys, 0)) for keys in tiers]
+    changes += [TierChanges([], [], 0, 0)] * (len(Tier) - len(changes))
+    return KvChanges(True, True, (changes[0], changes[1], changes[2]))

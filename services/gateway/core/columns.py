@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from services.gateway.core.fetches import Hit
+from services.gateway.core.holdings import Column, Holdings
 from services.gateway.core.worker import Worker
 from shared.ids import Incarnation
-
-Column: TypeAlias = NDArray[np.float64]
 
 _NO_FIT = (np.nan,) * 3
 _ONE_STEP = float(1 << 40)
@@ -49,12 +47,11 @@ class PromptColumns(NamedTuple):
 
 
 class AnswerColumns(NamedTuple):
-    """Of each worker: its fit of steps without prompts, and what it holds."""
+    """Of each worker: a step with one more answer (not a number: its fit is not known) and what a
+    token of context adds, and what it holds."""
 
-    constant_s: Column
-    token_s: Column
+    tokens_s: Column
     attended_s: Column
-    num_answers: Column
     reserved_tokens: Column
     capacity_tokens: Column
     reserved_share: Column
@@ -63,8 +60,7 @@ class AnswerColumns(NamedTuple):
         """Return seconds of a step with one more answer, behind a prompt of so many tokens; more by
         ``no_room_s`` where it does not fit."""
         context = self.reserved_tokens + num_tokens
-        seconds = self.constant_s + self.token_s * (self.num_answers + 1.0)
-        seconds += self.attended_s * context
+        seconds = self.tokens_s + self.attended_s * context
         return seconds + no_room_s * (context >= self.capacity_tokens)
 
 
@@ -82,15 +78,16 @@ class Columns:
         """Write the rows of workers that are new or have changed."""
         for worker in workers:
             place, status = worker.place, worker.status
+            answers = status.answer_steps if worker.is_step_predictable else _NO_FIT
             while place >= self.rows.shape[1]:
                 self.rows = np.concatenate([self.rows, np.zeros_like(self.rows)], axis=1)
             self.rows[:, place] = (
                 worker.free_at,
-                *(status.prompt_steps[:3] if worker.is_predictable else _NO_FIT),
+                *(status.prompt_steps if worker.is_predictable else _NO_FIT)[:3],
                 status.step_tokens or _ONE_STEP,
                 worker.pending_tokens,
-                *(status.answer_steps[:3] if worker.is_step_predictable else _NO_FIT),
-                worker.num_answers,
+                answers[0] + answers[1] * (worker.num_answers + 1.0),
+                answers[2],
                 worker.reserved_tokens,
                 worker.capacity_tokens,
                 worker.reserved_share,
@@ -105,7 +102,8 @@ class Side:
 
     def __init__(self, workers: Sequence[Worker], table: Callable[[], Columns]) -> None:
         self._places = np.array([worker.place for worker in workers])
-        self._at = {worker.incarnation: at for at, worker in enumerate(workers)}
+        self._at = {worker.place: at for at, worker in enumerate(workers)}
+        self._workers = [worker.incarnation for worker in workers]
         self._table = table
         self._slow: dict[Incarnation, tuple[Mapping[Incarnation, float], Column]] = {}
 
@@ -117,24 +115,24 @@ class Side:
         """Return what answers take."""
         return AnswerColumns(*self._table().rows[_NUM_PROMPTS:].take(self._places, axis=1))
 
-    def place_of(self, incarnation: Incarnation) -> int | None:
-        """Return where a worker stands here."""
-        return self._at.get(incarnation)
+    def shares(self) -> array[float]:
+        """Return the shares of blocks that are taken."""
+        return self.numbers(self._table().rows[-1].take(self._places))
 
-    def cached(self, hits: Mapping[Incarnation, Hit], most: int) -> Column:
+    def cached(self, hits: Mapping[int, Hit], most: int) -> Column:
         """Return how many tokens of a prompt each has, or so many if it has more."""
-        column, at = np.zeros(len(self._places)), self._at.get
-        for incarnation, hit in hits.items():
-            place = at(incarnation)
-            if place is not None:
-                column[place] = hit.tokens
-        return np.minimum(column, most)
+        return np.minimum(Holdings.of(hits).tokens.take(self._places, mode="clip"), most)
+
+    def loading(self, hits: Mapping[int, Hit]) -> list[int]:
+        """Return which of these have some of a prompt below their pools."""
+        at = map(self._at.get, Holdings.of(hits).below())
+        return [place for place in at if place is not None]
 
     def byte_s(self, source: Worker) -> Column:
         """Return seconds a byte from a worker to each of these, 0 where that is not known."""
         speeds, known = source.status.speeds, self._slow.get(source.incarnation)
         if known is None or known[0] is not speeds:
-            column = np.array([speeds.get(it, 0.0) for it in self._at], np.float64)
+            column = np.array([speeds.get(it, 0.0) for it in self._workers], np.float64)
             column[column > 0.0] **= -1.0
             known = self._slow[source.incarnation] = speeds, column
         return known[1]
@@ -151,9 +149,11 @@ class Side:
 
     @staticmethod
     def lowest(bounds: Column, scores: Column, most: int) -> list[int]:
-        """Return the places of the few lowest bounds below the least score, the lowest first."""
+        """Return the places of the few lowest bounds below the least score."""
         places = (bounds < least(scores)).nonzero()[0]
-        return places[bounds[places].argsort(kind="stable")[:most]].tolist()
+        if len(places) > most:
+            places = places[bounds[places].argsort(kind="stable")[:most]]
+        return places.tolist()
 
 
 def least(column: Column) -> float:

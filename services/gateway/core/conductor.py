@@ -84,7 +84,7 @@ class Local(LeastLoaded):
     def scores(self, request: RouteRequest, sides: Sides) -> Scores:
         """Return seconds; tokens, if not every worker's speed is known and believed."""
         scores, terms = _prompt_scores(request, sides)
-        return Scores(scores, list(map(self.score_decode, sides.decodes)), terms)
+        return Scores(scores, _taken_shares(sides), terms)
 
 
 class Conductor(Local):
@@ -108,7 +108,7 @@ class Conductor(Local):
         soonest = sides.prefills[least(scores, range(len(scores)))[0]]
         if len(sides.decodes) > 1 or soonest.incarnation != sides.decodes[0].incarnation:
             return Scores(scores, _answer_scores(request, sides, soonest), terms)
-        return Scores(scores, [soonest.reserved_share], terms)
+        return Scores(scores, _taken_shares(sides), terms)
 
 
 def _prompt_scores(
@@ -137,11 +137,9 @@ def _scores_in_columns(
         terms = AllPromptTerms(waits, computes, cached, is_s=False)
         return side.numbers(waits + computes), terms
     terms = AllPromptTerms(waits, computes, cached, is_s=True)
-    for incarnation, hit in request.cached.items():
-        place = side.place_of(incarnation) if hit.in_dram or hit.on_ssd else None
-        if place is not None:
-            it = terms[place] = _terms_of(workers[place], request, is_s=True)
-            scores[place] = it.score
+    for place in side.loading(request.cached):
+        it = terms[place] = _terms_of(workers[place], request, is_s=True)
+        scores[place] = it.score
     if fetches is not None:
         most = min(fetches.most_tokens, num_tokens - 1)
         bounds = waits + columns.compute_s(most, num_tokens)
@@ -152,10 +150,17 @@ def _scores_in_columns(
     return side.numbers(scores), terms
 
 
+def _taken_shares(sides: Sides) -> Sequence[float]:
+    """Return the decode workers' shares of blocks that are taken."""
+    if len(sides.decodes) > 1:
+        return sides.in_columns()[1].shares()
+    return [sides.decodes[0].reserved_share]
+
+
 def _terms_of(worker: Worker, request: RouteRequest, *, is_s: bool) -> PromptTerms:
     """Return what a worker's score is made of that fetches nothing. It loads what lies below its
     pool, unless computing that is predicted to be quicker (``TierMoves``)."""
-    num_tokens, hit = request.num_tokens, request.cached.get(worker.incarnation, NOTHING)
+    num_tokens, hit = request.num_tokens, request.cached.get(worker.place, NOTHING)
     cached, in_pool = min(hit.tokens, num_tokens - 1), min(hit.in_pool, num_tokens - 1)
     if not is_s:
         return PromptTerms(worker.pending_tokens, num_tokens - cached, cached, is_s=False)
@@ -204,4 +209,4 @@ def _answer_scores(request: RouteRequest, sides: Sides, prefill: Worker) -> Sequ
     missing = num_tokens - side.cached(request.cached, num_tokens)
     seconds = columns.step_s(num_tokens, NO_ROOM_S)
     seconds += missing * (sides.decodes[0].layout.token_bytes / num_output) * side.byte_s(prefill)
-    return side.numbers(seconds if side.are_known(seconds) else columns.reserved_share)
+    return side.numbers(seconds) if side.are_known(seconds) else side.shares()

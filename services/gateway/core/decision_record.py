@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 from services.gateway.core.fetches import NOTHING, Fetch, Hit
 from services.gateway.core.pools import pool_of
-from services.gateway.core.routing import POLICIES, RouteDecision
+from services.gateway.core.routing import POLICIES, RouteDecision, Seen
 from services.gateway.core.sides import RouteRequest, Sides
 from services.gateway.core.turns import Memory
-from services.gateway.core.worker import Role, Worker, WorkerStatus, WorkerView
+from services.gateway.core.worker import Role, Worker, WorkerStatus
 from shared.address import Address
 from shared.errors import InvalidRequest
 from shared.ids import Incarnation
@@ -54,11 +54,11 @@ def record_of(decision: RouteDecision, *, attempt: int, at_s: float) -> Record:
         "prefills": [
             {**row, "terms": terms and {**terms._asdict(), "source": _hex_or_none(terms.source)}}
             for row, terms in zip_longest(
-                _side(sides.prefills, seen.prefills, decision.scores.prefills, request, at_s),
+                _side(sides.prefills, seen, decision.scores.prefills, at_s),
                 decision.scores.terms,
             )
         ],
-        "decodes": _side(sides.decodes, seen.decodes, decision.scores.decodes, request, at_s),
+        "decodes": _side(sides.decodes, seen, decision.scores.decodes, at_s),
         "partners": [list(sides.partners_of(place)) for place in range(len(sides.prefills))],
         "prediction": prediction and {**prediction._asdict(), "ttft_s": prediction.ttft_s},
     }
@@ -76,15 +76,16 @@ def _speeds_of(decision: RouteDecision) -> list[float]:
     if not terms:
         return []
     soonest = min(range(len(terms)), key=lambda place: terms[place].score)
-    speeds = decision.seen.prefills[soonest].status.speeds
+    view = decision.seen.views[decision.sides.prefills[soonest].place]
+    assert view is not None
+    speeds = view.status.speeds
     return [speeds.get(worker.incarnation, 0.0) for worker in decision.sides.decodes]
 
 
 def _side(
     workers: Sequence[Worker],
-    views: Sequence[WorkerView],
+    seen: Seen,
     scores: Sequence[float],
-    request: RouteRequest,
     at_s: float,
 ) -> list[Record]:
     return [
@@ -103,7 +104,7 @@ def _side(
             "prompt_steps": (view.status.prompt_steps if view.is_believed else NO_FIT)._asdict(),
             "answer_steps": (view.status.answer_steps if view.is_believed else NO_FIT)._asdict(),
             "step_tokens": view.status.step_tokens,
-            **_hit_to_json(request.cached.get(worker.incarnation, NOTHING)),
+            **_hit_to_json(seen.request.cached.get(worker.place, NOTHING)),
             "dram_token_s": view.status.dram_token_s,
             "ssd_token_s": view.status.ssd_token_s,
             "terms": None,
@@ -115,7 +116,8 @@ def _side(
             "blocks": worker.num_blocks,
             "block_size": worker.block_size,
         }
-        for worker, view, score in zip(workers, views, scores, strict=True)
+        for worker, score in zip(workers, scores, strict=True)
+        if (view := seen.views[worker.place]) is not None
     ]
 
 
@@ -171,7 +173,7 @@ def _replay(record: Mapping[str, Any]) -> Replay:
         avoid=frozenset(Incarnation(int(it, 16)) for it in record["avoid"]),
         affinity=int(record["affinity"], 16),
         cached={
-            worker.incarnation: _hit_from_json(it)
+            worker.place: _hit_from_json(it)
             for workers, side in ((prefills, "prefills"), (decodes, "decodes"))
             for worker, it in zip(workers, record[side], strict=True)
         },

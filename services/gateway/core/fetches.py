@@ -3,14 +3,17 @@ FAST'25, Algorithm 1: the transfer term of a prefill worker's TTFT). Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from services.gateway.core.worker import Worker
 from shared.ids import Incarnation
 from shared.kv.prefix_hash import UNIT
 from shared.predict.transfer import KvLink, TransferTimes
+
+if TYPE_CHECKING:
+    from services.gateway.core.holdings import Holdings
 
 FIRST_FETCH_S = 0.005
 """What a fetch takes beside its bytes, until one over the same pair was seen: two round trips of
@@ -111,30 +114,26 @@ class FetchTimes:
         return status.egress_bytes / speed + own_s
 
 
-def _in_pool(item: tuple[Incarnation, Hit]) -> int:
-    return item[1].in_pool
-
-
 class OffersOf:
     """What the workers that have the beginning of one prompt could send (``Fetches``): what lies
     in their pools. What they are going to compute cannot be sent yet: asking for it would cost a
     round trip, and the prompt would be computed in the end.
 
-    find: a worker by its incarnation. cached: what each has of the prompt.
+    at: a worker by its place. cached: what each has of the prompt.
     """
 
     def __init__(
         self,
-        find: Callable[[Incarnation], Worker | None],
-        cached: Mapping[Incarnation, Hit],
+        at: Callable[[int], Worker | None],
+        cached: Holdings,
         times: FetchTimes,
     ) -> None:
         self._cached = cached
         self._times = times
         usable = (
-            (hit.in_pool, worker)
-            for incarnation, hit in sorted(cached.items(), key=_in_pool, reverse=True)
-            if hit.in_pool and (worker := find(incarnation)) is not None and worker.is_usable
+            (num_tokens, worker)
+            for place, num_tokens in cached.by_pool()
+            if (worker := at(place)) is not None and worker.is_usable
         )
         self._sources = list(islice(usable, MOST_SOURCES))
 
@@ -148,7 +147,7 @@ class OffersOf:
 
     def to(self, sink: Worker) -> Fetch | None:
         """See ``Fetches``."""
-        own = self._cached.get(sink.incarnation, NOTHING).tokens
+        own = self._cached.num_tokens(sink.place)
         best: Fetch | None = None
         for num_tokens, source in self._sources:
             if num_tokens <= own or (best is not None and num_tokens < best.num_tokens):
@@ -166,6 +165,6 @@ class OffersOf:
         if not self._sources:
             return None
         num_tokens, source = self._sources[0]
-        if source is sink or num_tokens <= self._cached.get(sink.incarnation, NOTHING).tokens:
+        if source is sink or num_tokens <= self._cached.num_tokens(sink.place):
             return None
         return None if sink.incarnation in source.status.paired else source

@@ -85,11 +85,14 @@ class KeyTable:
         return self._with_crowded(keys, self._find_in_rows(keys))
 
     def _find_in_rows(self, keys: Keys) -> Numbers:
-        rows = self._rows_of(keys).reshape(-1)
-        equal = self._keys.take(rows, axis=0).reshape(-1, 2 * SLOTS) == keys[:, None]
-        numbers = self._numbers.take(rows, axis=0).reshape(-1, 2 * SLOTS)
-        numbers *= equal
-        return numbers.max(1)
+        rows = self._rows_of(keys)
+        found: Keys = self._keys.take(rows, axis=0).reshape(-1, 2 * SLOTS)
+        equal: NDArray[np.bool_] = found == keys[:, None]
+        # Of each key's sixteen slots the one where it stands, or the first.
+        slots: Places = np.arange(0, equal.size, 2 * SLOTS) + equal.argmax(1)
+        numbers: Numbers = self._numbers.take(rows, axis=0).reshape(-1).take(slots)
+        numbers *= equal.reshape(-1).take(slots)
+        return numbers
 
     def _with_crowded(self, keys: Keys, numbers: Numbers) -> Numbers:
         for place in (numbers == 0).nonzero()[0].tolist() if self._crowded else ():
@@ -99,8 +102,8 @@ class KeyTable:
     def find_prefix(self, keys: Keys) -> Numbers:
         """Return the numbers of the keys before the first one that is not here."""
         numbers = self._find_in_rows(keys)
-        for place in (numbers == 0).nonzero()[0].tolist():
-            number = self._crowded.get(int(keys[place])) if self._crowded else None
+        while len(keys) and not numbers[place := numbers.argmin()]:
+            number = self._crowded.get(int(keys[place]))
             if number is None:
                 return numbers[:place]
             numbers[place] = number

@@ -10,12 +10,13 @@ other pair is made when a decision wants it first (``reach``, ``ask_for``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import TYPE_CHECKING
 
 from services.gateway.core.sides import Sides, sides_of
-from services.gateway.core.worker import Role, Worker, WorkerStatus
+from services.gateway.core.worker import Role, Worker, WorkerStatus, WorkerView
 from shared.errors import IncompatiblePeer
 from shared.ids import Incarnation
 from shared.model_spec import ModelSpec
@@ -49,8 +50,9 @@ class PeerTable:
         self._own_model = own_model
         self._allow_mixed_engines = own_model is not None and own_model.allow_mixed_engines
         self._workers: dict[Incarnation, Worker] = {}
-        self._used_bits = 0
+        self._at: dict[int, Worker] = {}
         self._changed: dict[int, Worker] = {}
+        self._views: list[WorkerView | None] = []
         self._columns: Columns | None = None
         self._sides: Sides | None = None
         self._reach: Sides | None = None
@@ -80,13 +82,12 @@ class PeerTable:
         if old is not None:
             worker.take_over(old)
         else:
-            worker.bit = ~self._used_bits & (self._used_bits + 1)  # the lowest that is free
-            self._used_bits |= worker.bit
+            worker.bit = 1 << next(place for place in count() if place not in self._at)
             self._changed[worker.bit] = worker
             for other in self.serving(Role.PREFILL):
                 if worker.incarnation in other.status.paired:
                     other.partners |= worker.bit
-        self._workers[worker.incarnation] = worker
+        self._workers[worker.incarnation] = self._at[worker.place] = worker
         worker.partners = self._bits_of(worker)
         self._count()
 
@@ -94,7 +95,7 @@ class PeerTable:
         """Remove a worker; None if it is not here."""
         worker = self._workers.pop(incarnation, None)
         if worker is not None:
-            self._used_bits ^= worker.bit
+            del self._at[worker.place]
             worker.changed = {}
             self._changed.pop(worker.bit, None)
             for other in self._workers.values():
@@ -150,6 +151,10 @@ class PeerTable:
         """Return a worker, or None."""
         return self._workers.get(incarnation)
 
+    def at(self, place: int) -> Worker | None:
+        """Return the worker of a place, or None."""
+        return self._at.get(place)
+
     @property
     def workers(self) -> list[Worker]:
         """Everybody, in joining order."""
@@ -182,13 +187,13 @@ class PeerTable:
             usable = [worker for worker in self._workers.values() if worker.is_usable]
             prefills = [(worker, worker.partners) for worker in usable]
             decodes = [worker for worker in usable if Role.DECODE in worker.serves]
-            self._sides = self._reach = sides_of(prefills, decodes, self.columns)
+            self._sides = self._reach = sides_of(prefills, decodes, self)
             if any(len(worker.serves) > 1 for worker in usable):
-                self._reach = _reach_of(prefills, decodes, self.columns)
+                self._reach = _reach_of(prefills, decodes, self)
                 self._reach.at_home = self._sides.at_home = sides_of(
                     [side for side in prefills if side[0].is_home_on(Role.PREFILL)],
                     [worker for worker in decodes if worker.is_home_on(Role.DECODE)],
-                    self.columns,
+                    self,
                 )
         return self._sides
 
@@ -199,14 +204,25 @@ class PeerTable:
         sides = self.sides
         return sides if self._reach is None else self._reach
 
+    def views(self) -> Sequence[WorkerView | None]:
+        """Return all workers as they are now, by their places; never changed, but made anew."""
+        if self._changed:
+            self._views = self._views + [None] * (max(self._at, default=0) + 1 - len(self._views))
+            for worker in self._changed.values():
+                self._views[worker.place] = worker.view
+            if self._columns is not None:
+                self._columns.update(self._changed.values())
+            self._changed.clear()
+        return self._views
+
     def columns(self) -> Columns:
-        """Return what policies that compare seconds read of all workers, as they are now."""
+        """Return what policies that compare seconds read of them, as they are now."""
+        self.views()
         if self._columns is None:
             from services.gateway.core.columns import Columns
 
             self._columns = Columns()
-        self._columns.update(self._changed.values())
-        self._changed.clear()
+            self._columns.update(self._workers.values())
         return self._columns
 
     def is_paired(self, prefill: Incarnation, decode: Incarnation) -> bool:
@@ -248,7 +264,7 @@ class PeerTable:
 def _reach_of(
     prefills: Sequence[tuple[Worker, int]],
     decodes: Sequence[Worker],
-    columns: Callable[[], Columns],
+    table: PeerTable,
 ) -> Sides:
     """Return the sides as if everybody who may push were paired with everybody else."""
     everybody = sum(worker.bit for worker in decodes)
@@ -258,7 +274,7 @@ def _reach_of(
             for worker, mask in prefills
         ],
         decodes,
-        columns,
+        table,
     )
 
 

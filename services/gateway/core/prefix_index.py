@@ -20,18 +20,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
-from services.gateway.core.fetches import NOTHING, Hit
+from services.gateway.core.holdings import Column, Holdings
 from services.gateway.core.key_table import Keys, KeyTable, Numbers
 from services.gateway.core.worker import PLACES
 from shared.kv.journal import KvChanges, Tier
 
 NUM_TIERS = len(Tier)
 
-_EVERYBODY = (1 << PLACES) - 1
+SPAN = PLACES + 64
+"""Bits of a tier in a holding: one a place, and the last word's are nobody's."""
+
+Bits: TypeAlias = NDArray[np.uint64]
 
 SWEPT_ROWS = 1 << 12
 """Looked through at each report while entries of workers that left are in the table."""
@@ -80,7 +84,9 @@ class PrefixIndex:
     def __init__(self, max_bytes: int) -> None:
         self._table = KeyTable(max_bytes)
         self._known: dict[int, _Known] = {}
-        self._masks: list[int] = [0]  # of each holding: PLACES bits a tier; 0 is nobody
+        self._masks: list[int] = [0]  # of each holding: SPAN bits a tier; 0 is nobody
+        self._bits: Bits = np.zeros((NUM_TIERS, 16, 1), np.uint64)  # the same, as far as asked
+        self._below: set[int] = set()  # those with somebody in a tier below the pool
         self._references = [1]
         self._number_of = {0: 0}
         self._free: list[int] = []
@@ -113,12 +119,15 @@ class PrefixIndex:
         """This worker was asked for a snapshot, and what it tells before that counts no more."""
         self.drop(place)
         self._known[place] = _Known()
+        if (lacking := (place + 1) // 64 + 1 - self._bits.shape[2]) > 0:
+            self._bits = np.pad(self._bits, ((0, 0), (0, 0), (0, lacking)))
 
     def drop(self, place: int) -> None:
         """A worker has left: nothing names it any more."""
         if self._known.pop(place, None) is None:
             return
-        bits = sum(1 << tier * PLACES + place for tier in Tier)
+        bits = sum(1 << tier * SPAN + place for tier in Tier)
+        self._bits[:, :, place // 64] &= ~np.uint64(1 << place % 64)
         for number, mask in enumerate(self._masks):
             if mask & bits:
                 if self._number_of.get(mask) == number:
@@ -147,7 +156,7 @@ class PrefixIndex:
         if not known.has_begun:
             return False
         for tier, change in zip(Tier, changes.tiers, strict=True):
-            bit = 1 << tier * PLACES + place
+            bit = 1 << tier * SPAN + place
             for keys, adds in ((change.stored, True), (change.removed, False)):
                 if not len(keys):
                     continue
@@ -199,6 +208,11 @@ class PrefixIndex:
                 self._masks.append(0)
                 self._references.append(0)
             self._masks[new], self._number_of[mask] = mask, new
+            if new == self._bits.shape[1]:
+                self._bits = np.concatenate([self._bits, np.zeros_like(self._bits)], axis=1)
+            words = np.frombuffer(mask.to_bytes(NUM_TIERS * SPAN // 8, "little"), np.uint64)
+            self._bits[:, new] = words.reshape(NUM_TIERS, -1)[:, : self._bits.shape[2]]
+            (self._below.add if mask >> SPAN else self._below.discard)(new)
         self._references[new] += times
         self._unreferenced(number, times)
         return new
@@ -229,54 +243,41 @@ class PrefixIndex:
 
     # --- what decisions ask ----------------------------------------------------------------------
 
-    def match(self, keys: Keys, granule_tokens: int, now: float) -> dict[int, Hit]:
-        """Return what each worker has of a prompt's beginning, or is expected to have: by place,
-        those that have something.
+    def match(self, keys: Keys, granule_tokens: int, now: float) -> Holdings:
+        """Return what each worker has of a prompt's beginning, or is expected to have: by place.
 
         keys: of the prompt's granules in order, of workers that tell of such granules.
         """
         numbers = self._table.find_prefix(keys)
-        changes = (numbers[1:] != numbers[:-1]).nonzero()[0] + 1
-        ends = [0, *changes.tolist(), len(numbers)] if len(numbers) else [0]
-        found = self._walk(numbers, ends, granule_tokens)
+        is_end = np.ones(len(numbers) + 1, bool)
+        np.not_equal(numbers[1:], numbers[:-1], out=is_end[1:-1])
+        ends = is_end.nonzero()[0]
+        found = self._follow(numbers.take(ends[:-1]), granule_tokens * ends.astype(np.float64))
         if self._expected:
-            self._expect_more(keys, found, ends, granule_tokens, now)
+            self._expect_more(keys, found, ends.tolist(), granule_tokens, now)
         return found
 
-    def _walk(self, numbers: Numbers, ends: Sequence[int], granule_tokens: int) -> dict[int, Hit]:
-        """Follow the holdings from one change to the next; whoever is not in one ends before it.
-        ends: where they change."""
-        found: dict[int, Hit] = {}
-        walking, below = _EVERYBODY, dict[int, list[int]]()
-        of_runs: list[int] = numbers[ends[:-1]].tolist()
-        for number, start, end in zip(of_runs, ends[:-1], ends[1:], strict=True):
-            mask = self._masks[number]
-            is_below = mask > _EVERYBODY
-            here = (mask | mask >> PLACES | mask >> 2 * PLACES) if is_below else mask
-            here &= walking
-            if here != walking:
-                if start:
-                    hit = Hit(start * granule_tokens, start * granule_tokens)
-                    found.update(dict.fromkeys(_places_of(walking ^ here), hit))
-                walking = here
-                if not here:
-                    break
-            if is_below:
-                for place in _places_of(walking & ~mask):
-                    tier = Tier.DRAM if mask >> PLACES + place & 1 else Tier.SSD
-                    lies = below.setdefault(place, [start * granule_tokens, 0, 0])
-                    lies[tier] += (end - start) * granule_tokens
-        if ends[-1]:
-            num_tokens = ends[-1] * granule_tokens
-            found.update(dict.fromkeys(_places_of(walking), Hit(num_tokens, num_tokens)))
-        for place, lies in below.items():
-            found[place] = Hit(found[place].tokens, *lies)
-        return found
+    def _follow(self, runs: Numbers, ends: Column) -> Holdings:
+        """Follow the holdings of a prompt from one change to the next; whoever is not in one ends
+        before it. ends: of the runs of equal ones in tokens, 0 before them all."""
+        in_hbm = self._bits[Tier.HBM].take(runs, axis=0)
+        in_pool = np.bitwise_and.accumulate(in_hbm, axis=0)
+        if not self._below or self._below.isdisjoint(runs.tolist()):
+            tokens = ends.take(_num_runs(in_pool))
+            return Holdings(tokens, tokens)
+        in_dram, on_ssd = (self._bits[tier].take(runs, axis=0) for tier in (Tier.DRAM, Tier.SSD))
+        has = np.bitwise_and.accumulate(in_hbm | in_dram | on_ssd, axis=0)
+        below, lengths = has & ~in_hbm, np.diff(ends)
+        return Holdings(
+            ends.take(_num_runs(has)),
+            ends.take(_num_runs(in_pool)),
+            (lengths @ _unpacked(below & in_dram), lengths @ _unpacked(below & ~in_dram)),
+        )
 
     def _expect_more(
         self,
         keys: Keys,
-        found: dict[int, Hit],
+        found: Holdings,
         ends: Sequence[int],
         granule_tokens: int,
         now: float,
@@ -286,27 +287,17 @@ class PrefixIndex:
             self._expecting[0].due + EXPECTED_S < now or len(self._expecting) > EXPECTED_PROMPTS
         ):
             self._forget(self._expecting.popleft())
-        expected, column = self._expected.get, keys.tolist()
-        for end in ends:
-            granule, place = end, None
-            while granule < len(keys):
-                promise = expected(column[granule])
-                if (
-                    promise is None
-                    or promise.due + EXPECTED_S < now
-                    or place not in (None, promise.place)
-                ):
-                    break
-                hit = found.get(promise.place, NOTHING)
-                if place is None and hit.tokens != end * granule_tokens:
-                    break
-                place = promise.place
+        expected, column = self._expected.get, [*keys.tolist(), 0]
+        at_ends = [expected(column[end]) for end in ends]
+        for place in {it.place for it in at_ends if it is not None}:
+            granule = found.num_tokens(place) // granule_tokens
+            while (
+                (promise := expected(column[granule])) is not None
+                and promise.place == place
+                and promise.due + EXPECTED_S >= now
+            ):
                 granule += _num_equal(keys[granule:], promise.keys[granule - promise.first :])
-                tokens = granule * granule_tokens
-                is_there = promise.due <= now and hit.in_pool == hit.tokens
-                found[place] = hit._replace(
-                    tokens=tokens, in_pool=tokens if is_there else hit.in_pool
-                )
+                found.expect(place, granule * granule_tokens, is_there=promise.due <= now)
 
     def expect(self, place: int, keys: Keys, num_found: int, due: float) -> None:
         """A decision sends a prompt to a worker that has its first so many granules: it will have
@@ -319,8 +310,9 @@ class PrefixIndex:
 
     def holders(self, key: int) -> list[int]:
         """Return the places of the workers that told of a granule, in whatever tier."""
-        mask = self._masks[int(self._table.find(np.array([key], np.uint64))[0])]
-        return _places_of((mask | mask >> PLACES | mask >> 2 * PLACES) & _EVERYBODY)
+        number = self._table.find(np.array([key], np.uint64))
+        (bits,) = _unpacked(np.bitwise_or.reduce(self._bits[:, number], axis=0))
+        return bits.nonzero()[0].tolist()
 
     def _forget(self, promise: _Expected) -> None:
         for key in promise.keys.tolist():
@@ -335,17 +327,14 @@ def _num_equal(some: Keys, others: Keys) -> int:
     return max(1, int(differ.argmax()) if differ.any() else num)
 
 
-def _places_of(bits: int) -> list[int]:
-    """Return the places whose bits are set."""
-    if bits.bit_count() > 16:
-        column = np.frombuffer(bits.to_bytes(PLACES // 8, "little"), np.uint8)
-        return np.flatnonzero(np.unpackbits(column, bitorder="little")).tolist()
-    places: list[int] = []
-    while bits:
-        place = bits.bit_length() - 1
-        places.append(place)
-        bits ^= 1 << place
-    return places
+def _unpacked(bits: Bits) -> NDArray[np.uint8]:
+    """Return a column for each place instead of a bit."""
+    return np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")
+
+
+def _num_runs(bits: Bits) -> NDArray[Any]:
+    """Return of each place in how many of these rows it is."""
+    return np.add.reduce(_unpacked(bits), axis=0, dtype=np.uint8 if len(bits) < 256 else np.uint32)
 
 
 def column_of(hashes: list[bytes]) -> Keys:

@@ -6,10 +6,8 @@ worker for prompts nobody is asked for anything, and no prompt is hashed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from services.gateway.core.fetches import Hit
 from services.gateway.core.hot_prefixes import HotPrefix, HotPrefixes
 from services.gateway.core.worker import Role, Worker
 from shared.ids import Incarnation
@@ -17,6 +15,7 @@ from shared.kv.journal import KvChanges, stride_of
 from shared.kv.prefix_hash import UNIT, prefix_hashes, root_hash
 
 if TYPE_CHECKING:
+    from services.gateway.core.holdings import Holdings
     from services.gateway.core.key_table import Keys
     from services.gateway.core.prefix_index import PrefixIndex
 
@@ -66,7 +65,7 @@ class Prefixes:
         self._asked = SIZES[0][1]
         self._workers: dict[Incarnation, Worker] = {}
         self._to_ask: set[Incarnation] = set()
-        self._strides: dict[int, dict[int, Incarnation]] = {}
+        self._strides: dict[int, set[int]] = {}
 
     def known(self, worker: Worker) -> tuple[str, int] | None:
         """Return how far a worker is known, and how many of its prefixes; None = nobody asks it."""
@@ -123,7 +122,7 @@ class Prefixes:
         """Sort the workers by the strides of what they tell, and by place."""
         self._strides = {}
         for worker in self._workers.values():
-            self._strides.setdefault(self._stride(worker), {})[worker.place] = worker.incarnation
+            self._strides.setdefault(self._stride(worker), set()).add(worker.place)
 
     def _stride(self, worker: Worker) -> int:
         return stride_of(self._asked.granule_tokens, worker.block_size)
@@ -139,20 +138,29 @@ class Prefixes:
 
     # --- one prompt ------------------------------------------------------------------------------
 
-    def cached(self, prompt: HashedPrompt, now: float) -> Mapping[Incarnation, Hit]:
-        """Return what each worker that has any of a prompt has of it. With one worker there is no
-        choice, and nobody looks."""
+    def cached(self, prompt: HashedPrompt, now: float) -> Holdings | None:
+        """Return what each worker has of a prompt. None: with one worker there is no choice, and
+        nobody looks."""
         index = self.index
         if index is None or len(self._workers) < 2:
-            return {}
+            return None
         finest = min(self._strides)
         self._hot.asked(self._keys(prompt, finest).tolist(), finest, now)
-        return {
-            members[place]: hit
-            for stride, members in self._strides.items()
-            for place, hit in index.match(self._keys(prompt, stride), stride, now).items()
-            if place in members
+        found = {
+            stride: index.match(self._keys(prompt, stride), stride, now) for stride in self._strides
         }
+        if len(found) == 1:
+            return found[finest]
+        from services.gateway.core.holdings import Holdings
+
+        return Holdings.of(
+            {
+                place: hit
+                for stride, places in self._strides.items()
+                for place, hit in found[stride].items()
+                if place in places
+            }
+        )
 
     def chosen(self, prompt: HashedPrompt, worker: Worker, num_cached: int, due: float) -> None:
         """A decision sends the prompt there, where it will be computed by then."""

@@ -6,17 +6,16 @@ It joins the policy, the peer table, the index of prefixes and what is predicted
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from services.gateway.core.expectations import Expectations
-from services.gateway.core.fetches import NOTHING, Hit, OffersOf
+from services.gateway.core.fetches import NOTHING, OffersOf
 from services.gateway.core.peer_table import PeerTable
 from services.gateway.core.prefixes import Prefixes
 from services.gateway.core.rendezvous import affinity_of
 from services.gateway.core.routing import PairWanted, RouteDecision, RoutingPolicy, find_pair
 from services.gateway.core.sides import RouteRequest
-from shared.ids import Incarnation
 
 
 class Routed(NamedTuple):
@@ -55,14 +54,12 @@ class Router:
         """Choose a pair. random: see ``RoutingPolicy``."""
         policy, prompt, offers = self._policy, request.prompt, None
         if prompt is not None:
-            cached: Mapping[Incarnation, Hit] = {}
-            if self.prefixes is not None:
-                cached = self.prefixes.cached(prompt, now)
-            if policy.fetches and cached:
-                offers = OffersOf(self._table.get, cached, self.expectations.fetches) or None
+            found = None if self.prefixes is None else self.prefixes.cached(prompt, now)
+            if policy.fetches and found:
+                offers = OffersOf(self._table.at, found, self.expectations.fetches) or None
             request = request._replace(
                 affinity=affinity_of(prompt.column, prompt.salt) if policy.needs_affinity else 0,
-                cached=cached,
+                cached=found or {},
                 fetches=offers,
                 num_output_tokens=self.expectations.expected_output(request.num_tokens) or 0,
                 now=now,
@@ -76,7 +73,7 @@ class Router:
         pairs = [] if wanted is None else [wanted]
         if offers is not None and (source := offers.missing(prefill)) is not None:
             pairs.append(PairWanted(prefill.incarnation, source.incarnation))
-        hit, terms = request.cached.get(prefill.incarnation, NOTHING), decision.terms
+        hit, terms = request.cached.get(prefill.place, NOTHING), decision.terms
         prediction = self.expectations.predict(
             prefill,
             decode,

@@ -55,8 +55,8 @@ class Seen(NamedTuple):
     request: RouteRequest
     random: float
     memory: Memory
-    prefills: Sequence[WorkerView]
-    decodes: Sequence[WorkerView]
+    views: Sequence[WorkerView | None]
+    """By the workers' places."""
 
 
 class RouteDecision(NamedTuple):
@@ -282,9 +282,6 @@ POLICIES: dict[str, Callable[[], RoutingPolicy]] = {
 """Name on the command line -> policy."""
 
 
-_VIEW = attrgetter("view")
-
-
 class PairWanted(NamedTuple):
     """The best choice is a pair that is not made yet: have its prefill worker make it."""
 
@@ -315,13 +312,7 @@ def route(
     if not sides:
         return None
     scores = policy.scores(request, sides)
-    seen = Seen(
-        request,
-        random,
-        policy.memory,
-        list(map(_VIEW, sides.prefills)),
-        list(map(_VIEW, sides.decodes)),
-    )
+    seen = Seen(request, random, policy.memory, sides.views())
     places = prefill, decode = policy.choose(request, sides, scores, random)
     return RouteDecision(
         policy=policy.name,

@@ -14,21 +14,22 @@ from typing import TYPE_CHECKING, NamedTuple, overload
 from services.gateway.core.fetches import Fetches, Hit
 from services.gateway.core.prefixes import HashedPrompt
 from services.gateway.core.turns import Memory, Turns
-from services.gateway.core.worker import Worker
+from services.gateway.core.worker import Worker, WorkerView
 from shared.ids import Incarnation
 
 if TYPE_CHECKING:
-    from services.gateway.core.columns import Column, Columns, Side
+    from services.gateway.core.columns import Column, Side
+    from services.gateway.core.peer_table import PeerTable
 
 
-_NO_HITS: Mapping[Incarnation, Hit] = {}
+_NO_HITS: Mapping[int, Hit] = {}
 
 
 class RouteRequest(NamedTuple):
     """What a policy may know of a request. avoid: workers that failed an earlier attempt. prompt:
     what the next two are found by, where the policy goes by one of them. affinity: the key of the
     prompt's beginning (``rendezvous.py``). cached: what workers have of the prompt, as ``prompt``
-    found; who is not there has nothing. fetches: what could be sent from one
+    found, by their places; who is not there has nothing. fetches: what could be sent from one
     cache to another; None = nothing.
     num_output_tokens: how long such answers are, 0 = not known. now: loop time."""
 
@@ -37,7 +38,7 @@ class RouteRequest(NamedTuple):
     avoid: frozenset[Incarnation] = frozenset()
     affinity: int = 0
     prompt: HashedPrompt | None = None
-    cached: Mapping[Incarnation, Hit] = _NO_HITS
+    cached: Mapping[int, Hit] = _NO_HITS
     fetches: Fetches | None = None
     num_output_tokens: int = 0
     now: float = 0.0
@@ -88,8 +89,10 @@ class AllPromptTerms(Sequence[PromptTerms]):
     def __getitem__(self, place: int | slice) -> PromptTerms | list[PromptTerms]:
         if isinstance(place, slice):
             return [self[one] for one in range(len(self))[place]]
-        wait, compute, cached = (float(column[place]) for column in self._columns)
-        return self._special.get(place) or PromptTerms(wait, compute, int(cached), self._is_s)
+        if place in self._special:
+            return self._special[place]
+        wait, compute, cached = (column.item(place) for column in self._columns)
+        return PromptTerms(wait, compute, int(cached), self._is_s)
 
     def __setitem__(self, place: int, terms: PromptTerms) -> None:
         """More is known of these than columns tell: a fetch, or a load."""
@@ -146,15 +149,15 @@ class Sides:
 
     partners: of each prefill worker, the bits of the decode workers here that it may push to. A
     colocated worker stands on both sides and is its own partner. at_home: of these, who need not be
-    borrowed: each on the side of its home; None = all. columns: of the table that has the workers;
-    None = it is in no table.
+    borrowed: each on the side of its home; None = all. table: that has the workers; None = they are
+    in none.
     """
 
     prefills: Sequence[Worker]
     partners: Sequence[int]
     decodes: Sequence[Worker]
     at_home: Sides | None = None
-    columns: Callable[[], Columns] | None = field(default=None, compare=False, repr=False)
+    table: PeerTable | None = field(default=None, compare=False, repr=False)
     is_whole: bool = field(init=False)
     """Whether everybody is paired with everybody."""
     _in_columns: tuple[Side, Side] | None = field(init=False, default=None, compare=False)
@@ -187,9 +190,16 @@ class Sides:
                 own.update((*self.prefills, *self.decodes))
                 return own
 
-            table = self.columns or of_these
+            table = of_these if self.table is None else self.table.columns
             self._in_columns = Side(self.prefills, table), Side(self.decodes, table)
         return self._in_columns
+
+    def views(self) -> Sequence[WorkerView | None]:
+        """Return all workers as they are now, by their places."""
+        if self.table is not None:
+            return self.table.views()
+        views = {worker.place: worker.view for worker in (*self.prefills, *self.decodes)}
+        return [views.get(place) for place in range(max(views) + 1)]
 
     def places_of(self, bits: int) -> Sequence[int]:
         """Return the places of the decode workers with these bits, in order."""
@@ -212,7 +222,7 @@ class Sides:
                 if num_tokens <= worker.capacity_tokens
             ],
             [worker for worker in self.decodes if num_tokens < worker.capacity_tokens],
-            self.columns,
+            self.table,
         )
 
     def without(self, avoid: Collection[Incarnation], *, most: int) -> Sides:
@@ -224,17 +234,17 @@ class Sides:
             for worker, mask in zip(self.prefills, self.partners, strict=True)
             if most or worker.incarnation not in avoid
         ]
-        return sides_of(prefills, self.decodes, self.columns)
+        return sides_of(prefills, self.decodes, self.table)
 
 
 def sides_of(
     prefills: Sequence[tuple[Worker, int]],
     decodes: Sequence[Worker],
-    columns: Callable[[], Columns] | None,
+    table: PeerTable | None,
 ) -> Sides:
     """Return the sides of these workers, without those that have no partner among them.
 
-    prefills: with the bits of their partners, wherever those are. columns: see ``Sides``.
+    prefills: with the bits of their partners, wherever those are. table: see ``Sides``.
     """
     there = sum(worker.bit for worker in decodes)
     kept = [(worker, mask & there) for worker, mask in prefills if mask & there]
@@ -245,5 +255,5 @@ def sides_of(
         [worker for worker, _ in kept],
         [mask for _, mask in kept],
         [worker for worker in decodes if worker.bit & reached],
-        columns=columns,
+        table=table,
     )

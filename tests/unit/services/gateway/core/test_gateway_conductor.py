@@ -13,6 +13,7 @@ import pytest
 from services.gateway.core.decision_record import record_of
 from services.gateway.core.decision_record import replay as decide_again
 from services.gateway.core.fetches import FIRST_FETCH_S, FetchTimes, Hit, OffersOf
+from services.gateway.core.holdings import Holdings
 from services.gateway.core.peer_table import PeerTable
 from services.gateway.core.routing import POLICIES, RouteDecision, route
 from services.gateway.core.sides import RouteRequest
@@ -54,10 +55,11 @@ def decide(
     **more: Any,
 ) -> RouteDecision:
     known = {
-        Incarnation(worker): hit if isinstance(hit, Hit) else Hit(hit, hit)
-        for worker, hit in cached.items()
+        worker.place: hit if isinstance(hit, Hit) else Hit(hit, hit)
+        for incarnation, hit in cached.items()
+        if (worker := table.get(Incarnation(incarnation))) is not None
     }
-    offers = OffersOf(table.get, known, more.pop("times", FetchTimes()))
+    offers = OffersOf(table.at, Holdings.of(known), more.pop("times", FetchTimes()))
     request = RouteRequest(
         num_tokens=num_tokens,
         max_new_tokens=100,
@@ -94,6 +96,13 @@ def test_the_soonest_way_to_the_kv_wins(
     assert (int(decision.prefill), fetch and int(fetch.source)) == (wanted, source)
     if fetch is not None:
         assert fetch.num_tokens == cached[int(fetch.source)]
+
+
+def test_of_equal_sources_the_one_that_joined_last_sends() -> None:
+    """A rule, so that all gateways take the same and a decision comes out of the same views."""
+    fetch = decide(a_known_mesh([0.0, 0.5, 0.5, 0.5]), {2: 800, 3: 800, 4: 800, 100: 128}).fetch
+    assert fetch is not None
+    assert (int(fetch.source), fetch.num_tokens) == (4, 800)
 
 
 def test_a_link_that_is_slower_than_computing_is_not_used() -> None:
@@ -165,7 +174,7 @@ def test_without_a_pair_nothing_is_sent_and_the_pair_is_wanted() -> None:
     table = a_known_mesh([0.9, 0.0])
     first, second = table.all(Role.PREFILL)
     table.report(first, replace(first.status, paired=frozenset(), speeds={}), 0.0)
-    offers = OffersOf(table.get, {first.incarnation: Hit(800, 800)}, FetchTimes())
+    offers = OffersOf(table.at, Holdings.of({first.place: Hit(800, 800)}), FetchTimes())
     assert offers.to(second) is None
     assert offers.missing(second) is first
     assert offers.missing(first) is None
@@ -256,11 +265,11 @@ def test_columns_say_what_the_fits_say(seed: int) -> None:
         )
         table.report(worker, status, 0.0)
     prefills, decodes = table.sides.prefills, table.sides.decodes
-    cached = {it.incarnation: Hit(num, num) for it in prefills if (num := chance.randrange(900))}
+    cached = {it.place: Hit(num, num) for it in prefills if (num := chance.randrange(900))}
     request = RouteRequest(num_tokens=1_000, max_new_tokens=100, cached=cached, now=0.5)
     scores = POLICIES["conductor"]().scores(request, table.sides)  # type: ignore[attr-defined]
     for worker, score, terms in zip(prefills, scores.prefills, scores.terms, strict=True):
-        status, num_cached = worker.status, cached.get(worker.incarnation, Hit(0)).tokens
+        status, num_cached = worker.status, cached.get(worker.place, Hit(0)).tokens
         alone_s = status.prompt_steps.prompt_seconds(num_cached, 1_000, status.step_tokens)
         assert terms.compute == pytest.approx(alone_s)
         assert score == pytest.approx(max(0.0, worker.free_at - 0.5) + alone_s)

@@ -35,7 +35,11 @@ def chosen(table: PeerTable, num_tokens: int, cached: dict[int, int]) -> int:
     request = RouteRequest(
         num_tokens=num_tokens,
         max_new_tokens=1,
-        cached={Incarnation(worker): Hit(tokens, tokens) for worker, tokens in cached.items()},
+        cached={
+            worker.place: Hit(tokens, tokens)
+            for incarnation, tokens in cached.items()
+            if (worker := table.get(Incarnation(incarnation))) is not None
+        },
     )
     decision = route(POLICIES["local"](), request, table.sides, 0.5)
     assert decision is not None
@@ -70,7 +74,7 @@ def test_the_same_for_all_is_taken_in_turn() -> None:
     request = RouteRequest(
         num_tokens=1_000,
         max_new_tokens=1,
-        cached={worker.incarnation: Hit(512, 512) for worker in table.all(Role.PREFILL)},
+        cached={worker.place: Hit(512, 512) for worker in table.all(Role.PREFILL)},
     )
     decisions = [route(policy, request, table.sides, 0.5) for _ in range(6)]
     assert sorted(it.prefill for it in decisions if it is not None) == [1, 1, 2, 2, 3, 3]
