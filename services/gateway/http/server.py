@@ -42,10 +42,17 @@ _AT_ONCE = (
     "POST /v1/responses and POST /v1/messages answer at once: there are no batches, nothing runs "
     "in the background, and what was sent is not listed"
 )
-_TEXT_ALONE = "this mesh answers text with text: ask a server of such a model"
+_TEXT_ALONE = (
+    "this mesh answers text with text (POST /v1/chat/completions): ask a server of such a model"
+)
 _INSTEAD = (
     (re.compile(r"/v1/(responses|messages)\b"), _AT_ONCE),
-    (re.compile(r"/v1/(embeddings|images|audio|videos|moderations|rerank|score)\b"), _TEXT_ALONE),
+    (
+        re.compile(
+            r"(/v[12])?/(embeddings|images|audio|videos|moderations|rerank|score|pooling|classify)\b"
+        ),
+        _TEXT_ALONE,
+    ),
 )
 """What is asked for elsewhere, and what there is here."""
 

@@ -42,6 +42,34 @@ class TaggedStructure(msgspec.Struct, rename={"schema_": "schema"}):
     schema_: JsonSchema | None = None
 
 
+class TagContent(msgspec.Struct):
+    """What stands within a tag of a ``TagFormat``."""
+
+    type: Annotated[str, fields.rule(const="json_schema")]
+    json_schema: JsonSchema | None = None
+
+
+class FormatTag(msgspec.Struct):
+    """A tag of a ``TagFormat``."""
+
+    begin: str
+    content: TagContent
+    end: str
+
+
+class TagFormat(msgspec.Struct):
+    """The newer way to write a structural tag, xgrammar's."""
+
+    type: Annotated[str, fields.rule(enum=["json_schema", "regex", "grammar", "triggered_tags"])]
+    json_schema: JsonSchema | None = None
+    pattern: str | None = None
+    grammar: str | None = None
+    triggers: list[str] | None = None
+    tags: list[FormatTag] | None = None
+    at_least_one: Annotated[bool, fields.rule(const=False)] = False
+    stop_after_first: Annotated[bool, fields.rule(const=False)] = False
+
+
 class ResponseFormat(msgspec.Struct):
     """OpenAI's, with SGLang's and vLLM's ``structural_tag``."""
 
@@ -51,6 +79,7 @@ class ResponseFormat(msgspec.Struct):
     json_schema: NamedSchema | None = None
     structures: list[TaggedStructure] | None = None
     triggers: list[str] | None = None
+    format: TagFormat | None = None
 
 
 class StructuredOutputs(msgspec.Struct):
@@ -132,7 +161,7 @@ def _formatted(asked: ResponseFormat) -> Structure:
                 raise limits.refusal("response_format.json_schema.schema", "is required")
             return _json(named.schema_, "response_format.json_schema.schema")
         case "structural_tag":
-            return _tags(asked.structures or (), asked.triggers or (), "response_format")
+            return _structural_tag(asked, "response_format")
         case _:
             raise limits.refusal(
                 "response_format.type",
@@ -168,24 +197,63 @@ def _tags_of_text(text: str, param: str) -> Structure:
         asked = msgspec.json.decode(text, type=ResponseFormat)
     except (msgspec.DecodeError, RecursionError):
         raise limits.refusal(param, "must be a structural tag, as JSON text") from None
-    return _tags(asked.structures or (), asked.triggers or (), param)
+    return _structural_tag(asked, param)
 
 
-def _tags(structures: Sequence[TaggedStructure], triggers: Sequence[str], param: str) -> Structure:
-    if not structures or not triggers:
-        raise unsupported(
-            param, "a structural tag is served with structures and triggers, not with a format"
-        )
+def _structural_tag(asked: ResponseFormat, param: str) -> Structure:
+    if asked.format is not None:
+        return _tag_format(asked.format, f"{param}.format")
+    parts = {f"{param}.structures[{idx}]": one for idx, one in enumerate(asked.structures or ())}
+    places = {place: f"{place}.schema" for place in parts}
+    return _tags(parts, asked.triggers or (), param, places)
+
+
+def _tag_format(asked: TagFormat, place: str) -> Structure:
+    match asked.type:
+        case "json_schema":
+            schema = True if asked.json_schema is None else asked.json_schema
+            return _json(schema, f"{place}.json_schema")
+        case "regex":
+            return Structure(kind="regex", value=asked.pattern, param=f"{place}.pattern")
+        case "grammar":
+            return Structure(kind="grammar", value=asked.grammar, param=f"{place}.grammar")
+        case "triggered_tags":
+            pass
+        case _:
+            raise unsupported(
+                f"{place}.type", "must be json_schema, regex, grammar or triggered_tags"
+            )
+    for name in ("at_least_one", "stop_after_first"):
+        if getattr(asked, name):
+            raise unsupported(f"{place}.{name}", "tags may come any number of times")
+    parts: dict[str, TaggedStructure] = {}
+    for index, tag in enumerate(asked.tags or ()):
+        if tag.content.type != "json_schema":
+            raise unsupported(f"{place}.tags[{index}].content.type", "must be json_schema")
+        part = TaggedStructure(tag.begin, tag.end, tag.content.json_schema)
+        parts[f"{place}.tags[{index}]"] = part
+    places = {one: f"{one}.content.json_schema" for one in parts}
+    return _tags(parts, asked.triggers or (), place, places)
+
+
+def _tags(
+    parts: Mapping[str, TaggedStructure],
+    triggers: Sequence[str],
+    param: str,
+    schemas: Mapping[str, str],
+) -> Structure:
+    """parts: by their places. schemas: the places of their schemas, by theirs."""
+    if not parts or not triggers:
+        raise unsupported(param, "a structural tag needs tags and triggers")
     tags: list[Mapping[str, Any]] = []
     places: dict[str, str] = {}
-    for index, part in enumerate(structures):
-        place = f"{param}.structures[{index}]"
+    for index, (place, part) in enumerate(parts.items()):
         trigger = next((one for one in triggers if one and part.begin.startswith(one)), None)
         if trigger is None:
             raise limits.refusal(f"{place}.begin", "must start with one of the triggers")
         schema = True if part.schema_ is None else part.schema_
         if isinstance(schema, str):
-            schema = parsed_json(schema, f"{place}.schema")
-        places[f"[{index}].schema"] = f"{place}.schema"
+            schema = parsed_json(schema, schemas[place])
+        places[f"[{index}].schema"] = schemas[place]
         tags.append({"trigger": trigger, "begin": part.begin, "schema": schema, "end": part.end})
     return Structure(kind="tags", value=tags, param=param, places=places)

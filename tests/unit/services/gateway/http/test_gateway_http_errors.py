@@ -115,6 +115,7 @@ async def test_unknown_routes_and_methods_have_the_same_shape() -> None:
     async with gateway(ScriptedMesh()) as client:
         for path, words in (
             ("/v1/embeddings", "no route GET /v1/embeddings: this mesh answers text with text"),
+            ("/rerank", "answers text with text (POST /v1/chat/completions)"),
             ("/v1/images/edits", "no route GET /v1/images/edits: this mesh answers text with text"),
             ("/v1/responses/x/cancel", "GET /v1/responses/x/cancel: POST /v1/responses and"),
             ("/v1/messages/batches", "GET /v1/messages/batches: POST /v1/responses and"),

@@ -18,6 +18,17 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 NAMED = {"name": "x", "schema": SCHEMA, "strict": True}
 TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]}
 
+CONTENT = {"type": "json_schema", "json_schema": SCHEMA}
+FORMAT = {
+    "type": "triggered_tags",
+    "triggers": ["<f"],
+    "tags": [{"begin": "<f>", "content": CONTENT, "end": "</f>"}],
+}
+
+
+def tag_text(**changed: Any) -> str:
+    return msgspec.json.encode({"format": FORMAT | changed}).decode()
+
 
 def wish(**fields: Any) -> Any:
     body = msgspec.convert({"messages": HI, **fields}, ChatBody)
@@ -58,6 +69,9 @@ def test_spellings_of_a_schema(fields: dict[str, Any]) -> None:
         ({"structured_outputs": {"json_object": True}}, "json_schema", {"type": "object"}),
         ({"guided_regex": "a+"}, "regex", "a+"),
         ({"regex": "a+"}, "regex", "a+"),
+        ({"structural_tag": tag_text(type="regex", pattern="a+")}, "regex", "a+"),
+        ({"structural_tag": tag_text(type="grammar", grammar="a ::= b")}, "grammar", "a ::= b"),
+        ({"structural_tag": tag_text(**CONTENT)}, "json_schema", SCHEMA),
         ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
         ({"guided_grammar": "x"}, "grammar", "x"),
         ({"ebnf": "x"}, "grammar", "x"),
@@ -77,6 +91,8 @@ def test_spellings_of_the_rest(fields: dict[str, Any], kind: str, value: Any) ->
     [
         {"response_format": {"type": "structural_tag", **TAG}},
         {"structural_tag": msgspec.json.encode(TAG).decode()},
+        {"structural_tag": msgspec.json.encode({"format": FORMAT}).decode()},
+        {"response_format": {"type": "structural_tag", "format": FORMAT}},
         {"structured_outputs": {"structural_tag": msgspec.json.encode(TAG).decode()}},
     ],
 )
@@ -117,6 +133,14 @@ def test_spaces_between_the_parts() -> None:
         ({"json_schema": "{"}, "json_schema"),
         ({"structural_tag": "{}"}, "structural_tag"),
         ({"structural_tag": "nothing"}, "structural_tag"),
+        ({"structural_tag": tag_text(type="sequence")}, "structural_tag.format.type"),
+        ({"structural_tag": tag_text(at_least_one=True)}, "structural_tag.format.at_least_one"),
+        ({"structural_tag": tag_text(tags=[])}, "structural_tag.format"),
+        (
+            {"structural_tag": tag_text(tags=[FORMAT["tags"][0] | {"content": {"type": "regex"}}])},
+            "structural_tag.format.tags[0].content.type",
+        ),
+        ({"structural_tag": tag_text(triggers=["<g"])}, "structural_tag.format.tags[0].begin"),
         (
             {"response_format": {"type": "structural_tag", **TAG, "triggers": ["<g"]}},
             "response_format.structures[0].begin",
