@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 
 from services.gateway.front.answers import TokenCounts
 from services.gateway.http.bodies import ErrorDetail, Receipt
-from services.gateway.http.item_answers import Item, ItemFormat, NamedEvent, encode
+from services.gateway.http.item_answers import Item, ItemFormat, NamedEvent, arguments_of, encode
 from shared.errors import MeshError, TooLarge
 from shared.request import FinishReason
 from shared.rpc.status import openai_error_body
@@ -191,7 +191,7 @@ class MessagesFormat(ItemFormat):
         return AnthropicError.of(error)
 
     def whole(self, usage: TokenCounts, receipts: Sequence[dict[str, Any]]) -> bytes:
-        called = [(item, _input(item)) for item in self.items]
+        called = [(item, arguments_of(item)) for item in self.items]
         blocks = [_block(item, given) for item, given in called if given is not None]
         message = self._message(blocks, usage)
         end = self._end()
@@ -207,22 +207,11 @@ class MessagesFormat(ItemFormat):
     def _end(self) -> MessageEnd:
         if self.finish_reason is FinishReason.LENGTH:
             return MessageEnd("max_tokens", None)
-        if self.num_calls:
+        if self.num_calls and not self.is_within_call:
             return MessageEnd("tool_use", None)
         if isinstance(self.stop_reason, str):
             return MessageEnd("stop_sequence", self.stop_reason)
         return MessageEnd("end_turn", None)
-
-
-def _input(item: Item) -> dict[str, Any] | None:
-    """The input of a call, {} of what is none; None = it is cut off in its midst, or no object: a
-    whole answer leaves such a call out, for its client would run it."""
-    if item.kind != "call":
-        return {}
-    try:
-        return msgspec.json.decode(item.text, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError):
-        return None
 
 
 def _block(item: Item, called: dict[str, Any]) -> AnswerBlock:

@@ -47,6 +47,17 @@ class Item:
         return "".join(self.parts)
 
 
+def arguments_of(item: Item) -> dict[str, Any] | None:
+    """Return the arguments of a call, {} of what is none; None = cut off in their midst, or
+    no object: no client shall run such a call, and no template can show it."""
+    if item.kind != "call":
+        return {}
+    try:
+        return msgspec.json.decode(item.text, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
 class ItemFormat:
     """Base of the two formats. ends_with: the answer's last delta, once it is here."""
 
@@ -112,7 +123,8 @@ class ItemFormat:
         raise NotImplementedError
 
     def ended(self, item: Item, *, is_cut: bool) -> Iterable[NamedEvent]:
-        """Events that tell of an item's end. is_cut: for want of tokens."""
+        """Events that tell of an item's end. is_cut: for want of tokens, or by a
+        stop string within a call."""
         raise NotImplementedError
 
     def ending(
@@ -135,6 +147,11 @@ class ItemFormat:
     def num_calls(self) -> int:
         """Calls so far."""
         return self._parser.num_calls
+
+    @property
+    def is_within_call(self) -> bool:
+        """Whether the last call has not ended."""
+        return self._parser.is_within_call
 
     @property
     def num_thought_tokens(self) -> int:
@@ -161,7 +178,8 @@ class ItemFormat:
                 events += self._said(said)
             if self._blank and not self.num_calls:
                 events += self._grown("text", Said(self._blank))
-            events += self._closed(is_cut=delta.finish_reason is FinishReason.LENGTH)
+            is_cut = delta.finish_reason is FinishReason.LENGTH or self.is_within_call
+            events += self._closed(is_cut=is_cut)
         return events
 
     def _said(self, said: Said) -> Iterator[NamedEvent]:

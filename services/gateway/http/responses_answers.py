@@ -10,7 +10,7 @@ from typing import Any
 
 from services.gateway.front.answers import TokenCounts
 from services.gateway.http import responses_bodies as bodies
-from services.gateway.http.item_answers import Item, ItemFormat, NamedEvent, encode
+from services.gateway.http.item_answers import Item, ItemFormat, NamedEvent, arguments_of, encode
 from services.gateway.http.openai_answers import AnswerHead
 from services.gateway.http.openai_forms import Message
 from services.gateway.http.responses_forms import ResponsesBody
@@ -123,7 +123,8 @@ class ResponsesFormat(ItemFormat):
         calls: list[MessageCall] = []
         for item in self.items:
             if item.kind == "call":
-                calls.append(MessageCall(item.id, CalledFunction(item.name, item.text)))
+                if arguments_of(item) is not None:
+                    calls.append(MessageCall(item.id, CalledFunction(item.name, item.text)))
             else:
                 said[item.kind] += item.text
         return Message(

@@ -162,7 +162,8 @@ class ToolChatFormat(ChatFormat):
 
     def _finish_name(self, reason: FinishReason, parser: AnswerParser) -> bodies.FinishName:
         is_named = self._use is not None and self._use.choice == "named"
-        if parser.num_calls and reason is FinishReason.STOP and not is_named:
+        has_calls = parser.num_calls and not parser.is_within_call
+        if has_calls and reason is FinishReason.STOP and not is_named:
             return "tool_calls"
         return FINISH_NAMES[reason]
 

@@ -83,8 +83,7 @@ class Grammars:
     def __init__(self, check: Callable[[str], Verdict] | None = None) -> None:
         """check: in place and at once, of tests under virtual time."""
         self._process = GrammarProcess()
-        self._is_in_place = check is not None
-        self._fresh_verdict = check or self._process.check
+        self._check = check
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._known: OrderedDict[str, Verdict] = OrderedDict()
         self._num_waiting = 0
@@ -102,7 +101,7 @@ class Grammars:
         Raises InvalidRequest: it is no structure of its kind, nothing matches it, or it is too
         large to follow. Overloaded: too many wait to be checked.
         """
-        if self._is_in_place:
+        if self._check is not None:
             return self._checked(structure)
         if self._num_waiting >= MAX_WAITING:
             raise Overloaded("too many grammars wait to be checked", retry_after_s=1.0)
@@ -157,6 +156,9 @@ class Grammars:
             if found and fault_of(without_part(schema, part)) != fault:
                 return path, found
         return "", fault
+
+    def _fresh_verdict(self, grammar: str) -> Verdict:
+        return (self._check or self._process.check)(grammar)
 
     def _verdict(self, grammar: str) -> Verdict:
         known = self._known.get(grammar)

@@ -84,7 +84,14 @@ class ToolParser:
     def __init__(self, names: Sequence[str]) -> None:
         self._names = frozenset(names)
         self._held = ""
+        self._value: JsonValue | None = None  # of the arguments that are on their way
         self.num_calls = 0
+
+    @property
+    def is_within_call(self) -> bool:
+        """Whether arguments have begun and not ended; of an answer that is over: nobody shall run
+        half a call."""
+        return self._value is not None
 
     def feed(self, text: str) -> list[Said]:
         """Take text, and return what is sure now."""
@@ -160,7 +167,6 @@ class HermesParser(ToolParser):
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__(names)
         self._is_call = self._is_after_call = False
-        self._value: JsonValue | None = None  # of the arguments that are on their way
         self._has_head = False
 
     def _said(self, *, is_over: bool) -> Iterator[Said]:
@@ -332,10 +338,6 @@ class MistralParser(ToolParser):
 class ListParser(ToolParser):
     """The JSON list that the grammar of ``tool_choice: required`` makes; calls leave one by one."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        super().__init__(names)
-        self._value: JsonValue | None = None
-
     def _said(self, *, is_over: bool) -> Iterator[Said]:
         while self._held:
             if self._value is None:
@@ -364,10 +366,12 @@ class NamedParser(ToolParser):
 
     def _said(self, *, is_over: bool) -> Iterator[Said]:
         if not self.num_calls:
-            self.num_calls = 1
+            self.num_calls, self._value = 1, JsonValue()
             (name,) = self._names
             yield Said("", 0, name)
         text, self._held = self._held, ""
+        if self._value is not None and self._value.take(text) is not None:
+            self._value = None
         if text:
             yield Said(text, 0)
 
@@ -391,6 +395,11 @@ class ThoughtParser:
     def num_calls(self) -> int:
         """Calls so far."""
         return self._after.num_calls if self._after is not None else 0
+
+    @property
+    def is_within_call(self) -> bool:
+        """See ``ToolParser``."""
+        return self._after is not None and self._after.is_within_call
 
     def feed(self, text: str) -> list[Said]:
         """See ``ToolParser``."""

@@ -121,6 +121,7 @@ async def test_an_answer_whole_and_as_events() -> None:
         ("hello and the end", {"stop_sequences": ["x", "and"]}, "stop_sequence", "and"),
         (CALL, {"tools": TOOLS}, "tool_use", None),
         (CALL, {"tools": TOOLS, "max_tokens": 55}, "max_tokens", None),
+        (CALL, {"tools": TOOLS, "stop_sequences": ["aris"]}, "stop_sequence", "aris"),
     ],
 )
 async def test_why_an_answer_ends(

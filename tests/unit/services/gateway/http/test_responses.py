@@ -112,6 +112,19 @@ async def test_an_answer_that_tokens_cut_short() -> None:
         assert response["max_output_tokens"] == 3
 
 
+async def test_a_call_that_a_stop_string_cuts_is_not_complete() -> None:
+    """Whole and streamed: nobody shall run half a call; and the conversation goes on."""
+    async with gateway(CALL) as here:
+        _, whole = await Asker(here).ask(tools=FLAT, stop="aris")
+        *_, last = await Asker(here).stream(tools=FLAT, stop="aris")
+        for response in (whole, last["response"]):
+            (call,) = response["output"]
+            assert (call["arguments"], call["status"]) == ('{"city": "P', "incomplete")
+        here.mesh.script = saying("yes")
+        status, _ = await Asker(here).ask(previous_response_id=whole["id"], tools=FLAT)
+        assert status == 200
+
+
 async def test_spaces_before_a_call_are_no_message() -> None:
     """Whole and streamed; an answer of spaces alone is one."""
     async with gateway(f"\n\n{CALL}") as here:

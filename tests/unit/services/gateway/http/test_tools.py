@@ -42,6 +42,7 @@ WEATHER = {
 }
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+NAMED_WEATHER = {"type": "function", "function": {"name": "weather"}}
 NAMED = {"type": "function", "function": {"name": "clock"}}
 
 
@@ -122,6 +123,20 @@ async def test_a_call_in_a_stream() -> None:
     assert whole["choices"][0]["message"]["content"] == "I look. "
     told = [chunk["choices"][0]["logprobs"] for chunk in chunks]
     assert sum(len(one["content"]) for one in told if one) == usage["usage"]["completion_tokens"]
+
+
+async def test_a_call_that_a_stop_string_cuts_is_no_reason_to_run_it() -> None:
+    """Whole and streamed; a call before it that ended is one."""
+    for tools, choice in (([WEATHER], "auto"), ([CLOCK], "auto"), ([WEATHER], NAMED_WEATHER)):
+        async with gateway('{"city": "Paris"}' if choice == NAMED_WEATHER else CALL) as here:
+            fields = {"tools": tools, "tool_choice": choice, "stop": "aris"}
+            _, whole = await here.ask(**fields)
+            *_, last = await here.stream(**fields)
+        for choice_body in (whole["choices"][0], last["choices"][0]):
+            assert (choice_body["finish_reason"], choice_body["stop_reason"]) == ("stop", "aris")
+    async with gateway(CALL) as here:
+        _, whole = await here.ask(tools=[WEATHER], stop="</tool_call>")
+    assert whole["choices"][0]["finish_reason"] == "tool_calls"
 
 
 async def test_no_call_is_an_answer() -> None:
