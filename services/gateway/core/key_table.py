@@ -65,9 +65,7 @@ class KeyTable:
 
     def _rows_of(self, keys: Keys) -> Places:
         """Return the two rows of each key: by its lower half, and by its upper half."""
-        rows = np.ascontiguousarray(keys).view(np.uint32).reshape(-1, 2) & np.uint32(
-            2 * self._base - 1
-        )
+        rows = keys.view(np.uint32).reshape(-1, 2) & np.uint32(2 * self._base - 1)
         rows -= (rows >= self._num_rows) * np.uint32(self._base)
         return rows
 

@@ -64,6 +64,7 @@ class Prefixes:
         self.index: PrefixIndex | None = None
         self._asked = SIZES[0][1]
         self._workers: dict[Incarnation, Worker] = {}
+        self._model_key = b""
         self._to_ask: set[Incarnation] = set()
         self._strides: dict[int, set[int]] = {}
 
@@ -90,6 +91,7 @@ class Prefixes:
         if not (computes_prompts or self._of_everybody):
             return False
         self._workers[worker.incarnation] = worker
+        self._model_key = worker.model.fingerprint + worker.layout.digest  # of all the same
         num = len(self._workers)
         if num < 2:
             return False
@@ -182,7 +184,5 @@ class Prefixes:
         if keys is None:
             from services.gateway.core.prefix_index import column_of
 
-            some = next(iter(self._workers.values()))
-            model_key = some.model.fingerprint + some.layout.digest
-            keys = prompt.keys[stride] = column_of(prompt.hashes(model_key, stride))
+            keys = prompt.keys[stride] = column_of(prompt.hashes(self._model_key, stride))
         return keys
