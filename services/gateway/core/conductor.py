@@ -83,7 +83,7 @@ class Local(LeastLoaded):
 
     def scores(self, request: RouteRequest, sides: Sides) -> Scores:
         """Return seconds; tokens, if not every worker's speed is known and believed."""
-        scores, terms = _prompt_scores(request, sides)
+        scores, terms, _ = _prompt_scores(request, sides)
         return Scores(scores, _taken_shares(sides), terms)
 
 
@@ -104,8 +104,8 @@ class Conductor(Local):
     def scores(self, request: RouteRequest, sides: Sides) -> Scores:
         """Return seconds; tokens and shares, where not every worker's speed is known and
         believed."""
-        scores, terms = _prompt_scores(request, sides)
-        soonest = sides.prefills[least(scores, range(len(scores)))[0]]
+        scores, terms, place = _prompt_scores(request, sides)
+        soonest = sides.prefills[place]
         if len(sides.decodes) > 1 or soonest.incarnation != sides.decodes[0].incarnation:
             return Scores(scores, _answer_scores(request, sides, soonest), terms)
         return Scores(scores, _taken_shares(sides), terms)
@@ -113,19 +113,19 @@ class Conductor(Local):
 
 def _prompt_scores(
     request: RouteRequest, sides: Sides
-) -> tuple[Sequence[float], Sequence[PromptTerms]]:
-    """Return the workers' scores, and what each is made of."""
+) -> tuple[Sequence[float], Sequence[PromptTerms], int]:
+    """Return the workers' scores, what each is made of, and the place of the least."""
     # With one worker nobody needs columns, and numpy is not imported for its first request.
     if len(sides.prefills) > 1 or request.fetches is not None:
         return _scores_in_columns(request, sides)
     (worker,) = sides.prefills
     terms = _terms_of(worker, request, is_s=worker.is_predictable)
-    return [terms.score], [terms]
+    return [terms.score], [terms], 0
 
 
 def _scores_in_columns(
     request: RouteRequest, sides: Sides
-) -> tuple[Sequence[float], Sequence[PromptTerms]]:
+) -> tuple[Sequence[float], Sequence[PromptTerms], int]:
     """Return the same of all workers at once."""
     workers, num_tokens, fetches = sides.prefills, request.num_tokens, request.fetches
     side, _ = sides.in_columns()
@@ -135,7 +135,8 @@ def _scores_in_columns(
     if not side.are_known(scores):
         waits, computes = columns.pending_tokens, num_tokens - cached
         terms = AllPromptTerms(waits, computes, cached, is_s=False)
-        return side.numbers(waits + computes), terms
+        scores = waits + computes
+        return side.numbers(scores), terms, int(scores.argmin())
     terms = AllPromptTerms(waits, computes, cached, is_s=True)
     for place in side.loading(request.cached):
         it = terms[place] = _terms_of(workers[place], request, is_s=True)
@@ -147,7 +148,7 @@ def _scores_in_columns(
             fetched = _with_fetch(terms[place], workers[place], request, fetches)
             if fetched is not None:
                 terms[place], scores[place] = fetched, fetched.score
-    return side.numbers(scores), terms
+    return side.numbers(scores), terms, int(scores.argmin())
 
 
 def _taken_shares(sides: Sides) -> Sequence[float]:
