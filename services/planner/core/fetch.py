@@ -41,28 +41,16 @@ class Push:
     serial_s: float
 
 
-def exposed(
-    shape: KvShape,
-    num_tokens: int,
-    *,
-    prefill_s: float,
-    link: float,
-    message_s: float = 0.0,
-    sync_s: float = 0.0,
-    interference: float = 0.0,
-) -> Push:
+def exposed(shape: KvShape, num_tokens: int, *, prefill_s: float, link: float) -> Push:
     """Return what of a prompt's transfer is left after its computation.
 
-    Layer-wise: a layer leaves when it is computed and its predecessor has left. message_s: cost of
-    one message; sync_s: of the word that all is there; interference: share by which sending slows
-    prefill, counted for layer-wise alone.
+    Layer-wise: a layer leaves when it is computed and its predecessor has left. What a message
+    costs is a worker's to measure (``shared.transfer.plan.choose_mode``).
     """
-    layer_s = shape.layer_bytes * num_tokens / link + message_s
+    layer_s = shape.layer_bytes * num_tokens / link
     num = shape.num_layers
-    compute_s = prefill_s / num
-    rest_s = max(layer_s, num * layer_s - (num - 1) * compute_s) + sync_s
-    serial_s = num * shape.layer_bytes * num_tokens / link + message_s + sync_s
-    return Push(rest_s + interference * prefill_s, serial_s)
+    rest_s = max(layer_s, num * layer_s - (num - 1) * prefill_s / num)
+    return Push(rest_s, num * layer_s)
 
 
 def pipeline_makespan(chunks_s: list[float], num_stages: int) -> float:
