@@ -29,6 +29,8 @@ from shared.telemetry.definitions import Slo
 
 DEFAULT_KV_TOKENS: Final = 60_000
 TIMES: Final = ("opt-13b-a100", "fake", "distserve", "splitwise")
+SPLITWISE_NAMES: Final = {"llama-2-70b": "llama2-70b"}
+"""Of published models: how Splitwise's file calls one that has another name here."""
 
 _PLAIN: Final = Parameter(show_env_var=False)
 _QUIET: Final = Parameter(show_env_var=False, show_default=False)
@@ -118,6 +120,11 @@ class TimesFlags:
     def kv(self) -> KvShape:
         """Whose KV moves. Raises ModelError, InvalidRequest: also a profile of another model."""
         found = self._profile
+        if self.times == "splitwise":
+            name = self._splitwise_model
+            return kv_shape(
+                next((our for our, its in SPLITWISE_NAMES.items() if its == name), name)
+            )
         if found is None:
             return kv_shape(self.model or "opt-13b")
         own, asked = found.model.lower(), (self.model or found.model).lower()
@@ -137,12 +144,17 @@ class TimesFlags:
         assert self.data is not None
         return DistServeData(self.data, "distserve")
 
+    @property
+    def _splitwise_model(self) -> str:
+        name = self.model or "llama2-70b"
+        return SPLITWISE_NAMES.get(name, name)
+
     @cached_property
     def _splitwise(self) -> MachineTimes:
         assert self.data is not None
         path = first_of(self.data, "perf_model.csv", "splitwise_sim_perf_model.csv")
         runs = read_runs(path)
-        model, hardware = self.model or "llama2-70b", self.device or "a100-80gb"
+        model, hardware = self._splitwise_model, self.device or "a100-80gb"
         runs_of(runs, model, hardware)
         return machine_times(runs, model, hardware)
 
@@ -188,7 +200,7 @@ class TimesFlags:
             assert self.profile is not None
             return found.times(self.profile.name), found.kv_tokens
         if self.times == "splitwise":
-            name = f"{self.model or 'llama2-70b'} on {self.device or 'a100-80gb'}, 8 GPUs"
+            name = f"{self._splitwise_model} on {self.device or 'a100-80gb'}, 8 GPUs"
             curves = SplitwiseTimes(self._splitwise, f"Splitwise's medians of {name}")
             return curves, DEFAULT_KV_TOKENS
         return self._affine(), DEFAULT_KV_TOKENS
