@@ -22,10 +22,15 @@ class EventClock:
         self.num_events = 0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
+        self._arrivals = itertools.count(-1 << 62)
 
     def at(self, when: float, happen: Callable[[], None]) -> None:
         """Let it happen then, or at once if that is over."""
         heapq.heappush(self._events, (max(when, self.now), next(self._order), happen))
+
+    def arrive(self, when: float, happen: Callable[[], None]) -> None:
+        """Let it happen then, before what else happens in that instant."""
+        heapq.heappush(self._events, (max(when, self.now), next(self._arrivals), happen))
 
     def after(self, seconds: float, happen: Callable[[], None]) -> None:
         """Let it happen so much later."""

@@ -34,6 +34,7 @@ from services.sim.clock import WIRE_S, CountedBytes, CountedChances
 from services.sim.engine import SimEngine
 from services.sim.members import Member, Members
 from services.sim.orders import CoreOrder, Word, WorkerSize
+from services.sim.token_times import TokenTimes
 from services.sim.worker import CoreWorker
 from shared.errors import MeshError
 from shared.ids import Incarnation, LeaseToken, RequestId, StreamId
@@ -73,7 +74,7 @@ class CoreAnswer:
     is_over: bool = False
     error: MeshError | None = None
     asked_at: float = 0.0
-    token_times: array[float] = field(default_factory=lambda: array("d"))
+    token_times: TokenTimes = field(default_factory=TokenTimes)
     sent_at: float = 0.0
     computed: PromptTimes | None = None
 
@@ -118,6 +119,12 @@ class CoreMesh(Members):
 
     def ask(self, prompt: tuple[int, ...], terms: Terms = ANY, **sampling: object) -> CoreAnswer:
         """A client asks; it is let in at once, or when its turn comes."""
+        answer = self.new_answer(prompt, **sampling)
+        self.admit(answer, terms)
+        return answer
+
+    def new_answer(self, prompt: tuple[int, ...], **sampling: object) -> CoreAnswer:
+        """What is to become of a request that comes now."""
         key = RequestId(self._random_bytes(16))
         params = SamplingParams(**sampling)  # type: ignore[arg-type]
         life = Lifecycle(prompt, params, max_attempts=4)
@@ -125,13 +132,16 @@ class CoreMesh(Members):
         dispatcher = Dispatcher(
             life, deadline_at=None, pair_wait_s=10.0, failover_wait_s=5.0, prompt=hashed
         )
-        now = self.clock.now
-        answer = CoreAnswer(key, prompt, life, dispatcher, asked_at=now)
+        answer = CoreAnswer(key, prompt, life, dispatcher, asked_at=self.clock.now)
         self._answers[key] = answer
-        self._perform(self._admission.arrive(key, now, terms=terms, num_tokens=len(prompt)))
+        return answer
+
+    def admit(self, answer: CoreAnswer, terms: Terms = ANY) -> None:
+        """Let it in, now or when its turn comes."""
+        key, num_tokens, now = answer.key, len(answer.prompt), self.clock.now
+        self._perform(self._admission.arrive(key, now, terms=terms, num_tokens=num_tokens))
         if not (answer.is_over or answer.decisions or answer.search):
             self.clock.at(now + self._max_wait_s, self._tick_admission)
-        return answer
 
     def _tick_admission(self) -> None:
         self._perform(self._admission.tick(self.clock.now))
@@ -324,21 +334,22 @@ class CoreMesh(Members):
 
     def _hear_run(self, answer: CoreAnswer, attempt: int, leg: Leg, word: Word) -> None:
         """Tokens of equal steps, each at its own time; the last may end the answer."""
-        assert word.token is not None
-        new, times = word.token, word.times
-        num = len(times) - bool(new.finish_reason)
-        tokens = [new.token_id] * num
+        new, steps = word.token, word.steps
+        assert new is not None
+        assert steps is not None
+        if new.finish_reason:
+            steps = steps._replace(stop=steps.stop - 1)
+        tokens = [new.token_id] * steps.num
         if answer.life.many_arrived(attempt, leg, new.index, tokens):
             answer.token_ids += tokens
-            wire_s = self.clock.wire_s
-            answer.token_times.extend([at + wire_s for at in times[:num]])
+            answer.token_times.extend(steps, self.clock.wire_s)
         else:
-            for idx in range(num):
-                token = AnswerToken(new.index + idx, new.token_id, FinishReason.NONE)
+            for idx, token_id in enumerate(tokens, new.index):
+                token = AnswerToken(idx, token_id, FinishReason.NONE)
                 self._apply(answer, answer.life.token_arrived(attempt, leg, token))
         if new.finish_reason:
             self._close(word.stream_id)
-            token = AnswerToken(new.index + num, new.token_id, new.finish_reason)
+            token = AnswerToken(new.index + steps.num, new.token_id, new.finish_reason)
             self._apply(answer, answer.life.token_arrived(attempt, leg, token))
 
     def _close(self, stream_id: StreamId) -> None:

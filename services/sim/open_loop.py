@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from services.sim.mesh import CoreAnswer, CoreMesh
-from shared.errors import InvariantViolated
+from services.sim.token_times import TokenTimes
 from shared.kv.layout import KvLayout
 from shared.model_spec import ModelSpec
 from shared.schedule.plan import PromptTimes
@@ -59,7 +59,7 @@ class SimAnswer:
     ``asked_at``. error: '' or its type. prompt: as its worker told it; None = it never did."""
 
     asked_at: float
-    token_times: tuple[float, ...]
+    token_times: TokenTimes
     is_complete: bool
     error: str
     num_attempts: int
@@ -89,6 +89,7 @@ class RunVerdict:
     def ended(self, answer: CoreAnswer) -> None:
         """It is over."""
         if id(answer) in self._missed:
+            self._missed.remove(id(answer))  # another answer may get its number
             return
         is_whole = answer.error is None
         outcome = RequestOutcome(answer.asked_at, answer.token_times, is_whole)
@@ -114,29 +115,42 @@ def run_open_loop(
 
     Raises InvariantViolated: a request was lost, or a worker holds something at the end.
     """
-    answers: list[CoreAnswer] = []
-    start = mesh.clock.now
-    if verdict is not None:
-        mesh.on_end = verdict.ended
+    felt: list[SimAnswer | None] = [None] * len(requests)
+    under_way: dict[CoreAnswer, tuple[int, int]] = {}
+    start, num_ended, num_looks = mesh.clock.now, 0, 0
 
-    def ask(request: SimRequest) -> None:
-        answer = mesh.ask(
+    def ended(answer: CoreAnswer) -> None:
+        nonlocal num_ended
+        if verdict is not None:
+            verdict.ended(answer)
+        idx, num_output = under_way.pop(answer)
+        felt[idx] = _felt(answer, num_output, start)
+        num_ended += 1
+
+    mesh.on_end = ended
+
+    def arrive(idx: int, request: SimRequest) -> None:
+        """One comes, and the next is waited for: of a million, one by one."""
+        wait_for(idx + 1)
+        answer = mesh.new_answer(
             request.prompt, max_tokens=request.num_output, ignore_eos=True, temperature=0
         )
-        answers.append(answer)
+        under_way[answer] = idx, request.num_output
+        mesh.admit(answer)
         if verdict is not None:
             # A float's width later, so that a token at the limit is in time.
             due_at = math.nextafter(mesh.clock.now + verdict.slo.ttft_s, math.inf)
             mesh.clock.at(due_at, lambda judge=verdict: judge.first_is_due(answer))
 
-    for request in requests:
-        mesh.clock.at(start + request.at_s, lambda request=request: ask(request))
-    num_ended, num_looks = 0, 0
+    def wait_for(idx: int) -> None:
+        if idx < len(requests):
+            request = requests[idx]
+            mesh.clock.arrive(start + request.at_s, lambda: arrive(idx, request))
+
+    wait_for(0)
 
     def is_over() -> bool:
-        nonlocal num_ended, num_looks
-        while num_ended < len(answers) and answers[num_ended].is_over:
-            num_ended += 1
+        nonlocal num_looks
         num_looks += 1
         if num_looks % 4096 == 0:
             on_progress(num_ended)
@@ -146,23 +160,22 @@ def run_open_loop(
 
     last_s = requests[-1].at_s if requests else 0.0
     mesh.run(is_over, last_s + PATIENCE_S)
-    is_whole = num_ended == len(requests)
-    if is_whole:
+    if num_ended == len(requests):
         mesh.run(lambda: mesh.is_idle, PATIENCE_S)
         mesh.check()
-    if is_whole and len(answers) != len(requests):
-        raise InvariantViolated(f"{len(requests)} requests were sent, {len(answers)} arrived")
-    return [
-        SimAnswer(
-            answer.asked_at - start,
-            tuple(at - start for at in answer.token_times),
-            answer.is_over
-            and answer.error is None
-            and len(answer.token_times) == request.num_output,
-            "" if answer.error is None else answer.error.type,
-            answer.life.num_attempts,
-            answer.sent_at - start,
-            answer.computed,
-        )
-        for answer, request in zip(answers, requests, strict=False)
-    ]
+    for answer, (idx, num_output) in under_way.items():
+        felt[idx] = _felt(answer, num_output, start)
+    return [answer for answer in felt if answer is not None]
+
+
+def _felt(answer: CoreAnswer, num_output: int, start: float) -> SimAnswer:
+    has_all = len(answer.token_times) == num_output
+    return SimAnswer(
+        answer.asked_at - start,
+        answer.token_times.count_from(start),
+        answer.is_over and answer.error is None and has_all,
+        "" if answer.error is None else answer.error.type,
+        answer.life.num_attempts,
+        answer.sent_at - start,
+        answer.computed,
+    )

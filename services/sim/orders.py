@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from services.sim.token_times import StepEnds
 from shared.errors import MeshError
 from shared.ids import Incarnation, StreamId
 from shared.request import WorkItem
@@ -50,8 +50,8 @@ class CoreOrder(NamedTuple):
 
 class Word(NamedTuple):
     """What a worker tells the gateway of an order; what: the event's name. prompt: how ``first``
-    came. times: when each token of ``run`` was sampled, the first of which is ``token``; the last
-    has its finish reason."""
+    came. steps: those of ``run``, of the first of which ``token`` is; the last has its finish
+    reason."""
 
     stream_id: StreamId
     task: Task
@@ -59,7 +59,7 @@ class Word(NamedTuple):
     token: NewToken | None = None
     error: MeshError | None = None
     prompt: PromptTimes | None = None
-    times: Many[float] = ()
+    steps: StepEnds | None = None
 
 
 NOTHING = Fetched()

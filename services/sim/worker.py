@@ -21,6 +21,7 @@ from services.sim.clock import EventClock
 from services.sim.ends import KvEnds
 from services.sim.engine import DoneWork, SimEngine
 from services.sim.orders import CoreOrder, SimJob, Word, WorkerSize
+from services.sim.token_times import StepEnds
 from shared.errors import MeshError
 from shared.ids import Incarnation
 from shared.kv.journal import Journal
@@ -450,14 +451,14 @@ class CoreWorker:
         self._untold.clear()
 
     def _tell_run(self, job: SimJob, finish_reason: FinishReason) -> None:
-        times = self._run_ends[job.told_until :]
+        steps = StepEnds(self._run_ends, job.told_until, len(self._run_ends))
         job.told_until = -1
-        if times:
+        if steps.num:
             sequence = job.sequence
             assert sequence is not None
-            index = sequence.num_output_tokens - len(times)
+            index = sequence.num_output_tokens - steps.num
             first = NewToken(sequence, 1, index, finish_reason, None, ())
-            self._tell(self, Word(job.order.stream_id, job.order.task, "run", first, times=times))
+            self._tell(self, Word(job.order.stream_id, job.order.task, "run", first, steps=steps))
 
     # --- looking at it ----------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, overload
 
 from cyclopts import Parameter
 
@@ -35,6 +35,9 @@ from shared.telemetry.definitions import RequestOutcome, Slo, percentiles
 WORKLOADS: Final = {"azure-conv": "chat", "azure-code": "code", "mooncake": "mooncake"}
 """By name, the shapes of `pdmesh bench`; or a trace file."""
 QS: Final = {"p50": 50.0, "p90": 90.0, "p99": 99.0}
+
+MOST_ANSWERS: Final = 20_000
+"""Answers whose single gaps are looked at; a million answers have hundreds of millions."""
 
 TRIAL_REQUESTS: Final = 60
 """Of the run that tells how quick this machine simulates."""
@@ -151,14 +154,10 @@ class SimFlags:
         )
         return plan(self._source, load, fit).asks
 
-    def requests(self, units: Sequence[Unit]) -> list[SimRequest]:
+    def requests(self, units: Sequence[Unit]) -> Sequence[SimRequest]:
         """Return the requests with tokens: equal block ids are equal tokens, the rest is each
         one's own. Raises InvalidRequest."""
-        size = max(1, round(BLOCK_TOKENS * self.scale_lengths))
-        return [
-            SimRequest(ask.due_s, _tokens(ask, idx, size), ask.num_output)
-            for idx, ask in enumerate(self.asks(units))
-        ]
+        return _Requests(self.asks(units), max(1, round(BLOCK_TOKENS * self.scale_lengths)))
 
     def lengths(self, units: Sequence[Unit]) -> list[AskedLengths]:
         """Return the lengths of the requests, with what of each prompt came before."""
@@ -275,6 +274,27 @@ class SimFlags:
         }
 
 
+class _Requests(Sequence[SimRequest]):
+    """Requests whose tokens are made when they are asked for: a million prompts are 8 GB."""
+
+    def __init__(self, asks: Sequence[Ask], block_tokens: int) -> None:
+        self._asks, self._block_tokens = asks, block_tokens
+
+    def __len__(self) -> int:
+        return len(self._asks)
+
+    @overload
+    def __getitem__(self, index: int) -> SimRequest: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[SimRequest]: ...
+    def __getitem__(self, index: int | slice) -> SimRequest | list[SimRequest]:
+        if isinstance(index, slice):
+            return [self[idx] for idx in range(*index.indices(len(self)))]
+        ask = self._asks[index]
+        idx = index % len(self)
+        return SimRequest(ask.due_s, _tokens(ask, idx, self._block_tokens), ask.num_output)
+
+
 def _tokens(ask: Ask, idx: int, block_tokens: int) -> tuple[int, ...]:
     tokens: list[int] = []
     for block_id in ask.block_ids[: -(-ask.num_input // block_tokens)]:
@@ -285,12 +305,13 @@ def _tokens(ask: Ask, idx: int, block_tokens: int) -> tuple[int, ...]:
 
 
 def latencies(outcomes: Sequence[RequestOutcome]) -> dict[str, dict[str, float]]:
-    """Return percentiles of complete requests, by figure and percentile."""
+    """Return percentiles of complete requests, by figure and percentile. TBT: of so many of them,
+    evenly chosen, that the gaps are counted in seconds."""
     served = [outcome for outcome in outcomes if outcome.is_complete]
     columns = {
         "TTFT": [one.ttft_s for one in served if one.ttft_s is not None],
         "TPOT": [one.tpot_s for one in served],
-        "TBT": [gap for one in served for gap in one.tbt_s],
+        "TBT": [gap for one in served[:: len(served) // MOST_ANSWERS + 1] for gap in one.tbt_s],
         "E2E": [one.e2e_s for one in served if one.e2e_s is not None],
     }
     return {
