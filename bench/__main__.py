@@ -49,6 +49,7 @@ TITLES = {
     17: "conversations through five workers, by policy",
     18: "the simulator's CPU a request",
     19: "the autoscaler beside an oracle",
+    20: "a live mesh beside its simulation",
 }
 """What each goal's number asks."""
 
