@@ -156,7 +156,9 @@ def compare(
                 runs.append(flags.run(shape, requests, on_progress=on_progress))
     except KeyboardInterrupt:
         is_whole = False
-    ranked = sorted(runs, key=lambda run: (run.attained or 0.0, run.goodput), reverse=True)
+    ranked = sorted(
+        runs, key=lambda run: (run.attained or 0.0, run.goodput, -_most_used(run)), reverse=True
+    )
     if what_if and is_whole:
         num = num_runs(ranked[0].shape, has_runner_up=False)
         say_how_long(num, ranked[0].took_s, "--no-what-if leaves them out")
@@ -188,13 +190,7 @@ def compare(
         table.add_row(*_row(run))
     console.print(table)
     if len(ranked) > 1:
-        best, second = ranked[:2]
-        console.print(
-            f"{best.shape} attains most ({best.attained:.1%}), then {second.shape} "
-            f"({second.attained:.1%})"
-            if (best.attained or 0) > (second.attained or 0)
-            else f"{best.shape} and {second.shape} attain the same: take the fewer workers"
-        )
+        console.print(_first_of(*ranked[:2]))
     for line in (*lines(found, flags), *impossible):
         console.print(line, soft_wrap=True)
     _say_times(flags, runs)
@@ -210,6 +206,23 @@ def _row(run: MeshRun) -> list[str]:
     ]
     shares = (f"{run.attained or 0:.1%}", f"{run.goodput:.2f}")
     return [str(run.shape), *shares, *shown, _errors(run) or "–"]
+
+
+def _most_used(run: MeshRun) -> float:
+    """Return the share of the limit that is nearer to being missed."""
+    return 0.0 if run.felt is None else max(run.felt.ttft_use, run.felt.tpot_use)
+
+
+def _first_of(best: MeshRun, second: MeshRun) -> str:
+    """Say which is the better one, and why."""
+    if (best.attained or 0) > (second.attained or 0):
+        return (
+            f"{best.shape} attains most ({best.attained:.1%}), then {second.shape} "
+            f"({second.attained:.1%})"
+        )
+    is_less = best.shape.num_workers < second.shape.num_workers
+    why = "fewer workers" if is_less else "more room below its limits"
+    return f"{best.shape} and {second.shape} attain the same; {best.shape} has {why}"
 
 
 def _draw_rates(flags: SimFlags, runs: Sequence[MeshRun], folder: Path) -> None:

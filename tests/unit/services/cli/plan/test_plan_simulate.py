@@ -89,6 +89,22 @@ def test_meshes_are_compared_by_the_same_requests(capsys: pytest.CaptureFixture[
     assert "two meshes at least" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("meshes", "words"),
+    [
+        (("3P+1D", "2P+2D"), "attain the same; 2P+2D has more room below its limits"),
+        (("2P+2D", "1P+1D"), "attain the same; 1P+1D has fewer workers"),
+    ],
+)
+def test_of_equal_meshes_the_smaller_or_the_one_with_more_room(
+    meshes: tuple[str, str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And why it is the first is said."""
+    load = ("--rate", "1", "--num-requests", "10", "--no-what-if")
+    assert main(["plan", "compare", *meshes, *load]) == 0
+    assert words in " ".join(capsys.readouterr().out.split())
+
+
 def test_default_times_are_the_published_fit() -> None:
     """The flags' defaults and the record say the same."""
     assert SimFlags().times.unit(Unit()).times is OPT_13B_A100
