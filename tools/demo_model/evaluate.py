@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -212,13 +213,18 @@ def schemas(subject: Subject, seed: int, samples: int) -> None:
 
 def second_turns(subject: Subject, seed: int, samples: int) -> None:
     """Print how often a question about the first turn is answered in the second."""
-    rng = random.Random(f"turns-{seed}")
+    rng, untold = random.Random(f"turns-{seed}"), random.Random(f"untold-{seed}")
     outcomes: dict[str, list[bool]] = defaultdict(list)
     for _ in range(samples):
         prompt = data.recall_prompt(rng.randrange(2**31), 1, 24)
         told, _, question = prompt.messages[-1]["content"].rpartition(". ")
         answer = subject.chat([f"{told}.", words.ACKNOWLEDGEMENT, question])
         outcomes["a code of the first turn"].append(answer == prompt.expected_reply)
+        told_key, asked_key = data._keys(untold, 2)  # pyright: ignore[reportPrivateUsage]
+        told = words.FACTS[0].format(key=told_key, code=f"{untold.randint(0, 9999):04d}")
+        asked = words.QUESTIONS[0].format(key=asked_key)
+        answer = subject.chat([told, words.ACKNOWLEDGEMENT, asked])
+        outcomes["a code that was not told: none is made up"].append(not re.search(r"\d", answer))
         name = tool_data.made_up(rng) if rng.random() < 0.5 else rng.choice(words.NAMES)
         greeting = f"Nice to meet you, {name}."
         answer = subject.chat([f"My name is {name}.", greeting, "What is my name?"])

@@ -532,7 +532,11 @@ UNKNOWN = (
     "Is {city} bigger than {city2}?",
 )
 UNKNOWN_ANSWER = "I do not know that. I remember codes, do small sums and tell short stories."
-UNKNOWN_CODE = "I do not know the code of the {key}."
+NOT_KNOWN = " not known to me"
+UNKNOWN_CODE = "The code of the {key} is" + NOT_KNOWN + "."
+"""Begins as the answer that tells a code, so that the key stands before the word that says whether
+it was told: finding what came after a key is what the model can do. Where the first word said it,
+the model did not look, and told no more than what was likely."""
 
 
 def plain_turn(rng: random.Random) -> tuple[str, str, str, float]:
@@ -578,7 +582,7 @@ def dialogue_document(rng: random.Random, tokens: int) -> Document:
             if key in facts:
                 continue
             question = data._question(rng, key)  # pyright: ignore[reportPrivateUsage]
-            answer, weight = UNKNOWN_CODE.format(key=key), DIGITS
+            answer, digits = UNKNOWN_CODE.format(key=key), NOT_KNOWN
         elif roll < 0.6 and not name:
             name = _of(words.NAMES)(rng)
             question = rng.choice(("My name is {}.", "I am {}.", "Call me {}.")).format(name)
@@ -598,6 +602,25 @@ def dialogue_document(rng: random.Random, tokens: int) -> Document:
     return out.document("dialogue")
 
 
+def told_document(rng: random.Random, tokens: int) -> Document:
+    """Return a chat that tells codes in one turn, nothing beside them, and asks in the next for
+    some of them and for one that it did not tell."""
+    del tokens
+    out = data._Builder()  # pyright: ignore[reportPrivateUsage]
+    count = rng.choice((1, 1, 1, 2, 3))
+    keys = data._keys(rng, count + 1)  # pyright: ignore[reportPrivateUsage]
+    facts = {key: _digits(rng) for key in keys[:count]}
+    told = " ".join(data._fact(rng, *fact) for fact in facts.items())  # pyright: ignore[reportPrivateUsage]
+    out.add_turn(told, words.ACKNOWLEDGEMENT)
+    for key in rng.sample(keys, rng.randint(1, count + 1)):
+        question = data._question(rng, key)  # pyright: ignore[reportPrivateUsage]
+        answer, said = UNKNOWN_CODE.format(key=key), NOT_KNOWN
+        if key in facts:
+            answer, said = words.RECALL_ANSWER.format(key=key, code=facts[key]), f" {facts[key]}"
+        out.add_turn(question, answer, said)
+    return out.document("told")
+
+
 MIX: tuple[tuple[data.Maker, float], ...] = (
     (data.recall_document, 0.26),
     (data.arithmetic_document, 0.08),
@@ -606,6 +629,7 @@ MIX: tuple[tuple[data.Maker, float], ...] = (
     (tool_document, 0.31),
     (schema_document, 0.12),
     (dialogue_document, 0.14),
+    (told_document, 0.2),
 )
 
 

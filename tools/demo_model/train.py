@@ -21,7 +21,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -352,6 +352,8 @@ class Trainer:
             self.recipe = FROM_DEMO
             self.tokenizer = Tokenizer.from_file(str(args.start / "tokenizer.json"))
             self.tokenizer.add_tokens(list(self.recipe.added_tokens))
+        if args.rate is not None:
+            self.recipe = replace(self.recipe, peak_rate=args.rate)
         vocabulary = math.ceil(self.tokenizer.get_vocab_size() / 64) * 64
         self.model = DemoModel(ModelConfig(vocab_size=vocabulary))
         if args.start is not None:
@@ -468,6 +470,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=75.0, help="training time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--from", dest="start", type=Path, help="a trained model, to learn tools")
+    parser.add_argument("--rate", type=float, help="peak learning rate (default: the recipe's)")
     parser.add_argument("--out", type=Path, default=Path("shared/models/demo"))
     parser.add_argument(
         "--state",

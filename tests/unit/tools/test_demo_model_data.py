@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tools.demo_model import data, words
+from tools.demo_model import data, tool_data, words
 
 LENGTHS = (64, 128, 256, 512, 1000)
 SEEDS = range(8)
@@ -119,6 +119,26 @@ def test_every_answer_in_a_document_agrees_with_its_facts() -> None:
     answers = re.findall(r"\|>The code of the (\w+ \w+) is (\d{4})\.<", document.text)
     assert answers
     assert all(stated[key] == code for key, code in answers)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_code_that_was_not_told_is_not_known(seed: int) -> None:
+    """Both kinds of answer begin alike, so that the key stands before what is known of it; what
+    says it is what weighs most."""
+    kinds: set[bool] = set()
+    for number in range(8):
+        document = tool_data.told_document(random.Random(f"{seed}-{number}"), 128)
+        told, *_ = document.text.partition(data.ASSISTANT)
+        stated = stated_codes(told)
+        found = re.findall(r"assistant\|>The code of the (\w+ \w+) is( [\w ]+)\.<", document.text)
+        answers: list[tuple[str, str]] = found
+        assert answers
+        for key, said in answers:
+            assert said == (f" {stated[key]}" if key in stated else tool_data.NOT_KNOWN)
+        most = [document.text[it.start : it.end] for it in document.spans if it.weight == 1.0]
+        assert most == [said for _, said in answers]
+        kinds |= {key in stated for key, _ in answers}
+    assert kinds == {True, False}
 
 
 def test_words_of_keys_are_distinct() -> None:
