@@ -17,22 +17,18 @@ recompute preemption). The oldest never does, so somebody always finishes; one t
 
 from __future__ import annotations
 
-from bisect import insort
 from dataclasses import dataclass
-from operator import attrgetter
 
 from shared.errors import LocalProtocolError, NoBlocks, NoCapacity
 from shared.kv.pool import BlockPool, BlockTable
 from shared.request import FinishReason, finish_reason_of
 from shared.schedule.budget import StepBudget, TokenBudget
 from shared.schedule.draft import Draft, collect_prompt_logprobs
-from shared.schedule.ledger import check_queues
 from shared.schedule.plan import Failure, NewToken, SchedulerStatistics, StepOutcome, StepPlan
+from shared.schedule.queues import Queues
 from shared.schedule.runs import num_equal_steps, take_steps
 from shared.schedule.sequence import Sequence, SequenceEvent, SequenceState
 from shared.step import RowResult
-
-_arrival = attrgetter("arrival")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,16 +58,12 @@ class Scheduler:
         self._pool = pool
         self._policy = policy
         self._budget: StepBudget = policy.budget or TokenBudget(policy.token_budget)
-        # All are in order of arrival.
-        self._waiting: list[Sequence] = []
-        self._running: list[Sequence] = []
-        self._held: list[Sequence] = []
-        # Those of the running ones whose prompt, or what is recomputed, is not computed yet.
-        self._computing: list[Sequence] = []
-        self._next_arrival = 0
+        self._queues = queues = Queues(pool)
+        self._waiting, self._running, self._computing = (
+            queues.waiting, queues.running, queues.computing
+        )  # fmt: skip
         self._plan: StepPlan | None = None
         self._next: StepPlan | None = None
-        self._stalled: list[Sequence] = []
         self._num_steps = 0
         self._num_preemptions = 0
         self._num_recomputed_tokens = 0
@@ -102,7 +94,7 @@ class Scheduler:
         on."""
         if sequence.table is None or sequence.chain is None or not sequence.is_decoding:
             raise LocalProtocolError("a ready sequence brings blocks with KV of all tokens but one")
-        self._take_in(sequence, SequenceEvent.READY)
+        self._queues.take_in(sequence, SequenceEvent.READY)
         self._pool.publish(
             sequence.table, sequence.chain, sequence.tokens, sequence.num_computed_tokens
         )
@@ -116,7 +108,7 @@ class Scheduler:
                 "worker more KV memory",
                 code="kv_larger_than_pool",
             )
-        self._take_in(sequence, SequenceEvent.QUEUED)
+        self._queues.take_in(sequence, SequenceEvent.QUEUED)
         sequence.chain = self._pool.new_chain(sequence.item.cache_salt)
         self._expect_cached(sequence)
         self._waiting.append(sequence)
@@ -132,7 +124,7 @@ class Scheduler:
         if sequence.awaits_prefix:
             sequence.awaits_prefix = False
             self._expect_cached(sequence)
-            self._update_claim()
+            self._queues.update_claim()
 
     def await_grammar(self, sequence: Sequence) -> None:
         """Its grammar is being made ready, maybe for a second: do not let this prompt in before
@@ -142,18 +134,13 @@ class Scheduler:
     def grammar_ended(self, sequence: Sequence) -> None:
         """It is ready, or will never be. Allowed after the sequence has ended."""
         sequence.awaits_grammar = False
-        self._update_claim()
+        self._queues.update_claim()
 
     def _expect_cached(self, sequence: Sequence) -> None:
         assert sequence.chain is not None
         sequence.num_expected_tokens = self._pool.num_cached_tokens(
             sequence.chain, sequence.tokens, sequence.most_cached_tokens
         )
-
-    def _take_in(self, sequence: Sequence, event: SequenceEvent) -> None:
-        sequence.move(event)
-        sequence.arrival = self._next_arrival
-        self._next_arrival += 1
 
     # --- removing ------------------------------------------------------------------------------
 
@@ -167,7 +154,7 @@ class Scheduler:
             return
         sequence.is_aborted = True
         if not sequence.steps_in_flight:
-            self._retire(sequence)
+            self._queues.retire(sequence)
 
     def release(self, sequence: Sequence) -> None:
         """Give the blocks of an ``add_prefill`` sequence back: its KV is acknowledged, or nobody
@@ -179,34 +166,7 @@ class Scheduler:
             raise LocalProtocolError("only add_prefill sequences are released; abort others")
         sequence.is_released = True
         self.abort(sequence)
-        if sequence.state is SequenceState.HELD:
-            self._held.remove(sequence)
-            self._finish(sequence)
-
-    def _retire(self, sequence: Sequence) -> None:
-        """Take a sequence that ended out of the queues; its blocks go unless a push may need
-        them."""
-        if sequence.state is SequenceState.WAITING:
-            self._waiting.remove(sequence)
-        else:
-            self._leave_running(sequence)
-        if sequence.is_prefill_only and not sequence.is_released:
-            sequence.move(SequenceEvent.KEPT)
-            self._held.append(sequence)
-        else:
-            self._finish(sequence)
-
-    def _leave_running(self, sequence: Sequence) -> None:
-        self._running.remove(sequence)
-        if sequence in self._computing:
-            self._computing.remove(sequence)
-
-    def _finish(self, sequence: Sequence) -> None:
-        sequence.move(SequenceEvent.ENDED)
-        if sequence.table is not None:
-            self._pool.release(sequence.table)
-            sequence.table = None
-        self._update_claim()
+        self._queues.let_go(sequence)
 
     # --- planning ------------------------------------------------------------------------------
 
@@ -220,13 +180,13 @@ class Scheduler:
         if self._plan is not None:
             raise LocalProtocolError("the last plan is not committed")
         draft = Draft(self._budget)
-        self._stalled = []
+        self._queues.stalled = []
         self._plan_decodes(draft)
         self._plan_chunks(draft)
         # Who has just lost its room does not get it back in the same breath.
         if not draft.preempted:
             self._plan_admissions(draft)
-        self._update_claim()
+        self._queues.update_claim()
         plan = draft.finished()
         if plan.rows:
             self._plan = plan
@@ -252,7 +212,7 @@ class Scheduler:
         draft = Draft(self._budget)
         for sequence in self._running:
             source = row_of.get(sequence)
-            if sequence.is_over or (source is not None and self._ends_next(sequence)):
+            if sequence.is_over or (source is not None and self._num_left(sequence) <= 1):
                 continue
             if len(draft.rows) == self._policy.max_running:
                 break
@@ -273,8 +233,8 @@ class Scheduler:
         self._next = draft.finished()
         for sequence in self._next.sequences:
             sequence.steps_in_flight += 1
-        self._stalled = [seq for seq in self._stalled if not seq.steps_in_flight]
-        self._update_claim()
+        self._queues.stalled = [seq for seq in self._queues.stalled if not seq.steps_in_flight]
+        self._queues.update_claim()
         return self._next
 
     def withdraw(self) -> None:
@@ -285,11 +245,7 @@ class Scheduler:
         for sequence in plan.sequences:
             sequence.steps_in_flight -= 1
             if sequence.is_aborted and not sequence.steps_in_flight:
-                self._retire(sequence)
-
-    def _ends_next(self, sequence: Sequence) -> bool:
-        """Whether its next token is its last, whichever it is."""
-        return self._num_left(sequence) <= 1
+                self._queues.retire(sequence)
 
     def _num_left(self, sequence: Sequence) -> int:
         """Return how many tokens its answer may still get."""
@@ -311,7 +267,7 @@ class Scheduler:
             elif self._make_room(sequence, draft):
                 draft.add_next(sequence)
             else:
-                self._stalled.append(sequence)
+                self._queues.stalled.append(sequence)
 
     def _make_room(self, sequence: Sequence, draft: Draft) -> bool:
         assert sequence.table is not None
@@ -335,9 +291,7 @@ class Scheduler:
         victim.num_preemptions += 1
         victim.num_computed_tokens = 0
         victim.prompt_logprobs.clear()
-        victim.move(SequenceEvent.PREEMPTED)
-        self._leave_running(victim)
-        insort(self._waiting, victim, key=_arrival)
+        self._queues.put_back(victim)
 
     def _fail_for_room(self, sequence: Sequence, draft: Draft) -> None:
         error = NoBlocks(
@@ -345,8 +299,8 @@ class Scheduler:
             code="answer_larger_than_pool",
         )
         draft.failed.append(Failure(sequence, error))
-        self._leave_running(sequence)
-        self._finish(sequence)
+        self._queues.leave_running(sequence)
+        self._queues.finish(sequence)
 
     def _plan_chunks(self, draft: Draft) -> None:
         """Continue prompts (and recomputes) under way, oldest first."""
@@ -363,9 +317,7 @@ class Scheduler:
                 return
             if not self._admit(sequence):
                 return
-            self._waiting.remove(sequence)
-            insort(self._running, sequence, key=_arrival)
-            insort(self._computing, sequence, key=_arrival)
+            self._queues.let_in(sequence)
             draft.admitted.append(sequence)
             self._add_chunk(sequence, draft)
 
@@ -394,19 +346,7 @@ class Scheduler:
         # What a recompute finds again was its own: no client was saved anything.
         if sequence.num_preemptions == 0:
             sequence.num_cached_tokens = table.num_hit_tokens
-        sequence.move(SequenceEvent.ADMITTED)
         return True
-
-    def _update_claim(self) -> None:
-        """Tell the pool what is spoken for, so that new reservations do not overtake who is here
-        already."""
-        # Not all that wait: together they would claim the pool, and a queue would end reservations.
-        ready = [seq for seq in self._waiting if not seq.is_awaiting]
-        waiting = [*ready[:1], *(seq for seq in ready[1:] if seq.num_preemptions)]
-        stalled = sum(seq.state is SequenceState.RUNNING for seq in self._stalled)
-        self._pool.claim(
-            sum(self._pool.num_blocks_for(seq.num_tokens) for seq in waiting) + stalled
-        )
 
     # --- committing ----------------------------------------------------------------------------
 
@@ -431,7 +371,7 @@ class Scheduler:
                 self._pool.publish(table, sequence.chain, sequence.tokens, stop)
             if sequence.is_over:
                 if not sequence.steps_in_flight:
-                    self._retire(sequence)
+                    self._queues.retire(sequence)
                 continue
             if result.failure:
                 failed.append(Failure.of_grammar(sequence, result.failure))
@@ -441,8 +381,8 @@ class Scheduler:
                 collect_prompt_logprobs(sequence, row, result)
             if row.sample is not None:
                 tokens.append(self._append(sequence, row.sample.index, result))
-        self._computing = [seq for seq in self._computing if not seq.is_decoding]
-        self._update_claim()
+        self._computing[:] = [seq for seq in self._computing if not seq.is_decoding]
+        self._queues.update_claim()
         return StepOutcome(tokens=tuple(tokens), failed=tuple(failed))
 
     def _append(self, sequence: Sequence, index: int, result: RowResult) -> NewToken:
@@ -458,7 +398,7 @@ class Scheduler:
         is_done = sequence.is_prefill_only or sequence.finish_reason is not FinishReason.NONE
         # A row planned ahead still writes into its blocks: then the commit of that step retires it.
         if is_done and not sequence.steps_in_flight:
-            self._retire(sequence)
+            self._queues.retire(sequence)
         prompt_logprobs = tuple(sequence.prompt_logprobs)
         sequence.prompt_logprobs.clear()
         return NewToken(
@@ -510,14 +450,14 @@ class Scheduler:
             raise LocalProtocolError("advance wants one list a running sequence, within the runway")
         take_steps(rows, answers, self._pool)
         self._num_steps += num_steps
-        self._stalled = []
+        self._queues.stalled = []
         ended: list[Sequence] = []
         if num_steps == most:
             ended = [seq for seq in rows if self._num_left(seq) <= 0]
             for sequence in ended:
                 sequence.finish_reason = FinishReason.LENGTH
-                self._retire(sequence)
-        self._update_claim()
+                self._queues.retire(sequence)
+        self._queues.update_claim()
         return ended
 
     # --- looking at it -------------------------------------------------------------------------
@@ -528,8 +468,8 @@ class Scheduler:
         return SchedulerStatistics(
             num_waiting=len(self._waiting),
             num_running=len(self._running),
-            num_held=len(self._held),
-            num_stalled=len(self._stalled),
+            num_held=len(self._queues.held),
+            num_stalled=len(self._queues.stalled),
             pending_tokens=sum(seq.num_uncomputed_tokens for seq in prompts),
             num_steps=self._num_steps,
             num_preemptions=self._num_preemptions,
@@ -553,10 +493,8 @@ class Scheduler:
 
     def tables(self) -> list[BlockTable]:
         """Every block table that a sequence holds, for ``BlockPool.check_integrity``."""
-        return [seq.table for seq in (*self._running, *self._held) if seq.table is not None]
+        return self._queues.tables()
 
     def check_integrity(self) -> None:
-        """See ``check_queues``."""
-        check_queues(
-            self._waiting, self._running, self._computing, self._held, self._pool.block_size
-        )
+        """See ``Queues.check_integrity``."""
+        self._queues.check_integrity()
