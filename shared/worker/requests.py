@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import Any
 
 import structlog
@@ -48,6 +47,7 @@ from shared.worker.core.life import (
     StopCompute,
     Task,
 )
+from shared.worker.grammar_waits import wait_for_grammar
 from shared.worker.pusher import PlannedSpan, Pusher, PushHandle
 from shared.worker.receiver import KvReceiver
 from shared.worker.request import AskingGateway, Request
@@ -202,7 +202,7 @@ class Requests:
         request = self._begin(order, gateway, life, "prefill.queue", now)
         request.sequence, request.push = sequence, push
         self._by_sequence[sequence] = request
-        self._await_grammar(sequence)
+        wait_for_grammar(sequence, self._expect, self._scheduler, self._stepper.changed)
         if task is Task.PROMPT:
             self._prompts[request] = None
         else:
@@ -215,26 +215,6 @@ class Requests:
         self._stepper.changed()
         self._on_change()
         return request
-
-    def _await_grammar(self, sequence: TokenSequence) -> None:
-        """Nearly always it is ready before the next step begins, or was used before."""
-        if sequence.guide is None:
-            return
-        ready = self._expect(sequence.guide.grammar)
-        if ready.done():
-            return
-        self._scheduler.await_grammar(sequence)
-        loop = asyncio.get_running_loop()
-
-        def is_ready(_: Future[Any]) -> None:
-            with suppress(RuntimeError):  # the loop has ended, and the worker with it
-                loop.call_soon_threadsafe(self._grammar_ended, sequence)
-
-        ready.add_done_callback(is_ready)
-
-    def _grammar_ended(self, sequence: TokenSequence) -> None:
-        self._scheduler.grammar_ended(sequence)
-        self._stepper.changed()
 
     def take_prefix(self, order: Order, fetch: AskingGateway) -> Request:
         """Bring a prompt's beginning into the cache, from the worker that has it."""
@@ -488,8 +468,7 @@ class Requests:
 
     async def drain(self, limit_s: float) -> bool:
         """Take nothing new and wait until every answer has ended and every push is acknowledged;
-        False: the limit came first, the rest failed.
-        """
+        False: the limit came first, the rest failed."""
         self.is_draining = True
         self._on_change()
         try:
