@@ -86,3 +86,8 @@ class SimJob:
         """The lease of one that has one."""
         assert self.lease is not None
         return self.lease
+
+
+def slot_of(task: Task) -> Task:
+    """Takers of KV are found by their transfer's key alone, prefixes as answers."""
+    return Task.ANSWER if task is Task.PREFIX else task

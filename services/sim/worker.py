@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import math
 from array import array
-from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from services.sim.clock import EventClock
 from services.sim.ends import KvEnds
 from services.sim.engine import DoneWork, SimEngine
-from services.sim.orders import CoreOrder, SimJob, Word, WorkerSize
+from services.sim.equal_steps import MOST_SKIPPED, EqualSteps
+from services.sim.orders import CoreOrder, SimJob, Word, WorkerSize, slot_of
 from services.sim.token_times import StepEnds
 from shared.errors import MeshError
 from shared.ids import Incarnation
@@ -29,7 +28,7 @@ from shared.kv.layout import KvLayout
 from shared.kv.pool import BlockPool
 from shared.model_spec import ModelSpec
 from shared.request import FinishReason
-from shared.schedule.budget import BatchBudget, EitherBudget, StepBudget, TimeBudget, TokenBudget
+from shared.schedule.budget import budget_of
 from shared.schedule.plan import NewToken, PromptTimes, StepPlan
 from shared.schedule.queue_time import queue_left_s
 from shared.schedule.runs import num_blocks_for
@@ -58,21 +57,6 @@ from shared.worker.core.life import (
     StopCompute,
     Task,
 )
-
-MOST_SKIPPED = 64
-"""Steps that one event stands for at most: somebody nearly always comes sooner."""
-
-
-@dataclass(slots=True)
-class _Run:
-    """Equal steps that are under way. ends: of each. num_rows: the oldest running sequences; who
-    comes now waits for its end. has_blocks: whether those of the step that runs are taken, and it
-    is the last."""
-
-    ends: list[float]
-    began_at: float
-    num_rows: int
-    has_blocks: bool = False
 
 
 class CoreWorker:
@@ -109,7 +93,15 @@ class CoreWorker:
         self.pool.listen(self.journal)
         self.leases = Leases(self.pool, LeasePolicy())
         self.jobs: dict[tuple[TransferKey, Task], SimJob] = {}
-        self._budget = self._step_budget(pushes=pushes, is_mixed=is_mixed)
+        self._budget = budget_of(
+            size.token_budget,
+            together=size.batch_tokens or size.token_budget,
+            pushes=pushes,
+            tbt_target_s=size.tbt_target_s if is_mixed else 0.0,
+            predict=self._predict,
+            is_expecting=lambda: self.leases.is_expecting,
+            has_answers=lambda: bool(self.num_answers),
+        )
         policy = SchedulePolicy(
             max_model_len=spec.max_model_len,
             eos_token_ids=spec.eos_token_ids,
@@ -127,26 +119,10 @@ class CoreWorker:
         self._skips = skips and engine.times is not None
         self._jobs_of: dict[Sequence, SimJob] = {}
         self._stepping: tuple[StepPlan, float] | None = None
-        self._run: _Run | None = None
+        self._run: EqualSteps | None = None
         self._run_ends = array("d")
         self._untold: list[SimJob] = []
         self._looks_at = math.inf
-
-    def _step_budget(self, *, pushes: bool, is_mixed: bool) -> StepBudget:
-        """See ``MeshWorker``: prompts alone by tokens, beside answers by time."""
-        size = self.size
-        alone: StepBudget = TokenBudget(size.token_budget)
-        if pushes:
-            alone = BatchBudget(size.token_budget, size.batch_tokens or size.token_budget)
-        if not is_mixed or not size.tbt_target_s:
-            return alone
-        beside = TimeBudget(
-            self._predict,
-            size.tbt_target_s,
-            size.token_budget,
-            is_expecting=lambda: self.leases.is_expecting,
-        )
-        return EitherBudget(alone, beside, lambda: bool(self.num_answers)) if pushes else beside
 
     def _predict(self, num_tokens: int, num_attended: int) -> float:
         fit = self.engine.fits()[0]
@@ -159,7 +135,7 @@ class CoreWorker:
         self.catch_up()
         now, key = self.clock.now, order.key
         life = Life(order.task, has_push=order.task is Task.PROMPT and order.peer is not None)
-        job = self.jobs[key, _slot(order.task)] = SimJob(order, life, now)
+        job = self.jobs[key, slot_of(order.task)] = SimJob(order, life, now)
         self._count(order.task, 1)
         if order.task in (Task.ANSWER, Task.PREFIX):
             assert order.peer is not None
@@ -184,7 +160,7 @@ class CoreWorker:
 
     def cancel(self, key: TransferKey, task: Task) -> None:
         """The gateway wants no more, or nobody waits for a prefix."""
-        job = self.jobs.get((key, _slot(task)))
+        job = self.jobs.get((key, slot_of(task)))
         if job is not None:
             self.handle(job, LifeEvent.CANCELLED)
 
@@ -239,7 +215,7 @@ class CoreWorker:
 
     def _close(self, job: SimJob) -> None:
         task = job.order.task
-        del self.jobs[job.order.key, _slot(task)]
+        del self.jobs[job.order.key, slot_of(task)]
         self._count(task, -1)
         if task is Task.PREFIX:
             self.ends.fetch_ended(job.order.key)
@@ -373,23 +349,19 @@ class CoreWorker:
     def _begin_run(self, num_steps: int) -> None:
         times, running = self.engine.times, self.scheduler.running
         assert times is not None
-        rows, at = len(running), self.clock.now
-        context, num_told = 0, len(self._run_ends)
+        rows, context, num_told = len(running), 0, len(self._run_ends)
         for sequence in running:
             context += len(sequence.tokens)
             job = self._jobs_of[sequence]
             if job.told_until < 0:
                 job.told_until = num_told
                 self._untold.append(job)
-        ends: list[float] = []
-        for step in range(num_steps):
-            at += times.step_s(0, 0, rows, context + step * rows)
-            ends.append(at)
-        run = self._run = _Run(ends, self.clock.now, rows)
+        run = self._run = EqualSteps.from_now(self.clock.now, num_steps, rows, context, times)
+        at = run.ends[-1]
         self.clock.at(at, lambda: self._end_run(run, at))
         self.on_change()
 
-    def _end_run(self, run: _Run, at: float) -> None:
+    def _end_run(self, run: EqualSteps, at: float) -> None:
         if self._run is not run or run.ends[-1] != at or not self.is_alive:
             return
         self._run = None
@@ -402,7 +374,7 @@ class CoreWorker:
         run = self._run
         if run is None or run.has_blocks:
             return
-        num_done = min(bisect_right(run.ends, self.clock.now), len(run.ends) - 1)
+        num_done = run.num_done(self.clock.now)
         if num_done:
             self._take_steps(run, num_done)
         self.scheduler.begin_step(run.num_rows)
@@ -430,7 +402,7 @@ class CoreWorker:
         self.catch_up()
         self._tell_runs()
 
-    def _take_steps(self, run: _Run, num_steps: int) -> None:
+    def _take_steps(self, run: EqualSteps, num_steps: int) -> None:
         times = run.ends[:num_steps]
         ended = self.scheduler.advance([[1] * num_steps] * run.num_rows)
         self._run_ends.extend(times)
@@ -468,7 +440,7 @@ class CoreWorker:
         run, num_held = self._run, self.pool.num_held
         if run is None or run.has_blocks:
             return num_held
-        num_done = min(bisect_right(run.ends, self.clock.now), len(run.ends) - 1)
+        num_done = run.num_done(self.clock.now)
         return num_held + num_blocks_for(num_done + 1, self.scheduler.running, self.pool)
 
     @property
@@ -477,7 +449,7 @@ class CoreWorker:
         run = self._run
         if run is None or run.has_blocks:
             return 0.0
-        return run.ends[min(bisect_right(run.ends, self.clock.now), len(run.ends) - 1)]
+        return run.ends[run.num_done(self.clock.now)]
 
     def queue_s(self) -> float:
         """Predict when every prompt that is here now is computed."""
@@ -525,8 +497,3 @@ class CoreWorker:
         is_clean = job.life.state is LifeState.RECEIVING
         self.handle(job, LifeEvent.CANCELLED if is_clean else LifeEvent.SETTLED)
         self.do_leases(effects)
-
-
-def _slot(task: Task) -> Task:
-    """Takers of KV are found by their transfer's key alone, prefixes as answers."""
-    return Task.ANSWER if task is Task.PREFIX else task

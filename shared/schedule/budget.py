@@ -135,3 +135,26 @@ class EitherBudget:
     def room(self, num_tokens: int, num_attended: int, start: int) -> int:
         """See ``StepBudget``."""
         return self._now.room(num_tokens, num_attended, start)
+
+
+def budget_of(
+    most_tokens: int,
+    *,
+    together: int,
+    pushes: bool,
+    tbt_target_s: float,
+    predict: PredictStep,
+    is_expecting: Callable[[], bool],
+    has_answers: Callable[[], bool],
+) -> StepBudget:
+    """Return what bounds a worker's step: prompts alone by what keeps the device busy, prompts
+    beside answers by time.
+
+    together: tokens of prompts that share a step, on a worker that ``pushes``. tbt_target_s: of a
+    step beside answers; 0 = there are none, or tokens alone count.
+    """
+    alone: StepBudget = BatchBudget(most_tokens, together) if pushes else TokenBudget(most_tokens)
+    if not tbt_target_s:
+        return alone
+    beside = TimeBudget(predict, tbt_target_s, most_tokens, is_expecting=is_expecting)
+    return EitherBudget(alone, beside, has_answers) if pushes else beside

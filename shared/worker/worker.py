@@ -23,7 +23,7 @@ from shared.kv.pool import BlockPool
 from shared.kv.tiers import CachePolicy
 from shared.profile.machine import UNMEASURED, MachineProfile
 from shared.runtime.platform import Platform
-from shared.schedule.budget import BatchBudget, EitherBudget, StepBudget, TimeBudget, TokenBudget
+from shared.schedule.budget import StepBudget, TokenBudget, budget_of
 from shared.schedule.queue_time import queue_left_s
 from shared.schedule.scheduler import Scheduler
 from shared.telemetry.trace_export import tracing
@@ -241,24 +241,17 @@ class MeshWorker:
         )
 
     def _step_budget(self, profile: MachineProfile) -> StepBudget:
-        """Return what bounds a step: prompts alone by what keeps the device busy, prompts beside
-        answers by time."""
         config, most_tokens = self._config, self._config.max_step_tokens
-        alone: StepBudget = TokenBudget(most_tokens)
-        if self.launch.pushes:
-            together = config.batch_tokens or profile.saturating_tokens or most_tokens
-            alone = BatchBudget(most_tokens, together)
-        if not self.launch.is_mixed or config.token_budget:
-            return alone
-        beside = TimeBudget(
-            self.step_times.predict,
-            config.tbt_target_s,
+        by_time = self.launch.is_mixed and not config.token_budget
+        return budget_of(
             most_tokens,
+            together=config.batch_tokens or profile.saturating_tokens or most_tokens,
+            pushes=self.launch.pushes,
+            tbt_target_s=config.tbt_target_s if by_time else 0.0,
+            predict=self.step_times.predict,
             is_expecting=lambda: self.leases.is_expecting,
+            has_answers=lambda: bool(self.requests.num_answers),
         )
-        if not self.launch.pushes:
-            return beside
-        return EitherBudget(alone, beside, has_answers=lambda: bool(self.requests.num_answers))
 
     def _open_shells(
         self,
