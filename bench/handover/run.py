@@ -198,7 +198,7 @@ def moments(log: Path) -> dict[str, dict[str, list[float]]]:
     """request id -> moment -> times."""
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for line in log.read_bytes().splitlines():
-        if b'"at_s"' in line:
+        if b'"at_s"' in line and b'"request_id"' in line:
             entry = json.loads(line)
             found[entry["request_id"]][entry["event"]].append(entry["at_s"])
     return found
