@@ -345,6 +345,7 @@ def main() -> None:
 
 def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
     """Exposed time over the size of a layer, one panel a lane and moment at which KV is written."""
+    rows = [row for row in rows if "lane" in row]  # those of engines.py are a table
     panels: list[Panel] = []
     for lane, share in dict.fromkeys((row["lane"], row.get("kv_share", 1.0)) for row in rows):
         of = [row for row in rows if (row["lane"], row.get("kv_share", 1.0)) == (lane, share)]
@@ -355,7 +356,7 @@ def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
         x, y = "MiB of KV a layer", "exposed ms after the last layer"
         title = f"{lane}, KV written at {share:g} of a layer (CPU)"
         panels.append(Panel(title, x, y, lines))
-    return {"": panels}
+    return {"": panels} if panels else {}
 
 
 def measure_apart(lane: str, layer_mib: int, kv_share: float) -> dict[str, Any]:
