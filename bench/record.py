@@ -213,7 +213,7 @@ def environment() -> dict[str, Any]:
         "variables": {
             name: value
             for name, value in sorted(os.environ.items())
-            if re.match(r"(UCX_|OMP_|MKL_|ONEDNN_|KMP_|PDMESH_(?!BENCH_)|VLLM_)", name)
+            if re.match(r"(UCX_|OMP_|MKL_|ONEDNN_|KMP_|PDMESH_(?!BENCH_|PEERS_)|VLLM_)", name)
         },
         "load_before": os.getloadavg(),
     }
