@@ -18,6 +18,8 @@ from typing import Any
 
 from bench.disaggregation.run import VOCAB, make_model
 from bench.gpu.apart import ask
+from bench.overlap.run import pictures_of
+from bench.plots import save
 from bench.record import Record, ratios, run, spread
 from services.cli.bench.prompts import one_prompt
 from services.local import local_mesh, plan_services, wait_for_pair
@@ -120,7 +122,8 @@ def main() -> None:
         make_model(Path(name))
         for engine in asked.engines:
             record.rows += run(measure(engine, Path(name), asked))
-    record.finish()
+    if (path := record.finish()) is not None:
+        save(pictures_of(record.rows), path)
 
 
 if __name__ == "__main__":

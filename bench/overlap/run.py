@@ -30,7 +30,7 @@ from typing import Any
 import structlog
 
 from bench.overlap.engine import ModelledEngine
-from bench.plots import Panel, Pictures, save
+from bench.plots import Bars, Panel, Pictures, save
 from bench.record import Record, ratios, run, spread
 from bench.transfer.pairs import ucx_root, without_ucx
 from bench.transfer.run import LANES, congestion_control
@@ -344,8 +344,14 @@ def main() -> None:
 
 
 def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
-    """Exposed time over the size of a layer, one panel a lane and moment at which KV is written."""
-    rows = [row for row in rows if "lane" in row]  # those of engines.py are a table
+    """Exposed time over the size of a layer, one panel a lane and moment at which KV is written;
+    of engines.py's runs bars."""
+    if "engine" in rows[0]:
+        bars = {
+            mode: {f"{row['engine']},\n{row['tokens']}": row["exposed_ms"][mode] for row in rows}
+            for mode in ("auto", "serialized")
+        }
+        return {"": [Bars("exposed after token 1, by engine and prompt (CPU)", "ms", bars)]}
     panels: list[Panel] = []
     for lane, share in dict.fromkeys((row["lane"], row.get("kv_share", 1.0)) for row in rows):
         of = [row for row in rows if (row["lane"], row.get("kv_share", 1.0)) == (lane, share)]
@@ -356,7 +362,7 @@ def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
         x, y = "MiB of KV a layer", "exposed ms after the last layer"
         title = f"{lane}, KV written at {share:g} of a layer (CPU)"
         panels.append(Panel(title, x, y, lines))
-    return {"": panels} if panels else {}
+    return {"": panels}
 
 
 def measure_apart(lane: str, layer_mib: int, kv_share: float) -> dict[str, Any]:
