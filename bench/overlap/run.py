@@ -351,7 +351,7 @@ def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
             mode: {f"{row['engine']},\n{row['tokens']}": row["exposed_ms"][mode] for row in rows}
             for mode in ("auto", "serialized")
         }
-        return {"": [Bars("exposed after token 1, by engine and prompt (CPU)", "ms", bars)]}
+        return {"": [Bars("exposed after token 1 (CPU)", "ms", bars)]}
     panels: list[Panel] = []
     for lane, share in dict.fromkeys((row["lane"], row.get("kv_share", 1.0)) for row in rows):
         of = [row for row in rows if (row["lane"], row.get("kv_share", 1.0)) == (lane, share)]
