@@ -54,8 +54,8 @@ test: $(VENV)/.dev ## run the quick tests (4 minutes; JOBS=0: in one process)
 	@$(BIN)/python -m pytest -m "quick and not nightly" -n $(JOBS) --maxprocesses 4 --dist loadfile $(ARGS)
 	@echo "next: make demo, make up, make check, make test-all"
 
-test-all: $(VENV)/.dev ## run every test (ARGS="-k name": some)
-	@$(BIN)/python -m pytest $(ARGS)
+test-all: $(VENV)/.dev ## run every test, one after the other (JOBS=2: side by side; ARGS="-k name": some)
+	@$(BIN)/python -m pytest $(if $(filter command,$(firstword $(origin JOBS))),-n $(JOBS) --dist loadfile) $(ARGS)
 
 $(VLLM_VENV)/.dev: pyproject.toml
 	@echo "[vllm 1/2] making an environment for vLLM in $(VLLM_VENV)"

@@ -21,6 +21,9 @@ if not any(Path("/dev").glob("nvidia[0-9]*")):
 # What workers of tests measure of a machine that is busy with tests is not for the user's own.
 os.environ.setdefault("PDMESH_PROFILE_FILE", str(Path(__file__).parents[1] / ".cache" / "profiles"))
 
+# Processes beside each other (-n) are told a width of 80; terminals of tests have their own.
+os.environ.pop("COLUMNS", None)
+
 # Tests provoke bugs, which are logged with their tracebacks; rich draws on one for seconds.
 structlog.configure(
     processors=[

@@ -164,7 +164,7 @@ async def test_top_waits_for_a_gateway_that_is_not_there_yet(tmp_path: Path) -> 
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     async with on_a_terminal("top", "--interval", "0.1", "--url", url) as top:
-        await top.shows(f"nothing answers at {url} .*Trying again")
+        await top.shows(f"nothing answers at {url} (?s:.*)Trying again")
         async with a_mesh(tmp_path, http_port=port, engine="fake"):
             await top.shows("● ready", without="nothing answers")
             await leave(top, "\x1b")
