@@ -149,12 +149,11 @@ class Grammars:
         for path, part in parts_of(schema):
             if part is schema or time.monotonic() > stop_at:
                 break
-            # A reference is to the whole.
-            if "$ref" in json.dumps(part) or schema_fault(part):
-                continue
-            found = fault_of(part)
+            if "$ref" in json.dumps(part):
+                continue  # a reference is to the whole
+            place, found = schema_fault(part) or ("", fault_of(part))
             if found and fault_of(without_part(schema, part)) != fault:
-                return path, found
+                return path + place, found
         return "", fault
 
     def _fresh_verdict(self, grammar: str) -> Verdict:

@@ -182,6 +182,7 @@ async def test_what_is_served(value: Any, kind: Kind) -> None:
         ({"properties": {"$id": ""}}, "json_schema", "", "called"),
         ({"type": [[]]}, "json_schema", "", "no answer"),
         (an_object(a={"type": "objekt"}), "json_schema", ".properties.a.type", "one of"),
+        ({"properties": {"a": {"type": "flt"}}}, "json_schema", A + ".type", "one of"),
         (an_object(a=an_object(b={"enum": []})), "json_schema", A_B, "nsatisfiable"),
         ({"properties": {"a": {"type": "string", "pattern": "("}}}, "json_schema", A, "unclosed"),
         (
