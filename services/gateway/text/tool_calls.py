@@ -16,7 +16,8 @@ import ast
 import json
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple, cast
+from math import isfinite
+from typing import Any, Literal, NamedTuple, NoReturn, cast
 
 from services.gateway.text.json_value import JsonValue
 
@@ -219,10 +220,9 @@ class WholeJsonParser(ToolParser):
 
     def _calls(self, text: str) -> list[Said] | None:
         values: list[Any] = []
-        decoder = json.JSONDecoder(parse_constant=_no_constant)
         while text:
             try:
-                value, end = decoder.raw_decode(text)
+                value, end = _DECODER.raw_decode(text)
             except (ValueError, RecursionError):
                 return None
             values += cast("list[Any]", value) if isinstance(value, list) else [value]
@@ -418,14 +418,23 @@ def _num_begun(text: str, mark: str) -> int:
 
 def _loads(text: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_no_constant)
+        return _DECODER.decode(text)
     except (ValueError, RecursionError):
         return None
 
 
-def _no_constant(text: str) -> None:
+def _no_constant(text: str) -> NoReturn:
     """Refuse NaN and Infinity, which Python reads and JSON does not know."""
     raise ValueError(text)
+
+
+def _finite(text: str) -> float:
+    """Refuse 1e999, of which Python makes infinity."""
+    value = float(text)
+    return value if isfinite(value) else _no_constant(text)
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite)
 
 
 def _json(value: Any) -> str:

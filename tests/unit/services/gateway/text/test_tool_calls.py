@@ -128,6 +128,7 @@ def test_a_family(family: Any, text: str, words: str, due: list[Any]) -> None:
         ("hermes", '<tool_call>{"name": "\\q", "arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "get\ntime", "arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"arguments": NaN, "name": "get_time"}</tool_call>'),
+        ("mistral", '[TOOL_CALLS][{"name": "get_time", "arguments": 1e999}]'),
         ("llama3", '{"name": {}, "parameters": {}}'),
         ("llama3", '{"name": "get_time", "parameters": {"at": Infinity}}'),
         ("mistral", '[TOOL_CALLS][{"name": ["get_time"], "arguments": {}}]'),
