@@ -58,10 +58,7 @@ class Scheduler:
         self._pool = pool
         self._policy = policy
         self._budget: StepBudget = policy.budget or TokenBudget(policy.token_budget)
-        self._queues = queues = Queues(pool)
-        self._waiting, self._running, self._computing = (
-            queues.waiting, queues.running, queues.computing
-        )  # fmt: skip
+        self._queues = Queues(pool)
         self._plan: StepPlan | None = None
         self._next: StepPlan | None = None
         self._num_steps = 0
@@ -98,7 +95,7 @@ class Scheduler:
         self._pool.publish(
             sequence.table, sequence.chain, sequence.tokens, sequence.num_computed_tokens
         )
-        self._running.append(sequence)
+        self._queues.running.append(sequence)
 
     def _enqueue(self, sequence: Sequence, num_needed: int) -> None:
         if self._pool.num_blocks_for(num_needed) > self._pool.num_blocks:
@@ -111,7 +108,7 @@ class Scheduler:
         self._queues.take_in(sequence, SequenceEvent.QUEUED)
         sequence.chain = self._pool.new_chain(sequence.item.cache_salt)
         self._expect_cached(sequence)
-        self._waiting.append(sequence)
+        self._queues.waiting.append(sequence)
 
     def await_prefix(self, sequence: Sequence, num_tokens: int) -> None:
         """KV of so many leading tokens is on its way into the prefix cache: do not let this prompt
@@ -206,11 +203,11 @@ class Scheduler:
         if running is None or self._next is not None:
             raise LocalProtocolError("one step at a time is planned ahead, of one that runs")
         # Whoever waits may be let in as soon as it is known who ends.
-        if self._waiting:
+        if self._queues.waiting:
             return None
         row_of = {sequence: idx for idx, sequence in enumerate(running.sequences)}
         draft = Draft(self._budget)
-        for sequence in self._running:
+        for sequence in self._queues.running:
             source = row_of.get(sequence)
             if sequence.is_over or (source is not None and self._num_left(sequence) <= 1):
                 continue
@@ -257,8 +254,8 @@ class Scheduler:
         need be."""
         block_size = self._pool.block_size
         # A copy: making room takes others out of the list.
-        for sequence in self._running[: self._policy.max_running]:
-            if sequence.state is not SequenceState.RUNNING or sequence in self._computing:
+        for sequence in self._queues.running[: self._policy.max_running]:
+            if sequence.state is not SequenceState.RUNNING or sequence in self._queues.computing:
                 continue
             if len(sequence.tokens) <= len(sequence.block_table) * block_size:
                 draft.add_next(sequence)  # nearly always: its last block has room yet
@@ -273,7 +270,8 @@ class Scheduler:
         assert sequence.table is not None
         while not self._pool.grow(sequence.table, sequence.num_tokens):
             victim = next(
-                (other for other in reversed(self._running) if not other.is_prefill_only), sequence
+                (other for other in reversed(self._queues.running) if not other.is_prefill_only),
+                sequence,
             )
             if victim is sequence:
                 # Nobody is newer: wait. Older ones may still take its room, so it blocks nobody.
@@ -304,14 +302,14 @@ class Scheduler:
 
     def _plan_chunks(self, draft: Draft) -> None:
         """Continue prompts (and recomputes) under way, oldest first."""
-        for sequence in self._computing:
+        for sequence in self._queues.computing:
             self._add_chunk(sequence, draft)
 
     def _plan_admissions(self, draft: Draft) -> None:
         """Let waiting sequences in, oldest first, none overtaking, each with all its blocks or
         none; those whose prefix or grammar is on its way are passed over."""
-        while len(self._running) < self._policy.max_running:
-            sequence = next((it for it in self._waiting if not it.is_awaiting), None)
+        while len(self._queues.running) < self._policy.max_running:
+            sequence = next((it for it in self._queues.waiting if not it.is_awaiting), None)
             # What it will find in the cache, and so where it begins, shows only when it is let in.
             if sequence is None or draft.room(0) <= 0 or not self._may_run(sequence):
                 return
@@ -330,7 +328,7 @@ class Scheduler:
         """Whether it has not been preempted too often, or is the oldest, whom nobody preempts."""
         if sequence.is_prefill_only or sequence.num_preemptions < self._policy.max_preemptions:
             return True
-        return not self._running or self._running[0].arrival > sequence.arrival
+        return not self._queues.running or self._queues.running[0].arrival > sequence.arrival
 
     def _admit(self, sequence: Sequence) -> bool:
         assert sequence.chain is not None
@@ -381,7 +379,7 @@ class Scheduler:
                 collect_prompt_logprobs(sequence, row, result)
             if row.sample is not None:
                 tokens.append(self._append(sequence, row.sample.index, result))
-        self._computing[:] = [seq for seq in self._computing if not seq.is_decoding]
+        self._queues.computing = [seq for seq in self._queues.computing if not seq.is_decoding]
         self._queues.update_claim()
         return StepOutcome(tokens=tuple(tokens), failed=tuple(failed))
 
@@ -415,11 +413,11 @@ class Scheduler:
         tokens are, the last of which may end some by their length: 0 if one may end by its token,
         may be let in or may lack a block."""
         most = self._policy.max_running
-        num_running = len(self._running)
-        lets_in = self._waiting and num_running < most
-        if self._plan is not None or self._computing or lets_in or num_running > most:
+        num_running = len(self._queues.running)
+        lets_in = self._queues.waiting and num_running < most
+        if self._plan is not None or self._queues.computing or lets_in or num_running > most:
             return 0
-        return self._num_equal_steps(self._running)
+        return self._num_equal_steps(self._queues.running)
 
     def _num_equal_steps(self, running: list[Sequence]) -> int:
         limit, has_end_tokens = self._policy.max_model_len, bool(self._policy.eos_token_ids)
@@ -429,7 +427,7 @@ class Scheduler:
         """Give the oldest running sequences the blocks that ``plan`` would give them for the next
         step: it runs already, and ``advance`` will tell what came of it."""
         size = self._pool.block_size
-        for sequence in self._running[:num_rows]:
+        for sequence in self._queues.running[:num_rows]:
             table = sequence.table
             assert table is not None
             if len(sequence.tokens) > len(table.blocks) * size:
@@ -443,7 +441,7 @@ class Scheduler:
         last of these steps ran has none. Raises LocalProtocolError: not as many for each, or more
         than ``runway``.
         """
-        rows = self._running[: len(answers)]
+        rows = self._queues.running[: len(answers)]
         num_steps = len(answers[0]) if len(rows) == len(answers) > 0 else 0
         most = 0 if self._plan is not None else self._num_equal_steps(rows)
         if not 0 < num_steps <= most or any(len(it) != num_steps for it in answers):
@@ -464,10 +462,10 @@ class Scheduler:
 
     def statistics(self) -> SchedulerStatistics:
         """Return all gauges and counters at once."""
-        prompts = (*self._computing, *self._waiting)
+        prompts = (*self._queues.computing, *self._queues.waiting)
         return SchedulerStatistics(
-            num_waiting=len(self._waiting),
-            num_running=len(self._running),
+            num_waiting=len(self._queues.waiting),
+            num_running=len(self._queues.running),
             num_held=len(self._queues.held),
             num_stalled=len(self._queues.stalled),
             pending_tokens=sum(seq.num_uncomputed_tokens for seq in prompts),
@@ -479,17 +477,17 @@ class Scheduler:
     @property
     def running(self) -> list[Sequence]:
         """Who computes, in order of arrival; not to be changed."""
-        return self._running
+        return self._queues.running
 
     @property
     def has_prompts(self) -> bool:
         """Whether anybody's prompt, or what is recomputed, is not computed yet."""
-        return bool(self._computing or self._waiting)
+        return bool(self._queues.computing or self._queues.waiting)
 
     @property
     def unfinished(self) -> list[Sequence]:
         """Who computes, then who waits for it."""
-        return [*self._running, *self._waiting]
+        return [*self._queues.running, *self._queues.waiting]
 
     def tables(self) -> list[BlockTable]:
         """Every block table that a sequence holds, for ``BlockPool.check_integrity``."""

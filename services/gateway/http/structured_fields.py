@@ -203,9 +203,11 @@ def _tags_of_text(text: str, param: str) -> Structure:
 def _structural_tag(asked: ResponseFormat, param: str) -> Structure:
     if asked.format is not None:
         return _tag_format(asked.format, f"{param}.format")
-    parts = {f"{param}.structures[{idx}]": one for idx, one in enumerate(asked.structures or ())}
-    places = {place: f"{place}.schema" for place in parts}
-    return _tags(parts, asked.triggers or (), param, places)
+    parts = [
+        (f"{param}.structures[{index}]", "schema", one)
+        for index, one in enumerate(asked.structures or ())
+    ]
+    return _tags(parts, asked.triggers or (), param)
 
 
 def _tag_format(asked: TagFormat, place: str) -> Structure:
@@ -226,34 +228,30 @@ def _tag_format(asked: TagFormat, place: str) -> Structure:
     for name in ("at_least_one", "stop_after_first"):
         if getattr(asked, name):
             raise unsupported(f"{place}.{name}", "tags may come any number of times")
-    parts: dict[str, TaggedStructure] = {}
+    parts: list[tuple[str, str, TaggedStructure]] = []
     for index, tag in enumerate(asked.tags or ()):
         if tag.content.type != "json_schema":
             raise unsupported(f"{place}.tags[{index}].content.type", "must be json_schema")
         part = TaggedStructure(tag.begin, tag.end, tag.content.json_schema)
-        parts[f"{place}.tags[{index}]"] = part
-    places = {one: f"{one}.content.json_schema" for one in parts}
-    return _tags(parts, asked.triggers or (), place, places)
+        parts.append((f"{place}.tags[{index}]", "content.json_schema", part))
+    return _tags(parts, asked.triggers or (), place)
 
 
 def _tags(
-    parts: Mapping[str, TaggedStructure],
-    triggers: Sequence[str],
-    param: str,
-    schemas: Mapping[str, str],
+    parts: Sequence[tuple[str, str, TaggedStructure]], triggers: Sequence[str], param: str
 ) -> Structure:
-    """parts: by their places. schemas: the places of their schemas, by theirs."""
+    """parts: each with its place, and the name of its schema there."""
     if not parts or not triggers:
         raise unsupported(param, "a structural tag needs tags and triggers")
     tags: list[Mapping[str, Any]] = []
     places: dict[str, str] = {}
-    for index, (place, part) in enumerate(parts.items()):
+    for index, (place, name, part) in enumerate(parts):
         trigger = next((one for one in triggers if one and part.begin.startswith(one)), None)
         if trigger is None:
             raise limits.refusal(f"{place}.begin", "must start with one of the triggers")
         schema = True if part.schema_ is None else part.schema_
         if isinstance(schema, str):
-            schema = parsed_json(schema, schemas[place])
-        places[f"[{index}].schema"] = schemas[place]
+            schema = parsed_json(schema, f"{place}.{name}")
+        places[f"[{index}].schema"] = f"{place}.{name}"
         tags.append({"trigger": trigger, "begin": part.begin, "schema": schema, "end": part.end})
     return Structure(kind="tags", value=tags, param=param, places=places)
