@@ -21,6 +21,7 @@ ENDS_WITHIN_S = 60.0
 """Also the limit for its words."""
 
 _PORTS = random.SystemRandom()
+_GIVEN: set[int] = set()
 
 
 class ServiceProcess(asyncio.SubprocessProtocol):
@@ -154,10 +155,14 @@ class ServiceProcess(asyncio.SubprocessProtocol):
 def free_port() -> int:
     """A port that nobody uses now, and that the system gives nobody who asks for any port.
 
-    Of its own source: the tests' is seeded anew for each, so that they would draw the same ports.
+    Each is given once: who got one binds it later, often a second later. Of its own source: the
+    tests' is seeded anew for each, so that they would draw the same ports.
     """
     while True:
         port = _PORTS.randrange(20_000, 30_000)
+        if port in _GIVEN:
+            continue
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
+            _GIVEN.add(port)
             return port

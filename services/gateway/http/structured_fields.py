@@ -126,8 +126,11 @@ def structure_of(body: StructuredFields) -> Structure | None:
 
 def _wishes(body: StructuredFields) -> Iterator[Structure]:
     format_ = body.response_format
-    if format_ is not None and format_.type != "text":
-        yield _formatted(format_)
+    if format_ is not None:
+        if format_.format is not None and format_.type != "structural_tag":
+            raise unsupported("response_format.format", "needs the type structural_tag")
+        if format_.type != "text":
+            yield _formatted(format_)
     outputs = body.structured_outputs
     if outputs is not None:
         yield from _structured(outputs)

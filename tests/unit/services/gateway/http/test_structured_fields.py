@@ -130,6 +130,7 @@ def test_spaces_between_the_parts() -> None:
         ({"guided_choice": ["a"] * 1025}, "guided_choice"),
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        ({"response_format": {"type": "text", "format": FORMAT}}, "response_format.format"),
         ({"json_schema": "{"}, "json_schema"),
         ({"structural_tag": "{}"}, "structural_tag"),
         ({"structural_tag": "nothing"}, "structural_tag"),
