@@ -208,7 +208,8 @@ def choose_token(
             salt.update(b"%d," % round(value * 10_000))
     word = _mix_int(state ^ int.from_bytes(salt.digest(), "little"))
     if mask is not None:
-        kept = np.flatnonzero(~mask.banned)
+        bits = np.unpackbits(mask.bits, bitorder="little", count=model.vocab_size)
+        kept = np.flatnonzero(bits)
         return int(kept[word % kept.size])
     if not (params.has_masks or sample.index < params.min_tokens):
         return _nearest(word, frozenset(), model)

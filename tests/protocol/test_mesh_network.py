@@ -226,8 +226,12 @@ async def test_a_listener_that_says_nothing_is_left(monkeypatch: pytest.MonkeyPa
             pass
 
     async with network.at("decode-0").serve(SERVER, [Servicer(bind(MESH_PROVE, silent))]):
+        dialler = _within(network.at("gateway-0"), SECRET, "gateway", 2)
         with pytest.raises(WorkerLost, match="no proof"):
-            await ask(_within(network.at("gateway-0"), SECRET, "gateway", 2))
+            await ask(dialler)
+        network.fabric.partition("gateway-0", "decode-0")
+        with pytest.raises(WorkerLost, match="no connection: is the port open"):
+            await ask(dialler)
 
 
 class _Recorded:

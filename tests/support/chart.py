@@ -1,7 +1,7 @@
 """The Helm chart as Helm renders it, and Kubernetes' schemas to hold that against.
 
-Helm is the one on the PATH, else the one inside of a Python package; the schemas are in a package,
-too. Both are fetched on first use (``client_environments.py``).
+Helm and kubectl are those on the PATH, else those inside of a Python package; the schemas are in a
+package, too. Both are fetched on first use (``client_environments.py``).
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ class Refused(Exception):
 
 
 @functools.cache
-def helm() -> str:
-    """Return the program; the test is skipped where there is none."""
-    if found := shutil.which("helm"):
+def program(name: str) -> str:
+    """Return the path of ``helm`` or ``kubectl``; the test is skipped where there is none."""
+    if found := shutil.which(name):
         return found
     try:
         programs = python_client("helm", folder_of_pins=PINS, options=["--no-deps"])
     except NoClient as error:
-        pytest.skip(f"no helm: {error}")
-    program = programs / "helm"
+        pytest.skip(f"no {name}: {error}")
+    program = programs / name
     if not program.exists():
         (package,) = programs.parent.glob("lib/*/site-packages/aws_cdk/*/_jsii/*.tgz")
         with tarfile.open(package) as archive:
             layer = archive.extractfile("package/lib/layer.zip")
             assert layer is not None
-            content = zipfile.ZipFile(io.BytesIO(layer.read())).read("helm/helm")
+            content = zipfile.ZipFile(io.BytesIO(layer.read())).read(f"{name}/{name}")
         partial = program.with_suffix(".partial")
         partial.write_bytes(content)
         partial.chmod(0o755)
@@ -71,7 +71,7 @@ def render(values: Manifest | None = None, *, release: str = "pdmesh") -> list[M
 @functools.cache
 def _rendered(values: str, release: str) -> str:
     done = subprocess.run(
-        [helm(), "template", release, str(CHART), "--namespace", "llm", "--values", "-"],
+        [program("helm"), "template", release, str(CHART), "--namespace", "llm", "--values", "-"],
         input=values,
         capture_output=True,
         text=True,

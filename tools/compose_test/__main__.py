@@ -28,6 +28,9 @@ TEARDOWN_WITHIN_S = 120.0
 
 def main(arguments: list[str]) -> int:
     """Return pytest's exit code, 1 if the tests cannot be run, or 130 after Ctrl-C."""
+    if {"-h", "--help"} & set(arguments):  # before minutes of preparing
+        print(__doc__)
+        return 0
     signal.signal(signal.SIGTERM, _as_interrupt)
     folder = Path(os.environ.get("PDMESH_COMPOSE_DIR") or ROOT / ".cache" / "compose").resolve()
     folder.mkdir(parents=True, exist_ok=True)

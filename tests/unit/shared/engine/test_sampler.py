@@ -7,10 +7,12 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from shared.engine.guides import Masks  # noqa: E402
 from shared.engine.sampler import Sampled, is_plain_greedy, logprobs_of, sample  # noqa: E402
 from shared.messages.columns import pack_u32  # noqa: E402
 from shared.request import SamplingParams  # noqa: E402
@@ -257,6 +259,26 @@ def test_where_all_allowed_tokens_are_forbidden_one_of_them_comes() -> None:
     assert best(logits, spec) == 1
     early = a_spec(allowed_token_ids=pack_u32([2]), min_tokens=5)
     assert best(logits, early, frozenset({2})) == 2
+
+
+@pytest.mark.parametrize("vocab", [40, 37])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_grammar_leaves_what_it_allows(vocab: int, temperature: float) -> None:
+    """Guided rows among others, greedy and drawn, beside the same tokens asked for by a list."""
+    logits = some_logits(6, vocab=vocab)
+    specs = [a_spec(temperature=temperature, seed=row) for row in range(6)]
+    chance = np.random.default_rng(1)
+    allowed = [np.flatnonzero(chance.random(vocab) < 0.2) for _ in range(2)]
+    bits = np.zeros((2, 8), np.uint8)
+    for line, ids in enumerate(allowed):
+        np.bitwise_or.at(bits[line], ids // 8, (1 << ids % 8).astype(np.uint8))
+    masks = Masks([1, 4], bits, {})
+    guided = sample(logits.clone(), specs, eos_token_ids=frozenset(), masks=masks)
+    for row, ids in zip(masks.places, allowed, strict=True):
+        params = replace(specs[row].params, allowed_token_ids=pack_u32(ids.tolist()))
+        specs[row] = replace(specs[row], params=params)
+    assert guided == run(logits, *specs)
+    assert guided != run(logits, *[a_spec(temperature=temperature, seed=row) for row in range(6)])
 
 
 def test_masks_keep_a_row_from_the_fast_path() -> None:
