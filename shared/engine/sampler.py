@@ -260,8 +260,10 @@ def _guide(logits: torch.Tensor, masks: Masks) -> None:
     vocab_size = logits.shape[1]
     if logits.device.type == "cpu":
         scores = logits.numpy()
+        added = np.empty((masks.bits.shape[1], 8), np.float32)
         for place, bits in zip(masks.places, masks.bits, strict=True):
-            scores[place] += _ADDED.take(bits, axis=0, mode="clip").reshape(-1)[:vocab_size]
+            _ADDED.take(bits, axis=0, out=added, mode="clip")  # "raise" copies ``out``
+            scores[place] += added.reshape(-1)[:vocab_size]
         return
     bits = to_device(masks.bits, logits.device)
     shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
