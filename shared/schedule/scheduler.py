@@ -124,8 +124,8 @@ class Scheduler:
             self._queues.update_claim()
 
     def await_grammar(self, sequence: Sequence) -> None:
-        """Its grammar is being made ready, maybe for a second: do not let this prompt in before
-        ``grammar_ended``. The rows of a step wait for each other's masks."""
+        """Its grammar is being made ready, maybe for a second: it has no row, by which all rows of
+        a step would wait for it, before ``grammar_ended``."""
         sequence.awaits_grammar = True
 
     def grammar_ended(self, sequence: Sequence) -> None:
@@ -214,7 +214,8 @@ class Scheduler:
             if len(draft.rows) == self._policy.max_running:
                 break
             # Penalties look at all tokens so far, the one that is being sampled included.
-            if not sequence.is_decoding or sequence.sampling.needs_history:
+            is_bound = sequence.sampling.needs_history or sequence.awaits_grammar
+            if is_bound or not sequence.is_decoding:
                 return None
             num_tokens = len(sequence.tokens) + (source is not None)
             if num_tokens > len(sequence.block_table) * self._pool.block_size:
@@ -255,7 +256,8 @@ class Scheduler:
         block_size = self._pool.block_size
         # A copy: making room takes others out of the list.
         for sequence in self._queues.running[: self._policy.max_running]:
-            if sequence.state is not SequenceState.RUNNING or sequence in self._queues.computing:
+            is_running = sequence.state is SequenceState.RUNNING and not sequence.awaits_grammar
+            if not is_running or sequence in self._queues.computing:
                 continue
             if len(sequence.tokens) <= len(sequence.block_table) * block_size:
                 draft.add_next(sequence)  # nearly always: its last block has room yet

@@ -1,4 +1,4 @@
-"""Prompts whose grammar is being made ready on another thread, which may take a second."""
+"""Who has a grammar that is being made ready on another thread, which may take a second."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def wait_for_grammar(
     scheduler: Scheduler,
     on_ready: Callable[[], None],
 ) -> None:
-    """Have the scheduler pass a prompt over until its grammar is ready, if it has one.
+    """Have the scheduler pass a prompt or an answer over until its grammar is ready, if it has one.
 
     expect: ``Engine.expect``: nearly always it is ready at once, or was used before.
     """

@@ -370,6 +370,7 @@ class Requests:
         self._by_sequence[sequence] = request
         self._handle(request, LifeEvent.BEGUN)
         self._scheduler.add_ready(sequence)
+        wait_for_grammar(sequence, self._expect, self._scheduler, self._stepper.changed)
         self._stepper.changed()
 
     # --- StepSink: the stepper's side ------------------------------------------------------------

@@ -114,7 +114,7 @@ class SlowToCompile(GuidedFakeEngine):
 
     def expect(self, grammar: str) -> Future[Any]:
         super().expect(grammar)
-        return SlowToCompile.ready
+        return self.ready
 
 
 @pytest.mark.parametrize("prefill", [0, 1])
@@ -130,6 +130,25 @@ async def test_a_grammar_that_takes_its_time_holds_nobody_up(prefill: int) -> No
             leaves = tasks.create_task(ask(mesh, 2))
             await asyncio.sleep(0.05)
             leaves.cancel()
+            assert (await mesh.ask(a_prompt(30), 20)).error is None
+            assert not guided.done()
+            SlowToCompile.ready.set_result(None)
+        require_valid(guided.result())
+        await mesh.idle()
+        mesh.assert_nothing_left()
+
+
+@virtual_time
+async def test_an_answer_waits_for_its_grammar_outside_of_the_steps() -> None:
+    """The prefill worker knew it; the decode worker makes it ready while others' answers go on."""
+    SlowToCompile.ready = Future()
+    async with whole_mesh(engine=SlowToCompile) as mesh:
+        known: Future[None] = Future()
+        known.set_result(None)
+        mesh.prefills[0].engine.ready = known
+        async with asyncio.TaskGroup() as tasks:
+            guided = tasks.create_task(ask(mesh, 1))
+            await asyncio.sleep(0.3)
             assert (await mesh.ask(a_prompt(30), 20)).error is None
             assert not guided.done()
             SlowToCompile.ready.set_result(None)

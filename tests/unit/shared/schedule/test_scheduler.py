@@ -889,6 +889,24 @@ def test_who_awaits_its_grammar_holds_nobody_up() -> None:
     worker.scheduler.check_integrity()
 
 
+def test_an_answer_that_awaits_its_grammar_holds_nobody_up() -> None:
+    """It came with its KV; it has a row from the first plan after its grammar is there."""
+    donor, worker = Worker(), Worker()
+    first, second = (handed_over(it, donor, worker) for it in decoding(donor, 2))
+    for sequence in (first, second):
+        worker.scheduler.add_ready(sequence)
+    worker.scheduler.await_grammar(first)
+    plan = worker.scheduler.plan()
+    assert plan.sequences == (second,)
+    assert worker.scheduler.plan_next() is None
+    worker.scheduler.grammar_ended(first)
+    commit(worker, plan)
+    plan = worker.scheduler.plan()
+    assert plan.sequences == (first, second)
+    commit(worker, plan)
+    worker.scheduler.check_integrity()
+
+
 def test_who_awaits_its_prefix_may_be_aborted() -> None:
     """Its client leaves; the end of the prefix comes later and changes nothing."""
     worker = Worker()
