@@ -253,10 +253,7 @@ class Requests:
         ``ended``."""
         request.error = request.error or CANCELLED
         error = LeaseLost("the gateway cancelled the request", code="cancelled")
-        if request.task is Task.ANSWER:
-            self._handle(request, LifeEvent.CANCELLED, error)
-        else:
-            self._handle(request, LifeEvent.CANCELLED)
+        self._handle(request, LifeEvent.CANCELLED, error if request.task is Task.ANSWER else None)
 
     def _deadline_passed(self, request: Request) -> None:
         error = DeadlinePassed(f"the deadline passed during {_WHEN.get(request.task, 'decode')}")
