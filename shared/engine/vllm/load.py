@@ -60,7 +60,7 @@ def load_vllm(
     Raises ModelError: the model or a setting does not go with this engine. InvalidRequest: a
     setting is wrong. EngineFailed: the device is missing or too small.
     """
-    if STEP.pools:
+    if STEP.has_engine:
         raise EngineFailed("a process holds one vLLM engine, and this one has it already")
     files = ModelFolder(folder)
     num_ranks = settings.num_ranks(arguments)
@@ -75,6 +75,7 @@ def load_vllm(
             events = LayerEvents(meeting, num_ranks)
             stack.callback(events.close)
         wanted = _configured(files, config, arguments, device, meeting)
+        STEP.has_engine = True  # whether or not it can be made: vLLM keeps what it has begun
         core = _core(wanted, begins)
         stack.callback(core.shutdown)
         group = _only_group(core, folder)

@@ -61,9 +61,11 @@ class StepMeta(KVConnectorMetadata):
 class _SharedStep:
     """What the plug-ins of this process share.
 
-    pools: KV by layer. on_layer: where events go that are not another process's to hear.
+    has_engine: of the worker's process, also where its ranks are others. pools: KV by layer.
+    on_layer: where events go that are not another process's to hear.
     """
 
+    has_engine: bool = False
     pools: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     on_layer: OnLayer | None = None
     choices: Choices = field(default_factory=Choices)

@@ -22,6 +22,8 @@ INSTALL = (
     f"vLLM {TESTED} (docs/vllm.md)"
 )
 
+_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+
 
 def release() -> str:
     """Return the installed release. Raises ModelError: there is none, or not the tested one."""
@@ -54,6 +56,7 @@ def prepare_environment(num_threads: int, num_ranks: int) -> None:
     """Set what vLLM and OpenMP read when they are imported; variables that somebody set stay.
 
     num_threads: CPU threads of a rank, 0 = OpenMP's choice.
+    Raises ModelError: one that somebody set leaves our sampler no place.
     """
     settings = {
         # We load folders, and tell nobody how they are used.
@@ -66,13 +69,19 @@ def prepare_environment(num_threads: int, num_ranks: int) -> None:
         # Workers of a machine share its cores by number of threads, not by name.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         # The runner that the sampler in plugins.py is for.
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        _RUNNER: "0",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     if num_threads:
         settings["OMP_NUM_THREADS"] = str(num_threads)
     for name, value in settings.items():
         os.environ.setdefault(name, value)
+    if os.environ[_RUNNER] != settings[_RUNNER]:
+        raise ModelError(
+            f"--engine vllm: {_RUNNER} is set to {os.environ[_RUNNER]!r}, and pdmesh samples in "
+            "vLLM's first model runner alone: unset it",
+            code="vllm_runner",
+        )
 
 
 def silence_start() -> None:

@@ -269,6 +269,15 @@ def test_variables_that_somebody_set_stay(monkeypatch: pytest.MonkeyPatch) -> No
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
 
 
+def test_the_model_runner_that_has_no_place_for_our_sampler_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM's own words for it name no setting."""
+    monkeypatch.setattr(os, "environ", {"VLLM_USE_V2_MODEL_RUNNER": "1"})
+    with pytest.raises(ModelError, match="VLLM_USE_V2_MODEL_RUNNER is set to '1'"):
+        releases.prepare_environment(1, 1)
+
+
 @pytest.mark.parametrize(
     "argument", ["trust_remote_code=true", "enable_lora=true", "enable_expert_parallel=true"]
 )
