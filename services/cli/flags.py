@@ -27,6 +27,7 @@ from shared.config import (
     WorkerConfig,
 )
 from shared.engine.vllm.release import release
+from shared.engine.vllm.settings import read_arguments
 from shared.errors import InvalidRequest, MeshError
 from shared.quantity import read_quantity, unit_of
 from shared.rpc.tls import MeshTls, TlsFiles, server_context
@@ -159,11 +160,13 @@ def require_door_files(config: GatewayConfig) -> None:
         server_context(files)
 
 
-def require_worker_modules(engine: str) -> None:
-    """Raise CannotRun, with the command that helps, if this is an installation for gateways."""
-    wanted = _WORKER_MODULES if engine == "fake" else (*_TORCH_MODULES, *_WORKER_MODULES)
+def require_worker_modules(config: WorkerConfig) -> None:
+    """Raise CannotRun, with the command that helps, if this is an installation for gateways, and
+    InvalidRequest for --vllm-args that no worker would take."""
+    wanted = _WORKER_MODULES if config.engine == "fake" else (*_TORCH_MODULES, *_WORKER_MODULES)
     missing = [module for module in wanted if find_spec(module) is None]
-    if engine == "vllm":
+    if config.engine == "vllm":
+        read_arguments(config.vllm_args)
         release()
     if missing:
         first = "torch first (pytorch.org), then " if "torch" in missing else ""

@@ -61,7 +61,7 @@ def _run_worker(config: WorkerConfig) -> int:
     config.check()
     mesh_secret(config, os.environ)
     MeshTls.of(config)
-    require_worker_modules(config.engine)
+    require_worker_modules(config)
     require_free_port(config.host, config.port, "--port")
     require_free_port(config.host, config.metrics_port, "--metrics-port")
     _configure_logs(config)

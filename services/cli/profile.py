@@ -56,9 +56,9 @@ def profile(
         Seconds that --output may take.
     """
     config.check()
-    if config.engine != "torch":
+    if config.engine == "fake":
         raise CannotRun("--engine fake computes on no machine: there is nothing to measure")
-    require_worker_modules(config.engine)
+    require_worker_modules(config)
     configure_logs(service="profile", level="warning", form=config.log_format)
     if output is not None:
         return _profile_steps(config, output, measure, as_json=as_json)

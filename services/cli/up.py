@@ -259,8 +259,8 @@ def plan_mesh(config: UpConfig, environment: Mapping[str, str]) -> MeshPlan:
     decode = _with(
         DecodeConfig, config, environment, gateway=here, colocated=shape.colocated > 0, **places
     )
-    for engine in {prefill.engine, decode.engine}:
-        require_worker_modules(engine)
+    for worker in (prefill, decode):
+        require_worker_modules(worker)
     require_free_ports(gateway, http_flag="--port")
     require_door_files(gateway)
     folder = resolve_model(gateway.model)  # a hub name is downloaded here, once

@@ -12,6 +12,7 @@ import pytest
 
 from shared.config import PrefillConfig
 from shared.model_folder import DEMO_FOLDER
+from tests.support import service_process
 from tests.support.remote_engine import RemoteEngine, remote_engine
 from tests.support.vllm_checkpoints import make
 
@@ -28,6 +29,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("vllm") is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four workers that import vLLM at once need more than a minute where others work, too."""
+    monkeypatch.setattr(service_process, "ENDS_WITHIN_S", 240.0)
 
 
 @pytest.fixture(scope="session")

@@ -212,11 +212,15 @@ async def test_a_worker_that_is_told_to_end_leaves_nothing(ranks: int) -> None:
     [
         ({"vllm_args": "max_model_len=5"}, EXIT_BAD_CONFIG, ["--max-model-len"]),
         ({"vllm_args": f"{EAGER} pipeline_parallel_size=2"}, EXIT_BAD_CONFIG, ["pipeline"]),
-        ({"vllm_args": f"{EAGER} no_such_thing=1"}, EXIT_FAILED, ["no_such_thing"]),
+        ({"vllm_args": f"{EAGER} quantisation=x"}, EXIT_BAD_CONFIG, ["did you mean quantization"]),
         ({"vllm_args": "/no/such/file"}, EXIT_BAD_CONFIG, ["/no/such/file"]),
         ({"vllm_args": EAGER, "exact": "1"}, EXIT_FAILED, ["--exact"]),
         ({"vllm_args": EAGER, "block_size": 17}, EXIT_BAD_CONFIG, ["--block-size", "32"]),
-        ({"vllm_args": EAGER, "kv_gib": 100000, "num_blocks": 0}, EXIT_FAILED, ["memory"]),
+        (
+            {"vllm_args": EAGER, "kv_gib": 100000, "num_blocks": 0},
+            EXIT_FAILED,
+            ["memory", "Decrease --kv-gib,"],
+        ),
         ({"vllm_args": EAGER, "engine": "torch"}, EXIT_BAD_CONFIG, ["--vllm-args"]),
     ],
 )

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from shared.runtime.service import EXIT_BAD_CONFIG, EXIT_FAILED
+from tests.process.test_profile import profile
 from tests.process.test_refused_starts import require_refused
 from tests.support.house import ROOT
 from tests.support.process_mesh import Answer, ProcessMesh, process_mesh
@@ -149,6 +150,12 @@ async def test_a_cpu_whose_kv_no_other_worker_can_read_is_refused(
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     await require_start_refused(EXIT_FAILED, "AMX", "--engine torch")
+
+
+def test_what_a_machine_can_do_with_vllm_is_measured(tmp_path: Path) -> None:
+    """As with our own engine: a worker's first start finds the file."""
+    measured = profile(*("--engine", "vllm", "--vllm-args", EAGER), file=tmp_path / "profile.json")
+    assert measured["saturating_tokens"] in [count for count, _ in measured["samples"]]
 
 
 TWICE = """

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import os
@@ -220,6 +221,7 @@ def _configured(
     block_size = settings.block_size_of(
         config, is_cpu=is_cpu, has_latent_kv="kv_lora_rank" in files.text_config
     )
+    settings.require_known(arguments, {field.name for field in dataclasses.fields(EngineArgs)})
     try:
         made = EngineArgs(**common, block_size=block_size, **arguments).create_engine_config()
     except MeshError:
@@ -270,7 +272,7 @@ def _told(error: Exception) -> str:
     """The first lines of what vLLM says that say something."""
     lines = [line.strip() for line in str(error).splitlines()]
     told = [line for line in lines if line and not line.startswith("For further information")]
-    return " ".join(told[:3])[:600] or type(error).__name__
+    return settings.in_our_words(" ".join(told[:3])[:600]) or type(error).__name__
 
 
 def _only_group(core: Any, folder: Path) -> Any:

@@ -7,8 +7,11 @@ not believe in other blocks or lengths than our scheduler. Knows no vLLM.
 from __future__ import annotations
 
 import json
+import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,16 @@ _OURS: Mapping[str, str] = {
     "seed": "a request's seed",
 }
 """What a flag of ours sets."""
+
+_ADVISED: Mapping[str, str] = {
+    r"\bVLLM_CPU_KVCACHE_SPACE\b": "--kv-gib",
+    **{
+        rf"`?(?:--)?\b{key.replace('_', '[-_]')}\b`?": flag
+        for key, flag in _OURS.items()
+        if "_" in key
+    },
+}
+"""How vLLM's sentences name what a flag of ours sets."""
 
 _REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
@@ -84,6 +97,23 @@ def read_arguments(text: str) -> dict[str, Any]:
             raise _wrong(f"{part!r} is no key=value")
         found[key.replace("-", "_")] = _value(value)
     return _checked(found)
+
+
+def require_known(arguments: Iterable[str], known: AbstractSet[str]) -> None:
+    """Raise InvalidRequest for the first argument that vLLM's engine does not take. known: those
+    that it takes."""
+    for key in arguments:
+        if key not in known:
+            alike = get_close_matches(key, [*(known - _OURS.keys() - _REFUSED.keys())], 1)
+            hint = f"; did you mean {alike[0]}?" if alike else ""
+            raise _wrong(f"vLLM's engine takes no {key}{hint}")
+
+
+def in_our_words(text: str) -> str:
+    """Return what vLLM advises with our flags for its arguments."""
+    for pattern, flag in _ADVISED.items():
+        text = re.sub(pattern, flag, text)
+    return re.sub(r"(--[a-z-]+)(?:(?:,| or| and) \1)+\b", r"\1", text)
 
 
 def num_ranks(arguments: Mapping[str, Any]) -> int:

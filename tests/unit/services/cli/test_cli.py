@@ -129,6 +129,7 @@ def test_a_child_reads_back_what_its_parent_wrote(config: ServiceConfig) -> None
         ("up --prefill 0", "--prefill must be 1..64", 2),
         ("up --port 70000", "--port must be a port", 2),
         ("up --engine steam", '"torch", "vllm", "fake"', 2),
+        ("up --engine vllm --vllm-args block_size=16", "block_size is set by --block-size", 2),
         ("up --device quantum", "--device must be auto, cpu, cuda or cuda:N", 2),
         ("up extra", "Unexpected argument: extra. See `pdmesh up --help`", 2),
         ("gateway --cors-origins example.org", "--cors-origins must be origins", 2),

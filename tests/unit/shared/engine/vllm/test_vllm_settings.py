@@ -12,7 +12,13 @@ import pytest
 
 from shared.config import PrefillConfig
 from shared.engine.vllm import release as releases
-from shared.engine.vllm.settings import block_size_of, num_ranks, read_arguments
+from shared.engine.vllm.settings import (
+    block_size_of,
+    in_our_words,
+    num_ranks,
+    read_arguments,
+    require_known,
+)
 from shared.errors import InvalidRequest, ModelError
 
 
@@ -206,6 +212,36 @@ def test_a_block_is_one_that_vllms_kernels_can_have(
         assert caught.value.param == "block_size"
         return
     assert block_size_of(config, is_cpu=is_cpu, has_latent_kv=has_latent_kv) == wanted
+
+
+def test_an_argument_that_vllm_has_not_is_told_with_one_like_it() -> None:
+    """But never with one that is refused."""
+    known = {"quantization", "enforce_eager", "max_num_seqs"}
+    require_known(["quantization"], known)
+    with pytest.raises(InvalidRequest, match="takes no quantisation; did you mean quantization"):
+        require_known(["enforce_eager", "quantisation"], known)
+    with pytest.raises(InvalidRequest, match=r"takes no max_num_seq$"):
+        require_known(["max_num_seq"], known)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (
+            "Decrease --kv-cache-memory-bytes, VLLM_CPU_KVCACHE_SPACE, or reduce CPU memory.",
+            "Decrease --kv-gib, or reduce CPU memory.",
+        ),
+        (
+            "Try increasing `gpu_memory_utilization` or decreasing `max_model_len`.",
+            "Try increasing --gpu-memory-share or decreasing --max-model-len.",
+        ),
+        ("its model has a dtype", "its model has a dtype"),
+        ("my_max_model_lens", "my_max_model_lens"),
+    ],
+)
+def test_what_vllm_advises_names_our_flags(theirs: str, ours: str) -> None:
+    """Its own names are refused in --vllm-args."""
+    assert in_our_words(theirs) == ours
 
 
 # --- the release -------------------------------------------------------------------------------
