@@ -47,14 +47,14 @@ class StampedKv:
 
     def stamp(self, table: Sequence[int], start: int, stop: int, layer: int, request: int) -> None:
         """Write what a step would have computed for one layer of tokens [start, stop)."""
-        self._pool[layer, :, self._slots(table, start, stop)] = _stamps(
+        self._pool[layer, :, self._slots(table, start, stop)] = stamps(
             request, start, stop, layer, layer + 1
         )[0, 0, :, None, None]
 
     def num_foreign(self, table: Sequence[int], start: int, stop: int, request: int) -> int:
         """Count the words of tokens [start, stop) that are not this request's own."""
         words = self._pool[:, :, self._slots(table, start, stop)]
-        own = _stamps(request, start, stop, 0, self.layout.num_layers)[..., None]
+        own = stamps(request, start, stop, 0, self.layout.num_layers)[..., None]
         return int((words != own).sum())
 
     def new_buffer(self, num_bytes: int) -> Any:
@@ -86,7 +86,7 @@ class StampedKv:
         return blocks * self.block_size + tokens % self.block_size
 
 
-def _stamps(request: int, start: int, stop: int, first: int, last: int) -> np.ndarray:
+def stamps(request: int, start: int, stop: int, first: int, last: int) -> np.ndarray:
     """Words of shape [layers, 1, tokens]."""
     tokens = np.arange(start, stop, dtype=np.uint64)
     layers = np.arange(first, last, dtype=np.uint64)[:, None, None]

@@ -398,12 +398,13 @@ async def running_ends(
     seed: int = 1,
     decode_fingerprint: bytes = b"f" * 32,
     profile: MachineProfile = UNMEASURED,
+    kv: type[StampedKv] = StampedKv,
     **receiver_options: Any,
 ) -> AsyncIterator[Ends]:
     """Start both ends in this process and wait until they are paired."""
     rng = random.Random(seed)
-    prefill_kv = StampedKv(num_blocks=prefill_blocks)
-    decode_kv = StampedKv(num_blocks=decode_blocks, block_size=2, fingerprint=decode_fingerprint)
+    prefill_kv = kv(num_blocks=prefill_blocks)
+    decode_kv = kv(num_blocks=decode_blocks, block_size=2, fingerprint=decode_fingerprint)
     compute = [VirtualCopies(rng), VirtualCopies(rng)]
     transports: list[Transport] = [await open_transport(), await open_transport()]
     fabric = MemoryFabric()
