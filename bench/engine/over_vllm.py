@@ -1,9 +1,9 @@
 """Our engine over vLLM's executor beside vLLM's own engine: what does the mesh's schedule cost?
 
     make setup-vllm
-    python -m bench.engine.over_vllm [--sizes 125m 1.1b] [--batches 1 16 64] [--prefills 1024]
+    python -m bench.engine.over_vllm [--quick] [--sizes 125m 1.1b] [--batches 1 16 64]
 
-Prints, and writes nothing. Both run in the environment that ``make setup-vllm`` makes, with vLLM's
+Both run in the environment that ``make setup-vllm`` makes, with vLLM's
 default settings (compiled), asked in turn as in ``run.py``. What the numbers mean: README.md beside
 this file.
 """
@@ -82,6 +82,7 @@ def note(record: Record, what: str, took: dict[str, list[float]], bound: float) 
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--quick", action="store_true", help="2 repetitions, not recorded")
     parser.add_argument("--sizes", nargs="+", choices=model.MODELS, default=list(model.MODELS))
     parser.add_argument("--batches", type=int, nargs="+", default=(1, 16, 64))
     parser.add_argument("--prefills", type=int, nargs="*", default=(1024,))
@@ -91,7 +92,9 @@ def main() -> None:
     asked = parser.parse_args()
     if not PYTHON.exists():
         sys.exit(f"{PYTHON} is not there: make setup-vllm")
-    record = Record(HERE, False)
+    if asked.quick:
+        asked.repetitions = 2
+    record = Record(HERE, asked.quick)
     for size in asked.sizes:
         with tempfile.TemporaryDirectory() as name:
             model.make(Path(name), model.MODELS[size])
@@ -103,7 +106,7 @@ def main() -> None:
             finally:
                 for end in ends:
                     end.close()
-    record.finish(write=False)
+    record.finish()
 
 
 if __name__ == "__main__":

@@ -265,7 +265,7 @@ def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
                     point = (row["batch"], row[name]["tokens_per_s"])
                     lines.setdefault(name, []).append(point)
         panels.append(Panel(f"decode at {context} (CPU)", "batch", "tokens/s", lines))
-    return {"": panels}
+    return {"": panels} if panels else {}  # none of over_vllm.py's
 
 
 def main() -> None:

@@ -42,6 +42,7 @@ NUM_BLOCKS = 512
 """So few that all of their memory is there when the warm-up ends, as in a worker that has run for a
 while (shared/engine/resident.py)."""
 GOAL_MS = 2.0
+VLLM_GOAL_MS = 3.0
 P99_FACTOR = 2.0
 FAKE_STEP_S = 0.005
 ENGINES: dict[str, dict[str, Any]] = {
@@ -190,7 +191,7 @@ async def a_mesh(
         [DecodeConfig(log_level=level, **worker)],
     )
     async with local_mesh(services, log=log, restart=False, drain_s=5.0) as mesh:
-        await wait_for_pair(mesh.http_url, 60.0)
+        await wait_for_pair(mesh.http_url, 300.0)
         yield mesh
 
 
@@ -294,14 +295,20 @@ def report(record: Record, rows: list[Any]) -> None:
         num_answers = sum(row["answers"] for row in of)
         print(f"{case}: a decode step {step_ms:.2f} ms, {num_answers} answers, ", end="")
         print(f"others used {others:.1f} cores at most")
-        whole = spread([row["second"]["p99_ms"] / (row["step_ms"] + GOAL_MS) for row in of])
+        goal_ms = goal_of(case)
+        whole = spread([row["second"]["p99_ms"] / (row["step_ms"] + goal_ms) for row in of])
         for what, measured, bound in (
-            ("token 1 to the client, p50 ms", over("to_client", "p50"), GOAL_MS),
-            ("token 1 to the client, p99 ms", over("to_client", "p99"), GOAL_MS * P99_FACTOR),
-            ("token 2 beyond a step, p50 ms", over("second_beyond_step", "p50"), GOAL_MS),
-            ("token 2, p99 / (a step + 2 ms)", whole, P99_FACTOR),
+            ("token 1 to the client, p50 ms", over("to_client", "p50"), goal_ms),
+            ("token 1 to the client, p99 ms", over("to_client", "p99"), goal_ms * P99_FACTOR),
+            ("token 2 beyond a step, p50 ms", over("second_beyond_step", "p50"), goal_ms),
+            (f"token 2, p99 / (a step + {goal_ms:g} ms)", whole, P99_FACTOR),
         ):
             record.goal(6, f"{case}: {what}", measured, "<=", bound)
+
+
+def goal_of(case: str) -> float:
+    """What a wait may take beside a step, in ms."""
+    return VLLM_GOAL_MS if case.startswith("vllm") else GOAL_MS
 
 
 def by_case(rows: Sequence[Any]) -> dict[str, list[Any]]:
@@ -315,6 +322,8 @@ def by_case(rows: Sequence[Any]) -> dict[str, list[Any]]:
 def pictures_of(rows: Sequence[Any]) -> Pictures:
     """Both waits, p50 and p99 of each case."""
     panels: list[Bars] = []
+    goals = {goal_of(case) for case in by_case(rows)}
+    goal = goals.pop() if len(goals) == 1 else None
     for name, title in (
         ("to_client", "token 1 to the client (CPU)"),
         ("second_beyond_step", "token 2 beyond a step (CPU)"),
@@ -326,7 +335,7 @@ def pictures_of(rows: Sequence[Any]) -> Pictures:
             }
             for quantile in ("p50", "p99")
         }
-        panels.append(Bars(title, "ms", bars, GOAL_MS))
+        panels.append(Bars(title, "ms", bars, goal))
     return {"": panels}
 
 
