@@ -41,7 +41,7 @@ WORKER: Manifest = {
 VALUES: Manifest = {
     "image": {"prefix": IMAGES},
     "settings": {"allow_unencrypted_kv": True},
-    "gateway": {"resources": {"requests": {"cpu": "100m", "memory": "256Mi"}}},
+    "gateway": {"replicas": 2, "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}}},
     "prefill": WORKER,
     "decode": WORKER,
 }
@@ -87,6 +87,12 @@ def pods(role: str) -> list[str]:
             for condition in one["status"]["conditions"]
         )
     ]
+
+
+def nodes(*pods: str) -> set[str]:
+    """Return where pods are: all of one name, or of one label."""
+    path = "{.spec.nodeName}" if len(pods) == 1 else "{.items[*].spec.nodeName}"
+    return set(kubectl("get", "pods", *pods, "-o", f"jsonpath={path}").split())
 
 
 def settled() -> None:
@@ -202,6 +208,30 @@ def test_no_token_is_lost_or_wrong(what: Callable[[str], None], role: str, relea
         time.sleep(3)  # until the cluster has begun
         settled()
         time.sleep(3)
+    assert during["failed"] == []
+    assert during["wrong"] == []
+    assert during["whole"] >= 10
+
+
+def test_a_drained_node_takes_no_answer_along(release: None) -> None:
+    """Its pods leave one of a kind at a time, amid answers; their successors are elsewhere."""
+    settled()
+    (home,) = nodes("client")
+    away = nodes("-l", "app.kubernetes.io/instance=pdmesh") - {home}
+    if not away:
+        pytest.skip("no pod of the mesh is on another node than the client")
+    node = min(away)
+    with clients() as before:
+        time.sleep(5)
+    try:
+        with clients(before["texts"]) as during:
+            time.sleep(1)
+            kubectl("drain", node, "--delete-emptydir-data", "--ignore-daemonsets")
+            settled()
+            time.sleep(3)
+    finally:
+        kubectl("uncordon", node)
+    assert node not in nodes("-l", "app.kubernetes.io/instance=pdmesh")
     assert during["failed"] == []
     assert during["wrong"] == []
     assert during["whole"] >= 10
