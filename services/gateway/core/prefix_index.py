@@ -27,13 +27,9 @@ from numpy.typing import NDArray
 
 from services.gateway.core.holdings import Column, Holdings
 from services.gateway.core.key_table import Keys, KeyTable, Numbers
-from services.gateway.core.worker import PLACES
 from shared.kv.journal import KvChanges, Tier
 
 NUM_TIERS = len(Tier)
-
-SPAN = PLACES + 64
-"""Bits of a tier in a holding: one a place, and the last word's are nobody's."""
 
 Bits: TypeAlias = NDArray[np.uint64]
 
@@ -84,11 +80,12 @@ class PrefixIndex:
     def __init__(self, max_bytes: int) -> None:
         self._table = KeyTable(max_bytes)
         self._known: dict[int, _Known] = {}
-        self._masks: list[int] = [0]  # of each holding: SPAN bits a tier; 0 is nobody
-        self._bits: Bits = np.zeros((NUM_TIERS, 16, 1), np.uint64)  # the same, as far as asked
+        # Of each tier and holding a bit a place. Holding 0 is nobody's, and so is the last bit: it
+        # stands for all places beyond it.
+        self._bits: Bits = np.zeros((NUM_TIERS, 16, 1), np.uint64)
         self._below: set[int] = set()  # those with somebody in a tier below the pool
         self._references = [1]
-        self._number_of = {0: 0}
+        self._number_of = {self._row(0): 0}
         self._free: list[int] = []
         self._dead: set[int] = set()  # nobody's, but still in the table
         self._expected: dict[int, _Expected] = {}
@@ -121,22 +118,21 @@ class PrefixIndex:
         self._known[place] = _Known()
         if (lacking := (place + 1) // 64 + 1 - self._bits.shape[2]) > 0:
             self._bits = np.pad(self._bits, ((0, 0), (0, 0), (0, lacking)))
+            self._number_of = {self._row(number): number for number in self._number_of.values()}
 
     def drop(self, place: int) -> None:
         """A worker has left: nothing names it any more."""
         if self._known.pop(place, None) is None:
             return
-        bits = sum(1 << tier * SPAN + place for tier in Tier)
-        self._bits[:, :, place // 64] &= ~np.uint64(1 << place % 64)
-        for number, mask in enumerate(self._masks):
-            if mask & bits:
-                if self._number_of.get(mask) == number:
-                    del self._number_of[mask]
-                after = self._masks[number] = mask & ~bits
-                if not after:
-                    self._dead.add(number)
-                else:
-                    self._number_of.setdefault(after, number)
+        word, bit = _bit_of(place)
+        has_it = np.bitwise_or.reduce(self._bits[:, :, word] & bit, axis=0)
+        for number in np.flatnonzero(has_it).tolist():
+            self._unnamed(number)
+            self._bits[:, number, word] &= ~bit
+            if self._bits[:, number].any():
+                self._number_of.setdefault(self._row(number), number)
+            else:
+                self._dead.add(number)
         for expected in self._expecting:
             if expected.place == place:
                 self._forget(expected)
@@ -156,14 +152,13 @@ class PrefixIndex:
         if not known.has_begun:
             return False
         for tier, change in zip(Tier, changes.tiers, strict=True):
-            bit = 1 << tier * SPAN + place
             for keys, adds in ((change.stored, True), (change.removed, False)):
                 if not len(keys):
                     continue
                 if adds and len(keys) > self._table.room:
                     self._leave_out(place)
                     return False
-                self._change(known, tier, bit, keys, adds=adds)
+                self._change(known, tier, place, keys, adds=adds)
         self._sweep()
         if not changes.is_whole:
             return False
@@ -177,21 +172,21 @@ class PrefixIndex:
         return True
 
     def _change(
-        self, known: _Known, tier: Tier, bit: int, keys: Sequence[int], *, adds: bool
+        self, known: _Known, tier: Tier, place: int, keys: Sequence[int], *, adds: bool
     ) -> None:
         """Change who holds these keys; of each tier what was true before stays uncounted."""
         column = np.unique(np.array(keys, np.uint64))
         changed = np.empty(len(column), bool)
+        word, bit = _bit_of(place)
 
         def after(before: Numbers) -> Numbers:
             numbers, found = np.empty_like(before), np.unique_counts(before)
             of_each: list[int] = found.values.tolist()
             for number, times in zip(of_each, found.counts.tolist(), strict=True):
-                mask = self._masks[number]
-                new = mask | bit if adds else mask & ~bit
                 is_it = before == number
-                changed[is_it] = new != mask
-                numbers[is_it] = self._moved(number, new, times)
+                changes = bool(self._bits[tier, number, word] & bit) is not adds
+                changed[is_it] = changes
+                numbers[is_it] = self._moved(number, tier, place, times) if changes else number
             return numbers
 
         self._table.change(column, after)
@@ -199,20 +194,21 @@ class PrefixIndex:
         known.counts[tier] += len(flipped) if adds else -len(flipped)
         known.digests[tier] ^= int(np.bitwise_xor.reduce(flipped)) if len(flipped) else 0
 
-    def _moved(self, number: int, mask: int, times: int) -> int:
-        """Return the number of a holding into which so many entries of another one move."""
-        new = self._number_of.get(mask)
+    def _moved(self, number: int, tier: Tier, place: int, times: int) -> int:
+        """Return the holding into which so many entries of another one move: the same but for
+        whether this place is in it."""
+        word, bit = _bit_of(place)
+        bits = self._bits[:, number].copy()
+        bits[tier, word] ^= bit
+        new = self._number_of.get(row := bits.tobytes())
         if new is None:
-            new = self._free.pop() if self._free else len(self._masks)
-            if new == len(self._masks):
-                self._masks.append(0)
+            new = self._free.pop() if self._free else len(self._references)
+            if new == len(self._references):
                 self._references.append(0)
-            self._masks[new], self._number_of[mask] = mask, new
             if new == self._bits.shape[1]:
                 self._bits = np.concatenate([self._bits, np.zeros_like(self._bits)], axis=1)
-            words = np.frombuffer(mask.to_bytes(NUM_TIERS * SPAN // 8, "little"), np.uint64)
-            self._bits[:, new] = words.reshape(NUM_TIERS, -1)[:, : self._bits.shape[2]]
-            (self._below.add if mask >> SPAN else self._below.discard)(new)
+            self._bits[:, new], self._number_of[row] = bits, new
+            (self._below.add if bits[Tier.HBM + 1 :].any() else self._below.discard)(new)
         self._references[new] += times
         self._unreferenced(number, times)
         return new
@@ -220,12 +216,18 @@ class PrefixIndex:
     def _unreferenced(self, number: int, times: int) -> None:
         self._references[number] -= times
         if number and not self._references[number]:
-            mask = self._masks[number]
-            if self._number_of.get(mask) == number:
-                del self._number_of[mask]
-            self._masks[number] = 0
+            self._unnamed(number)
+            self._bits[:, number] = 0  # or a worker that leaves would be taken out of it
             self._dead.discard(number)
             self._free.append(number)
+
+    def _unnamed(self, number: int) -> None:
+        """Forget that this is the holding's number: after a worker has left, two may be equal."""
+        if self._number_of.get(row := self._row(number)) == number:
+            del self._number_of[row]
+
+    def _row(self, number: int) -> bytes:
+        return self._bits[:, number].tobytes()
 
     def _leave_out(self, place: int) -> None:
         self.drop(place)
@@ -235,7 +237,7 @@ class PrefixIndex:
     def _sweep(self) -> None:
         if not self._dead:
             return
-        is_dead = np.zeros(len(self._masks), bool)
+        is_dead = np.zeros(len(self._references), bool)
         is_dead[list(self._dead)] = True
         gone: Numbers = self._table.sweep(is_dead, SWEPT_ROWS)
         for number, times in zip(*np.unique(gone, return_counts=True), strict=True):
@@ -318,6 +320,11 @@ class PrefixIndex:
         for key in promise.keys.tolist():
             if self._expected.get(key) is promise:
                 del self._expected[key]
+
+
+def _bit_of(place: int) -> tuple[int, np.uint64]:
+    """Return the word of a place, and its bit there."""
+    return place // 64, np.uint64(1 << place % 64)
 
 
 def _num_equal(some: Keys, others: Keys) -> int:
