@@ -28,7 +28,7 @@ from shared.model_spec import ModelSpec
 from shared.request import SamplingParams
 from shared.step import RowResult, SampleSpec, StepRow
 
-STARTS_WITHIN_S = 240.0
+STARTS_WITHIN_S = 400.0
 
 
 @contextlib.contextmanager

@@ -63,6 +63,7 @@ _WINDOW = 48
 
 FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("Llama", _HEADS),
+    "llama_4_heads": ("Llama", {**_HEADS, "num_key_value_heads": 4}),
     "qwen3": ("Qwen3", _HEADS),
     "mistral": ("Mistral", {**_HEADS, "sliding_window": _WINDOW}),
     "mixtral": (

@@ -33,12 +33,20 @@ def begun(driver: Driver, prompt: list[int], params: object) -> tuple[Running, l
     return sequence, told
 
 
-@pytest.mark.parametrize(("source", "target"), [(2, 1), (1, 2), (2, 2)])
-def test_kv_of_some_ranks_goes_on_in_others(source: int, target: int, engine_of: EngineOf) -> None:
+@pytest.mark.parametrize(
+    ("family", "source", "target"),
+    [
+        *(("llama", 2, 1), ("llama", 1, 2), ("llama", 2, 2)),
+        pytest.param("llama_4_heads", 4, 2, marks=pytest.mark.nightly),
+    ],
+)
+def test_kv_of_some_ranks_goes_on_in_others(
+    family: str, source: int, target: int, engine_of: EngineOf
+) -> None:
     """Every frame's bytes come back equal, layers are told in order, and tokens are those of one
     rank."""
-    one = Driver(engine_of("llama"))
-    ours, theirs = (Driver(engine_of("llama", ranks=ranks)) for ranks in (source, target))
+    one = Driver(engine_of(family))
+    ours, theirs = (Driver(engine_of(family, ranks=ranks)) for ranks in (source, target))
     layout = one.engine.layout
     assert layout == ours.engine.layout == theirs.engine.layout
     for prompt in prompts():
