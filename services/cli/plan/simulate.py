@@ -169,7 +169,7 @@ def compare(
         except KeyboardInterrupt:
             is_whole = False
     code = EXIT_OK if is_whole else EXIT_INTERRUPTED
-    facts = [flags.facts(run) for run in runs]
+    facts = [flags.facts(run) for run in ranked]
     if output is not None and runs:
         report_files(flags, runs, output, {"runs": facts, "best": found.facts()}, beside or ())
         _draw_rates(flags, runs, output)
