@@ -117,38 +117,22 @@ class SlowToCompile(GuidedFakeEngine):
         return self.ready
 
 
-@pytest.mark.parametrize("prefill", [0, 1])
+@pytest.mark.parametrize(("prefill", "is_known"), [(0, False), (1, False), (1, True)])
 @virtual_time
-async def test_a_grammar_that_takes_its_time_holds_nobody_up(prefill: int) -> None:
+async def test_a_grammar_that_takes_its_time_holds_nobody_up(prefill: int, is_known: bool) -> None:
     """Others go on while it is made ready, on workers of either kind, and then it is followed; who
-    leaves before is forgotten."""
+    leaves before is forgotten. is_known: by the prefill worker, and so decode alone waits."""
     SlowToCompile.ready = Future()
     settings: dict[str, Any] = {} if prefill else {"decode": {"colocated": True}}
     async with whole_mesh(engine=SlowToCompile, num_prefill=prefill, **settings) as mesh:
+        if is_known:
+            mesh.prefills[0].engine.ready = Future()
+            mesh.prefills[0].engine.ready.set_result(None)
         async with asyncio.TaskGroup() as tasks:
             guided = tasks.create_task(ask(mesh, 1))
             leaves = tasks.create_task(ask(mesh, 2))
-            await asyncio.sleep(0.05)
-            leaves.cancel()
-            assert (await mesh.ask(a_prompt(30), 20)).error is None
-            assert not guided.done()
-            SlowToCompile.ready.set_result(None)
-        require_valid(guided.result())
-        await mesh.idle()
-        mesh.assert_nothing_left()
-
-
-@virtual_time
-async def test_an_answer_waits_for_its_grammar_outside_of_the_steps() -> None:
-    """The prefill worker knew it; the decode worker makes it ready while others' answers go on."""
-    SlowToCompile.ready = Future()
-    async with whole_mesh(engine=SlowToCompile) as mesh:
-        known: Future[None] = Future()
-        known.set_result(None)
-        mesh.prefills[0].engine.ready = known
-        async with asyncio.TaskGroup() as tasks:
-            guided = tasks.create_task(ask(mesh, 1))
             await asyncio.sleep(0.3)
+            leaves.cancel()
             assert (await mesh.ask(a_prompt(30), 20)).error is None
             assert not guided.done()
             SlowToCompile.ready.set_result(None)
