@@ -23,10 +23,10 @@ import msgspec
 from services.gateway.limits import checked_count, refusal
 from services.gateway.text.grammar_process import GrammarProcess, Verdict
 from services.gateway.text.schemas import (
+    for_library,
     library_fault,
     parts_of,
     schema_fault,
-    without_annotations,
     without_part,
 )
 from shared.errors import Overloaded
@@ -47,6 +47,9 @@ MAX_WAITING = 64
 WHITESPACE = r"( |\n {0,24})"
 """Between the parts of JSON, where a client says nothing else: a space, or a line end and indent.
 Bounded, for a model that is in doubt writes spaces without end."""
+
+_CONTROL = re.compile(r"\\u00(?:[01]|7f)|\\\\[xuU]")
+"""What a schema's JSON has where a control character is meant: itself, or a pattern's escape."""
 
 Kind = Literal["json_schema", "regex", "choice", "grammar", "tags"]
 
@@ -197,8 +200,8 @@ def text_of(structure: Structure, marks: Collection[str] = ()) -> str:
     match structure.kind:
         case "json_schema":
             return write.grammar_from_json_schema(
-                json.dumps(_schema(structure, value, "")),
-                overrides=_json_options(structure.whitespace),
+                schema := json.dumps(_schema(structure, value, "")),
+                overrides=_json_options(structure.whitespace, schema),
             )
         case "regex":
             return write.grammar_from_regex(_text(value, param))
@@ -216,11 +219,11 @@ def _schema(structure: Structure, schema: Any, path: str) -> dict[str, Any]:
     if fault is not None:
         place = structure.place(path + fault.place)
         raise refusal(place, fault.rule, code="invalid_grammar")
-    return {} if schema is True else without_annotations(schema)
+    return {} if schema is True else for_library(schema)
 
 
-def _json_options(whitespace: str | None) -> dict[str, Any]:
-    """whitespace: '' = none."""
+def _json_options(whitespace: str | None, schema: str) -> dict[str, Any]:
+    """whitespace: '' = none. schema: its JSON."""
     spaces: dict[str, Any] = {"whitespace_flexible": False, "whitespace_pattern": None}
     if whitespace != "":
         spaces["whitespace_pattern"] = whitespace or WHITESPACE
@@ -230,6 +233,9 @@ def _json_options(whitespace: str | None) -> dict[str, Any]:
         # A schema may bring options of its own under a key of the library's: not those.
         "lenient": False,
         "coerce_one_of": False,
+        # A character is written in one way, or a property by another name ("\\u0061") would escape
+        # its schema; only those that can be written in no other way may be.
+        "json_allowed_escapes": 'nrbtf\\"' + ("u" if _CONTROL.search(schema) else ""),
     }
 
 
@@ -256,11 +262,11 @@ def _lark(text: str, param: str) -> str:
 
 
 def _tags(structure: Structure, marks: Collection[str]) -> str:
-    options = _json_options(structure.whitespace)
     names: list[str] = []
     rules: list[str] = []
     for index, tag in enumerate(structure.value):
         schema = _schema(structure, tag["schema"], f"[{index}].schema")
+        options = _json_options(structure.whitespace, json.dumps(schema))
         trigger: str = tag["trigger"]
         begins = [f"begun_{index}"]
         rules.append(f"begun_{index}[lazy]: TEXT {_literal(trigger)}")

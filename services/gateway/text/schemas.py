@@ -6,6 +6,7 @@ keyword. Format: https://json-schema.org/draft/2020-12
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -23,6 +24,11 @@ _FORMATS = frozenset(
 )
 _VALUES = frozenset({"const", "enum", "default", "examples"})
 """Keywords that hold values, not schemas."""
+
+_BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
+_MAX_EXACT = 2**53
+_MAX_BOUND = 2**63 - 2**10
+"""The library takes numbers for doubles, and those of integers' bounds for 64 bits then."""
 
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 """Keywords of which each key is a name, and each value a schema."""
@@ -53,6 +59,10 @@ def schema_fault(schema: Any) -> SchemaFault | None:
     for place, value in _values(schema, ""):
         if isinstance(value, int) and abs(value) > sys.float_info.max:
             return SchemaFault(place, "must be a number that a double can hold")
+    for place, key, value in _keywords(schema, ""):
+        inexact = _inexact(place, key, value)
+        if inexact is not None:
+            return inexact
     ends = _Ends(schema)
     if ends.named_twice is not None:
         name = ends.named_twice
@@ -73,19 +83,46 @@ def schema_fault(schema: Any) -> SchemaFault | None:
     )
 
 
-def without_annotations(schema: Any) -> Any:
+def _inexact(place: str, key: str, value: Any) -> SchemaFault | None:
+    """Return why the library would hold an answer to another number than a keyword's."""
+    if key in ("const", "enum"):
+        for path, one in _values(value, place):
+            if _digits_are_lost(one):
+                return SchemaFault(path, "is a number of too many digits: make it a text")
+    elif isinstance(value, int | float):
+        sign = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
+        if value * sign.get(key, 0) >= _MAX_EXACT:
+            return SchemaFault(place, "leaves only numbers of more than 2**53, which are not held")
+    return None
+
+
+def _digits_are_lost(value: Any) -> bool:
+    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
+        return abs(value) > _MAX_EXACT
+    return isinstance(value, float) and float(f"{value:.15g}") != value
+
+
+def for_library(schema: Any) -> Any:
     """Return a schema without formats that say nothing of a text (``int32``, ``password``): by the
     standard a format is a remark, and the library takes only those that it can hold an answer to.
+    Bounds that it would widen are a little narrower.
     """
     if isinstance(schema, list):
-        return [without_annotations(one) for one in cast("list[Any]", schema)]
+        return [for_library(one) for one in cast("list[Any]", schema)]
     if not isinstance(schema, dict):
         return schema
     return {
-        key: value if key in _VALUES else without_annotations(value)
+        key: value if key in _VALUES else _bound(value) if key in _BOUNDS else for_library(value)
         for key, value in cast("dict[str, Any]", schema).items()
         if key != "format" or not isinstance(value, str) or value in _FORMATS
     }
+
+
+def _bound(bound: Any) -> Any:
+    if not isinstance(bound, int | float) or abs(bound) <= _MAX_EXACT:
+        return for_library(bound)  # or a property of this name
+    inner = int(math.nextafter(float(bound), 0))
+    return max(-_MAX_BOUND, min(inner, _MAX_BOUND))
 
 
 def library_fault(schema: Any, message: str) -> SchemaFault:

@@ -11,10 +11,16 @@ import pytest
 from services.gateway.text import grammar_process
 from services.gateway.text.grammar_process import GIVE_UP_S, GrammarProcess
 from services.gateway.text.grammars import Grammars, Kind, Structure
-from services.gateway.text.schemas import library_fault, schema_fault, without_annotations
+from services.gateway.text.schemas import for_library, library_fault, schema_fault
 from shared.errors import InvalidRequest, Overloaded
-from shared.grammar import MAX_GRAMMAR_BYTES
-from tests.support.grammars import PERSON, a_grammar, check_in_place, needs_library
+from shared.grammar import MAX_GRAMMAR_BYTES, matcher
+from tests.support.grammars import (
+    PERSON,
+    a_grammar,
+    byte_tokenizer_once,
+    check_in_place,
+    needs_library,
+)
 
 NODE = {
     "type": "object",
@@ -110,9 +116,49 @@ def test_a_schema_is_looked_at_in_bounded_time() -> None:
 def test_formats_that_are_remarks_go() -> None:
     """A number's width is no rule of a text; values are left alone."""
     schema = {"type": "integer", "format": "int32", "enum": [{"format": "int32"}]}
-    assert without_annotations(schema) == {"type": "integer", "enum": [{"format": "int32"}]}
+    assert for_library(schema) == {"type": "integer", "enum": [{"format": "int32"}]}
     kept = {"properties": {"format": {"type": "string", "format": "date"}}}
-    assert without_annotations(kept) == kept
+    assert for_library(kept) == kept
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"const": 2**53 + 1}, ".const"),
+        ({"enum": [1, {"a": [1234567890123456789]}]}, ".enum[1].a[0]"),
+        ({"const": 123456789012345.67}, ".const"),
+        (an_object(a={"type": "integer", "minimum": 10**30, "maximum": 10**31}), f"{A}.minimum"),
+        ({"type": "integer", "exclusiveMinimum": 2**53}, ".exclusiveMinimum"),
+        ({"type": "integer", "maximum": -(2**60)}, ".maximum"),
+    ],
+)
+def test_numbers_that_would_come_out_as_others_are_refused(schema: Any, place: str) -> None:
+    """The library rounds them."""
+    fault = schema_fault(schema)
+    assert fault is not None
+    assert fault.place == place
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("schema", "taken", "refused"),
+    [
+        ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, "7", "7.5"),
+        ({"type": "integer", "maximum": 10**18 - 1}, "9" * 15 + "0" * 3, "1" + "0" * 18),
+        ({"type": "integer", "exclusiveMinimum": -(2**60)}, "-5", str(-(2**60))),
+        ({"type": "integer", "exclusiveMaximum": 2**60}, "5", str(2**60)),
+        (an_object(minimum={"type": "integer"}), '{"minimum":5}', '{"minimum":"5"}'),
+        (an_object(a={"type": "integer"}), '{"a":1,"b":"x"}', '{"a":1,"\\u0061":"x"}'),
+        ({"enum": ["a\x01", "a\x7f"]}, r'"a\u0001"', '"a"'),
+        ({"type": "string", "pattern": r"^a\x01$"}, r'"a\u0001"', '"a"'),
+    ],
+)
+def test_answers_are_never_wider_than_their_schema(schema: Any, taken: str, refused: str) -> None:
+    """Bounds near 64 bits, and characters that JSON writes in two ways, in names or values."""
+    for text, is_taken in ((taken, True), (refused, False)):
+        state = matcher(byte_tokenizer_once(), a_grammar(schema))
+        is_followed = state.try_consume_tokens(list(text.encode())) == len(text)
+        assert (is_followed and state.is_accepting()) is is_taken
 
 
 def test_the_place_of_a_keyword() -> None:
