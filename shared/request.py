@@ -60,7 +60,7 @@ class SamplingParams:
     needs_history: bool = field(init=False, repr=False, compare=False)
     """Whether earlier tokens change the logits; asked for every row of every step."""
     has_masks: bool = field(init=False, repr=False, compare=False)
-    """Whether the client forbids tokens, by name or by a grammar; asked likewise."""
+    """Whether the client names tokens that may come, or may not; asked likewise."""
 
     def __post_init__(self) -> None:
         needs_history = (
@@ -70,7 +70,7 @@ class SamplingParams:
             or any(len(word) > 1 for word in self.bad_words)
         )
         object.__setattr__(self, "needs_history", needs_history)
-        has_masks = bool(self.allowed_token_ids or self.bad_words or self.grammar)
+        has_masks = bool(self.allowed_token_ids or self.bad_words)
         object.__setattr__(self, "has_masks", has_masks)
 
 

@@ -16,7 +16,7 @@ number lies within that noise of a border. For the same reason filters keep or d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -53,12 +53,13 @@ def is_greedy(params: SamplingParams) -> bool:
 
 
 def is_plain_greedy(spec: SampleSpec) -> bool:
-    """Whether the most likely token is the answer, and nothing is told of the others."""
+    """Whether the most likely token of those that its grammar allows is the answer, and nothing is
+    told of the others."""
     return spec.params.logprobs is None and is_most_likely(spec)
 
 
 def is_most_likely(spec: SampleSpec) -> bool:
-    """Whether the most likely token by the logits is the answer."""
+    """Whether the most likely token by the logits is the answer, or by its grammar's mask, too."""
     params = spec.params
     return (
         is_greedy(params)
@@ -120,6 +121,29 @@ def choose(
         rows = _numbers(drawn, np.int64, logits.device)
         chosen = _draw(logits.index_select(0, rows), [specs[row] for row in drawn])
         token_ids.index_copy_(0, rows, chosen)
+    return token_ids
+
+
+def most_likely_allowed(
+    best: Sequence[int], logits: Callable[[], torch.Tensor], masks: Masks
+) -> list[int]:
+    """Return the most likely token of each row that its grammar allows.
+
+    best: of all tokens, and for most rows allowed. logits: float32 ``[len(best), vocab_size]``.
+    """
+    token_ids = list(best)
+    denied = [
+        line
+        for line, place in enumerate(masks.places)
+        if not masks.bits[line, best[place] // 8] >> best[place] % 8 & 1
+    ]
+    if denied:
+        places = [masks.places[line] for line in denied]
+        scores = logits()
+        _guide(scores, Masks(places, masks.bits[denied], {}))
+        chosen = _most_likely(scores.index_select(0, _numbers(places, np.int64, scores.device)))
+        for place, token_id in zip(places, chosen.tolist(), strict=True):
+            token_ids[place] = token_id
     return token_ids
 
 

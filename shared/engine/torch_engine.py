@@ -358,7 +358,10 @@ class TorchEngine(DeviceEngine):
         self, wanted: _StepOutputs, passed: Passed, masks: Masks | None
     ) -> list[RowResult]:
         if passed.best is not None and wanted.is_plain_greedy:
-            sampled = [RowResult(token_id) for token_id in passed.best]
+            token_ids = passed.best
+            if masks is not None:
+                token_ids = sampler.most_likely_allowed(token_ids, passed.logits, masks)
+            sampled = [RowResult(token_id) for token_id in token_ids]
         else:
             eos = self.spec.eos_token_ids
             with torch.inference_mode():
@@ -366,8 +369,8 @@ class TorchEngine(DeviceEngine):
                     passed.logits(), wanted.specs, eos_token_ids=eos, masks=masks
                 )
             sampled = [RowResult(*one) for one in drawn]
-            for place, reason in masks.failures.items() if masks is not None else ():
-                sampled[place] = sampled[place]._replace(failure=reason)
+        for place, reason in masks.failures.items() if masks is not None else ():
+            sampled[place] = sampled[place]._replace(failure=reason)
         results = sampled
         if len(sampled) < wanted.num_rows:
             results = [RowResult(-1)] * wanted.num_rows
