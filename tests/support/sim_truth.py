@@ -9,15 +9,19 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from unittest import mock
 
 from services.sim.engine import TimedEngine
 from services.sim.mesh import CoreMesh
 from services.sim.open_loop import SimRequest, run_open_loop
 from services.sim.orders import WorkerSize
+from services.sim.reports import AT_ONCE_BYTES_S
 from shared.config import STEP_TOKENS
 from shared.engine.fake import FakeModel, FakeTiming
+from shared.ids import Incarnation
 from shared.predict.times import AffineTimes
 from shared.request import FinishReason
+from shared.worker.pairs import PairTable
 from shared.worker.step_times import StepTimes
 from tests.support.core_mesh import simulated_mesh
 from tests.support.loopback import LoopbackSettings
@@ -184,15 +188,21 @@ def on_the_mesh(case: Case) -> Truth:
 
 @contextlib.contextmanager
 def _nothing_learned() -> Iterator[None]:
-    """Workers report of their steps what they measured before they joined, as the simulator's do:
-    what they learn of mixed steps is a thousandth off, and may decide whether two workers are
-    equally quick."""
-    learn = StepTimes.learn
-    StepTimes.learn = lambda self, plan, seconds: None
-    try:
+    """Workers report of their steps what they measured before they joined, and of their links that
+    a frame takes no time, as the simulator's do: what they measure else is a thousandth off, and
+    may decide whether two workers are equally quick."""
+
+    measured = PairTable.speeds.fget
+    assert measured is not None
+
+    def at_once(self: PairTable) -> dict[Incarnation, float]:
+        return dict.fromkeys(measured(self), AT_ONCE_BYTES_S)
+
+    with (
+        mock.patch.object(StepTimes, "learn", return_value=None),
+        mock.patch.object(PairTable, "speeds", property(at_once)),
+    ):
         yield
-    finally:
-        StepTimes.learn = learn
 
 
 def simulated(case: Case, truth: Truth, *, skips: bool) -> Outcome:
