@@ -97,10 +97,11 @@ async def test_llama_index(run: Callable[[str, str], Any]) -> None:
 
 
 async def test_openai_agents(run: Callable[[str, str], Any]) -> None:
-    """An agent runs its tool over /v1/responses, whole and streamed; a typed answer."""
+    """An agent runs its tool over /v1/responses, whole and streamed, also where its answer shall
+    have a type; a typed answer."""
     got = await run("openai-agents", "openai_agents_client.py")
     require_people(got, "output_type")
-    assert got["called"] == ["Rome", "Rome"], got
+    assert got["called"] == ["Rome", "Rome", "Rome"], got
     assert got["final"] == got["streamed"] == FINAL
 
 

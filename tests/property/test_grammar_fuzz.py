@@ -197,20 +197,23 @@ TOOLS = st.fixed_dictionaries(
     | NAMES.map(lambda name: {"function": {"name": name}}),
     is_parallel=st.none() | st.booleans(),
     family=st.none() | st.sampled_from(FAMILIES),
+    alone=st.none() | SCHEMAS,
 )
 async def test_tools_are_served_or_refused(
     tools: list[Any],
     choice: Any,
     is_parallel: bool | None,
     family: Family | None,
+    alone: Any,
     grammars: Grammars,
 ) -> None:
-    """Lists of tools with schemas of all kinds, by every family's words."""
+    """Lists of tools with schemas of all kinds, by every family's words, also beside a schema."""
+    asked = None if alone is None else Structure(kind="json_schema", value=alone, param="tools")
     wanted = msgspec.convert(choice, str | NamedTool | None)
     structure = None
     with contextlib.suppress(InvalidRequest):
         use = tool_use(msgspec.convert(tools, list[ToolBody]), wanted, is_parallel)
-        structure = use and use.structure(family)
+        structure = use and use.structure(family, asked)
     grammar = await served(grammars, structure) if structure else None
     event("no grammar" if structure is None else "refused" if grammar is None else "served")
     if grammar is not None:

@@ -47,9 +47,13 @@ def use_tools(use: ToolUse, form: Form, front: FrontDoor) -> None:
             "start the gateway with --tool-parser",
             code="unsupported",
         )
-    structure = use.structure(family)
-    if structure is not None and form.structure is not None:
-        raise refusal(form.structure.param, "does not go with calls that must match a schema")
+    wanted = form.structure
+    # As with OpenAI, a response_format is of answers that call nothing.
+    is_of_text = wanted is not None and wanted.param.startswith("response_format")
+    alone = wanted if is_of_text and wanted and wanted.kind == "json_schema" else None
+    structure = use.structure(family, alone)
+    if structure is not None and wanted is not None and alone is None:
+        raise refusal(wanted.param, "does not go with calls that must match a schema")
     if structure is not None:
         form.structure = structure
     if use.choice == "auto" and family in SHOWS_SPECIAL_TOKENS:
@@ -64,7 +68,7 @@ def parser_maker(
     if use is None and not thinks:
         return None
     # What must match a grammar from its first token on does not think.
-    is_open = prompt.opens_thought and form.structure is None
+    is_open = prompt.opens_thought and (form.structure is None or form.structure.begins_free)
 
     def parser() -> AnswerParser:
         after = None if use is None else _tool_parser(use, front)
@@ -103,7 +107,9 @@ def _tool_parser(use: ToolUse, front: FrontDoor) -> ToolParser:
             return ListParser(use.names)
         case "auto":
             assert front.tool_family is not None
-            return PARSERS[front.tool_family](use.names)
+            parser = PARSERS[front.tool_family](use.names)
+            parser.max_calls = None if use.is_parallel else 1
+            return parser
 
 
 class ToolChatFormat(ChatFormat):

@@ -20,6 +20,8 @@ MAX_TOOLS = 128
 NAME_PATTERN = r"[A-Za-z0-9_.-]{1,64}"
 
 _NAME = re.compile(NAME_PATTERN)
+_OF_NO_PARAMETERS = {"type", "properties", "required", "title", "description", "$schema"}
+"""Keywords of a function without parameters that say nothing else."""
 
 ToolName = Annotated[str, fields.rule(pattern=f"^{NAME_PATTERN}$")]
 
@@ -31,6 +33,15 @@ class FunctionBody(msgspec.Struct):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """What arguments must match: an object, an empty one where no parameter is named."""
+        parameters = self.parameters or {"properties": {}}
+        schema = {**parameters, "type": "object"}
+        if not parameters.get("properties", True) and schema.keys() <= _OF_NO_PARAMETERS:
+            schema["additionalProperties"] = False
+        return schema
 
 
 class ToolBody(msgspec.Struct):
@@ -90,19 +101,24 @@ class ToolUse:
         """Whether a function's arguments must match its schema, though none need be called."""
         return self.choice == "auto" and any(one.strict for one in self.functions.values())
 
-    def structure(self, family: Family | None) -> Structure | None:
+    def structure(self, family: Family | None, alone: Structure | None) -> Structure | None:
         """Return what the answer must match for these calls to be made; None = nothing.
 
-        Raises InvalidRequest: strict tools of a family whose calls no grammar can follow.
+        alone: what an answer without calls must match. Raises InvalidRequest: strict tools, or
+        these beside a schema, of a family whose calls no grammar can follow.
         """
         match self.choice:
             case "named":
                 ((place, function),) = self.functions.items()
-                return _json(function.parameters or {"type": "object"}, {"": place})
+                return _json(function.schema, {"": place})
             case "required":
                 return _calls(self.functions, {} if self.is_parallel else {"maxItems": 1})
             case "auto":
-                return _tags(self.functions, family) if self.is_strict else None
+                if not self.is_strict and alone is None:
+                    return None
+                if family == "llama3" and alone is not None:
+                    return _calls(self.functions, None, alone)  # both begin with a brace
+                return _tags(self.functions, family, alone)
 
 
 def tool_use(
@@ -180,6 +196,9 @@ def _checked(tool: ToolBody, param: str) -> FunctionBody:
     fault = schema_fault(function.parameters) if function.parameters is not None else None
     if fault is not None:
         raise limits.refusal(f"{param}.function.parameters{fault.place}", fault.rule)
+    kind = (function.parameters or {}).get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise limits.refusal(f"{param}.function.parameters.type", "must be object")
     return function
 
 
@@ -201,13 +220,18 @@ def _moved(schema: Any, root: str) -> Any:
     }
 
 
-def _calls(functions: Mapping[str, FunctionBody], bounds: dict[str, int]) -> Structure:
-    """A list of calls."""
+def _calls(
+    functions: Mapping[str, FunctionBody],
+    bounds: dict[str, int] | None,
+    alone: Structure | None = None,
+) -> Structure:
+    """A list of calls; without bounds one call. alone: or this."""
     roots = {
-        f"f{idx}": _moved(one.parameters or {"type": "object"}, f"#/$defs/f{idx}")
+        f"f{idx}": _moved(one.schema, f"#/$defs/f{idx}")
         for idx, one in enumerate(functions.values())
     }
-    calls = [
+    places = {f".$defs.f{idx}": place for idx, place in enumerate(functions)}
+    choices: list[Any] = [
         {
             "type": "object",
             "properties": {
@@ -219,12 +243,19 @@ def _calls(functions: Mapping[str, FunctionBody], bounds: dict[str, int]) -> Str
         }
         for idx, one in enumerate(functions.values())
     ]
-    items: dict[str, Any] = {"anyOf": calls}
-    schema = {"type": "array", "minItems": 1, **bounds, "items": items, "$defs": roots}
-    return _json(schema, {f".$defs.f{idx}": place for idx, place in enumerate(functions)})
+    if alone is not None:
+        roots["alone"] = _moved(alone.value, "#/$defs/alone")
+        places[".$defs.alone"] = alone.param
+        choices.append({"$ref": "#/$defs/alone"})
+    schema: dict[str, Any] = {"anyOf": choices}
+    if bounds is not None:
+        schema = {"type": "array", "minItems": 1, **bounds, "items": schema}
+    return _json({**schema, "$defs": roots}, places)
 
 
-def _tags(functions: Mapping[str, FunctionBody], family: Family | None) -> Structure:
+def _tags(
+    functions: Mapping[str, FunctionBody], family: Family | None, alone: Structure | None
+) -> Structure:
     if family == "hermes":
         begin, middle, end = '<tool_call>\n{"name": ', ', "arguments": ', "}\n</tool_call>"
         trigger = "<tool_call>"
@@ -234,18 +265,22 @@ def _tags(functions: Mapping[str, FunctionBody], family: Family | None) -> Struc
     else:
         raise limits.refusal(
             "tools",
-            "strict is served with tool_choice auto where calls are written as Hermes, Qwen or "
-            "Llama 3 write them: use tool_choice required, or leave strict out",
+            f"{'strict' if alone is None else alone.param} is served with tool_choice auto where "
+            "calls are written as Hermes, Qwen or Llama 3 write them: use tool_choice required or "
+            "none, or leave it out",
             code="unsupported",
         )
-    tags = [
+    tags: list[dict[str, Any]] = [
         {
             "trigger": trigger,
             "begin": f"{begin}{json.dumps(one.name)}{middle}",
-            "schema": one.parameters or {"type": "object"} if one.strict else {"type": "object"},
+            "schema": one.schema if one.strict else {"type": "object"},
             "end": end,
         }
         for one in functions.values()
     ]
     places = {f"[{idx}].schema": place for idx, place in enumerate(functions)}
+    if alone is not None:
+        places[f"[{len(tags)}].schema"] = alone.param
+        tags.append({"schema": alone.value})
     return Structure(kind="tags", value=tags, param="tools", places=places)

@@ -60,9 +60,10 @@ class Structure:
 
     value: of json_schema a JSON value; of regex and grammar (Lark or GBNF) a text; of choice texts;
     of tags a list of {trigger, begin, schema, end}: free text, but from a trigger on what begins
-    with it. param: the field that says so. whitespace: of json_schema, a regular expression;
-    None = ``WHITESPACE``. places: of a value that was put together, where its parts come from: a
-    path within the value, and the field.
+    with it; one of them may be a {schema} alone: that, or tags and no other text. param: the field
+    that says so. whitespace: of json_schema, a regular expression; None = ``WHITESPACE``. places:
+    of a value that was put together, where its parts come from: a path within the value, and the
+    field.
     """
 
     kind: Kind
@@ -70,6 +71,11 @@ class Structure:
     param: str
     whitespace: str | None = None
     places: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
+
+    @property
+    def begins_free(self) -> bool:
+        """Whether an answer begins with any text."""
+        return self.kind == "tags" and all("trigger" in one for one in self.value)
 
     def place(self, path: str) -> str:
         """Return the field that a path within the value stands for."""
@@ -262,26 +268,35 @@ def _lark(text: str, param: str) -> str:
 
 
 def _tags(structure: Structure, marks: Collection[str]) -> str:
+    text = "TEXT" if structure.begins_free else "SPACE?"
     names: list[str] = []
     rules: list[str] = []
+    start = ""
     for index, tag in enumerate(structure.value):
         schema = _schema(structure, tag["schema"], f"[{index}].schema")
         options = _json_options(structure.whitespace, json.dumps(schema))
+        json_rule = f"%json {json.dumps(schema | {'x-guidance': options})}"
+        if "trigger" not in tag:
+            start = "alone | "
+            rules.append(f"alone: {json_rule}")
+            continue
         trigger: str = tag["trigger"]
         begins = [f"begun_{index}"]
-        rules.append(f"begun_{index}[lazy]: TEXT {_literal(trigger)}")
+        lazy = "[lazy]" if structure.begins_free else ""
+        rules.append(f"begun_{index}{lazy}: {text} {_literal(trigger)}")
         if trigger in marks:
-            begins.append(f"TEXT {trigger}")
+            begins.append(f"{text} {trigger}")
         parts = [
             f"({' | '.join(begins)})",
             *_literals(tag["begin"].removeprefix(trigger), marks),
-            f"%json {json.dumps(schema | {'x-guidance': options})}",
+            json_rule,
             *_literals(tag["end"], marks),
         ]
         names.append(f"tag_{index}")
         rules.append(f"tag_{index}: {' '.join(parts)}")
-    start = f"start: ({' | '.join(names)})* TEXT"
-    return "\n".join(["%llguidance {}", start, r"TEXT: /(.|\n)*/", *rules])
+    tags = f"({' | '.join(names)})"
+    start = f"start: {start}{tags}+" if start else f"start: {tags}* TEXT"
+    return "\n".join(["%llguidance {}", start, r"TEXT: /(.|\n)*/", r"SPACE: /[ \n]{1,4}/", *rules])
 
 
 def _literals(text: str, marks: Collection[str]) -> list[str]:

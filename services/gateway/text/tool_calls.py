@@ -43,7 +43,10 @@ class Said(NamedTuple):
 
 
 class ToolParser:
-    """One answer. names: of the tools that there are; a call of another is text."""
+    """One answer. names: of the tools that there are; a call of another is text. max_calls: those
+    after so many are left out, None = all are told."""
+
+    max_calls: int | None = None
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = frozenset(names)
@@ -60,15 +63,19 @@ class ToolParser:
     def feed(self, text: str) -> list[Said]:
         """Take text, and return what is sure now."""
         self._held += text
-        return list(self._said(is_over=False))
+        return self._told(self._said(is_over=False))
 
     def finish(self) -> list[Said]:
         """Return the rest: the answer is over, maybe within a call."""
-        said = list(self._said(is_over=True))
+        said = self._told(self._said(is_over=True))
         rest, self._held = self._held, ""
         if rest:
             said.append(Said(rest))
         return said
+
+    def _told(self, said: Iterator[Said]) -> list[Said]:
+        most = self.max_calls
+        return [one for one in said if most is None or one.call < most]
 
     def _said(self, *, is_over: bool) -> Iterator[Said]:
         raise NotImplementedError

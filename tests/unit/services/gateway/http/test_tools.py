@@ -13,8 +13,9 @@ import pytest
 from services.gateway.http.door import serve_http
 from services.gateway.mesh import GenerationRequest, Tokens
 from shared.errors import InvalidRequest
+from shared.grammar import matcher
 from shared.rpc.network import Address
-from tests.support.grammars import needs_library
+from tests.support.grammars import PERSON, byte_tokenizer_once, needs_library
 from tests.support.http_client import HI
 from tests.support.scripted_mesh import ScriptedMesh, front_door, saying
 from tests.support.tiny_tokenizer import tiny_text_model, tiny_tokenizer
@@ -190,6 +191,70 @@ async def test_strict_tools_follow_their_schema() -> None:
         assert (status, body["error"]["code"]) == (400, "unsupported")
 
 
+@needs_library
+@pytest.mark.parametrize("family", ["hermes", "llama3"])
+async def test_a_format_is_of_answers_that_call_nothing(family: str) -> None:
+    """The answer calls, or it is what response_format says; calls that must come come alone."""
+    asked = {"response_format": {"type": "json_schema", "json_schema": {"schema": PERSON}}}
+    arguments = "parameters" if family == "llama3" else "arguments"
+    call = f'{{"name": "weather", "{arguments}": {{"city": "Paris"}}}}'
+    text = '{"name": "Anna", "age": 7, "tags": []}'
+    called = call if family == "llama3" else f"<tool_call>\n{call}\n</tool_call>"
+    for answer, reason in ((called, "tool_calls"), (text, "stop")):
+        async with gateway(answer, tool_parser=family) as here:
+            _, body = await here.ask(tools=[WEATHER, CLOCK], **asked)
+            grammar = here.mesh.requests[-1].sampling.grammar
+        (choice,) = body["choices"]
+        assert choice["finish_reason"] == reason
+        assert choice["message"]["content"] == (text if reason == "stop" else None)
+        state = matcher(byte_tokenizer_once(), grammar)
+        assert state.try_consume_tokens(list(answer.encode())) == len(answer)
+        assert state.is_accepting()
+        for other in ("Hello", '{"name": 7', f"{text} "):
+            state = matcher(byte_tokenizer_once(), grammar)
+            assert state.try_consume_tokens(list(other.encode())) < len(other)
+    async with gateway("[]", tool_parser=family) as here:
+        status, _ = await here.ask(tools=[CLOCK], tool_choice="required", **asked)
+        assert status == 200
+        assert "tags" not in here.mesh.requests[-1].sampling.grammar
+        bad = {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}
+        _, body = await here.ask(tools=[CLOCK], response_format=bad)
+        assert body["error"]["param"] == "response_format.json_schema.schema.not"
+    async with gateway("x", tool_parser="pythonic") as here:
+        status, body = await here.ask(tools=[CLOCK], **asked)
+        assert (status, body["error"]["code"]) == (400, "unsupported")
+
+
+async def test_one_call_at_a_time() -> None:
+    """Where parallel_tool_calls is false a second call is not told, whole and streamed."""
+    async with gateway(f"{CALL}\n{CALL}") as here:
+        for is_parallel, num_calls in ((True, 2), (False, 1)):
+            fields = {"tools": [WEATHER], "parallel_tool_calls": is_parallel}
+            _, body = await here.ask(**fields)
+            (choice,) = body["choices"]
+            assert len(choice["message"]["tool_calls"]) == num_calls
+            assert choice["finish_reason"] == "tool_calls"
+            deltas = [chunk["choices"][0]["delta"] for chunk in await here.stream(**fields)]
+            told = [delta["tool_calls"][0]["index"] for delta in deltas if "tool_calls" in delta]
+            assert sorted(set(told)) == list(range(num_calls))
+
+
+@needs_library
+@pytest.mark.parametrize("parameters", [None, {}, {"type": "object", "properties": {}}])
+async def test_a_function_without_parameters_gets_none(parameters: Any) -> None:
+    """Its arguments are an empty object; what names no type is one all the same."""
+    function = {"name": "clock", "parameters": parameters}
+    async with gateway("{}") as here:
+        await here.ask(tools=[{"function": function}], tool_choice=NAMED)
+        state = matcher(byte_tokenizer_once(), here.mesh.requests[-1].sampling.grammar)
+        assert state.try_consume_tokens(list(b'{"')) == 1
+        function["parameters"] = {"properties": {"a": {}}}
+        await here.ask(tools=[{"function": function}], tool_choice=NAMED)
+        state = matcher(byte_tokenizer_once(), here.mesh.requests[-1].sampling.grammar)
+        assert state.try_consume_tokens(list(b"7")) == 0
+        assert state.try_consume_tokens(list(b'{"b": 1')) == 7
+
+
 async def test_a_conversation_with_calls() -> None:
     """Calls and results of earlier turns are the template's to show, arguments as values."""
     messages = [
@@ -229,6 +294,10 @@ def a_call(arguments: str = "{}", **more: Any) -> dict[str, Any]:
         (
             {"tools": [{"function": {"name": "a", "parameters": {"$ref": "#"}}}]},
             "tools[0].function.parameters",
+        ),
+        (
+            {"tools": [{"function": {"name": "a", "parameters": {"type": "string"}}}]},
+            "tools[0].function.parameters.type",
         ),
         ({"tools": [CLOCK] * 129}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
@@ -309,6 +378,7 @@ async def test_a_model_that_knows_no_tools() -> None:
         assert body["choices"][0]["finish_reason"] == "tool_calls"
 
 
+@needs_library
 async def test_thinking_is_told_apart() -> None:
     """Where the template knows it, or a flag says so; unless the client wants it as it came."""
     thinks = "{{ messages[0].content }}<think>"
@@ -321,6 +391,11 @@ async def test_thinking_is_told_apart() -> None:
         assert "".join(delta.get("content", "") for delta in deltas) == "so"
         _, body = await here.ask(separate_reasoning=False)
         assert body["choices"][0]["message"]["content"] == "because</think>so"
+    strict = {"function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
+    async with gateway(f"because</think>{CALL}", template=TEMPLATE + "<think>") as here:
+        _, body = await here.ask(tools=[strict])
+        assert body["choices"][0]["message"]["reasoning_content"] == "because"
+        assert body["choices"][0]["finish_reason"] == "tool_calls"
     async with gateway("<think>a</think>b", reasoning_parser="none") as here:
         _, body = await here.ask()
         assert body["choices"][0]["message"]["content"] == "<think>a</think>b"
