@@ -31,8 +31,8 @@ NAMES = st.sampled_from("abc")
 JSON = st.recursive(
     st.none()
     | st.booleans()
-    | st.integers(-(10**14), 10**14)
-    | st.integers(-(10**9), 10**9).map(lambda drawn: drawn / 1000)  # no more digits: see the docs
+    | st.integers(-(10**20), 10**20)
+    | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(max_size=5),
     lambda inner: (
         st.lists(inner, max_size=3) | st.dictionaries(NAMES | st.text(), inner, max_size=3)
@@ -43,6 +43,9 @@ COUNTS = st.integers(0, 4) | st.sampled_from([-1, 10**6, 2.5])
 TYPES = st.sampled_from(["string", "integer", "number", "boolean", "null", "array", "object"])
 PATTERNS = st.sampled_from(["^a*$", "b", "^[a-c]{2,3}$", "(", "(a|b)+c", r"^\d+$", "(a*)*b", ""])
 REFERENCES = st.sampled_from(["#", "#/$defs/a", "#/$defs/b", "#/properties/a", "#a", "b.json", ""])
+FAR = st.sampled_from([2**53, 2**60, 2**63, 10**18]).flatmap(
+    lambda far: st.sampled_from([far - 1, far, far + 1, -far - 1, -far, 1 - far])
+)
 _LEAF = {
     "enum": st.lists(JSON, max_size=3),
     "const": JSON,
@@ -50,9 +53,10 @@ _LEAF = {
     "maxLength": COUNTS,
     "pattern": PATTERNS,
     "format": st.sampled_from(["date", "uuid", "int32", "nobody's"]),
-    "minimum": st.integers(-5, 5),
-    "maximum": st.integers(-5, 5) | st.floats(-5, 5),
-    "exclusiveMinimum": st.integers(-5, 5),
+    "minimum": st.integers(-5, 5) | FAR,
+    "maximum": st.integers(-5, 5) | st.floats(-5, 5) | FAR,
+    "exclusiveMinimum": st.integers(-5, 5) | FAR,
+    "exclusiveMaximum": FAR,
     "multipleOf": st.sampled_from([1, 2, 0.5, 0, -1]),
     "description": st.text(max_size=5),
     "type": TYPES | st.lists(TYPES, min_size=1, max_size=3),
@@ -149,6 +153,9 @@ def is_of_the_draft(schema: Any) -> bool:
 
 @given(schema=BROKEN, seed=st.integers(0, 99))
 @example(schema={"type": [[]]}, seed=0)
+@example(schema={"const": 2**53 + 1}, seed=0)
+@example(schema={"type": "integer", "minimum": 10**30, "maximum": 10**31}, seed=0)
+@example(schema={"type": "integer", "exclusiveMinimum": 2**53, "maximum": 2**53 + 2}, seed=0)
 @example(schema={"allOf": [{}], "$ref": f"#/allOf/{'9' * 5000}"}, seed=0)
 async def test_a_schema_is_served_or_refused_and_never_wider(
     schema: Any, seed: int, grammars: Grammars
