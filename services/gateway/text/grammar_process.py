@@ -92,6 +92,8 @@ class GrammarProcess:
             self._end()
             if self._is_given_up:
                 return Verdict("its client left", is_lasting=False)
+            if child.returncode == -signal.SIGPROF:
+                return Verdict(_TOO_SLOW)
             return Verdict("it takes too much memory to compile: make it simpler")
 
     def close(self) -> None:
@@ -162,7 +164,10 @@ def main() -> None:
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
             grammar = _receive(sys.stdin.buffer).decode()
-            _send(sys.stdout.buffer, msgspec.json.encode(verdict_of(grammar, tokenizer)))
+            signal.setitimer(signal.ITIMER_PROF, MAX_COMPILE_S)  # its signal ends this process
+            verdict = verdict_of(grammar, tokenizer)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            _send(sys.stdout.buffer, msgspec.json.encode(verdict))
 
 
 def _send(pipe: IO[bytes], data: bytes) -> None:

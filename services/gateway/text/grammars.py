@@ -9,6 +9,7 @@ endpoint: ``Structure.param`` names the field in errors.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import re
 import time
@@ -73,6 +74,16 @@ class Structure:
     places: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
 
     @property
+    def digest(self) -> bytes:
+        """The same for what has the same grammar."""
+        try:
+            value = msgspec.json.encode(self.value)
+        except OverflowError:  # a number of more than 64 bits
+            value = json.dumps(self.value).encode()
+        about = f"{self.kind} {self.whitespace!r} ".encode()
+        return hashlib.blake2b(about + value, digest_size=16).digest()
+
+    @property
     def begins_free(self) -> bool:
         """Whether an answer begins with any text."""
         return self.kind == "tags" and all("trigger" in one for one in self.value)
@@ -95,6 +106,7 @@ class Grammars:
         self._check = check
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._known: OrderedDict[str, Verdict] = OrderedDict()
+        self._good: OrderedDict[bytes, str] = OrderedDict()  # by what clients asked for
         self._num_waiting = 0
         self.marks: frozenset[str] = frozenset()
         """Texts that the model writes as one token of their own; see ``text_of``."""
@@ -105,26 +117,34 @@ class Grammars:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def checked(self, structure: Structure) -> str:
-        """Return the grammar of a structure. Cancelled, it lets the next one be checked at once.
+        """Return the grammar of a structure: at once, if it has been checked before. Cancelled, it
+        lets the next one be checked at once.
 
         Raises InvalidRequest: it is no structure of its kind, nothing matches it, or it is too
         large to follow. Overloaded: too many wait to be checked.
         """
         if self._check is not None:
             return self._checked(structure)
+        key = structure.digest
+        if key in self._good:
+            self._good.move_to_end(key)
+            return self._good[key]
         if self._num_waiting >= MAX_WAITING:
             raise Overloaded("too many grammars wait to be checked", retry_after_s=1.0)
         self._num_waiting += 1
         try:
             check = self._thread.submit(self._checked, structure)
             try:
-                return await asyncio.wrap_future(check)
+                grammar = self._good[key] = await asyncio.wrap_future(check)
             except asyncio.CancelledError:
                 if check.running():
                     self._process.give_up()
                 raise
         finally:
             self._num_waiting -= 1
+        if len(self._good) > MAX_KNOWN:
+            self._good.popitem(last=False)
+        return grammar
 
     def _checked(self, structure: Structure) -> str:
         grammar = text_of(structure)

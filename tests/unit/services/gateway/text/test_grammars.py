@@ -279,6 +279,38 @@ async def test_a_verdict_is_remembered() -> None:
 
 
 @needs_library
+async def test_what_was_checked_before_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While others' grammars take their time, as many as may wait."""
+    monkeypatch.setattr("services.gateway.text.grammars.MAX_WAITING", 1)
+    grammars = Grammars()
+    try:
+        wanted = asked({"type": "integer", "maximum": 10**30})
+        known = await grammars.checked(wanted)
+        async with asyncio.TaskGroup() as tasks:
+            slow = tasks.create_task(refused(PATTERNS, by=grammars))
+            await asyncio.sleep(0)
+            assert await grammars.checked(wanted) == known
+            assert not slow.done()
+            with pytest.raises(Overloaded):
+                await grammars.checked(asked(PERSON))
+    finally:
+        grammars.close()
+
+
+@needs_library
+def test_a_check_ends_by_its_own_processor_time() -> None:
+    """A machine with nothing else to do is not kept busy for as long as a busy one may need."""
+    process = GrammarProcess(give_up_s=60)
+    try:
+        began_at = time.monotonic()
+        assert "too long" in process.check(a_grammar(PATTERNS)).fault
+        assert time.monotonic() - began_at < 30
+        assert not process.check(a_grammar(PERSON)).fault
+    finally:
+        process.close()
+
+
+@needs_library
 async def test_what_compiles_for_ever_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is refused in time; the next grammar is checked by a new process."""
     grammars = Grammars()
