@@ -25,6 +25,7 @@ _FORMATS = frozenset(
 _VALUES = frozenset({"const", "enum", "default", "examples"})
 """Keywords that hold values, not schemas."""
 
+_REMARKS = frozenset({"title", "description", "$comment", "default", "examples"})
 _BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
 _MAX_EXACT = 2**53
 _MAX_BOUND = 2**63 - 2**10
@@ -102,25 +103,37 @@ def _digits_are_lost(value: Any) -> bool:
     return isinstance(value, float) and float(f"{value:.15g}") != value
 
 
-def for_library(schema: Any) -> Any:
-    """Return a schema without formats that say nothing of a text (``int32``, ``password``): by the
-    standard a format is a remark, and the library takes only those that it can hold an answer to.
-    Bounds that it would widen are a little narrower.
+def for_library(schema: Any, *, has_names: bool = False) -> Any:
+    """Return a schema without remarks: descriptions and such, which would count as its size, and
+    formats that say nothing of a text (``int32``, ``password``), for the library takes only those
+    that it can hold an answer to. Bounds that it would widen are a little narrower.
+
+    has_names: see ``_keywords``.
     """
     if isinstance(schema, list):
         return [for_library(one) for one in cast("list[Any]", schema)]
     if not isinstance(schema, dict):
         return schema
-    return {
-        key: value if key in _VALUES else _bound(value) if key in _BOUNDS else for_library(value)
-        for key, value in cast("dict[str, Any]", schema).items()
-        if key != "format" or not isinstance(value, str) or value in _FORMATS
-    }
+    kept: dict[str, Any] = {}
+    for key, value in cast("dict[str, Any]", schema).items():
+        if has_names:
+            kept[key] = for_library(value)
+        elif key in ("const", "enum"):
+            kept[key] = value
+        elif key in _BOUNDS:
+            kept[key] = _bound(value)
+        elif key not in _REMARKS and not (key == "format" and _is_remark(value)):
+            kept[key] = for_library(value, has_names=key in _NAMED)
+    return kept
+
+
+def _is_remark(kind: Any) -> bool:
+    return isinstance(kind, str) and kind not in _FORMATS
 
 
 def _bound(bound: Any) -> Any:
     if not isinstance(bound, int | float) or abs(bound) <= _MAX_EXACT:
-        return for_library(bound)  # or a property of this name
+        return bound
     inner = int(math.nextafter(float(bound), 0))
     return max(-_MAX_BOUND, min(inner, _MAX_BOUND))
 
@@ -128,6 +141,7 @@ def _bound(bound: Any) -> Any:
 def library_fault(schema: Any, message: str) -> SchemaFault:
     """Return what a library's message says of a schema, or of a list of values that hold some, with
     the place of the first keyword that it is about, '' = it names none."""
+    message = message.rpartition("failed to compile JSON schema: ")[2]
     rule, words = message, {one for pair in _QUOTED.findall(message) for one in pair if one}
     for begin, keyword, plainer in _PLAINER:
         if message.startswith(begin):

@@ -113,12 +113,16 @@ def test_a_schema_is_looked_at_in_bounded_time() -> None:
         deep = deep.pop("not")
 
 
-def test_formats_that_are_remarks_go() -> None:
-    """A number's width is no rule of a text; values are left alone."""
+def test_remarks_go() -> None:
+    """A number's width is no rule of a text, nor is a description; values and names are left."""
     schema = {"type": "integer", "format": "int32", "enum": [{"format": "int32"}]}
     assert for_library(schema) == {"type": "integer", "enum": [{"format": "int32"}]}
-    kept = {"properties": {"format": {"type": "string", "format": "date"}}}
+    kept = {"properties": {"format": {"type": "string", "format": "date"}, "title": {}}}
     assert for_library(kept) == kept
+    told = {"title": "A", "description": "b" * 200_000, "default": 1, "$comment": "", **kept}
+    assert for_library(told) == kept
+    named = {"properties": {"default": {"format": "int32"}, "title": "string", "enum": {}}}
+    assert for_library(named) == {"properties": {"default": {}, "title": "string", "enum": {}}}
 
 
 @pytest.mark.parametrize(
