@@ -106,8 +106,8 @@ class Engine(Protocol):
         Raises InvalidRequest (code ``unsupported``): this engine holds no answer to a grammar.
         """
         raise InvalidRequest(
-            "this model's engine holds no answer to a grammar: leave it out, or serve the model "
-            "with --engine torch",
+            "no answer can be held to a grammar here: the workers' model folder has no "
+            "tokenizer.json",
             code="unsupported",
         )
 

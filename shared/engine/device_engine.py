@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
 
 import torch
 
 from shared.engine.base import Buffer, Engine
 from shared.engine.device import enter_thread, new_staging
 from shared.engine.failures import DeviceFailures
+from shared.engine.guides import Guides
 from shared.engine.streams import Streams
 from shared.kv.layout import KvLayout
 from shared.model_spec import ModelSpec
@@ -28,6 +31,7 @@ class DeviceEngine(Engine):
         *,
         device: torch.device,
         streams: Streams,
+        guides: Guides | None,
     ) -> None:
         self.spec = spec
         self.layout = layout
@@ -35,6 +39,13 @@ class DeviceEngine(Engine):
         self.block_size = block_size
         self._device = device
         self._streams = streams
+        self._guides = guides
+
+    def expect(self, grammar: str) -> Future[Any]:
+        """See Engine."""
+        if self._guides is None:
+            return super().expect(grammar)
+        return self._guides.expect(grammar)
 
     def layer_times(self) -> Sequence[float]:
         """See Engine."""

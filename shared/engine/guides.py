@@ -20,6 +20,7 @@ import numpy as np
 
 from shared.errors import LocalProtocolError
 from shared.grammar import library, matcher
+from shared.model_folder import ModelFolder
 from shared.step import Guide, StepRow
 
 MAX_READY = 64
@@ -82,6 +83,16 @@ class Guides:
         # Two threads: a large grammar on its way must not hold up the masks of others.
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="pdmesh-grammar")
         self._finder = ThreadPoolExecutor(1, thread_name_prefix="pdmesh-guide")
+
+    @classmethod
+    def of(
+        cls, folder: ModelFolder, vocab_size: int, eos_token_ids: Collection[int]
+    ) -> Guides | None:
+        """Make them for a model; None: its folder has no tokenizer.json."""
+        path = folder.file("tokenizer.json")
+        if path is None:
+            return None
+        return cls(lambda: path.read_text("utf-8"), vocab_size, eos_token_ids)
 
     def expect(self, grammar: str) -> Future[Any]:
         """Make a grammar ready beside the steps. Raises InvalidRequest: there is no library."""

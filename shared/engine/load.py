@@ -128,7 +128,5 @@ def _fake(config: WorkerConfig, folder: ModelFolder) -> FakeEngine:
         block_size=config.block_size or DEFAULT_BLOCK_SIZE,
         timing=timing,
         real_time=config.fake_step_s > 0,
-        guides=Guides(
-            lambda: folder.tokenizer_path.read_text("utf-8"), model.vocab_size, model.eos_token_ids
-        ),
+        guides=Guides.of(folder, model.vocab_size, model.eos_token_ids),
     )

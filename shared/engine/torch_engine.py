@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import structlog
@@ -142,9 +141,11 @@ class TorchEngine(DeviceEngine):
         guides: Guides | None = None,
     ) -> None:
         super().__init__(
-            spec, kv.layout, kv.num_blocks, kv.block_size, device=device, streams=streams
+            *(spec, kv.layout, kv.num_blocks, kv.block_size),
+            device=device,
+            streams=streams,
+            guides=guides,
         )
-        self._guides = guides
         self._forward = forward
         self._kv = kv
         self._kernels = kernels
@@ -209,7 +210,7 @@ class TorchEngine(DeviceEngine):
             eos_token_ids=eos,
             dtype=served,
         )
-        guides = Guides(lambda: files.tokenizer_path.read_text("utf-8"), spec.vocab_size, eos)
+        guides = Guides.of(files, spec.vocab_size, eos)
         block_bytes = layout.token_bytes * block_size
         with DeviceFailures("making the KV pool"), torch.inference_mode(), current(place):
             streams = Streams()
@@ -324,12 +325,6 @@ class TorchEngine(DeviceEngine):
             "threads": str(torch.get_num_threads()),
             "torch": torch.__version__,
         }
-
-    def expect(self, grammar: str) -> Future[Any]:
-        """See Engine."""
-        if self._guides is None:
-            return super().expect(grammar)
-        return self._guides.expect(grammar)
 
     def pool_arrays(self) -> list[np.ndarray]:
         """See Engine."""

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 
 from shared.engine.base import Engine
 from shared.request import SamplingParams
-from shared.step import RowResult, SampleSpec, StepRow
+from shared.step import Guide, RowResult, SampleSpec, StepRow
 
 
 @dataclass
 class Running:
-    """One sequence. results: one per sampled token. prompt_results: as the chunks gave them."""
+    """One sequence. results: one per sampled token. prompt_results: as the chunks gave them. guide:
+    made with its first row, from what the answer has by then."""
 
     prompt: list[int]
     params: SamplingParams
@@ -22,6 +23,7 @@ class Running:
     output: list[int] = field(default_factory=list)
     results: list[RowResult] = field(default_factory=list)
     prompt_results: list[RowResult] = field(default_factory=list)
+    guide: Guide | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -36,8 +38,11 @@ class Running:
         tokens = self.tokens
         stop = min(len(tokens), self.num_computed + chunk)
         sample = None
+        if self.guide is None and self.params.grammar:
+            self.guide = Guide(self.params.grammar, tuple(self.output))
         if stop == len(tokens):
-            sample = SampleSpec(self.params, len(self.output), self.prompt, tuple(self.output))
+            output = tuple(self.output)
+            sample = SampleSpec(self.params, len(output), self.prompt, output, self.guide)
         targets: Sequence[int] = ()
         if self.params.prompt_logprobs is not None and self.num_computed < len(self.prompt):
             targets = self.prompt[self.num_computed + 1 : stop + 1]

@@ -26,7 +26,7 @@ from shared.errors import MeshError
 from shared.kv.layout import KvLayout
 from shared.model_spec import ModelSpec
 from shared.request import SamplingParams
-from shared.step import RowResult, SampleSpec, StepRow
+from shared.step import Guide, RowResult, SampleSpec, StepRow
 
 STARTS_WITHIN_S = 400.0
 
@@ -60,7 +60,7 @@ class RemoteEngine(Engine):
         self._pipe = pipe
         self._facts = facts
         self._lock = threading.Lock()
-        self._tables: dict[int, Sequence[int]] = {}
+        self._known: dict[int, object] = {}  # alive, so that their names stay their own
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Call a method of the child's engine."""
@@ -92,21 +92,22 @@ class RemoteEngine(Engine):
         return []
 
     def step(self, rows: Sequence[StepRow], on_layer: OnLayer | None = None) -> list[RowResult]:
-        sent: list[tuple[int, StepRow]] = []
+        sent: list[tuple[int, int, StepRow]] = []
         for row in rows:
             table = row.block_table
-            self._tables[id(table)] = table  # alive, so that its name stays its own
-            sample = row.sample
+            self._known[id(table)] = table
+            sample, guide = row.sample, None
             if sample is not None:
-                prompt, output = list(sample.prompt), list(sample.output)
-                sample = SampleSpec(sample.params, sample.index, prompt, output)
+                prompt, output, guide = list(sample.prompt), list(sample.output), sample.guide
+                self._known[id(guide)] = guide
+                sample = SampleSpec(sample.params, sample.index, prompt, output, guide)
             plain = row._replace(
                 token_ids=list(row.token_ids),
                 block_table=list(table),
                 sample=sample,
                 prompt_targets=list(row.prompt_targets),
             )
-            sent.append((id(table), plain))
+            sent.append((id(table), id(guide), plain))
         results, layers = self.call("step", sent, on_layer is not None)
         for layer in layers:
             if on_layer is not None:
@@ -156,14 +157,16 @@ def _serve(config: WorkerConfig, pipe: Connection) -> None:
         return
     facts = ("spec", "layout", "num_blocks", "block_size", "machine")
     pipe.send((True, {name: getattr(engine, name) for name in facts}))
-    # Engines know sequences by the identity of their block tables and params; a pipe makes copies.
+    # Engines know sequences by the identity of their block tables and params, and keep grammars'
+    # states in guides; a pipe makes copies.
     tables: dict[int, array[int]] = {}
+    guides: dict[int, Guide] = {}
     params: dict[SamplingParams, SamplingParams] = {}
     with contextlib.suppress(EOFError):
         while True:
             name, *arguments = pipe.recv()
             try:
-                value = _answer(engine, name, arguments, tables, params)
+                value = _answer(engine, name, arguments, tables, guides, params)
             except MeshError as error:
                 pipe.send((False, error))
             except Exception:
@@ -179,6 +182,7 @@ def _answer(
     name: str,
     arguments: list[Any],
     tables: dict[int, array[int]],
+    guides: dict[int, Guide],
     params: dict[SamplingParams, SamplingParams],
 ) -> Any:
     if name == "close":
@@ -193,15 +197,20 @@ def _answer(
         at, data = arguments
         engine.scatter(*at, np.frombuffer(bytearray(data), np.uint8))
         return None
+    if name == "expect":
+        engine.expect(*arguments)
+        return None
     sent, follows_layers = arguments
     rows: list[StepRow] = []
-    for key, row in sent:
+    for key, guide_key, row in sent:
         table = tables.setdefault(key, array("i"))
         table.extend(row.block_table[len(table) :])
         if row.sample is not None:
             spec = row.sample
             known = params.setdefault(spec.params, spec.params)
-            row = row._replace(sample=SampleSpec(known, spec.index, spec.prompt, spec.output))
+            guide = None if spec.guide is None else guides.setdefault(guide_key, spec.guide)
+            sample = SampleSpec(known, spec.index, spec.prompt, spec.output, guide)
+            row = row._replace(sample=sample)
         rows.append(row._replace(block_table=table))
     layers: list[int] = []
     results = engine.step(rows, layers.append if follows_layers else None)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shared.config import PrefillConfig
-from shared.model_folder import DEMO_FOLDER
+from shared.model_folder import BUNDLED
 from tests.support import service_process
 from tests.support.remote_engine import RemoteEngine, remote_engine
 from tests.support.vllm_checkpoints import make
@@ -39,8 +39,8 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return the shared, read-only folder of a family; 'demo' is the bundled model."""
-    made: dict[str, Path] = {"demo": DEMO_FOLDER}
+    """Return the shared, read-only folder of a family, or of a bundled model."""
+    made = dict(BUNDLED)
 
     def folder(family: str) -> Path:
         if family not in made:

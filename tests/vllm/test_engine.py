@@ -18,6 +18,7 @@ from shared.schedule.sequence import Sequence
 from shared.step import SampleSpec, StepRow
 from shared.worker.life import pool_and_scheduler
 from tests.support.engine_driver import Driver, Running, greedy
+from tests.support.grammars import a_grammar
 from tests.vllm.conftest import NUM_BLOCKS, EngineOf
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -158,13 +159,20 @@ def test_layers_are_told_in_order(engine_of: EngineOf) -> None:
         assert told == list(range(engine.layout.num_layers))
 
 
-def test_prefix_hits_and_preemption_change_no_token(engine_of: EngineOf) -> None:
+@pytest.mark.parametrize(
+    ("family", "grammar"),
+    [("llama", ""), ("demo-tools", a_grammar("[a-f ]{600}", "regex"))],
+    ids=["free", "guided"],
+)
+def test_prefix_hits_and_preemption_change_no_token(
+    family: str, grammar: str, engine_of: EngineOf
+) -> None:
     """Our scheduler over vLLM's blocks, in a pool that is too small for all: sequences are thrown
     out and computed again, and prompts that begin alike share blocks."""
-    engine = engine_of("llama")
+    engine = engine_of(family)
     base = prompts_of(engine, (70,))[0]
     prompts = [*([*base, 7 + idx] for idx in range(4)), *prompts_of(engine, (90, 64, 33))]
-    params = greedy(60, temperature=0.9, seed=2)
+    params = greedy(60, temperature=0.9, seed=2, grammar=grammar)
     alone = [Driver(engine).run_alone(prompt, params).output for prompt in prompts]
     config = DecodeConfig(token_budget=96, max_running=16)
     few = _Few(engine, 14)

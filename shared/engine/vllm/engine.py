@@ -17,6 +17,7 @@ from shared.engine.base import Buffer, OnLayer
 from shared.engine.device import name_of
 from shared.engine.device_engine import DeviceEngine
 from shared.engine.failures import DeviceFailures
+from shared.engine.guides import Guides
 from shared.engine.paged_kv import check_blocks, check_copy, slots_of
 from shared.engine.streams import Streams
 from shared.engine.vllm.plugins import STEP
@@ -43,13 +44,16 @@ class VllmEngine(DeviceEngine):
         block_size: int,
         device: torch.device,
         streams: Streams,
+        guides: Guides | None,
         facts: Mapping[str, str],
         events: LayerEvents | None = None,
         resources: contextlib.ExitStack,
     ) -> None:
         """core: vLLM's EngineCore. facts: for ``machine``. events: of ranks in other processes.
         resources: what ``close`` closes, the core first."""
-        super().__init__(spec, layout, num_blocks, block_size, device=device, streams=streams)
+        super().__init__(
+            *(spec, layout, num_blocks, block_size), device=device, streams=streams, guides=guides
+        )
         self._core = core
         self._pools = pools
         self._facts = facts
@@ -74,14 +78,22 @@ class VllmEngine(DeviceEngine):
         if not rows:
             return []
         self._check(rows)
-        plan = self._rows.plan(rows, follows_layers=on_layer is not None)
+        guided = self._guides.begin(rows) if self._guides is not None else None
+        masks = guided
+        if guided is not None and self._events is not None:
+            # Ranks are other processes, and nothing reaches them once their step has begun.
+            masks = guided.result()
+        plan = self._rows.plan(rows, masks, follows_layers=on_layer is not None)
         try:
             with DeviceFailures("a step"), self._streams.computing():
                 output = self._run(plan, on_layer)
-                return self._rows.results(rows, output)
+                results = self._rows.results(rows, output)
         except BaseException:
             self._rows.forget()
             raise
+        for idx, mask in guided.result().by_row(rows).items() if guided is not None else ():
+            results[idx] = results[idx]._replace(failure=mask.failure)
+        return results
 
     def _check(self, rows: Sequence[StepRow]) -> None:
         for row in rows:
@@ -140,4 +152,6 @@ class VllmEngine(DeviceEngine):
 
     def close(self) -> None:
         """End vLLM's executor, and its ranks."""
+        if self._guides is not None:
+            self._guides.close()
         self._resources.close()

@@ -23,6 +23,7 @@ from shared.config import DecodeConfig, WorkerConfig
 from shared.engine.base import DEFAULT_CPU_KV_BYTES
 from shared.engine.device import require_shareable_memory, resolve_device
 from shared.engine.failures import DeviceFailures
+from shared.engine.guides import Guides
 from shared.engine.models.registry import read_model_config
 from shared.engine.streams import CudaStreams, Streams
 from shared.engine.vllm import settings
@@ -117,6 +118,7 @@ def load_vllm(
             block_size=wanted.cache_config.block_size,
             device=device,
             streams=streams,
+            guides=Guides.of(files, spec.vocab_size, spec.eos_token_ids),
             facts=facts,
             events=events,
             resources=stack.pop_all(),

@@ -10,7 +10,8 @@ ranks. So what they share is ``STEP``, one a process.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDi
 
 from shared.engine import sampler
 from shared.engine.base import OnLayer
+from shared.engine.guides import Masks
 from shared.engine.vllm.ranks import RankEnd
 from shared.step import SampleSpec
 
@@ -40,11 +42,24 @@ RANKS = "ranks"
 class Choices:
     """What the rows of a step want besides their most likely token, by row name.
 
-    specs: choose by our sampler. forced: take this token, so that vLLM tells its logprob.
+    specs: choose by our sampler. forced: take this token, so that vLLM tells its logprob. guided:
+    those of ``specs`` that follow a grammar, and masks: what each of them may choose, or will have
+    been found to when there are logits.
     """
 
     specs: Mapping[str, SampleSpec] = field(default_factory=dict[str, SampleSpec])
     forced: Mapping[str, int] = field(default_factory=dict[str, int])
+    guided: Sequence[str] = ()
+    masks: Future[Masks] | Masks | None = None
+
+    def masks_of(self, names: Sequence[str]) -> Masks | None:
+        """Return what these rows may choose, in their order."""
+        if self.masks is None:
+            return None
+        found = self.masks.result() if isinstance(self.masks, Future) else self.masks
+        lines = {name: line for line, name in enumerate(self.guided)}
+        places = [place for place, name in enumerate(names) if name in lines]
+        return Masks(places, found.bits[[lines[names[place]] for place in places]], {})
 
 
 class StepMeta(KVConnectorMetadata):
@@ -229,14 +244,15 @@ class RowSampler(LogitsProcessor):
         if not choices.specs and not choices.forced:
             return logits
         rows = [(idx, name) for idx, name in self._names.items() if idx < logits.shape[0]]
-        drawn = [(idx, choices.specs[name]) for idx, name in rows if name in choices.specs]
+        drawn = [(idx, name) for idx, name in rows if name in choices.specs]
         chosen = [(idx, choices.forced[name]) for idx, name in rows if name in choices.forced]
         if drawn:
             places = torch.tensor([idx for idx, _ in drawn], device=logits.device)
             picked = sampler.sample(
                 logits.index_select(0, places).float(),
-                [spec for _, spec in drawn],
+                [choices.specs[name] for _, name in drawn],
                 eos_token_ids=STEP.eos_token_ids,
+                masks=choices.masks_of([name for _, name in drawn]),
             )
             chosen += [(idx, one.token_id) for (idx, _), one in zip(drawn, picked, strict=True)]
         places = torch.tensor([idx for idx, _ in chosen], device=logits.device)

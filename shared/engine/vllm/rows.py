@@ -13,13 +13,15 @@ has to be kept true, and an engine stays as free of requests as base.py says.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.sampling_params import SamplingParams as VllmParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from shared.engine import sampler
+from shared.engine.guides import Masks
 from shared.engine.vllm.plugins import ROW, Choices, StepMeta
 from shared.request import SamplingParams, TokenLogprobs
 from shared.step import RowResult, SampleSpec, StepRow
@@ -52,12 +54,19 @@ class Rows:
         self._num_steps = 0
         self._step: list[_Live] = []
 
-    def plan(self, rows: Sequence[StepRow], *, follows_layers: bool) -> SchedulerOutput:
-        """Return the step that computes these rows."""
+    def plan(
+        self,
+        rows: Sequence[StepRow],
+        masks: Future[Masks] | Masks | None,
+        *,
+        follows_layers: bool,
+    ) -> SchedulerOutput:
+        """Return the step that computes these rows. masks: of those that follow a grammar."""
         new: list[NewRequestData] = []
         cached = CachedRequestData.make_empty()
         specs: dict[str, SampleSpec] = {}
         forced: dict[str, int] = {}
+        guided: list[str] = []
         counts: dict[str, int] = {}
         before, self._step = self._live, []
         self._live = {}
@@ -78,11 +87,16 @@ class Rows:
             self._live[id(row.block_table)] = one
             self._step.append(one)
             counts[one.name] = len(row.token_ids)
-            if row.sample is not None and not sampler.is_most_likely(row.sample):
+            if row.sample is None:
+                continue
+            if row.sample.guide is not None:
+                guided.append(one.name)
+            if row.sample.guide is not None or not sampler.is_most_likely(row.sample):
                 specs[one.name] = _to_travel(row.sample)
         kept = {one.name for one in self._step}
         self._num_steps += 1
-        meta = StepMeta(self._num_steps, Choices(specs, forced), follows_layers=follows_layers)
+        choices = Choices(specs, forced, guided, masks)
+        meta = StepMeta(self._num_steps, choices, follows_layers=follows_layers)
         return SchedulerOutput(
             scheduled_new_reqs=new,
             scheduled_cached_reqs=cached,
@@ -182,10 +196,12 @@ def _wants_last_target(row: StepRow) -> bool:
 
 
 def _to_travel(spec: SampleSpec) -> SampleSpec:
-    """What a rank in another process needs of it: prompts are long, and seldom looked at."""
-    if spec.params.needs_history:
-        return SampleSpec(spec.params, spec.index, list(spec.prompt), list(spec.output))
-    return SampleSpec(spec.params, spec.index, (), ())
+    """What a rank in another process needs of it: prompts are long, and seldom looked at; of a
+    grammar its mask."""
+    params = replace(spec.params, grammar="") if spec.params.grammar else spec.params
+    if params.needs_history:
+        return SampleSpec(params, spec.index, list(spec.prompt), list(spec.output))
+    return SampleSpec(params, spec.index, (), ())
 
 
 def _logprobs(lists: Any, idx: int, num_top: int) -> TokenLogprobs:
