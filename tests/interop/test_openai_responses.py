@@ -95,7 +95,7 @@ async def test_turns(client: AsyncOpenAI, model: str) -> None:
     assert plain(sent_whole) == plain(second)
     assert (await client.responses.retrieve(first.id)).output_text == first.output_text
     await client.responses.delete(first.id)
-    with pytest.raises(openai.NotFoundError) as missing:
+    with pytest.raises(openai.BadRequestError) as missing:
         await client.responses.create(
             model=model, input="x", previous_response_id=first.id, **SHORT
         )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from services.gateway.http.openai_forms import Message
-from shared.errors import NotFound
+from shared.errors import InvalidRequest, NotFound
 
 MAX_RESPONSES = 1024
 MAX_TENANT_BYTES = 16 << 20
@@ -82,19 +82,19 @@ class KeptResponses:
             self._forget(largest, next(iter(self._tenants[largest].responses)))
 
     def find(self, tenant: bytes, name: str, *, param: str) -> KeptResponse:
-        """Return a tenant's response; it counts as used now. Raises NotFound."""
+        """Return a tenant's response; it counts as used now. Raises NotFound, of an earlier one, as
+        OpenAI does, InvalidRequest: clients send the whole conversation then."""
         own = self._tenants.get(tenant)
         if own is None or name not in own.responses:
-            raise NotFound(
+            is_earlier = param == "previous_response_id"
+            raise (InvalidRequest if is_earlier else NotFound)(
                 f"{param}: this gateway process keeps no such response of yours. Each keeps the "
                 f"newest {self._max_responses} of an API key, at most "
                 f"{self._max_tenant_bytes >> 20} MiB (--response-memory-mib), in its own memory: "
                 "it may be forgotten or deleted, was asked for with store false, or is another "
                 "gateway's or process's. Send the whole conversation as input instead",
                 param=param,
-                code="previous_response_not_found"
-                if param == "previous_response_id"
-                else "response_not_found",
+                code="previous_response_not_found" if is_earlier else "response_not_found",
             )
         own.responses.move_to_end(name)
         return own.responses[name]

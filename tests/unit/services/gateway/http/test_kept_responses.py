@@ -6,7 +6,7 @@ import pytest
 
 from services.gateway.http.kept_responses import KeptResponses, kept_response
 from services.gateway.http.openai_forms import Message
-from shared.errors import NotFound
+from shared.errors import InvalidRequest, NotFound
 
 A_KIB = kept_response(b"x" * 1000, [Message("user", "y")])
 
@@ -28,7 +28,7 @@ def test_a_response_is_its_tenants_alone() -> None:
     kept = KeptResponses(1 << 20)
     kept.keep(b"a", "r0", A_KIB)
     assert kept.find(b"a", "r0", param="response_id").messages == [Message("user", "y")]
-    with pytest.raises(NotFound) as missing:
+    with pytest.raises(InvalidRequest) as missing:
         kept.find(b"b", "r0", param="previous_response_id")
     assert missing.value.code == "previous_response_not_found"
     kept.delete(b"a", "r0", param="response_id")

@@ -198,7 +198,7 @@ async def test_a_response_goes_on_from_the_one_before() -> None:
         assert (await asker.other("DELETE", first["id"]))[1]["deleted"] is True
         status, gone = await asker.ask("x", previous_response_id=first["id"])
         error = gone["error"]
-        assert (status, error["code"]) == (404, "previous_response_not_found")
+        assert (status, error["code"]) == (400, "previous_response_not_found")
         assert error["param"] == "previous_response_id"
         assert "another gateway" in error["message"]
         _, unkept = await asker.ask(store=False)
@@ -315,7 +315,7 @@ async def test_what_is_wrong_is_told_by_its_own_name(fields: dict[str, Any], par
         status, body = await Asker(here).ask(**{"given": fields.pop("input", "hi"), **fields})
     error = body["error"]
     assert (status, error["param"]) == (
-        404 if error["code"].endswith("not_found") else 400,
+        404 if error["code"] == "model_not_found" else 400,
         param,
     ), error
     assert "messages[" not in error["message"]
