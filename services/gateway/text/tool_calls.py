@@ -464,7 +464,8 @@ def family_of(template: str | None) -> Family | None:
     if template is None or "tools" not in template:
         return None
     if "<tool_call>" in template:
-        return "hermes"
+        # Qwen3-Coder, Qwen3.5 and GLM 4.5 write something else than JSON between the same marks.
+        return None if "<function=" in template or "<arg_key>" in template else "hermes"
     if "[TOOL_CALLS]" in template:
         return "mistral"
     if "func_name1(" in template or "<|python_start|>" in template:

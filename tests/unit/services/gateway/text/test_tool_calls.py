@@ -224,6 +224,8 @@ def test_calls_after_thinking() -> None:
         ("{{ tools }}<|python_tag|>", "llama3"),
         ('{{ tools }}{"name": function name, "parameters": dictionary}', "llama3"),
         ("{{ tools }}[func_name1(params_name1=params_value1)]", "pythonic"),
+        ("{{ tools }}<tool_call>\n<function=f>\n<parameter=a>", None),
+        ("{{ tools }}<tool_call>f\n<arg_key>a</arg_key>", None),
         ("{{ tools }}", None),
         ("<tool_call>", None),
         (None, None),
