@@ -157,6 +157,14 @@ def tool_use(
     return ToolUse(functions=functions, choice=use, is_parallel=is_parallel is not False)
 
 
+def size_of(tools: Sequence[ToolBody]) -> int:
+    """Return the length of tools as JSON."""
+    try:
+        return len(msgspec.json.encode(tools))
+    except OverflowError:  # a number of more than 64 bits
+        return len(repr(tools))
+
+
 def for_template(tools: list[ToolBody]) -> list[dict[str, Any]]:
     """Return tools as chat templates expect them."""
     shown: list[dict[str, Any]] = []

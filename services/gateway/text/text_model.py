@@ -120,7 +120,7 @@ class TextModel:
         def run() -> list[int]:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
-        return await self._offload(run, len(text))
+        return await self.offload(run, len(text))
 
     async def render(
         self,
@@ -157,7 +157,7 @@ class TextModel:
 
         size = sum(len(str(message.get("content") or "")) + 16 for message in messages)
         # What a client's template costs, nobody knows: not on the loop.
-        return await self._offload(run, size if template is None else INLINE_CHARS + 1)
+        return await self.offload(run, size if template is None else INLINE_CHARS + 1)
 
     def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the token sequences of words as vLLM takes them: as at the beginning of a text,
@@ -180,7 +180,7 @@ class TextModel:
         def run() -> str:
             return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special)
 
-        return await self._offload(run, len(token_ids))
+        return await self.offload(run, len(token_ids))
 
     def new_answer(
         self,
@@ -226,7 +226,8 @@ class TextModel:
             data = token.replace("\u2581", " ").encode()
         return TokenPiece(data.decode("utf-8", "replace"), data)
 
-    async def _offload(self, run: Callable[[], T], size: int) -> T:
+    async def offload(self, run: Callable[[], T], size: int) -> T:
+        """Run what needs no loop: here if it is small, else on a thread. Raises Overloaded."""
         if size <= INLINE_CHARS:
             return run()
         if self._num_offloaded >= MAX_OFFLOADED:

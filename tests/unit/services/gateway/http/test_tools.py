@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -223,6 +224,22 @@ async def test_a_format_is_of_answers_that_call_nothing(family: str) -> None:
     async with gateway("x", tool_parser="pythonic") as here:
         status, body = await here.ask(tools=[CLOCK], **asked)
         assert (status, body["error"]["code"]) == (400, "unsupported")
+
+
+async def test_schemas_of_tools_keep_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large one is looked at by another thread, also with numbers beyond 64 bits."""
+    threads: list[int] = []
+
+    def look(schema: Any) -> None:
+        threads.append(threading.get_ident())
+
+    monkeypatch.setattr("services.gateway.http.tool_fields.schema_fault", look)
+    large = {"type": "object", "maxProperties": 10**20, "enum": ["x" * 5000]}
+    async with gateway("x") as here:
+        for parameters in (large, {"type": "object"}):
+            function = {"name": "a", "parameters": parameters}
+            assert (await here.ask(tools=[{"function": function}]))[0] == 200
+    assert [one == threading.get_ident() for one in threads] == [False, True]
 
 
 async def test_one_call_at_a_time() -> None:
