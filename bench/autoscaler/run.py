@@ -25,9 +25,8 @@ from services.gateway.core.scaling import Kind, Rules
 from services.sim.engine import TimedEngine
 from services.sim.mesh import CoreAnswer
 from services.sim.open_loop import simulated_model
-from services.sim.scaled import Change, ScaledMesh, Steps
+from services.sim.scaled import Change, ScaledMesh
 from services.sim.worker import WorkerSize
-from shared.predict.step_time import StepFit
 from shared.predict.times import AffineTimes
 from shared.telemetry.definitions import RequestOutcome, Slo
 
@@ -42,12 +41,10 @@ TIMES = AffineTimes(
 )  # fmt: skip
 """Round numbers of Llama2-70B on two A100s (a prompt of 8,192 tokens takes 3 s, from the public
 measurements of splitwise-sim)."""
-STEPS = Steps(
-    StepFit(TIMES.base_s, TIMES.prompt_token_s, 0.0, 100),
-    StepFit(TIMES.base_s, TIMES.decode_row_s, TIMES.context_token_s, 100),
-)
 LIMITS = Limits(ttft_s=30.0, tpot_s=0.1, target=0.95)
 """Mooncake's (arXiv 2407.00079, section 8)."""
+
+RULES = Rules(LIMITS)
 
 PROMPTS, ANSWERS = (6909, 27367, 32768), (13, 55, 200)
 """p50, p90 and the longest, in tokens: prompts of Mooncake's conversations, answers of Azure's code
@@ -55,6 +52,17 @@ trace, both cut."""
 
 BLOCK_TOKENS = 512
 SIZE = WorkerSize(num_blocks=96_000 // BLOCK_TOKENS, block_size=BLOCK_TOKENS, max_running=64)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is simulated. startup_s: from a worker's order to its join."""
+
+    times: AffineTimes = TIMES
+    size: WorkerSize = SIZE
+    rules: Rules = RULES
+    startup_s: float = STARTUP_S
+
 
 PEAK_RATE, STEP_RATE, STEP_FACTOR = 1.2, 0.3, 3.0
 DAY = (
@@ -125,18 +133,18 @@ def simulate(
     num_decode: int,
     *,
     acts: bool = True,
-    startup_s: float = STARTUP_S,
+    setting: Setting = Setting(),
 ) -> ScaledRun:
     """Run one load. acts: whether an autoscaler looks at it; else it stays as it begins."""
     spec, layout = simulated_model("Llama2-70B's shape", 1.0, 1 << 16)
+    limits = setting.rules.limits
     mesh = ScaledMesh(
         spec,
         layout,
-        TimedEngine(TIMES),
-        SIZE,
-        steps=STEPS,
-        rules=Rules(LIMITS),
-        startup_s=startup_s,
+        TimedEngine(setting.times),
+        setting.size,
+        rules=setting.rules,
+        startup_s=setting.startup_s,
         acts=acts,
     )
     for kind, num in ((Kind.PREFILL, num_prefill), (Kind.DECODE, num_decode)):
@@ -145,7 +153,7 @@ def simulate(
     mesh.settle()
     began_s = mesh.clock.now
     felt: list[Felt] = []
-    slo = Slo(LIMITS.ttft_s, LIMITS.tpot_s)
+    slo = Slo(limits.ttft_s, limits.tpot_s)
     num_asked = 0
     count_ended = mesh.on_end
 

@@ -35,7 +35,6 @@ from services.sim.worker import CoreWorker
 from shared.errors import MeshError
 from shared.kv.layout import KvLayout
 from shared.model_spec import ModelSpec
-from shared.predict.step_time import StepFit
 from shared.telemetry.definitions import tpot
 from shared.worker_status import WorkerStatus
 
@@ -43,13 +42,6 @@ LOOK_S: Final = 5.0
 """Between two decisions, as in production."""
 
 _HOMES = {Kind.PREFILL: Pool.PROMPT.value, Kind.DECODE: Pool.TOKEN.value}
-
-
-class Steps(NamedTuple):
-    """What workers report of their steps: with prompts, and without."""
-
-    prompts: StepFit
-    answers: StepFit
 
 
 class Change(NamedTuple):
@@ -85,7 +77,6 @@ class ScaledMesh(CoreMesh):
         engine: SimEngine,
         size: WorkerSize,
         *,
-        steps: Steps,
         rules: Rules,
         startup_s: float,
         acts: bool = True,
@@ -102,9 +93,9 @@ class ScaledMesh(CoreMesh):
             max_running=max_running,
             skips=True,
         )
-        self._steps, self._rules = steps, rules
+        self._prompt_steps, self._rules = engine.fits()[0], rules
         self._startup_s, self._movable = startup_s, movable
-        self._worker_size = size
+        self._step_tokens = size.token_budget
         self._acts = acts
         self._starting: Counter[Kind] = Counter()
         self._draining: dict[CoreWorker, PaidDevice] = {}
@@ -136,15 +127,7 @@ class ScaledMesh(CoreMesh):
 
     def report_of(self, member: Member, load: WorkerStatus) -> WorkerStatus:
         """See CoreMesh."""
-        size = self._worker_size
-        return replace(
-            load,
-            is_draining=member.core in self._draining,
-            queue_s=self._steps.prompts.prompt_seconds(0, load.pending_tokens, size.token_budget),
-            step_tokens=size.token_budget,
-            prompt_steps=self._steps.prompts,
-            answer_steps=self._steps.answers,
-        )
+        return replace(load, is_draining=member.core in self._draining)
 
     def device_s(self, until: float) -> float:
         """Return the seconds of devices that were paid for until then."""
@@ -185,8 +168,8 @@ class ScaledMesh(CoreMesh):
             return
         self.meter.answered(
             now,
-            steps=self._steps.prompts,
-            step_tokens=self._worker_size.token_budget,
+            steps=self._prompt_steps,
+            step_tokens=self._step_tokens,
             num_prompt=len(answer.prompt),
             num_cached=0,
             num_output=len(times),

@@ -10,6 +10,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from bench.autoscaler.live import RATES, SECONDS, asks, compare, run_live, run_simulated
+from services.sim.scaled import LOOK_S
 from tests.support.command import pdmesh
 
 pytestmark = [pytest.mark.process, pytest.mark.ucx, pytest.mark.nightly, pytest.mark.timeout(400)]
@@ -89,6 +91,18 @@ async def test_a_worker_comes_with_the_load_and_goes_with_it() -> None:
         assert "prefill-1 starts" in mesh.out
         assert "ends when it has finished what it holds" in mesh.out
         assert len(mesh.children) > 3
+
+
+@pytest.mark.timeout(900)
+async def test_it_decides_what_the_simulator_decides() -> None:
+    """Ten minutes of one load on real processes and in the simulator: up by three, down again."""
+    load = list(asks(RATES, SECONDS, seed=0))
+    live = await run_live(load, SECONDS)
+    simulated = run_simulated(load, SECONDS, live.startup_s)
+    is_same, apart_s = compare(live, simulated)
+    assert is_same, (live.changes, simulated.changes)
+    assert apart_s <= 2 * LOOK_S
+    assert {it.kind for it in live.changes} == {"prefill", "decode"}
 
 
 async def test_who_only_advises_changes_nothing() -> None:

@@ -65,16 +65,17 @@ STALE_S = 5.0
 STARTUP_S = 60.0
 """Of a worker, until one start was measured."""
 
-MOST_BUSY, OVERFULL = 0.85, 0.97
+MOST_BUSY, OVERFULL = 0.88, 0.97
 """Shares of workers' time: what is planned for, and from where on work piles up."""
 
 SPARE = 1.1
 """A worker goes if the others could do so much more."""
 
-JUMP_SIGMAS = 4.0
-"""By so many deviations of a count more requests than expected are no chance."""
+JUMP_SIGMAS = 4.5
+"""By so many deviations of a count more requests than expected are no chance: that would come once
+in some 30,000 looks at an even load."""
 
-LEVEL_S, SLOPE_S = 120.0, 900.0
+LEVEL_S, SLOPE_S = 180.0, 900.0
 """Time constants of the rate and of its slope (Holt's linear smoothing, 1957: the steady state of a
 local linear trend's Kalman filter)."""
 
@@ -159,6 +160,7 @@ class _Look:
         self.targets = {kind: memory.targets.get(kind, num) for kind, num in present.items()}
         self.ups, self.downs = dict(memory.ups), dict(memory.downs)
         self.reasons = dict(memory.reasons)
+        self.jumped_at = memory.jumped_at
         self.limit = ""
         here = [worker for worker in seen.workers if not worker.is_draining]
         self.here = here
@@ -167,7 +169,7 @@ class _Look:
 
     def decide(self) -> Decision:
         level, slope, rate = self._rates()
-        busy = self._busy(max(level, self.traffic.recent_s))
+        busy = self._busy(level)
         overfull = {kind for kind, share in busy.items() if share > OVERFULL}
         if self.queue_s > self.rules.limits.ttft_s * self.present.get(self.prompt_kind, 1):
             overfull.add(self.prompt_kind)
@@ -208,6 +210,7 @@ class _Look:
             level=level,
             slope=slope,
             level_at=self.now,
+            jumped_at=self.jumped_at,
             short_since=short_since,
             calm_since=calm_since,
             is_refusing=is_refusing and not self.seen.refuses,
@@ -237,7 +240,9 @@ class _Look:
         level = before + (recent - before) * -math.expm1(-passed_s / LEVEL_S)
         expected = before * RECENT_SECONDS
         if recent * RECENT_SECONDS > expected + JUMP_SIGMAS * math.sqrt(max(1.0, expected)):
-            return recent, 0.0, recent
+            self.jumped_at = self.now
+        if self.now - self.jumped_at < RECENT_SECONDS:
+            return recent, 0.0, recent  # until all that is counted came after the jump
         gain = -math.expm1(-passed_s / SLOPE_S)
         grown = (level - memory.level) / passed_s if passed_s > 0 else 0.0
         slope = memory.slope + (grown - memory.slope) * gain

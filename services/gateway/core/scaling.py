@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -109,9 +110,9 @@ Times = Mapping[Kind, float]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """What one decision leaves to the next. targets: workers wanted. ups, downs: when each of these
-    rose and fell last. needs: the last ``dwell_s``. level, slope: of the rate. startup_s: as
-    measured last, 0 = never. short_since: of kinds that have too few. learned: the load at which
-    limits were missed, and when."""
+    rose and fell last. needs: the last ``dwell_s``. level, slope: of the rate, as of level_at;
+    jumped_at: when it jumped last. startup_s: as measured last, 0 = never. short_since: of kinds
+    that have too few. learned: the load at which limits were missed, and when."""
 
     targets: Numbers = field(default_factory=dict[Kind, int])
     present: Numbers = field(default_factory=dict[Kind, int])
@@ -122,6 +123,7 @@ class Memory:
     level: float = 0.0
     slope: float = 0.0
     level_at: float | None = None
+    jumped_at: float = -math.inf
     startup_s: float = 0.0
     short_since: Times = field(default_factory=dict[Kind, float])
     calm_since: float = 0.0

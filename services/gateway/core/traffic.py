@@ -20,7 +20,7 @@ from shared.predict.step_time import StepFit
 SECONDS = 60
 """How far back requests are counted."""
 
-RECENT_SECONDS = 15
+RECENT_SECONDS = 30
 """The newest part, in which a jump of the load shows first."""
 
 PROMPTS = 256

@@ -242,14 +242,15 @@ class ClusterPrefix(msgspec.Struct, forbid_unknown_fields=True):
 
 class ClusterPlanner(msgspec.Struct, forbid_unknown_fields=True):
     """What the planner wants, by role (colocated workers are one of their own). decides: false =
-    another gateway decides how many workers there are. busy: share of their time that those here
-    would compute. attained: of the last minute's requests, those that kept its limits (null if
-    nothing came). startup_s: of a worker, as measured last, 0 = never. orders: what it does, or
-    would do; they stay until they are done. hold: why it changes nothing. limit: what keeps it from
-    its limits."""
+    another gateway decides how many workers there are. num_looks: so often it has looked. busy:
+    share of their time that those here would compute. attained: of the last minute's requests,
+    those that kept its limits (null if nothing came). startup_s: of a worker, as measured last, 0 =
+    never. orders: what it does, or would do; they stay until they are done. hold: why it changes
+    nothing. limit: what keeps it from its limits."""
 
     mode: Literal["advise", "act"]
     decides: bool
+    num_looks: int
     wanted: dict[str, int]
     present: dict[str, int]
     busy: dict[str, float]

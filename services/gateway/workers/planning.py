@@ -72,6 +72,7 @@ class Planner(AnswerWatcher):
         self.traffic = TrafficMeter(limits.ttft_s, limits.tpot_s, started_at)
         self.decision = Decision(self._memory, hold="it has just begun")
         self.acts = False
+        self._num_looks = 0
 
     async def run(self, tell: Tell) -> NoReturn:
         """Look until cancelled. tell: called after every look of the gateway that decides."""
@@ -94,6 +95,7 @@ class Planner(AnswerWatcher):
         )
         decision = self.decision = decide(seen, self._memory, self._rules, now)
         self._memory = decision.memory
+        self._num_looks += 1
         self._say(decision)
         if self._mode != "act":
             return
@@ -159,6 +161,7 @@ class Planner(AnswerWatcher):
         return {
             "mode": self._mode,
             "decides": self.acts,
+            "num_looks": self._num_looks,
             "wanted": {kind.value: num for kind, num in decision.wanted.items()},
             "present": {kind.value: num for kind, num in decision.memory.present.items()},
             "busy": {kind.value: round(share, 4) for kind, share in decision.busy.items()},

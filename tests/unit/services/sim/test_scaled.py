@@ -7,18 +7,18 @@ from collections.abc import Iterator
 import pytest
 
 from services.gateway.core.need import Limits
+from services.gateway.core.overload import OverloadMode
 from services.gateway.core.scaling import Kind, MoveHome, RefuseEarly, Rules
 from services.sim.engine import TimedEngine
 from services.sim.mesh import CoreAnswer
 from services.sim.open_loop import simulated_model
-from services.sim.scaled import ScaledMesh, Steps
+from services.sim.scaled import ScaledMesh
 from services.sim.worker import WorkerSize
-from shared.predict.step_time import StepFit
+from shared.errors import WouldBeLate
 from shared.predict.times import AffineTimes
 from shared.telemetry.definitions import RequestOutcome, Slo
 
 TIMES = AffineTimes(base_s=0.02, prompt_token_s=1e-3, decode_row_s=2e-3, context_token_s=0.0)
-STEPS = Steps(StepFit(0.02, 1e-3, 0.0, 100), StepFit(0.02, 2e-3, 0.0, 100))
 LIMITS = Limits(ttft_s=15.0, tpot_s=0.06)
 PROMPT = 4096
 """Tokens: 4.1 s of a prefill worker."""
@@ -32,7 +32,6 @@ def a_mesh(num_prefill: int, num_decode: int, *, movable: bool = False) -> Scale
         layout,
         TimedEngine(TIMES),
         WorkerSize(num_blocks=256, block_size=512, token_budget=4096),
-        steps=STEPS,
         rules=Rules(LIMITS),
         startup_s=STARTUP_S,
         movable=movable,
@@ -91,6 +90,30 @@ def test_a_step_times_three_is_over_a_minute_after_the_start_up() -> None:
     assert all(it.after > it.before for it in mesh.changes)
     assert mesh.decisions[-1][1].wanted[Kind.PREFILL] == 4
     assert mesh.decisions[-1][1].memory.startup_s == pytest.approx(STARTUP_S, abs=10.0)
+
+
+def test_a_worker_tells_of_its_queue_what_it_tells_in_production() -> None:
+    """Prompts that share no step wait for each other, however few their tokens: who would be late
+    is refused, and does not wait in vain."""
+    times = AffineTimes(base_s=0.2, prompt_token_s=0.0, decode_row_s=0.0, context_token_s=0.0)
+    spec, layout = simulated_model("m", 1.0, 1 << 14)
+    mesh = ScaledMesh(
+        spec,
+        layout,
+        TimedEngine(times),
+        WorkerSize(num_blocks=256, batch_tokens=1),
+        rules=Rules(Limits(ttft_s=2.0, tpot_s=0.5)),
+        startup_s=STARTUP_S,
+    )
+    for kind in (Kind.PREFILL, Kind.DECODE):
+        mesh.begin(kind)
+    mesh.settle()
+    mesh.overload.mode = OverloadMode.EARLY
+    answers = [mesh.ask((number,) * 40, max_tokens=2) for number in range(30)]
+    mesh.run(lambda: all(it.is_over for it in answers), 60.0)
+    late = [it for it in answers if isinstance(it.error, WouldBeLate)]
+    assert 18 <= len(late) <= 21
+    assert all(it.token_times[0] - it.asked_at < 2.5 for it in answers if it.error is None)
 
 
 def test_what_has_drained_is_paid_for_no_more_and_nothing_is_lost() -> None:

@@ -93,6 +93,24 @@ def test_all_that_is_missing_is_ordered_at_once() -> None:
     assert (mesh.num(Kind.PREFILL), mesh.coming) == (10, [])
 
 
+def test_all_of_a_jump_counts_while_it_is_being_counted() -> None:
+    """A jump is half counted at first; the second half is no chance either."""
+    mesh = ObedientMesh(list(workers(3, 1)))
+    mesh.looks(300, EASY)
+    assert mesh.look(traffic(4.5)).wanted[Kind.PREFILL] == 6
+    assert mesh.look(traffic(5.6)).wanted[Kind.PREFILL] == 7
+
+
+def test_a_wave_that_is_chance_refuses_nobody_and_brings_nobody_back() -> None:
+    """A sixth more in half a minute than three workers do is four deviations."""
+    mesh = ObedientMesh(list(workers(5, 1)))
+    mesh.looks(DWELL_S + 60, EASY)
+    assert mesh.num(Kind.PREFILL) == 3
+    mesh.looks(15, traffic(3.1))
+    mesh.looks(60, EASY)
+    assert decided(mesh, RefuseEarly) == decided(mesh, AddWorkers) == []
+
+
 def test_what_comes_faster_than_it_is_done_is_refused_until_there_are_workers() -> None:
     """Overload is the cheapest lever: it is on before a worker has started, and off after."""
     mesh = ObedientMesh(list(workers(2, 1)))
@@ -171,7 +189,7 @@ def test_a_peak_within_ten_minutes_keeps_its_workers() -> None:
     mesh.looks(300, EASY)
     mesh.looks(120, traffic(4.0))
     mesh.looks(240, EASY)
-    assert mesh.num(Kind.PREFILL) == 6
+    assert mesh.num(Kind.PREFILL) == 5
 
 
 def test_answers_that_were_late_in_a_load_that_is_over_buy_nothing() -> None:
