@@ -165,7 +165,7 @@ def test_layers_are_told_in_order(engine_of: EngineOf) -> None:
     ids=["free", "guided"],
 )
 def test_prefix_hits_and_preemption_change_no_token(
-    family: str, grammar: str, engine_of: EngineOf
+    family: str, grammar: str, engine_of: EngineOf, ours: Callable[[str], TorchEngine]
 ) -> None:
     """Our scheduler over vLLM's blocks, in a pool that is too small for all: sequences are thrown
     out and computed again, and prompts that begin alike share blocks."""
@@ -173,7 +173,7 @@ def test_prefix_hits_and_preemption_change_no_token(
     base = prompts_of(engine, (70,))[0]
     prompts = [*([*base, 7 + idx] for idx in range(4)), *prompts_of(engine, (90, 64, 33))]
     params = greedy(60, temperature=0.9, seed=2, grammar=grammar)
-    alone = [Driver(engine).run_alone(prompt, params).output for prompt in prompts]
+    alone = [Driver(ours(family)).run_alone(prompt, params).output for prompt in prompts]
     config = DecodeConfig(token_budget=96, max_running=16)
     few = _Few(engine, 14)
     pool, scheduler = pool_and_scheduler(config, few)

@@ -90,7 +90,7 @@ def test_who_continues_says_the_same(
     """From any token on, on other blocks or on our own engine: the grammar's state is made from the
     tokens."""
     theirs = engine_of(MODEL)
-    want = Driver(theirs).run_alone(PROMPTS[3], params).output
+    want = Driver(ours).run_alone(PROMPTS[3], params).output
     for engine in (theirs, ours):
         for num_known in (1, NUM_NEW - 1):
             driver = Driver(engine, seed=num_known)
