@@ -227,13 +227,13 @@ class GatewayConfig(ServiceConfig):
     program in a sandbox, but one that may take as much of the gateway's time as it likes."""
 
     tool_parser: Annotated[
-        str, OneOf("auto", "none", "hermes", "llama3", "mistral", "pythonic")
+        str,
+        OneOf("auto", "none", "hermes", "llama3", "mistral", "pythonic", "qwen3_coder", "glm45"),
     ] = "auto"
     """How the model writes calls of tools; auto: as its chat template shows."""
 
     reasoning_parser: Annotated[str, OneOf("auto", "none", "think")] = "auto"
-    """Tell an answer's thinking (<think> to </think>) from the rest, as reasoning_content; auto:
-    where the chat template knows it."""
+    """Tell thinking (<think> to </think>) apart as reasoning_content; auto: as the template has."""
 
     max_attempts: Annotated[int, Between(1, 5)] = 3
     """Dispatches of one request in all, the first included."""

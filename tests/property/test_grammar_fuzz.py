@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from services.gateway.http.tool_fields import NamedTool, ToolBody, tool_use
 from services.gateway.text.grammars import Grammars, Kind, Structure
-from services.gateway.text.tool_calls import FAMILIES, PARSERS, Family
+from services.gateway.text.tool_families import FAMILIES, PARSERS, Family
 from shared.errors import InvalidRequest
 from shared.grammar import matcher
 from tests.support.grammars import byte_tokenizer_once, needs_library
@@ -232,6 +232,8 @@ CALLS = {
     "llama3": ('{"name": ', ', "parameters": ', "}"),
     "mistral": ('[TOOL_CALLS][{"name": ', ', "arguments": ', "}]"),
     "pythonic": ("[", "(b=", ")]"),
+    "qwen3_coder": ("<tool_call><function=", "><parameter=b>", "</parameter></function>"),
+    "glm45": ("<tool_call>", "<arg_key>b</arg_key><arg_value>", "</arg_value></tool_call>"),
 }
 ODD = st.sampled_from(["NaN", "-Infinity", r'"\ud800"', r'"\q"', '"\n"', "1e999", "{[]: 1}", "1j"])
 
@@ -240,7 +242,7 @@ def _told(family: Family) -> st.SearchStrategy[str]:
     """A call with one part or another that is none: of a model that has half forgotten how."""
     begin, middle, end = (st.just(part) | st.sampled_from(["", ",", " "]) for part in CALLS[family])
     value = JSON.map(json.dumps) | ODD
-    name = st.just("a" if family == "pythonic" else '"a"')
+    name = st.just('"a"' if family in ("hermes", "llama3", "mistral") else "a")
     return st.tuples(begin, name | value, middle, value, end).map("".join)
 
 
@@ -253,7 +255,7 @@ def test_whatever_a_model_writes_is_text_or_calls_that_can_be_sent(
     text = data.draw(_told(family))
     cut = data.draw(st.integers(0, len(text)))
     for pieces in ([text], [text[:cut], text[cut:]]):
-        parser = PARSERS[family](["a"])
+        parser = PARSERS[family]({"a": {"properties": {"b": {"type": "array"}}}})
         said = [one for piece in pieces for one in parser.feed(piece)] + parser.finish()
         for one in said:
             one.text.encode()

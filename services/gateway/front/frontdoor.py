@@ -24,7 +24,8 @@ from services.gateway.mesh import GenerationRequest, Mesh, ServedModel
 from services.gateway.text.detokenizer import PROMPT_TAIL
 from services.gateway.text.grammars import Structure
 from services.gateway.text.text_model import TextModel
-from services.gateway.text.tool_calls import Family, ThoughtParser, chosen_family, chosen_thinking
+from services.gateway.text.tool_calls import ThoughtParser
+from services.gateway.text.tool_families import Family, chosen_family, chosen_thinking
 from shared.config import GatewayConfig
 from shared.errors import NotFound, Overloaded
 from shared.ids import RandomBytes, RequestId, new_request_id

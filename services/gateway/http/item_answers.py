@@ -68,7 +68,7 @@ class ItemFormat:
     ) -> None:
         self._head = head
         self._text = text
-        self._parser: AnswerParser = TextParser(()) if new_parser is None else new_parser()
+        self._parser: AnswerParser = TextParser({}) if new_parser is None else new_parser()
         self._thinks = isinstance(self._parser, ThoughtParser)
         self._token_ids: list[int] = []
         self._blank = ""

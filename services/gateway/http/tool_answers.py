@@ -21,14 +21,13 @@ from services.gateway.http.tool_fields import ToolUse
 from services.gateway.limits import refusal
 from services.gateway.text.text_model import TextModel
 from services.gateway.text.tool_calls import (
-    PARSERS,
-    SHOWS_SPECIAL_TOKENS,
     ListParser,
     NamedParser,
     Said,
     ThoughtParser,
     ToolParser,
 )
+from services.gateway.text.tool_families import PARSERS, SHOWS_SPECIAL_TOKENS
 from shared.request import FinishReason
 
 AnswerParser = ToolParser | ThoughtParser
@@ -102,12 +101,12 @@ def new_call_id(answer_id: str, choice: int, call: int) -> str:
 def _tool_parser(use: ToolUse, front: FrontDoor) -> ToolParser:
     match use.choice:
         case "named":
-            return NamedParser(use.names)
+            return NamedParser(use.schemas)
         case "required":
-            return ListParser(use.names)
+            return ListParser(use.schemas)
         case "auto":
             assert front.tool_family is not None
-            parser = PARSERS[front.tool_family](use.names)
+            parser = PARSERS[front.tool_family](use.schemas)
             parser.max_calls = None if use.is_parallel else 1
             return parser
 

@@ -14,7 +14,7 @@ from services.gateway import limits
 from services.gateway.http import field_rules as fields
 from services.gateway.text.grammars import Structure
 from services.gateway.text.schemas import schema_fault
-from services.gateway.text.tool_calls import Family
+from services.gateway.text.tool_families import Family
 
 MAX_TOOLS = 128
 NAME_PATTERN = r"[A-Za-z0-9_.-]{1,64}"
@@ -92,9 +92,9 @@ class ToolUse:
     is_parallel: bool = True
 
     @property
-    def names(self) -> list[str]:
-        """Of all that may be called."""
-        return [one.name for one in self.functions.values()]
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        """Of the arguments of all that may be called, by name."""
+        return {one.name: one.schema for one in self.functions.values()}
 
     @property
     def is_strict(self) -> bool:
@@ -274,8 +274,8 @@ def _tags(
         raise limits.refusal(
             "tools",
             f"{'strict' if alone is None else alone.param} is served with tool_choice auto where "
-            "calls are written as Hermes, Qwen or Llama 3 write them: use tool_choice required or "
-            "none, or leave it out",
+            "calls are JSON, as Hermes, Qwen2.5, Qwen3 and Llama 3 write them: use tool_choice "
+            "required or none, or leave it out",
             code="unsupported",
         )
     tags: list[dict[str, Any]] = [

@@ -15,14 +15,11 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
-from typing import Any, Literal, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 from services.gateway.text.json_value import JsonValue
-
-Family = Literal["hermes", "llama3", "mistral", "pythonic"]
-FAMILIES: tuple[Family, ...] = ("hermes", "llama3", "mistral", "pythonic")
 
 _HEAD = re.compile(
     r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)'
@@ -43,13 +40,13 @@ class Said(NamedTuple):
 
 
 class ToolParser:
-    """One answer. names: of the tools that there are; a call of another is text. max_calls: those
-    after so many are left out, None = all are told."""
+    """One answer. tools: those that there are, with the schemas of their arguments; a call of
+    another is text. max_calls: those after so many are left out, None = all are told."""
 
     max_calls: int | None = None
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = frozenset(names)
+    def __init__(self, tools: Mapping[str, Any]) -> None:
+        self._tools = tools
         self._held = ""
         self._value: JsonValue | None = None  # of the arguments that are on their way
         self.num_calls = 0
@@ -90,8 +87,7 @@ class ToolParser:
             place, mark = found
             text, self._held = self._held[:place], self._held[place + len(mark) :]
             return text, mark
-        num_begun = max(_num_begun(self._held, mark) for mark in marks)
-        cut = len(self._held) - num_begun
+        cut = len(self._held) - max(num_begun(self._held, mark) for mark in marks)
         text, self._held = self._held[:cut], self._held[cut:]
         return text, None
 
@@ -115,7 +111,7 @@ class ToolParser:
             return None
         call = cast("dict[str, Any]", value)
         name = call.get("name")
-        if not isinstance(name, str) or name not in self._names:
+        if not isinstance(name, str) or name not in self._tools:
             return None
         arguments = call.get("arguments", call.get("parameters"))
         return name, {} if arguments is None else arguments
@@ -135,8 +131,8 @@ class HermesParser(ToolParser):
 
     BEGIN, END = "<tool_call>", "</tool_call>"
 
-    def __init__(self, names: Sequence[str]) -> None:
-        super().__init__(names)
+    def __init__(self, tools: Mapping[str, Any]) -> None:
+        super().__init__(tools)
         self._is_call = self._is_after_call = False
         self._has_head = False
 
@@ -155,8 +151,8 @@ class HermesParser(ToolParser):
                     return
                 self._is_call, self._has_head = True, False
             if not self._has_head and (head := _HEAD.match(self._held)):
-                name = _loads(head[1])
-                if name in self._names:
+                name = read_json(head[1])
+                if name in self._tools:
                     self._held = self._held[head.end() :]
                     self._has_head, self._value = True, JsonValue()
                     self.num_calls += 1
@@ -179,14 +175,14 @@ class HermesParser(ToolParser):
                 return
             inner, self._held = self._held[:end], self._held[end + len(self.END) :]
             self._is_call = False
-            calls = None if self._has_head else self._of_value(_loads(inner))
+            calls = None if self._has_head else self._of_value(read_json(inner))
             self._is_after_call = self._has_head or calls is not None
             if not self._has_head:
                 yield from calls or [Said(self.BEGIN + inner + self.END)]
 
     def _unfinished(self) -> Iterator[Said]:
         """What began like a call when the answer ended; some models leave the last mark out."""
-        calls = self._of_value(_loads(self._held.removeprefix(self.BEGIN)))
+        calls = self._of_value(read_json(self._held.removeprefix(self.BEGIN)))
         if calls:
             self._held = ""
             yield from calls
@@ -201,8 +197,8 @@ class WholeJsonParser(ToolParser):
     MARKS: tuple[str, ...] = ("<|python_tag|>",)
     BEGINS = "{"
 
-    def __init__(self, names: Sequence[str]) -> None:
-        super().__init__(names)
+    def __init__(self, tools: Mapping[str, Any]) -> None:
+        super().__init__(tools)
         self._is_text = False
 
     def _said(self, *, is_over: bool) -> Iterator[Said]:
@@ -259,7 +255,7 @@ class PythonicParser(WholeJsonParser):
         if not isinstance(part, ast.Call) or part.args:
             return None
         name = ast.unparse(part.func)
-        if name not in self._names:
+        if name not in self._tools:
             return None
         if not all(word.arg for word in part.keywords):
             return None  # f(**…)
@@ -273,8 +269,8 @@ class MistralParser(ToolParser):
 
     MARK = "[TOOL_CALLS]"
 
-    def __init__(self, names: Sequence[str]) -> None:
-        super().__init__(names)
+    def __init__(self, tools: Mapping[str, Any]) -> None:
+        super().__init__(tools)
         self._is_call = False
 
     def _said(self, *, is_over: bool) -> Iterator[Said]:
@@ -289,13 +285,13 @@ class MistralParser(ToolParser):
             return
         calls: list[Said] = []
         text = self._held.strip()
-        found = self._of_value(_loads(text)) if text.startswith("[") else None
+        found = self._of_value(read_json(text)) if text.startswith("[") else None
         if found is None:
             for piece in text.split(self.MARK):
                 head = _BARE.match(piece)
-                if head is None or head[1] not in self._names:
+                if head is None or head[1] not in self._tools:
                     break
-                arguments = _loads(piece[head.end() :])
+                arguments = read_json(piece[head.end() :])
                 if not isinstance(arguments, dict):
                     break
                 calls.append(self._whole(head[1], arguments))
@@ -337,7 +333,7 @@ class NamedParser(ToolParser):
     def _said(self, *, is_over: bool) -> Iterator[Said]:
         if not self.num_calls:
             self.num_calls, self._value = 1, JsonValue()
-            (name,) = self._names
+            (name,) = self._tools
             yield Said("", 0, name)
         text, self._held = self._held, ""
         if self._value is not None and self._value.take(text) is not None:
@@ -394,7 +390,7 @@ class ThoughtParser:
             self._is_blank = not self._held
             return [*_thought(thought.rstrip()), *self._rest()]
         # The last spaces are held, too: they go if the end follows.
-        sure = thought[: len(thought) - _num_begun(thought, self.END)].rstrip()
+        sure = thought[: len(thought) - num_begun(thought, self.END)].rstrip()
         self._held = thought[len(sure) :]
         return _thought(sure)
 
@@ -417,13 +413,13 @@ def _thought(text: str) -> list[Said]:
     return [Said(text, is_thought=True)] if text else []
 
 
-def _num_begun(text: str, mark: str) -> int:
+def num_begun(text: str, mark: str) -> int:
     """How many characters at a text's end may begin a mark."""
     longest = min(len(mark) - 1, len(text))
     return next((n for n in range(longest, 0, -1) if mark.startswith(text[-n:])), 0)
 
 
-def _loads(text: str) -> Any:
+def read_json(text: str) -> Any:
     try:
         return _DECODER.decode(text)
     except (ValueError, RecursionError):
@@ -446,44 +442,3 @@ _DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite)
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
-
-
-PARSERS: dict[Family, type[ToolParser]] = {
-    "hermes": HermesParser,
-    "llama3": WholeJsonParser,
-    "mistral": MistralParser,
-    "pythonic": PythonicParser,
-}
-
-SHOWS_SPECIAL_TOKENS = frozenset[Family]({"llama3", "mistral", "pythonic"})
-"""Families whose marks are special tokens, which answers do not show otherwise."""
-
-
-def family_of(template: str | None) -> Family | None:
-    """Return how a model writes calls, by the marks in its chat template; None = not at all."""
-    if template is None or "tools" not in template:
-        return None
-    if "<tool_call>" in template:
-        # Qwen3-Coder, Qwen3.5 and GLM 4.5 write something else than JSON between the same marks.
-        return None if "<function=" in template or "<arg_key>" in template else "hermes"
-    if "[TOOL_CALLS]" in template:
-        return "mistral"
-    if "func_name1(" in template or "<|python_start|>" in template:
-        return "pythonic"
-    if "<|python_tag|>" in template or '"parameters":' in template:
-        return "llama3"
-    return None
-
-
-def chosen_family(setting: str, template: str | None) -> Family | None:
-    """Return how calls are written; setting: ``auto``, ``none``, or a family."""
-    if setting == "auto":
-        return family_of(template)
-    return next((family for family in FAMILIES if family == setting), None)
-
-
-def chosen_thinking(setting: str, template: str | None) -> bool:
-    """Return whether answers may think first; setting: ``auto``, ``none``, or ``think``."""
-    if setting == "auto":
-        return ThoughtParser.BEGIN in (template or "")
-    return setting == "think"

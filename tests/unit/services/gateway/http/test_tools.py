@@ -127,6 +127,48 @@ async def test_a_call_in_a_stream() -> None:
     assert sum(len(one["content"]) for one in told if one) == usage["usage"]["completion_tokens"]
 
 
+XML_CALLS = {
+    "qwen3_coder": (
+        "<tool_call><function=",
+        "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n"
+        "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>",
+    ),
+    "glm45": (
+        "<tool_call><arg_key>",
+        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", XML_CALLS)
+async def test_a_call_whose_arguments_have_no_types(family: str) -> None:
+    """The tool's schema has them, whole and streamed; a strict one is refused by name."""
+    marks, call = XML_CALLS[family]
+    parameters = {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+    tool = {"function": {"name": "weather", "parameters": parameters}}
+    due = {"city": "Paris", "days": 2}
+    async with gateway(f"I look. {call}", template=f"{{{{ tools }}}}{marks}") as here:
+        _, body = await here.ask(tools=[tool])
+        chunks = await here.stream(tools=[tool])
+        _, cut = await here.ask(tools=[tool], stop="aris")
+        strict = {"function": {**tool["function"], "strict": True}}
+        status, refused = await here.ask(tools=[strict])
+    (choice,) = body["choices"]
+    (called,) = choice["message"]["tool_calls"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("I look. ", "tool_calls")
+    assert called["function"]["name"] == "weather"
+    assert json.loads(called["function"]["arguments"]) == due
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    parts = [delta["tool_calls"][0]["function"] for delta in deltas if "tool_calls" in delta]
+    assert [part["name"] for part in parts if "name" in part] == ["weather"]
+    assert len(parts) > 4
+    assert json.loads("".join(part["arguments"] for part in parts)) == due
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    assert cut["choices"][0]["finish_reason"] == "stop"
+    assert (status, refused["error"]["code"]) == (400, "unsupported")
+
+
 async def test_a_call_that_a_stop_string_cuts_is_no_reason_to_run_it() -> None:
     """Whole and streamed; a call before it that ended is one."""
     for tools, choice in (([WEATHER], "auto"), ([CLOCK], "auto"), ([WEATHER], NAMED_WEATHER)):

@@ -9,17 +9,32 @@ from typing import Any
 
 import pytest
 
+from services.gateway.text.chat_template import ChatTemplate
 from services.gateway.text.tool_calls import (
-    PARSERS,
     ListParser,
     NamedParser,
     Said,
     ThoughtParser,
     ToolParser,
-    family_of,
 )
+from services.gateway.text.tool_families import PARSERS, family_of
+from shared.model_folder import SpecialTokens
 
-NAMES = ("weather", "get_time")
+SCHEMA = {
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "least": {"anyOf": [{"type": "number"}, {"type": "null"}]},
+        "is_long": {"type": "boolean"},
+        "at": {"$ref": "#/$defs/at"},
+        "on": {"type": "object"},
+        "unit": {"enum": ["C", "F"]},
+        "note": {"type": ["string", "null"]},
+        "code": {"type": ["string", "integer"]},
+    },
+    "$defs": {"at": {"type": "array", "items": {"type": "string"}}},
+}
+TOOLS = {"weather": SCHEMA, "get_time": {"type": "object"}}
 PARIS = ("weather", {"city": 'Paris, "é" {[}'})
 NOW = ("get_time", {})
 
@@ -118,7 +133,7 @@ LIST = json.dumps(
 )
 def test_a_family(family: Any, text: str, words: str, due: list[Any]) -> None:
     """Calls, the text round them, and what is none."""
-    require(lambda: PARSERS[family](NAMES), text, words, due)
+    require(lambda: PARSERS[family](TOOLS), text, words, due)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +156,7 @@ def test_a_family(family: Any, text: str, words: str, due: list[Any]) -> None:
 )
 def test_what_only_looks_like_a_call_is_text(family: Any, text: str) -> None:
     """Names that are none, numbers and keys that JSON does not have, arguments without a name."""
-    require(lambda: PARSERS[family](NAMES), text, text, [])
+    require(lambda: PARSERS[family](TOOLS), text, text, [])
 
 
 @pytest.mark.parametrize(
@@ -161,31 +176,210 @@ def test_what_only_looks_like_a_call_is_text(family: Any, text: str) -> None:
 def test_arguments_can_always_be_sent(family: Any, text: str, arguments: Any) -> None:
     """Half a character of UTF-16 stays an escape; no arguments are an empty object."""
     due = {"at": "\ud83d"} if arguments is ... else arguments
-    require(lambda: PARSERS[family](NAMES), text, "", [("get_time", due)])
-    _, _, [(_, said)] = read(PARSERS[family](NAMES), text, [])
+    require(lambda: PARSERS[family](TOOLS), text, "", [("get_time", due)])
+    _, _, [(_, said)] = read(PARSERS[family](TOOLS), text, [])
     said.encode()
 
 
-def test_arguments_leave_as_they_come() -> None:
+@pytest.mark.parametrize(
+    ("family", "begin"),
+    [
+        ("hermes", '<tool_call>\n{"name": "weather", "arguments": {"city": "Pa'),
+        ("qwen3_coder", "<tool_call>\n<function=weather>\n<parameter=city>\nPa"),
+        ("glm45", "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Pa"),
+    ],
+)
+def test_arguments_leave_as_they_come(family: Any, begin: str) -> None:
     """A client sees the name first, and arguments before the call is over."""
-    parser = PARSERS["hermes"](NAMES)
-    said = parser.feed('<tool_call>\n{"name": "weather", "arguments": {"city": "Pa')
-    assert [(one.name, one.text) for one in said] == [("weather", ""), ("", '{"city": "Pa')]
+    parser = PARSERS[family](TOOLS)
+    said = parser.feed(begin)
+    assert [one.name for one in said if one.name] == ["weather"]
+    assert "".join(one.text for one in said) == '{"city": "Pa'
     assert parser.feed("ris")[0].text == "ris"
+
+
+def qwen(name: str, *values: tuple[str, str]) -> str:
+    inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values)
+    return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
+
+
+def glm(name: str, *values: tuple[str, str]) -> str:
+    inner = "".join(
+        f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in values
+    )
+    return f"<tool_call>{name}\n{inner}</tool_call>"
+
+
+XML = [("qwen3_coder", qwen), ("glm45", glm)]
+QWEN_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for message in messages %}"
+    "{{ message.content }}{% for call in message.tool_calls %}<tool_call>\n"
+    "<function={{ call.function.name }}>\n{% for key, value in call.function.arguments | items %}"
+    "<parameter={{ key }}>\n"
+    "{{ value | string if value is not mapping and value is not sequence or value is string "
+    "else value | tojson }}\n</parameter>\n{% endfor %}</function>\n</tool_call>"
+    "{% endfor %}{% endfor %}"
+)
+GLM_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson(ensure_ascii=False) }}{% endfor %}"
+    "{% for message in messages %}{{ message.content }}{% for call in message.tool_calls %}"
+    "<tool_call>{{ call.function.name }}\n{% for key, value in call.function.arguments.items() %}"
+    "<arg_key>{{ key }}</arg_key>\n<arg_value>{{ value if value is string else "
+    "value | tojson(ensure_ascii=False) }}</arg_value>\n{% endfor %}</tool_call>"
+    "{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("written", "due"),
+    [
+        ({"city": "Paris"}, {"city": "Paris"}),
+        ({"city": '"é" {[}\\\t🦊'}, {"city": '"é" {[}\\\t🦊'}),
+        (
+            {"city": "a < b </para> <arg>\n\n  if (x<y)"},
+            {"city": "a < b </para> <arg>\n\n  if (x<y)"},
+        ),
+        ({"city": "12", "unit": "C"}, {"city": "12", "unit": "C"}),
+        ({"city": "null"}, {"city": "null"}),
+        ({"city": ""}, {"city": ""}),
+        ({"city": "  spaced\n"}, {"city": "  spaced\n"}),
+        ({"days": "3", "least": "-1.50", "is_long": "true"}, ...),
+        ({"least": "4"}, {"least": 4}),
+        ({"least": "null", "note": "null"}, {"least": None, "note": None}),
+        ({"is_long": "True", "least": "None"}, {"is_long": True, "least": None}),
+        ({"at": '["a", "é"]', "on": '{"a": {"b": [1, null]}}'}, ...),
+        ({"at": "['a']", "on": "{'a': True}"}, {"at": ["a"], "on": {"a": True}}),
+        ({"days": "three", "at": "[1,", "on": "NaN"}, {"days": "three", "at": "[1,", "on": "NaN"}),
+        ({"code": "12", "note": "12"}, {"code": 12, "note": "12"}),
+        ({"code": "12a", "note": '"quoted"'}, {"code": "12a", "note": '"quoted"'}),
+        ({"days": "1" * 5000}, {"days": "1" * 5000}),
+    ],
+)
+@pytest.mark.parametrize(("family", "call"), XML)
+def test_values_by_their_schema(family: Any, call: Any, written: dict[str, str], due: Any) -> None:
+    """Text where a string is wanted, to the letter; else JSON, or what Python writes for it."""
+    if due is ...:
+        due = {key: json.loads(value) for key, value in written.items()}
+    text = call("weather", *written.items())
+    require(lambda: PARSERS[family](TOOLS), text, "", [("weather", due)])
+
+
+@pytest.mark.parametrize(
+    ("family", "call", "due"),
+    [("qwen3_coder", qwen, {"zone": "7", "at": "x"}), ("glm45", glm, {"zone": 7, "at": "x"})],
+)
+def test_values_that_no_schema_knows(family: Any, call: Any, due: Any) -> None:
+    """As the models' own parsers have it: text, or JSON where it is some."""
+    text = call("get_time", ("zone", "7"), ("at", "x"))
+    require(lambda: PARSERS[family](TOOLS), text, "", [("get_time", due)])
+    more = {"get_time": {"additionalProperties": {"type": "integer"}}}
+    require(lambda: PARSERS[family](more), text, "", [("get_time", {"zone": 7, "at": "x"})])
+
+
+@pytest.mark.parametrize(("family", "call"), XML)
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": [], "additionalProperties": True},
+        {"properties": {"a": {"type": {}}}},
+        {"properties": {"a": {"anyOf": 5, "enum": 5, "$ref": "#a"}}},
+        {"properties": {"a": {"$ref": "#/a/b"}}, "a": ["b"]},
+        {
+            "properties": {"a": {"$ref": "#/$defs/b"}},
+            "$defs": {"b": {"anyOf": [{"$ref": "#/$defs/b"}] * 50}},
+        },
+    ],
+)
+def test_values_of_an_odd_schema(family: Any, call: Any, schema: Any) -> None:
+    """Of one that says nothing of a value that can be read, and soon."""
+    text = call("get_time", ("a", "x"))
+    require(lambda: PARSERS[family]({"get_time": schema}), text, "", [("get_time", {"a": "x"})])
+
+
+@pytest.mark.parametrize(("family", "call"), XML)
+def test_calls_between_marks(family: Any, call: Any) -> None:
+    """Text before and after, several calls, none that there is; a call that is cut off."""
+    one, two = call("weather", ("city", "Oslo"), ("days", "2")), call("get_time")
+    due = [("weather", {"city": "Oslo", "days": 2}), NOW]
+
+    def make() -> ToolParser:
+        return PARSERS[family](TOOLS)
+
+    require(make, f"I look. {one}\n{two}\nDone.", "I look. Done.", due)
+    unknown = call("nobody", ("city", "Oslo"))
+    require(make, f"{unknown} {two}", f"{unknown} ", [NOW])
+    for text in ("<tool_call>", "<tool_call>no call</tool_call> x", "a <tool_cal> <", "<function>"):
+        require(make, text, text, [])
+    long = f"<tool_call>{'x' * 500}"
+    assert make().feed(long), "what is no call does not wait for its end"
+    require(make, long, long, [])
+    for end in range(len(one)):
+        parser = make()
+        _, words, calls = read(parser, one[:end], [end // 2])
+        assert one.startswith(words)
+        assert not (words and calls)
+        assert parser.is_within_call == (bool(calls) and "</function>" not in one[:end])
+        assert not calls or json.dumps(due[0][1]).startswith(calls[0][1])
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("qwen3_coder", "<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>"),
+        (
+            "qwen3_coder",
+            "<function=weather><parameter=city>Oslo</parameter></function>\n</tool_call>",
+        ),
+        ("qwen3_coder", "<tool_call><function=weather><parameter=city>Oslo</function></tool_call>"),
+        ("qwen3_coder", "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</tool_call>"),
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=weather>\n<parameter=note>\nnull\n<parameter=city>\nOslo\n"
+            "</parameter>\n</function>\n</tool_call>",
+        ),
+        (
+            "glm45",
+            "<tool_call>weather<arg_key>city</arg_key><arg_value>Oslo</arg_value></tool_call>",
+        ),
+        (
+            "glm45",
+            r"<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n</tool_call>",
+        ),
+    ],
+)
+def test_marks_as_models_also_write_them(family: Any, text: str) -> None:
+    """Without line ends, without the first mark, without a value's own end."""
+    due = {"note": None, "city": "Oslo"} if "note" in text else {"city": "Oslo"}
+    require(lambda: PARSERS[family](TOOLS), text, "", [("weather", due)])
+
+
+@pytest.mark.parametrize(
+    ("template", "call"), [(QWEN_TEMPLATE, qwen), (GLM_TEMPLATE, glm)], ids=["qwen", "glm"]
+)
+def test_what_a_template_shows_is_read_back(template: str, call: Any) -> None:
+    """Calls as a prompt has them are the calls of an answer."""
+    arguments = {"city": "Oslo", "days": 2, "is_long": False, "least": None, "at": ["é"]}
+    function = {"name": "weather", "arguments": arguments}
+    message = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+    text = ChatTemplate(template, SpecialTokens()).render([message], add_generation_prompt=False)
+    family = family_of(template)
+    assert family is not None
+    require(lambda: PARSERS[family](TOOLS), text, "", [("weather", arguments)])
+    assert call("weather", ("city", "Oslo"))[:40] in text
 
 
 def test_the_list_of_a_required_call() -> None:
     """As the grammar makes it, with any spaces; a call that was cut off keeps what there is."""
-    require(lambda: ListParser(NAMES), LIST, "", [PARIS, NOW])
+    require(lambda: ListParser(TOOLS), LIST, "", [PARIS, NOW])
     spaced = '[\n {"name" : "get_time" , "parameters" :\n{ } \n}\n ]'
-    require(lambda: ListParser(NAMES), spaced, "", [NOW])
-    _, _, calls = read(ListParser(NAMES), LIST[:40], [])
+    require(lambda: ListParser(TOOLS), spaced, "", [NOW])
+    _, _, calls = read(ListParser(TOOLS), LIST[:40], [])
     assert calls[0][0] == "weather"
 
 
 def test_a_named_call_is_its_arguments() -> None:
     """The whole answer."""
-    require(lambda: NamedParser(["weather"]), json.dumps(PARIS[1]), "", [PARIS])
+    require(lambda: NamedParser({"weather": SCHEMA}), json.dumps(PARIS[1]), "", [PARIS])
 
 
 @pytest.mark.parametrize(
@@ -210,7 +404,7 @@ def test_thinking(text: str, is_open: bool, thought: str, words: str) -> None:
 def test_calls_after_thinking() -> None:
     """What looks like a call within a thought is none."""
     text = f"<think>maybe {hermes(*NOW)}</think>{hermes(*PARIS)}"
-    parser = ThoughtParser(PARSERS["hermes"](NAMES), is_open=False)
+    parser = ThoughtParser(PARSERS["hermes"](TOOLS), is_open=False)
     thought, words, calls = read(parser, text, [10, 50])
     assert (thought, words) == (f"maybe {hermes(*NOW)}", "")
     assert [name for name, _ in calls] == ["weather"]
@@ -224,8 +418,8 @@ def test_calls_after_thinking() -> None:
         ("{{ tools }}<|python_tag|>", "llama3"),
         ('{{ tools }}{"name": function name, "parameters": dictionary}', "llama3"),
         ("{{ tools }}[func_name1(params_name1=params_value1)]", "pythonic"),
-        ("{{ tools }}<tool_call>\n<function=f>\n<parameter=a>", None),
-        ("{{ tools }}<tool_call>f\n<arg_key>a</arg_key>", None),
+        (QWEN_TEMPLATE, "qwen3_coder"),
+        (GLM_TEMPLATE, "glm45"),
         ("{{ tools }}", None),
         ("<tool_call>", None),
         (None, None),
