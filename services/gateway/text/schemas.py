@@ -105,8 +105,9 @@ def _digits_are_lost(value: Any) -> bool:
 
 def for_library(schema: Any, *, has_names: bool = False) -> Any:
     """Return a schema without remarks: descriptions and such, which would count as its size, and
-    formats that say nothing of a text (``int32``, ``password``), for the library takes only those
-    that it can hold an answer to. Bounds that it would widen are a little narrower.
+    what asks for nothing (formats as ``int32`` and ``password``, ``uniqueItems: false``), for the
+    library takes only what it can hold an answer to. Bounds that it would widen are a little
+    narrower.
 
     has_names: see ``_keywords``.
     """
@@ -122,13 +123,15 @@ def for_library(schema: Any, *, has_names: bool = False) -> Any:
             kept[key] = value
         elif key in _BOUNDS:
             kept[key] = _bound(value)
-        elif key not in _REMARKS and not (key == "format" and _is_remark(value)):
+        elif key not in _REMARKS and not _asks_for_nothing(key, value):
             kept[key] = for_library(value, has_names=key in _NAMED)
     return kept
 
 
-def _is_remark(kind: Any) -> bool:
-    return isinstance(kind, str) and kind not in _FORMATS
+def _asks_for_nothing(key: str, value: Any) -> bool:
+    if key == "format":
+        return isinstance(value, str) and value not in _FORMATS
+    return key == "uniqueItems" and value is False
 
 
 def _bound(bound: Any) -> Any:
@@ -153,7 +156,7 @@ def library_fault(schema: Any, message: str) -> SchemaFault:
             forms = {whole, whole.partition("#")[0]} - {""}
             if any(one.endswith(form) or form.endswith(one) for one in words for form in forms):
                 return SchemaFault(place, rule)
-        elif key in words:
+        elif key in words and not _asks_for_nothing(key, value):
             return SchemaFault(place, rule)
     return SchemaFault("", message)
 

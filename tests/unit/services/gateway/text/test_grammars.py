@@ -114,9 +114,11 @@ def test_a_schema_is_looked_at_in_bounded_time() -> None:
 
 
 def test_remarks_go() -> None:
-    """A number's width is no rule of a text, nor is a description; values and names are left."""
+    """A number's width is no rule of a text, nor is a description, and what need not be unique may
+    be; values and names are left."""
     schema = {"type": "integer", "format": "int32", "enum": [{"format": "int32"}]}
     assert for_library(schema) == {"type": "integer", "enum": [{"format": "int32"}]}
+    assert for_library({"items": {}, "uniqueItems": False}) == {"items": {}}
     kept = {"properties": {"format": {"type": "string", "format": "date"}, "title": {}}}
     assert for_library(kept) == kept
     told = {"title": "A", "description": "b" * 200_000, "default": 1, "$comment": "", **kept}
@@ -168,7 +170,7 @@ def test_answers_are_never_wider_than_their_schema(schema: Any, taken: str, refu
 def test_the_place_of_a_keyword() -> None:
     """The first one that the message names, by its path."""
     deep = {"anyOf": [{"const": {"uniqueItems": 1}}, {"uniqueItems": True}]}
-    schema = {"properties": {"uniqueItems": {"type": "string"}, "a": deep}}
+    schema = {"properties": {"uniqueItems": {"type": "string"}, "a": deep}, "uniqueItems": False}
     fault = library_fault(schema, 'keys: ["uniqueItems"]')
     assert fault.place == ".properties.a.anyOf[1].uniqueItems"
     assert library_fault(schema, "nothing is quoted") == ("", "nothing is quoted")
