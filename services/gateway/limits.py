@@ -131,11 +131,11 @@ def label_or_none(text: str) -> str:
     return text if _LABEL.fullmatch(text) is not None else ""
 
 
-def checked_role(role: str, *, param: str) -> str:
+def checked_role(role: str, *, param: str, roles: Sequence[str] = ROLES) -> str:
     """Return the role of a chat message as templates know it. Raises InvalidRequest: another than
-    ROLES, which some templates would pass over and others take for the user's."""
-    if role not in ROLES:
-        raise refusal(param, f"must be one of {', '.join(ROLES)}", code="unsupported")
+    these, which some templates would pass over and others take for the user's."""
+    if role not in roles:
+        raise refusal(param, f"must be one of {', '.join(roles)}", code="unsupported")
     # OpenAI renamed the role for its newer models; templates know the old name.
     return "system" if role == "developer" else role
 

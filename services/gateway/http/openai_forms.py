@@ -313,8 +313,7 @@ def messages_for_template(messages: list[Message]) -> list[dict[str, Any]]:
 
 def _message(message: Message, param: str, called: set[str]) -> dict[str, Any]:
     """called: ids of the calls so far."""
-    is_result = message.role == "tool"
-    role = message.role if is_result else limits.checked_role(message.role, param=f"{param}.role")
+    role = limits.checked_role(message.role, param=f"{param}.role", roles=(*limits.ROLES, "tool"))
     for name in UNSERVED_OF_A_MESSAGE:
         if asks_for_something(getattr(message, name), EMPTY):
             raise unsupported(f"{param}.{name}", "only text is supported")
@@ -328,7 +327,7 @@ def _message(message: Message, param: str, called: set[str]) -> dict[str, Any]:
             raise limits.refusal(f"{param}.tool_calls", "belongs to the role assistant")
         called |= {call.id for call in message.tool_calls}
         rendered["tool_calls"] = calls_for_template(message.tool_calls, f"{param}.tool_calls")
-    if is_result:
+    if role == "tool":
         if message.tool_call_id not in called:
             raise limits.refusal(f"{param}.tool_call_id", "is no id of an earlier message's calls")
         rendered["tool_call_id"] = message.tool_call_id

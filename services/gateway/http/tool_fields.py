@@ -6,9 +6,10 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from services.gateway import limits
 from services.gateway.http import field_rules as fields
@@ -22,6 +23,8 @@ NAME_PATTERN = r"[A-Za-z0-9_.-]{1,64}"
 _NAME = re.compile(NAME_PATTERN)
 _OF_NO_PARAMETERS = {"type", "properties", "required", "title", "description", "$schema"}
 """Keywords of a function without parameters that say nothing else."""
+
+Function = TypeVar("Function")
 
 ToolName = Annotated[str, fields.rule(pattern=f"^{NAME_PATTERN}$")]
 
@@ -45,9 +48,9 @@ class FunctionBody(msgspec.Struct):
 
 
 class ToolBody(msgspec.Struct):
-    """One tool; functions are all there are."""
+    """One tool; functions are all there are. Others have none, and are refused by their type."""
 
-    function: FunctionBody
+    function: FunctionBody | UnsetType = UNSET
     type: Annotated[str, fields.rule(const="function")] = "function"
 
 
@@ -58,9 +61,9 @@ class NamedFunction(msgspec.Struct):
 
 
 class NamedTool(msgspec.Struct):
-    """The one tool to call."""
+    """The one tool to call; other choices have no function, and are refused by their type."""
 
-    function: NamedFunction
+    function: NamedFunction | UnsetType = UNSET
     type: Annotated[str, fields.rule(const="function")] = "function"
 
 
@@ -143,9 +146,9 @@ def tool_use(
     elif choice == "required":
         use = "required"
     elif isinstance(choice, NamedTool):
-        if choice.function.name not in names:
+        wanted = _of_type_function(choice, choice.function, "tool_choice").name
+        if wanted not in names:
             raise limits.refusal("tool_choice.function.name", "is none of the tools")
-        wanted = choice.function.name
         functions = {place: one for place, one in functions.items() if one.name == wanted}
         use = "named"
     else:
@@ -168,8 +171,8 @@ def size_of(tools: Sequence[ToolBody]) -> int:
 def for_template(tools: list[ToolBody]) -> list[dict[str, Any]]:
     """Return tools as chat templates expect them."""
     shown: list[dict[str, Any]] = []
-    for tool in tools:
-        function = tool.function
+    for index, tool in enumerate(tools):
+        function = _of_type_function(tool, tool.function, f"tools[{index}]")
         parameters = function.parameters or {"type": "object", "properties": {}}
         about = {"name": function.name, "description": function.description or ""}
         shown.append({"type": "function", "function": about | {"parameters": parameters}})
@@ -193,10 +196,18 @@ def calls_for_template(calls: Sequence[MessageCall], param: str) -> list[dict[st
     return shown
 
 
-def _checked(tool: ToolBody, param: str) -> FunctionBody:
-    function = tool.function
-    if tool.type != "function":
+def _of_type_function(
+    asked: ToolBody | NamedTool, function: Function | UnsetType, param: str
+) -> Function:
+    if asked.type != "function":
         raise limits.refusal(f"{param}.type", "must be function", code="unsupported")
+    if function is UNSET:
+        raise limits.refusal(f"{param}.function", "is required")
+    return function
+
+
+def _checked(tool: ToolBody, param: str) -> FunctionBody:
+    function = _of_type_function(tool, tool.function, param)
     if _NAME.fullmatch(function.name) is None:
         raise limits.refusal(
             f"{param}.function.name", "must be 1 to 64 characters of A-Z a-z 0-9 . _ -"

@@ -350,6 +350,15 @@ def a_call(arguments: str = "{}", **more: Any) -> dict[str, Any]:
         ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name"),
         ({"tools": [{"function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tools": [{"type": "web", "function": {"name": "a"}}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [CLOCK, {"name": "a"}]}, "tools[1].function"),
+        ({"tools": [CLOCK, {"function": None}]}, "tools[1].function"),
+        (
+            {"tools": [CLOCK], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}},
+            "tool_choice.type",
+        ),
+        ({"tools": [CLOCK], "tool_choice": {**NAMED, "type": "custom"}}, "tool_choice.type"),
+        ({"tools": [CLOCK], "tool_choice": {"type": "function"}}, "tool_choice.function"),
         (
             {"tools": [{"function": {"name": "a", "parameters": {"$ref": "#"}}}]},
             "tools[0].function.parameters",
@@ -390,6 +399,15 @@ async def test_what_is_refused(fields: dict[str, Any], param: str) -> None:
         status, body = await here.ask(**fields)
         assert (status, body["error"]["param"]) == (400, param)
         assert not here.mesh.requests
+
+
+async def test_tools_to_be_tokenized() -> None:
+    """As a chat's: shown by the template, and of another type refused by name."""
+    async with gateway("x") as here:
+        here.url = here.url.replace("v1/chat/completions", "tokenize")
+        assert (await here.ask(tools=[CLOCK]))[0] == 200
+        status, body = await here.ask(tools=[CLOCK, {"type": "web_search"}])
+        assert (status, body["error"]["param"]) == (400, "tools[1].type")
 
 
 @needs_library
