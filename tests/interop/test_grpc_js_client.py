@@ -53,7 +53,9 @@ async def test_grpc_js(
         "FINISH_REASON_STOP",
         truth[0],
     )
-    assert first["messages"] > 1, "it streams"
+    # Tokens that come while a client sleeps are one message: a short answer may be one.
+    streams = [got[name]["messages"] for name in ("first", "from_text", "from_ids", "late")]
+    assert max(streams) > 1, "it streams"
     assert first["usage"]["completion_tokens"] == len(first["ids"])
     receipt = first["receipt"]
     assert receipt["output_tokens"] == len(first["ids"])
