@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from services.gateway.front.answers import Answers, Choice, TextDelta, TokenCounts, open_answers
@@ -21,7 +20,7 @@ from services.gateway.http.openai_answers import AnswerHead
 from services.gateway.http.openai_forms import ChatBody, messages_for_template
 from services.gateway.http.sse import EventStream
 from services.gateway.http.tool_answers import AnswerParser, parser_maker, use_tools
-from services.gateway.http.tool_fields import ToolUse, size_of
+from services.gateway.http.tool_fields import ToolUse
 from services.gateway.mesh import ServedModel
 from shared.errors import MeshError
 from shared.log import is_debugging
@@ -84,11 +83,7 @@ async def asked_chat(
 ) -> AskedChat:
     """Return the answers that a chat asks for. Raises MeshError: the first thing that is wrong."""
     form = body.form()
-    # A hundred lines of references can keep a loop for half a second.
-    size = size_of(body.tools or ())
-    use = await front.text.offload(body.tool_use, size)
-    if use is not None:
-        await front.text.offload(partial(use_tools, use, form, front), size)
+    use = await use_tools(body, form, front)
     await front.structured(form)
     call.caller.asked = asked_by(request.headers)
     model = front.model(body.model)

@@ -68,10 +68,8 @@ def openapi_document(
     absent: Schema = {"type": "null", "description": "Not served."}
     components["CompletionBody"]["properties"] |= dict.fromkeys(OF_MESSAGES, absent)
     components["ContentPart"]["required"] = ["type", "text"]  # of other parts it need not be there
-    for name in ("ToolBody", "NamedTool"):
-        components[name]["required"] = [
-            "function"
-        ]  # of other types it is none, and they not served
+    for name in ("ToolBody", "NamedTool"):  # those of other types have none, and are refused
+        components[name]["required"] = ["function"]
     components["TokenizeBody"]["oneOf"] = [
         _one_of("prompt", "messages"),
         _one_of("messages", "prompt"),

@@ -17,7 +17,7 @@ from services.gateway.front.frontdoor import Form, FrontDoor, Prompt
 from services.gateway.http import bodies
 from services.gateway.http.openai_answers import FINISH_NAMES, AnswerHead, ChatFormat, Collected
 from services.gateway.http.openai_forms import ChatBody
-from services.gateway.http.tool_fields import ToolUse
+from services.gateway.http.tool_fields import ToolUse, size_of
 from services.gateway.limits import refusal
 from services.gateway.text.text_model import TextModel
 from services.gateway.text.tool_calls import (
@@ -33,11 +33,25 @@ from shared.request import FinishReason
 AnswerParser = ToolParser | ThoughtParser
 
 
-def use_tools(use: ToolUse, form: Form, front: FrontDoor) -> None:
-    """Have a form's answers make the calls that must be made.
+async def use_tools(body: ChatBody, form: Form, front: FrontDoor) -> ToolUse | None:
+    """Return how a chat may call, None = not at all, and have its answers make the calls that must
+    be made.
 
-    Raises InvalidRequest: the answer must match something else, too; or the model knows no tools.
+    Raises InvalidRequest: wrong tools; the answer must match something else, too; or the model
+    knows no tools.
     """
+
+    def used() -> ToolUse | None:
+        use = body.tool_use()
+        if use is not None:
+            _hold_to(use, form, front)
+        return use
+
+    # A hundred lines of references can keep a loop for half a second.
+    return await front.text.offload(used, size_of(body.tools)) if body.tools else used()
+
+
+def _hold_to(use: ToolUse, form: Form, front: FrontDoor) -> None:
     family = front.tool_family
     if use.choice == "auto" and family is None:
         raise refusal(
@@ -46,12 +60,11 @@ def use_tools(use: ToolUse, form: Form, front: FrontDoor) -> None:
             "start the gateway with --tool-parser",
             code="unsupported",
         )
-    wanted = form.structure
-    # As with OpenAI, a response_format is of answers that call nothing.
-    is_of_text = wanted is not None and wanted.param.startswith("response_format")
-    alone = wanted if is_of_text and wanted and wanted.kind == "json_schema" else None
+    wanted, alone = form.structure, None
+    if wanted and wanted.kind == "json_schema" and wanted.param.startswith("response_format"):
+        alone = wanted  # as with OpenAI, it is of answers that call nothing
     structure = use.structure(family, alone)
-    if structure is not None and wanted is not None and alone is None:
+    if structure and wanted and not alone:
         raise refusal(wanted.param, "does not go with calls that must match a schema")
     if structure is not None:
         form.structure = structure

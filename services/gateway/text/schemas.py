@@ -26,7 +26,8 @@ _VALUES = frozenset({"const", "enum", "default", "examples"})
 """Keywords that hold values, not schemas."""
 
 _REMARKS = frozenset({"title", "description", "$comment", "default", "examples"})
-_BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
+_BOUNDS = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
+"""With the sign of the numbers that a bound far out leaves."""
 _MAX_EXACT = 2**53
 _MAX_BOUND = 2**63 - 2**10
 """The library takes numbers for doubles, and those of integers' bounds for 64 bits then."""
@@ -90,10 +91,8 @@ def _inexact(place: str, key: str, value: Any) -> SchemaFault | None:
         for path, one in _values(value, place):
             if _digits_are_lost(one):
                 return SchemaFault(path, "is a number of too many digits: make it a text")
-    elif isinstance(value, int | float):
-        sign = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
-        if value * sign.get(key, 0) >= _MAX_EXACT:
-            return SchemaFault(place, "leaves only numbers of more than 2**53, which are not held")
+    elif isinstance(value, int | float) and value * _BOUNDS.get(key, 0) >= _MAX_EXACT:
+        return SchemaFault(place, "leaves only numbers of more than 2**53, which are not held")
     return None
 
 

@@ -15,14 +15,6 @@ from services.gateway.text.tool_calls import (
 from services.gateway.text.xml_calls import GlmParser, QwenCoderParser
 
 Family = Literal["hermes", "llama3", "mistral", "pythonic", "qwen3_coder", "glm45"]
-FAMILIES: tuple[Family, ...] = (
-    "hermes",
-    "llama3",
-    "mistral",
-    "pythonic",
-    "qwen3_coder",
-    "glm45",
-)
 
 PARSERS: dict[Family, type[ToolParser]] = {
     "hermes": HermesParser,
@@ -58,7 +50,7 @@ def chosen_family(setting: str, template: str | None) -> Family | None:
     """Return how calls are written; setting: ``auto``, ``none``, or a family."""
     if setting == "auto":
         return family_of(template)
-    return next((family for family in FAMILIES if family == setting), None)
+    return next((family for family in PARSERS if family == setting), None)
 
 
 def chosen_thinking(setting: str, template: str | None) -> bool:
