@@ -3,13 +3,14 @@
 computes a thread hears nobody.
 
 This module is both ends: ``GrammarProcess`` in the gateway, ``main`` in the child
-(``python -m services.gateway.text.grammar_process``). Between them: four bytes of length, then
-bytes.
+(``python -m services.gateway.text.grammar_process``), which forks for each grammar. Between them:
+four bytes of length, then bytes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import select
 import signal
@@ -34,7 +35,7 @@ STARTS_WITHIN_S = 30.0
 MAX_MEMORY_BYTES = 2 << 30
 
 _LENGTH = struct.Struct("<I")
-_TOO_SLOW = "it takes too long to compile: make it simpler"
+_LIMIT = struct.Struct("<d")
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -44,11 +45,17 @@ class Verdict(msgspec.Struct, frozen=True):
     is_lasting: bool = True
 
 
+TOO_SLOW = Verdict("it takes too long to compile: make it simpler")
+TOO_LARGE = Verdict("it takes too much memory to compile: make it simpler")
+
+
 class GrammarProcess:
     """The gateway's end: starts the child with the first grammar and whenever it was ended.
     ``check`` blocks, and is for one thread; the others are for any."""
 
-    def __init__(self, *, give_up_s: float = GIVE_UP_S) -> None:
+    def __init__(self, limit_s: float = MAX_COMPILE_S, *, give_up_s: float = GIVE_UP_S) -> None:
+        """limit_s: most processor time of one grammar."""
+        self._limit_s = limit_s
         self._give_up_s = give_up_s
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
@@ -77,24 +84,21 @@ class GrammarProcess:
         with self._lock:
             if self._is_checking and self._child is not None:
                 self._is_given_up = True
-                self._child.kill()
+                _kill(self._child)
 
     def _verdict(self, child: subprocess.Popen[bytes], grammar: str) -> Verdict:
         assert child.stdin is not None
         assert child.stdout is not None
         try:
-            _send(child.stdin, grammar.encode())
+            _send(child.stdin, _LIMIT.pack(self._limit_s) + grammar.encode())
             if not select.select([child.stdout], [], [], self._give_up_s)[0]:
                 self._end()
-                return Verdict(_TOO_SLOW)
+                return TOO_SLOW
             return msgspec.json.decode(_receive(child.stdout), type=Verdict)
         except (OSError, EOFError):
             self._end()
-            if self._is_given_up:
-                return Verdict("its client left", is_lasting=False)
-            if child.returncode == -signal.SIGPROF:
-                return Verdict(_TOO_SLOW)
-            return Verdict("it takes too much memory to compile: make it simpler")
+            why = "its client left" if self._is_given_up else "the process that checks it ended"
+            return Verdict(why, is_lasting=False)
 
     def close(self) -> None:
         """End the child; nothing is checked any more."""
@@ -108,7 +112,10 @@ class GrammarProcess:
             if self._child is not None:
                 return self._child
             child = self._child = subprocess.Popen(
-                [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                [sys.executable, "-m", __name__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,  # to be ended with its forks, and not by the terminal's ^C
             )
         assert child.stdout is not None
         if select.select([child.stdout], [], [], STARTS_WITHIN_S)[0]:
@@ -120,7 +127,7 @@ class GrammarProcess:
         with self._lock:
             child, self._child = self._child, None
         if child is not None:
-            child.kill()
+            _kill(child)
             child.wait()
             for pipe in (child.stdin, child.stdout):
                 if pipe is not None:
@@ -139,7 +146,7 @@ def verdict_of(grammar: str, tokenizer: object) -> Verdict:
     if state.is_error():
         return Verdict(_sentence(state.get_error()))
     if time.process_time() - began_at > MAX_COMPILE_S:
-        return Verdict(_TOO_SLOW)
+        return TOO_SLOW
     return Verdict("")
 
 
@@ -157,17 +164,40 @@ def byte_tokenizer() -> object:
 
 def main() -> None:
     """Answer until the other end is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the gateway's to hear
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     tokenizer = byte_tokenizer()
     _send(sys.stdout.buffer, b"")
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
-            grammar = _receive(sys.stdin.buffer).decode()
-            signal.setitimer(signal.ITIMER_PROF, MAX_COMPILE_S)  # its signal ends this process
-            verdict = verdict_of(grammar, tokenizer)
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            _send(sys.stdout.buffer, msgspec.json.encode(verdict))
+            _send(sys.stdout.buffer, _answer(_receive(sys.stdin.buffer), tokenizer))
+
+
+def _answer(asked: bytes, tokenizer: object) -> bytes:
+    """Return the verdict of a fork, which its own limits end at no cost to the next grammar."""
+    read_end, write_end = os.pipe()
+    fork = os.fork()
+    if fork == 0:
+        try:
+            (limit_s,) = _LIMIT.unpack_from(asked)
+            signal.setitimer(signal.ITIMER_PROF, limit_s)  # its signal ends this process
+            verdict = verdict_of(asked[_LIMIT.size :].decode(), tokenizer)
+            os.write(write_end, msgspec.json.encode(verdict))
+        finally:  # a MemoryError is the parent's to tell, by the empty pipe
+            os._exit(0)
+    os.close(write_end)
+    with open(read_end, "rb") as pipe:
+        answer = pipe.read()
+    _, status = os.waitpid(fork, 0)
+    if answer:
+        return answer
+    is_slow = os.waitstatus_to_exitcode(status) == -signal.SIGPROF
+    return msgspec.json.encode(TOO_SLOW if is_slow else TOO_LARGE)
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
 
 
 def _send(pipe: IO[bytes], data: bytes) -> None:

@@ -17,12 +17,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from services.gateway.limits import checked_count, refusal
-from services.gateway.text.grammar_process import GrammarProcess, Verdict
+from services.gateway.text.grammar_process import (
+    MAX_COMPILE_S,
+    TOO_SLOW,
+    GrammarProcess,
+    Verdict,
+)
 from services.gateway.text.schemas import (
     for_library,
     library_fault,
@@ -42,8 +47,11 @@ MAX_CHOICES = 1024
 MAX_SEARCH_S = 0.2
 """Longest search for the place of a fault."""
 
+QUICK_S = 0.02
+"""Processor time of nearly all grammars: what takes longer waits for its like alone."""
+
 MAX_WAITING = 64
-"""Grammars that may wait to be checked; more are refused."""
+"""Grammars that may wait in either queue to be checked; more are refused."""
 
 WHITESPACE = r"( |\n {0,24})"
 """Between the parts of JSON, where a client says nothing else: a space, or a line end and indent.
@@ -52,6 +60,9 @@ Bounded, for a model that is in doubt writes spaces without end."""
 _CONTROL = re.compile(r"\\u00(?:[01]|7f)|\\\\[xuU]")
 """What a schema's JSON has where a control character is meant: itself, or a pattern's escape."""
 
+KeyT = TypeVar("KeyT")
+ValueT = TypeVar("ValueT")
+Check = Callable[[str], Verdict]
 Kind = Literal["json_schema", "regex", "choice", "grammar", "tags"]
 
 
@@ -100,21 +111,20 @@ class Structure:
 class Grammars:
     """Builds and checks grammars for one gateway. Close it at the end."""
 
-    def __init__(self, check: Callable[[str], Verdict] | None = None) -> None:
+    def __init__(self, check: Check | None = None) -> None:
         """check: in place and at once, of tests under virtual time."""
-        self._process = GrammarProcess()
         self._check = check
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        self._known: OrderedDict[str, Verdict] = OrderedDict()
-        self._good: OrderedDict[bytes, str] = OrderedDict()  # by what clients asked for
-        self._num_waiting = 0
+        self._quick = _Queue(QUICK_S)
+        self._slow = _Queue(MAX_COMPILE_S)
+        self._known = _Newest[str, Verdict]()
+        self._good = _Newest[bytes, str]()  # by what clients asked for
         self.marks: frozenset[str] = frozenset()
         """Texts that the model writes as one token of their own; see ``text_of``."""
 
     def close(self) -> None:
-        """End the thread and its process; a check in progress fails."""
-        self._process.close()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """End the threads and their processes; checks in progress fail."""
+        self._quick.close()
+        self._slow.close()
 
     async def checked(self, structure: Structure) -> str:
         """Return the grammar of a structure: at once, if it has been checked before. Cancelled, it
@@ -124,29 +134,21 @@ class Grammars:
         large to follow. Overloaded: too many wait to be checked.
         """
         if self._check is not None:
-            return self._checked(structure)
+            return self._checked(structure, self._check)
         key = structure.digest
-        if key in self._good:
-            self._good.move_to_end(key)
-            return self._good[key]
-        if self._num_waiting >= MAX_WAITING:
-            raise Overloaded("too many grammars wait to be checked", retry_after_s=1.0)
-        self._num_waiting += 1
-        try:
-            check = self._thread.submit(self._checked, structure)
+        grammar = self._good.pop(key, None)
+        if grammar is None:
             try:
-                grammar = self._good[key] = await asyncio.wrap_future(check)
-            except asyncio.CancelledError:
-                if check.running():
-                    self._process.give_up()
-                raise
-        finally:
-            self._num_waiting -= 1
-        if len(self._good) > MAX_KNOWN:
-            self._good.popitem(last=False)
+                grammar = await self._quick.run(
+                    lambda check: self._checked(structure, check, is_quick=True)
+                )
+            except _TakesLonger:
+                grammar = await self._slow.run(lambda check: self._checked(structure, check))
+        self._good[key] = grammar
         return grammar
 
-    def _checked(self, structure: Structure) -> str:
+    def _checked(self, structure: Structure, check: Check, *, is_quick: bool = False) -> str:
+        """Raises _TakesLonger: a quick check cannot say what becomes of it."""
         grammar = text_of(structure)
         if len(grammar.encode()) > MAX_GRAMMAR_BYTES:
             raise refusal(
@@ -154,51 +156,91 @@ class Grammars:
                 f"as a grammar it must have at most {MAX_GRAMMAR_BYTES} bytes",
                 code="grammar_too_large",
             )
-        fault = self._verdict(grammar).fault
+        fault = self._fault(grammar, check, is_quick=is_quick)
         if fault:
             path = ""
             if structure.kind in ("json_schema", "tags"):
                 path, fault = library_fault(structure.value, fault)
             if structure.kind == "json_schema" and not path:
-                path, fault = self._innermost(structure, fault)
+                if is_quick:
+                    raise _TakesLonger
+                path, fault = _innermost(structure, fault, check)
             raise refusal(structure.place(path), fault, code="invalid_grammar")
         # The process that checks knows no tokens: of marks it has seen the spelling.
         return text_of(structure, self.marks) if structure.kind == "tags" else grammar
 
-    def _innermost(self, structure: Structure, fault: str) -> tuple[str, str]:
-        """Return which part of a schema has a fault whose place the library does not say, and what
-        is wrong with it: the innermost that is refused by itself, and without which the whole has
-        no such fault. Looks for a moment only."""
-        schema, stop_at = structure.value, time.monotonic() + MAX_SEARCH_S
-
-        def fault_of(value: Any) -> str:
-            # Not remembered: no client sends these.
-            return self._fresh_verdict(text_of(replace(structure, value=value))).fault
-
-        for path, part in parts_of(schema):
-            if part is schema or time.monotonic() > stop_at:
-                break
-            if "$ref" in json.dumps(part):
-                continue  # a reference is to the whole
-            place, found = schema_fault(part) or ("", fault_of(part))
-            if found and fault_of(without_part(schema, part)) != fault:
-                return path + place, found
-        return "", fault
-
-    def _fresh_verdict(self, grammar: str) -> Verdict:
-        return (self._check or self._process.check)(grammar)
-
-    def _verdict(self, grammar: str) -> Verdict:
-        known = self._known.get(grammar)
-        if known is not None:
-            self._known.move_to_end(grammar)
-            return known
-        verdict = self._fresh_verdict(grammar)
+    def _fault(self, grammar: str, check: Check, *, is_quick: bool) -> str:
+        verdict = self._known.pop(grammar, None)
+        if verdict is None:
+            verdict = check(grammar)
+            if is_quick and verdict == TOO_SLOW:
+                raise _TakesLonger
         if verdict.is_lasting:
             self._known[grammar] = verdict
-            if len(self._known) > MAX_KNOWN:
-                self._known.popitem(last=False)
-        return verdict
+        return verdict.fault
+
+
+class _TakesLonger(Exception):
+    """Than a quick check may."""
+
+
+class _Queue:
+    """What is checked one after the other, in a process of its own."""
+
+    def __init__(self, limit_s: float) -> None:
+        """limit_s: see ``GrammarProcess``."""
+        self._process = GrammarProcess(limit_s)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._num_waiting = 0
+
+    async def run(self, check: Callable[[Check], str]) -> str:
+        """Return what it returns. Raises what it raises, and Overloaded."""
+        if self._num_waiting >= MAX_WAITING:
+            raise Overloaded("too many grammars wait to be checked", retry_after_s=1.0)
+        self._num_waiting += 1
+        try:
+            running = self._thread.submit(check, self._process.check)
+            try:
+                return await asyncio.wrap_future(running)
+            except asyncio.CancelledError:
+                if running.running():
+                    self._process.give_up()
+                raise
+        finally:
+            self._num_waiting -= 1
+
+    def close(self) -> None:
+        self._process.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+class _Newest(OrderedDict[KeyT, ValueT]):
+    """What was set last, not more than ``MAX_KNOWN``."""
+
+    def __setitem__(self, key: KeyT, value: ValueT) -> None:
+        super().__setitem__(key, value)
+        if len(self) > MAX_KNOWN:
+            self.popitem(last=False)
+
+
+def _innermost(structure: Structure, fault: str, check: Check) -> tuple[str, str]:
+    """Return which part of a schema has a fault whose place the library does not say, and what is
+    wrong with it: the innermost that is refused by itself, and without which the whole has no such
+    fault. Looks for a moment only."""
+    schema, stop_at = structure.value, time.monotonic() + MAX_SEARCH_S
+
+    def fault_of(value: Any) -> str:
+        return check(text_of(replace(structure, value=value))).fault
+
+    for path, part in parts_of(schema):
+        if part is schema or time.monotonic() > stop_at:
+            break
+        if "$ref" in json.dumps(part):
+            continue  # a reference is to the whole
+        place, found = schema_fault(part) or ("", fault_of(part))
+        if found and fault_of(without_part(schema, part)) != fault:
+            return path + place, found
+    return "", fault
 
 
 def one_wish(wishes: Sequence[Structure]) -> Structure | None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -304,9 +307,33 @@ async def test_what_was_checked_before_waits_for_nobody(monkeypatch: pytest.Monk
 
 
 @needs_library
-def test_a_check_ends_by_its_own_processor_time() -> None:
+async def test_a_flood_of_slow_grammars_delays_none_that_is_quick(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each gets its moment; what takes longer waits for its like, and too many are refused."""
+    monkeypatch.setattr("services.gateway.text.grammars.MAX_WAITING", 4)
+    grammars = Grammars()
+    try:
+        await grammars.checked(asked(PERSON))  # the process is there
+        flood = [{"anyOf": [PATTERNS, {"const": index}]} for index in range(4)]
+        async with asyncio.TaskGroup() as tasks:
+            slow = [tasks.create_task(refused(one, by=grammars)) for one in flood]
+            await asyncio.sleep(0.5)  # all of them had their moment
+            for index in range(8):
+                assert await grammars.checked(asked({"const": index}))
+            assert not any(one.done() for one in slow[1:])
+            with pytest.raises(Overloaded):
+                await grammars.checked(asked(PATTERNS))
+    finally:
+        grammars.close()
+    assert all("too long" in one.result().message for one in slow)
+
+
+@needs_library
+@pytest.mark.parametrize(("limit_s", "give_up_s"), [(0.5, 60), (60, 0.5)])
+def test_a_check_ends_by_its_own_processor_time(limit_s: float, give_up_s: float) -> None:
     """A machine with nothing else to do is not kept busy for as long as a busy one may need."""
-    process = GrammarProcess(give_up_s=60)
+    process = GrammarProcess(limit_s, give_up_s=give_up_s)
     try:
         began_at = time.monotonic()
         assert "too long" in process.check(a_grammar(PATTERNS)).fault
@@ -317,10 +344,9 @@ def test_a_check_ends_by_its_own_processor_time() -> None:
 
 
 @needs_library
-async def test_what_compiles_for_ever_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is refused in time; the next grammar is checked by a new process."""
+async def test_what_compiles_for_ever_is_ended() -> None:
+    """It is refused in time, and the next grammar is checked."""
     grammars = Grammars()
-    monkeypatch.setattr(grammars, "_process", GrammarProcess(give_up_s=1.0))
     try:
         await grammars.checked(asked(PERSON))
         began_at = time.monotonic()
@@ -385,6 +411,26 @@ async def test_few_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_library
+async def test_a_check_that_dies_ends_no_other() -> None:
+    """As the library does where memory ends."""
+    process = GrammarProcess(limit_s=60, give_up_s=60)
+    try:
+        assert not process.check(a_grammar(PERSON)).fault
+        child: Any = process._child  # pyright: ignore[reportPrivateUsage]
+        forks = Path(f"/proc/{child.pid}/task/{child.pid}/children")
+        async with asyncio.TaskGroup() as tasks:
+            dies = tasks.create_task(asyncio.to_thread(process.check, a_grammar(PATTERNS)))
+            while not (fork := forks.read_text()):
+                await asyncio.sleep(0.01)
+            os.kill(int(fork), signal.SIGKILL)
+        assert "memory" in dies.result().fault
+        assert not process.check(a_grammar({"type": "null"})).fault
+        assert process._child is child  # pyright: ignore[reportPrivateUsage]
+    finally:
+        process.close()
+
+
+@needs_library
 def test_a_process_that_dies_is_started_again() -> None:
     """Whoever asked is told; a closed one checks nothing."""
     process = GrammarProcess()
@@ -393,7 +439,7 @@ def test_a_process_that_dies_is_started_again() -> None:
     child: Any = process._child  # pyright: ignore[reportPrivateUsage]
     child.kill()
     child.wait()
-    assert "memory" in process.check(grammar).fault
+    assert not process.check(grammar).is_lasting
     assert not process.check(grammar).fault
     process.close()
     verdict = process.check(grammar)
