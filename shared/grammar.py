@@ -11,9 +11,15 @@ from __future__ import annotations
 
 import importlib
 from functools import cache
+from importlib import metadata
 from typing import Any
 
 from shared.errors import InvalidRequest
+
+OLDEST = (1, 8)
+"""vLLM brings an older one along, with which JSON may have spaces without end."""
+
+INSTALL = 'pip install --no-deps "llguidance>=1.8,<2"'
 
 MAX_GRAMMAR_BYTES = 128 << 10
 """Longest grammar in a message."""
@@ -30,16 +36,26 @@ _LIMITS = {
 states (about 100 MB), of rules."""
 
 
+@cache
 def library() -> Any:
-    """Return llguidance. Raises InvalidRequest: it is not installed here."""
+    """Return llguidance. Raises InvalidRequest: see ``release``."""
+    release()
+    return importlib.import_module("llguidance")
+
+
+def release() -> str:
+    """Return the installed release. Raises InvalidRequest: there is none, or too old a one."""
     try:
-        return importlib.import_module("llguidance")
-    except ImportError:
-        raise InvalidRequest(
-            "no answer can be held to a grammar here: llguidance is not installed (it comes with "
-            "pdmesh: pip install llguidance)",
-            code="unsupported",
-        ) from None
+        found = metadata.version("llguidance")
+    except metadata.PackageNotFoundError:
+        found = ""
+    if found and tuple(map(int, found.split(".")[:2])) >= OLDEST:
+        return found
+    fault = f"{found} allows other answers than {OLDEST[0]}.{OLDEST[1]}" if found else "is missing"
+    raise InvalidRequest(
+        f"no answer can be held to a grammar here: llguidance {fault}; {INSTALL}",
+        code="unsupported",
+    )
 
 
 @cache

@@ -16,6 +16,8 @@ from typing import Any, Final
 
 from services.cli.doctor.finding import Finding, absent, right, wrong
 from services.cli.machine import num_cores
+from shared import grammar
+from shared.errors import InvalidRequest
 from shared.runtime.realtime import RealTime
 from shared.version import VERSION
 
@@ -64,6 +66,15 @@ def check_kernels(facts: Facts) -> Finding:
     if "compiler" in native["reason"]:
         return wrong("CPU kernels", text, "install g++ 11 or newer, or set CXX")
     return absent("CPU kernels", text)
+
+
+def check_grammars() -> Finding:
+    """Whether answers can be held to a schema."""
+    try:
+        return right("llguidance", f"{grammar.release()}, for structured output")
+    except InvalidRequest as error:
+        fault, _, remedy = error.message.partition("; ")
+        return wrong("llguidance", fault, remedy)
 
 
 def check_ucx(facts: Facts, error: str) -> Finding:

@@ -102,6 +102,7 @@ async def examine(gateway: str, access: Access, *, wants_vllm: bool) -> Sections
             checks.check_torch(torch, torch_error),
             checks.check_kernels(torch),
             checks.check_ucx(ucx, ucx_error),
+            checks.check_grammars(),
             vllm_checks.check_vllm(
                 torch,
                 is_wanted=wants_vllm,

@@ -16,8 +16,11 @@ from services.cli.doctor import vllm_checks
 from services.cli.doctor.finding import Finding, absent, lines_of, right, wrong
 from services.cli.doctor.gateway_checks import judge_cluster
 from services.cli.doctor.machine_checks import Facts
+from shared import grammar
 from shared.engine.vllm.release import find_compiler
+from shared.errors import InvalidRequest
 from shared.version import VERSION
+from tests.support.grammars import HAS_LIBRARY
 from tests.support.stub_gateway import StubGateway, a_view
 
 UCX: Facts = {"library": "/lib/libuct.so", "modules": ["cma", "cuda"]}
@@ -58,6 +61,26 @@ def test_a_ucx_that_does_not_load_is_told_in_its_own_words() -> None:
     broken = checks.check_ucx(None, "it cannot be loaded: no libucp")
     assert verdict(broken) == "wrong"
     assert "no libucp" in broken.text
+
+
+@pytest.mark.parametrize("found", ["1.7.6", "0.9.0-rc1", None])
+def test_a_library_of_grammars_that_is_old_or_missing_is_refused(
+    found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the doctor and where a grammar is asked for, each with what to install."""
+    assert verdict(checks.check_grammars()) == ("right" if HAS_LIBRARY else "wrong")
+
+    def version(_: str) -> str:
+        if found is None:
+            raise importlib.metadata.PackageNotFoundError
+        return found
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+    finding = checks.check_grammars()
+    assert finding.is_wrong
+    assert "pip install" in finding.remedy
+    with pytest.raises(InvalidRequest, match="llguidance"):
+        grammar.library.__wrapped__()
 
 
 @pytest.mark.parametrize(
