@@ -50,6 +50,9 @@ _RECORD = struct.Struct("<32s16sQI4x")
 """Of a slot: key, digest, when it was written (a count), tokens of the prefix. 64 bytes, of which
 no disk writes half."""
 
+_MOST_WRITES = 1 << 62
+"""No disk sees so many: a record that says more is damaged, and nothing could follow it."""
+
 _SPARSE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
@@ -102,9 +105,9 @@ class DiskArena:
         try:
             self.folder, lock = _claim(root, identity)
             self._files = self._open(lock)
+            records = self._read_index()
         except OSError as error:
             raise _unusable(root, os.strerror(error.errno or 0).lower()) from None
-        records = self._read_index()
         self.kept: Sequence[tuple[int, bytes, int]] = [
             (slot, key, end) for _, slot, key, end in records
         ]
@@ -146,7 +149,9 @@ class DiskArena:
         """Return when each slot was written, the slot, and its prefix; in order of time."""
         index = os.pread(self._files.index, self.num_slots * _RECORD.size, 0)
         records = enumerate(_RECORD.iter_unpack(index[: len(index) // _RECORD.size * _RECORD.size]))
-        return sorted((at, slot, key, end) for slot, (key, _, at, end) in records if at)
+        return sorted(
+            (at, slot, key, end) for slot, (key, _, at, end) in records if 0 < at < _MOST_WRITES
+        )
 
     # --- down ------------------------------------------------------------------------------------
 

@@ -160,6 +160,9 @@ class TierMoves:
                     self._tasks = tasks
                     for level in self.levels:
                         tasks.create_task(self._copy_down(level))
+                    # A group at whose end one waits, an error would seem to have cancelled from
+                    # outside before Python 3.13: the copies would be over, and nobody the wiser.
+                    await asyncio.get_running_loop().create_future()
         finally:
             self._tasks = None
         raise AssertionError  # pragma: no cover

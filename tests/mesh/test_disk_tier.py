@@ -184,7 +184,8 @@ def test_a_folder_of_another_model_is_emptied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "harm", ["bytes", "cut", "gone", "index", "index gone", "other's", "identity", "moved"]
+    "harm",
+    ["bytes", "cut", "gone", "index", "ones", "index gone", "other's", "identity", "moved"],
 )
 def test_a_damaged_file_is_a_miss(harm: str, tmp_path: Path) -> None:
     """Bytes that have changed, files that are shorter, gone, mixed up or of another time: what is
@@ -207,6 +208,9 @@ def test_a_damaged_file_is_a_miss(harm: str, tmp_path: Path) -> None:
                 slots.unlink()
             case "index":
                 index.write_bytes(random.Random(1).randbytes(len(index.read_bytes()) - 7))
+            case "ones":  # as worn out flash has them
+                with index.open("r+b") as file:
+                    file.write(b"\xff" * 64)
             case "index gone":
                 index.unlink()
             case "other's":  # each record names the next slot's prefix

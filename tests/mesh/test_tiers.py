@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shared.engine.fake import FakeTiming
-from shared.errors import InvalidRequest
+from shared.errors import EngineFailed, InvalidRequest
 from shared.kv.journal import key_of
 from shared.kv.tiers import SlotState
 from tests.support.fake_gateway import FakeRequest
@@ -70,6 +70,22 @@ async def test_what_was_evicted_comes_back_from_memory() -> None:
     async with worker_mesh(prefill_blocks=48) as mesh:
         await evicted(mesh)
         assert await answered(mesh.start(PROMPT), PROMPT) == 0
+
+
+@virtual_time
+async def test_a_copy_that_fails_ends_the_worker() -> None:
+    """A device that is lost while blocks go down is no cache that quietly does nothing."""
+    async with worker_mesh(**SMALL) as mesh:
+        running = mesh.prefills[0]
+
+        def lost(*_: object) -> None:
+            raise EngineFailed("device lost")
+
+        running.worker.tiers.levels[0].arena._store = lost
+        request = mesh.start(PROMPT)
+        await asyncio.wait([running.task], timeout=60.0)
+        assert isinstance(running.error, EngineFailed)
+        request.cancel_decode()
 
 
 @virtual_time
