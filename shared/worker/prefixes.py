@@ -74,7 +74,7 @@ class PrefixFetches:
 
     def __init__(
         self,
-        take: Callable[[Order, _Asker], Request],
+        take: Callable[[Order, _Asker], Request | None],
         cancel: Callable[[Request], None],
         scheduler: Scheduler,
         receiver: KvReceiver,
@@ -115,7 +115,9 @@ class PrefixFetches:
             lambda: self._receiver.pull(fetch.source, fetch.pull),
             lambda num_tokens, num_bytes: self._ended(fetch, num_tokens, num_bytes),
         )
-        self._requests[fetch] = self._take(order, asker)
+        request = self._take(order, asker)
+        if request is not None:
+            self._requests[fetch] = request
 
     def _give_up(self, fetch: PrefixFetch[Request]) -> None:
         request = self._requests.pop(fetch, None)

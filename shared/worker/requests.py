@@ -160,7 +160,7 @@ class Requests:
                 self._receiver.abort(order.key, error)  # the prompt's worker opens all the same
             raise
         if task is Task.ANSWER:
-            return self._reserve(order, gateway, now)
+            return self._reserve(order, gateway, Life(task), "decode.reserve", now)
         return self._compute(task, order, gateway, now)
 
     def _require_admissible(self, task: Task, order: Order, now: float) -> None:
@@ -178,8 +178,10 @@ class Requests:
         if task is not Task.PROMPT and order.key in self._answers:
             raise RemoteProtocolError("this attempt has a reservation already", code="reserved")
 
-    def _reserve(self, order: Order, gateway: AskingGateway, now: float) -> Request | None:
-        request = self._begin(order, gateway, Life(Task.ANSWER), "decode.reserve", now)
+    def _reserve(
+        self, order: Order, gateway: AskingGateway, life: Life, phase: str, now: float
+    ) -> Request | None:
+        request = self._begin(order, gateway, life, phase, now)
         self._answers[order.key] = request
         self.reservations.reserve(request, now)
         return request if self._answers.get(order.key) is request else None
@@ -216,13 +218,11 @@ class Requests:
         self._on_change()
         return request
 
-    def take_prefix(self, order: Order, fetch: AskingGateway) -> Request:
-        """Bring a prompt's beginning into the cache, from the worker that has it."""
-        now = loop_time()
-        request = self._begin(order, fetch, Life(Task.PREFIX), "prefill.fetch", now)
-        self._answers[order.key] = request
-        self.reservations.reserve(request, now)
-        return request
+    def take_prefix(self, order: Order, fetch: AskingGateway) -> Request | None:
+        """Bring a prompt's beginning into the cache, from the worker that has it. None: see
+        ``take``."""
+        life = Life(Task.PREFIX)
+        return self._reserve(order, fetch, life, "prefill.fetch", loop_time())
 
     def _begin_push(self, order: Order, sequence: TokenSequence) -> PushHandle | None:
         if order.peer is None:

@@ -213,6 +213,44 @@ async def test_what_is_on_its_way_is_not_sent_twice() -> None:
         await mesh.gateway.until(lambda: not mesh.num_transfers)
 
 
+@virtual_time
+async def test_what_is_given_up_holds_nobody_up() -> None:
+    """A prompt that comes while a fetch which nobody wants any more is still being taken down is
+    computed, and waits for nothing."""
+    async with worker_mesh(**TWO) as mesh:
+        await pair_up(mesh)
+        await answered(mesh.start(PROMPT, p=0), PROMPT)
+        mesh.fabric.settings = LoopbackSettings(latency_s=0.0005, bytes_per_s=1e5)
+        first = mesh.start(PROMPT, p=1, prefix=source(mesh.prefills[0], 500))
+        await asyncio.sleep(0.01)
+        first.cancel()
+        await asyncio.sleep(0.01)
+        assert mesh.num_transfers
+        request = mesh.start(PROMPT, p=1, legs="p", is_pushed=False)
+        await request.until(lambda it: it.token)
+        assert request.token is not None
+        assert request.token.fetch_s == 0.0
+        mesh.fabric.settings = LoopbackSettings()
+        await mesh.gateway.until(lambda: not mesh.num_transfers)
+
+
+@virtual_time
+async def test_what_there_is_no_room_for_is_forgotten() -> None:
+    """A fetch that is refused at once, for the pool is full, leaves nothing behind."""
+    async with worker_mesh(**TWO) as mesh:
+        await pair_up(mesh)
+        await answered(mesh.start(PROMPT, p=0), PROMPT)
+        second = mesh.prefills[1]
+        kept = second.pool.acquire(second.pool.new_chain(), (), 120 * 16, max_hit_tokens=0)
+        hint = source(mesh.prefills[0], 500)
+        request = mesh.start(PROMPT, p=1, legs="p", is_pushed=False, prefix=hint)
+        await asyncio.sleep(0.01)
+        second.pool.release(kept)
+        second.worker.requests.blocks_freed()
+        await request.until(lambda it: it.token)
+        assert not second.worker.requests._prefixes._requests
+
+
 async def settled(mesh: WorkerMesh) -> None:
     """Wait until no living worker holds a block for anybody, or has a transfer that goes on."""
     async with asyncio.timeout(10.0):

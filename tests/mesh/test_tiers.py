@@ -83,6 +83,7 @@ async def test_a_copy_that_fails_ends_the_worker() -> None:
 
         running.worker.tiers.levels[0].arena._store = lost
         request = mesh.start(PROMPT)
+        assert running.task is not None
         await asyncio.wait([running.task], timeout=60.0)
         assert isinstance(running.error, EngineFailed)
         request.cancel_decode()

@@ -171,6 +171,7 @@ class ComingPrefixes(Generic[PromptT]):
             return
         fetch.prompts.remove(prompt)
         if not fetch.prompts:
+            self._fetches.remove(fetch)  # it may be long in being taken down: nobody joins it
             self._give_up(fetch)
 
     def ended(
