@@ -94,8 +94,7 @@ class FairQueue:
         if not request.is_waiting:
             return
         request.is_waiting = False
-        self._num_by_priority[request.priority] -= 1
-        tenant = request.terms.tenant
+        self._leave_line(request.priority, tenant := request.terms.tenant)
         self._num_waiting[tenant] -= 1
         if not self._num_waiting[tenant]:
             del self._num_waiting[tenant]
@@ -150,6 +149,12 @@ class FairQueue:
         line = self._lines[request.priority].setdefault(request.terms.tenant, [])
         heapq.heappush(line, (request.due_at, request.since, next(self._arrivals), request))
 
+    def _leave_line(self, priority: int, tenant: str) -> None:
+        """A request is not in this line any more. Who stood before it has gone by now, or will: so
+        no line that nobody is served from grows without end."""
+        self._num_by_priority[priority] -= 1
+        self._first(self._lines[priority], tenant)
+
     def _first(self, lines: dict[str, _Line], tenant: str) -> QueuedRequest | None:
         line = lines[tenant]
         while line:
@@ -171,7 +176,7 @@ class FairQueue:
         while self._ages and self._ages[0][0] <= now:
             at, _, request = heapq.heappop(self._ages)
             if request.is_waiting:
-                self._num_by_priority[request.priority] -= 1
                 request.priority += 1
+                self._leave_line(request.priority - 1, request.terms.tenant)
                 self._enter(request)
                 self._age_later(request, at)

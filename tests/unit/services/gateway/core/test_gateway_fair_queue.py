@@ -68,6 +68,21 @@ def test_who_waits_rises() -> None:
     assert drain(queue, 5.6) == "lh"
 
 
+def test_lines_that_nobody_is_served_from_are_forgotten() -> None:
+    """Who gives up behind a priority that always waits leaves nothing, however many they are."""
+    queue = a_queue(ageing_s=1.0)
+    waiting: list[QueuedRequest] = []
+    for now in range(1000):
+        put(queue, "h", priority=7, since=now)
+        put(queue, "h", priority=7, since=now)
+        waiting.append(put(queue, "l", tenant="low", priority=0, since=now))
+        queue.pop(now, lambda _: True)
+        if now >= 4:
+            queue.remove(waiting.pop(0))
+    kept = [len(line) for lines in queue._lines for name, line in lines.items() if name == "low"]
+    assert sum(kept) < 20
+
+
 def test_the_tenant_with_the_least_work_is_next_by_weight() -> None:
     """Three times the weight, three times the work."""
     queue = a_queue(big=3.0)
