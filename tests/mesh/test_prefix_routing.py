@@ -12,6 +12,8 @@ import pytest
 from services.gateway.core.decision_record import replay
 from services.gateway.core.prefix_index import Indexed
 from services.gateway.http.cluster_bodies import Explanation
+from services.gateway.workers.registry import Registry
+from shared import wire
 from shared.address import Address
 from shared.engine.fake import FakeTiming
 from shared.ids import MeshPeer
@@ -166,6 +168,64 @@ async def test_whoever_joins_first_is_asked_when_the_second_joins(first: str) ->
         members = mesh.gateways[0].members
         places = [members.table.get(it.incarnation).place for it in mesh.workers]
         assert {members.prefixes.index.state(place) for place in places} == {Indexed.KNOWN}
+
+
+@virtual_time
+async def test_all_workers_of_a_mesh_that_starts_anew_are_asked() -> None:
+    """All have left, and the first that comes back is alone for a moment: it is asked, too."""
+    async with whole_mesh(**LOCAL, num_prefill=2, num_decode=1, num_blocks=256) as mesh:
+        members = mesh.gateways[0].members
+        for running in list(mesh.workers):
+            await mesh.kill(running)
+        await mesh.until(lambda: not members.num_workers)
+        new = [await mesh.start_worker(kind) for kind in ("prefill", "prefill", "decode")]
+        await mesh.ready()
+        await ask(mesh, a_prompt(2 * UNIT))
+        await asyncio.sleep(1.0)
+        places = [members.table.get(it.incarnation).place for it in new[:2]]
+        assert {members.prefixes.index.state(place) for place in places} == {Indexed.KNOWN}
+
+
+class OldStream:
+    """A join stream whose worker has long been on another one, as after a partition."""
+
+    def __init__(self) -> None:
+        self.sent: list[wire.GatewayDirective] = []
+        self.late = asyncio.Queue[wire.WorkerReport]()
+
+    async def send(self, directive: wire.GatewayDirective) -> None:
+        self.sent.append(directive)
+
+    async def receive(self) -> wire.WorkerReport:
+        return await self.late.get()
+
+
+@virtual_time
+async def test_a_stream_that_a_rejoin_has_replaced_takes_nothing_away() -> None:
+    """What the worker is to be told goes to its new stream; what still comes by the old one is no
+    news."""
+    async with whole_mesh(**LOCAL, num_prefill=2, num_decode=1, num_blocks=256) as mesh:
+        members, running = mesh.gateways[0].members, mesh.prefills[0]
+        before = members.table.get(running.incarnation)
+        registry, stream = Registry(members, members.incarnation), OldStream()
+        async with asyncio.TaskGroup() as tasks:
+            old: Any = stream
+            both = [tasks.create_task(it(old, before)) for it in (registry._tell, registry._read)]
+            await asyncio.sleep(0.1)
+            stream.sent.clear()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(members, "leave", lambda *_: None)  # the gateway hears of no end
+                running.worker._life.rejoin(members.incarnation)
+                await mesh.until(lambda: members.table.get(running.incarnation) is not before)
+            stream.late.put_nowait(wire.WorkerReport(status=wire.WorkerStatus(pending_tokens=99)))
+            await asyncio.sleep(0.0)
+            now = members.table.get(running.incarnation)
+            assert now.status.pending_tokens == 0
+            index = members.prefixes.index
+            await mesh.until(lambda: index.state(now.place) is Indexed.KNOWN)
+            assert not any(it.kv for it in stream.sent)
+            for task in both:
+                task.cancel()
 
 
 @virtual_time

@@ -93,7 +93,7 @@ class Prefixes:
         self._workers[worker.incarnation] = worker
         self._model_key = worker.model.fingerprint + worker.layout.digest  # of all the same
         num = len(self._workers)
-        if num < 2:
+        if num < 2 and self.index is None:
             return False
         size = next((asked for most, asked in SIZES if num <= most), SIZES[-1][1])
         everybody = self.index is None or size.interval_s > self._asked.interval_s

@@ -132,6 +132,10 @@ class Membership:
             self.directives.tell()  # with the second one, those that were here are asked, too
         self._note_change()
 
+    def is_here(self, worker: Worker) -> bool:
+        """Whether this entry is its worker's: no rejoin has replaced it, and it has not left."""
+        return self.table.get(worker.incarnation) is worker
+
     def update(self, incarnation: Incarnation, status: WorkerStatus) -> None:
         """Take a worker's report."""
         worker = self.table.get(incarnation)
@@ -160,7 +164,7 @@ class Membership:
     def leave(self, worker: Worker, reason: str) -> None:
         """Remove a worker; requests on it fail over. An entry that a rejoin has replaced stays."""
         incarnation = worker.incarnation
-        if self.table.get(incarnation) is not worker:
+        if not self.is_here(worker):
             return
         self.table.leave(incarnation)
         self.expectations.left(incarnation)

@@ -9,7 +9,7 @@ request.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from services.gateway.core.worker import PLACES, Role, Worker
@@ -88,7 +88,7 @@ class Registry:
                 return f"no report for {NO_REPORT_S:g} s"
             if report is None:
                 return "it left"
-            if report.status is not None:
+            if report.status is not None and self._members.is_here(worker):
                 self._members.update(incarnation, reader.read(report.status))
                 if report.status.kv is not None:
                     self._members.told_prefixes(worker, kv_from_wire(report.status.kv))
@@ -103,18 +103,26 @@ class Registry:
             if peers is not told:
                 told = peers
                 await stream.send(self._list(peers))
-            for peer in self._members.take_pairs(worker.incarnation):
-                await stream.send(wire.GatewayDirective(pair=_peer(peer)))
-            ask = self._members.take_ask(worker.incarnation)
-            if ask is not None:
-                await stream.send(wire.GatewayDirective(kv=wire.AskKv(**ask._asdict())))
-            home = self._members.take_home(worker.incarnation)
-            if home is not None:
-                role = codec.role_to_wire(home.role)
-                order = wire.SetHome(role=role, epoch=home.epoch, order=home.order)
-                await stream.send(wire.GatewayDirective(home=order))
+            for directive in [*self._directives(worker)]:  # at once, whatever a send waits for
+                await stream.send(directive)
             await changed.wait()
         raise ShuttingDown("this gateway is shutting down", retry_after_s=1.0)
+
+    def _directives(self, worker: Worker) -> Iterator[wire.GatewayDirective]:
+        """Take what a worker is to be told once. Not for a stream that a rejoin has replaced: what
+        is sent there may reach nobody."""
+        if not self._members.is_here(worker):
+            return
+        for peer in self._members.take_pairs(worker.incarnation):
+            yield wire.GatewayDirective(pair=_peer(peer))
+        ask = self._members.take_ask(worker.incarnation)
+        if ask is not None:
+            yield wire.GatewayDirective(kv=wire.AskKv(**ask._asdict()))
+        home = self._members.take_home(worker.incarnation)
+        if home is not None:
+            role = codec.role_to_wire(home.role)
+            order = wire.SetHome(role=role, epoch=home.epoch, order=home.order)
+            yield wire.GatewayDirective(home=order)
 
     def _list(self, peers: tuple[Worker, ...]) -> wire.GatewayDirective:
         """It is one message for all who get it, until it changes."""
