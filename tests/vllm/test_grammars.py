@@ -139,13 +139,33 @@ PERSON = {
 FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
 FUNCTION = {"name": "note_person", "strict": True, "parameters": PERSON}
 TOOLS = {"tools": [{"type": "function", "function": FUNCTION}], "parallel_tool_calls": False}
+STRICT_WEATHER = {
+    "name": "get_weather",
+    "strict": True,
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "code": {"type": "string", "pattern": "^b{90}$"},
+        },
+        "required": ["city", "code"],
+        "additionalProperties": False,
+    },
+}
 NAMED = {"type": "function", "function": {"name": "note_person"}}
+WEATHER = {
+    "messages": [{"role": "user", "content": "What is the weather in Rome?"}],
+    "tools": [{"type": "function", "function": STRICT_WEATHER}],
+    "tool_choice": "auto",
+}
+"""What the model calls of itself; that it must name a code holds it to the schema."""
 ASKED: list[dict[str, Any]] = [
     {"response_format": FORMAT},
     {"response_format": FORMAT, "temperature": 0.9, "seed": 3, "n": 2},
     {"response_format": FORMAT, "logprobs": True},
     TOOLS | {"tool_choice": "required"},
     TOOLS | {"tool_choice": NAMED, "temperature": 0.9, "seed": 5},
+    WEATHER,
 ]
 NAMES = ["Anna", "Paul", "Maria", "Tom"]
 
@@ -199,7 +219,8 @@ async def ask_all(mesh: ProcessMesh, gateway: ServiceProcess) -> list[Told]:
 @pytest.mark.process
 @pytest.mark.ucx
 async def test_answers_and_calls_are_the_same_though_a_worker_dies() -> None:
-    """JSON of a schema, drawn twice, with logprobs, and calls that must come."""
+    """JSON of a schema, drawn twice, with logprobs, calls that must come, and strict ones that the
+    model makes of itself."""
     async with process_mesh("vllm") as mesh:
         with mesh.explained():
             gateway = await mesh.start_gateway(model=MODEL)
@@ -208,10 +229,10 @@ async def test_answers_and_calls_are_the_same_though_a_worker_dies() -> None:
             await mesh.ready(*workers)
             await mesh.paired(gateway, 2)
             want = await ask_all(mesh, gateway)
-            for told in want:
-                for text in told.texts.values():
-                    value = json.loads(text)
-                    assert list(value) == PERSON["required"]
+            for number, told in enumerate(want):
+                is_weather = ASKED[number % len(ASKED)] is WEATHER
+                keys = ["city", "code"] if is_weather else PERSON["required"]
+                assert all(list(json.loads(text)) == keys for text in told.texts.values())
             victims: list[ServiceProcess] = []
 
             async def is_amid() -> bool:
