@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -55,13 +56,20 @@ def explain(
         Print the record instead, to keep it.
     """
     path = Path(request)
-    told = _read(path) if path.is_file() else asyncio.run(_ask(request, url, access))
+    is_kept = path.is_file() or len(path.parts) > 1
+    told = _read(path) if is_kept else asyncio.run(_ask(request, url, access))
+    try:
+        lines = [*_lines(told)]
+    except (LookupError, TypeError, ValueError, AttributeError):
+        raise InvalidRequest(
+            f"{request} is not what `pdmesh explain REQUEST_ID --json` prints"
+        ) from None
     if json:
         print_json(told)
         return EXIT_OK
-    is_same = True
-    for line in _lines(told):
+    for line in lines:
         print(line)
+    is_same = True
     if replay:
         for decision in told["decisions"]:
             again = decide_again(decision)
@@ -71,16 +79,14 @@ def explain(
     return EXIT_OK if is_same else EXIT_FAILED
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> Any:
     try:
-        told = orjson.loads(path.read_bytes())
-        assert isinstance(told["decisions"], list)
-        assert isinstance(told["receipt"], dict)
-    except (orjson.JSONDecodeError, KeyError, TypeError, AssertionError):
-        raise InvalidRequest(
-            f"{path} is not what `pdmesh explain REQUEST_ID --json` prints"
-        ) from None
-    return told
+        return orjson.loads(path.read_bytes())
+    except OSError as error:
+        reason = os.strerror(error.errno or 0).lower()
+        raise InvalidRequest(f"cannot read the record in {path} ({reason})") from None
+    except orjson.JSONDecodeError:
+        return None  # no record, as anything else that is none
 
 
 async def _ask(request: str, url: str, access: Access) -> dict[str, Any]:
