@@ -18,6 +18,7 @@ from shared.address import Address
 from shared.engine.fake import FakeTiming
 from shared.ids import MeshPeer
 from shared.kv.journal import Journal
+from tests.support.loopback import LoopbackSettings
 from tests.support.whole_mesh import Answer, WholeMesh, whole_mesh
 from tests.support.worker_mesh import a_prompt, expected, virtual_time
 
@@ -151,6 +152,32 @@ async def test_the_next_turn_has_the_answer_s_kv_sent_from_decode() -> None:
         assert terms["source"] == receipt["fetched_from"]
         assert terms["fetched_tokens"] == UNIT  # whole granules are known
         assert replay(decision).differences == []
+
+
+@virtual_time
+async def test_a_fetch_outlives_the_request_that_began_it() -> None:
+    """Another prompt waits for what the first had sent: when the first client has left, that one
+    has the fetched tokens in its receipt, though its own decision named no source."""
+    async with whole_mesh(
+        **CONDUCTOR, num_prefill=1, num_decode=1, num_blocks=256, timing=TIMING
+    ) as mesh:
+        talk = a_prompt(2 * UNIT, seed=1)
+        first = await mesh.ask(talk, 2 * UNIT)
+        await asyncio.sleep(1.0)
+        talk += [*first.token_ids, *a_prompt(40, seed=2)]
+        mesh.fabric.settings = LoopbackSettings(latency_s=0.0005, bytes_per_s=1e6)
+        async with asyncio.TaskGroup() as tasks:
+            leaves = tasks.create_task(mesh.ask(talk, 4))
+            await asyncio.sleep(0.005)
+            stays = tasks.create_task(ask(mesh, talk))
+            await asyncio.sleep(0.005)
+            leaves.cancel()
+        receipt = stays.result().receipt
+        assert receipt["fetched_tokens"] == 2 * UNIT - 16
+        assert receipt["fetched_from"] == ""
+        await asyncio.sleep(1.0)
+        await ask(mesh, talk)
+        assert mesh.gateways[0].lives
 
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])

@@ -105,7 +105,8 @@ class PredictionWatcher(AnswerWatcher):
         expectations = self._members.expectations
         if not error:
             expectations.ended(receipt.prompt_tokens, receipt.output_tokens)
-        if receipt.fetched_tokens and receipt.attempts == 1:
+        # Without a source it waited for what another prompt had sent, whose client has left.
+        if receipt.fetched_tokens and receipt.fetched_from and receipt.attempts == 1:
             expectations.fetches.fetched(
                 Incarnation(int(receipt.fetched_from, 16)),
                 Incarnation(int(receipt.prefill, 16)),
