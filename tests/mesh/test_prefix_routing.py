@@ -147,6 +147,8 @@ async def test_the_next_turn_has_the_answer_s_kv_sent_from_decode() -> None:
         gateway = mesh.gateways[0].mesh
         told = json.loads(json.dumps(gateway.explain(list(gateway._recent)[-1].hex())))
         msgspec.convert(told, Explanation)
+        remembered = [it for timeline in gateway._recent.values() for _, it in timeline._decisions]
+        assert all(it.seen.request.prompt is None for it in remembered)
         (decision,) = told["decisions"]
         terms = decision["prefills"][0]["terms"]
         assert terms["source"] == receipt["fetched_from"]

@@ -58,6 +58,7 @@ class Router:
             if policy.fetches and found:
                 offers = OffersOf(self._table.at, found, self.expectations.fetches) or None
             request = request._replace(
+                prompt=None,  # decisions are remembered, prompts are not
                 affinity=affinity_of(prompt.column, prompt.salt) if policy.needs_affinity else 0,
                 cached=found or {},
                 fetches=offers,
