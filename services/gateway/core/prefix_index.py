@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from services.gateway.core.holdings import Column, Holdings
 from services.gateway.core.key_table import Keys, KeyTable, Numbers
+from shared.errors import RemoteProtocolError
 from shared.kv.journal import KvChanges, Tier
 
 NUM_TIERS = len(Tier)
@@ -138,7 +139,10 @@ class PrefixIndex:
                 self._forget(expected)
 
     def apply(self, place: int, changes: KvChanges) -> bool:
-        """Take a worker's report; returns whether it has to be asked for a snapshot, once."""
+        """Take a worker's report; returns whether it has to be asked for a snapshot, once.
+
+        Raises RemoteProtocolError: it names a granule 0, which none is called.
+        """
         known = self._known.get(place)
         if known is None:
             return False
@@ -176,6 +180,8 @@ class PrefixIndex:
     ) -> None:
         """Change who holds these keys; of each tier what was true before stays uncounted."""
         column = np.unique(np.array(keys, np.uint64))
+        if not column[0]:  # in the table it would be every free slot
+            raise RemoteProtocolError("no granule is called 0", param="kv")
         changed = np.empty(len(column), bool)
         word, bit = _bit_of(place)
 

@@ -6,10 +6,12 @@ from functools import reduce
 from operator import xor
 
 import numpy as np
+import pytest
 
 from services.gateway.core.fetches import Hit
 from services.gateway.core.key_table import Keys
 from services.gateway.core.prefix_index import PrefixIndex
+from shared.errors import RemoteProtocolError
 from shared.kv.journal import KvChanges, TierChanges
 
 KEYS = np.arange(1, 9, dtype=np.uint64)
@@ -55,3 +57,16 @@ def test_what_is_expected_counts_but_is_not_in_the_pool() -> None:
     assert index.match(KEYS, 10, 5.1) == {0: Hit(30, 30)}
     index.expect(1, KEYS[:2], 0, due=7.0)
     assert index.match(KEYS, 10, 6.0) == {0: Hit(30, 30), 1: Hit(20, 0)}
+
+
+@pytest.mark.parametrize("tells", ["stored", "removed"])
+def test_a_forged_granule_changes_nothing(tells: str) -> None:
+    """0 is no key but a free slot: who names it is refused, and the others' prefixes stay."""
+    index = PrefixIndex(1 << 16)
+    tell(index, 1, KEYS)
+    index.asked(0)
+    change = TierChanges([], [], 0, 0)._replace(**{tells: [0, 5]})
+    with pytest.raises(RemoteProtocolError):
+        index.apply(0, KvChanges(True, True, (change,) * 3))
+    assert (len(index), index.num_granules(0), index.num_granules(1)) == (8, 0, 8)
+    assert index.match(KEYS, 10, 0.0) == {1: Hit(80, 80)}
