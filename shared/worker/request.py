@@ -115,7 +115,7 @@ class Request:
             dram_tokens=dram_tokens,
             ssd_tokens=min(loaded.ssd_tokens, cached_tokens - dram_tokens),
             load_s=loaded.seconds,
-            fetched_tokens=self.fetched.num_tokens,
+            fetched_tokens=min(self.fetched.num_tokens, cached_tokens - dram_tokens),
             fetch_s=self.fetched.seconds,
             fetched_bytes=self.fetched.num_bytes,
         )

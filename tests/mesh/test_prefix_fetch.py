@@ -214,6 +214,22 @@ async def test_what_is_on_its_way_is_not_sent_twice() -> None:
 
 
 @virtual_time
+async def test_no_more_is_told_as_fetched_than_was_used() -> None:
+    """Whose beginning is a part of what came for another, who has left, had that part sent."""
+    async with worker_mesh(**TWO) as mesh:
+        await pair_up(mesh)
+        await answered(mesh.start(PROMPT, p=0), PROMPT)
+        mesh.fabric.settings = LoopbackSettings(latency_s=0.0005, bytes_per_s=1e7)
+        first = mesh.start(PROMPT, p=1, prefix=source(mesh.prefills[0], 512))
+        shorter = PROMPT[:256] + a_prompt(40, seed=6)
+        request = mesh.start(shorter, p=1)
+        await asyncio.sleep(0.002)
+        first.cancel()
+        token = await answered(request, shorter)
+        assert (token.cached_tokens, token.fetched_tokens) == (256, 256)
+
+
+@virtual_time
 async def test_what_is_given_up_holds_nobody_up() -> None:
     """A prompt that comes while a fetch which nobody wants any more is still being taken down is
     computed, and waits for nothing."""
