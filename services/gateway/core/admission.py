@@ -227,6 +227,8 @@ class Admission:
 
     def _wait(self, request: _Request, now: float) -> None:
         due_at = request.arrived_at + request.terms.ttft_s
+        if not self._queue:
+            self._left_at = now  # gaps are those while somebody waits, however long nobody did
         request.queued = QueuedRequest(request.key, request.terms, now, due_at)
         self._queue.push(request.queued)
         self._waiting[request.key] = request

@@ -246,7 +246,7 @@ def late(terms: Terms, forecast: Forecast) -> WouldBeLate | None:
             after_s = math.inf  # without any queue, too
         codes.append(code)
         missed.append(
-            f"its {name} would be {would_s:.3g} s, {would_s - limit_s:.3g} s over its limit"
+            f"its {name} would be {_text(would_s)}, {_text(would_s - limit_s)} over its limit"
         )
         if after_s == math.inf:
             missed.append("which even an idle worker cannot keep: raise it, or shorten the prompt")
@@ -257,10 +257,14 @@ def late(terms: Terms, forecast: Forecast) -> WouldBeLate | None:
         return None
     if retry_s < math.inf:
         retry_s = max(0.1, retry_s)
-        missed.append(f"come back in {retry_s:.2g} s")
+        missed.append(f"come back in {_text(retry_s)}")
     return WouldBeLate(
         f"not computed: {', '.join(missed)}",
         param="tpot_ms" if codes == ["slo_tbt"] else "ttft_ms",
         code="slo_both" if len(codes) == 2 else codes[0],
         retry_after_s=0.0 if retry_s == math.inf else round(retry_s, 3),
     )
+
+
+def _text(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds < 100.0 else f"{seconds:.0f} s"

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from services.gateway.core.admission import Admission, Admit
 from services.gateway.core.overload import Overload, OverloadMode
 from services.gateway.core.sides import Sides
 from services.gateway.core.speeds import ReportedSpeeds
@@ -54,6 +55,9 @@ def test_a_limit_that_no_idle_worker_keeps_says_so() -> None:
     assert error is not None
     assert "even an idle worker cannot keep" in error.message
     assert error.retry_after_s == 0.0
+    error = refused("early", sides(pending=2_000_000), ttft_s=1.0)
+    assert error is not None
+    assert "would be 2000 s, 2000 s over its limit, come back in 2000 s" in error.message
 
 
 @pytest.mark.parametrize(
@@ -78,6 +82,26 @@ def test_who_has_no_limit_and_where_nothing_is_known_nobody_is_refused() -> None
     overload = Overload(OverloadMode.PREDICTED, ReportedSpeeds())
     at = sides(pending=10**6, answers=500)
     assert overload.refusal(Terms(ttft_s=0.1, tpot_s=0.1), 9000, at, 0.0, waited_s=0.0) is None
+
+
+def test_the_wait_for_a_place_is_that_of_a_burst_not_of_the_quiet_before_it() -> None:
+    """The first burst after an hour: places come free every 0.1 s, so half a second is enough for
+    who is third."""
+    at = sides()
+    admission = Admission(
+        max_running=1,
+        max_waiting=9,
+        max_wait_s=9.0,
+        overload=Overload(OverloadMode.EARLY, SPEED),
+        sides=lambda: at,
+    )
+    admission.arrive(b"a", 3600.0)
+    for number in range(3):
+        admission.arrive(b"%d" % number, 3600.0)
+    for number, key in enumerate((b"a", b"0"), 1):
+        assert admission.leave(key, 3600.0 + 0.1 * number) == [Admit(b"%d" % (number - 1))]
+    terms = Terms(ttft_s=0.5)
+    assert admission.arrive(b"late", 3600.2, terms=terms, num_tokens=100) == []
 
 
 def _in_hand(overload: Overload, at: Sides, num: int, now: float) -> None:
