@@ -10,13 +10,14 @@ from typing import Final
 
 from services.sim.mesh import CoreAnswer, CoreMesh
 from services.sim.token_times import TokenTimes
+from shared.errors import InvariantViolated
 from shared.kv.layout import KvLayout
 from shared.model_spec import ModelSpec
 from shared.schedule.plan import PromptTimes
 from shared.telemetry.definitions import RequestOutcome, Slo
 
 PATIENCE_S: Final = 3600.0
-"""How long after the last arrival a mesh may need for what it has."""
+"""How long a mesh may have requests and compute nothing, until they count as lost."""
 
 
 LAYER_GROUPS: Final = 4
@@ -98,9 +99,9 @@ class RunVerdict:
     def _count(self, *, kept: bool) -> None:
         self.num_kept += kept
         self.num_missed += not kept
-        if self.num_kept >= self.target * self.num_requests:
+        if self.num_kept / self.num_requests >= self.target:
             self.attains = True
-        elif self.num_missed > (1 - self.target) * self.num_requests:
+        elif (self.num_requests - self.num_missed) / self.num_requests < self.target:
             self.attains = False
 
 
@@ -118,6 +119,7 @@ def run_open_loop(
     felt: list[SimAnswer | None] = [None] * len(requests)
     under_way: dict[CoreAnswer, tuple[int, int]] = {}
     start, num_ended, num_looks = mesh.clock.now, 0, 0
+    num_steps, moved_at = 0, start
 
     def ended(answer: CoreAnswer) -> None:
         nonlocal num_ended
@@ -149,17 +151,25 @@ def run_open_loop(
 
     wait_for(0)
 
+    def look() -> None:
+        nonlocal num_steps, moved_at
+        on_progress(num_ended)
+        num_done = sum(member.core.work.num_steps for member in mesh.members.values())
+        if num_done != num_steps or not under_way:
+            num_steps, moved_at = num_done, mesh.clock.now
+        elif mesh.clock.now > moved_at + PATIENCE_S:
+            raise InvariantViolated(f"{len(under_way)} requests, and nobody computes")
+
     def is_over() -> bool:
         nonlocal num_looks
         num_looks += 1
         if num_looks % 4096 == 0:
-            on_progress(num_ended)
+            look()
         if verdict is not None and verdict.attains is not None:
             return True
         return num_ended == len(requests)
 
-    last_s = requests[-1].at_s if requests else 0.0
-    mesh.run(is_over, last_s + PATIENCE_S)
+    mesh.run(is_over, math.inf)
     if num_ended == len(requests):
         mesh.run(lambda: mesh.is_idle, PATIENCE_S)
         mesh.check()

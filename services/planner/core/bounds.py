@@ -5,6 +5,7 @@ A search simulates only what these do not rule out, so each is on the generous s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -27,6 +28,11 @@ class AskedLengths(NamedTuple):
         """Prompt tokens that must be computed in any case."""
         return self.prompt - min(self.cached, self.prompt - 1)
 
+    @property
+    def num_steps(self) -> int:
+        """Decode steps: the first token is the prompt's."""
+        return max(0, self.output - 1)
+
 
 Lengths = Sequence[AskedLengths]
 
@@ -45,21 +51,27 @@ class WorkerBound:
 def worker_bound(
     times: TimeModel, kv_tokens: int, lengths: Lengths, *, token_budget: int, max_running: int
 ) -> WorkerBound:
-    """Return the bounds of one worker with full batches of mean requests that never wait."""
+    """Return the bounds of one worker with full batches that never wait.
+
+    Means are over steps: a request is among those that decode for as long as its answer is. Blocks
+    of a prefix are held once, however many read them.
+    """
     num = len(lengths)
     prompt = sum(one.num_new for one in lengths) / num
-    output = sum(one.output for one in lengths) / num
     depth = sum(attended(one.prompt - one.num_new, one.prompt) for one in lengths) / num
-    context = sum(one.prompt for one in lengths) / num + output / 2
-    batch = max(1, int(token_budget / prompt))
-    in_step = min(batch, max(1, num))
+    steps = sum(one.num_steps for one in lengths)
+    read = sum(one.num_steps * (one.prompt + one.output / 2) for one in lengths)
+    held = sum(one.num_steps * (one.num_new + one.output / 2) for one in lengths)
+    context = read / steps if steps else prompt
+    in_step = min(max(1.0, token_budget / prompt), num)
     prompt_s = min(
         times.step_s(round(count * prompt), round(count * depth), 0, 0) / count
-        for count in {1, in_step}
+        for count in {1.0, in_step}
     )
-    rows = max(1, min(max_running, int(kv_tokens / context), _MOST_BATCH))
+    most_rows = math.ceil(kv_tokens * steps / held) if steps else 1
+    rows = max(1, min(max_running, most_rows, _MOST_BATCH))
     row_s = min(times.step_s(0, 0, count, round(count * context)) / count for count in {1, rows})
-    answers_s = max(0.0, output - 1) * row_s
+    answers_s = steps / num * row_s
     step_s = times.step_s(0, 0, rows, round(rows * context))
     beside_s = times.step_s(round(prompt), round(depth), rows, round(rows * context)) - step_s
     both_s = min(prompt_s, max(beside_s, 0.0)) + answers_s
@@ -123,4 +135,4 @@ def unmeetable(slo: Slo, least: Slo, target: float) -> list[str]:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.4g}ms"
+    return f"{seconds * 1e3:.4g}ms" if seconds < 10 else f"{seconds:.4g}s"

@@ -104,7 +104,7 @@ class LatencyGoal:
             both = sum(
                 one.ttft_ms <= self.ttft_ms and one.tpot_ms <= self.tpot_ms for one in latencies
             )
-            return both >= self.target * len(latencies)
+            return both / len(latencies) >= self.target
         return (
             quantile([one.ttft_ms for one in latencies], self.target) < self.ttft_ms
             and quantile([one.tpot_ms for one in latencies], self.target) < self.tpot_ms

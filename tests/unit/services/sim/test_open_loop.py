@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from services.sim.engine import TimedEngine
 from services.sim.mesh import CoreMesh
 from services.sim.open_loop import (
+    RunVerdict,
     SimAnswer,
     SimRequest,
     run_open_loop,
@@ -17,6 +19,7 @@ from services.sim.open_loop import (
 from services.sim.orders import WorkerSize
 from shared.engine.fake import DEFAULT_TIMING
 from shared.predict.times import AffineTimes
+from shared.telemetry.definitions import RequestOutcome, Slo, attainment
 from tests.support.core_mesh import MODEL, ExactEngine, simulated_mesh
 
 COST = AffineTimes(base_s=0.010, prompt_token_s=1e-4, decode_row_s=2e-4, context_token_s=1e-7)
@@ -28,6 +31,7 @@ def mesh_of(
     num_decode: int = 1,
     num_mixed: int = 0,
     *,
+    cost: AffineTimes = COST,
     link_bytes_s: float = 0.0,
     num_blocks: int = 4096,
     policy: str = "least_loaded",
@@ -39,7 +43,7 @@ def mesh_of(
     core = CoreMesh(
         spec,
         layout,
-        lambda _: TimedEngine(COST),
+        lambda _: TimedEngine(cost),
         size,
         policy=policy,
         max_running=1024,
@@ -69,6 +73,26 @@ def test_a_request_alone_is_its_steps_and_a_few_words() -> None:
     step_s = COST.base_s + COST.decode_row_s + 1002 * COST.context_token_s
     gaps = [b - a for a, b in zip(answer.token_times[1:], answer.token_times[2:], strict=False)]
     assert gaps == pytest.approx([step_s] * 3, abs=1e-6)
+
+
+def test_a_mesh_may_take_all_day() -> None:
+    """Far too much work for a mesh is done in the end, however long that takes."""
+    mesh = mesh_of(cost=replace(COST, base_s=60.0), skips=True)
+    answers = run_open_loop(mesh, [SimRequest(0.0, (5,) * 10, 100)] * 3)
+    assert all(answer.is_complete for answer in answers)
+    assert answers[0].token_times[-1] > 5000
+
+
+def test_a_verdict_that_comes_early_is_that_of_the_whole_run() -> None:
+    """One of ten misses, and nine tenths are wanted: that is enough."""
+    requests = [SimRequest(10.0 * idx, (5,) * (100 if idx else 5000), 2) for idx in range(10)]
+    slo = Slo(0.3, 1.0)
+    verdict = RunVerdict(slo, 0.9, len(requests))
+    run_open_loop(mesh_of(), requests, verdict=verdict)
+    answers = run_open_loop(mesh_of(), requests)
+    outcomes = [RequestOutcome(it.asked_at, it.token_times, it.is_complete) for it in answers]
+    assert attainment(outcomes, slo) == 0.9
+    assert verdict.attains
 
 
 def test_the_last_layers_of_kv_wait_for_the_link() -> None:

@@ -39,11 +39,26 @@ def bounds() -> dict[Unit, Any]:
 
 
 def test_bounds_are_full_batches_for_ever() -> None:
-    """Two prompts of 1000 tokens a step; 16 rows a step of 11.6 ms, 100 steps an answer."""
+    """2048 tokens of prompts a step; 16 rows a step of 11.6 ms, 100 steps an answer."""
     (found,) = bounds().values()
-    assert found.prompts == pytest.approx(2 / 0.21)
+    assert found.prompts == pytest.approx(2.048 / 0.2148, rel=1e-5)
     assert found.answers == pytest.approx(16 / (100 * 0.0116))
     assert found.both < min(found.prompts, found.answers)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [AskedLengths(8000, 2), AskedLengths(20, 400)],
+        [AskedLengths(8000, 200, cached=7980), AskedLengths(8000, 200, cached=7980)],
+    ],
+)
+def test_a_bound_is_above_what_a_worker_can_do(lengths: list[AskedLengths]) -> None:
+    """Sixteen answers run at once in 4,000 tokens of KV, for those with long prompts are soon over,
+    or their prompts are one prefix: a mean prompt beside a mean answer would be the only one."""
+    found = worker_bound(TIMES, 4000, lengths, token_budget=2048, max_running=16)
+    num_steps = sum(one.output - 1 for one in lengths) / len(lengths)
+    assert found.answers == pytest.approx(16 / (num_steps * 0.0116))
 
 
 def test_a_request_alone_is_the_least_that_can_be_felt() -> None:
