@@ -39,6 +39,8 @@ def read_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[st
         raise DataError(
             f"{path}:1: no column {', '.join(missing)}; needed are {', '.join(columns)}"
         )
+    if twice := [name for name in columns if head.count(name) > 1]:
+        raise DataError(f"{path}:1: more than one column {', '.join(twice)}")
     for fields in lines:
         if not fields:
             continue

@@ -89,8 +89,8 @@ class FleetFlags:
             raise InvalidRequest(f"--tp must be degrees out of {known}, not {self.tp!r}")
         if not 1 <= self.max_devices <= MOST_DEVICES:
             raise InvalidRequest(f"--max-devices must be 1..{MOST_DEVICES}")
-        if self.budget is not None and self.budget <= 0:
-            raise InvalidRequest("--budget must be above 0")
+        if self.budget is not None and not 0 < self.budget < 1e9:
+            raise InvalidRequest("--budget must be above 0 and below 1e9")
         units = [Unit(name, degree) for name in names or [""] for degree in degrees]
         fitting: list[Unit] = []
         for unit in units:
@@ -132,13 +132,14 @@ class FleetFlags:
                 given[name] = float(number)
             except ValueError:
                 given[name] = 0.0
-            if given[name] <= 0:
+            if not 0 < given[name] < 1e9:
                 raise InvalidRequest(f"--price must be like a100=1.80,h100=3.20, not {word!r}")
-        if missing := [name or flags.times.device or "" for name in names]:
-            missing = [name for name in missing if name not in given]
-            if missing:
-                raise InvalidRequest(f"--price says nothing of {', '.join(map(repr, missing))}")
-        return Price({name: given[name or flags.times.device or ""] for name in names}, "€/h")
+        own = {name: name or (flags.times.device or "").lower() for name in names}
+        if "" in own.values():
+            raise InvalidRequest("--price needs --device or --devices: whose price it is")
+        if missing := sorted(set(own.values()) - given.keys()):
+            raise InvalidRequest(f"--price says nothing of {', '.join(missing)}")
+        return Price({name: given[device] for name, device in own.items()}, "€/h")
 
 
 @dataclass(slots=True)

@@ -69,6 +69,8 @@ def seen_by_gateway(mesh: RecentRequests, source: str, last_s: float | None = No
             f"{source} remembers {'one' if found else 'no'} request with a token{when}, two are "
             "the least to replay: send some (pdmesh bench), and ask again"
         )
+    if not any(it.is_over for it in found):
+        raise CannotRun(f"{source}: all {len(found)} requests go on: ask again when one has ended")
     retried = sum(it.receipt.get("attempts", 1) > 1 for it in asked)
     return SeenTraffic(source, mesh.model, mesh, found, len(asked) - len(found), retried)
 

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 
 from services.cli.bench.sources import SHAPES, read_trace
 from services.cli.bench.workload import BLOCK_TOKENS, Ask, Fit, Load, Source, plan
-from services.cli.plan.times_flags import TimesFlags, seconds
+from services.cli.plan.times_flags import TimesFlags, read_slo
 from services.gateway.core.routing import POLICIES
 from services.planner.core.bounds import (
     AskedLengths,
@@ -56,7 +56,8 @@ class SimFlags:
         azure-conv, azure-code, mooncake (drawn lengths and prefixes), or a trace file in Mooncake's
         or Azure's format.
     rate
-        Requests a second, by Poisson; of a trace file its own pattern, stretched to this rate.
+        Requests a second, by Poisson; of a trace file the pattern of its first --num-requests,
+        stretched to this rate.
     num_requests
         How many requests.
     scale_lengths
@@ -126,7 +127,7 @@ class SimFlags:
     @property
     def slo(self) -> Slo:
         """The limits. Raises InvalidRequest."""
-        return Slo(seconds("--slo-ttft", self.slo_ttft), seconds("--slo-tpot", self.slo_tpot))
+        return read_slo(self.slo_ttft, self.slo_tpot)
 
     @property
     def setting(self) -> MeshSetting:
@@ -179,7 +180,15 @@ class SimFlags:
         if self.workload in WORKLOADS:
             return SHAPES[WORKLOADS[self.workload]]
         if Path(self.workload).suffix or Path(self.workload).exists():
-            return read_trace(Path(self.workload), must_be_ordered=True)
+            trace = read_trace(Path(self.workload), must_be_ordered=True)
+            # Their own rate is what is stretched, not that of those who are left out.
+            rows = trace.rows[: self.num_requests]
+            if not rows[-1].due_s:
+                raise InvalidRequest(
+                    f"{self.workload}: its first {len(rows)} requests come at one instant: there is "
+                    "no rate that --rate could stretch"
+                )
+            return replace(trace, rows=rows)
         raise InvalidRequest(
             f"--workload must be {', '.join(WORKLOADS)} or a trace file, not {self.workload!r}"
         )

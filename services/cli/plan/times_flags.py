@@ -238,6 +238,8 @@ def seconds(flag: str, text: str) -> float:
         return float(read_quantity(text, "s"))
     except ValueError as error:
         raise InvalidRequest(f"{flag} {error}") from None
+    except OverflowError:
+        raise InvalidRequest(f"{flag} must be less than {text}") from None
 
 
 def read_slo(ttft: str, tpot: str) -> Slo:

@@ -110,8 +110,10 @@ def read_mesh(text: str) -> MeshShape:
 
 
 def _read_unit(words: str, text: str) -> Unit:
-    device, tp = "", 1
+    device, tp = "", 0
     for word in filter(None, words.lower().split(",")):
+        if tp if word.startswith("tp") else device:
+            raise InvalidRequest(f"({words}) in {text!r}: one degree and one device at most")
         if re.fullmatch(r"tp\d+", word):
             tp = int(word[2:])
             if tp not in DEGREES:
@@ -121,4 +123,4 @@ def _read_unit(words: str, text: str) -> Unit:
             device = word
         else:
             raise InvalidRequest(f"{word!r} in {text!r} is not known: write 3P+2D, with {KNOWN}")
-    return Unit(device, tp)
+    return Unit(device, tp or 1)

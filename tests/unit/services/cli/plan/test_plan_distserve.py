@@ -44,6 +44,7 @@ def test_without_a_file_the_closed_forms_are_shown(capsys: pytest.CaptureFixture
     [
         (HEAD, [], "holds no request"),
         ("req_id,arrival_s\n0,0\n", [], "no column prompt_len, output_len"),
+        ("req_id,arrival_s,prompt_len,arrival_s,output_len\n", [], "more than one column arrival_s"),
         (HEAD + "0,0,ten,1\n", [], ":2: prompt_len must be a number, not 'ten'"),
         (HEAD + "0,0,0,1\n", [], ":2: prompt_len must be at least 1"),
         (HEAD + "0,0,1.5,1\n", [], ":2: prompt_len must be a whole number"),

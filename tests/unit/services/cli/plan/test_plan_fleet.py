@@ -176,6 +176,11 @@ def test_a_map_has_every_pair(capsys: pytest.CaptureFixture[str]) -> None:
         ("--device l4 --model llama-3-70b", "do not fit"),
         ("--rate 0", "--rate must be above 0"),
         ("--price a100=free --device a100", "--price must be like"),
+        ("--price a100=nan --device a100", "--price must be like"),
+        ("--price a100=2", "--price needs --device"),
+        ("--price a100=2 --device h100", "--price says nothing of h100"),
+        ("--budget nan", "--budget must be above 0"),
+        ("--budget inf", "--budget must be above 0"),
         ("--watts", "--watts needs --device"),
     ],
 )

@@ -72,6 +72,19 @@ def test_a_trace_file_is_played(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert latencies["TTFT"]["p50"] < 0.3 * latencies["TTFT"]["p99"]
 
 
+def test_a_part_of_a_trace_has_the_rate_that_is_asked_for(tmp_path: Path) -> None:
+    """Whatever the rate of the rest; requests of one instant have none."""
+    line = {"input_length": 64, "output_length": 2}
+    times = [*range(0, 5000, 1000), *range(5000, 5100, 10)]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(json.dumps({"timestamp": at, **line}) for at in times))
+    asks = SimFlags(workload=str(path), num_requests=5, rate=10).asks([Unit()])
+    assert [ask.due_s for ask in asks] == pytest.approx([0, 0.125, 0.25, 0.375, 0.5])
+    path.write_text("\n".join(json.dumps({"timestamp": 7, **line}) for _ in range(3)))
+    with pytest.raises(InvalidRequest, match="come at one instant"):
+        SimFlags(workload=str(path)).check()
+
+
 def test_meshes_are_compared_by_the_same_requests(capsys: pytest.CaptureFixture[str]) -> None:
     """Each row is what a run alone says; the best one is named, and stands first."""
     flags = ["--rate", "9", "--num-requests", "60", "--slo-ttft", "400ms", "--no-what-if"]
@@ -134,11 +147,15 @@ def test_meshes_as_people_write_them(text: str, parts: tuple[MeshPart, ...]) -> 
 
 
 @pytest.mark.parametrize(
-    "text", ["", "3Q", "P+", "2", "3P", "2D", "0M", "9999M", "1M(ep2)", "1M(tp3)", "1M(tp2"]
+    "text",
+    [
+        *("", "3Q", "P+", "2", "3P", "2D", "0M", "9999M"),
+        *("1M(ep2)", "1M(tp3)", "1M(tp2", "1M(tp2,tp4)", "1M(a100,h100)"),
+    ],
 )
 def test_meshes_that_are_none(text: str) -> None:
     """The known words, or what is missing."""
-    with pytest.raises(InvalidRequest, match=r"P \(prefill\)|needs P and D|1\.\.256|known are tp1"):
+    with pytest.raises(InvalidRequest, match=r"P \(prefill|needs P and D|1\.\.256|known are tp1|one deg"):
         read_mesh(text)
 
 
@@ -150,6 +167,8 @@ def test_meshes_that_are_none(text: str) -> None:
         ("1P+1D --workload nonsense", "--workload must be azure-conv, azure-code, mooncake"),
         ("1P+1D --workload none.jsonl", "no such file"),
         ("1P+1D --slo-ttft soon", "--slo-ttft must be a number with a unit"),
+        ("1P+1D --slo-ttft 0s", "nobody could keep 0"),
+        ("1P+1D --slo-tpot 1e400s", "--slo-tpot must be less"),
         ("1P+1D --kv-tokens 0", "--kv-tokens must be 1.."),
         ("1P+1D --link fast", "such as 25GB/s"),
     ],

@@ -231,6 +231,10 @@ def test_gateways_that_tell_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     body["requests"] = body["requests"][:1]
     assert "remembers one request with a token" in said(body)[1]
     body = recent(num=4)
+    for it in body["requests"]:
+        it["ended"] = False
+    assert "all 4 requests go on: ask again" in said(body)[1]
+    body = recent(num=4)
     for worker in body["workers"]:
         worker["answer_steps"]["num_steps"] = 0
     assert "give a time model" in said(body)[1]
