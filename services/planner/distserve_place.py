@@ -17,6 +17,7 @@ from services.planner.core.placement import (
     high_affinity,
     low_affinity,
     placements,
+    quantile,
 )
 from services.planner.distserve_data import DistServeData
 from services.sim.baselines.distserve import (
@@ -28,6 +29,7 @@ from services.sim.baselines.distserve import (
 )
 from services.sim.baselines.distserve_times import Coefficients, Degree
 from shared.errors import InvalidRequest
+from shared.telemetry.definitions import Slo
 
 _NO_TIME = Coefficients((0.0, 0.0, 0.0), (0.0, 0.0, 0.0), (0.0, 0.0, 0.0), 1)
 
@@ -91,12 +93,20 @@ class Placer:
             if one.whole_prefill in self._degrees and one.whole_decode in self._degrees
         ]
 
+    def alone(self, candidates: Sequence[Placement]) -> Slo:
+        """Return the tightest limits that such a share of requests can keep, each by itself."""
+        felt = [self._run(*self._both(one), 1e-6) for one in candidates]
+        target = self._goal.target
+        return Slo(
+            min(quantile([one.ttft_ms for one in each], target) for each in felt) / 1000,
+            min(quantile([one.tpot_ms for one in each], target) for each in felt) / 1000,
+        )
+
     def together(self, candidates: Sequence[Placement]) -> Iterator[Placed]:
         """Yield what each attains with both phases simulated together."""
 
         def attains(one: Placement, rate: float) -> bool:
-            prefill, decode = self._degrees[one.whole_prefill], self._degrees[one.whole_decode]
-            return self._goal.is_met(self._run(prefill, decode, rate), self._success)
+            return self._goal.is_met(self._run(*self._both(one), rate), self._success)
 
         return low_affinity(candidates, attains)
 
@@ -118,6 +128,9 @@ class Placer:
 
         degrees = [degree for degree in self._degrees if degree.num_devices <= most_gpus]
         return high_affinity(degrees, prefill_attains, decode_attains, rate)
+
+    def _both(self, one: Placement) -> tuple[Instances, Instances]:
+        return self._degrees[one.whole_prefill], self._degrees[one.whole_decode]
 
     def _run(self, prefill: Instances, decode: Instances, rate: float) -> list[Latency]:
         return DistServeSim(prefill, decode).run(self._demand.at(rate))

@@ -6,13 +6,21 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from statistics import quantiles
 from typing import Annotated
 
 from cyclopts import Parameter
 
-from services.cli.plan.view import interruptible, plain_console, progress, show_tables, write_result
+from services.cli.plan.view import (
+    interruptible,
+    plain_console,
+    progress,
+    require_writable,
+    show_tables,
+    write_result,
+)
 from services.cli.sources import JsonFlag
+from services.cli.words import print_json
+from services.planner.core.placement import quantile
 from services.planner.core.prefill_queue import queue_tables
 from services.planner.distserve_data import (
     DECIMALS,
@@ -77,6 +85,8 @@ def distserve(
         return EXIT_OK
     if data is None:
         raise InvalidRequest("--requests needs --data DIR: the folder with the coefficient files")
+    if out is not None:
+        require_writable("--out", out)
     prefill_degree = read_degree("--prefill", prefill)
     decode_degree = read_degree("--decode", decode)
     if system == "vllm" and prefill_degree != decode_degree:
@@ -99,45 +109,52 @@ def distserve(
         f"P({prefill_degree}) D({decode_degree})" if system == "distserve" else str(prefill_degree)
     )
     duration_s = given[-1].arrival.at_ms / 1000
+    felt = {
+        "ttft_ms": _percentiles([latency.ttft_ms for latency in latencies]),
+        "tpot_ms": _percentiles([latency.tpot_ms for latency in latencies]),
+    }
+    against = _against(given, latencies)
+    if as_json:
+        told = {"model": model, "system": system, "instances": where, "num_requests": len(given)}
+        print_json({**told, **felt, "against_file": against, "num_steps": sim.num_steps})
+        return EXIT_OK
     rate = f"{len(given) / duration_s:.2f} requests/s" if duration_s else "all at once"
     console = plain_console()
     console.print(f"{model} {system} {where}: {len(given)} requests, {rate}")
-    for name, values in (
-        ("TTFT", [latency.ttft_ms for latency in latencies]),
-        ("TPOT", [latency.tpot_ms for latency in latencies]),
-    ):
-        shown = " / ".join(f"{value:.3f}" for value in _percentiles(values))
-        console.print(f"{name} p50 / p90 / p99  {shown} ms")
-    for line in _against(given, latencies):
-        console.print(line)
+    for name, values in felt.items():
+        shown = " / ".join(f"{value:.3f}" for value in values.values())
+        console.print(f"{name[:4].upper()} p50 / p90 / p99  {shown} ms")
+    if against is not None:
+        console.print(
+            f"the file's own results: {against.pop('num_same')} of {against.pop('num_rows')} rows "
+            "are the same, digit by digit"
+        )
+        for (name, most), num in zip(against.items(), DECIMALS, strict=True):
+            console.print(f"  largest difference of {name}: {most:.{num}f}")
     console.print(f"{fidelity}: {sim.num_steps} steps in {sim.num_events} events, {took_s:.2f} s")
     if out is not None:
         print(f"written to {out}", file=sys.stderr)
     return EXIT_OK
 
 
-def _percentiles(values: list[float]) -> list[float]:
-    """p50, p90 and p99 by linear interpolation, as their scripts count."""
-    cuts = quantiles(
-        [*values, *values[:1]] if len(values) == 1 else values, n=100, method="inclusive"
-    )
-    return [cuts[49], cuts[89], cuts[98]]
+def _percentiles(values: list[float]) -> dict[str, float]:
+    """By linear interpolation, as their scripts count."""
+    return {f"p{q}": quantile(values, q / 100) for q in (50, 90, 99)}
 
 
-def _against(given: list[GivenRequest], latencies: list[Latency]) -> list[str]:
-    """Say how far a run is from the one that the file holds, if it holds one."""
+def _against(given: list[GivenRequest], latencies: list[Latency]) -> dict[str, float] | None:
+    """Return how far a run is from the one that the file holds, if it holds one."""
     pairs = [
         (request.felt, printed(latency))
         for request, latency in zip(given, latencies, strict=True)
         if request.felt is not None
     ]
     if not pairs:
-        return []
-    num_same = sum(theirs == ours for theirs, ours in pairs)
-    lines = [
-        f"the file's own results: {num_same} of {len(pairs)} rows are the same, digit by digit"
-    ]
-    for idx, (name, num) in enumerate(zip(LATENCY_COLUMNS, DECIMALS, strict=True)):
-        most = max(abs(theirs[idx] - ours[idx]) for theirs, ours in pairs)
-        lines.append(f"  largest difference of {name}: {most:.{num}f}")
-    return lines
+        return None
+    found: dict[str, float] = {
+        "num_rows": len(pairs),
+        "num_same": sum(theirs == ours for theirs, ours in pairs),
+    }
+    for idx, name in enumerate(LATENCY_COLUMNS):
+        found[name] = max(abs(theirs[idx] - ours[idx]) for theirs, ours in pairs)
+    return found

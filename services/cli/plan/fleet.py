@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from services.cli.plan.explain import MOST_RUNS, Explained, explain, goodput, lines, num_runs
 from services.cli.plan.sim_flags import SimFlags
-from services.cli.plan.sim_report import draw_lines, report_files
+from services.cli.plan.sim_report import begin_report, draw_lines, report_files
 from services.cli.plan.view import (
     EXIT_INTERRUPTED,
     counted,
@@ -171,6 +171,7 @@ def fleet(
         Folder for report.json, requests.csv and report.svg, as of pdmesh bench, and cost.svg.
     """
     flags.check()
+    begin_report(output)
     units = fleet_flags.units(flags)
     price = fleet_flags.priced(flags, units)
     if impossible := flags.impossible(units):

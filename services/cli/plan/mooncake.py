@@ -58,6 +58,8 @@ def mooncake(
         the hit rates of both, all policies.
     """
     if replay_file is None:
+        if (policy, blocks) != ("lru", "inf"):
+            raise InvalidRequest("--policy and --blocks need --replay TRACE.jsonl: what is hit?")
         measured = [] if data is None else [*_scheduling(data), *_hit_rates(data)]
         show_tables([*mooncake_tables(), *measured], as_json=as_json)
         return EXIT_OK

@@ -9,7 +9,7 @@ from typing import Annotated, Final
 from cyclopts import Parameter
 
 from services.cli.plan.sim_flags import SimFlags
-from services.cli.plan.sim_report import draw_map, report_files
+from services.cli.plan.sim_report import begin_report, draw_map, report_files
 from services.cli.plan.view import (
     EXIT_INTERRUPTED,
     counted,
@@ -51,6 +51,7 @@ def pd_map(
     if not 2 <= workers <= 32:
         raise InvalidRequest("a map is of 2..32 workers")
     flags.check()
+    begin_report(output)
     impossible = flags.impossible([Unit()])
     requests = flags.requests([Unit()])
     cells: dict[tuple[int, int], MeshRun] = {}

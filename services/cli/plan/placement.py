@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -9,9 +10,24 @@ from cyclopts import Parameter
 from rich.table import Table
 
 from services.cli.plan.times_flags import read_slo
-from services.cli.plan.view import EXIT_INTERRUPTED, interruptible, plain_console, progress
-from services.cli.words import plain_table
-from services.planner.core.placement import Affinity, LatencyGoal, Placed, Success
+from services.cli.plan.view import (
+    EXIT_INTERRUPTED,
+    interruptible,
+    plain_console,
+    progress,
+    say_how_long,
+)
+from services.cli.sources import JsonFlag
+from services.cli.words import plain_table, print_json
+from services.planner.core.bounds import unmeetable
+from services.planner.core.placement import (
+    MOST_RATE,
+    Affinity,
+    LatencyGoal,
+    Placed,
+    Replicas,
+    Success,
+)
 from services.planner.distserve_data import DistServeData, read_requests
 from services.planner.distserve_place import Demand, Placer
 from shared.errors import InvalidRequest
@@ -19,6 +35,9 @@ from shared.runtime.service import EXIT_FAILED, EXIT_OK
 
 _PLAIN: Final = Parameter(show_env_var=False)
 _SHOWN: Final = 8
+_RATES: Final = 5
+"""Tried of each placement: bisections of 0 to 5 until 0.25."""
+_TRIAL_REQUESTS: Final = 60
 
 
 @interruptible
@@ -37,6 +56,7 @@ def distserve_placement(
     rate: Annotated[float, _PLAIN] = 10.0,
     num_requests: Annotated[int, _PLAIN] = 300,
     seed: Annotated[int, _PLAIN] = 0,
+    as_json: JsonFlag = False,
 ) -> int:
     """DistServe's placement (OSDI'24, algorithms 1 and 2) for the lengths of a file of requests.
 
@@ -92,36 +112,60 @@ def distserve_placement(
             f"for the model each; known degrees: "
             f"{', '.join(f'{d.tp},{d.pp}' for d in files.degrees(model))}"
         )
-    console = plain_console()
+    few = min(num_requests, _TRIAL_REQUESTS)
+    trial = Placer(files, model, Demand.drawn(lengths, few, seed), goal, success)
+    began = time.perf_counter()
+    trial.alone(candidates[:1])
+    trial_s = (time.perf_counter() - began) * num_requests / few
+    say_how_long(len(candidates) * _RATES, trial_s, "--num-requests, --nodes, --gpus shorten it")
     found: list[Placed] = []
+    apart: tuple[Replicas, ...] | None = None
     is_whole = True
     try:
         with progress(f"{len(candidates)} placements", len(candidates)) as on_progress:
             for placed in placer.together(candidates):
                 found.append(placed)
                 on_progress(len(found))
+        if affinity == "high":
+            apart = placer.apart(nodes * gpus, rate)
     except KeyboardInterrupt:
         is_whole = False
+    ranked = sorted(found, key=lambda one: one.rank, reverse=True)
+    attains = bool(ranked and ranked[0].rate_per_gpu)
+    impossible: list[str] = []
+    if is_whole and not attains:
+        impossible = unmeetable(slo, placer.alone(candidates), target)
+    code = EXIT_OK if attains else EXIT_FAILED
+    code = code if is_whole else EXIT_INTERRUPTED
+    if as_json:
+        told = [
+            {
+                "placement": str(it.placement),
+                "gpus": it.placement.num_devices,
+                "rate_per_gpu": it.rate_per_gpu,
+            }
+            for it in ranked
+        ]
+        print_json(
+            {"placements": told, "apart": apart, "impossible": impossible, "is_whole": is_whole}
+        )
+        return code
+    console = plain_console()
     console.print(
         f"{model}, {nodes} x {gpus} GPUs, {affinity} affinity, TTFT {slo_ttft}, TPOT {slo_tpot}, "
         f"{target:.0%}, success {success}: {len(found)} of {len(candidates)} placements"
     )
-    ranked = sorted(found, key=lambda one: one.rank, reverse=True)
     console.print(_table(ranked[:_SHOWN], rate))
-    if not is_whole:
-        return EXIT_INTERRUPTED
-    if not ranked[0].rate_per_gpu:
-        console.print("nothing attains: a request alone takes longer than a limit, or the search's")
-        console.print("lowest rate is too high; loosen --slo-ttft or --slo-tpot")
-        return EXIT_FAILED
-    if affinity == "high":
-        apart = placer.apart(nodes * gpus, rate)
-        for name, one in zip(("prefill", "decode"), apart or (), strict=False):
-            console.print(
-                f"algorithm 1, {name} by itself: {one.num} x {one.degree}, "
-                f"{one.rate:.2f} requests/s each"
-            )
-    return EXIT_OK
+    for line in impossible:
+        console.print(line, soft_wrap=True)
+    if is_whole and not attains and not impossible:
+        console.print(f"nothing attains, not at {MOST_RATE / 2**_RATES:.2g} requests/s a GPU either")
+    for name, one in zip(("prefill", "decode"), apart or (), strict=False):
+        console.print(
+            f"algorithm 1, {name} by itself: {one.num} x {one.degree}, "
+            f"{one.rate:.2f} requests/s each"
+        )
+    return code
 
 
 def _table(ranked: list[Placed], rate: float) -> Table:

@@ -185,8 +185,8 @@ class SimFlags:
             rows = trace.rows[: self.num_requests]
             if not rows[-1].due_s:
                 raise InvalidRequest(
-                    f"{self.workload}: its first {len(rows)} requests come at one instant: there is "
-                    "no rate that --rate could stretch"
+                    f"{self.workload}: its first {len(rows)} requests come at one instant: there "
+                    "is no rate that --rate could stretch"
                 )
             return replace(trace, rows=rows)
         raise InvalidRequest(

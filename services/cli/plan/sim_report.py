@@ -3,6 +3,7 @@ so that simulated and measured requests lie in one picture."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,10 +18,15 @@ from services.cli.bench.report import (
     write_report,
 )
 from services.cli.bench.workload import Ask, Workload
+from services.cli.client import CannotRun
 from services.cli.plan.seen import SeenTraffic
 from services.cli.plan.sim_flags import SimFlags
 from services.planner.mesh_run import MeshRun
 from services.sim.open_loop import SimAnswer
+from shared.errors import InvalidRequest
+
+Row = Mapping[str, Any]
+"""A request of a report."""
 
 _START: Final = 1.0
 """Of a run, on its own clock: a record that left at 0 counts as one that did not leave."""
@@ -76,17 +82,28 @@ def _end(run: Run, record: Record, error: str) -> None:
     run.num_ended += 1
 
 
+def begin_report(folder: Path | None, beside: Sequence[Path] | None = None) -> list[Row]:
+    """See to it, before anything is simulated, that a report can be written there; returns the
+    requests of reports that come into its picture. Raises CannotRun, InvalidRequest."""
+    if folder is None:
+        if beside:
+            raise InvalidRequest("--beside needs --output FOLDER: there is no picture without")
+        return []
+    require_folder(folder)
+    if not os.access(folder, os.W_OK):
+        raise CannotRun(f"cannot write to --output {folder} (permission denied)")
+    return [row for path in beside or () for row in read_rows(path, path.name)]
+
+
 def report_files(
     flags: SimFlags,
     runs: Sequence[MeshRun],
     folder: Path,
     plan: Mapping[str, Any],
-    beside: Sequence[Path] = (),
+    beside: Sequence[Row] = (),
 ) -> None:
-    """Write report.json, requests.csv and report.svg. plan: what else was found; beside: folders of
-    reports whose requests come into the picture. Raises CannotRun."""
-    rows = [row for path in beside for row in read_rows(path, path.name)]
-    require_folder(folder)
+    """Write report.json, requests.csv and report.svg. plan: what else was found; beside: requests
+    of other reports that come into the picture."""
     measured = [
         simulated_run(
             flags.workload,
@@ -112,7 +129,7 @@ def report_files(
             for run in runs
         ],
     )
-    write_report({**report, "plan": plan}, measured, folder, rows)
+    write_report({**report, "plan": plan}, measured, folder, beside)
 
 
 def plain(value: Any) -> Any:

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from services.cli.plan.explain import Explained, explain, lines, num_runs
 from services.cli.plan.sim_flags import QS, SimFlags, latencies
-from services.cli.plan.sim_report import draw_lines, report_files
+from services.cli.plan.sim_report import begin_report, draw_lines, report_files
 from services.cli.plan.view import (
     EXIT_INTERRUPTED,
     counted,
@@ -64,6 +64,7 @@ def simulate(
     """
     shape = read_mesh(mesh)
     flags.check()
+    rows = begin_report(output, beside)
     units = [part.unit for part in shape.parts]
     impossible = flags.impossible(units)
     with progress(f"{shape}, {flags.rate:g} requests/s", flags.num_requests) as on_progress:
@@ -76,7 +77,7 @@ def simulate(
     if what_if:
         facts["what_if"] = found.facts()
     if output is not None:
-        report_files(flags, [run], output, {"runs": [facts]}, beside or ())
+        report_files(flags, [run], output, {"runs": [facts]}, rows)
         _draw_rates(flags, [run], output)
     code = EXIT_OK if run.is_served else EXIT_FAILED
     code = code if is_whole else EXIT_INTERRUPTED
@@ -144,6 +145,7 @@ def compare(
         raise InvalidRequest("compare wants two meshes at least: 4M 2P+2D")
     shapes = [read_mesh(text) for text in meshes]
     flags.check()
+    rows = begin_report(output, beside)
     units = [part.unit for shape in shapes for part in shape.parts]
     impossible = flags.impossible(units)
     requests = flags.requests(units)
@@ -171,7 +173,7 @@ def compare(
     code = EXIT_OK if is_whole else EXIT_INTERRUPTED
     facts = [flags.facts(run) for run in ranked]
     if output is not None and runs:
-        report_files(flags, runs, output, {"runs": facts, "best": found.facts()}, beside or ())
+        report_files(flags, runs, output, {"runs": facts, "best": found.facts()}, rows)
         _draw_rates(flags, runs, output)
     if as_json:
         print_json(facts)

@@ -11,14 +11,20 @@ from typing import Annotated, Any, Final, NamedTuple
 import msgspec
 from cyclopts import Parameter
 
-from services.cli.bench.report import report_of, require_folder, write_report
+from services.cli.bench.report import report_of, write_report
 from services.cli.bench.view import time_text
 from services.cli.bench.workload import Ask
 from services.cli.client import DEFAULT_URL, NO_ACCESS, Access, UrlFlag
 from services.cli.plan.seen import SeenTraffic, ask_gateway, read_seen, seen_by_gateway
-from services.cli.plan.sim_report import plain, seen_run, simulated_run
+from services.cli.plan.sim_report import begin_report, plain, seen_run, simulated_run
 from services.cli.plan.times_flags import TimesFlags, read_slo, seconds
-from services.cli.plan.view import interruptible, plain_console, progress, write_result
+from services.cli.plan.view import (
+    interruptible,
+    plain_console,
+    progress,
+    require_writable,
+    write_result,
+)
 from services.cli.sources import JsonFlag
 from services.cli.words import plain_table, print_json
 from services.gateway.core.routing import POLICIES
@@ -155,6 +161,9 @@ def verify(
         1 predicted.
     """
     flags.check()
+    begin_report(output)
+    if keep is not None:
+        require_writable("--keep", keep)
     if source is None:
         mesh = ask_gateway(url, access)
         if keep is not None:
@@ -162,8 +171,6 @@ def verify(
         seen = seen_by_gateway(mesh, url, flags.last_s)
     else:
         seen = read_seen(source, flags.run, flags.last_s)
-    if output is not None:
-        require_folder(output)
     with progress("replay", len(seen.requests)) as on_progress:
         found = replay(seen, flags, on_progress)
     facts = facts_of(found)

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from services.cli.words import print_json
 from services.planner.core.paper_table import PaperTable
+from shared.errors import InvalidRequest
 
 EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 SHORT_S: Final = 45.0
@@ -86,6 +87,21 @@ def progress(title: str, total: int) -> Generator[Callable[[int], None]]:
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(title, total=total)
         yield lambda done: bar.update(task, completed=done)
+
+
+def require_writable(flag: str, path: Path) -> None:
+    """See to it, before anything is computed, that a file can be written there.
+
+    Raises InvalidRequest.
+    """
+    folder = path.parent
+    for is_wrong, why in (
+        (path.is_dir(), "is a folder"),
+        (not folder.is_dir(), "there is no such folder"),
+        (not os.access(folder, os.W_OK), "permission denied"),
+    ):
+        if is_wrong:
+            raise InvalidRequest(f"{flag} {path}: {why}")
 
 
 def write_result(path: Path, text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -133,19 +134,21 @@ def test_hit_rate_of_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ([{"hash_ids": None}], [], ":1: Expected `array`"),
         ([], [], "holds no request"),
         ([{}], ["--blocks", "0"], "--blocks must be a whole number from 1, or inf"),
+        (None, ["--policy", "lfu"], "--policy and --blocks need --replay"),
         ([{}], ["--policy", "fifo"], '"lru", "lfu", "length-aware"'),
     ],
 )
 def test_bad_traces(
-    lines: list[dict[str, object]],
+    lines: list[dict[str, object]] | None,
     flags: list[str],
     word: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """File, line, what is wrong."""
-    path = trace(tmp_path / "t.jsonl", *lines)
-    assert main(["plan", "paper", "mooncake", "--replay", str(path), *flags]) == 2
+    path = trace(tmp_path / "t.jsonl", *(lines or ()))
+    replayed = [] if lines is None else ["--replay", str(path)]
+    assert main(["plan", "paper", "mooncake", *replayed, *flags]) == 2
     assert word in " ".join(capsys.readouterr().err.split())
 
 
@@ -177,6 +180,25 @@ def test_every_paper_has_its_table(
     assert figure in capsys.readouterr().out
     assert main(["plan", "paper", paper, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["rows"]
+
+
+@pytest.mark.parametrize(("most", "code"), [("6", 0), ("1", 1)])
+def test_splitwises_clusters_for_programs(
+    most: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All tables are one document, whether a cluster keeps the limits or not; the paper's cluster
+    stands beside no other rate than its own."""
+    data = Path(__file__).parents[2] / "sim" / "data"
+    shutil.copy(data / "splitwise_sim_perf_model_tp8.csv", tmp_path / "perf_model.csv")
+    name = "AzureLLMInferenceTrace_code_2023.csv"
+    shutil.copy(data / "azure_code_lengths.csv", tmp_path / name)
+    load = ("--rate", "12", "--duration", "5", "--most-prompt", most, "--most-token", "3")
+    command = ["plan", "paper", "splitwise", "--data", str(tmp_path), *load, "--json"]
+    assert main(command) == code
+    *_, frontier = json.loads(capsys.readouterr().out)
+    assert bool(frontier["rows"]) == (code == 0)
+    assert all(row["theirs"] == "" for row in frontier["rows"])
+    assert ("do not keep the limits" in frontier["notes"][0]) == (code == 1)
 
 
 def test_unknown_papers_get_the_list(capsys: pytest.CaptureFixture[str]) -> None:

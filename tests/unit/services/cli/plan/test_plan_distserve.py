@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from services.cli import main
+from services.cli.plan import view
+from services.sim.baselines.distserve import DistServeSim
 
 DATA = Path(__file__).parents[2] / "sim" / "data"
 REFERENCE = DATA / "ref_simdistserve_opt13b_distserve_tp2pp1_tp1pp1.csv"
@@ -33,6 +36,64 @@ def test_the_reference_file_comes_out_again(
     assert "TTFT p50 / p90 / p99  91.522 / 186.4" in said
 
 
+def test_a_run_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What people read, as numbers; a file without results is held against nothing."""
+    assert run(REFERENCE, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["ttft_ms"]["p90"] == pytest.approx(186.416, abs=5e-4)
+    assert told["against_file"]["num_same"] == told["num_requests"] == 500
+    path = tmp_path / "one.csv"
+    path.write_text(HEAD + "0,0,374,44\n")
+    assert run(path, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["against_file"] is None
+    assert told["tpot_ms"]["p50"] == told["tpot_ms"]["p99"] == pytest.approx(22.26134, abs=5e-6)
+
+
+def test_a_file_that_cannot_be_written_is_told_before_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its name, not by that of what would become it."""
+    monkeypatch.delattr(DistServeSim, "run")
+    for out, why in ((tmp_path, "is a folder"), (tmp_path / "no" / "out", "no such folder")):
+        assert run(REFERENCE, "--out", str(out)) == 2
+        assert f"--out {out}: " in (said := capsys.readouterr().err)
+        assert why in said
+
+
+def place(*flags: str) -> int:
+    """The search of placements, with few requests."""
+    files = ["--requests", str(REFERENCE), "--data", str(DATA), "--num-requests", "50"]
+    return main(["plan", "paper", "distserve-placement", *files, *flags])
+
+
+def test_limits_that_no_placement_keeps_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Which one, and what would be kept; what is found is told to programs, too."""
+    assert place("--slo-ttft", "5ms") == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "keeps TTFT 5ms" in said
+    assert "give --slo-ttft" in said
+    assert place("--slo-tpot", "1ms", "--json") == 1
+    told = json.loads(capsys.readouterr().out)
+    assert "keeps TPOT 1ms" in told["impossible"][0]
+    assert {row["rate_per_gpu"] for row in told["placements"]} == {0.0}
+    assert place("--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    rates = [row["rate_per_gpu"] for row in told["placements"]]
+    assert rates == sorted(rates, reverse=True)
+    assert told["impossible"] == []
+
+
+def test_a_long_search_of_placements_says_so_first(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what shortens it."""
+    monkeypatch.setattr(view, "SHORT_S", 0.0)
+    assert place() == 0
+    assert "at most 45 simulations" in (said := capsys.readouterr().err)
+    assert "--num-requests" in said
+
+
 def test_without_a_file_the_closed_forms_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     """Theirs beside ours."""
     assert main(["plan", "paper", "distserve"]) == 0
@@ -44,7 +105,7 @@ def test_without_a_file_the_closed_forms_are_shown(capsys: pytest.CaptureFixture
     [
         (HEAD, [], "holds no request"),
         ("req_id,arrival_s\n0,0\n", [], "no column prompt_len, output_len"),
-        ("req_id,arrival_s,prompt_len,arrival_s,output_len\n", [], "more than one column arrival_s"),
+        (HEAD.strip() + ",arrival_s\n", [], ":1: more than one column arrival_s"),
         (HEAD + "0,0,ten,1\n", [], ":2: prompt_len must be a number, not 'ten'"),
         (HEAD + "0,0,0,1\n", [], ":2: prompt_len must be at least 1"),
         (HEAD + "0,0,1.5,1\n", [], ":2: prompt_len must be a whole number"),

@@ -49,6 +49,22 @@ def test_ctrl_c_before_there_is_anything(
     assert (out, err) == ("", "pdmesh: interrupted, with nothing to show yet\n")
 
 
+@pytest.mark.parametrize("command", ["simulate 1M", "compare 1M 2M", "fleet", "map 2"])
+def test_a_report_that_cannot_be_written_costs_no_search(
+    command: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is told before the first run."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.delattr(SimFlags, "run")
+    (tmp_path / "file").write_text("")
+    folder = str(tmp_path / "file" / "report")
+    assert main(["plan", *command.split(), "--output", folder]) == 1
+    assert f"cannot write to --output {folder}" in " ".join(capsys.readouterr().err.split())
+
+
 def test_too_much_load_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
     """One pair, forty at once."""
     few = told(capsys, "1P+1D", "--rate", "1")
@@ -155,7 +171,8 @@ def test_meshes_as_people_write_them(text: str, parts: tuple[MeshPart, ...]) -> 
 )
 def test_meshes_that_are_none(text: str) -> None:
     """The known words, or what is missing."""
-    with pytest.raises(InvalidRequest, match=r"P \(prefill|needs P and D|1\.\.256|known are tp1|one deg"):
+    words = r"P \(prefill\)|needs P and D|1\.\.256|known are tp1|one degree"
+    with pytest.raises(InvalidRequest, match=words):
         read_mesh(text)
 
 
@@ -171,6 +188,7 @@ def test_meshes_that_are_none(text: str) -> None:
         ("1P+1D --slo-tpot 1e400s", "--slo-tpot must be less"),
         ("1P+1D --kv-tokens 0", "--kv-tokens must be 1.."),
         ("1P+1D --link fast", "such as 25GB/s"),
+        ("1P+1D --beside earlier", "--beside needs --output"),
     ],
 )
 def test_bad_input(arguments: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
