@@ -27,6 +27,9 @@ VARIANTS: Final[Mapping[str, Mapping[str, float]]] = {
     "times +20 %": {"slower": 1.2},
 }
 
+LONGER: Final = 4
+"""A run of so many times the requests: queues that grow slowly show in it."""
+
 NUM_SEEDS: Final = 2
 """Other draws of the same load: how much of the answer is chance."""
 
@@ -34,14 +37,21 @@ NUM_SEEDS: Final = 2
 @dataclass(slots=True)
 class Explained:
     """What has been found out of one mesh so far. headroom: highest rate that attains, over the one
-    asked for; None = not looked for. sensitivity: attained share by what is different."""
+    asked for; None = not looked for. sensitivity: attained share by what is different. misses: what
+    of that is the very load that is said to attain, drawn otherwise or for longer, and misses."""
 
     limit: Limit | None = None
     headroom: float | None = None
     most_rate: float | None = None
     sensitivity: dict[str, float] = field(default_factory=dict[str, float])
+    misses: list[str] = field(default_factory=list[str])
     runner_up: tuple[str, float] | None = None
-    rates: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+
+    @classmethod
+    def of(cls, run: MeshRun | None) -> Explained:
+        """Return what the run itself says."""
+        felt = None if run is None else run.felt
+        return cls(limit=None if felt is None else binding_limit(felt))
 
     def facts(self) -> dict[str, Any]:
         """Return it for programs."""
@@ -51,7 +61,7 @@ class Explained:
 def num_runs(shape: MeshShape, *, has_runner_up: bool) -> int:
     """Return how many simulations ``explain`` takes at most."""
     others = len(neighbours(shape)) if has_runner_up else 0
-    return len(VARIANTS) + NUM_SEEDS + MOST_RUNS + others
+    return len(VARIANTS) + NUM_SEEDS + LONGER + MOST_RUNS + others
 
 
 def explain(
@@ -64,9 +74,8 @@ def explain(
 ) -> None:
     """Find out more of a mesh, and fill it in as it is found; Ctrl-C leaves what is there."""
     shape = run.shape
-    if run.felt is not None:
-        found.limit = binding_limit(run.felt)
-    seeds = {f"seed {flags.seed + n}": {"seed": flags.seed + n} for n in range(1, NUM_SEEDS + 1)}
+    others = {f"seed {flags.seed + n}": {"seed": flags.seed + n} for n in range(1, NUM_SEEDS + 1)}
+    others[f"{LONGER} x the requests"] = {"num_requests": LONGER * flags.num_requests}
     for name, factors in VARIANTS.items():
         changes = {
             key: factor if key == "slower" else getattr(flags, key) * factor
@@ -74,11 +83,13 @@ def explain(
         }
         found.sensitivity[name] = flags.variant(**changes).run(shape).attained or 0.0
         one_more()
-    for name, change in seeds.items():
+    for name, change in others.items():
         found.sensitivity[name] = flags.variant(**change).run(shape).attained or 0.0
         one_more()
     found.most_rate = goodput(flags, shape, flags.rate, one_more=one_more)
     found.headroom = found.most_rate / flags.rate
+    if found.headroom >= 1:
+        found.misses = [name for name in others if found.sensitivity[name] < flags.attainment]
     if has_runner_up:
         requests = flags.requests([part.unit for part in shape.parts])
         for other in neighbours(shape):
@@ -100,7 +111,8 @@ def goodput(
     none is above ``above``. A rate that the mesh cannot sustain does not attain, though a run may
     be too short to show it."""
     bound = flags.most_rate(shape)
-    search = RateSearch(max(first, above * (1 + TOLERANCE)), flags.attainment, TOLERANCE, MOST_RUNS)
+    first = min(bound, max(first, above * (1 + TOLERANCE)))
+    search = RateSearch(first, flags.attainment, TOLERANCE, MOST_RUNS)
     while (rate := search.next_rate()) is not None:
         if rate <= above:
             return 0.0
@@ -127,7 +139,12 @@ def lines(found: Explained, flags: SimFlags) -> list[str]:
     if found.sensitivity:
         shares = (f"{name} {share:.1%}" for name, share in found.sensitivity.items())
         said.append(f"attainment if: {', '.join(shares)}")
+    if found.misses:
+        said.append(
+            f"NOT SAFE: the same load misses the target with {', '.join(found.misses)}: plan for a "
+            f"lower rate, or with --num-requests {LONGER * flags.num_requests}"
+        )
     if found.runner_up is not None:
         name, share = found.runner_up
-        said.append(f"runner-up: {name} with as many workers attains {share:.1%}")
+        said.append(f"runner-up: {name} attains {share:.1%}")
     return said

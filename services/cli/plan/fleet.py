@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -38,6 +39,7 @@ from shared.runtime.service import EXIT_FAILED, EXIT_OK
 
 _PLAIN: Final = Parameter(show_env_var=False, negative="")
 _QUIET: Final = Parameter(show_env_var=False, negative="", show_default=False)
+FEW_DEVICES: Final = 16
 MOST_DEVICES: Final = 128
 
 
@@ -58,7 +60,7 @@ class FleetFlags:
     watts
         Count watts by data sheets instead.
     max_devices
-        Most devices of a mesh.
+        Most devices of a mesh; default 16, or what the budget buys (128 at most).
     budget
         Find the best goodput for so many devices, euros an hour or watts, instead of the cheapest
         mesh for --rate.
@@ -70,7 +72,7 @@ class FleetFlags:
     tp: Annotated[str, _PLAIN] = "1"
     price: Annotated[str, _QUIET] = ""
     watts: Annotated[bool, _PLAIN] = False
-    max_devices: Annotated[int, _PLAIN] = 16
+    max_devices: Annotated[int | None, _QUIET] = None
     budget: Annotated[float | None, _QUIET] = None
     mixed: Annotated[bool, Parameter(show_env_var=False)] = True
 
@@ -87,7 +89,7 @@ class FleetFlags:
         if not degrees or any(degree not in DEGREES for degree in degrees):
             known = ",".join(map(str, DEGREES))
             raise InvalidRequest(f"--tp must be degrees out of {known}, not {self.tp!r}")
-        if not 1 <= self.max_devices <= MOST_DEVICES:
+        if self.max_devices is not None and not 1 <= self.max_devices <= MOST_DEVICES:
             raise InvalidRequest(f"--max-devices must be 1..{MOST_DEVICES}")
         if self.budget is not None and not 0 < self.budget < 1e9:
             raise InvalidRequest("--budget must be above 0 and below 1e9")
@@ -106,6 +108,12 @@ class FleetFlags:
                 f"the weights of {flags.times.kv.name} fit into none of these: a higher --tp"
             )
         return fitting
+
+    def most_devices(self, price: Price) -> int:
+        """Return how many a mesh may have: as given, or as many as the budget buys."""
+        if self.max_devices is not None or self.budget is None:
+            return self.max_devices or FEW_DEVICES
+        return min(MOST_DEVICES, int(self.budget / min(price.of.values()) + 1e-9))
 
     def priced(self, flags: SimFlags, units: list[Unit]) -> Price:
         """Return what a device costs, by its name in a mesh. Raises InvalidRequest."""
@@ -177,12 +185,13 @@ def fleet(
     if impossible := flags.impossible(units):
         raise InvalidRequest("; ".join(impossible))
     bounds = flags.bounds(units)
-    most = fleet_flags.max_devices
-    if fleet_flags.budget is not None and price.unit == "devices":
-        most = min(MOST_DEVICES, int(fleet_flags.budget))
+    most = fleet_flags.most_devices(price)
     offers = candidates(bounds, price, most_devices=most, has_mixed=fleet_flags.mixed)
-    if not offers:
-        raise InvalidRequest(f"{most} devices are too few for any mesh of these")
+    budget = fleet_flags.budget
+    if not offers or (budget is not None and min(it.cost for it in offers) > budget):
+        raise InvalidRequest(f"that is too little for any mesh of these: {most} devices at most")
+    if fleet_flags.max_devices is None and budget is not None and most == MOST_DEVICES:
+        print(f"no mesh has more than {most} devices here, whatever the budget", file=sys.stderr)
     found = _Found()
     try:
         _search(flags, fleet_flags, offers, units, found)
@@ -245,9 +254,13 @@ def _search(
                 return rate
 
             best_goodput(offers, budget, rate_of, search)
-    if search.chosen is not None:
-        rate = flags.rate if budget is None else search.goodput_of(search.chosen)
-        found.run = flags.variant(rate=rate).run(search.chosen.shape)
+    shown = search.chosen or max(
+        (one for one, _ in search.tried), key=lambda one: one.bound, default=None
+    )
+    if shown is not None:
+        rate = flags.rate if budget is None else search.goodput_of(shown) or flags.rate
+        found.run = flags.variant(rate=rate).run(shown.shape)
+        found.explained = Explained.of(found.run)
 
 
 def _explain(flags: SimFlags, found: _Found) -> None:
@@ -309,6 +322,10 @@ def _show(
     console.print(table)
     if search.chosen is None:
         console.print("nothing was found that attains" + _why_nothing(flags, bounds, found))
+        if found.run is not None:
+            console.print(f"{found.run.shape} attains {found.run.attained or 0:.1%}")
+        for line in lines(found.explained, flags):
+            console.print(line, soft_wrap=True)
     else:
         chosen, second = search.chosen, search.runner_up
         console.print(
@@ -319,7 +336,7 @@ def _show(
             f"runner-up: {second.shape}, {second.cost:g} {price.unit}, "
             f"{search.goodput_of(second):.3g} requests/s"
             if second
-            else "runner-up: none that is not the chosen one and more"
+            else "runner-up: none within these limits that is not the chosen one and more"
         )
         for line in lines(found.explained, flags):
             console.print(line, soft_wrap=True)

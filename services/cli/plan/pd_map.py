@@ -8,6 +8,7 @@ from typing import Annotated, Final
 
 from cyclopts import Parameter
 
+from services.cli.plan.explain import Explained, explain, lines, num_runs
 from services.cli.plan.sim_flags import SimFlags
 from services.cli.plan.sim_report import begin_report, draw_map, report_files
 from services.cli.plan.view import (
@@ -36,6 +37,7 @@ def pd_map(
     /,
     *,
     flags: SimFlags = SimFlags(),  # noqa: B008  (frozen)
+    what_if: Annotated[bool, Parameter(show_env_var=False)] = True,
     output: Annotated[Path | None, _QUIET] = None,
     as_json: JsonFlag = False,
 ) -> int:
@@ -45,6 +47,9 @@ def pd_map(
     ----------
     workers
         Most workers of a mesh.
+    what_if
+        Also find the highest rate of the fewest that attain, and what other rates, lengths and
+        times would do.
     output
         Folder for report.json, requests.csv, report.svg and map.svg.
     """
@@ -59,24 +64,37 @@ def pd_map(
     places = pairs(workers)
     is_whole = True
     run_s = flags.trial_s(MeshShape.of(MeshPart(1, "P"), MeshPart(1, "D")), requests)
-    say_how_long(len(places) + workers, run_s, "fewer workers or --num-requests shorten it")
+    num = len(places) + workers
+    num_more = num_runs(MeshShape.of(MeshPart(1, "M")), has_runner_up=False) if what_if else 0
+    say_how_long(num + num_more, run_s, "fewer workers or --num-requests shorten it")
     try:
-        with progress("P:D map", len(places) + workers) as on_progress:
+        with progress("P:D map", num) as on_progress:
             step = counted(on_progress)
-            for num, other in places:
-                shape = MeshShape.of(MeshPart(num, "P"), MeshPart(other, "D"))
-                cells[num, other] = flags.run(shape, requests)
+            for num_prefill, other in places:
+                shape = MeshShape.of(MeshPart(num_prefill, "P"), MeshPart(other, "D"))
+                cells[num_prefill, other] = flags.run(shape, requests)
                 step()
-            for num in range(1, workers + 1):
-                mixed.append(flags.run(MeshShape.of(MeshPart(num, "M")), requests))
+            for num_mixed in range(1, workers + 1):
+                mixed.append(flags.run(MeshShape.of(MeshPart(num_mixed, "M")), requests))
                 step()
     except KeyboardInterrupt:
         is_whole = False
     runs = [*cells.values(), *mixed]
+    ranked = sorted(
+        runs, key=lambda run: (not run.attains, run.shape.num_workers, -(run.attained or 0.0))
+    )
+    good = [run for run in ranked if run.attains]
+    least, second = (*good, None, None)[:2]
+    found = Explained.of(least)
+    if what_if and is_whole and least is not None:
+        try:
+            with progress(f"what if, of {least.shape}", num_more) as on_progress:
+                explain(flags, least, found, has_runner_up=False, one_more=counted(on_progress))
+        except KeyboardInterrupt:
+            is_whole = False
+    if second is not None:
+        found.runner_up = str(second.shape), second.attained or 0.0
     code = EXIT_OK if is_whole else EXIT_INTERRUPTED
-    ranked = sorted(runs, key=lambda run: (-(run.attained or 0.0), run.shape.num_workers))
-    good = [run for run in runs if run.attains]
-    least = min(good, key=lambda run: (run.shape.num_workers, -(run.attained or 0)), default=None)
     facts = {
         "cells": [
             {"prefill": num, "decode": other, "attainment": run.attained}
@@ -84,6 +102,8 @@ def pd_map(
         ],
         "mixed": [{"mixed": run.shape.num_workers, "attainment": run.attained} for run in mixed],
         "fewest": None if least is None else str(least.shape),
+        "what_if": found.facts(),
+        "impossible": impossible,
         "limits": {str(run.shape): asdict(run.felt) for run in runs if run.felt is not None},
         "is_whole": is_whole,
     }
@@ -110,6 +130,8 @@ def pd_map(
     console.print(table)
     if least is not None:
         console.print(f"fewest workers that attain {flags.attainment:.0%}: {least.shape}")
+        for line in lines(found, flags):
+            console.print(line, soft_wrap=True)
     else:
         console.print(f"no mesh of at most {workers} workers attains {flags.attainment:.0%}")
     for line in impossible:

@@ -159,7 +159,8 @@ def distserve_placement(
     for line in impossible:
         console.print(line, soft_wrap=True)
     if is_whole and not attains and not impossible:
-        console.print(f"nothing attains, not at {MOST_RATE / 2**_RATES:.2g} requests/s a GPU either")
+        lowest = MOST_RATE / 2**_RATES
+        console.print(f"nothing attains, not at {lowest:.2g} requests/s a GPU either")
     for name, one in zip(("prefill", "decode"), apart or (), strict=False):
         console.print(
             f"algorithm 1, {name} by itself: {one.num} x {one.degree}, "

@@ -252,8 +252,10 @@ class SimFlags:
         return self.run(shape, few).took_s * len(requests) / max(1, len(few))
 
     def warnings(self, shape: MeshShape) -> list[str]:
-        """Return what a reader must know of the time models' answers."""
+        """Return what a reader must know of the answers."""
         found = [self.times.unit(part.unit).times.warnings() for part in shape.parts]
+        if shape.num_of("D") and not (shape.num_of("P") or POLICIES[self.policy]().moves_roles):
+            found.append(["nobody computes prompts for D, which does nothing: add a P"])
         return list(dict.fromkeys(word for words in found for word in words))
 
     def sources(self, shape: MeshShape) -> list[str]:

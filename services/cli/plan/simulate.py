@@ -21,8 +21,9 @@ from services.cli.plan.view import (
 )
 from services.cli.sources import JsonFlag
 from services.cli.words import plain_table, print_json
-from services.planner.core.mesh_text import read_mesh
+from services.planner.core.mesh_text import MeshShape, read_mesh
 from services.planner.mesh_run import MeshRun
+from services.sim.open_loop import SimRequest
 from shared.errors import InvalidRequest
 from shared.runtime.service import EXIT_FAILED, EXIT_OK
 
@@ -67,13 +68,20 @@ def simulate(
     rows = begin_report(output, beside)
     units = [part.unit for part in shape.parts]
     impossible = flags.impossible(units)
-    with progress(f"{shape}, {flags.rate:g} requests/s", flags.num_requests) as on_progress:
-        run = flags.run(shape, on_progress=on_progress)
-    found = Explained()
+    requests = flags.requests(units)
+    num = num_runs(shape, has_runner_up=True) if what_if else 0
+    _say_how_long(flags, [shape], requests, num, is_drawn=output is not None)
+    with progress(f"{shape}, {flags.rate:g} requests/s", len(requests)) as on_progress:
+        run = flags.run(shape, requests, on_progress=on_progress)
+    found = Explained.of(run)
     is_whole = True
     if what_if:
-        is_whole = _explained(flags, run, found)
-    facts = flags.facts(run)
+        try:
+            with progress("what if", num) as on_progress:
+                explain(flags, run, found, one_more=counted(on_progress))
+        except KeyboardInterrupt:
+            is_whole = False
+    facts = flags.facts(run) | {"impossible": impossible}
     if what_if:
         facts["what_if"] = found.facts()
     if output is not None:
@@ -105,18 +113,6 @@ def simulate(
     return code
 
 
-def _explained(flags: SimFlags, run: MeshRun, found: Explained) -> bool:
-    """Fill in ``found``; whether all of it."""
-    num = num_runs(run.shape, has_runner_up=True)
-    say_how_long(num, run.took_s, "--no-what-if leaves them out, --num-requests shortens each")
-    try:
-        with progress("what if", num) as on_progress:
-            explain(flags, run, found, one_more=counted(on_progress))
-    except KeyboardInterrupt:
-        return False
-    return True
-
-
 @interruptible
 def compare(
     meshes: Annotated[list[str], _PLAIN],
@@ -141,16 +137,17 @@ def compare(
     beside
         Folders of pdmesh bench's or of earlier plans' reports, drawn into the same picture.
     """
-    if len(meshes) < 2:
+    shapes = list(dict.fromkeys(map(read_mesh, meshes)))
+    if len(shapes) < 2:
         raise InvalidRequest("compare wants two meshes at least: 4M 2P+2D")
-    shapes = [read_mesh(text) for text in meshes]
     flags.check()
     rows = begin_report(output, beside)
     units = [part.unit for shape in shapes for part in shape.parts]
     impossible = flags.impossible(units)
     requests = flags.requests(units)
+    num = num_runs(shapes[0], has_runner_up=False) if what_if else 0
+    _say_how_long(flags, shapes, requests, num, is_drawn=output is not None)
     runs: list[MeshRun] = []
-    found = Explained()
     is_whole = True
     try:
         for shape in shapes:
@@ -161,9 +158,8 @@ def compare(
     ranked = sorted(
         runs, key=lambda run: (run.attained or 0.0, run.goodput, -_most_used(run)), reverse=True
     )
+    found = Explained.of(ranked[0] if ranked else None)
     if what_if and is_whole:
-        num = num_runs(ranked[0].shape, has_runner_up=False)
-        say_how_long(num, ranked[0].took_s, "--no-what-if leaves them out")
         try:
             with progress(f"what if, of {ranked[0].shape}", num) as on_progress:
                 step = counted(on_progress)
@@ -171,7 +167,7 @@ def compare(
         except KeyboardInterrupt:
             is_whole = False
     code = EXIT_OK if is_whole else EXIT_INTERRUPTED
-    facts = [flags.facts(run) for run in ranked]
+    facts = [flags.facts(run) | {"impossible": impossible} for run in ranked]
     if output is not None and runs:
         report_files(flags, runs, output, {"runs": facts, "best": found.facts()}, rows)
         _draw_rates(flags, runs, output)
@@ -197,6 +193,19 @@ def compare(
         console.print(line, soft_wrap=True)
     _say_times(flags, runs)
     return code
+
+
+def _say_how_long(
+    flags: SimFlags,
+    shapes: Sequence[MeshShape],
+    requests: Sequence[SimRequest],
+    num_more: int,
+    *,
+    is_drawn: bool,
+) -> None:
+    num = len(shapes) * (len(RATES) if is_drawn else 1) + num_more
+    run_s = max(flags.trial_s(shape, requests) for shape in shapes)
+    say_how_long(num, run_s, "--no-what-if leaves most of them out, --num-requests shortens each")
 
 
 def _row(run: MeshRun) -> list[str]:

@@ -44,7 +44,7 @@ def candidates(
     bounds: Mapping[Unit, WorkerBound], price: Price, *, most_devices: int, has_mixed: bool = True
 ) -> list[MeshOffer]:
     """Return every mesh of at most so many devices: prefill workers of one unit with decode workers
-    of one unit, mixed ones of one unit, and where all are of one unit all three kinds."""
+    of one unit, and of one unit mixed ones, with prefill workers or with both kinds."""
     found: dict[MeshShape, MeshOffer] = {}
     for shape in _shapes(list(bounds), most_devices, has_mixed=has_mixed):
         if shape not in found:
@@ -66,8 +66,9 @@ def _shapes(units: Sequence[Unit], most: int, *, has_mixed: bool) -> Iterator[Me
                         yield MeshShape.of(*pair, MeshPart(num_mixed, "M", first))
     if has_mixed:
         for unit in units:
-            for num in range(1, most // unit.tp + 1):
-                yield MeshShape.of(MeshPart(num, "M", unit))
+            for num_prefill in range(most // unit.tp):
+                for num in range(1, most // unit.tp - num_prefill + 1):
+                    yield MeshShape.of(MeshPart(num_prefill, "P", unit), MeshPart(num, "M", unit))
 
 
 @dataclass(slots=True)
@@ -128,7 +129,7 @@ def best_goodput(
     goodput: Callable[[MeshShape, float], float],
     search: Search,
 ) -> None:
-    """Find the mesh within a budget that attains the highest rate.
+    """Find the mesh within a budget that attains the highest rate, and the second.
 
     goodput: of a mesh, or 0 if it is not above the rate given. Fills in ``search`` as it goes.
     """
@@ -137,14 +138,18 @@ def best_goodput(
     widest = [one for one in within if not _has_room(one.shape, shapes)]
     search.num_ruled_out = len(offers) - len(widest)
     for one in sorted(widest, key=lambda it: (-it.bound, it.cost, str(it.shape))):
-        best = 0.0 if search.chosen is None else search.goodput_of(search.chosen)
-        if one.bound <= best:
+        best, second = (
+            0.0 if it is None else search.goodput_of(it) for it in (search.chosen, search.runner_up)
+        )
+        if one.bound <= second:
             search.num_ruled_out += 1
             continue
-        found = goodput(one.shape, best)
+        found = goodput(one.shape, second)
         search.tried.append((one, found))
         if found > best:
             search.runner_up, search.chosen = search.chosen, one
+        elif found > second:
+            search.runner_up = one
     search.is_whole = True
 
 
@@ -161,17 +166,28 @@ def _by_cost(one: MeshOffer) -> tuple[float, int, float, str]:
 
 
 def neighbours(shape: MeshShape) -> list[MeshShape]:
-    """Return meshes of as many workers, one of which does another kind's work."""
+    """Return meshes of as many workers, one of which does another kind's work; more, where decode
+    workers would be left with nobody who computes prompts for them."""
     found: list[MeshShape] = []
     for part in shape.parts:
         for kind in "PDM":
-            if kind == part.kind:
-                continue
-            others = [MeshPart(it.num - (it is part), it.kind, it.unit) for it in shape.parts]
-            other = MeshShape.of(*others, MeshPart(1, kind, part.unit))
+            other = _moved(shape, part.kind, kind, part.unit)
+            if other.num_of("D") and not other.num_of("P"):
+                if kind == "M":  # the last prefill worker: all are mixed
+                    for it in [it for it in other.parts if it.kind == "D"]:
+                        other = _moved(other, "D", "M", it.unit, it.num)
+                elif part.kind == "M" and part.num > 1:
+                    other = _moved(other, "M", "P", part.unit)
+                else:
+                    continue
             if other.can_serve and other != shape and other not in found:
                 found.append(other)
     return found
+
+
+def _moved(shape: MeshShape, kind: str, other: str, unit: Unit, num: int = 1) -> MeshShape:
+    """Return a mesh with so many workers of one kind doing another's work."""
+    return MeshShape.of(*shape.parts, MeshPart(-num, kind, unit), MeshPart(num, other, unit))
 
 
 def pairs(most: int) -> list[tuple[int, int]]:

@@ -10,6 +10,10 @@ import pytest
 
 from services.cli import main
 from services.cli.bench.report import read_rows
+from services.cli.plan import explain
+from services.cli.plan.explain import goodput
+from services.cli.plan.fleet import FleetFlags
+from services.cli.plan.sim_flags import SimFlags
 from services.planner.core.bounds import AskedLengths, alone, least_limits, worker_bound
 from services.planner.core.fleet import (
     Price,
@@ -103,11 +107,74 @@ def test_a_budget_is_spent_on_the_best() -> None:
     best = max(rates[one.shape] for one in offers if one.cost <= 8.0)
     assert search.goodput_of(search.chosen) == pytest.approx(best)
 
+    within = [one for one in offers if one.cost <= 8.0]
+    widest = [
+        rates[one.shape]
+        for one in within
+        if not any(it.shape.holds(one.shape) for it in within if it is not one)
+    ]
+    assert search.runner_up is not None
+    assert search.runner_up is not search.chosen
+    assert search.goodput_of(search.runner_up) == sorted(widest)[-2]
 
-def test_neighbours_have_one_worker_of_another_kind() -> None:
-    """As many workers; none that serves nothing."""
-    found = [str(shape) for shape in neighbours(read_mesh("2P+1D"))]
-    assert found == ["1P+2D", "1P+1D+1M", "2P+1M"]
+
+@pytest.mark.parametrize(
+    ("flags", "most"),
+    [
+        (FleetFlags(), 16),
+        (FleetFlags(budget=50.0), 25),
+        (FleetFlags(budget=1000.0), 128),
+        (FleetFlags(budget=50.0, max_devices=4), 4),
+    ],
+)
+def test_a_budget_says_how_many_devices_there_may_be(flags: FleetFlags, most: int) -> None:
+    """As many as it buys of the cheapest, unless fewer are asked for."""
+    assert flags.most_devices(Price({"a100": 2.0, "h100": 4.0}, "€/h")) == most
+
+
+@pytest.mark.parametrize(
+    ("mesh", "others"),
+    [
+        ("2P+1D", ["1P+2D", "1P+1D+1M", "2P+1M"]),
+        ("1P+1D", ["2M", "1P+1M"]),
+        ("4M", ["1P+3M", "1P+1D+2M"]),
+        ("1M", []),
+    ],
+)
+def test_neighbours_have_a_worker_of_another_kind(mesh: str, others: list[str]) -> None:
+    """As many workers; none that serves nothing, no decode worker without a prefill worker."""
+    assert [str(shape) for shape in neighbours(read_mesh(mesh))] == others
+
+
+def test_the_highest_rate_is_found_from_far_above() -> None:
+    """The search begins where queues no longer grow for ever."""
+    flags = SimFlags(rate=1e5, num_requests=40)
+    assert goodput(flags, read_mesh("1P+1D"), flags.rate) > 1.0
+
+
+def test_a_load_that_attains_by_chance_is_said_to(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other draws or a longer run of the very load miss: this run is too short."""
+    monkeypatch.setattr(explain, "MOST_RUNS", 3)
+    load = ("--workload", "azure-code", "--rate", "3.8", "--num-requests", "60")
+    assert main(["plan", "map", "3", *load]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "fewest workers that attain 90%: 2M" in said
+    assert "NOT SAFE: the same load misses the target with seed 1" in said
+    assert "with --num-requests 240" in said
+    for word in ("binds: ", "headroom: ", "attainment if: ", "runner-up: "):
+        assert word in said
+
+
+def test_a_fleet_that_is_none_says_what_binds(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the strongest mesh that was tried."""
+    limits = ("--max-devices", "1", "--rate", "2", "--num-requests", "60")
+    assert main(["plan", "fleet", *limits]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "nothing was found that attains: one worker does the prompts of at most" in said
+    assert "1M attains" in said
+    assert "binds: " in said
 
 
 @pytest.mark.parametrize(
@@ -182,6 +249,7 @@ def test_a_map_has_every_pair(capsys: pytest.CaptureFixture[str]) -> None:
         ("--budget nan", "--budget must be above 0"),
         ("--budget inf", "--budget must be above 0"),
         ("--watts", "--watts needs --device"),
+        ("--budget 0.5", "too little for any mesh"),
     ],
 )
 def test_bad_fleets(arguments: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,7 +32,12 @@ def test_a_run_says_what_was_felt(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(["plan", "simulate", "1M", "--rate", "1", "--num-requests", "5", "--no-what-if"]) == 0
     )
-    assert "attainment 100.0%" in capsys.readouterr().out
+    assert "attainment 100.0%" in (said := capsys.readouterr().out)
+    assert "binds: " in said
+    assert "headroom" not in said
+    warned = told(capsys, "1D+1M")["warnings"]
+    assert warned == ["nobody computes prompts for D, which does nothing: add a P"]
+    assert told(capsys, "1D+1M", "--policy", "splitwise")["warnings"] == []
 
 
 def test_ctrl_c_before_there_is_anything(
@@ -117,7 +122,7 @@ def test_meshes_are_compared_by_the_same_requests(capsys: pytest.CaptureFixture[
     said = capsys.readouterr().out
     assert f"{best} attains most" in said
     assert said.count("not served") == 1
-    assert main(["plan", "compare", "1P+3D"]) == 2
+    assert main(["plan", "compare", "1P+3D", "3D+1P"]) == 2
     assert "two meshes at least" in capsys.readouterr().err
 
 
