@@ -8,10 +8,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from prometheus_client import CollectorRegistry
 
 from services.gateway.core.decision_record import replay
 from services.gateway.core.prefix_index import Indexed
 from services.gateway.http.cluster_bodies import Explanation
+from services.gateway.workers.mesh_metrics import register_mesh_metrics
 from services.gateway.workers.registry import Registry
 from shared import wire
 from shared.address import Address
@@ -107,6 +109,10 @@ async def test_an_index_that_is_wrong_finds_out() -> None:
         await mesh.until(lambda: index.num_resyncs == 1)
         await mesh.until(lambda: index.state(place) is Indexed.KNOWN)
         assert index.num_granules(place) == told + 1
+        register_mesh_metrics(registry := CollectorRegistry(), mesh.gateways[0].mesh, members)
+        count = registry.get_sample_value
+        assert count("pdmesh_gateway_prefix_index_resyncs_total") == 1
+        assert count("pdmesh_gateway_prefix_index_bytes") == index.num_bytes
         await mesh.kill(holder)
         await mesh.until(lambda: members.num_workers == 2)
         assert index.num_granules(place) == 0

@@ -55,6 +55,18 @@ class _MeshCollector(Collector):
         for reason in REASONS:
             refused.add_metric([reason], counts.refusals.get(reason, 0))
         yield refused
+        prefixes = self._members.prefixes
+        index = None if prefixes is None else prefixes.index
+        yield GaugeMetricFamily(
+            "pdmesh_gateway_prefix_index_bytes",
+            "Memory of the index of who has which prefix",
+            value=0 if index is None else index.num_bytes,
+        )
+        yield CounterMetricFamily(
+            "pdmesh_gateway_prefix_index_resyncs",
+            "Snapshots asked for because the index differed from what a worker has",
+            value=0 if index is None else index.num_resyncs,
+        )
         workers = GaugeMetricFamily("pdmesh_gateway_workers", "Workers joined", labels=["role"])
         usable = GaugeMetricFamily(
             "pdmesh_gateway_workers_usable", "Workers that take new work", labels=["role"]
