@@ -76,7 +76,8 @@ def slots_of(num_bytes: int, engine: Engine, setting: str) -> int:
     slot_bytes = engine.block_size * engine.layout.token_bytes
     if num_bytes < slot_bytes:
         raise InvalidRequest(
-            f"{setting} of {num_bytes} bytes holds not one KV block of {slot_bytes}",
+            f"--{setting.replace('_', '-')} of {num_bytes} bytes holds not one KV block of "
+            f"{slot_bytes}: give more, or leave it out",
             code=setting,
             param=setting,
         )
@@ -111,8 +112,8 @@ class DramArena:
         available = available_bytes()
         if available is not None and num_bytes > available:
             raise InvalidRequest(
-                f"dram_cache of {num_bytes} bytes is more than the {available} bytes that this "
-                "machine has left",
+                f"--dram-cache of {num_bytes} bytes is more than the {available} bytes that this "
+                "machine has left: give less, for each worker that shares it",
                 code="dram_cache",
                 param="dram_cache",
             )

@@ -308,7 +308,10 @@ def _claim(root: Path, identity: Mapping[str, str]) -> tuple[Path, int]:
 def _lock(path: Path) -> int | None:
     """KV is as private as its prompts: nobody else may read it."""
     path.mkdir(mode=0o700, exist_ok=True)
-    lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except PermissionError:
+        return None  # it is another user's
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

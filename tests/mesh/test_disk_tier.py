@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import random
 from collections.abc import Iterator
@@ -255,6 +256,27 @@ def test_workers_of_one_host_share_a_folder(tmp_path: Path) -> None:
         async with worker_mesh(**on_disk(tmp_path)) as mesh:
             assert disk_of(mesh).arena.folder.name == "1"
             assert await answered(mesh.start(PROMPT), PROMPT) == 240
+
+    run()
+
+
+def test_another_user_s_part_of_a_folder_is_left_to_it(tmp_path: Path) -> None:
+    """Its files are closed to others, who take the next part."""
+    (tmp_path / "0").mkdir()
+
+    @virtual_time
+    async def run() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            before = os.open
+
+            def refused(path: Any, *more: Any) -> int:
+                if path == tmp_path / "0" / "lock":  # as to whoever is not root
+                    raise PermissionError(errno.EACCES, "permission denied")
+                return before(path, *more)
+
+            patch.setattr(os, "open", refused)
+            async with worker_mesh(**on_disk(tmp_path)) as mesh:
+                assert disk_of(mesh).arena.folder.name == "1"
 
     run()
 
