@@ -154,17 +154,17 @@ class TierMoves:
 
         Raises EngineFailed: a copy failed; the process should end.
         """
-        try:
-            with plain_errors():
-                async with asyncio.TaskGroup() as tasks:
-                    self._tasks = tasks
-                    for level in self.levels:
-                        tasks.create_task(self._copy_down(level))
-                    # A group at whose end one waits, an error would seem to have cancelled from
-                    # outside before Python 3.13: the copies would be over, and nobody the wiser.
+        with plain_errors():
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                for level in self.levels:
+                    tasks.create_task(self._copy_down(level))
+                # Not at the group's end: before Python 3.13 an error there seems to have cancelled
+                # from outside, so that the copies would be over, and nobody the wiser.
+                try:
                     await asyncio.get_running_loop().create_future()
-        finally:
-            self._tasks = None
+                finally:
+                    self._tasks = None
         raise AssertionError  # pragma: no cover
 
     def close(self) -> None:
