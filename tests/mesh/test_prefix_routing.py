@@ -18,6 +18,7 @@ from services.gateway.workers.registry import Registry
 from shared import wire
 from shared.address import Address
 from shared.engine.fake import FakeTiming
+from shared.errors import WouldBeLate
 from shared.ids import MeshPeer
 from shared.kv.journal import Journal
 from tests.support.loopback import LoopbackSettings
@@ -65,6 +66,27 @@ async def test_a_conversation_stays_where_its_kv_is() -> None:
         read = [it["prompts"] for it in told if it["role"] == "prefill"]
         assert all(it["cached_tokens"] > it["tokens"] / 2 for it in read)
         assert [it["prefixes"] for it in told if it["role"] == "decode"] == [None]
+
+
+@virtual_time
+async def test_a_limit_that_the_cache_keeps_is_no_reason_to_refuse() -> None:
+    """Half a second to compute, and a limit of 0.3 s: refused, but where somebody has it."""
+    early = {"gateway": {"policy": "local", "overload": "early"}}
+    async with whole_mesh(
+        **early, num_prefill=2, num_decode=1, num_blocks=256, timing=TIMING
+    ) as mesh:
+        prompt = a_prompt(4 * UNIT, seed=1)
+        for seed in range(2, 5):  # workers learn how long their steps take
+            await ask(mesh, a_prompt(2 * UNIT, seed=seed))
+        refused = await mesh.ask(prompt, 4, ttft_ms=300.0)
+        assert isinstance(refused.error, WouldBeLate)
+        await ask(mesh, prompt)
+        await asyncio.sleep(1.0)
+        answer = await mesh.ask(prompt, 4, ttft_ms=300.0)
+        assert answer.error is None
+        assert answer.receipt["ttft_s"] < 0.3
+        (hot,) = mesh.gateways[0].members.prefixes.hottest(9)
+        assert hot[0].share == 2 / 5  # who only asks, or is refused, is no prompt more
 
 
 @virtual_time

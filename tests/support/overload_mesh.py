@@ -36,8 +36,8 @@ class Speed:
     def queue_s(self, worker: Worker, now: float) -> float:
         return worker.pending_tokens / self.prompt_tokens_per_s
 
-    def prompt_s(self, worker: Worker, num_tokens: int) -> float:
-        return num_tokens / self.prompt_tokens_per_s
+    def prompt_s(self, worker: Worker, num_tokens: int, num_cached: int = 0) -> float:
+        return (num_tokens - num_cached) / self.prompt_tokens_per_s
 
     def step_s(self, worker: Worker, num_answers: int) -> float:
         return self.base_s + self.answer_s * num_answers

@@ -99,6 +99,7 @@ class WholeMesh:
         *,
         gateway: int = 0,
         timeout_s: float | None = None,
+        ttft_ms: float | None = None,
         leave_after: int | None = None,
         on_token: Callable[[Answer], object] | None = None,
         **params: Any,
@@ -112,6 +113,7 @@ class WholeMesh:
         request = wire.GenerateRequest(
             token_ids=pack_u32(prompt),
             params=wire.GenerateParams(max_tokens=max_tokens, **{"temperature": 0.0, **params}),
+            ttft_ms=ttft_ms,
         )
         async with self.network.at("client").channel(self.gateways[gateway].address) as channel:
             try:

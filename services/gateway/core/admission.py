@@ -16,11 +16,15 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from services.gateway.core.fair_queue import FairQueue, QueuedRequest
+from services.gateway.core.fetches import Hit
 from services.gateway.core.overload import Forecast, Overload, OverloadMode, late
-from services.gateway.core.sides import Sides
+from services.gateway.core.sides import NO_HITS, Sides
 from services.gateway.core.tenants import Tenants, Terms
 from services.gateway.core.worker import Worker
 from shared.errors import DeadlinePassed, MeshError, Overloaded
+
+Cached = Callable[[float], Mapping[int, Hit]]
+"""What workers have of a prompt at a time, by their places."""
 
 REASONS = ("queue_full", "queue_timeout", "deadline", "slo_ttft", "slo_tbt", "slo_both")
 """Codes of what admission refuses, but for a gateway that shuts down."""
@@ -61,13 +65,15 @@ class AdmissionStatistics:
 
 @dataclass(slots=True)
 class _Request:
-    """A request in the gateway. arrived_at: from when its time to the first token counts."""
+    """A request in the gateway. arrived_at: from when its time to the first token counts. cached:
+    what workers have of its prompt at a time."""
 
     key: bytes
     terms: Terms
     num_tokens: int
     arrived_at: float
     deadline_at: float
+    cached: Cached
     queued: QueuedRequest | None = None
     has_begun: bool = False
 
@@ -117,14 +123,17 @@ class Admission:
         num_tokens: int = 0,
         arrived_at: float | None = None,
         deadline_at: float | None = None,
+        cached: Cached = lambda now: NO_HITS,
     ) -> list[Effect]:
-        """A request comes. arrived_at: when its first byte did, None = now."""
+        """A request comes. arrived_at: when its first byte did, None = now. cached: asked only
+        where it may be refused by a prediction."""
         request = _Request(
             key,
             terms,
             num_tokens,
             now if arrived_at is None else arrived_at,
             math.inf if deadline_at is None else deadline_at,
+            cached,
         )
         if now >= request.deadline_at:
             error = DeadlinePassed("the deadline passed before the request was admitted")
@@ -146,11 +155,14 @@ class Admission:
             effects.append(self._make_room(self._waiting[last.key]))
         return effects
 
-    def dispatched(self, key: bytes, prefill: Worker, decode: Worker, now: float) -> None:
-        """An attempt of a request that runs was sent to this pair."""
+    def dispatched(
+        self, key: bytes, prefill: Worker, decode: Worker, now: float, *, num_cached: int = 0
+    ) -> None:
+        """An attempt of a request that runs was sent to this pair; see ``Overload``."""
         request = self._running.get(key)
         if request is not None:
-            self._overload.dispatched(key, prefill, decode, request.num_tokens, now)
+            num_tokens = request.num_tokens
+            self._overload.dispatched(key, prefill, decode, num_tokens, now, num_cached=num_cached)
 
     def prompt_computed(self, key: bytes, decode: Worker, now: float) -> list[TurnAway]:
         """Its first token is there, and has not been handed on."""
@@ -255,11 +267,15 @@ class Admission:
         return effects
 
     def _would_be_late(self, request: _Request, now: float, *, queue_s: float) -> MeshError | None:
-        if not request.terms.has_limit:
+        if not request.terms.has_limit or self._overload.mode is OverloadMode.OFF:
             return None
-        waited_s = now - request.arrived_at + queue_s
         return self._overload.refusal(
-            request.terms, request.num_tokens, self._sides(), now, waited_s=waited_s
+            request.terms,
+            request.num_tokens,
+            self._sides(),
+            now,
+            waited_s=now - request.arrived_at + queue_s,
+            cached=request.cached(now),
         )
 
     def _waited_too_long(self, request: _Request, now: float) -> TurnAway:

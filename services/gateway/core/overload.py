@@ -23,12 +23,13 @@ has a token. Pure: ``now`` is an argument, seconds come from a ``Predictor``.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
-from services.gateway.core.sides import Sides
+from services.gateway.core.fetches import NOTHING, Hit
+from services.gateway.core.sides import NO_HITS, Sides
 from services.gateway.core.tenants import Terms
 from services.gateway.core.worker import Worker
 from shared.errors import WouldBeLate
@@ -62,8 +63,8 @@ class Predictor(Protocol):
         """Until a prompt that is sent there now begins."""
         ...
 
-    def prompt_s(self, worker: Worker, num_tokens: int) -> float:
-        """From then until it is computed."""
+    def prompt_s(self, worker: Worker, num_tokens: int, num_cached: int = 0) -> float:
+        """From then until what its cache does not have is computed."""
         ...
 
     def step_s(self, worker: Worker, num_answers: int) -> float:
@@ -102,14 +103,21 @@ class Overload:
     # --- events ---------------------------------------------------------------------------------
 
     def dispatched(
-        self, key: Hashable, prefill: Worker, decode: Worker, num_tokens: int, now: float
+        self,
+        key: Hashable,
+        prefill: Worker,
+        decode: Worker,
+        num_tokens: int,
+        now: float,
+        *,
+        num_cached: int = 0,
     ) -> None:
-        """An attempt was sent to a pair."""
+        """An attempt was sent to a pair. num_cached: of its prompt need not be computed."""
         if self.mode is OverloadMode.OFF:
             return
         self._forget(key)
         expected_s = self._predictor.queue_s(prefill, now) + self._predictor.prompt_s(
-            prefill, num_tokens
+            prefill, num_tokens, num_cached
         )
         answer = _AnswerInHand(decode.incarnation, now + expected_s)
         self._answers[key] = answer
@@ -142,13 +150,22 @@ class Overload:
     # --- questions ------------------------------------------------------------------------------
 
     def refusal(
-        self, terms: Terms, num_tokens: int, sides: Sides, now: float, *, waited_s: float
+        self,
+        terms: Terms,
+        num_tokens: int,
+        sides: Sides,
+        now: float,
+        *,
+        waited_s: float,
+        cached: Mapping[int, Hit] = NO_HITS,
     ) -> WouldBeLate | None:
         """Return why a prompt is not worth computing now, or None. waited_s: what of its time is
-        gone, and what it will wait before it is sent."""
+        gone, and what it will wait before it is sent. cached: see ``RouteRequest``."""
         if self.mode is OverloadMode.OFF or not terms.has_limit or not sides:
             return None
-        forecast = self.forecast(num_tokens, sides, now, waited_s=waited_s, tpot_s=terms.tpot_s)
+        forecast = self.forecast(
+            num_tokens, sides, now, waited_s=waited_s, tpot_s=terms.tpot_s, cached=cached
+        )
         if self.mode is OverloadMode.STAGE:
             forecast = forecast._replace(tbt_s=0.0)
         return late(terms, forecast)
@@ -172,12 +189,15 @@ class Overload:
         *,
         waited_s: float,
         tpot_s: float = math.inf,
+        cached: Mapping[int, Hit] = NO_HITS,
     ) -> Forecast:
         """Return what a prompt that is sent now would see at the pair that serves it soonest."""
         predictor = self._predictor
         best_s, place = math.inf, 0
         for idx, worker in enumerate(sides.prefills):
-            ttft_s = predictor.queue_s(worker, now) + predictor.prompt_s(worker, num_tokens)
+            num_cached = cached.get(worker.place, NOTHING).tokens
+            prompt_s = predictor.prompt_s(worker, num_tokens, num_cached)
+            ttft_s = predictor.queue_s(worker, now) + prompt_s
             if ttft_s < best_s:
                 best_s, place = ttft_s, idx
         queue_s = waited_s + predictor.queue_s(sides.prefills[place], now)

@@ -143,16 +143,22 @@ class Prefixes:
     def cached(self, prompt: HashedPrompt, now: float) -> Holdings | None:
         """Return what each worker has of a prompt. None: with one worker there is no choice, and
         nobody looks."""
+        found = self.found(prompt, now)
+        if found is not None:
+            finest = min(self._strides)
+            self._hot.asked(self._keys(prompt, finest).tolist(), finest, now)
+        return found
+
+    def found(self, prompt: HashedPrompt, now: float) -> Holdings | None:
+        """The same for who only asks: it is no prompt more."""
         index = self.index
         if index is None or len(self._workers) < 2:
             return None
-        finest = min(self._strides)
-        self._hot.asked(self._keys(prompt, finest).tolist(), finest, now)
         found = {
             stride: index.match(self._keys(prompt, stride), stride, now) for stride in self._strides
         }
         if len(found) == 1:
-            return found[finest]
+            return found.popitem()[1]
         from services.gateway.core.holdings import Holdings
 
         return Holdings.of(

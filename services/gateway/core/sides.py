@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from services.gateway.core.peer_table import PeerTable
 
 
-_NO_HITS: Mapping[int, Hit] = {}
+NO_HITS: Mapping[int, Hit] = {}
 
 
 class RouteRequest(NamedTuple):
@@ -38,7 +38,7 @@ class RouteRequest(NamedTuple):
     avoid: frozenset[Incarnation] = frozenset()
     affinity: int = 0
     prompt: HashedPrompt | None = None
-    cached: Mapping[int, Hit] = _NO_HITS
+    cached: Mapping[int, Hit] = NO_HITS
     fetches: Fetches | None = None
     num_output_tokens: int = 0
     now: float = 0.0

@@ -13,12 +13,13 @@ class ReportedSpeeds:
         """See ``Predictor``."""
         return sum(worker.wait_s(now)) if worker.is_predictable else 0.0
 
-    def prompt_s(self, worker: Worker, num_tokens: int) -> float:
-        """See ``Predictor``: all of it is computed; what is cached shows when it is there."""
+    def prompt_s(self, worker: Worker, num_tokens: int, num_cached: int = 0) -> float:
+        """See ``Predictor``: its last token is always computed."""
         if not worker.is_predictable:
             return 0.0
         status = worker.status
-        return status.prompt_steps.prompt_seconds(0, num_tokens, status.step_tokens)
+        num_cached = min(num_cached, num_tokens - 1)
+        return status.prompt_steps.prompt_seconds(num_cached, num_tokens, status.step_tokens)
 
     def step_s(self, worker: Worker, num_answers: int) -> float:
         """See ``Predictor``: one token each, with as much context as those that it holds have."""

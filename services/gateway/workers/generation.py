@@ -17,6 +17,7 @@ from typing import Any
 
 from services.gateway.core.admission import Admission, AdmissionStatistics, Admit, Effect, TurnAway
 from services.gateway.core.overload import Overload, OverloadMode
+from services.gateway.core.prefixes import HashedPrompt
 from services.gateway.core.speeds import ReportedSpeeds
 from services.gateway.core.tenants import Tenants, Terms
 from services.gateway.core.window import LastMinute
@@ -233,7 +234,8 @@ class GatewayMesh:
             traffic.asked(asyncio.get_running_loop().time())
         try:
             terms = self._admission.tenants.terms(request.asked)
-            await self._wait_for_place(request, terms)
+            prompt = self._members.prompt(request.token_ids, request.cache_salt)
+            await self._wait_for_place(request, terms, prompt)
         except BaseException as failure:
             timeline.refused(failure if isinstance(failure, MeshError) else None)
             raise
@@ -250,13 +252,15 @@ class GatewayMesh:
             max_attempts=self._config.max_attempts,
             pair_wait_s=self._config.max_wait_s,
             failover_wait_s=self._config.failover_wait_s,
-            prompt=self._members.prompt(request.token_ids, request.cache_salt),
+            prompt=prompt,
         )
         self._shells[request.request_id] = shell
         await shell.dispatch()
         return shell
 
-    async def _wait_for_place(self, request: GenerationRequest, terms: Terms) -> None:
+    async def _wait_for_place(
+        self, request: GenerationRequest, terms: Terms, prompt: HashedPrompt | None
+    ) -> None:
         key = request.request_id
         self._idle.clear()
         turn = self._turns[key] = _Turn()
@@ -268,6 +272,7 @@ class GatewayMesh:
                 num_tokens=len(request.token_ids),
                 arrived_at=request.arrived_at,
                 deadline_at=request.deadline_at,
+                cached=lambda now: self._members.cached(prompt, now),
             )
             self._apply(effects)
             if not turn.is_settled:

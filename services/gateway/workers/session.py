@@ -297,7 +297,9 @@ class RequestShell:
             leg.stream_id = leg.session.reserve(leg, reserve, num_cached=decision.num_cached)
             first = self._legs.get(Leg.PREFILL, leg).worker
             now = asyncio.get_running_loop().time()
-            self._admission.dispatched(self._request.request_id, first, leg.worker, now)
+            self._admission.dispatched(
+                self._request.request_id, first, leg.worker, now, num_cached=decision.num_cached
+            )
 
     def _leg(self, leg: Leg, attempt: int, worker: Incarnation) -> _LegShell:
         """Return a leg of a new attempt."""

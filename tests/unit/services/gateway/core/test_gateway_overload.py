@@ -7,6 +7,7 @@ import time
 import pytest
 
 from services.gateway.core.admission import Admission, Admit
+from services.gateway.core.fetches import Hit
 from services.gateway.core.overload import Overload, OverloadMode
 from services.gateway.core.sides import Sides
 from services.gateway.core.speeds import ReportedSpeeds
@@ -58,6 +59,23 @@ def test_a_limit_that_no_idle_worker_keeps_says_so() -> None:
     error = refused("early", sides(pending=2_000_000), ttft_s=1.0)
     assert error is not None
     assert "would be 2000 s, 2000 s over its limit, come back in 2000 s" in error.message
+
+
+def test_what_a_cache_has_need_not_be_computed() -> None:
+    """By the worker that has it, behind its own queue."""
+    at = sides(2)
+    first, second = at.prefills
+    first.bit, second.bit = 1, 2
+    overload, terms = Overload(OverloadMode.EARLY, SPEED), Terms(ttft_s=1.0)
+
+    def is_refused(tokens: int) -> bool:
+        cached = {second.place: Hit(tokens)}
+        return overload.refusal(terms, 3000, at, 0.0, waited_s=0.0, cached=cached) is not None
+
+    assert is_refused(1999)
+    assert not is_refused(2000)
+    second.report(WorkerStatus(pending_tokens=1))
+    assert is_refused(2000)
 
 
 @pytest.mark.parametrize(
