@@ -37,6 +37,9 @@ Bits: TypeAlias = NDArray[np.uint64]
 SWEPT_ROWS = 1 << 12
 """Looked through at each report while entries of workers that left are in the table."""
 
+HOLDING_BYTES = 200
+"""What a holding takes beside its bits: entries of a dict and of a list."""
+
 EXPECTED_S = 2.0
 """How long after its predicted end a prompt's granules are expected to be told."""
 
@@ -75,10 +78,11 @@ class _Expected(NamedTuple):
 class PrefixIndex:
     """Of all workers, by their places: small numbers that the peer table gives.
 
-    max_bytes: what the table may grow to; a worker is left out rather than more taken.
+    max_bytes: what it may grow to; a worker is left out rather than more taken.
     """
 
     def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
         self._table = KeyTable(max_bytes)
         self._known: dict[int, _Known] = {}
         # Of each tier and holding a bit a place. Holding 0 is nobody's, and so is the last bit: it
@@ -98,8 +102,9 @@ class PrefixIndex:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the table."""
-        return self._table.num_bytes
+        """Memory of the table and of the holdings."""
+        each = 2 * self._bits[:, 0].nbytes + HOLDING_BYTES  # as bits, and as a key
+        return self._table.num_bytes + each * len(self._references)
 
     def state(self, place: int) -> Indexed:
         """Return how far a worker is known."""
@@ -159,7 +164,8 @@ class PrefixIndex:
             for keys, adds in ((change.stored, True), (change.removed, False)):
                 if not len(keys):
                     continue
-                if adds and len(keys) > self._table.room:
+                is_full = self.num_bytes > self._max_bytes
+                if adds and (is_full or len(keys) > self._table.room):
                     self._leave_out(place)
                     return False
                 self._change(known, tier, place, keys, adds=adds)

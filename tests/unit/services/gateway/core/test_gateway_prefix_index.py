@@ -10,7 +10,7 @@ import pytest
 
 from services.gateway.core.fetches import Hit
 from services.gateway.core.key_table import Keys
-from services.gateway.core.prefix_index import PrefixIndex
+from services.gateway.core.prefix_index import Indexed, PrefixIndex
 from shared.errors import RemoteProtocolError
 from shared.kv.journal import KvChanges, TierChanges
 
@@ -26,6 +26,15 @@ def tell(index: PrefixIndex, place: int, *tiers: Keys) -> None:
     ]
     changes += [TierChanges([], [], 0, 0)] * (3 - len(changes))
     assert not index.apply(place, KvChanges(True, True, tuple(changes)))
+
+
+def tell_all(index: PrefixIndex, place: int, keys: Keys) -> None:
+    """The same in reports of a hundred, as a worker that computes."""
+    index.asked(place)
+    for first in range(0, len(keys), 100):
+        told, some = keys[: first + 100].tolist(), keys[first : first + 100].tolist()
+        change = TierChanges(some, [], len(told), reduce(xor, told, 0))
+        index.apply(place, KvChanges(not first, True, (change, *[TierChanges([], [], 0, 0)] * 2)))
 
 
 def test_each_tier_is_counted_and_what_can_be_sent_is_what_leads_in_the_pool() -> None:
@@ -57,6 +66,20 @@ def test_what_is_expected_counts_but_is_not_in_the_pool() -> None:
     assert index.match(KEYS, 10, 5.1) == {0: Hit(30, 30)}
     index.expect(1, KEYS[:2], 0, due=7.0)
     assert index.match(KEYS, 10, 6.0) == {0: Hit(30, 30), 1: Hit(20, 0)}
+
+
+def test_memory_is_bounded_however_prefixes_are_spread() -> None:
+    """Where every granule lies with other workers than the next, what stands for these is most of
+    the memory: whoever would make it more is left out."""
+    index = PrefixIndex(1 << 18)
+    numbers = np.random.default_rng(1)
+    keys = numbers.integers(1, 1 << 63, 4000, dtype=np.uint64)
+    for place in range(32):
+        tell_all(index, place, keys[numbers.random(len(keys)) < 0.5])
+    states = [index.state(place) for place in range(32)]
+    assert Indexed.KNOWN in states
+    assert Indexed.LEFT_OUT in states
+    assert index.num_bytes < 1.5 * (1 << 18)
 
 
 @pytest.mark.parametrize("tells", ["stored", "removed"])
