@@ -43,8 +43,9 @@ HOLDING_BYTES = 200
 EXPECTED_S = 2.0
 """How long after its predicted end a prompt's granules are expected to be told."""
 
-EXPECTED_PROMPTS = 1 << 12
-"""Decisions whose granules are expected at once; of more the oldest are forgotten."""
+EXPECTED_PROMPTS, EXPECTED_GRANULES = 1 << 12, 1 << 17
+"""Decisions whose granules are expected at once, and these granules; of more the oldest are
+forgotten."""
 
 
 class Indexed(StrEnum):
@@ -298,7 +299,9 @@ class PrefixIndex:
     ) -> None:
         """Add what is expected behind what was found, which ends at one of ``ends``."""
         while self._expecting and (
-            self._expecting[0].due + EXPECTED_S < now or len(self._expecting) > EXPECTED_PROMPTS
+            self._expecting[0].due + EXPECTED_S < now
+            or len(self._expecting) > EXPECTED_PROMPTS
+            or len(self._expected) > EXPECTED_GRANULES
         ):
             self._forget(self._expecting.popleft())
         expected, column = self._expected.get, [*keys.tolist(), 0]

@@ -10,7 +10,7 @@ import pytest
 
 from services.gateway.core.fetches import Hit
 from services.gateway.core.key_table import Keys
-from services.gateway.core.prefix_index import Indexed, PrefixIndex
+from services.gateway.core.prefix_index import EXPECTED_GRANULES, Indexed, PrefixIndex
 from shared.errors import RemoteProtocolError
 from shared.kv.journal import KvChanges, TierChanges
 
@@ -66,6 +66,19 @@ def test_what_is_expected_counts_but_is_not_in_the_pool() -> None:
     assert index.match(KEYS, 10, 5.1) == {0: Hit(30, 30)}
     index.expect(1, KEYS[:2], 0, due=7.0)
     assert index.match(KEYS, 10, 6.0) == {0: Hit(30, 30), 1: Hit(20, 0)}
+
+
+def test_long_prompts_that_are_expected_take_no_more_memory_than_short_ones() -> None:
+    """The oldest promises go, however long the queue is."""
+    index = PrefixIndex(1 << 16)
+    tell(index, 0, KEYS[:0])
+    prompt = KEYS
+    for number in range(300):
+        prompt = np.arange(1000 * number + 1, 1000 * number + 1001, dtype=np.uint64)
+        index.match(prompt, 10, 0.0)
+        index.expect(0, prompt, 0, due=3600.0)
+    assert index.match(prompt, 10, 0.0) == {0: Hit(10_000, 0)}
+    assert len(index._expected) <= EXPECTED_GRANULES
 
 
 def test_memory_is_bounded_however_prefixes_are_spread() -> None:
