@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from shared.engine.base import OnLayer
+from shared.engine.guides import Masks
 from shared.engine.streams import Passing
 from shared.step import StepRow, ToCome
 
@@ -22,15 +23,17 @@ class Passed(NamedTuple):
 
     hidden: returns ``[num_tokens, hidden_size]`` before the final norm. lasts: per row, in the
     caller's order, where its last token lies in ``hidden``, after its other ones. logits: returns
-    float32 ``[num_samples, vocab_size]``, empty if no row samples; may be written over. best: the
-    most likely token of each of them, where it fell out of the computation. Tensors are valid until
-    the next pass; a step that wants none makes none, for each costs it tens of us (bench/engine).
+    float32 ``[num_samples, vocab_size]``, empty if no row samples; may be written over. deny:
+    leaves them the tokens that grammars allow. best: returns the first most likely token of each;
+    None: this way has no kernel for it. All are valid until the next pass; a step that wants no
+    tensor makes none, for each costs it tens of us (bench/engine).
     """
 
     hidden: Callable[[], torch.Tensor]
     lasts: Sequence[int]
     logits: Callable[[], torch.Tensor]
-    best: list[int] | None
+    deny: Callable[[Masks], None]
+    best: Callable[[], list[int]] | None
 
 
 Choose = Callable[[torch.Tensor], torch.Tensor]

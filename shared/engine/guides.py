@@ -11,6 +11,7 @@ who has the grammar and the tokens makes it anew, on any worker.
 from __future__ import annotations
 
 import threading
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -40,14 +41,22 @@ class Masks(NamedTuple):
     """What a step's guided rows may choose.
 
     places: which of the step's sampling rows they are, ascending. bits: uint8 ``[len(places),
-    vocab_size / 8]``, up to three bytes longer; bit i % 8 of byte i // 8 is set if token i may
-    come, as some may in each row. failures: by place, why a grammar can say nothing more; such a
-    row allows all, and its token is to be dropped.
+    vocab_size / 8]``, lines filled up to words of 32 bits; bit i % 8 of byte i // 8 is set if token
+    i may come, as some may in each row. failures: by place, why a grammar can say nothing more;
+    such a row allows all, and its token is to be dropped.
     """
 
     places: Sequence[int]
     bits: np.ndarray
     failures: dict[int, str]
+
+    def addresses(self, num_rows: int) -> array[int]:
+        """Return where the mask of each sampling row lies, 0 where it has none."""
+        found = array("Q", bytes(8 * num_rows))
+        begin, length = self.bits.ctypes.data, self.bits.strides[0]
+        for line, place in enumerate(self.places):
+            found[place] = begin + line * length
+        return found
 
     def by_row(self, rows: Sequence[StepRow]) -> dict[int, RowMask]:
         """Return them by the rows' places in the step, those that sample nothing counted, too."""

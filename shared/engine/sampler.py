@@ -87,15 +87,16 @@ def sample(
     specs: Sequence[SampleSpec],
     *,
     eos_token_ids: frozenset[int],
-    masks: Masks | None = None,
+    guide: Callable[[], None] | None = None,
 ) -> list[Sampled]:
     """Choose one token per row.
 
-    logits: float32 ``[len(specs), vocab_size]``; overwritten. masks: of rows that follow a grammar.
+    logits: float32 ``[len(specs), vocab_size]``; overwritten. guide: does as ``deny`` with masks of
+    these rows.
     """
     # First: all that follows overwrites the logits.
     reported = _RawLogprobs.of(logits, specs)
-    token_ids = choose(logits, specs, eos_token_ids=eos_token_ids, masks=masks)
+    token_ids = choose(logits, specs, eos_token_ids=eos_token_ids, guide=guide)
     logprobs = reported.read(token_ids)
     return [Sampled(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids.tolist())]
 
@@ -105,13 +106,13 @@ def choose(
     specs: Sequence[SampleSpec],
     *,
     eos_token_ids: frozenset[int],
-    masks: Masks | None = None,
+    guide: Callable[[], None] | None = None,
 ) -> torch.Tensor:
     """As ``sample``, but the token ids stay on the device: int64 ``[len(specs)]``."""
     _penalise(logits, specs)
     _bias(logits, specs)
-    if masks is not None:
-        _guide(logits, masks)
+    if guide is not None:
+        guide()
     _mask(logits, specs, eos_token_ids)
     drawn = [row for row, spec in enumerate(specs) if not is_greedy(spec.params)]
     if len(drawn) == len(specs):
@@ -121,29 +122,6 @@ def choose(
         rows = _numbers(drawn, np.int64, logits.device)
         chosen = _draw(logits.index_select(0, rows), [specs[row] for row in drawn])
         token_ids.index_copy_(0, rows, chosen)
-    return token_ids
-
-
-def most_likely_allowed(
-    best: Sequence[int], logits: Callable[[], torch.Tensor], masks: Masks
-) -> list[int]:
-    """Return the most likely token of each row that its grammar allows.
-
-    best: of all tokens, and for most rows allowed. logits: float32 ``[len(best), vocab_size]``.
-    """
-    token_ids = list(best)
-    denied = [
-        line
-        for line, place in enumerate(masks.places)
-        if not masks.bits[line, best[place] // 8] >> best[place] % 8 & 1
-    ]
-    if denied:
-        places = [masks.places[line] for line in denied]
-        scores = logits()
-        _guide(scores, Masks(places, masks.bits[denied], {}))
-        chosen = _most_likely(scores.index_select(0, _numbers(places, np.int64, scores.device)))
-        for place, token_id in zip(places, chosen.tolist(), strict=True):
-            token_ids[place] = token_id
     return token_ids
 
 
@@ -279,8 +257,8 @@ def _mask(logits: torch.Tensor, specs: Sequence[SampleSpec], eos_token_ids: froz
         logits[tuple(to_device(np.array((rows, ids)), logits.device))] = float("-inf")
 
 
-def _guide(logits: torch.Tensor, masks: Masks) -> None:
-    """Leave the rows that follow a grammar the tokens that it allows."""
+def deny(logits: torch.Tensor, masks: Masks) -> None:
+    """Leave the rows that follow a grammar the tokens that it allows. logits: see ``sample``."""
     vocab_size = logits.shape[1]
     if logits.device.type == "cpu":
         scores = logits.numpy()

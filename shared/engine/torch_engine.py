@@ -353,15 +353,15 @@ class TorchEngine(DeviceEngine):
         self, wanted: _StepOutputs, passed: Passed, masks: Masks | None
     ) -> list[RowResult]:
         if passed.best is not None and wanted.is_plain_greedy:
-            token_ids = passed.best
             if masks is not None:
-                token_ids = sampler.most_likely_allowed(token_ids, passed.logits, masks)
-            sampled = [RowResult(token_id) for token_id in token_ids]
+                passed.deny(masks)
+            sampled = [RowResult(token_id) for token_id in passed.best()]
         else:
             eos = self.spec.eos_token_ids
+            guide = None if masks is None else partial(passed.deny, masks)
             with torch.inference_mode():
                 drawn = sampler.sample(
-                    passed.logits(), wanted.specs, eos_token_ids=eos, masks=masks
+                    passed.logits(), wanted.specs, eos_token_ids=eos, guide=guide
                 )
             sampled = [RowResult(*one) for one in drawn]
         for place, reason in masks.failures.items() if masks is not None else ():

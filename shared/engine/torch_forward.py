@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from shared.engine.decode_buckets import DecodeBuckets
 from shared.engine.forward import Choose, Passed, Queued
 from shared.engine.models.decoder import Decoder
 from shared.engine.paged_kv import PagedKv
+from shared.engine.sampler import deny
 from shared.engine.streams import Streams
 from shared.engine.upload import to_device, to_host
 from shared.step import StepRow, ToCome
@@ -66,13 +68,13 @@ class TorchForward:
         if not samples:
             # No product and no kernel of nothing: not every launcher takes an empty grid.
             nothing = hidden.new_empty((0, self._decoder.config.vocab_size), dtype=torch.float32)
-            return Passed(lambda: hidden, lasts, lambda: nothing, None)
+            return Passed(lambda: hidden, lasts, lambda: nothing, partial(deny, nothing), None)
         wanted = hidden
         places = [lasts[idx] for idx in samples]
         if places != list(range(len(hidden))):
             wanted = hidden.index_select(0, to_device(np.array(places), self._device))
         logits = self._decoder.logits(wanted)
-        return Passed(lambda: hidden, lasts, lambda: logits, None)
+        return Passed(lambda: hidden, lasts, lambda: logits, partial(deny, logits), None)
 
     def prepare(
         self, rows: Sequence[StepRow], to_come: ToCome

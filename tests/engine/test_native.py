@@ -19,6 +19,7 @@ import torch
 from structlog.testing import capture_logs
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shared.engine.guides import Masks
 from shared.engine.native import build, library
 from shared.engine.torch_engine import TorchEngine
 from shared.errors import LocalProtocolError, ModelError
@@ -205,12 +206,25 @@ def test_the_most_likely_token_is_the_first_of_equals(native_of: EngineOf) -> No
         rows = [StepRow([idx], 0, [idx]) for idx in range(70)]
         passed = engine.forward.run(rows, range(70), None)
         logits = passed.logits()
+        assert passed.best is not None
         assert logits.dtype == torch.float32
         # bfloat16 logits tie now and then.
         firsts = (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)
-        assert passed.best == firsts.tolist()
-        picked = engine.forward.run(rows, [2, 5], None)
-        assert picked.best == [firsts[2], firsts[5]]
+        assert passed.best() == firsts.tolist()
+        vocab = logits.shape[1]
+        places = range(1, 70, 2)
+        chance = np.random.default_rng(3)
+        bits = chance.integers(0, 256, (len(places), 4 * -(-vocab // 32)), np.uint8)
+        bits[0] = 0
+        bits[0, (vocab - 1) // 8] = 1 << (vocab - 1) % 8  # the last token alone
+        allowed = torch.ones(logits.shape, dtype=torch.bool)
+        found = np.unpackbits(bits, axis=1, bitorder="little")[:, :vocab]
+        allowed[list(places)] = torch.from_numpy(found).bool()
+        want = logits.where(allowed, -torch.inf)
+        passed.deny(Masks(places, bits, {}))
+        assert torch.equal(passed.logits(), want)
+        assert passed.best() == want.argmax(-1).tolist()
+        assert passed.best()[1] == vocab - 1
 
 
 def test_a_plain_step_asks_nothing_of_torch(native_of: EngineOf) -> None:

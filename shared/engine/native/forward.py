@@ -18,6 +18,7 @@ from shared.engine import huge_pages
 from shared.engine.base import OnLayer
 from shared.engine.config import ModelConfig
 from shared.engine.forward import Forward, Passed
+from shared.engine.guides import Masks
 from shared.engine.layers import RotaryEmbedding
 from shared.engine.models.decoder import DecoderNames, expected_shapes
 from shared.engine.native import library
@@ -166,11 +167,17 @@ class NativeForward(Forward):
             hidden = self._x.rows(num_tokens)
             picked = hidden.index_select(0, torch.tensor([lasts[idx] for idx in samples]))
             self._library.logits(self._model, picked.data_ptr(), head)
+
+        def deny(masks: Masks) -> None:
+            allowed = masks.addresses(num_samples)
+            self._library.deny(self._model, head, _address(allowed))
+
         return Passed(
             lambda: self._x.rows(num_tokens),
             lasts,
             lambda: self._logits[:num_samples],
-            self._best[:num_samples].tolist(),
+            deny,
+            lambda: self._best[:num_samples].tolist(),
         )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -803,6 +803,25 @@ EXPORT void pd_forward(const Model* model, const Batch* batch) {
   }
 }
 
+void find_best(const Head& of, std::int64_t row, std::int64_t n) {
+  const float* logits = of.logits + row * n;
+  Lanes top = spread(-INFINITY);
+  for (std::int64_t i = 0; i < n; i += 16) {
+    Mask m = mask_of(n - i);
+    top = select(m, max_of(top, load16(logits + i, m)), top);
+  }
+  const Lanes highest = spread(most_of(top));
+  of.best[row] = 0;
+  for (std::int64_t i = 0; i < n; i += 16) {
+    Mask m = mask_of(n - i);
+    const Mask hit = m & equal(load16(logits + i, m), highest);
+    if (hit) {
+      of.best[row] = i + __builtin_ctz(hit);
+      break;
+    }
+  }
+}
+
 // Logits of hidden states [count][hidden], rounded to Num as transformers does.
 EXPORT void pd_logits(const Model* model, const Num* hidden, const Head* to) {
   in_team(*model, 3, [&](Team& team) {
@@ -815,23 +834,22 @@ EXPORT void pd_logits(const Model* model, const Num* hidden, const Head* to) {
         store16(to->logits + row * head.n + column, rounded(acc[j]), mask_of(head.n - column));
       }
     });
-    team.run(to->count, [&](std::int64_t row) {
-      const float* of_row = to->logits + row * head.n;
-      Lanes top = spread(-INFINITY);
-      for (std::int64_t i = 0; i < head.n; i += 16) {
-        Mask m = mask_of(head.n - i);
-        top = select(m, max_of(top, load16(of_row + i, m)), top);
+    team.run(to->count, [&](std::int64_t row) { find_best(*to, row, head.n); });
+  });
+}
+
+// Leave each row of logits the tokens that it may choose, and find the best anew. allowed: [count], a
+// bit a token and 16 a word, or null = all.
+EXPORT void pd_deny(const Model* model, const Head* of, const std::uint16_t* const* allowed) {
+  const std::int64_t n = model->head.n;
+  const Lanes never = spread(-INFINITY);
+  in_team(*model, 1, [&](Team& team) {
+    team.run(of->count, [&](std::int64_t row) {
+      for (std::int64_t i = 0; allowed[row] && i < n; i += 16) {
+        const Mask denied = mask_of(n - i) & Mask(~allowed[row][i / 16]);
+        store16(of->logits + row * n + i, never, denied);
       }
-      const Lanes highest = spread(most_of(top));
-      to->best[row] = 0;
-      for (std::int64_t i = 0; i < head.n; i += 16) {
-        Mask m = mask_of(head.n - i);
-        const Mask hit = m & equal(load16(of_row + i, m), highest);
-        if (hit) {
-          to->best[row] = i + __builtin_ctz(hit);
-          break;
-        }
-      }
+      find_best(*of, row, n);
     });
   });
 }

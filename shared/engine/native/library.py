@@ -108,11 +108,13 @@ class Library:
         self._first_half = handle.pd_first_half
         self._second_half = handle.pd_second_half
         self._logits = handle.pd_logits
+        self._deny = handle.pd_deny
         self._pack = handle.pd_pack
         self._linear = handle.pd_linear
         for entry in (self._forward, self._embed, self._first_half, self._second_half):
             entry.restype = None
-        self._logits.restype = self._pack.restype = self._linear.restype = None
+        for entry in (self._logits, self._deny, self._pack, self._linear):
+            entry.restype = None
 
     def check(self, model: ModelStruct, batch: BatchStruct) -> bool:
         """Whether every token id, block and length of the batch exists."""
@@ -137,6 +139,11 @@ class Library:
     def logits(self, model: ModelStruct, hidden: int, head: HeadStruct) -> None:
         """Final norm, head, and the most likely token, of ``[count, hidden]``."""
         self._logits(byref(model), c_void_p(hidden), byref(head))
+
+    def deny(self, model: ModelStruct, head: HeadStruct, allowed: int) -> None:
+        """Leave each row of logits the tokens that it may choose, and find the most likely of them.
+        allowed: address of addresses ``[count]`` of masks as in ``Masks.bits``, 0 = all."""
+        self._deny(byref(model), byref(head), c_void_p(allowed))
 
     def pack(self, jobs: Sequence[PackJob]) -> Sequence[PackJob]:
         """Put matrices into panels, all threads at once; see ``PackJob``. Returns the jobs with

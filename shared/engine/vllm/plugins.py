@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -248,11 +249,13 @@ class RowSampler(LogitsProcessor):
         chosen = [(idx, choices.forced[name]) for idx, name in rows if name in choices.forced]
         if drawn:
             places = torch.tensor([idx for idx, _ in drawn], device=logits.device)
+            scores = logits.index_select(0, places).float()
+            masks = choices.masks_of([name for _, name in drawn])
             picked = sampler.sample(
-                logits.index_select(0, places).float(),
+                scores,
                 [choices.specs[name] for _, name in drawn],
                 eos_token_ids=STEP.eos_token_ids,
-                masks=choices.masks_of([name for _, name in drawn]),
+                guide=None if masks is None else partial(sampler.deny, scores, masks),
             )
             chosen += [(idx, one.token_id) for (idx, _), one in zip(drawn, picked, strict=True)]
         places = torch.tensor([idx for idx, _ in chosen], device=logits.device)

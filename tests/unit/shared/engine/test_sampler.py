@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,9 +16,9 @@ torch = pytest.importorskip("torch")
 from shared.engine.guides import Masks  # noqa: E402
 from shared.engine.sampler import (  # noqa: E402
     Sampled,
+    deny,
     is_plain_greedy,
     logprobs_of,
-    most_likely_allowed,
     sample,
 )
 from shared.messages.columns import pack_u32  # noqa: E402
@@ -279,26 +280,14 @@ def test_a_grammar_leaves_what_it_allows(vocab: int, temperature: float) -> None
     for line, ids in enumerate(allowed):
         np.bitwise_or.at(bits[line], ids // 8, (1 << ids % 8).astype(np.uint8))
     masks = Masks([1, 4], bits, {})
-    guided = sample(logits.clone(), specs, eos_token_ids=frozenset(), masks=masks)
+    scores = logits.clone()
+    guide = partial(deny, scores, masks)
+    guided = sample(scores, specs, eos_token_ids=frozenset(), guide=guide)
     for row, ids in zip(masks.places, allowed, strict=True):
         params = replace(specs[row].params, allowed_token_ids=pack_u32(ids.tolist()))
         specs[row] = replace(specs[row], params=params)
     assert guided == run(logits, *specs)
     assert guided != run(logits, *[a_spec(temperature=temperature, seed=row) for row in range(6)])
-
-
-def test_the_most_likely_tokens_are_taken_where_grammars_allow_them() -> None:
-    """As ``sample`` chooses, in rows whose mask allows it, denies it, and without one."""
-    logits = some_logits(4, vocab=60)
-    likely = logits.argmax(dim=-1).tolist()
-    bits = np.full((2, 8), 255, np.uint8)
-    bits[1, likely[3] // 8] ^= 1 << likely[3] % 8
-    masks, specs = Masks([1, 3], bits, {}), [a_spec() for _ in likely]
-    wanted = sample(logits.clone(), specs, eos_token_ids=frozenset(), masks=masks)
-    found = most_likely_allowed(likely, logits.clone, masks)
-    assert found == [one.token_id for one in wanted]
-    assert found[:3] == likely[:3]
-    assert found[3] != likely[3]
 
 
 def test_masks_keep_a_row_from_the_fast_path() -> None:
