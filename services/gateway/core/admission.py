@@ -75,6 +75,7 @@ class _Request:
     deadline_at: float
     cached: Cached
     queued: QueuedRequest | None = None
+    is_sent: bool = False
     has_begun: bool = False
 
 
@@ -161,6 +162,7 @@ class Admission:
         """An attempt of a request that runs was sent to this pair; see ``Overload``."""
         request = self._running.get(key)
         if request is not None:
+            request.is_sent = True
             num_tokens = request.num_tokens
             self._overload.dispatched(key, prefill, decode, num_tokens, now, num_cached=num_cached)
 
@@ -192,6 +194,8 @@ class Admission:
         request = self._running.pop(key, None)
         if request is not None:
             self._num_of_tenant[request.terms.tenant] -= 1
+            if not (request.is_sent or request.has_begun):  # no pair was found for it
+                self._queue.charge(request.terms.tenant, prompt_tokens=-request.num_tokens)
             self._overload.ended(key, now)
             if self._queue:
                 self._gap_s += _NEW_GAP_SHARE * (now - self._left_at - self._gap_s)
@@ -287,7 +291,7 @@ class Admission:
             error = late(request.terms, Forecast(waited_s + 1e-3, 0.0, waited_s))
         else:
             error = Overloaded(
-                f"no place came free within {self._max_wait_s:g} s",
+                f"no place came free within {self._max_wait_s:g} s{self._own_limit(request)}",
                 code="queue_timeout",
                 retry_after_s=max(1.0, self._max_wait_s),
             )
@@ -295,12 +299,21 @@ class Admission:
         return self._refused(request, error)
 
     def _make_room(self, request: _Request) -> TurnAway:
+        waiting = f"{len(self._waiting) - 1} wait{self._own_limit(request)}"
         error = Overloaded(
-            f"{len(self._running)} requests run and {len(self._waiting) - 1} wait: try again soon",
+            f"{len(self._running)} requests run and {waiting}: try again soon",
             code="queue_full",
             retry_after_s=max(1.0, self._max_wait_s),
         )
         return self._refused(request, error)
+
+    def _own_limit(self, request: _Request) -> str:
+        """Say so, if it is its tenant's own limit that keeps it from running."""
+        tenant = request.terms.tenant
+        if self._may_run(tenant):
+            return ""
+        most = self.tenants.tenant(tenant).max_running
+        return f", and of this API key {most} run, as many as may (max_running)"
 
     def _refused(self, request: _Request, error: MeshError) -> TurnAway:
         self._waiting.pop(request.key, None)

@@ -127,6 +127,27 @@ def test_a_tenant_at_its_own_limit_waits_and_holds_up_nobody() -> None:
     assert admission.leave(b"1", 0.2) == [Admit(b"2")]
 
 
+def test_who_waits_for_its_own_tenant_is_told_so() -> None:
+    """A refusal names the limit, which is not the gateway's."""
+    admission = an_admission(running=3, waiting=1, capped=Tenant(max_running=1))
+    for key in (b"1", b"2"):
+        admission.arrive(key, 0.0, terms=of("capped"))
+    (full,) = admission.arrive(b"3", 0.0, terms=of("capped"))
+    (late,) = admission.tick(2.0)
+    for refusal in (full, late):
+        assert isinstance(refusal, TurnAway)
+        assert "of this API key 1 run, as many as may (max_running)" in refusal.error.message
+
+
+def test_what_was_never_sent_to_workers_was_not_given() -> None:
+    """While there is no pair, who tries on is not behind afterwards."""
+    admission = an_admission()
+    for number in range(9):
+        assert admission.arrive(b"%d" % number, 0.0, terms=of("tries"), num_tokens=1000)
+        admission.leave(b"%d" % number, 0.0)
+    assert admission._queue.counter("tries") == 0.0
+
+
 def test_a_gateway_that_shuts_down_refuses_who_waits() -> None:
     """Who runs goes on."""
     admission = an_admission()
