@@ -9,9 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
 
 from services.gateway.core.decision_record import replay
 from services.gateway.core.prefix_index import Indexed
+from services.gateway.core.prefixes import LEFT_OUT
 from services.gateway.http.cluster_bodies import Explanation
 from services.gateway.workers.mesh_metrics import register_mesh_metrics
 from services.gateway.workers.registry import Registry
@@ -138,6 +140,23 @@ async def test_an_index_that_is_wrong_finds_out() -> None:
         await mesh.kill(holder)
         await mesh.until(lambda: members.num_workers == 2)
         assert index.num_granules(place) == 0
+
+
+@virtual_time
+async def test_an_index_that_is_full_says_so_once() -> None:
+    """Whom it leaves out is in the log, with what helps, and goes on being asked by its queue."""
+    async with whole_mesh(**LOCAL, num_prefill=2, num_decode=1) as mesh:
+        members = mesh.gateways[0].members
+        members.prefixes.index._max_bytes = 0
+        with capture_logs() as logs:
+            for seed in range(3):
+                await ask(mesh, a_prompt(4 * UNIT, seed=seed))
+                await asyncio.sleep(1.0)
+        told = [it["worker"] for it in logs if "--index-memory-mib" in it["event"]]
+        assert {*told} == {it.incarnation for it in mesh.prefills}
+        assert len(told) == 2
+        places = [members.table.get(it).place for it in told]
+        assert {members.prefixes.index.state(it).value for it in places} == {LEFT_OUT}
 
 
 @virtual_time

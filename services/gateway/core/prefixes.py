@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from services.gateway.core.prefix_index import PrefixIndex
 
 
+LEFT_OUT = "left out"
+"""``Indexed.LEFT_OUT``, without the file that defines it, which imports numpy."""
+
+
 class PrefixReports(NamedTuple):
     """What workers are asked for. granule_tokens: prefixes that end at its multiples. interval_s:
     least time between two reports of changes."""

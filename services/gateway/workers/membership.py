@@ -18,7 +18,7 @@ from services.gateway.core.expectations import WRONG
 from services.gateway.core.fetches import Hit
 from services.gateway.core.peer_table import OwnModel, PeerTable
 from services.gateway.core.pools import HomeOrder, change_home, is_confirmed
-from services.gateway.core.prefixes import HashedPrompt, PrefixReports
+from services.gateway.core.prefixes import LEFT_OUT, HashedPrompt, PrefixReports
 from services.gateway.core.router import Router
 from services.gateway.core.routing import RouteDecision, RoutingPolicy
 from services.gateway.core.sides import NO_HITS, RouteRequest
@@ -149,9 +149,18 @@ class Membership:
 
     def told_prefixes(self, worker: Worker, changes: KvChanges) -> None:
         """A worker told of its cache."""
-        if self.prefixes is not None and self.prefixes.told(worker, changes):
+        if self.prefixes is None:
+            return
+        before = self.prefixes.known(worker)
+        if self.prefixes.told(worker, changes):
             _log.warning("prefixes differ: asked for all of them", worker=worker.incarnation)
             self.directives.tell()
+        now = self.prefixes.known(worker)
+        if now is not None and now[0] == LEFT_OUT and now != before:
+            _log.warning(
+                "no room for its prefixes, taken by its queue alone: raise --index-memory-mib",
+                worker=worker.incarnation,
+            )
 
     def take_ask(self, incarnation: Incarnation) -> PrefixReports | None:
         """Return what a worker is to tell of its cache, and has not been asked yet."""
