@@ -50,6 +50,7 @@ TITLES = {
     18: "the simulator's CPU a request",
     19: "the autoscaler beside an oracle",
     20: "a live mesh beside its simulation",
+    21: "what a grammar costs a step",
 }
 """What each goal's number asks."""
 

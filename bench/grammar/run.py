@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import sysconfig
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from bench.engine.model import SIZES, VOCAB, make
 from bench.engine.our_end import End
+from bench.record import Record, ratios, spread
 from shared.engine.guides import Guides
 from shared.engine.torch_engine import TorchEngine
 from shared.grammar import library
 from shared.request import SamplingParams, WorkItem
 from shared.schedule.sequence import Sequence as TokenSequence
 
+HERE = Path(__file__).parent
+MOST = 1.05
 ROWS = 16
 CONTEXT = 128
 SCHEMA = {
@@ -96,7 +99,8 @@ async def step_ms(end: GuidedEnd, steps: int, rows: int, **sampling: Any) -> flo
     return float(statistics.median(found["seconds"]) * 1000)
 
 
-async def measure(end: GuidedEnd, steps: int, repeats: int, rows: int) -> list[dict[str, float]]:
+async def measure(end: GuidedEnd, asked: argparse.Namespace) -> list[dict[str, float]]:
+    """Return the milliseconds of each kind of step, a repetition a line."""
     grammar = library().LLMatcher.grammar_from_json_schema(json.dumps(SCHEMA))
     kinds: dict[str, dict[str, Any]] = {
         "drawn": {"temperature": 1.0},
@@ -105,46 +109,53 @@ async def measure(end: GuidedEnd, steps: int, repeats: int, rows: int) -> list[d
         "greedy, guided": {"temperature": 0.0, "grammar": grammar},
     }
     found: list[dict[str, float]] = []
-    for repeat in range(repeats + 1):  # the first warms up
-        row = {name: await step_ms(end, steps, rows, **kind) for name, kind in kinds.items()}
-        if repeat:
+    for repetition in range(asked.repetitions + 1):  # the first warms up
+        row = {
+            name: await step_ms(end, asked.steps, asked.rows, **kind)
+            for name, kind in kinds.items()
+        }
+        if repetition:
             found.append(row)
             print({name: round(ms, 3) for name, ms in row.items()}, file=sys.stderr, flush=True)
     return found
 
 
-def summary(rows: list[dict[str, float]]) -> dict[str, Any]:
-    """Medians, and ratios within a repetition."""
-    told: dict[str, Any] = {
-        name: round(statistics.median(row[name] for row in rows), 3) for name in rows[0]
-    }
+def note(record: Record, found: list[dict[str, float]], about: str) -> None:
+    """Keep medians, and ratios within a repetition."""
+    row: dict[str, Any] = {"about": about}
+    row |= {name: spread([one[name] for one in found]) for name in found[0]}
     for kind in ("drawn", "greedy"):
-        ratios = sorted(row[f"{kind}, guided"] / row[kind] for row in rows)
-        told[f"ratio, {kind}"] = [
-            round(value, 3) for value in (statistics.median(ratios), ratios[0], ratios[-1])
-        ]
-    return told
+        share = ratios([one[f"{kind}, guided"] for one in found], [one[kind] for one in found])
+        row[f"{kind}, x free"] = share
+        record.goal(21, f"{about}, {kind}: guided step x free", share, "<=", MOST)
+    record.rows.append(row)
 
 
 def main() -> None:
+    """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="2 repetitions, not recorded")
     parser.add_argument("--rows", type=int, default=ROWS)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--repetitions", type=int, default=12)
     parser.add_argument("--device", default="cpu")
-    options = parser.parse_args()
+    asked = parser.parse_args()
+    if asked.quick:
+        asked.repetitions = 2
+    record = Record(HERE, asked.quick)
     with tempfile.TemporaryDirectory() as folder:
         make(Path(folder), SIZES)
         tokenizer = a_tokenizer(VOCAB)
-        engine = TorchEngine.load(folder, num_blocks=2048, device=options.device)
+        engine = TorchEngine.load(folder, num_blocks=2048, device=asked.device)
         engine._guides = Guides(tokenizer.to_str, engine.spec.vocab_size, [0])  # pyright: ignore[reportPrivateUsage]
-        end = GuidedEnd(engine, VOCAB)
-        began_at = time.perf_counter()
-        rows = uvloop.run(measure(end, options.steps, options.repeats, options.rows))
-        told = summary(rows)
-        told |= {"machine": engine.machine, "rows": options.rows, "vocab": VOCAB}
-        told |= {"seconds": round(time.perf_counter() - began_at, 1), "torch": torch.__version__}
-        print(json.dumps(told))
+        record.environment["engines"] = {"pdmesh": dict(engine.machine)}
+        for threads in sorted({1, torch.get_num_threads()}) if asked.device == "cpu" else (0,):
+            if threads:
+                torch.set_num_threads(threads)
+            found = uvloop.run(measure(GuidedEnd(engine, VOCAB), asked))
+            where = f"{threads} of {os.cpu_count()} cores" if threads else asked.device
+            note(record, found, f"{asked.rows} rows, kernels on {where}")
+    record.finish()
 
 
 if __name__ == "__main__":
