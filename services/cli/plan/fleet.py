@@ -19,6 +19,7 @@ from services.cli.plan.view import (
     plain_console,
     progress,
     say_how_long,
+    say_interrupted,
 )
 from services.cli.sources import JsonFlag
 from services.cli.words import plain_table, print_json
@@ -143,8 +144,10 @@ class FleetFlags:
             if not 0 < given[name] < 1e9:
                 raise InvalidRequest(f"--price must be like a100=1.80,h100=3.20, not {word!r}")
         own = {name: name or (flags.times.device or "").lower() for name in names}
-        if "" in own.values():
-            raise InvalidRequest("--price needs --device or --devices: whose price it is")
+        if "" in own.values():  # of a profile, or of times that are given
+            if len(given) > 1:
+                raise InvalidRequest("--price has one price, of the device whose times these are")
+            return Price({"": next(iter(given.values()))}, "€/h")
         if missing := sorted(set(own.values()) - given.keys()):
             raise InvalidRequest(f"--price says nothing of {', '.join(missing)}")
         return Price({name: given[device] for name, device in own.items()}, "€/h")
@@ -344,8 +347,8 @@ def _show(
             console.print(f"times: {source}", soft_wrap=True)
         for word in flags.warnings(chosen.shape):
             console.print(word, soft_wrap=True)
-    end = "" if found.is_whole else "; interrupted, this is what was found"
-    console.print(f"{len(search.tried)} simulated, {search.num_ruled_out} ruled out{end}")
+    console.print(f"{len(search.tried)} simulated, {search.num_ruled_out} ruled out")
+    say_interrupted(is_whole=found.is_whole)
 
 
 def _why_nothing(flags: SimFlags, bounds: dict[Unit, WorkerBound], found: _Found) -> str:

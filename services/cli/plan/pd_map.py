@@ -18,6 +18,7 @@ from services.cli.plan.view import (
     plain_console,
     progress,
     say_how_long,
+    say_interrupted,
 )
 from services.cli.sources import JsonFlag
 from services.cli.words import plain_table, print_json
@@ -136,6 +137,7 @@ def pd_map(
         console.print(f"no mesh of at most {workers} workers attains {flags.attainment:.0%}")
     for line in impossible:
         console.print(line, soft_wrap=True)
+    say_interrupted(is_whole=is_whole)
     return code
 
 

@@ -16,6 +16,7 @@ from services.cli.plan.view import (
     plain_console,
     progress,
     say_how_long,
+    say_interrupted,
 )
 from services.cli.sources import JsonFlag
 from services.cli.words import plain_table, print_json
@@ -166,6 +167,7 @@ def distserve_placement(
             f"algorithm 1, {name} by itself: {one.num} x {one.degree}, "
             f"{one.rate:.2f} requests/s each"
         )
+    say_interrupted(is_whole=is_whole)
     return code
 
 

@@ -18,6 +18,7 @@ from services.cli.plan.view import (
     plain_console,
     progress,
     say_how_long,
+    say_interrupted,
 )
 from services.cli.sources import JsonFlag
 from services.cli.words import plain_table, print_json
@@ -110,6 +111,7 @@ def simulate(
     for line in (*lines(found, flags), *impossible):
         console.print(line, soft_wrap=True)
     _say_times(flags, [run])
+    say_interrupted(is_whole=is_whole)
     return code
 
 
@@ -192,6 +194,7 @@ def compare(
     for line in (*lines(found, flags), *impossible):
         console.print(line, soft_wrap=True)
     _say_times(flags, runs)
+    say_interrupted(is_whole=is_whole)
     return code
 
 

@@ -14,6 +14,7 @@ from services.cli.plan.view import (
     interruptible,
     progress,
     say_how_long,
+    say_interrupted,
     show_tables,
 )
 from services.cli.sources import JsonFlag
@@ -158,6 +159,7 @@ def splitwise(
         words = f"{most_prompt}P + {most_token}T do not keep the limits: {limits}"
         frontier = PaperTable(title, (), [words])
     show_tables([*tables, frontier], as_json=as_json)
+    say_interrupted(is_whole=is_whole)
     if not is_whole:
         return EXIT_INTERRUPTED
     return EXIT_OK if found else EXIT_FAILED

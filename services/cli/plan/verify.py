@@ -254,6 +254,8 @@ def _setting(seen: SeenTraffic, flags: VerifyFlags) -> tuple[MeshShape, MeshSett
     workers = [] if mesh is None else [it for it in mesh.workers if not it.draining]
     if flags.mesh is not None:
         shape = read_mesh(flags.mesh)
+        if any(part.unit != Unit() for part in shape.parts):
+            raise InvalidRequest("--mesh of a replay has equal workers: 1P+1D, no brackets")
     elif workers:
         shape = MeshShape.of(*(MeshPart(1, LETTERS[it.kind]) for it in workers))
         if not shape.can_serve:

@@ -126,6 +126,12 @@ def say_how_long(num_runs: int, run_s: float, shorter: str) -> None:
     )
 
 
+def say_interrupted(*, is_whole: bool) -> None:
+    """Say after what was found that Ctrl-C came before its end."""
+    if not is_whole:
+        print("pdmesh: interrupted: this is what was found", file=sys.stderr)
+
+
 def counted(on_progress: Callable[[int], None]) -> Callable[[], None]:
     """Return what is to be called after each part of something long."""
     done = itertools.count(1)

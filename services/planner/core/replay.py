@@ -51,7 +51,8 @@ MEANING: Final = {
     "how they share steps (--batch-tokens), or other gateways sent some, too",
     "prefill": "the time model of prompts: measure it (pdmesh profile -o, then --profile), or "
     "workers compute beside others",
-    "hand_over": "messages, loops and processes that wait for a core (--wire)",
+    "hand_over": "messages, loops and processes that wait for a core (--wire), or blocks that "
+    "decode lacks: a first token waits for room",
     "first_gap": "what of a transfer no compute hides: the link (--link), messages (--wire), or "
     "blocks that decode lacks",
     "later_gaps": "the time model of answers: measure it (pdmesh profile -o, then --profile), or "

@@ -167,6 +167,13 @@ def test_a_load_that_attains_by_chance_is_said_to(
         assert word in said
 
 
+def test_a_device_of_given_times_has_a_price(capsys: pytest.CaptureFixture[str]) -> None:
+    """The one that is given, whatever the device is called."""
+    facts = told(capsys, "fleet", "--price", "mine=2", "--budget", "2.5", "--base", "20ms", *QUICK)
+    assert facts["chosen"]["mesh"] == "1M"
+    assert (facts["chosen"]["cost"], facts["cost_unit"]) == (2.0, "€/h")
+
+
 def test_a_fleet_that_is_none_says_what_binds(capsys: pytest.CaptureFixture[str]) -> None:
     """Of the strongest mesh that was tried."""
     limits = ("--max-devices", "1", "--rate", "2", "--num-requests", "60")
@@ -244,7 +251,7 @@ def test_a_map_has_every_pair(capsys: pytest.CaptureFixture[str]) -> None:
         ("--rate 0", "--rate must be above 0"),
         ("--price a100=free --device a100", "--price must be like"),
         ("--price a100=nan --device a100", "--price must be like"),
-        ("--price a100=2", "--price needs --device"),
+        ("--price a100=2,h100=3", "--price has one price"),
         ("--price a100=2 --device h100", "--price says nothing of h100"),
         ("--budget nan", "--budget must be above 0"),
         ("--budget inf", "--budget must be above 0"),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from services.cli import main
 from services.cli.plan.sim_flags import SimFlags
 from services.planner.core.mesh_text import MeshPart, MeshShape, Unit, read_mesh
+from services.planner.mesh_run import MeshRun
 from shared.errors import InvalidRequest
 from shared.predict.times import OPT_13B_A100
 
@@ -68,6 +70,40 @@ def test_a_report_that_cannot_be_written_costs_no_search(
     folder = str(tmp_path / "file" / "report")
     assert main(["plan", *command.split(), "--output", folder]) == 1
     assert f"cannot write to --output {folder}" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("command", "kept"),
+    [
+        ("simulate 1P+1D", "attainment"),
+        ("compare 1P+1D 2M", "1P+1D"),
+        ("fleet --rate 2 --max-devices 3 --no-mixed", "1P+1D: 2 devices"),
+        ("map 2", "fewest workers that attain 90%: 1P+1D"),
+    ],
+)
+def test_ctrl_c_keeps_what_was_found(
+    command: str,
+    kept: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After the first mesh that attains, and that it was interrupted is said."""
+    run, num_whole = SimFlags.run, 0
+
+    def interrupted(flags: SimFlags, shape: MeshShape, *rest: Any, **kw: Any) -> MeshRun:
+        nonlocal num_whole
+        found = run(flags, shape, *rest, **kw)
+        if num_whole == 1:
+            raise KeyboardInterrupt
+        num_whole += found.num_requests == 20 and found.attains
+        return found
+
+    monkeypatch.setattr(SimFlags, "run", interrupted)
+    monkeypatch.setattr(SimFlags, "trial_s", lambda *_: 0.0)
+    assert main(["plan", *command.split(), "--num-requests", "20"]) == 130
+    out, err = capsys.readouterr()
+    assert kept in " ".join(out.split())
+    assert err == "pdmesh: interrupted: this is what was found\n"
 
 
 def test_too_much_load_is_seen(capsys: pytest.CaptureFixture[str]) -> None:

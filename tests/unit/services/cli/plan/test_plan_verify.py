@@ -193,6 +193,7 @@ def test_a_run_with_holes_is_refused_by_its_line(
         (["--mesh", "3Q"], "is no part of a mesh"),
         (["--kv-tokens", "100"], "give --kv-tokens of the workers"),
         (["--profile", "none.json"], "none.json: no such file"),
+        (["--mesh", "1P(tp2)+1D"], "--mesh of a replay has equal workers"),
         (["none.json"], "none.json: no such file"),
         (["pyproject.toml"], "neither a file of `pdmesh plan verify --keep` nor"),
     ],
