@@ -186,13 +186,13 @@ class TierMoves:
                 pass
 
     async def _store(self, level: _Level) -> bool:
-        """Copy a few blocks; False: not now, for somebody needs all the room that there is, or the
-        tier rests."""
+        """Copy a few blocks, or rest; False: not now, for somebody needs all the room that there
+        is."""
         if self._pool.num_available < BATCH_BLOCKS + self._pool.keep_free_for_newcomers:
             return False
         if rests_s := level.arena.rests_s:
-            asyncio.get_running_loop().call_later(rests_s, level.wake.set)
-            return False
+            await asyncio.sleep(rests_s)
+            return True
         batch = level.queue.take(level.tier, BATCH_BLOCKS)
         lost = self._metrics.tier_lost.labels(level.name)
         lost.inc(level.queue.num_lost - level.num_told_lost)

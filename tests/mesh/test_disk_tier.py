@@ -374,6 +374,8 @@ def test_a_disk_that_takes_nothing_is_read_all_the_same(tmp_path: Path) -> None:
                 for other in OTHERS:
                     assert await answered(mesh.start(other), other) == 0
                 assert disk.arena.rests_s > 0
+                timers: Any = asyncio.get_running_loop()
+                assert not [it for it in timers._scheduled if it._callback == disk.wake.set]
                 assert len(disk.tier) == 16
                 assert await loaded(mesh) == (0, 240)
             count = mesh.prefills[0].worker.prompt_metrics.registry.get_sample_value
