@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from services.cli.bench.search import RateSearch
-from services.cli.plan.sim_flags import SimFlags
+from services.cli.plan.sim_flags import MOST_REQUESTS, SimFlags
 from services.planner.core.fleet import neighbours
 from services.planner.core.limits import Limit, binding_limit
 from services.planner.core.mesh_text import MeshShape
@@ -75,7 +75,8 @@ def explain(
     """Find out more of a mesh, and fill it in as it is found; Ctrl-C leaves what is there."""
     shape = run.shape
     others = {f"seed {flags.seed + n}": {"seed": flags.seed + n} for n in range(1, NUM_SEEDS + 1)}
-    others[f"{LONGER} x the requests"] = {"num_requests": LONGER * flags.num_requests}
+    if LONGER * flags.num_requests <= MOST_REQUESTS:
+        others[f"{LONGER} x the requests"] = {"num_requests": LONGER * flags.num_requests}
     for name, factors in VARIANTS.items():
         changes = {
             key: factor if key == "slower" else getattr(flags, key) * factor
@@ -142,7 +143,7 @@ def lines(found: Explained, flags: SimFlags) -> list[str]:
     if found.misses:
         said.append(
             f"NOT SAFE: the same load misses the target with {', '.join(found.misses)}: plan for a "
-            f"lower rate, or with --num-requests {LONGER * flags.num_requests}"
+            f"lower rate, or with --num-requests {min(MOST_REQUESTS, LONGER * flags.num_requests)}"
         )
     if found.runner_up is not None:
         name, share = found.runner_up

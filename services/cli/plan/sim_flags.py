@@ -36,6 +36,8 @@ WORKLOADS: Final = {"azure-conv": "chat", "azure-code": "code", "mooncake": "moo
 """By name, the shapes of `pdmesh bench`; or a trace file."""
 QS: Final = {"p50": 50.0, "p90": 90.0, "p99": 99.0}
 
+MOST_REQUESTS: Final = 1_000_000
+
 MOST_ANSWERS: Final = 20_000
 """Answers whose single gaps are looked at; a million answers have hundreds of millions."""
 
@@ -104,7 +106,7 @@ class SimFlags:
     def check(self) -> None:
         """Raise InvalidRequest, with what is allowed."""
         for flag, value, least, most in (
-            ("--num-requests", self.num_requests, 1, 1_000_000),
+            ("--num-requests", self.num_requests, 1, MOST_REQUESTS),
             ("--block-size", self.block_size, 1, 4096),
             ("--token-budget", self.token_budget, 0, 1 << 20),
             ("--max-running", self.max_running, 1, 1 << 16),
