@@ -33,7 +33,7 @@ from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
 from shared.errors import MeshError, WorkerLost
 from shared.mesh_secret import SECRET_VARIABLE, new_secret
 from shared.runtime.child import child_process
-from shared.runtime.groups import plain_errors
+from shared.runtime.groups import TaskGroup, plain_errors
 from shared.settings import environment_of, role_of
 
 RESTART_BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0)
@@ -394,7 +394,7 @@ async def local_mesh(
         if on_change is not None:
             on_change(mesh)
         stack.enter_context(plain_errors())
-        async with asyncio.TaskGroup() as tasks:
+        async with TaskGroup() as tasks:
             try:
                 await mesh.start(tasks, START_LIMIT_S)
                 yield mesh

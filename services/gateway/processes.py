@@ -27,7 +27,7 @@ from shared.address import Address, parse_address
 from shared.config import GatewayConfig
 from shared.errors import MeshError
 from shared.runtime.child import child_process
-from shared.runtime.groups import plain_errors
+from shared.runtime.groups import TaskGroup, plain_errors
 from shared.runtime.service import GRACE_S, Process, run_service
 from shared.settings import environment_of
 
@@ -52,7 +52,7 @@ def run_gateways(config: GatewayConfig) -> int:
         numbers = range(config.gateway_processes)
         children = [_Child(number, config, process.tell) for number in numbers]
         with plain_errors():
-            async with asyncio.TaskGroup() as tasks:
+            async with TaskGroup() as tasks:
                 await _start(children, tasks)
                 process.ready(
                     **children[0].facts,

@@ -39,7 +39,7 @@ from shared.rpc.gateway_session import check_hello
 from shared.rpc.methods import REGISTRY_JOIN
 from shared.rpc.network import Network
 from shared.rpc.stream import ClientStream, open_stream
-from shared.runtime.groups import plain_errors
+from shared.runtime.groups import TaskGroup, plain_errors
 from shared.worker_status import WorkerStatus
 
 _log = structlog.get_logger(__name__)
@@ -178,7 +178,7 @@ class Registration:
         later, when this worker has been a member already, is that gateway's trouble: it is logged
         and tried again."""
         with plain_errors():
-            async with asyncio.TaskGroup() as tasks:
+            async with TaskGroup() as tasks:
                 while True:
                     self._look_again.clear()
                     await self._find_gateways(tasks)
@@ -268,7 +268,7 @@ class Registration:
             _log.info("gateway joined", gateway=str(link.address), incarnation=gateway)
             self._on_change()
             with plain_errors():
-                async with asyncio.TaskGroup() as tasks:
+                async with TaskGroup() as tasks:
                     reporter = tasks.create_task(self._report(link, stream))
                     await self._listen(link, stream)
                     reporter.cancel()

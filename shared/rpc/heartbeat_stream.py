@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 from shared.errors import MeshError, WorkerLost
 from shared.liveness import Liveness, LivenessRule, PeerState
-from shared.runtime.groups import plain_errors
+from shared.runtime.groups import TaskGroup, plain_errors
 
 Out = TypeVar("Out")
 In = TypeVar("In")
@@ -123,7 +123,7 @@ class HeartbeatStream(Generic[Out, In]):
         """
         try:
             with plain_errors():
-                async with asyncio.TaskGroup() as tasks:
+                async with TaskGroup() as tasks:
                     tasks.create_task(self._write())
                     tasks.create_task(self._read(on_message))
                     tasks.create_task(self._watch())

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import Generator
-from typing import cast
+from types import TracebackType
+from typing import Any, cast
 
 
 def first_error(error: BaseException) -> BaseException:
@@ -16,9 +18,29 @@ def first_error(error: BaseException) -> BaseException:
     return error
 
 
+class TaskGroup(asyncio.TaskGroup):
+    """A group whose task counts no cancellation that the group made itself: before Python 3.13 one
+    stays (``Task.cancelling``) where a child fails after the body has ended, and looks like one
+    from outside."""
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        group: Any = self
+        is_missed = sys.version_info < (3, 13) and not group._parent_cancel_requested
+        try:
+            await super().__aexit__(kind, error, traceback)
+        finally:
+            if is_missed and group._parent_cancel_requested:
+                group._parent_task.uncancel()
+
+
 @contextlib.contextmanager
 def plain_errors() -> Generator[None]:
-    """Put this round an ``async with TaskGroup()`` whose callers expect plain exceptions.
+    """Put this round an ``async with TaskGroup()``, of ours, whose callers expect plain exceptions.
 
     A cancellation from outside that met an error in the group wins: before Python 3.13 the error
     replaces it, and whoever retries after errors would never hear that it was cancelled.

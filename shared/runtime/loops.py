@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from shared.errors import MeshError
-from shared.runtime.groups import plain_errors
+from shared.runtime.groups import TaskGroup, plain_errors
 
 
 def loop_time() -> float:
@@ -31,7 +31,7 @@ async def serve_until_stopped(
     """
     try:
         with plain_errors():
-            async with asyncio.TaskGroup() as tasks:
+            async with TaskGroup() as tasks:
                 loops = [tasks.create_task(_for_ever(loop)) for loop in background]
                 await stop.wait()
                 is_drained = await drain()

@@ -22,7 +22,7 @@ from shared.kv.pool import BlockPool
 from shared.messages.codec import Order
 from shared.model_spec import ModelSpec
 from shared.request import FinishReason
-from shared.runtime.groups import plain_errors
+from shared.runtime.groups import TaskGroup, plain_errors
 from shared.runtime.loops import loop_time
 from shared.schedule.admission import Duty, require_admissible
 from shared.schedule.plan import Failure, NewToken, StepPlan
@@ -134,7 +134,7 @@ class Requests:
     async def run(self) -> None:
         """Watch the pushes until cancelled, and the clock of the leases with them."""
         with plain_errors():
-            async with asyncio.TaskGroup() as tasks:
+            async with TaskGroup() as tasks:
                 self._watchers = tasks
                 try:
                     await asyncio.get_running_loop().create_future()

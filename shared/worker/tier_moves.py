@@ -22,7 +22,7 @@ from shared.kv.pool import BlockPool, BlockTable
 from shared.kv.prefix_hash import UNIT
 from shared.kv.tiers import CachePolicy, SlotTier, WriteBehind
 from shared.predict.step_time import PredictStep, attended
-from shared.runtime.groups import plain_errors
+from shared.runtime.groups import TaskGroup, plain_errors
 from shared.schedule.scheduler import Scheduler
 from shared.schedule.sequence import Sequence as TokenSequence
 from shared.telemetry.worker import MovingMean, WorkerMetrics
@@ -155,7 +155,7 @@ class TierMoves:
         Raises EngineFailed: a copy failed; the process should end.
         """
         with plain_errors():
-            async with asyncio.TaskGroup() as tasks:
+            async with TaskGroup() as tasks:
                 self._tasks = tasks
                 for level in self.levels:
                     tasks.create_task(self._copy_down(level))

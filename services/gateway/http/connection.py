@@ -32,7 +32,7 @@ from services.gateway.http.messages import (
 from services.gateway.http.stalls import keep_little_in_kernel, unless_stalled
 from shared.rpc.network import Address
 from shared.rpc.tls import HANDSHAKE_WITHIN_S, HTTP, ServerTls
-from shared.runtime.groups import plain_errors
+from shared.runtime.groups import TaskGroup, plain_errors
 
 HEADER_TIMEOUT_S = 30.0
 """How long the headers of a request may take; also those of a connection's first one to begin."""
@@ -401,7 +401,7 @@ async def listen(
     """
     loop = asyncio.get_running_loop()
     with plain_errors():
-        async with asyncio.TaskGroup() as tasks:
+        async with TaskGroup() as tasks:
             listener = _Listener(handler, headers_for, tasks)
             create_server = partial(
                 loop.create_server,

@@ -30,7 +30,7 @@ from shared.ids import Incarnation, LeaseToken, RandomBytes, new_lease_token
 from shared.kv.journal import KvChanges
 from shared.messages.columns import pack_u32
 from shared.rpc.network import Address, Network
-from shared.runtime.groups import plain_errors
+from shared.runtime.groups import TaskGroup, plain_errors
 
 _log = structlog.get_logger(__name__)
 
@@ -340,7 +340,7 @@ async def membership(
 ) -> AsyncGenerator[Membership]:
     """Own the sessions of all workers for the length of the block."""
     with plain_errors():
-        async with asyncio.TaskGroup() as tasks:
+        async with TaskGroup() as tasks:
             members = Membership(
                 network,
                 policy,

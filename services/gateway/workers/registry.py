@@ -23,7 +23,7 @@ from shared.messages.kv_codec import kv_from_wire
 from shared.messages.status_codec import StatusReader
 from shared.rpc.methods import REGISTRY_JOIN
 from shared.rpc.service import FIRST_MESSAGE_S, ServerStream, Servicer, bind
-from shared.runtime.groups import plain_errors
+from shared.runtime.groups import TaskGroup, plain_errors
 
 MAX_WORKERS = PLACES
 """Workers of one gateway; each costs it a connection and two tasks."""
@@ -71,7 +71,7 @@ class Registry:
         try:
             await stream.send(wire.GatewayDirective(hello=self._hello))
             with plain_errors():
-                async with asyncio.TaskGroup() as tasks:
+                async with TaskGroup() as tasks:
                     teller = tasks.create_task(self._tell(stream, worker))
                     reason = await self._read(stream, worker)
                     teller.cancel()
