@@ -10,8 +10,10 @@ import math
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Final, Literal, Protocol
+
+from shared.errors import InvalidRequest
 
 BLOCK_TOKENS = 512
 """Of Mooncake's traces: what one id of ``hash_ids`` stands for."""
@@ -109,12 +111,12 @@ def plan(source: Source, load: Load, fit: Fit = AS_IT_COMES) -> Workload:
     """Return the requests of one run. The same arguments give the same requests.
 
     Lengths and arrivals have generators of their own, so that one length stays what it is when the
-    rate changes.
+    rate changes. Raises InvalidRequest: what is to be stretched to a rate comes at one instant.
     """
     keeps_times = source.has_times and load.arrivals != "poisson"
     factor = 1.0
     if keeps_times and load.rate is not None:
-        factor = 0.0 if math.isinf(load.rate) else rate_of(source) / load.rate
+        factor = 0.0 if math.isinf(load.rate) else _rate_of(source, load, fit) / load.rate
     times = _times(load, random.Random(f"arrivals {load.seed}"))
     asks: list[Ask] = []
     num_cut = num_skipped = 0
@@ -164,10 +166,17 @@ def servers_of(asks: Iterable[Ask], num_servers: int, spread: Spread) -> list[in
     return chosen
 
 
-def rate_of(source: Source) -> float:
-    """Return the mean rate of a source that has times, in requests/s."""
-    asks = list(source.asks(random.Random(0)))
-    return len(asks) / max((ask.due_s for ask in asks), default=1.0) if asks else 1.0
+def _rate_of(source: Source, load: Load, fit: Fit) -> float:
+    """Return the mean rate of those requests of a trace that are sent, in requests/s."""
+    asks = source.asks(random.Random(f"lengths {load.seed}"))
+    sent = (ask.due_s for ask in asks if _fitted(ask, fit) is not None)
+    times = list(islice(sent, load.num_requests))
+    if len(times) > 1 and not times[-1]:
+        raise InvalidRequest(
+            f"{source.name}: its first {len(times)} requests come at one instant: there is no rate "
+            "that --rate could stretch"
+        )
+    return len(times) / times[-1] if times and times[-1] else 1.0
 
 
 def _scaled(num_tokens: int, fit: Fit) -> int:

@@ -182,15 +182,7 @@ class SimFlags:
         if self.workload in WORKLOADS:
             return SHAPES[WORKLOADS[self.workload]]
         if Path(self.workload).suffix or Path(self.workload).exists():
-            trace = read_trace(Path(self.workload), must_be_ordered=True)
-            # Their own rate is what is stretched, not that of those who are left out.
-            rows = trace.rows[: self.num_requests]
-            if not rows[-1].due_s:
-                raise InvalidRequest(
-                    f"{self.workload}: its first {len(rows)} requests come at one instant: there "
-                    "is no rate that --rate could stretch"
-                )
-            return replace(trace, rows=rows)
+            return read_trace(Path(self.workload), must_be_ordered=True)
         raise InvalidRequest(
             f"--workload must be {', '.join(WORKLOADS)} or a trace file, not {self.workload!r}"
         )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from dataclasses import replace
 from itertools import islice, pairwise
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from services.cli.bench.prompts import Prompts
 from services.cli.bench.sources import SHAPES, Trace, fixed
 from services.cli.bench.workload import Ask, Fit, Load, Workload, plan, servers_of
+from shared.errors import InvalidRequest
 
 TRACE = Trace(
     "t",
@@ -67,6 +69,12 @@ def test_a_trace_keeps_its_times_and_is_stretched_to_a_rate() -> None:
     """Alone it plays as it was; a rate changes all gaps by one factor."""
     assert [a.due_s for a in plan(TRACE, Load(rate=None)).asks] == [0.0, 2.0, 4.0, 6.0, 8.0]
     assert plan(TRACE, Load(rate=1.25)).asks[-1].due_s == pytest.approx(4.0)
+    part = plan(TRACE, Load(rate=1.25, num_requests=3)).asks
+    assert [ask.due_s for ask in part] == pytest.approx([0.0, 1.2, 2.4])  # 3 requests in 2.4 s
+    assert plan(TRACE, Load(rate=1.25, num_requests=1)).asks[0].due_s == 0
+    at_once = replace(TRACE, rows=[replace(row, due_s=0.0) for row in TRACE.rows])
+    with pytest.raises(InvalidRequest, match="one instant"):
+        plan(at_once, Load(rate=1.25))
     drawn = plan(TRACE, Load(rate=1.25, arrivals="poisson"))
     assert (drawn.arrivals, [a.num_input for a in drawn.asks]) == (
         "poisson",

@@ -139,7 +139,7 @@ def test_a_part_of_a_trace_has_the_rate_that_is_asked_for(tmp_path: Path) -> Non
     assert [ask.due_s for ask in asks] == pytest.approx([0, 0.125, 0.25, 0.375, 0.5])
     path.write_text("\n".join(json.dumps({"timestamp": 7, **line}) for _ in range(3)))
     with pytest.raises(InvalidRequest, match="come at one instant"):
-        SimFlags(workload=str(path)).check()
+        SimFlags(workload=str(path)).asks([Unit()])
 
 
 def test_meshes_are_compared_by_the_same_requests(capsys: pytest.CaptureFixture[str]) -> None:
