@@ -22,6 +22,7 @@ DEFAULT_PRIORITY: Final = 3
 """Of a request that names none: there is room above and below."""
 MAX_LIMIT_MS: Final = 600_000.0
 """The longest that a request may give its first token, and each one after: ten minutes."""
+MIN_WEIGHT: Final = 0.001
 MAX_WEIGHT: Final = 1000.0
 MAX_FILE_BYTES: Final = 1 << 20
 
@@ -35,7 +36,7 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     none. max_priority: the highest that its requests may ask for. max_running: requests at once in
     each gateway process, None = no limit; more wait."""
 
-    weight: Annotated[float, msgspec.Meta(gt=0, le=MAX_WEIGHT)] = 1.0
+    weight: Annotated[float, msgspec.Meta(ge=MIN_WEIGHT, le=MAX_WEIGHT)] = 1.0
     ttft_ms: LimitMs | None = None
     tpot_ms: LimitMs | None = None
     max_priority: Annotated[int, msgspec.Meta(ge=0, le=MAX_PRIORITY)] = MAX_PRIORITY

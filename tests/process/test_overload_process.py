@@ -174,7 +174,8 @@ async def generate(gateway: ServiceProcess, key: str, **terms: Any) -> None:
     ("text", "words"),
     [
         ("[tenants.stranger]\nweight = 2", "no API key has this name"),
-        ("[tenants.alice]\nweight = 0", "[tenants.alice] weight expected `float` > 0.0"),
+        ("[tenants.alice]\nweight = 0", "[tenants.alice] weight expected `float` >= 0.001"),
+        ("[tenants.alice]\nweight = 1e-300", "[tenants.alice] weight expected `float` >= 0.001"),
         ("[tenants.alice]\nweight = 1000000", "expected `float` <= 1000.0"),
         ("[tenants.alice]\nttft_ms = -1", "[tenants.alice] ttft_ms expected `float` > 0.0"),
         ("[tenants.alice]\nmax_priority = 8", "expected `int` <= 7"),
