@@ -146,15 +146,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         make(Path(folder), SIZES)
         tokenizer = a_tokenizer(VOCAB)
-        engine = TorchEngine.load(folder, num_blocks=2048, device=asked.device)
-        engine._guides = Guides(tokenizer.to_str, engine.spec.vocab_size, [0])  # pyright: ignore[reportPrivateUsage]
-        record.environment["engines"] = {"pdmesh": dict(engine.machine)}
-        for threads in sorted({1, torch.get_num_threads()}) if asked.device == "cpu" else (0,):
-            if threads:
-                torch.set_num_threads(threads)
+        for threads in sorted({1, torch.get_num_threads()}) if asked.device == "cpu" else (None,):
+            engine = TorchEngine.load(
+                folder, num_blocks=2048, device=asked.device, num_threads=threads
+            )
+            engine._guides = Guides(tokenizer.to_str, engine.spec.vocab_size, [0])  # pyright: ignore[reportPrivateUsage]
+            record.environment["engines"] = {"pdmesh": dict(engine.machine)}
             found = uvloop.run(measure(GuidedEnd(engine, VOCAB), asked))
             where = f"{threads} of {os.cpu_count()} cores" if threads else asked.device
             note(record, found, f"{asked.rows} rows, kernels on {where}")
+            engine.close()
     record.finish()
 
 
