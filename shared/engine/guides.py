@@ -149,13 +149,15 @@ class Guides:
 
     def _find(self, places: Sequence[int], asked: Sequence[_Asked]) -> Masks:
         bits = np.zeros((len(asked), -(-self._vocab_size // 32)), _WORD)
+        begin, length = bits.ctypes.data, bits.strides[0]
+        states = [self._advanced(one) for one in asked]
+        for line, state in enumerate(states):
+            state.unsafe_compute_mask_ptr(begin + line * length, length)
         failures: dict[int, str] = {}
-        for line, (place, one) in enumerate(zip(places, asked, strict=True)):
-            state = self._advanced(one)
-            state.unsafe_compute_mask_ptr(bits[line].ctypes.data, bits[line].nbytes)
-            if state.is_error() or not bits[line].any():
+        for line, (state, allows_some) in enumerate(zip(states, bits.any(axis=1), strict=True)):
+            if state.is_error() or not allows_some:
                 bits[line] = -1
-                failures[place] = str(state.stop_reason())
+                failures[places[line]] = str(state.stop_reason())
         return Masks(places, bits.view(np.uint8), failures)
 
     def _advanced(self, one: _Asked) -> Any:
