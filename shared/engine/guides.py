@@ -154,8 +154,9 @@ class Guides:
         for line, state in enumerate(states):
             state.unsafe_compute_mask_ptr(begin + line * length, length)
         failures: dict[int, str] = {}
-        for line, (state, allows_some) in enumerate(zip(states, bits.any(axis=1), strict=True)):
-            if state.is_error() or not allows_some:
+        allows_some = np.logical_or.reduce(bits, axis=1)
+        for line, state in enumerate(states):
+            if state.is_error() or not allows_some[line]:
                 bits[line] = -1
                 failures[places[line]] = str(state.stop_reason())
         return Masks(places, bits.view(np.uint8), failures)
