@@ -156,10 +156,12 @@ def free_port() -> int:
     """A port that nobody uses now, and that the system gives nobody who asks for any port.
 
     Each is given once: who got one binds it later, often a second later. Of its own source: the
-    tests' is seeded anew for each, so that they would draw the same ports.
+    tests' is seeded anew for each, so that they would draw the same ports. Each process of tests
+    that run side by side has ports of its own.
     """
+    process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     while True:
-        port = _PORTS.randrange(20_000, 30_000)
+        port = _PORTS.randrange(20_000 + process % 16, 30_000, 16)
         if port in _GIVEN:
             continue
         with contextlib.suppress(OSError), socket.socket() as probe:
