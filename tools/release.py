@@ -124,7 +124,7 @@ def install_and_bill(wheel: Path, out: Path) -> list[Path]:
                 ]
             )
             bills.append(bill)
-        said = _run([empty / "bin/pdmesh", "demo"], cwd=folder, env={"PYTHONPATH": ""})
+        said = _run([empty / "bin/pdmesh", "demo"], cwd=folder)
         print(said, file=sys.stderr)
     return bills
 
@@ -141,7 +141,8 @@ def _run(
     done = subprocess.run(
         command,
         cwd=cwd,
-        env={**os.environ, **(env or {})},
+        # Whoever has this tree on their path has pdmesh, and pip would install nothing.
+        env={**os.environ, "PYTHONPATH": "", **(env or {})},
         text=True,
         check=False,
         capture_output=True,
