@@ -114,8 +114,8 @@ class Grammars:
     def __init__(self, check: Check | None = None) -> None:
         """check: in place and at once, of tests under virtual time."""
         self._check = check
-        self._quick = _Queue(QUICK_S)
-        self._slow = _Queue(MAX_COMPILE_S)
+        self._quick = _Queue(QUICK_S, gives_up=False)  # a new process takes longer than its check
+        self._slow = _Queue(MAX_COMPILE_S, gives_up=True)
         self._known = _Newest[str, Verdict]()
         self._good = _Newest[bytes, str]()  # by what clients asked for
         self.marks: frozenset[str] = frozenset()
@@ -187,8 +187,9 @@ class _TakesLonger(Exception):
 class _Queue:
     """What is checked one after the other, in a process of its own."""
 
-    def __init__(self, limit_s: float) -> None:
-        """limit_s: see ``GrammarProcess``."""
+    def __init__(self, limit_s: float, *, gives_up: bool) -> None:
+        """limit_s: see ``GrammarProcess``. gives_up: a check ends with the client that waits."""
+        self._gives_up = gives_up
         self._process = GrammarProcess(limit_s)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._num_waiting = 0
@@ -203,7 +204,7 @@ class _Queue:
             try:
                 return await asyncio.wrap_future(running)
             except asyncio.CancelledError:
-                if running.running():
+                if self._gives_up and running.running():
                     self._process.give_up()
                 raise
         finally:

@@ -383,6 +383,24 @@ async def test_a_client_that_leaves_takes_its_check_along(is_first: bool) -> Non
 
 
 @needs_library
+async def test_clients_that_leave_at_once_cost_the_next_no_new_process() -> None:
+    """Their check ends by itself sooner than a process starts."""
+    grammars = Grammars()
+    try:
+        await grammars.checked(asked(PERSON))  # the process is there
+        quick: Any = grammars._quick  # pyright: ignore[reportPrivateUsage]
+        child = quick._process._child
+        async with asyncio.TaskGroup() as tasks:
+            leaves = tasks.create_task(grammars.checked(asked(PATTERNS)))
+            await asyncio.sleep(0.005)
+            leaves.cancel()
+        assert await grammars.checked(asked({"type": "null"}))
+        assert quick._process._child is child
+    finally:
+        grammars.close()
+
+
+@needs_library
 def test_giving_up_what_is_not_checked_ends_nothing() -> None:
     """A check that is over cannot be given up any more: its process stays."""
     process = GrammarProcess()
