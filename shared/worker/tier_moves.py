@@ -159,8 +159,7 @@ class TierMoves:
                 self._tasks = tasks
                 for level in self.levels:
                     tasks.create_task(self._copy_down(level))
-                # Not at the group's end: before Python 3.13 an error there seems to have cancelled
-                # from outside, so that the copies would be over, and nobody the wiser.
+                # Here, not at the group's end: when one copier fails no load begins any more.
                 try:
                     await asyncio.get_running_loop().create_future()
                 finally:
