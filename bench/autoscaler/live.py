@@ -20,10 +20,10 @@ from typing import Any, Final, NamedTuple
 import aiohttp
 
 from bench.autoscaler.run import Ask, Felt, Setting, attained, simulate
+from bench.autoscaler.scaled import LOOK_S
 from bench.record import Record
 from services.gateway.core.need import Limits
 from services.gateway.core.scaling import Rules
-from services.sim.scaled import LOOK_S
 from services.sim.worker import WorkerSize
 from shared.predict.times import AffineTimes
 from shared.telemetry.definitions import RequestOutcome, Slo

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from bench.autoscaler.scaled import Change, ScaledMesh
 from bench.plots import Panel, Pictures, save
 from bench.record import Record, spread
 from services.gateway.core.need import Limits
@@ -25,7 +26,6 @@ from services.gateway.core.scaling import Kind, Rules
 from services.sim.engine import TimedEngine
 from services.sim.mesh import CoreAnswer
 from services.sim.open_loop import simulated_model
-from services.sim.scaled import Change, ScaledMesh
 from services.sim.worker import WorkerSize
 from shared.predict.times import AffineTimes
 from shared.telemetry.definitions import RequestOutcome, Slo

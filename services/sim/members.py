@@ -230,10 +230,6 @@ class Members:
             if self._orders:
                 self._give_home(self._orders[0])
 
-    def has_moved(self, core: CoreWorker, wanted: Home) -> bool:
-        """Whether the gateway has heard that it did."""
-        return home_of(self.worker(core)) == wanted
-
     def _read(self, member: Member, status: WorkerStatus, changes: KvChanges | None) -> None:
         """A worker's report has arrived."""
         worker, prefixes = member.worker, self.router.prefixes

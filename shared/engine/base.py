@@ -159,11 +159,3 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free device memory."""
-
-
-class ModelledEngine(Engine, Protocol):
-    """An engine that knows what its steps take, for it makes that up."""
-
-    def step_seconds(self, rows: Sequence[StepRow]) -> float:
-        """Return the duration of a step."""
-        ...

@@ -316,7 +316,7 @@ class FakeEngine(Engine):
         return [part for layer in self._pool for part in layer]
 
     def step_seconds(self, rows: Sequence[StepRow]) -> float:
-        """See ``ModelledEngine``. A row of one token counts as a decode row."""
+        """Return what a step takes. A row of one token counts as a decode row."""
         if not rows:
             return 0.0
         seconds = self._timing.base_s

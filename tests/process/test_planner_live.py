@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from bench.autoscaler.live import RATES, SECONDS, asks, compare, run_live, run_simulated
-from services.sim.scaled import LOOK_S
+from bench.autoscaler.scaled import LOOK_S
 from tests.support.command import pdmesh
 
 pytestmark = [pytest.mark.process, pytest.mark.ucx, pytest.mark.nightly, pytest.mark.timeout(400)]

@@ -6,14 +6,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from shared.engine.base import ModelledEngine
+from shared.engine.base import Engine
 from shared.engine.worker import BegunStep, OnLayersDone, StepDone, engine_failed, fill_in
 from shared.errors import MeshError
 from shared.step import RowResult, StepRow, ToCome
 
 T = TypeVar("T")
+
+
+class ModelledEngine(Engine, Protocol):
+    """An engine that knows what its steps take, for it makes that up."""
+
+    def step_seconds(self, rows: Sequence[StepRow]) -> float:
+        """Return the duration of a step."""
+        ...
 
 
 class VirtualCompute:

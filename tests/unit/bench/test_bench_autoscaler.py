@@ -20,8 +20,8 @@ from bench.autoscaler.run import (
     recovered_s,
     requests,
 )
+from bench.autoscaler.scaled import Change
 from services.gateway.core.scaling import Kind
-from services.sim.scaled import Change
 
 
 def changes(*steps: tuple[float, int, int], kind: Kind = Kind.PREFILL) -> list[Change]:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import pytest
 
-from services.gateway.core.pools import Pool
+from services.gateway.core.pools import Pool, home_of
 from services.sim.mesh import CoreAnswer, CoreMesh
 from shared.errors import InvalidRequest, WorkerLost
 from shared.request import SamplingParams
@@ -168,7 +168,7 @@ def test_a_role_move_in_mid_answer() -> None:
     moving = next(it for it in tokens if it.incarnation == before.decisions[0].decode)
     staying = next(it for it in tokens if it is not moving)
     wanted = mesh.move(moving, "prompt")
-    mesh.run(lambda: mesh.has_moved(moving, wanted))
+    mesh.run(lambda: home_of(mesh.worker(moving)) == wanted)
     assert not before.is_over
     assert mesh.pool(moving) is Pool.MIXED
     with pytest.raises(InvalidRequest, match="last one"):
