@@ -70,7 +70,7 @@ _COMMANDS: Final = (
             "muxserve",
             "tables:muxserve",
             "",
-            "MuxServe (ICML'24): its greedy placement beside every other one, on four GPUs.",
+            "MuxServe (ICML'24): its greedy placement beside every other one, on four GPUs; ADBS.",
         ),
         (
             "orca",

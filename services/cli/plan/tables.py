@@ -43,7 +43,7 @@ def founding(
 
 @interruptible
 def muxserve(*, as_json: JsonFlag = False) -> int:
-    """MuxServe (ICML'24): its greedy placement beside every other one, on four GPUs."""
+    """MuxServe (ICML'24): its greedy placement beside every other one, on four GPUs; ADBS."""
     num_draws = 300
     with progress("placements", num_draws) as on_progress:
         tables = muxserve_tables(num_draws, on_progress)

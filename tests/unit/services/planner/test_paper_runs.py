@@ -30,6 +30,14 @@ def test_muxserve_shares_and_gains() -> None:
     assert found["the same, mean"] >= 1.0
 
 
+def test_adbs_follows_what_is_asked_for() -> None:
+    """Blocks go where popularity went, and prefills take turns."""
+    found = figures(muxserve_tables(1))
+    assert found["sequences that run, of those asked for, quotas as placed"] < 50
+    assert found["the same, quotas adapted over 20 periods"] > 95
+    assert found["prefills of the model with most over that with least, all waiting"] == 1
+
+
 def test_orca_lets_nobody_overtake() -> None:
     """A newcomer waits for one iteration at most; stages work at once."""
     found = figures(orca_tables())
