@@ -20,7 +20,6 @@ from services.cli.generate import generate
 from services.cli.keys import hash_api_key, make_secret
 from services.cli.models import models
 from services.cli.one_service import decode, gateway, prefill
-from services.cli.plan.app import plan_app
 from services.cli.profile import profile
 from services.cli.role import role
 from services.cli.sources import SOURCES
@@ -103,8 +102,7 @@ app.command(completion, group=OTHER, help_epilogue=help_texts.COMPLETION)
 app.command(hash_api_key, name="hash-key", group=OTHER, help_epilogue=help_texts.HASH_KEY)
 app.command(make_secret, name="secret", group=OTHER, help_epilogue=help_texts.SECRET)
 app.command(version, group=OTHER, help_epilogue="")
-plan_app.group = PLANS
-app.command(plan_app)
+app.command("services.cli.plan.app:plan_app", name="plan", group=PLANS, help=help_texts.PLAN_IS)
 app.command(config, group=OTHER, help_epilogue=help_texts.CONFIG)
 
 

@@ -132,6 +132,11 @@ pdmesh profile --model /models/llama --device cuda:1
 pdmesh profile --force --json | jq .saturating_tokens
 """)
 
+PLAN_IS: Final = (
+    "What would happen, what to buy: simulations, calculators, papers' results. docs/planner.md "
+    "explains."
+)
+
 PLAN: Final = _examples("""
 pdmesh plan paper distserve               their figures, ours beside them
 pdmesh plan kv demo --tokens 8192 --link 25GB/s

@@ -56,6 +56,9 @@ def distserve(
 ) -> int:
     """DistServe (OSDI'24): its simulator by its rules, exact to the printed decimals.
 
+    With --requests: what every request of the file would feel. Without: its closed forms of a
+    prefill queue, theirs beside ours.
+
     Parameters
     ----------
     requests

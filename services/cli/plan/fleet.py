@@ -172,7 +172,11 @@ def fleet(
     output: Annotated[Path | None, _QUIET] = None,
     as_json: JsonFlag = False,
 ) -> int:
-    """Find the cheapest mesh that attains, or the best goodput for a budget.
+    """Find the cheapest mesh that attains, or the best goodput for a budget of devices, euros or
+    watts.
+
+    Closed forms rule out what cannot attain; the rest is simulated by rising cost until two meshes
+    attain. Ctrl-C shows what has been found.
 
     Parameters
     ----------

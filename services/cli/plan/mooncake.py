@@ -41,6 +41,9 @@ def mooncake(
 ) -> int:
     """Mooncake (arXiv 2407.00079, FAST'25): when a fetch pays, and what one global cache hits.
 
+    With --replay: the share of a trace's blocks that a cache of so many blocks would have had,
+    counting each request's leading blocks up to the first that is missing.
+
     Parameters
     ----------
     replay_file

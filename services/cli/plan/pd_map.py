@@ -44,6 +44,8 @@ def pd_map(
 ) -> int:
     """Show which numbers of prefill and decode workers attain, and what mixed ones do.
 
+    All meshes see the same arrivals and lengths. Ctrl-C shows what has been found.
+
     Parameters
     ----------
     workers

@@ -61,6 +61,9 @@ def distserve_placement(
 ) -> int:
     """DistServe's placement (OSDI'24, algorithms 1 and 2) for the lengths of a file of requests.
 
+    Tries every placement that the GPUs and the model's shape allow, and finds by bisection the
+    highest rate a GPU that attains, as their code does. Ctrl-C shows what has been found.
+
     Parameters
     ----------
     requests

@@ -73,6 +73,10 @@ def splitwise(
 ) -> int:
     """Splitwise (ISCA'24): equal power, its performance model, machines for a rate under nine SLOs.
 
+    With --data: how well the performance model predicts runs that it has not seen, and by
+    simulation of its router and machines the fewest prompt machines for each number of token
+    machines. Ctrl-C shows what has been found.
+
     Parameters
     ----------
     data

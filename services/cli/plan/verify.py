@@ -148,7 +148,11 @@ def verify(
     access: Access = NO_ACCESS,
     as_json: JsonFlag = False,
 ) -> int:
-    """Replay a live mesh's last minutes in the simulator.
+    """Replay what a live mesh served last in the simulator, and print predicted beside seen.
+
+    Arrivals, lengths and what was cached come from the gateway's receipts, the mesh as it stands
+    and its step times from what workers report, unless a time model is given. The exit code is 1 if
+    a figure is off by more than its bar.
 
     Parameters
     ----------

@@ -112,7 +112,11 @@ def watch(
     access: Access = NO_ACCESS,
     as_json: JsonFlag = False,
 ) -> int:
-    """Say every so often what the live planner would do on a running mesh, and why.
+    """Follow a live mesh, and say what the planner would do now, and why.
+
+    Decides by the very function of --planner advise, from what the gateway tells of its last
+    requests, whatever its own --planner is, and changes nothing. A gateway that goes away is waited
+    for; Ctrl-C leaves.
 
     Parameters
     ----------
