@@ -68,14 +68,15 @@ async def a_mesh(folder: Path, policy: str) -> AsyncGenerator[str]:
 def most_cached(workload: Workload) -> int:
     """Return how many prompt tokens a cache would have that forgets nothing and is everybody's at
     once: whole blocks of the longest beginning that came before, the last token never."""
-    known: set[tuple[int, ...]] = set()
+    known: dict[tuple[int, ...], int] = {}  # beginnings, and how many of their tokens were there
     total = 0
     for ask in workload.asks:
-        ids = ask.block_ids
-        shared = next((n for n in range(len(ids), 0, -1) if ids[:n] in known), 0)
-        known.update(ids[:n] for n in range(1, len(ids) + 1))
-        num_tokens = min(shared * workload.block_tokens, ask.num_input - 1)
-        total += num_tokens // BLOCK_SIZE * BLOCK_SIZE
+        starts = [ask.block_ids[:num] for num in range(1, len(ask.block_ids) + 1)]
+        cached = max((known.get(start, 0) for start in starts), default=0)
+        total += min(cached, ask.num_input - 1) // BLOCK_SIZE * BLOCK_SIZE
+        for num, start in enumerate(starts, 1):
+            num_tokens = min(num * workload.block_tokens, ask.num_input)
+            known[start] = max(known.get(start, 0), num_tokens)
     return total
 
 

@@ -45,6 +45,8 @@ ENGINES = {
 """87m: the transformer of bench/engine's 125 M parameters with the demo model's small vocabulary,
 made in a folder of its own."""
 
+MESHES = ["1P+1D", "2P+2D", "1M"]
+LOADS = [0.1, 0.2, 0.3, 0.4, 0.5]
 LIMIT_S = 300.0
 LOAD = ("--synthetic", "fixed", "--input-len", "128", "--output-len", "16")
 
@@ -111,14 +113,16 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="one short run, prints only")
-    parser.add_argument("--engines", nargs="+", choices=tuple(ENGINES), default=tuple(ENGINES))
-    parser.add_argument("--meshes", nargs="+", default=("1P+1D", "2P+2D", "1M"))
-    parser.add_argument("--loads", nargs="+", type=float, default=(0.1, 0.2, 0.3, 0.4, 0.5))
-    parser.add_argument("--requests", type=int, default=60)
+    parser.add_argument("--engines", nargs="+", choices=tuple(ENGINES))
+    parser.add_argument("--meshes", nargs="+")
+    parser.add_argument("--loads", nargs="+", type=float)
+    parser.add_argument("--requests", type=int)
     parser.add_argument("--record", action="store_true", help="write results of a quick run too")
+    parser.set_defaults(engines=list(ENGINES), meshes=MESHES, loads=LOADS, requests=60)
     asked = parser.parse_args()
     if asked.quick:
-        asked.engines, asked.meshes, asked.loads, asked.requests = ["fake"], ["1P+1D"], [0.4], 20
+        parser.set_defaults(engines=["fake"], meshes=["1P+1D"], loads=[0.4], requests=20)
+        asked = parser.parse_args()
     record = Record(HERE, asked.quick)
     with tempfile.TemporaryDirectory() as folder:
         if "87m" in asked.engines:

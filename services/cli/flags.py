@@ -12,7 +12,8 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import Annotated, Any, Final, ParamSpec, TypeVar, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, Final, ParamSpec, TypeVar, get_args, get_type_hints
 
 from cyclopts import Group, Parameter, Token
 
@@ -74,7 +75,7 @@ def _grouped(kind: type[ServiceConfig]) -> type[ServiceConfig]:
     for declared_by, group in GROUPS.items():
         if declared_by in kind.__mro__:
             for name in inspect.get_annotations(declared_by):
-                said = Parameter(group=group, converter=size_converter(name))
+                said = Parameter(group=group, converter=flag_converter(name, hints[name]))
                 hints[name] = Annotated[hints[name], said]
     parts = {"__annotations__": hints, "__doc__": kind.__doc__, "__module__": kind.__module__}
     return type(kind.__name__, (kind,), parts)
@@ -103,9 +104,16 @@ def _texts_of_records() -> dict[str, dict[str, str]]:
     }
 
 
-def size_converter(name: str) -> Callable[[Any, Sequence[Token]], int] | None:
-    """Return what reads the flag of a setting that is a size, None = it is none."""
+def flag_converter(name: str, hint: Any) -> Callable[[Any, Sequence[Token]], Any] | None:
+    """Return what reads the flag of a setting of that type, None = what reads any of that type."""
+    if Path in (hint, *get_args(hint)):
+        return _read_path
     return _read_size if unit_of(name) == "B" else None
+
+
+def _read_path(_: Any, tokens: Sequence[Token]) -> Path | None:
+    """An empty one is none, as an empty variable is: a path of no letters is the current folder."""
+    return Path(tokens[0].value) if tokens[0].value.strip() else None
 
 
 def _read_size(_: Any, tokens: Sequence[Token]) -> int:

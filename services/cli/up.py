@@ -17,11 +17,11 @@ from rich.console import Console
 
 from services.cli.flags import (
     field_texts,
+    flag_converter,
     require,
     require_door_files,
     require_free_ports,
     require_worker_modules,
-    size_converter,
     spread,
 )
 from services.cli.interrupts import Interrupts
@@ -130,7 +130,7 @@ def _with_settings() -> type[UpConfig]:
         for name in names.split():
             rule, kind = rules.get(name), types[name]
             hint = Literal[rule.words] if isinstance(rule, OneOf) else kind
-            said = Parameter(help=texts[name], converter=size_converter(name))
+            said = Parameter(help=texts[name], converter=flag_converter(name, kind))
             hints[name] = Annotated[hint | None, group, said]  # type: ignore[valid-type]
     for name, hint in hints.items():
         if name not in ("port", "grpc_port") and defaults.get(name) not in (None, ""):

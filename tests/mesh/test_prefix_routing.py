@@ -305,6 +305,19 @@ async def test_a_stream_that_a_rejoin_has_replaced_takes_nothing_away() -> None:
 
 
 @virtual_time
+async def test_a_full_gateway_takes_a_worker_that_joins_anew() -> None:
+    """Its old entry, which stands until the old stream is known to be dead, is no other worker."""
+    async with whole_mesh(**LOCAL, num_prefill=2, num_decode=1, num_blocks=256) as mesh:
+        members, running = mesh.gateways[0].members, mesh.prefills[0]
+        before = members.table.get(running.incarnation)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("services.gateway.workers.registry.MAX_WORKERS", members.num_workers)
+            patch.setattr(members, "leave", lambda *_: None)  # the gateway hears of no end
+            running.worker._life.rejoin(members.incarnation)
+            await mesh.until(lambda: members.table.get(running.incarnation) is not before)
+
+
+@virtual_time
 async def test_a_hot_prefix_is_sent_where_the_queue_is_short() -> None:
     """Many prompts that begin alike do not wait for the one worker that has it, and are not
     computed whole elsewhere: the others fetch it, and every answer is right."""

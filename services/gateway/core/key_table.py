@@ -63,6 +63,11 @@ class KeyTable:
         """How many more keys are taken."""
         return int(len(self._keys) * SLOTS * LOAD) - self._count
 
+    @property
+    def spare(self) -> int:
+        """How many more keys are taken without another row."""
+        return min(self.room, int(self._num_rows * SLOTS * LOAD) - self._count)
+
     def _rows_of(self, keys: Keys) -> Places:
         """Return the two rows of each key: by its lower half, and by its upper half."""
         rows = keys.view(np.uint32).reshape(-1, 2) & np.uint32(2 * self._base - 1)

@@ -40,6 +40,12 @@ SWEPT_ROWS = 1 << 12
 HOLDING_BYTES = 200
 """What a holding takes beside its bits: entries of a dict and of a list."""
 
+MOST_SNAPSHOTS = 3
+"""In a row that do not prove equal: then the worker itself is wrong, and a fourth would be, too."""
+
+ROOM = 1.25
+"""Times what a worker has, until one that was left out is asked again."""
+
 EXPECTED_S = 2.0
 """How long after its predicted end a prompt's granules are expected to be told."""
 
@@ -54,7 +60,10 @@ class Indexed(StrEnum):
     SILENT = "silent"  # it tells nothing, or not yet; one of an older release never will
     LEARNING = "learning"  # a snapshot is on its way
     KNOWN = "known"  # at its last report the index was equal to its pool
-    LEFT_OUT = "left out"  # --index-memory-mib is full
+    LEFT_OUT = "left out"  # --index-memory-mib is full; asked again when there is room
+    UNPROVED = (
+        "unproved"  # several snapshots in a row were not what it has, so nothing of it counts
+    )
 
 
 class _Known:
@@ -65,6 +74,8 @@ class _Known:
         self.digests = [0] * NUM_TIERS
         self.state = Indexed.SILENT
         self.has_begun = False
+        self.num_unproved = 0
+        """Snapshots since it was last known."""
 
 
 class _Expected(NamedTuple):
@@ -106,6 +117,12 @@ class PrefixIndex:
         """Memory of the table and of the holdings."""
         each = 2 * self._bits[:, 0].nbytes + HOLDING_BYTES  # as bits, and as a key
         return self._table.num_bytes + each * len(self._references)
+
+    def _has_room(self, num_keys: float) -> bool:
+        """Memory is never given back, but what was taken before is free to be used again."""
+        if self.num_bytes > self._max_bytes:
+            return bool(self._free) and num_keys <= self._table.spare
+        return num_keys <= self._table.room
 
     def state(self, place: int) -> Indexed:
         """Return how far a worker is known."""
@@ -152,7 +169,12 @@ class PrefixIndex:
         known = self._known.get(place)
         if known is None:
             return False
-        if known.state is Indexed.LEFT_OUT:
+        if known.state is Indexed.LEFT_OUT and self._has_room(
+            ROOM * sum(it.num_keys for it in changes.tiers)
+        ):
+            self.asked(place)
+            return True
+        if known.state in (Indexed.LEFT_OUT, Indexed.UNPROVED):
             return False
         if changes.is_snapshot:
             if known.has_begun:  # it could not keep up, and begins anew by itself
@@ -165,9 +187,8 @@ class PrefixIndex:
             for keys, adds in ((change.stored, True), (change.removed, False)):
                 if not len(keys):
                     continue
-                is_full = self.num_bytes > self._max_bytes
-                if adds and (is_full or len(keys) > self._table.room):
-                    self._leave_out(place)
+                if adds and not self._has_room(len(keys)):
+                    self._give_up(place, Indexed.LEFT_OUT)
                     return False
                 self._change(known, tier, place, keys, adds=adds)
         self._sweep()
@@ -176,10 +197,14 @@ class PrefixIndex:
         if [(it.num_keys, it.digest) for it in changes.tiers] == [
             *zip(known.counts, known.digests, strict=True)
         ]:
-            known.state = Indexed.KNOWN
+            known.state, known.num_unproved = Indexed.KNOWN, 0
             return False
         self.num_resyncs += 1
+        if known.num_unproved >= MOST_SNAPSHOTS:
+            self._give_up(place, Indexed.UNPROVED)
+            return False
         self.asked(place)
+        self._known[place].num_unproved = known.num_unproved + 1
         return True
 
     def _change(
@@ -242,10 +267,10 @@ class PrefixIndex:
     def _row(self, number: int) -> bytes:
         return self._bits[:, number].tobytes()
 
-    def _leave_out(self, place: int) -> None:
+    def _give_up(self, place: int, state: Indexed) -> None:
         self.drop(place)
         known = self._known[place] = _Known()
-        known.state, known.has_begun = Indexed.LEFT_OUT, True
+        known.state, known.has_begun = state, True
 
     def _sweep(self) -> None:
         if not self._dead:

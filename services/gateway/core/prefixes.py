@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from services.gateway.core.prefix_index import PrefixIndex
 
 
-LEFT_OUT = "left out"
-"""``Indexed.LEFT_OUT``, without the file that defines it, which imports numpy."""
+LEFT_OUT, UNPROVED = "left out", "unproved"
+"""Of ``Indexed``, without the file that defines it, which imports numpy."""
 
 
 class PrefixReports(NamedTuple):

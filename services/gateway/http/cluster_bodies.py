@@ -68,7 +68,7 @@ class ClusterPrefixes(msgspec.Struct, forbid_unknown_fields=True):
     """What the gateway knows of a worker's prefix cache. state: known = proved equal at its last
     report. count: prefixes of 128 or more tokens that it has."""
 
-    state: Literal["silent", "learning", "known", "left out"]
+    state: Literal["silent", "learning", "known", "left out", "unproved"]
     count: int
 
 

@@ -18,7 +18,7 @@ from services.gateway.core.expectations import WRONG
 from services.gateway.core.fetches import Hit
 from services.gateway.core.peer_table import OwnModel, PeerTable
 from services.gateway.core.pools import HomeOrder, change_home, is_confirmed
-from services.gateway.core.prefixes import LEFT_OUT, HashedPrompt, PrefixReports
+from services.gateway.core.prefixes import LEFT_OUT, UNPROVED, HashedPrompt, PrefixReports
 from services.gateway.core.router import Router
 from services.gateway.core.routing import RouteDecision, RoutingPolicy
 from services.gateway.core.sides import NO_HITS, RouteRequest
@@ -33,6 +33,11 @@ from shared.rpc.network import Address, Network
 from shared.runtime.groups import TaskGroup, plain_errors
 
 _log = structlog.get_logger(__name__)
+
+TAKEN_BY_QUEUE = {
+    LEFT_OUT: "no room for a worker's prefixes (raise --index-memory-mib)",
+    UNPROVED: "a worker's prefixes are never what it says of them (is its release another?)",
+}
 
 CONFIRM_S = 3.0
 """Longest wait for a worker's word that it has a new home."""
@@ -151,14 +156,15 @@ class Membership:
         """A worker told of its cache."""
         if self.prefixes is None:
             return
-        before = self.prefixes.known(worker)
+        before, _ = self.prefixes.known(worker) or ("", 0)
         if self.prefixes.told(worker, changes):
-            _log.warning("prefixes differ: asked for all of them", worker=worker.incarnation)
+            if before != LEFT_OUT:
+                _log.warning("prefixes differ: asked for all of them", worker=worker.incarnation)
             self.directives.tell()
-        now = self.prefixes.known(worker)
-        if now is not None and now[0] == LEFT_OUT and now != before:
+        now, _ = self.prefixes.known(worker) or ("", 0)
+        if now in TAKEN_BY_QUEUE and now != before:
             _log.warning(
-                "no room for its prefixes, taken by its queue alone: raise --index-memory-mib",
+                f"{TAKEN_BY_QUEUE[now]}: it is taken by its queue alone",
                 worker=worker.incarnation,
             )
 

@@ -60,7 +60,8 @@ class Registry:
         if report is None or report.announce is None:
             raise RemoteProtocolError("a worker's first message must be its announcement")
         worker = read_announcement(report.announce, stream.peer.host)
-        if self._members.num_workers >= MAX_WORKERS:
+        is_full = self._members.num_workers >= MAX_WORKERS
+        if is_full and self._members.table.get(worker.incarnation) is None:
             raise Overloaded(f"{MAX_WORKERS} workers have joined: no more are taken")
         try:
             self._members.join(worker)

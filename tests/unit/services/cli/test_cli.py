@@ -103,6 +103,13 @@ def test_an_empty_variable_is_not_set(
     assert parsed("gateway").max_running == GatewayConfig().max_running
 
 
+def test_a_flag_with_an_empty_path_names_no_file() -> None:
+    """As an empty variable: it is not the current folder, which "" is to ``Path``."""
+    assert parsed("decode", "--ssd-cache", "").ssd_cache is None
+    assert parsed("up", "--ssd-cache", "").ssd_cache is None
+    assert parsed("decode", "--ssd-cache", "/kv").ssd_cache == Path("/kv")
+
+
 @pytest.mark.parametrize(
     "config",
     [

@@ -37,6 +37,49 @@ def tell_all(index: PrefixIndex, place: int, keys: Keys) -> None:
         index.apply(place, KvChanges(not first, True, (change, *[TierChanges([], [], 0, 0)] * 2)))
 
 
+def test_a_worker_that_never_proves_equal_is_asked_no_more_until_it_joins_anew() -> None:
+    """Snapshot after snapshot would cost both sides for ever; what it told counts for nothing."""
+    index = PrefixIndex(1 << 16)
+    index.asked(0)
+    nothing = (TierChanges([], [], 0, 0),) * 2
+    snapshot = KvChanges(True, True, (TierChanges([5], [], 1, 6), *nothing))
+    asked = [index.apply(0, snapshot) for _ in range(8)]
+    assert (asked, index.state(0)) == ([True] * 3 + [False] * 5, Indexed.UNPROVED)
+    assert (index.num_granules(0), index.num_resyncs) == (0, 4)
+    tell(index, 0, KEYS)
+    assert index.state(0) is Indexed.KNOWN
+
+
+def test_one_that_proves_equal_between_is_asked_as_often_as_it_differs() -> None:
+    """A difference now and then is what snapshots are for."""
+    index = PrefixIndex(1 << 16)
+    nothing = (TierChanges([], [], 0, 0),) * 2
+    for _ in range(8):
+        index.asked(0)
+        for digest, differs in ((6, True), (5, False)):
+            snapshot = KvChanges(True, True, (TierChanges([5], [], 1, digest), *nothing))
+            assert index.apply(0, snapshot) is differs
+    assert index.state(0) is Indexed.KNOWN
+
+
+def test_a_worker_that_was_left_out_is_asked_again_when_there_is_room() -> None:
+    """Its reports say how much it has; they are all that comes of it meanwhile."""
+    index, keys = PrefixIndex(1 << 16), np.arange(1, 1801, dtype=np.uint64)
+    tell_all(index, 0, keys)
+    tell_all(index, 1, keys + np.uint64(5000))
+    assert (index.state(0), index.state(1)) == (Indexed.KNOWN, Indexed.LEFT_OUT)
+    own = (keys + np.uint64(5000)).tolist()
+    nothing = (TierChanges([], [], 0, 0),) * 2
+    report = KvChanges(False, True, (TierChanges([], [], len(own), reduce(xor, own)), *nothing))
+    assert not index.apply(1, report)
+    index.drop(0)
+    index.asked(2)
+    index.apply(2, KvChanges(True, True, (TierChanges([], [], 0, 0), *nothing)))  # and sweeps
+    assert index.apply(1, report)
+    tell_all(index, 1, keys + np.uint64(5000))
+    assert index.state(1) is Indexed.KNOWN
+
+
 def test_each_tier_is_counted_and_what_can_be_sent_is_what_leads_in_the_pool() -> None:
     """A block in two tiers counts in the faster; one that lacks ends the prefix."""
     index = PrefixIndex(1 << 16)
