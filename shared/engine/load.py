@@ -74,12 +74,12 @@ def load_engine(config: WorkerConfig, begins: Callable[[str], None] = lambda _: 
 
 def _vllm(config: WorkerConfig, folder: Path, begins: Callable[[str], None]) -> Engine:
     from shared.engine.vllm.release import prepare_environment, release, silence_start
-    from shared.engine.vllm.settings import num_ranks, read_arguments
+    from shared.engine.vllm.settings import is_eager, num_ranks, read_arguments
 
     installed = release()
     arguments = read_arguments(config.vllm_args)
     ranks = num_ranks(arguments)
-    prepare_environment(config.threads // ranks, ranks)
+    prepare_environment(config.threads // ranks, ranks, is_eager=is_eager(arguments))
     silence_start()
     begins("importing vllm")
     from shared.engine.vllm.load import load_vllm

@@ -4,13 +4,14 @@ and its tokens are our own engine's."""
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from shared.config import DecodeConfig
+from shared.config import DecodeConfig, PrefillConfig
 from shared.engine.base import Engine
 from shared.engine.torch_engine import TorchEngine
 from shared.request import SamplingParams, TokenLogprobs, WorkItem
@@ -19,7 +20,8 @@ from shared.step import SampleSpec, StepRow
 from shared.worker.life import pool_and_scheduler
 from tests.support.engine_driver import Driver, Running, greedy
 from tests.support.grammars import a_grammar
-from tests.vllm.conftest import NUM_BLOCKS, EngineOf
+from tests.support.remote_engine import remote_engine
+from tests.vllm.conftest import EAGER, NUM_BLOCKS, EngineOf
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -144,6 +146,39 @@ def test_logprobs_are_those_of_the_raw_distribution(
         for one, other in zip(got, want, strict=True):
             assert one.logprob == pytest.approx(other.logprob, abs=LOGPROB_TOLERANCE)
             assert [token_id for token_id, _ in one.top] == [token_id for token_id, _ in other.top]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "compiles"), [(1, "0"), pytest.param(2, "", marks=pytest.mark.nightly)]
+)
+def test_eager_serves_logprobs_where_there_is_no_compiler(
+    ranks: int,
+    compiles: str,
+    folder_of: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM compiles small parts of itself at their first use, whatever it is told: nothing that an
+    answer asks for is among them, even where torch may compile, nor of what ranks need."""
+    for tool in ("lscpu", "sh"):
+        (tmp_path / tool).symlink_to(shutil.which(tool) or "")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+    monkeypatch.delenv("CXX", raising=False)
+    if compiles:
+        monkeypatch.setenv("TORCH_COMPILE_DISABLE", compiles)
+    config = PrefillConfig(
+        engine="vllm",
+        device="cpu",
+        model=str(folder_of("llama")),
+        num_blocks=NUM_BLOCKS,
+        threads=1,
+        vllm_args=f"{EAGER} tensor_parallel_size={ranks}",
+    )
+    with remote_engine(config) as engine:
+        prompt = prompts_of(engine)[2]
+        done = Driver(engine).run_alone(prompt, greedy(2, logprobs=1, prompt_logprobs=1))
+        assert len(logprobs_of(done)) == len(prompt) - 1 + 2
 
 
 def test_layers_are_told_in_order(engine_of: EngineOf) -> None:

@@ -149,7 +149,7 @@ def _require_possible(
             "can read; take --engine torch, or a CPU without AMX",
             code="vllm_amx",
         )
-    if not arguments.get("enforce_eager") and not find_compiler():
+    if not settings.is_eager(arguments) and not find_compiler():
         raise ModelError(
             "--engine vllm: vLLM compiles the model with a C++ compiler, and there is none: "
             "install g++, or say --vllm-args enforce_eager=true, which is a little slower",

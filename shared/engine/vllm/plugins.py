@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.sample import sampler as vllm_sampler
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from shared.engine import sampler
@@ -89,6 +90,15 @@ class _SharedStep:
 
 
 STEP = _SharedStep()
+
+
+def _no_counts(logprobs: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(logprobs.shape[0], dtype=torch.long, device=logprobs.device)
+
+
+# How many tokens are likelier than the chosen one: nobody here asks, and vLLM compiles that count
+# when the first answer wants logprobs. All answers waited seconds for it.
+vllm_sampler.batched_count_greater_than = _no_counts
 
 
 class RowScheduler(SchedulerInterface):

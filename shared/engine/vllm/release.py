@@ -52,10 +52,10 @@ def find_compiler() -> str:
     return next((name for name in (named, "g++", "clang++") if name and shutil.which(name)), "")
 
 
-def prepare_environment(num_threads: int, num_ranks: int) -> None:
-    """Set what vLLM and OpenMP read when they are imported; variables that somebody set stay.
+def prepare_environment(num_threads: int, num_ranks: int, *, is_eager: bool) -> None:
+    """Set what vLLM, torch and OpenMP read at their import; variables that somebody set stay.
 
-    num_threads: CPU threads of a rank, 0 = OpenMP's choice.
+    num_threads: CPU threads of a rank, 0 = OpenMP's choice. is_eager: nothing is compiled.
     Raises ModelError: one that somebody set leaves our sampler no place.
     """
     settings = {
@@ -72,6 +72,10 @@ def prepare_environment(num_threads: int, num_ranks: int) -> None:
         _RUNNER: "0",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
+    if is_eager:
+        # Parts of vLLM are compiled all the same, where they are first used: in the middle of an
+        # answer, or never where there is no compiler.
+        settings["TORCH_COMPILE_DISABLE"] = "1"
     if num_threads:
         settings["OMP_NUM_THREADS"] = str(num_threads)
     for name, value in settings.items():

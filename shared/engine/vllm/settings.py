@@ -124,6 +124,14 @@ def num_ranks(arguments: Mapping[str, Any]) -> int:
     return ranks
 
 
+def is_eager(arguments: Mapping[str, Any]) -> bool:
+    """Return whether vLLM compiles nothing. Raises InvalidRequest."""
+    wanted = arguments.get("enforce_eager", False)
+    if wanted not in (True, False):
+        raise _wrong(f"enforce_eager must be true or false, not {wanted!r}")
+    return bool(wanted)
+
+
 def block_size_of(config: WorkerConfig, *, is_cpu: bool, has_latent_kv: bool) -> int:
     """Return the tokens of a block: what was asked for, else what vLLM's attention likes best.
 
@@ -169,6 +177,7 @@ def _checked(arguments: dict[str, Any]) -> dict[str, Any]:
         if key in _REFUSED and not _changes_nothing(key, arguments[key]):
             raise _wrong(f"{key}: {_REFUSED[key]}")
     num_ranks(arguments)
+    is_eager(arguments)
     # What is as it is anyway is said to vLLM by us.
     return {key: value for key, value in arguments.items() if key not in _REFUSED}
 

@@ -15,6 +15,7 @@ from shared.engine.vllm import release as releases
 from shared.engine.vllm.settings import (
     block_size_of,
     in_our_words,
+    is_eager,
     num_ranks,
     read_arguments,
     require_known,
@@ -182,6 +183,15 @@ def test_ranks_are_counted() -> None:
     assert num_ranks(read_arguments("tensor-parallel-size=64")) == 64
 
 
+@pytest.mark.parametrize("value", ["no", "2", "null", "[]"])
+def test_whether_to_compile_is_true_or_false(value: str) -> None:
+    """It is asked for before vLLM is there to read it."""
+    with pytest.raises(InvalidRequest, match="enforce_eager must be true or false"):
+        read_arguments(f"enforce_eager={value}")
+    assert is_eager(read_arguments("enforce_eager=1"))
+    assert not is_eager({})
+
+
 @pytest.mark.parametrize(
     ("is_cpu", "has_latent_kv", "asked", "wanted"),
     [
@@ -295,14 +305,16 @@ def test_another_release_is_refused_with_what_to_install(
 def test_variables_that_somebody_set_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """What vLLM reads when it is imported is set before, unless it is set already."""
     monkeypatch.setattr(os, "environ", {"VLLM_NO_USAGE_STATS": "0"})
-    releases.prepare_environment(3, 1)
+    releases.prepare_environment(3, 1, is_eager=False)
     assert os.environ["VLLM_NO_USAGE_STATS"] == "0"
     assert os.environ["OMP_NUM_THREADS"] == "3"
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert "TORCH_COMPILE_DISABLE" not in os.environ
     monkeypatch.setattr(os, "environ", {})
-    releases.prepare_environment(0, 2)
+    releases.prepare_environment(0, 2, is_eager=True)
     assert "OMP_NUM_THREADS" not in os.environ
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+    assert os.environ["TORCH_COMPILE_DISABLE"] == "1"
 
 
 def test_the_model_runner_that_has_no_place_for_our_sampler_is_refused(
@@ -311,7 +323,7 @@ def test_the_model_runner_that_has_no_place_for_our_sampler_is_refused(
     """vLLM's own words for it name no setting."""
     monkeypatch.setattr(os, "environ", {"VLLM_USE_V2_MODEL_RUNNER": "1"})
     with pytest.raises(ModelError, match="VLLM_USE_V2_MODEL_RUNNER is set to '1'"):
-        releases.prepare_environment(1, 1)
+        releases.prepare_environment(1, 1, is_eager=False)
 
 
 @pytest.mark.parametrize(
