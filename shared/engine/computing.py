@@ -114,5 +114,6 @@ def choose_kernels(
         return fused
     if asked != "auto":
         raise ModelError(f"the {fused} kernels cannot run here: {reason}")
-    _log.info(f"{fused} kernels not used, torch computes", reason=reason)
+    lost = ", two to seven times slower" if device.type == "cpu" else ""
+    _log.warning(f"{fused} kernels not used, torch computes{lost}", reason=reason)
     return "torch"

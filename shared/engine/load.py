@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from shared.cache_folder import cache_folder
 from shared.config import DecodeConfig, WorkerConfig
 from shared.engine.base import DEFAULT_BLOCK_SIZE, Engine
 from shared.engine.fake import FakeEngine, FakeModel, FakeTiming
@@ -21,7 +20,6 @@ from shared.engine.native.build import (
     NUMBERS,
     Unavailable,
     best_instructions,
-    compile_into,
     find_compiled,
     unsupported,
 )
@@ -44,12 +42,15 @@ def load_engine(config: WorkerConfig, begins: Callable[[str], None] = lambda _: 
         return _vllm(config, folder, begins)
     begins("importing torch")
     from shared.engine.device_memory import MemoryNeeds
+    from shared.engine.native import library
+    from shared.engine.paged_kv import TORCH_DTYPES
     from shared.engine.torch_engine import TorchEngine
 
     if kernels := _kernels_to_compile(config, ModelFolder(folder)):
         begins("compiling kernels, once for this machine")
+        numbers, named = kernels
         with suppress(Unavailable):  # the engine says why it does without
-            compile_into(cache_folder("native"), *kernels)
+            library.load(TORCH_DTYPES[numbers], named)
     begins("loading weights")
     return TorchEngine.load(
         folder,
@@ -88,7 +89,8 @@ def _vllm(config: WorkerConfig, folder: Path, begins: Callable[[str], None]) -> 
 
 
 def _kernels_to_compile(config: WorkerConfig, folder: ModelFolder) -> tuple[str, str] | None:
-    """Return numbers and instructions of the native kernels whose first use here is now."""
+    """Return numbers and, if they are named, instructions of the native kernels whose first use
+    here is now."""
     from shared.engine.device import resolve_device
 
     is_native = config.kernels in NATIVE or (
@@ -97,11 +99,11 @@ def _kernels_to_compile(config: WorkerConfig, folder: ModelFolder) -> tuple[str,
     numbers = config.dtype if config.dtype != "auto" else read_model_config(folder).dtype
     if not is_native or numbers not in NUMBERS:
         return None
-    is_named = config.kernels in INSTRUCTIONS
-    instructions = config.kernels if is_named else best_instructions(numbers)
-    if unsupported(instructions) or find_compiled(numbers, instructions):
+    named = config.kernels if config.kernels in INSTRUCTIONS else ""
+    instructions = named or best_instructions(numbers)
+    if unsupported(instructions) or any(find_compiled(numbers, instructions)):
         return None
-    return numbers, instructions
+    return numbers, named
 
 
 def _max_graph_rows(config: WorkerConfig) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shared.engine.device import has_expandable_segments
-from shared.engine.native.build import available
+from shared.engine.native.library import available
 
 
 def probe() -> dict[str, Any]:
@@ -22,7 +22,7 @@ def probe() -> dict[str, Any]:
 
     cuda_built: CUDA version that torch was built for. ipc_error: why another process cannot open
     this one's device memory, '' if it can or there is no device. native: see
-    ``native.build.AvailableKernels``.
+    ``native.library.AvailableKernels``.
     """
     facts: dict[str, Any] = {
         "version": torch.__version__,

@@ -14,6 +14,7 @@ import torch
 from shared.config import DecodeConfig, PrefillConfig
 from shared.engine import computing, load
 from shared.engine.decode_buckets import DecodeBuckets, bucket_sizes
+from shared.engine.native import library
 from shared.engine.recording import Recorder, Work
 from shared.engine.torch_engine import TorchEngine
 from shared.engine.torch_forward import TorchForward
@@ -466,20 +467,20 @@ def test_each_slow_part_of_loading_is_told(
     is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As it begins; compiling only where it has to be done."""
-    compiled: list[tuple[str, str]] = []
-    found = Path("kernels.so") if is_compiled else None
+    compiled: list[tuple[torch.dtype, str]] = []
+    found = [Path("kernels.so")] * is_compiled
     monkeypatch.setattr(TorchEngine, "load", lambda *_, **__: None)
     monkeypatch.setattr(load, "unsupported", lambda _: "")
     monkeypatch.setattr(load, "best_instructions", lambda _: "avx512-bf16")
     monkeypatch.setattr(load, "find_compiled", lambda *_: found)
-    monkeypatch.setattr(load, "compile_into", lambda _, *what: compiled.append(what))
+    monkeypatch.setattr(library, "load", lambda *what: compiled.append(what))
     parts: list[str] = []
     load.load_engine(PrefillConfig(device="cpu"), parts.append)
     middle = [] if is_compiled else ["compiling kernels, once for this machine"]
     assert parts == ["importing torch", *middle, "loading weights"]
     load.load_engine(PrefillConfig(device="cpu", dtype="float32", kernels="avx2"), parts.append)
     assert parts[-len(middle) - 2 :] == ["importing torch", *middle, "loading weights"]
-    assert compiled == ([] if is_compiled else [("bfloat16", "avx512-bf16"), ("float32", "avx2")])
+    assert compiled == ([] if is_compiled else [(torch.bfloat16, ""), (torch.float32, "avx2")])
     load.load_engine(PrefillConfig(device="cpu", kernels="torch"), parts.append)
     assert parts[-2:] == ["importing torch", "loading weights"]
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -277,7 +278,7 @@ def test_kernels_are_chosen(
     """auto falls back to torch, in float32, and says why; native insists; torch never compiles."""
     folder = folder_of("llama-gqa2", dtype="bfloat16")
     monkeypatch.setattr(build, "unsupported", lambda _: "this CPU lacks everything")
-    library.load.cache_clear()
+    library._found.cache_clear()
     try:
         engine = TorchEngine.load(folder, num_blocks=2)
         assert type(engine.forward).__name__ == "TorchForward"
@@ -288,7 +289,7 @@ def test_kernels_are_chosen(
         with pytest.raises(ModelError, match="native kernels cannot run here: this CPU lacks"):
             TorchEngine.load(folder, num_blocks=2, kernels="native")
     finally:
-        library.load.cache_clear()
+        library._found.cache_clear()
     with pytest.raises(ModelError, match="they compute bfloat16 and float32, not float16"):
         TorchEngine.load(folder, num_blocks=2, dtype="float16", kernels="native")
 
@@ -343,12 +344,71 @@ def test_a_gpus_products_are_not_rounded_on_the_way(
 def test_a_build_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first use compiles into the user's cache; the next finds it, without a compiler."""
     needs_native()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(build, "HERE", tmp_path / "package")
-    made = build.library("bfloat16", "avx2")
-    assert made.parent == tmp_path / "pdmesh" / "native"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert loaded_anew() == ("avx2", "")
+    (made,) = (tmp_path / "pdmesh" / "native").glob("*.so")
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert build.library("bfloat16", "avx2") == made
+    assert loaded_anew() == ("avx2", "")
+    data = made.read_bytes()
+    damages = (data[:0], data[:4000], data[: len(data) // 2], data[:-1], b"\0" * len(data))
+    for damaged in damages:  # the loader would end the process with some of them
+        made.unlink()  # what this process has loaded stays as it is
+        made.write_bytes(damaged)
+        with pytest.raises(build.Unavailable, match=r"no C\+\+ compiler"):
+            loaded_anew()
+    monkeypatch.delenv("CXX")
+    assert loaded_anew() == ("avx2", "")
+    assert len(made.read_bytes()) == len(data)
+
+
+def loaded_anew(instructions: str = "avx2") -> tuple[str, str]:
+    """Return what a new process would load for bfloat16: its instructions and their shortfall."""
+    library._found.cache_clear()
+    try:
+        found = library.load(torch.bfloat16, instructions)
+    finally:
+        library._found.cache_clear()
+    return found.instructions, found.shortfall
+
+
+@pytest.mark.slow
+def test_the_next_best_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that is too old for the best makes lesser ones; where the cache cannot be written,
+    and where what is in it was made for other libraries, they are compiled all the same."""
+    needs_native()
+    monkeypatch.setattr(build, "HERE", tmp_path / "package")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    best, *lesser = build.usable_instructions("bfloat16")
+    if lesser:
+        flag = f"-m{build.INSTRUCTIONS[best][-2].replace('_', '')}"
+        unknown = f'case " $* " in *" {flag} "*) echo \'error: what is {flag}?\'; exit 1;; esac'
+        monkeypatch.setenv("CXX", program(tmp_path / "old", f'{unknown}; exec g++ "$@"'))
+        instructions, shortfall = loaded_anew("")
+        assert instructions == lesser[0]
+        assert f"not by {best}: " in shortfall
+        assert f"what is {flag}?" in shortfall
+        monkeypatch.delenv("CXX")
+
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert "compiled at every start: " in loaded_anew()[1]
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    made = tmp_path / "other" / "pdmesh" / "native" / build._name("bfloat16", "avx2")
+    made.parent.mkdir(parents=True)
+    foreign = b"of another machine"
+    made.write_bytes(foreign + build._digest(foreign))
+    assert loaded_anew() == ("avx2", "")
+    assert build._is_whole(made)
+    assert len(made.read_bytes()) > 10_000
+
+
+def program(path: Path, body: str) -> str:
+    """Write a shell script and return its path."""
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return str(path)
 
 
 def test_an_install_brings_the_sources() -> None:
@@ -381,20 +441,68 @@ def test_an_image_gets_all_kernels(tmp_path: Path) -> None:
 _COMPILED = shutil.ignore_patterns("*.so", "__pycache__")
 
 
-def test_why_there_is_no_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a compiler, with a broken one, and without a place to write, the reason is told."""
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(build.Unavailable, match="no C\\+\\+ compiler"):
-        build.compile_into(tmp_path, "bfloat16", "avx2")
-    broken = tmp_path / "broken"
-    broken.write_text("#!/bin/sh\necho 'no such option' >&2\nexit 1\n")
-    broken.chmod(0o755)
-    monkeypatch.setenv("CXX", str(broken))
-    with pytest.raises(build.Unavailable, match="no such option"):
-        build.compile_into(tmp_path, "bfloat16", "avx2")
-    with pytest.raises(build.Unavailable, match="cannot be written"):
+@pytest.mark.parametrize(
+    ("compiler", "said"),
+    [
+        (None, r"no C\+\+ compiler"),
+        ("echo 'no such option' >&2; exit 1", "no such option"),
+        ("exit 0", "made no library"),
+        ('for it; do :; done; echo rubbish > "$it"', "made no library"),
+        ('for it; do :; done; head -c 4000 /bin/sh > "$it"', "made no library"),
+        ("kill -9 $$", "failed"),
+        ("head -c 200 /bin/sh; exit 1", "failed"),
+        ("sleep 60", "took more than 0.3 s"),
+        ("sleep 60 & wait", "took more than 0.3 s"),
+    ],
+)
+def test_why_there_is_no_build(
+    compiler: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a compiler and with a broken one: the reason is told, and nothing is left behind."""
+    monkeypatch.setenv("CXX", program(tmp_path / "c++", compiler) if compiler else "no-such")
+    if "0.3" in said:
+        monkeypatch.setattr(build, "TIMEOUT_S", 0.3)
+    with pytest.raises(build.Unavailable, match=said):
+        build.compile_into(tmp_path / "made", "bfloat16", "avx2")
+    assert {path.name for path in (tmp_path / "made").glob("*")} <= {".lock"}
+
+
+def test_where_no_build_can_be_put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder is named; what is on PATH as a compiler and is no program is not taken for it."""
+    needs_native()
+    with pytest.raises(build.NoPlace, match="/proc/nowhere cannot be written"):
         build.compile_into(Path("/proc/nowhere"), "bfloat16", "avx2")
-    assert not list(tmp_path.glob("*.so"))
+    full = program(
+        tmp_path / "full", "echo 'ld: final link failed: No space left on device'; exit 1"
+    )
+    monkeypatch.setenv("CXX", full)
+    with pytest.raises(build.NoPlace, match="cannot be written: No space left"):
+        build.compile_into(tmp_path, "bfloat16", "avx2")
+    (tmp_path / "text").write_text("no program")
+    (tmp_path / "text").chmod(0o755)
+    monkeypatch.setenv("CXX", str(tmp_path / "text"))
+    with pytest.raises(build.NotMade, match="cannot be run"):
+        build.compile_into(tmp_path, "bfloat16", "avx2")
+
+
+def test_who_waits_for_a_compiler_that_hangs_believes_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers that start together lose its limit once, not one after the other."""
+    monkeypatch.setattr(build, "TIMEOUT_S", 1.0)
+    monkeypatch.setenv("CXX", program(tmp_path / "c++", f"echo >> {tmp_path}/calls; sleep 60"))
+
+    def compile_it(_: int) -> str:
+        with pytest.raises(build.Unavailable) as caught:
+            build.compile_into(tmp_path / "made", "bfloat16", "avx2")
+        return str(caught.value)
+
+    with ThreadPoolExecutor(4) as workers:
+        reasons = list(workers.map(compile_it, range(4)))
+    assert {"took more than 1 s" in reason for reason in reasons} == {True}
+    assert (tmp_path / "calls").read_text().count("\n") == 1
+    compile_it(0)  # one that comes later tries for itself
+    assert (tmp_path / "calls").read_text().count("\n") == 2
 
 
 @pytest.mark.parametrize(("rows", "k"), [(64, 64), (100, 66), (1, 2), (31, 34), (40_000, 64)])

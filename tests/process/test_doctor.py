@@ -42,23 +42,42 @@ async def test_a_torch_that_cannot_be_loaded_is_told_in_its_own_words(
     assert checks.check_torch(facts, error).is_wrong
 
 
-def test_what_a_cpu_would_compute_with_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By which instructions; without a compiler what would help; on another CPU what happens."""
-    monkeypatch.setattr(build, "_cpu_flags", lambda: frozenset(build.INSTRUCTIONS["avx2"]))
-    monkeypatch.setattr(build, "find_compiled", lambda *_: None)
+@pytest.mark.torch
+@pytest.mark.slow
+def test_what_a_cpu_would_compute_with_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a worker would find if it started now: by which instructions, and what keeps it from
+    better ones."""
+    from shared.engine.native import library
+    from tests.support.native import needs_native
+
+    needs_native()
+    monkeypatch.setattr(build, "HERE", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def found() -> Finding:
-        return checks.check_kernels({"native": build.available()._asdict()})
+        library._found.cache_clear()
+        try:
+            return checks.check_kernels({"native": library.available()._asdict()})
+        finally:
+            library._found.cache_clear()
 
-    monkeypatch.setattr(build, "_compiler", lambda: "g++")
-    assert found().verdict == "right"
-    assert "bfloat16 by avx2, float32 by avx2" in found().text
-    monkeypatch.undo()
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(build, "find_compiled", lambda *_: None)
-    monkeypatch.setattr(build, "_cpu_flags", lambda: frozenset(build.INSTRUCTIONS["avx512"]))
     assert found().is_wrong
     assert "g++" in found().remedy
+    monkeypatch.setenv("CXX", "/bin/false")
+    assert found().is_wrong
+    assert "/bin/false failed" in found().text
+    monkeypatch.delenv("CXX")
+    monkeypatch.setattr(build, "_cpu_flags", lambda: frozenset(build.INSTRUCTIONS["avx2"]))
+    assert found().verdict == "right"
+    assert "bfloat16 by avx2, float32 by avx2" in found().text
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(build, "HERE", tmp_path / "nothing")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert found().is_wrong
+    assert "compiled at every start" in found().text
     monkeypatch.setattr(build, "_cpu_flags", lambda: frozenset({"sse2"}))
     assert found().verdict == "absent"
     assert "this CPU lacks avx2, fma" in found().text

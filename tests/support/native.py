@@ -7,9 +7,11 @@ import pytest
 
 def needs_native(numbers: str = "bfloat16", instructions: str = "") -> None:
     """Skip the running test where the kernels cannot be had. instructions: '' = the quickest."""
-    from shared.engine.native import build
+    import torch
+
+    from shared.engine.native import build, library
 
     try:
-        build.library(numbers, instructions or build.best_instructions(numbers))
+        library.load(getattr(torch, numbers), instructions)
     except build.Unavailable as error:
         pytest.skip(f"no native kernels: {error}")

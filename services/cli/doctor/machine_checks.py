@@ -31,6 +31,9 @@ LIBRARIES: Final = (
     "uvloop", "aiohttp", "betterproto2", "grpclib", "h2", "protobuf", "tokenizers", "numpy",
     "safetensors",
 )  # fmt: skip
+_KERNELS_REMEDY: Final = (
+    "install g++ 11 or newer, or set CXX; XDG_CACHE_HOME must be a folder that can be written"
+)
 NO_WORKERS: Final = (
     "not installed: a gateway needs none; to run workers here: install torch in the build that "
     "fits (pytorch.org), then pip install 'pdmesh[worker]'"
@@ -61,11 +64,14 @@ def check_kernels(facts: Facts) -> Finding:
     native = facts["native"]
     if not native["reason"]:
         chosen = ", ".join(f"{dtype} by {by}" for dtype, by in native["instructions"].items())
-        return right("CPU kernels", f"native: {chosen}; the same bits on any CPU")
+        text = f"native: {chosen}; the same bits on any CPU"
+        if not native["shortfall"]:
+            return right("CPU kernels", text)
+        return wrong("CPU kernels", f"{text}; {native['shortfall']}", _KERNELS_REMEDY)
     text = f"{native['reason']}: on CPUs torch computes, in float32, two to seven times slower"
-    if "compiler" in native["reason"]:
-        return wrong("CPU kernels", text, "install g++ 11 or newer, or set CXX")
-    return absent("CPU kernels", text)
+    if native["reason"].startswith(("this CPU", "they are")):
+        return absent("CPU kernels", text)
+    return wrong("CPU kernels", text, _KERNELS_REMEDY)
 
 
 def check_grammars() -> Finding:

@@ -24,13 +24,15 @@ from services.cli.machine import find_gpus
 from services.cli.sources import JsonFlag
 from services.cli.words import print_json
 from shared.config import GatewayConfig
+from shared.engine.native.build import TIMEOUT_S
 from shared.engine.vllm.release import find_compiler
 from shared.runtime.child import our_code
 from shared.runtime.realtime import is_allowed
 from shared.runtime.service import EXIT_FAILED, EXIT_OK
 
-PROBE_WITHIN_S: Final = 15.0
-"""Of a library that is loaded; torch takes seconds."""
+PROBE_WITHIN_S: Final = 15.0 + TIMEOUT_S
+"""Of a library that is loaded: torch takes seconds, and its probe compiles kernels that no worker
+has needed here before."""
 
 _GATEWAY: Final = Group("Gateway", sort_key=2)
 

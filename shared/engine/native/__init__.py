@@ -1,2 +1,2 @@
-"""A fused bfloat16 step for CPUs with AVX-512 BF16: C++ (``kernels.cpp``), how it is built
+"""A fused step for x86-64 CPUs, in bfloat16 and float32: C++ (``kernels.cpp``), how it is built
 (``build``), called (``library``), and used as a forward pass (``forward``)."""

@@ -4,26 +4,28 @@
     python -m shared.engine.native.build --cache    # all, where the first use puts what it needs
 
 There is a build for each kind of numbers and each of ``INSTRUCTIONS``. A file's name holds a digest
-of source and flags, so an old build is never used for new code. Nothing is tuned to the machine it
-was made on, and all of them compute the same bits. Raises ``Unavailable`` with the
+of source and flags, so an old build is never used for new code, and its end one of what is before,
+so a damaged one is not used either: to load half a library ends the process. Nothing is tuned to
+the machine it was made on, and all of them compute the same bits. Raises ``Unavailable`` with the
 reason where the kernels cannot be had; the engine then computes the same in torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import fcntl
 import hashlib
-import itertools
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from shared.cache_folder import cache_folder
 
@@ -48,58 +50,42 @@ _COMPILE = (
     "-std=c++17", "-O3", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC", "-fvisibility=hidden",
 )  # fmt: skip
 
-_TIMEOUT_S = 300.0
+TIMEOUT_S = 60.0
+"""Of a compiler, which takes 2 s where it works."""
+
+_DIGEST_BYTES = 32
 
 
 class Unavailable(Exception):
     """The kernels cannot be had here; the text says why and what would help."""
 
 
-def library(numbers: str, instructions: str) -> Path:
-    """Return the kernels for numbers of a kind by such instructions, compiling them if need be
-    (seconds, under a lock).
+class NotMade(Unavailable):
+    """The compiler does not make these; it may make those of lesser instructions."""
 
-    Raises Unavailable: another CPU or system, no compiler, or nowhere to write.
-    """
-    if reason := unsupported(instructions):
-        raise Unavailable(reason)
-    return find_compiled(numbers, instructions) or compile_into(
-        cache_folder("native"), numbers, instructions
-    )
+
+class NoPlace(Unavailable):
+    """A folder cannot be written."""
 
 
 def best_instructions(numbers: str) -> str:
     """Return the quickest that this CPU has and that help with such numbers; the least of all where
     it has none."""
+    return next(iter(usable_instructions(numbers)), "avx2")
+
+
+def usable_instructions(numbers: str) -> list[str]:
+    """Return what this CPU has of what helps with such numbers, the quickest first."""
     wanted = list(INSTRUCTIONS)[numbers == "float32" :]
-    return next((name for name in wanted if not unsupported(name)), wanted[-1])
+    return [name for name in wanted if not unsupported(name)]
 
 
-class AvailableKernels(NamedTuple):
-    """How it stands with these kernels on this machine: what bfloat16 and float32 would be computed
-    by, and why they would not be ('')."""
-
-    instructions: Mapping[str, str]
-    reason: str
-
-
-def available() -> AvailableKernels:
-    """Return what the next worker here would find; compiles nothing."""
-    chosen = {numbers: best_instructions(numbers) for numbers in NUMBERS}
-    reason = unsupported(chosen["float32"])
-    if not reason and not all(itertools.starmap(find_compiled, chosen.items())):
-        try:
-            _compiler()
-        except Unavailable as error:
-            reason = str(error)
-    return AvailableKernels(chosen, reason)
-
-
-def find_compiled(numbers: str, instructions: str) -> Path | None:
-    """Return the compiled kernels if they are there."""
+def find_compiled(numbers: str, instructions: str) -> Iterator[Path]:
+    """Where whole compiled kernels lie: what was brought with us first."""
     name = _name(numbers, instructions)
-    found = (folder / name for folder in (HERE, cache_folder("native")))
-    return next((path for path in found if path.is_file()), None)
+    for folder in (HERE, cache_folder("native")):
+        if _is_whole(folder / name):
+            yield folder / name
 
 
 def unsupported(instructions: str) -> str:
@@ -112,40 +98,94 @@ def unsupported(instructions: str) -> str:
     return ""
 
 
-def compile_into(folder: Path, numbers: str, instructions: str) -> Path:
-    """Compile into ``folder``; processes that ask at the same time wait for the first.
+def compile_into(folder: Path, numbers: str, instructions: str, *, anew: bool = False) -> Path:
+    """Compile into ``folder``; processes that ask at the same time wait for the first, and believe
+    it if it had to give up. anew: what is there cannot be used on this machine.
 
-    Raises Unavailable: no compiler, or the folder cannot be written.
+    Raises Unavailable: no compiler. NotMade: it makes no such kernels. NoPlace: the folder cannot
+    be written.
     """
     compiler = _compiler()
     target = folder / _name(numbers, instructions)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / ".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if target.is_file():
+        with (folder / ".lock").open("a+") as lock:
+            has_waited = _lock(lock.fileno())
+            if _is_whole(target) and (has_waited or not anew):
                 return target
-            with tempfile.TemporaryDirectory(dir=folder) as scratch:
-                made = Path(scratch) / target.name
-                _compile(compiler, _options(numbers, instructions), made)
-                made.replace(target)
+            lock.seek(0)
+            if (reason := lock.read()) and has_waited:
+                raise Unavailable(reason)
+            lock.truncate(0)
+            try:
+                with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                    made = Path(scratch) / target.name
+                    _compile(compiler, _options(numbers, instructions), made)
+                    code = made.read_bytes()
+                    made.write_bytes(code + _digest(code))
+                    made.replace(target)
+            except NotMade:
+                raise
+            except Unavailable as error:
+                lock.write(str(error))
+                raise
     except OSError as error:
-        raise Unavailable(f"{folder} cannot be written: {error.strerror}") from error
+        raise NoPlace(f"{folder} cannot be written: {error.strerror}") from error
     return target
 
 
+def _lock(descriptor: int) -> bool:
+    """Take a file's lock; return whether another had it."""
+    with suppress(BlockingIOError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return True
+
+
 def _compile(compiler: str, options: Sequence[str], target: Path) -> None:
-    command = [compiler, *options, str(SOURCES[0]), "-o", str(target)]
+    code, said = _run([compiler, *options, str(SOURCES[0]), "-o", str(target)])
+    if code:
+        if any("No space left" in line for line in said):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        first = next((line for line in said if "error" in line), said[0])
+        raise NotMade(f"{compiler} failed (GCC 11 or newer is needed): {first}")
+    # In a process of its own, which what is no library may end.
+    ask = "import ctypes, sys; ctypes.CDLL(sys.argv[1]).pd_linear"
+    code, said = _run([sys.executable, "-I", "-c", ask, str(target)])
+    if code:
+        raise NotMade(f"{compiler} made no library that can be loaded: {said[-1]}")
+
+
+def _run(command: Sequence[str]) -> tuple[int, list[str]]:
+    """Run a command to its end; return its code and the lines that it said, one at least."""
+    pipe, joined = subprocess.PIPE, subprocess.STDOUT
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise Unavailable(f"{compiler} took more than {_TIMEOUT_S:.0f} s") from None
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["nothing"]
-        said = next((line for line in lines if "error" in line), lines[0])
-        raise Unavailable(f"{compiler} failed (GCC 11 or newer is needed): {said}")
+        # A group of its own, for a compiler is several processes.
+        process = subprocess.Popen(command, stdout=pipe, stderr=joined, process_group=0)
+    except OSError as error:
+        raise NotMade(f"{command[0]} cannot be run: {error.strerror}") from error
+    with process:
+        try:
+            said, _ = process.communicate(timeout=TIMEOUT_S)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise Unavailable(f"{command[0]} took more than {TIMEOUT_S:g} s") from None
+            raise
+    return process.returncode, said.decode(errors="replace").strip().splitlines() or ["nothing"]
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return False
+    return len(data) > _DIGEST_BYTES and _digest(data[:-_DIGEST_BYTES]) == data[-_DIGEST_BYTES:]
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
 
 
 def _compiler() -> str:

@@ -1,4 +1,4 @@
-"""Calling the kernels: their structs and entries in ctypes, nothing else.
+"""Calling the kernels: their structs and entries in ctypes, and which of them a process loads.
 
 Every call releases the GIL for its whole duration, so the event loop beside the compute thread runs
 while a step computes. Pointers are plain addresses: whoever passes one keeps its tensor alive.
@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import POINTER, Structure, byref, c_double, c_int64, c_void_p
 from functools import cache
+from pathlib import Path
+from typing import NamedTuple
 
+import structlog
 import torch
 
+from shared.cache_folder import cache_folder
 from shared.engine.native import build
+
+_log = structlog.get_logger(__name__)
 
 PANEL = 64
 """Columns of a weight panel (``kPanel``)."""
@@ -93,11 +100,13 @@ class HeadStruct(Structure):
 
 
 class Library:
-    """The kernels for numbers of one kind, loaded. instructions: see ``build``."""
+    """The kernels for numbers of one kind, loaded. instructions: see ``build``. shortfall: what
+    could be better about them, '' if nothing."""
 
     def __init__(self, path: str, dtype: torch.dtype, instructions: str) -> None:
         self.dtype = dtype
         self.instructions = instructions
+        self.shortfall = ""
         # After torch, whose OpenMP runtime is then shared: one team of threads, not two.
         handle = ctypes.CDLL(path)
         self.max_head_dim = int(handle.pd_max_head_dim())
@@ -177,14 +186,77 @@ class Library:
         return product
 
 
-@cache
 def load(dtype: torch.dtype, instructions: str = "") -> Library:
-    """Return the kernels of this process for bfloat16 or float32; instructions: '' = the quickest
-    that this CPU has. Raises build.Unavailable."""
-    numbers = str(dtype).removeprefix("torch.")
-    chosen = instructions or build.best_instructions(numbers)
-    path = build.library(numbers, chosen)
+    """Return the kernels of this process for bfloat16 or float32, compiling them if need be
+    (seconds). instructions: '' = the quickest that this CPU has and a compiler makes.
+
+    Raises build.Unavailable, at once from the second time on."""
+    found = _found(dtype, instructions)
+    if isinstance(found, Library):
+        return found
+    raise build.Unavailable(found)
+
+
+class AvailableKernels(NamedTuple):
+    """How it stands with these kernels on this machine: what bfloat16 and float32 are computed by,
+    or why they are not (''), and what could be better ('')."""
+
+    instructions: Mapping[str, str]
+    reason: str
+    shortfall: str
+
+
+def available() -> AvailableKernels:
+    """Return what the next worker here would find; compiles it if need be."""
     try:
-        return Library(str(path), dtype, chosen)
+        found = {numbers: load(getattr(torch, numbers)) for numbers in build.NUMBERS}
+    except build.Unavailable as error:
+        return AvailableKernels({}, str(error), "")
+    chosen = {numbers: kernels.instructions for numbers, kernels in found.items()}
+    return AvailableKernels(chosen, "", next(iter(found.values())).shortfall)
+
+
+@cache
+def _found(dtype: torch.dtype, instructions: str) -> Library | str:
+    numbers = str(dtype).removeprefix("torch.")
+    names = [instructions] if instructions else build.usable_instructions(numbers)
+    if reason := build.unsupported(names[0] if names else "avx2"):
+        return reason
+    reasons: list[str] = []
+    for name in names:
+        try:
+            found = _load(dtype, numbers, name)
+            if reasons:
+                found.shortfall = f"not by {names[0]}: {reasons[0]}"
+                _log.warning("native kernels could be quicker", reason=found.shortfall)
+            return found
+        except build.NotMade as error:
+            reasons.append(str(error))
+        except build.Unavailable as error:
+            return str(error)
+    return reasons[0]
+
+
+def _load(dtype: torch.dtype, numbers: str, instructions: str) -> Library:
+    def opened(path: Path) -> Library:
+        return Library(str(path), dtype, instructions)
+
+    is_unusable = False
+    for path in build.find_compiled(numbers, instructions):
+        try:
+            return opened(path)
+        except OSError as error:  # made where other libraries are
+            is_unusable = True
+            _log.info("compiled kernels cannot be loaded here, made anew", reason=str(error))
+    folder = cache_folder("native")
+    try:
+        try:
+            return opened(build.compile_into(folder, numbers, instructions, anew=is_unusable))
+        except build.NoPlace as error:
+            with tempfile.TemporaryDirectory() as scratch:
+                found = opened(build.compile_into(Path(scratch), numbers, instructions))
+            found.shortfall = f"compiled at every start: {error}"
+            _log.warning("native kernels are compiled at every start", reason=str(error))
+            return found
     except OSError as error:
-        raise build.Unavailable(f"{path.name} cannot be loaded: {error}") from error
+        raise build.Unavailable(f"native kernels cannot be loaded: {error}") from error
