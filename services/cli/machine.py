@@ -5,7 +5,6 @@ Workers that are started together would each see all of it. Loads neither torch 
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,10 +31,11 @@ class LocalShape(NamedTuple):
     why: str = ""
 
 
-def shape_for(*, computes: bool, num_cores: int, num_gpus: int) -> LocalShape:
+def shape_for(*, computes: bool, cores: float, num_gpus: int) -> LocalShape:
     """Return the shape of a mesh of which nobody has said anything.
 
-    computes: whether the engine has steps that cores or GPUs can be short of. Apart pays where
+    computes: whether the engine has steps that cores or GPUs can be short of. cores: see
+    ``granted_cores``. Apart pays where
     each role has a device of its own; within one, the half of an idle role lies idle
     (bench/serve, docs/when-disaggregation-helps.md).
     """
@@ -44,7 +44,9 @@ def shape_for(*, computes: bool, num_cores: int, num_gpus: int) -> LocalShape:
     if num_gpus > 1:
         why = f"{num_gpus} GPUs, so as many workers, each prefill or decode as the load has it"
         return LocalShape(workers=num_gpus, why=why)
-    device = "the GPU" if num_gpus else "all cores" if num_cores > 1 else "the one core"
+    device = "the GPU" if num_gpus else f"all {cores:g} cores"
+    if not num_gpus and cores < 2:
+        device = "the one core" if cores >= 1 else f"{cores:g} of a core, which is all it may take"
     why = f"one worker for prompts and answers, with {device}: apart, each role would have a part"
     return LocalShape(
         colocated=1, why=f"{why} of it, and leave that idle while the other has a queue"
@@ -91,8 +93,3 @@ def shares(devices: Sequence[str], *, num_cores: int, gpus: Sequence[str]) -> li
         Share(threads, ",".join(order), places.count(place))
         for order, place in zip(orders, places, strict=True)
     ]
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -25,7 +25,7 @@ from services.cli.flags import (
     spread,
 )
 from services.cli.interrupts import Interrupts
-from services.cli.machine import LocalShape, Share, find_gpus, num_cores, shape_for, shares
+from services.cli.machine import LocalShape, Share, find_gpus, shape_for, shares
 from services.cli.scaling import LocalScaler
 from services.cli.sources import ConfigFlag, with_config_file
 from services.cli.status import StatusView, status_view
@@ -39,6 +39,7 @@ from services.local import (
 )
 from shared.bounds import OneOf, RoutingPolicyName, rules_of
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig, ServiceConfig
+from shared.control_groups import granted_cores, num_cores
 from shared.engine.models.registry import read_model_config
 from shared.model_folder import ModelFolder, resolve_model
 from shared.runtime.service import EXIT_OK
@@ -169,12 +170,13 @@ _OWN_FIELDS: Final = (
 @dataclass(frozen=True, slots=True)
 class MeshPlan:
     """What is to be started. gateway: its configuration, which ``services`` holds as variables.
-    why_shape: why it has these workers, if nobody asked for them. new_worker: makes one more, of a
-    role."""
+    why_shape: why it has these workers, if nobody asked for them. crowding: that threads are more
+    than cores, '' if not. new_worker: makes one more, of a role."""
 
     services: list[Service]
     gateway: GatewayConfig
     why_shape: str
+    crowding: str
     new_worker: Callable[[str], Service]
 
 
@@ -204,6 +206,8 @@ def up(
             view.say(f"logs: {log}")
         if plan.why_shape:
             view.say(f"shape: {plan.why_shape} (--prefill 1 --decode 1: apart)")
+        if plan.crowding:
+            view.say(plan.crowding)
 
         async def main() -> int:
             def change(mesh: LocalMesh) -> None:
@@ -297,7 +301,18 @@ def plan_mesh(config: UpConfig, environment: Mapping[str, str]) -> MeshPlan:
         taken.append((made, part))
         return made
 
-    return MeshPlan(services, gateway, shape.why, new_worker)
+    return MeshPlan(services, gateway, shape.why, "" if gpus else _crowding(sized), new_worker)
+
+
+def _crowding(workers: Sequence[PrefillConfig | DecodeConfig]) -> str:
+    computing = [one for one in workers if one.engine != "fake" and one.device in ("auto", "cpu")]
+    threads = sum(one.threads for one in computing)
+    if threads <= num_cores():
+        return ""
+    return (
+        f"warning: {threads} compute threads on {granted_cores():g} cores wait for each other, and "
+        "steps take longer: fewer --threads or fewer workers"
+    )
 
 
 def _most_workers(config: UpConfig, gateway: GatewayConfig, num_workers: int) -> int:
@@ -349,7 +364,7 @@ def _shape(config: UpConfig, environment: Mapping[str, str]) -> tuple[LocalShape
     else:
         computes = any(one.engine != "fake" for one in told)
         num_gpus = len(gpus) or int(any(one.device.startswith("cuda:") for one in told))
-        shape = shape_for(computes=computes, num_cores=num_cores(), num_gpus=num_gpus)
+        shape = shape_for(computes=computes, cores=granted_cores(), num_gpus=num_gpus)
     return shape, gpus
 
 

@@ -9,7 +9,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import structlog
+
 from shared.config import DecodeConfig, WorkerConfig
+from shared.control_groups import granted_cores, num_cores
 from shared.engine.base import DEFAULT_BLOCK_SIZE, Engine
 from shared.engine.fake import FakeEngine, FakeModel, FakeTiming
 from shared.engine.guides import Guides
@@ -24,6 +27,8 @@ from shared.engine.native.build import (
     unsupported,
 )
 from shared.model_folder import ModelFolder, resolve_model
+
+_log = structlog.get_logger(__name__)
 
 FAKE_NUM_BLOCKS = 1024
 
@@ -60,7 +65,7 @@ def load_engine(config: WorkerConfig, begins: Callable[[str], None] = lambda _: 
         kv_bytes=round(config.kv_gib * (1 << 30)) or None,
         block_size=config.block_size or DEFAULT_BLOCK_SIZE,
         max_model_len=config.max_model_len or None,
-        num_threads=config.threads or None,
+        num_threads=_num_threads(config.threads),
         kernels=config.kernels,
         max_graph_rows=_max_graph_rows(config),
         memory_needs=MemoryNeeds(
@@ -104,6 +109,14 @@ def _kernels_to_compile(config: WorkerConfig, folder: ModelFolder) -> tuple[str,
     if unsupported(instructions) or any(find_compiled(numbers, instructions)):
         return None
     return numbers, named
+
+
+def _num_threads(asked: int) -> int:
+    cores = num_cores()
+    if asked > cores:
+        reason = f"{asked} threads, {granted_cores():g} cores: they wait for each other"
+        _log.warning("more compute threads than cores", reason=reason)
+    return asked or cores
 
 
 def _max_graph_rows(config: WorkerConfig) -> int:

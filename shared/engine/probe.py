@@ -26,7 +26,6 @@ def probe() -> dict[str, Any]:
     """
     facts: dict[str, Any] = {
         "version": torch.__version__,
-        "threads": torch.get_num_threads(),
         "cuda_built": torch.version.cuda or "",
         "devices": [],
         "all_peers": True,

@@ -25,6 +25,8 @@ from pathlib import Path
 import numpy as np
 import structlog
 
+from shared.control_groups import control_groups
+
 PIECE_BYTES = 2 << 20
 """Mapped by one call: short, for it keeps mappings of other threads waiting."""
 
@@ -97,7 +99,7 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     found: list[int] = []
     with contextlib.suppress(OSError, ValueError, KeyError):
         found.append(1024 * _fields(root / "proc/meminfo")["MemAvailable:"])
-    for folder in _control_groups(root):
+    for folder in control_groups("memory", root):
         # Version 2's names, then version 1's; without a limit the one says "max", the other a lot.
         for limit, usage, of_files in (
             ("memory.max", "memory.current", ""),
@@ -109,20 +111,6 @@ def available_bytes(root: Path = Path("/")) -> int | None:
                 files = stat[f"{of_files}active_file"] + stat[f"{of_files}inactive_file"]
                 found.append(left + files)
     return min(found, default=None)
-
-
-def _control_groups(root: Path) -> Iterator[Path]:
-    """Where the limits of this process may be: its own groups, and all above them."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            mounted = root / "sys/fs/cgroup"
-            if "memory" in controllers.split(","):
-                mounted /= "memory"
-            elif controllers:
-                continue
-            own = mounted / path.lstrip("/")
-            yield from (one for one in (own, *own.parents) if one.is_relative_to(mounted))
 
 
 def _fields(path: Path) -> dict[str, int]:

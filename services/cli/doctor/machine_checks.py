@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from services.cli.doctor.finding import Finding, absent, right, wrong
-from services.cli.machine import num_cores
 from shared import grammar
+from shared.control_groups import granted_cores, num_cores
 from shared.errors import InvalidRequest
 from shared.runtime.realtime import RealTime
 from shared.version import VERSION
@@ -53,8 +53,9 @@ def check_torch(facts: Facts, error: str) -> Finding:
     if facts is None:
         return absent("torch", NO_WORKERS)
     build = f"built for CUDA {facts['cuda_built']}" if facts["cuda_built"] else "CPU build"
-    text = f"{facts['version']}, {build}, {facts['threads']} threads on {num_cores()} cores"
-    return right("torch", text)
+    granted = "1 core" if (cores := granted_cores()) == 1 else f"{cores:g} cores"
+    threads = "1 thread" if num_cores() == 1 else f"{num_cores()} threads"
+    return right("torch", f"{facts['version']}, {build}, {threads} on {granted}")
 
 
 def check_kernels(facts: Facts) -> Finding:

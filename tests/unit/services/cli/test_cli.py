@@ -21,7 +21,7 @@ from rich.console import Console
 
 from services.cli import main
 from services.cli.app import app
-from services.cli.machine import Share, find_gpus, shares
+from services.cli.machine import Share, find_gpus, shape_for, shares
 from services.cli.status import LineView
 from services.cli.up import UpConfig, plan_mesh, up_config
 from services.gateway.front.auth import KeyRing, hash_key
@@ -507,7 +507,7 @@ def test_each_worker_of_a_mesh_gets_a_gpu(
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
-        (up_config(device="cpu"), "all cores"),
+        (up_config(device="cpu"), "all 6 cores"),
         (up_config(device="cuda:0"), "the GPU"),
         (up_config(device="cuda"), "2 GPUs"),
         (up_config(engine="fake"), ""),
@@ -521,14 +521,48 @@ def test_a_mesh_finds_its_shape_and_says_why(
     """Together on one device, workers that move on several; what was asked for needs no reason."""
     monkeypatch.setattr("services.cli.up.require_worker_modules", lambda _: None)
     monkeypatch.setattr("services.cli.up.num_cores", lambda: 6)
+    monkeypatch.setattr("services.cli.up.granted_cores", lambda: 6.0)
     plan = plan_mesh(dataclasses.replace(asked, port=0), {})
     assert (why in plan.why_shape) if why else not plan.why_shape
     workers = [read_config(DecodeConfig, one.env) for one in plan.services[1:]]
-    if why in ("all cores", "the GPU"):
+    if why in ("all 6 cores", "the GPU"):
         assert [(one.colocated, one.threads) for one in workers] == [(True, 6)]
     else:
         assert [(one.colocated, one.threads) for one in workers] == [(False, 3)] * 2
     assert all(one.movable == ("GPUs" in why) for one in workers)
+
+
+@pytest.mark.parametrize(
+    ("cores", "why"),
+    [
+        (2.5, "with all 2.5 cores:"),
+        (1.5, "with the one core:"),
+        (0.5, "with 0.5 of a core, which is all it may take:"),
+    ],
+)
+def test_a_part_of_a_core_is_named(cores: float, why: str) -> None:
+    """What a control group grants, of which a machine with many cores knows nothing."""
+    assert why in shape_for(computes=True, cores=cores, num_gpus=0).why
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (up_config(device="cpu", threads=7), "7 compute threads on 6 cores"),
+        (up_config(device="cpu", workers=8), "8 compute threads on 6 cores"),
+        (up_config(device="cpu", workers=6), ""),
+        (up_config(engine="fake", threads=7), ""),
+    ],
+)
+def test_more_threads_than_cores_are_told(
+    asked: UpConfig, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the person is, for the workers' logs may be in a file."""
+    monkeypatch.setattr("services.cli.up.require_worker_modules", lambda _: None)
+    monkeypatch.setattr("services.cli.up.num_cores", lambda: 6)
+    monkeypatch.setattr("services.cli.up.granted_cores", lambda: 6.0)
+    crowding = plan_mesh(dataclasses.replace(asked, port=0), {}).crowding
+    assert (said in crowding) if said else not crowding
 
 
 def test_without_a_terminal_every_change_is_one_line() -> None:

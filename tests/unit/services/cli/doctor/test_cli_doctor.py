@@ -27,7 +27,7 @@ UCX: Facts = {"library": "/lib/libuct.so", "modules": ["cma", "cuda"]}
 WITH_IB: Facts = {"library": "/usr/lib/libuct.so", "modules": ["cuda", "ib"]}
 
 CPU = {
-    "version": "2.13", "threads": 4, "cuda_built": "", "devices": [], "all_peers": True,
+    "version": "2.13", "cuda_built": "", "devices": [], "all_peers": True,
     "ipc_error": "", "has_nvml": False, "expandable_segments": False,
 }  # fmt: skip
 GPU = {
