@@ -118,18 +118,25 @@ class TrafficMeter:
         """A request was not let in."""
         self._second(now).num_refused += 1
 
-    def ended(
+    def answered(
         self,
         now: float,
         *,
-        prompt_s: float,
+        steps: StepFit,
+        step_tokens: int,
         num_prompt: int,
+        num_cached: int,
         num_output: int,
         ttft_s: float,
         tpot_s: float,
     ) -> None:
-        """An answer is whole. prompt_s: what its prompt, without what was cached, computes on an
-        idle worker. Who could not keep its limit even there is judged by nobody."""
+        """An answer is whole. steps, step_tokens: of who computed its prompt.
+
+        What counts of the prompt is what it computes on an idle worker, without what was cached;
+        who could not keep its limit even there is judged by nobody.
+        """
+        start = min(num_cached, num_prompt - 1)
+        prompt_s = steps.prompt_seconds(start, num_prompt, step_tokens)
         self._prompts.add(prompt_s)
         self._prompt_s.add(prompt_s)
         self._prompt_square_s.add(prompt_s * prompt_s)
@@ -143,29 +150,6 @@ class TrafficMeter:
         second.num_ttft_kept += has_ttft
         second.num_tpot_kept += has_tpot
         second.num_kept += has_ttft and has_tpot
-
-    def answered(
-        self,
-        now: float,
-        *,
-        steps: StepFit,
-        step_tokens: int,
-        num_prompt: int,
-        num_cached: int,
-        num_output: int,
-        ttft_s: float,
-        tpot_s: float,
-    ) -> None:
-        """See ``ended``. steps, step_tokens: of who computed the prompt."""
-        start = min(num_cached, num_prompt - 1)
-        self.ended(
-            now,
-            prompt_s=steps.prompt_seconds(start, num_prompt, step_tokens),
-            num_prompt=num_prompt,
-            num_output=num_output,
-            ttft_s=ttft_s,
-            tpot_s=tpot_s,
-        )
 
     def taken(self, now: float, orders: Mapping[Incarnation, int]) -> None:
         """So many prompts has each worker taken from all gateways since it began."""

@@ -97,11 +97,10 @@ class ReadPrompts:
     num_ssd: int = 0
 
 
-@dataclass(slots=True)
-class _Second:
-    """One bucket. number: the second it is of; another one's means that it is stale."""
+@dataclass(slots=True, kw_only=True)
+class _Counts:
+    """What came in some time."""
 
-    number: int = -1
     num_ended: int = 0
     num_failed: int = 0
     num_output_tokens: int = 0
@@ -114,7 +113,14 @@ class _Second:
 
 
 @dataclass(slots=True, kw_only=True)
-class Summary:
+class _Second(_Counts):
+    """One bucket. number: the second it is of; another one's means that it is stale."""
+
+    number: int = -1
+
+
+@dataclass(slots=True, kw_only=True)
+class Summary(_Counts):
     """The window at one moment.
 
     covered_s: how much time the counts are of: less than ``SECONDS`` in the running second, and
@@ -122,15 +128,6 @@ class Summary:
     """
 
     covered_s: float
-    num_ended: int = 0
-    num_failed: int = 0
-    num_output_tokens: int = 0
-    num_prompt_tokens: int = 0
-    num_unlisted_transfers: int = 0
-    ttft_s: Histogram = field(default_factory=Histogram)
-    itl_s: Histogram = field(default_factory=Histogram)
-    transfers: dict[Pair, Transfers] = field(default_factory=lambda: {})
-    prompts: dict[int, ReadPrompts] = field(default_factory=lambda: {})
     output_tokens_each_s: list[int] = field(default_factory=lambda: [])
 
 
@@ -219,7 +216,7 @@ class LastMinute:
         number = int(now)
         second = self._ring[number % SECONDS]
         if second.number != number:
-            second = self._ring[number % SECONDS] = _Second(number)
+            second = self._ring[number % SECONDS] = _Second(number=number)
         return second
 
 
