@@ -11,6 +11,7 @@ hand-over (messages, loops, streams). Pure: no clock is read here.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shared.telemetry.definitions import tpot
@@ -19,7 +20,8 @@ TTFT_PHASES = ("queue_s", "route_s", "retry_s", "prefill_queue_s", "prefill_s", 
 """In order of time; their sum is ``ttft_s``."""
 
 
-class Marks(NamedTuple):
+@dataclass(slots=True)
+class Marks:
     """When things happened at the gateway, in loop time; None = not yet, or never.
 
     dispatched: the first attempt was sent; last_dispatched: the one that brought token 1.

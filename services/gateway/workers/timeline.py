@@ -73,8 +73,7 @@ class Timeline:
         span: TraceSpan = NO_SPAN,
     ) -> None:
         self.cached_tokens = 0
-        self.first_token_at: float | None = None
-        """Loop time at which the first token was handed on; None = not yet."""
+        self._marks = Marks(arrived_at)
         self._request_id = request_id
         self._prompt_tokens = prompt_tokens
         self._watchers = watchers
@@ -95,23 +94,21 @@ class Timeline:
         self._decode_cached_tokens = 0
         self._reserve_wait_s = 0.0
         self._prompt = PromptTimes(0.0, 0.0, 0)
-        self._arrived_at = arrived_at
-        self._admitted_at: float | None = None
-        self._dispatched_at: float | None = None
-        self._last_dispatched_at: float | None = None
-        self._second_token_at: float | None = None
-        self._last_token_at: float | None = None
-        self._ended_at: float | None = None
         self._receipt: Receipt | None = None
         self._waiting_since = arrived_at
         self._prefilled_at = arrived_at
+
+    @property
+    def first_token_at(self) -> float | None:
+        """Loop time at which the first token was handed on; None = not yet."""
+        return self._marks.first_token_at
 
     # --- the way in -----------------------------------------------------------------------------
 
     def admitted(self) -> None:
         """A place in the gateway is ours."""
         self._span.phase("queue", self._waiting_since)
-        self._admitted_at = self._waiting_since = loop_time()
+        self._marks.admitted_at = self._waiting_since = loop_time()
         note(Moment.ADMITTED, self._request_id)
 
     def refused(self, error: MeshError | None) -> None:
@@ -128,12 +125,12 @@ class Timeline:
         them."""
         now = loop_time()
         self._attempts += 1
-        if self._dispatched_at is None:
-            self._dispatched_at = now
-        if self.first_token_at is None:
-            self._last_dispatched_at = now
+        if self._marks.dispatched_at is None:
+            self._marks.dispatched_at = now
+        if self._marks.first_token_at is None:
+            self._marks.last_dispatched_at = now
             expected = decision.prediction
-            self._predicted_ttft_s = expected and now - self._arrived_at + expected.ttft_s
+            self._predicted_ttft_s = expected and now - self._marks.arrived_at + expected.ttft_s
             self._predicted_cached_tokens = decision.num_cached
         self._decision, self._has_decode = decision, has_decode
         self._decisions.append((now, decision))
@@ -175,8 +172,9 @@ class Timeline:
     def prefilled(self, times: PromptTimes) -> None:
         """Prefill's own times, with an attempt's first token."""
         self._prefilled_at = loop_time()
-        if self.first_token_at is None:
+        if self._marks.first_token_at is None:
             self._prompt = times
+            self._marks.prefill_queue_s, self._marks.prefill_s = times.queue_s, times.compute_s
             self.cached_tokens = times.cached_tokens
 
     def granted(self, *, cached_tokens: int, wait_s: float) -> None:
@@ -216,19 +214,19 @@ class Timeline:
             index = self._output_tokens
             note(Moment.EMITTED, self._request_id, index=index, num_tokens=num_tokens)
         self._output_tokens += num_tokens
-        last_at, self._last_token_at = self._last_token_at, now
+        last_at, self._marks.last_token_at = self._marks.last_token_at, now
         if last_at is None:
-            last_at = self.first_token_at = now
+            last_at = self._marks.first_token_at = now
             num_tokens -= 1
             for watcher in self._watchers:
                 watcher.first_token(
                     now,
-                    ttft_s=now - self._arrived_at,
+                    ttft_s=now - self._marks.arrived_at,
                     prompt_tokens=self._prompt_tokens,
                     cached_tokens=self.cached_tokens,
                 )
-        if num_tokens and self._second_token_at is None:
-            self._second_token_at = now
+        if num_tokens and self._marks.second_token_at is None:
+            self._marks.second_token_at = now
         return last_at, num_tokens
 
     # --- the end --------------------------------------------------------------------------------
@@ -244,12 +242,12 @@ class Timeline:
         self._tell_end(error)
 
     def _tell_end(self, error: MeshError | None) -> None:
-        now = self._ended_at = loop_time()
+        now = self._marks.ended_at = loop_time()
         if error is not None:
             self._errors.append(error.type)
         reason = error.type if error is not None else CANCELLED if self._is_abandoned else ""
         self._reason = reason
-        if reason and self._admitted_at is not None and self._attempt is NO_SPAN:
+        if reason and self._marks.admitted_at is not None and self._attempt is NO_SPAN:
             self._span.phase("route", self._waiting_since, error=reason)
         self._attempt.end(error=reason)
         if not self._is_transfer_told:
@@ -262,7 +260,7 @@ class Timeline:
         """Return why each attempt went where it went, and the receipt as of now; JSON-ready."""
         return {
             "request_id": self._request_id.hex(),
-            "ended": self._ended_at is not None,
+            "ended": self._marks.ended_at is not None,
             "decisions": [
                 record_of(decision, attempt=attempt, at_s=at)
                 for attempt, (at, decision) in enumerate(self._decisions)
@@ -275,8 +273,8 @@ class Timeline:
         """Return what became of the request, JSON-ready. since: the loop time that counts as 0."""
         return {
             "request_id": self._request_id.hex(),
-            "arrived_s": round(self._arrived_at - since, 6),
-            "ended": self._ended_at is not None,
+            "arrived_s": round(self._marks.arrived_at - since, 6),
+            "ended": self._marks.ended_at is not None,
             "error": self._reason,
             "receipt": self.receipt().as_dict(),
         }
@@ -290,18 +288,7 @@ class Timeline:
         prompt = self._prompt
         fetch = None if self._decision is None else self._decision.fetch
         return receipt_of(
-            Marks(
-                self._arrived_at,
-                self._admitted_at,
-                self._dispatched_at,
-                self._last_dispatched_at,
-                self.first_token_at,
-                self._second_token_at,
-                self._last_token_at,
-                self._ended_at,
-                prompt.queue_s,
-                prompt.compute_s,
-            ),
+            self._marks,
             output_tokens=self._output_tokens,
             attempts=self._attempts,
             cached_tokens=self.cached_tokens,
