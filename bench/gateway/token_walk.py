@@ -19,10 +19,13 @@ from typing import Any, cast
 import uvloop
 from prometheus_client import CollectorRegistry
 
+from services.gateway.core.admission import Admission
 from services.gateway.core.lifecycle import Leg
+from services.gateway.core.overload import Overload, OverloadMode
+from services.gateway.core.speeds import ReportedSpeeds
 from services.gateway.core.worker import Role
 from services.gateway.front.answers import Choice, open_answers
-from services.gateway.http.door import _Chunks
+from services.gateway.http.answering import _Chunks
 from services.gateway.http.openai_answers import AnswerHead, CompletionFormat
 from services.gateway.http.sse import EventStream
 from services.gateway.mesh import GenerationRequest
@@ -33,7 +36,7 @@ from services.gateway.workers.peers import WorkerSession
 from services.gateway.workers.session import RequestShell, _LegShell
 from services.gateway.workers.timeline import Timeline
 from shared import wire
-from shared.ids import RequestId, StreamId
+from shared.ids import Incarnation, RequestId, StreamId
 from shared.log import configure_logs
 from shared.messages.columns import pack_u8, pack_u32
 from shared.model_folder import ModelFolder, resolve_model
@@ -93,10 +96,16 @@ class Walk:
         self.num_answers = num_answers
         self._ids = range(num_answers)
         self._words = [at for at in range(2000) if self.text.piece(at).text[1:].isalpha()]
-        self._session = WorkerSession(NOBODY, Role.DECODE, NOBODY, NOBODY, NOBODY, "", lambda: None)
+        self._session = WorkerSession(
+            NOBODY, Role.DECODE, NOBODY, NOBODY, Incarnation(1), lambda: None
+        )
         watchers = (AnswerMetrics(CollectorRegistry()),)
         self._delivery = Delivery(watchers)
         self._watchers = watchers
+        self._admission = Admission(
+            max_running=1, max_waiting=0, max_wait_s=1.0, sides=NOBODY,
+            overload=Overload(OverloadMode.OFF, ReportedSpeeds()),
+        )  # fmt: skip
         self._position = 0
 
     async def begin(self) -> None:
@@ -109,7 +118,7 @@ class Walk:
             )  # fmt: skip
             timeline = Timeline(0.0, watchers=self._watchers)
             shell = RequestShell(
-                request, NOBODY, timeline, self._delivery,
+                request, NOBODY, timeline, self._delivery, self._admission,
                 max_attempts=1, pair_wait_s=1.0, failover_wait_s=1.0,
             )  # fmt: skip
             shell.lifecycle.dispatched(is_whole=True)
