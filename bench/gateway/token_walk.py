@@ -14,6 +14,8 @@ import asyncio
 import gc
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import uvloop
@@ -28,7 +30,7 @@ from services.gateway.front.answers import Choice, open_answers
 from services.gateway.http.answering import _Chunks
 from services.gateway.http.openai_answers import AnswerHead, CompletionFormat
 from services.gateway.http.sse import EventStream
-from services.gateway.mesh import GenerationRequest
+from services.gateway.mesh import GenerationRequest, Take
 from services.gateway.text.text_model import TextModel
 from services.gateway.workers.answer_metrics import AnswerMetrics
 from services.gateway.workers.delivery import DELIVERIES_A_TURN, Delivery
@@ -69,16 +71,18 @@ class Connection:
 
 
 class OneShell:
-    """The ``Mesh`` and the stay in it, of an answer that runs already. request_id: of its call."""
+    """The ``Mesh`` and the stay in it, of one answer. new_shell: begins it. request_id: of its
+    call."""
 
     request_id = RequestId(bytes(16))
 
-    def __init__(self, shell: RequestShell) -> None:
-        self._shell = shell
+    def __init__(self, new_shell: Callable[[Take], RequestShell]) -> None:
+        self._new_shell = new_shell
         self.caller = self
 
-    def generate(self, request: GenerationRequest) -> OneShell:
+    def generate(self, request: GenerationRequest, take: Take) -> OneShell:
         """See ``Mesh``."""
+        self._shell = self._new_shell(take)
         return self
 
     async def __aenter__(self) -> RequestShell:
@@ -116,18 +120,11 @@ class Walk:
                 sampling=SamplingParams(max_tokens=1 << 30), deadline_at=None, cache_salt=b"",
                 arrived_at=0.0,
             )  # fmt: skip
-            timeline = Timeline(0.0, watchers=self._watchers)
-            shell = RequestShell(
-                request, NOBODY, timeline, self._delivery, self._admission,
-                max_attempts=1, pair_wait_s=1.0, failover_wait_s=1.0,
-            )  # fmt: skip
-            shell.lifecycle.dispatched(is_whole=True)
-            leg = _LegShell(shell, 0, Leg.WHOLE, self._session)
-            self._session._legs[StreamId(stream_id)] = leg
+            begin = partial(self._shell, request, StreamId(stream_id))
             choice = Choice(
                 index=0, prompt_idx=0, request=request, text=self.text.new_answer(request.sampling)
             )
-            mesh: Any = OneShell(shell)
+            mesh: Any = OneShell(begin)
             answers = await open_answers(mesh, [choice]).__aenter__()
             events = EventStream(cast("Any", self.connection), {})
             events._transport = cast("Any", self.connection)
@@ -136,6 +133,17 @@ class Walk:
             answers.write_to(_Chunks(events, answer_format, mesh, answers))
         self.arrive(self.step())
         await self.deliver()
+
+    def _shell(self, request: GenerationRequest, stream_id: StreamId, take: Take) -> RequestShell:
+        """Return an answer that runs on the worker."""
+        timeline = Timeline(0.0, watchers=self._watchers)
+        shell = RequestShell(
+            request, take, NOBODY, timeline, self._delivery, self._admission,
+            max_attempts=1, pair_wait_s=1.0, failover_wait_s=1.0,
+        )  # fmt: skip
+        shell.lifecycle.dispatched(is_whole=True)
+        self._session._legs[stream_id] = _LegShell(shell, 0, Leg.WHOLE, self._session)
+        return shell
 
     def step(self) -> wire.DecodeEvent:
         """Return the message of the next step."""

@@ -7,7 +7,7 @@ Neither side knows the other's words: no HTTP, no protobuf and no tokenizer here
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -45,27 +45,26 @@ these end. Only an answer's last token has a finish reason (it may be the end-of
 token)."""
 
 
-class Generation(Protocol):
-    """A running answer: iterate it to its end exactly once.
+Take = Callable[[Tokens], bool]
+"""Takes tokens of an answer as they arrive, at once; returns whether who waits for the answer is to
+be woken."""
 
-    The iterator ends after the token with a finish reason, or raises one MeshError; never silently
-    before.
-    A consumer that is slow holds back nobody else: tokens queue here, bounded by ``max_tokens``.
+
+class Generation(Protocol):
+    """A running answer. Its tokens go to the ``Take`` that it was begun with, in order.
+
+    After a token with a finish reason nothing follows; an answer that has none fails with one
+    MeshError, never silently. A consumer that is slow holds back nobody else: it keeps what it
+    takes, which ``max_tokens`` bounds.
     """
 
-    def __aiter__(self) -> AsyncIterator[Tokens]: ...
+    async def wait(self) -> bool:
+        """Wait until ``Take`` wants it: True, or the answer is over: False. Somebody must wait all
+        the time: in this call the answer is sent to another pair of workers when one has failed.
 
-    def offer_to(self, take: Callable[[Tokens], bool]) -> None:
-        """Offer tokens to ``take`` as they arrive, rather than wake who iterates.
-
-        ``take`` must return at once. True = they are done with; False = they come out of the
-        iterator, with all that follows until they have left. What it raises comes out, too, and
-        nothing is offered any more.
+        Raises MeshError, from then on: the answer failed. What ``Take`` raised comes out, too, and
+        it gets no more.
         """
-        ...
-
-    def hold(self) -> None:
-        """Hand on more tokens at once, for who reads no part of the answer before its end."""
         ...
 
     @property
@@ -139,7 +138,9 @@ class Mesh(Protocol):
         """
         ...
 
-    def generate(self, request: GenerationRequest) -> AbstractAsyncContextManager[Generation]:
+    def generate(
+        self, request: GenerationRequest, take: Take
+    ) -> AbstractAsyncContextManager[Generation]:
         """Admit and dispatch on entry; leaving early (break, cancel, error) cancels everywhere.
 
         Raises on entry: Overloaded, WouldBeLate, ShuttingDown, DeadlinePassed, WorkerLost,

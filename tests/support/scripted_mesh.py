@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -16,11 +16,11 @@ from services.gateway.front.auth import KeyRing
 from services.gateway.front.client_metrics import ClientMetrics
 from services.gateway.front.frontdoor import FrontDoor
 from services.gateway.http.door import serve_http
-from services.gateway.mesh import Generation, GenerationRequest, ServedModel, Tokens
+from services.gateway.mesh import Generation, GenerationRequest, ServedModel, Take, Tokens
 from services.gateway.text.text_model import TextModel
 from services.gateway.workers.cluster import cluster_body
 from shared.config import GatewayConfig
-from shared.errors import NotFound
+from shared.errors import MeshError, NotFound
 from shared.ids import Incarnation
 from shared.request import AnswerToken, FinishReason, TokenLogprobs
 from shared.rpc.network import Address
@@ -45,32 +45,28 @@ class ScriptedGeneration:
     def __init__(
         self,
         request: GenerationRequest,
+        take: Take,
         arrivals: AsyncGenerator[Tokens],
         receipt: dict[str, Any],
     ) -> None:
         self._num_prompt_tokens = len(request.token_ids)
         self._arrivals = arrivals
         self._receipt = receipt
-        self._take: Callable[[Tokens], bool] | None = None
-        self.num_taken = 0
+        self._take = take
+        self._failure: MeshError | None = None
         self.is_over = False
 
-    async def __aiter__(self) -> AsyncIterator[Tokens]:
-        async for tokens in self._arrivals:
-            if not self._is_taken(tokens):
-                yield tokens
-
-    def _is_taken(self, tokens: Tokens) -> bool:
-        if self._take is None or not self._take(tokens):
-            return False
-        self.num_taken += len(tokens)
-        return True
-
-    def offer_to(self, take: Callable[[Tokens], bool]) -> None:
-        self._take = take
-
-    def hold(self) -> None:
-        """Nothing is held: a script says in what pieces it comes."""
+    async def wait(self) -> bool:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            async for tokens in self._arrivals:
+                if self._take(tokens):
+                    return True
+        except MeshError as failure:
+            self._failure = failure
+            raise
+        return False
 
     @property
     def first_token_at(self) -> float | None:
@@ -135,14 +131,14 @@ class ScriptedMesh:
         )
 
     @asynccontextmanager
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Generation]:
+    async def generate(self, request: GenerationRequest, take: Take) -> AsyncGenerator[Generation]:
         self.requests.append(request)
         if self.refusal is not None:
             raise self.refusal
         self._count(1)
         try:
             async with aclosing(self.script(request)) as arrivals:
-                generation = ScriptedGeneration(request, arrivals, self.receipt)
+                generation = ScriptedGeneration(request, take, arrivals, self.receipt)
                 yield generation
             generation.is_over = True
         finally:

@@ -1,9 +1,10 @@
 """Answers as text: what HTTP and gRPC stream to a client, made from the tokens of one or several
 generations.
 
-One answer is pulled straight from the mesh; several run in a TaskGroup of their own and meet in a
-bounded queue (full: the generation waits, its tokens stay in the mesh's own bounded queue). The
-first failure ends all of them, and comes out as one MeshError. Knows no JSON and no protobuf.
+Tokens come here as they arrive. Where a sink has room they leave at once, as text; else they stay
+until the task that waits for the answer asks for them. Several answers run in a TaskGroup of their
+own and meet in a bounded queue (full: tokens stay with their answer). The first failure ends all of
+them, and comes out as one MeshError. Knows no JSON and no protobuf.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ import msgspec
 from services.gateway.mesh import Generation, GenerationRequest, Mesh, Tokens
 from services.gateway.text.detokenizer import AnswerText
 from shared.errors import InvariantViolated, MeshError
-from shared.request import FinishReason, TokenLogprobs
+from shared.request import AnswerToken, FinishReason, TokenLogprobs
 
-_ENDLESS = "a generation ended without a finish reason"
+HELD_TOKENS = 64
+"""So many tokens become text at once where nobody reads a part of an answer: waking a task costs
+several tokens' text, and the text of more would hold the loop."""
 
 
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
@@ -121,10 +124,6 @@ class DeltaSink(Protocol):
         ...
 
 
-class _IsComplete(Exception):
-    """The answer ended at a stop string, of which the mesh knows nothing."""
-
-
 class Answers:
     """The running answers of one request; made by ``open_answers``."""
 
@@ -186,11 +185,15 @@ class _OneAnswer(Answers):
     def __init__(self, mesh: Mesh, choice: Choice) -> None:
         super().__init__((choice,))
         self._choice = choice
-        self._stay = mesh.generate(choice.request)
+        self._sink: DeltaSink | None = None
+        self._arrived: list[AnswerToken] = []  # not text yet
+        self._fewest = 1  # of them that somebody is woken for
+        self._mesh = mesh
 
     async def __aenter__(self) -> _OneAnswer:
-        self._choice.generation = self._generation = await self._stay.__aenter__()
-        self._arrivals = aiter(self._generation)
+        stay = self._mesh.generate(self._choice.request, self._take)
+        self._choice.generation = self._generation = await stay.__aenter__()
+        self._stay = stay
         return self
 
     async def __aexit__(
@@ -199,31 +202,41 @@ class _OneAnswer(Answers):
         failure: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await self._stay.__aexit__(kind, failure, traceback)
+        stay = self._stay
+        del self._stay  # it knows this answer, too: only the garbage collector would free the two
+        await stay.__aexit__(kind, failure, traceback)
+
+    def _take(self, tokens: Tokens) -> bool:
+        """See ``Take``."""
+        sink = self._sink
+        if sink is None or self._arrived or not sink.has_room():
+            self._arrived += tokens
+            return len(self._arrived) >= self._fewest
+        delta = self._choice.take(tokens)
+        sink.write(delta)
+        if delta.finish_reason:
+            self._sink = None  # after a stop string, of which the mesh knows nothing, more comes
+        return bool(delta.finish_reason)
 
     async def next(self) -> list[TextDelta]:
-        if self._choice.is_done:
+        choice = self._choice
+        while len(self._arrived) < self._fewest and not choice.is_done:
+            try:
+                if not await self._generation.wait():
+                    break
+            except MeshError:
+                if not self._arrived:
+                    raise
+                break  # what had come goes first
+        if choice.is_done:
             return []
-        try:
-            return [self._choice.take(await anext(self._arrivals))]
-        except (StopAsyncIteration, _IsComplete):
-            if not self._choice.is_done:
-                raise InvariantViolated(_ENDLESS) from None
-            return []  # the sink has had the last one
+        if not self._arrived:
+            raise InvariantViolated("a generation ended without a finish reason")
+        tokens, self._arrived = self._arrived, []
+        return [choice.take(tokens)]
 
     def write_to(self, sink: DeltaSink) -> None:
-        has_room, write, delta_of = sink.has_room, sink.write, self._choice.take
-
-        def take(tokens: Tokens) -> bool:
-            if not has_room():
-                return False
-            delta = delta_of(tokens)
-            write(delta)
-            if delta.finish_reason and not tokens[-1].finish_reason:
-                raise _IsComplete
-            return True
-
-        self._generation.offer_to(take)
+        self._sink = sink
 
     @property
     def usage(self) -> TokenCounts:
@@ -233,7 +246,7 @@ class _OneAnswer(Answers):
 
     def hold(self) -> None:
         if not self._choice.text.has_stop:
-            self._generation.hold()
+            self._fewest = HELD_TOKENS
 
 
 class _ManyAnswers(Answers):
@@ -253,15 +266,9 @@ class _ManyAnswers(Answers):
 
     async def run(self, choice: Choice, mesh: Mesh) -> None:
         """Generate one answer into the queue."""
-        async with mesh.generate(choice.request) as generation:
-            choice.generation = generation
-            arrivals = aiter(generation)
-            while not choice.is_done:
-                try:
-                    tokens = await anext(arrivals)
-                except StopAsyncIteration:
-                    raise InvariantViolated(_ENDLESS) from None
-                await self._queue.put(choice.take(tokens))
+        async with _OneAnswer(mesh, choice) as answer:
+            while deltas := await answer.next():
+                await self._queue.put(deltas[0])
 
 
 def open_answers(mesh: Mesh, choices: Sequence[Choice]) -> AbstractAsyncContextManager[Answers]:

@@ -21,7 +21,7 @@ from services.gateway.core.prefixes import HashedPrompt
 from services.gateway.core.speeds import ReportedSpeeds
 from services.gateway.core.tenants import Tenants, Terms
 from services.gateway.core.window import LastMinute
-from services.gateway.mesh import GenerationRequest, ServedModel
+from services.gateway.mesh import GenerationRequest, ServedModel, Take
 from services.gateway.workers.cluster import (
     PredictionWatcher,
     WindowWatcher,
@@ -48,14 +48,15 @@ class _Stay:
     """One request's whole stay in the mesh. A class: as a generator it costs three times as much,
     and every request has one."""
 
-    def __init__(self, mesh: GatewayMesh, request: GenerationRequest) -> None:
+    def __init__(self, mesh: GatewayMesh, request: GenerationRequest, take: Take) -> None:
         self._mesh = mesh
         self._request = request
+        self._take = take
         self._shell: RequestShell | None = None
 
     async def __aenter__(self) -> RequestShell:
         try:
-            self._shell = await self._mesh.enter(self._request)
+            self._shell = await self._mesh.enter(self._request, self._take)
         except BaseException:
             self._mesh.leave(self._request.request_id)
             raise
@@ -214,10 +215,10 @@ class GatewayMesh:
         members, prompts = self._members, self._window.summary(now).prompts
         return worker_body(moved, members.expectations, members.prefixes, now, prompts)
 
-    def generate(self, request: GenerationRequest) -> _Stay:
-        return _Stay(self, request)
+    def generate(self, request: GenerationRequest, take: Take) -> _Stay:
+        return _Stay(self, request, take)
 
-    async def enter(self, request: GenerationRequest) -> RequestShell:
+    async def enter(self, request: GenerationRequest, take: Take) -> RequestShell:
         """Admit a request and dispatch it; ``leave`` follows, whatever comes of it."""
         if self._is_draining:
             raise ShuttingDown("this gateway is shutting down", retry_after_s=1.0)
@@ -244,6 +245,7 @@ class GatewayMesh:
             traffic.sent(asyncio.get_running_loop().time())
         shell = RequestShell(
             request,
+            take,
             self._members,
             timeline,
             self._delivery,

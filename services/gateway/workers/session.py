@@ -2,14 +2,15 @@
 looked for, how long, and what is sent to them; ``Lifecycle`` what their events mean.
 
 There is no task per request here: the client's own task (the HTTP or gRPC handler) drives it by
-iterating. Worker sessions call in synchronously; the iterator wakes, hands out what has arrived,
-and dispatches again when an attempt has failed. Leaving the block in any way cancels both legs.
+waiting for it. Worker sessions call in synchronously, and what has arrived by the end of the loop's
+turn is the consumer's; who waits wakes where the consumer wants it, and to dispatch again when an
+attempt has failed. Leaving the block in any way cancels both legs.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from services.gateway.core.admission import Admission
@@ -18,7 +19,7 @@ from services.gateway.core.lifecycle import CancelLeg, End, Leg, Lifecycle, Rero
 from services.gateway.core.prefixes import HashedPrompt
 from services.gateway.core.routing import RouteDecision
 from services.gateway.core.worker import Role, Worker
-from services.gateway.mesh import GenerationRequest, Tokens
+from services.gateway.mesh import GenerationRequest, Take
 from services.gateway.workers.delivery import Delivery
 from services.gateway.workers.membership import Membership
 from services.gateway.workers.peers import WorkerSession
@@ -30,10 +31,6 @@ from shared.messages import codec
 from shared.messages.columns import pack_u32
 from shared.request import AnswerToken, FinishReason
 from shared.schedule.plan import PromptTimes
-
-HELD_TOKENS = 64
-"""So many tokens are handed on at once where nobody reads a part of an answer: waking a task costs
-several tokens' text, and the text of more would hold the loop."""
 
 
 class _LegShell:
@@ -96,6 +93,7 @@ class RequestShell:
     def __init__(
         self,
         request: GenerationRequest,
+        take: Take,
         membership: Membership,
         timeline: Timeline,
         delivery: Delivery,
@@ -121,10 +119,9 @@ class RequestShell:
         self._delivery = delivery
         self._admission = admission
         self.asks_again = asks_again
-        self._pending: list[AnswerToken] = []  # have arrived, and not been handed on
-        self._num_new = 0  # of them since the last delivery
-        self._take: Callable[[Tokens], bool] | None = None
-        self._is_held = False
+        self._pending: list[AnswerToken] = []  # have arrived in this turn of the loop
+        self._take: Take | None = take
+        self._is_called = False  # who waits, by ``take``
         self._failure: Exception | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self.is_due = False
@@ -153,57 +150,40 @@ class RequestShell:
             self.leave(failure)
             raise
 
-    def __aiter__(self) -> AsyncIterator[Tokens]:
-        return self
-
-    async def __anext__(self) -> Tokens:
-        """Return what has arrived since the last call."""
+    async def wait(self) -> bool:
+        """See ``Generation``."""
         while True:
             if self._failure is not None:
                 raise self._failure
-            if self._pending and self._is_due_now:
-                break
+            if self._is_called:
+                self._is_called = False
+                return True
             if self._end is not None:
                 if self._end.error is not None:
                     raise self._end.error
-                raise StopAsyncIteration
+                return False
             if self._reroute is not None:
                 await self._dispatch_again(self._reroute)
                 continue
             await self._wake.wait()
             self._wake.clear()
-        tokens, self._pending = self._pending, []
-        return tokens
-
-    def offer_to(self, take: Callable[[Tokens], bool]) -> None:
-        self._take = take
-
-    def hold(self) -> None:
-        self._is_held = True
-
-    @property
-    def _is_due_now(self) -> bool:
-        """Whether who iterates is to be woken for what has arrived."""
-        return not self._is_held or self._end is not None or len(self._pending) >= HELD_TOKENS
 
     def deliver(self, now: float) -> tuple[float, int]:
-        """See ``Recipient``: what is pending is the consumer's, or wakes who iterates."""
+        """See ``Recipient``: what has arrived is its consumer's."""
         self.is_due = False
-        num_new, self._num_new = self._num_new, 0
-        told = self.timeline.emitted(now, num_new)
+        tokens, self._pending = self._pending, []
+        told = self.timeline.emitted(now, len(tokens))
         self._admission.emitted(
-            self._request.request_id, num_new, now, cached_tokens=self.timeline.cached_tokens
+            self._request.request_id, len(tokens), now, cached_tokens=self.timeline.cached_tokens
         )
-        pending, take = self._pending, self._take
-        if pending and take is not None:
+        if self._take is not None:
             try:
-                if take(pending):
-                    self._pending = []
-                    return told
+                if self._take(tokens):
+                    self._is_called = True
+                    self._wake.set()
             except Exception as failure:
                 self._failure, self._take = failure, None
-        if self._failure is not None or self._is_due_now:
-            self._wake.set()
+                self._wake.set()
         return told
 
     @property
@@ -316,7 +296,6 @@ class RequestShell:
             match effect:
                 case AnswerToken():
                     self._pending.append(effect)
-                    self._num_new += 1
                     self._delivery.due(self)
                 case CancelLeg(leg):
                     self._legs[leg].cancel()
@@ -346,8 +325,8 @@ class RequestShell:
     def leave(self, failure: BaseException | None) -> None:
         """The consumer has left, with or without a failure: cancel whatever is still running.
 
-        Legs and sink know this request: it forgets them, or only the garbage collector would free
-        it.
+        Legs and consumer know this request: it forgets them, or only the garbage collector would
+        free it.
         """
         if isinstance(failure, MeshError):
             self.fail(failure)

@@ -1,37 +1,43 @@
-"""One request's shell by itself: what its consumer is woken for, and what it hears first."""
+"""One request's shell by itself, and the answer that is made of its tokens: what its consumer is
+woken for, and what it hears first."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import pytest
 
 from services.gateway.core.lifecycle import Leg
-from services.gateway.mesh import GenerationRequest, Tokens
+from services.gateway.front.answers import HELD_TOKENS, Answers, Choice, open_answers
+from services.gateway.mesh import GenerationRequest, Take, Tokens
 from services.gateway.workers.delivery import Delivery
-from services.gateway.workers.session import HELD_TOKENS, RequestShell
+from services.gateway.workers.session import RequestShell
 from services.gateway.workers.timeline import Timeline
 from shared.errors import WorkerLost
 from shared.ids import RequestId
 from shared.request import AnswerToken, FinishReason, SamplingParams
-from tests.support.answer_tokens import answer_tokens
+from tests.support.tiny_tokenizer import tiny_text_model
 from tests.unit.services.gateway.core.test_gateway_admission import an_admission
 
+REQUEST = GenerationRequest(
+    request_id=RequestId(bytes(16)),
+    label="",
+    token_ids=(1, 2),
+    sampling=SamplingParams(max_tokens=1000),
+    deadline_at=None,
+    cache_salt=b"",
+    arrived_at=0.0,
+)
 
-def a_shell(max_tokens: int = 1000) -> RequestShell:
+
+def a_shell(take: Take) -> RequestShell:
     """A request that was dispatched to a colocated worker."""
-    request = GenerationRequest(
-        request_id=RequestId(bytes(16)),
-        label="",
-        token_ids=(1, 2),
-        sampling=SamplingParams(max_tokens=max_tokens),
-        deadline_at=None,
-        cache_salt=b"",
-        arrived_at=0.0,
-    )
     shell = RequestShell(
-        request,
+        REQUEST,
+        take,
         cast("Any", None),
         Timeline(0.0),
         Delivery(),
@@ -42,6 +48,31 @@ def a_shell(max_tokens: int = 1000) -> RequestShell:
     )
     shell.lifecycle.dispatched(is_whole=True)
     return shell
+
+
+class OneRequest:
+    """A mesh of one request. shell: once it is asked for."""
+
+    shell: RequestShell
+
+    @asynccontextmanager
+    async def generate(
+        self, request: GenerationRequest, take: Take
+    ) -> AsyncGenerator[RequestShell]:
+        self.shell = a_shell(take)
+        yield self.shell
+
+
+@asynccontextmanager
+async def an_answer() -> AsyncGenerator[tuple[RequestShell, Answers]]:
+    """A running answer of which nobody reads a part."""
+    mesh: Any = OneRequest()
+    text = tiny_text_model()
+    choice = Choice(index=0, prompt_idx=0, request=REQUEST, text=text.new_answer(REQUEST.sampling))
+    async with open_answers(mesh, [choice]) as answers:
+        answers.hold()
+        yield mesh.shell, answers
+    text.close()
 
 
 def arrive(shell: RequestShell, position: int, finish: FinishReason = FinishReason.NONE) -> None:
@@ -56,66 +87,67 @@ async def step(shell: RequestShell, position: int) -> None:
     await asyncio.sleep(0)
 
 
-async def next_tokens(shell: RequestShell) -> Tokens | None:
+async def next_positions(answers: Answers) -> list[int] | None:
     """What the consumer has after two turns of the loop, if anything."""
-    waiting = asyncio.get_running_loop().create_task(anext(shell))
+    waiting = asyncio.get_running_loop().create_task(answers.next())
     for _ in range(2):
         await asyncio.sleep(0)
     if waiting.done():
-        return waiting.result()
+        return [token.position for delta in waiting.result() for token in delta.tokens]
     waiting.cancel()
     await asyncio.wait([waiting])
     return None
 
 
-async def test_a_failed_sink_is_heard_before_what_came_after_it() -> None:
+async def test_a_failed_consumer_is_heard_and_gets_no_more() -> None:
     """Its tokens are lost: an answer that went on to its end would have a hole."""
+    taken: list[int] = []
 
-    def refuse(tokens: Tokens) -> bool:
-        raise ValueError(f"token {tokens[0].token_id}")
+    def take(tokens: Tokens) -> bool:
+        taken.append(tokens[0].position)
+        if tokens[0].position:
+            raise ValueError(f"token {tokens[0].token_id}")
+        return True
 
-    shell = a_shell()
-    arrive(shell, 0)
-    assert await anext(shell) == [AnswerToken(0, 0)]
-    shell.offer_to(refuse)
+    shell = a_shell(take)
+    await step(shell, 0)
+    assert await shell.wait()
     await step(shell, 1)
     arrive(shell, 2, FinishReason.STOP)
     with pytest.raises(ValueError, match="token 1"):
-        await anext(shell)
+        await shell.wait()
+    assert taken == [0, 1]
 
 
 async def test_who_reads_no_part_is_woken_for_many_tokens_or_the_end() -> None:
     """Not for each step; all tokens come, in order."""
-    shell = a_shell()
-    shell.hold()
-    arrive(shell, 0)
-    for position in range(1, HELD_TOKENS - 1):
-        await step(shell, position)
-    assert await next_tokens(shell) is None
-    await step(shell, HELD_TOKENS - 1)
-    assert await next_tokens(shell) == answer_tokens(range(HELD_TOKENS))
-    await step(shell, HELD_TOKENS)
-    assert await next_tokens(shell) is None
-    arrive(shell, HELD_TOKENS + 1, FinishReason.STOP)
-    last = HELD_TOKENS, HELD_TOKENS + 1
-    assert await next_tokens(shell) == answer_tokens(last, FinishReason.STOP, first=HELD_TOKENS)
+    async with an_answer() as (shell, answers):
+        for position in range(HELD_TOKENS - 1):
+            await step(shell, position)
+        assert await next_positions(answers) is None
+        await step(shell, HELD_TOKENS - 1)
+        assert await next_positions(answers) == [*range(HELD_TOKENS)]
+        await step(shell, HELD_TOKENS)
+        assert await next_positions(answers) is None
+        arrive(shell, HELD_TOKENS + 1, FinishReason.STOP)
+        assert await next_positions(answers) == [HELD_TOKENS, HELD_TOKENS + 1]
+        assert await answers.next() == []
 
 
-async def test_who_holds_hears_of_a_failure() -> None:
+async def test_who_reads_no_part_hears_of_a_failure() -> None:
     """What had come until then, then the error."""
-    shell = a_shell()
-    shell.hold()
-    arrive(shell, 0)
-    shell.apply(shell.lifecycle.leg_failed(0, Leg.WHOLE, WorkerLost("gone"), lost=True))
-    assert await anext(shell) == [AnswerToken(0, 0)]
-    with pytest.raises(WorkerLost):
-        await anext(shell)
+    async with an_answer() as (shell, answers):
+        arrive(shell, 0)
+        shell.apply(shell.lifecycle.leg_failed(0, Leg.WHOLE, WorkerLost("gone"), lost=True))
+        assert await next_positions(answers) == [0]
+        with pytest.raises(WorkerLost):
+            await answers.next()
 
 
 async def test_an_event_without_effect_wakes_nobody() -> None:
     """Decode's grant before token 1, for one."""
-    shell = a_shell()
-    waiting = asyncio.get_running_loop().create_task(anext(shell))
+    shell = a_shell(lambda tokens: True)
+    waiting = asyncio.get_running_loop().create_task(shell.wait())
     await asyncio.sleep(0)
     wakes = 0
     wake = shell._wake
