@@ -324,7 +324,7 @@ class WorkerConfig(ServiceConfig):
 
     dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "float16")] = "auto"
     """float32, bfloat16, float16, or auto: as the checkpoint says, but float32 instead of 16 bits
-    on a CPU without native kernels."""
+    on a CPU without native kernels, and with --engine vllm 16 bits instead of float32."""
 
     threads: Annotated[int, Between(0, 1024)] = 0
     """CPU threads of the engine; 0 = as many as cores, shared among the local workers."""

@@ -235,6 +235,19 @@ def test_a_pool_of_another_width_is_refused(on_device: bool) -> None:
         kind.pools(ranks, on_device=on_device)
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+def test_kv_beside_that_of_the_layers_is_refused(on_device: bool) -> None:
+    """A pool more than there are layers, or one of other numbers: frames have no place for it."""
+    kind = DENSE[1]
+    (more,) = kind.empty(1)
+    more.append(more[0])
+    (other,) = kind.empty(1)
+    other[1] = other[1].to(torch.uint8)
+    for pools in (more, other):
+        with pytest.raises(EngineFailed, match="one kind a layer"):
+            kind.pools([pools], on_device=on_device)
+
+
 def test_packed_pools_that_are_no_whole_blocks_are_refused() -> None:
     """Keys and values would be views of copies, and writes would be lost."""
     kind = DENSE[0]

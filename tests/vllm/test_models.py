@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared.errors import ModelError
+from shared.errors import EngineFailed, MeshError, ModelError
 from tests.support.engine_driver import Driver, greedy
 from tests.support.vllm_checkpoints import reference
 from tests.vllm.conftest import EngineOf
@@ -143,3 +143,31 @@ def test_kv_in_fp8_moves_with_its_bits(engine_of: EngineOf) -> None:
     params = greedy(NUM_NEW)
     want = [driver.run_alone(prompt, params).output for prompt in prompts()]
     require_alone_and_moved(driver, want)
+
+
+def test_a_model_that_arguments_change_is_another_one(engine_of: EngineOf) -> None:
+    """Else a worker whose rotary angles are others would take KV, and read back what it had kept
+    before; ranks and whatever else is for speed change nothing."""
+    plain = engine_of("llama").spec.fingerprint
+    changed = engine_of("llama", vllm_args="""hf_overrides='{"rope_theta":20000.0}'""")
+    assert changed.spec.fingerprint != plain
+    assert engine_of("llama", vllm_args="stream_interval=2").spec.fingerprint == plain
+
+
+@pytest.mark.parametrize(
+    ("argument", "error"),
+    [
+        ("kv_cache_dtype=int8_per_token_head", ModelError),
+        pytest.param(
+            """kv_cache_dtype=fp8 kv_cache_dtype_skip_layers='["0"]'""",
+            EngineFailed,
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
+def test_kv_that_frames_have_no_place_for_is_refused(
+    argument: str, error: type[MeshError], engine_of: EngineOf
+) -> None:
+    """Scales beside it, or layers that keep it in another dtype."""
+    with pytest.raises(error, match="KV"):
+        engine_of("llama", dtype="bfloat16", vllm_args=argument)

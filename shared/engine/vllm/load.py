@@ -82,7 +82,7 @@ def load_vllm(
         stack.callback(core.shutdown)
         group = _only_group(core, folder)
         layout = _layout(wanted, group)
-        spec = _spec(files, wanted, release)
+        spec = _spec(files, wanted, arguments, release)
         pools: Pools
         streams = Streams()
         if device.type == "cuda":
@@ -220,12 +220,12 @@ def _configured(
     }
     if not is_cpu:
         common["gpu_memory_utilization"] = config.gpu_memory_share
-    block_size = settings.block_size_of(
+    common["block_size"] = settings.block_size_of(
         config, is_cpu=is_cpu, has_latent_kv="kv_lora_rank" in files.text_config
     )
     settings.require_known(arguments, {field.name for field in dataclasses.fields(EngineArgs)})
     try:
-        made = EngineArgs(**common, block_size=block_size, **arguments).create_engine_config()
+        made = EngineArgs(**common | dict(arguments)).create_engine_config()
     except MeshError:
         raise
     except Exception as error:
@@ -271,10 +271,7 @@ def _core(wanted: Any, begins: Callable[[str], None]) -> Any:
 
 
 def _told(error: Exception) -> str:
-    """The first lines of what vLLM says that say something."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    told = [line for line in lines if line and not line.startswith("For further information")]
-    return settings.in_our_words(" ".join(told[:3])[:600]) or type(error).__name__
+    return settings.in_our_words(str(error)) or type(error).__name__
 
 
 def _only_group(core: Any, folder: Path) -> Any:
@@ -292,7 +289,13 @@ def _only_group(core: Any, folder: Path) -> Any:
 def _layout(wanted: Any, group: Any) -> KvLayout:
     model = wanted.model_config
     cached = wanted.cache_config.cache_dtype
-    dtype = _FP8.get(cached) or _KV_DTYPES[group.dtype]
+    dtype = _FP8.get(cached) or _KV_DTYPES.get(group.dtype)
+    if dtype is None:
+        raise ModelError(
+            f"--vllm-args kv_cache_dtype={cached}: KV is moved in 32 and 16 bits and as fp8, "
+            "without scales of its own",
+            code="vllm_model",
+        )
     num_layers = model.get_num_layers(wanted.parallel_config)
     if model.use_mla:
         return KvLayout(
@@ -306,13 +309,14 @@ def _layout(wanted: Any, group: Any) -> KvLayout:
     )
 
 
-def _spec(files: ModelFolder, wanted: Any, release: str) -> ModelSpec:
+def _spec(files: ModelFolder, wanted: Any, arguments: Mapping[str, Any], release: str) -> ModelSpec:
     model = wanted.model_config
     served = str(model.dtype).removeprefix("torch.")
     eos = files.eos_token_ids
+    canonical = _canonical(files) + settings.changes_of_the_model(arguments)
     return ModelSpec(
         name=files.path.resolve().name,
-        fingerprint=Checkpoint(files).digest(_canonical(files), served, repr(sorted(eos))),
+        fingerprint=Checkpoint(files).digest(canonical, served, repr(sorted(eos))),
         vocab_size=model.get_vocab_size(),
         max_model_len=model.max_model_len,
         eos_token_ids=eos,

@@ -54,6 +54,8 @@ class HostPools:
         _, self._dtype = _OCTETS[DTYPE_BYTES[layout.dtype]]
         self._pools = [pool for pools in ranks for pool in pools]
         self._layers: list[list[_Part]] = []
+        for pools in ranks:
+            _require_uniform(pools, layout)
         for pools in zip(*ranks, strict=True):
             parts: list[_Part] = []
             for heads, pool in zip(_heads(len(ranks), layout), pools, strict=True):
@@ -95,6 +97,7 @@ class DevicePools:
 
     def __init__(self, pools: Sequence[torch.Tensor], layout: KvLayout) -> None:
         """pools: one a layer."""
+        _require_uniform(pools, layout)
         self._layout = layout
         self._type, _ = _OCTETS[DTYPE_BYTES[layout.dtype]]
         every_head = slice(0, layout.num_kv_heads)
@@ -146,6 +149,16 @@ class DevicePools:
 
 
 Pools = HostPools | DevicePools
+
+
+def _require_uniform(pools: Sequence[torch.Tensor], layout: KvLayout) -> None:
+    """Raises EngineFailed: there is KV that frames have no place for."""
+    sizes = {pool.element_size() for pool in pools}
+    if len(pools) != layout.num_layers or sizes != {DTYPE_BYTES[layout.dtype]}:
+        raise EngineFailed(
+            f"vLLM keeps {len(pools)} kinds of KV for {layout.num_layers} layers, with numbers of "
+            f"{sorted(sizes)} bytes: what is handed over is one kind a layer, all in {layout.dtype}"
+        )
 
 
 def _frame_shape(layout: KvLayout, num_layers: int, num_tokens: int) -> tuple[int, ...]:

@@ -20,9 +20,12 @@ from shared.errors import InvalidRequest
 
 _OURS: Mapping[str, str] = {
     "model": "--model",
+    "model_weights": "--model",
+    "hf_config_path": "--model",
     "tokenizer": "--model",
     "dtype": "--dtype",
     "device": "--device",
+    "device_ids": "--device",
     "max_model_len": "--max-model-len",
     "max_num_seqs": "--max-running",
     "max_num_batched_tokens": "--token-budget",
@@ -47,27 +50,54 @@ _ADVISED: Mapping[str, str] = {
 
 _REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
-        ("scheduler_cls", "async_scheduling", "scheduling_policy", "enable_chunked_prefill"),
+        (
+            *("scheduler_cls", "async_scheduling", "scheduling_policy", "enable_chunked_prefill"),
+            *("max_num_scheduled_tokens", "long_prefill_token_threshold", "watermark"),
+        ),
         "pdmesh schedules",
     ),
     **dict.fromkeys(
         ("kv_transfer_config", "kv_events_config", "ec_transfer_config"), "pdmesh moves KV"
     ),
+    **dict.fromkeys(
+        ("kv_offloading_size", "kv_offloading_backend"),
+        "--dram-cache and --ssd-cache keep KV below the pool",
+    ),
+    **dict.fromkeys(
+        ("decode_context_parallel_size", "prefill_context_parallel_size"),
+        "a rank must have its heads' KV of every token; tensor_parallel_size is served",
+    ),
     "logits_processors": "pdmesh samples",
     "logprobs_mode": "logprobs are those of the raw distribution",
-    "speculative_config": "speculative decoding is not supported",
+    **dict.fromkeys(
+        ("speculative_config", "spec_method", "spec_model", "spec_tokens"),
+        "speculative decoding is not supported",
+    ),
     "enable_lora": "LoRA is not supported",
     "trust_remote_code": "code from a model folder is never run",
     "disable_hybrid_kv_cache_manager": "all layers share one kind of block",
     "pipeline_parallel_size": "a layer's KV must be ready before the next layer's, which stages in "
     "a pipeline do not keep to; tensor_parallel_size is served",
-    "data_parallel_size": "start more workers instead",
+    **dict.fromkeys(
+        ("data_parallel_size", "data_parallel_size_local", "data_parallel_rank"),
+        "start more workers instead",
+    ),
     "enable_expert_parallel": "experts on several devices need steps in lock-step",
-    "distributed_executor_backend": "ranks are processes of this host",
+    **dict.fromkeys(
+        ("distributed_executor_backend", "nnodes", "node_rank"), "ranks are processes of this host"
+    ),
     "load_format": "safetensors alone are loaded",
     "skip_tokenizer_init": "the gateway has the tokenizer",
 }
 """What does not go together with what pdmesh does, and why."""
+
+_CHANGES_THE_MODEL = (
+    "hf_overrides",
+    "quantization",
+    "quantization_config",
+    "model_class_overrides",
+)
+"""What makes another function of the same folder: what was computed with it fits nothing else."""
 
 
 def read_arguments(text: str) -> dict[str, Any]:
@@ -95,7 +125,10 @@ def read_arguments(text: str) -> dict[str, Any]:
         key, equals, value = part.removeprefix("--").partition("=")
         if not equals or not key:
             raise _wrong(f"{part!r} is no key=value")
-        found[key.replace("-", "_")] = _value(value)
+        key = key.replace("-", "_")
+        if key in found:
+            raise _wrong(f"{key} is there twice")
+        found[key] = _value(key, value)
     return _checked(found)
 
 
@@ -109,8 +142,20 @@ def require_known(arguments: Iterable[str], known: AbstractSet[str]) -> None:
             raise _wrong(f"vLLM's engine takes no {key}{hint}")
 
 
+def changes_of_the_model(arguments: Mapping[str, Any]) -> str:
+    """Return what workers must have in common to be of one model; '' = nothing but the folder."""
+    changes = {key: arguments[key] for key in _CHANGES_THE_MODEL if arguments.get(key)}
+    return json.dumps(changes, sort_keys=True) if changes else ""
+
+
 def in_our_words(text: str) -> str:
-    """Return what vLLM advises with our flags for its arguments."""
+    """Return the first lines of what vLLM says that say something, with our flags for its
+    arguments; pydantic, which checks those, adds how it came to its verdict."""
+    lines = [
+        re.sub(r"^Value error, | \[type=.*\]$", "", line.strip()) for line in text.splitlines()
+    ]
+    noise = re.compile(r"For further information|\d+ validation errors? for |$")
+    text = " ".join([line for line in lines if not noise.match(line)][:3])[:600]
     for pattern, flag in _ADVISED.items():
         text = re.sub(pattern, flag, text)
     return re.sub(r"(--[a-z-]+)(?:(?:,| or| and) \1)+\b", r"\1", text)
@@ -160,13 +205,17 @@ def _object(text: str, path: Path) -> dict[str, Any]:
         raise _wrong(f"{path} is no JSON object: {error}") from None
 
 
-def _value(text: str) -> Any:
+def _value(key: str, text: str) -> Any:
     lowered = text.lower()
     if lowered in ("true", "false"):
         return lowered == "true"
     try:
         return json.loads(text)
     except ValueError:
+        if text.startswith(("{", "[")):
+            raise _wrong(
+                f"{key} is no JSON: quotes are a shell's here, so write {key}='{{...}}'"
+            ) from None
         return text
 
 
@@ -185,7 +234,7 @@ def _checked(arguments: dict[str, Any]) -> dict[str, Any]:
 def _changes_nothing(key: str, value: Any) -> bool:
     """Whether a refused argument is set to what holds anyway. True equals 1, and a switch that is
     on is not a size of one."""
-    if key.endswith("_size"):
+    if key.endswith("_parallel_size"):
         return value is None or (value == 1 and not isinstance(value, bool))
     return value in (False, None)
 

@@ -14,6 +14,7 @@ from shared.config import PrefillConfig
 from shared.engine.vllm import release as releases
 from shared.engine.vllm.settings import (
     block_size_of,
+    changes_of_the_model,
     in_our_words,
     is_eager,
     num_ranks,
@@ -75,6 +76,8 @@ def test_a_file_has_lines_with_comments_or_one_object(
         ("=1", "'=1' is no key=value"),
         ("--=1", "'--=1' is no key=value"),
         ("a='1", "cannot be split"),
+        ("a=1 --a=2", "a is there twice"),
+        ("""hf_overrides={"rope_theta": 2}""", "write hf_overrides='{...}'"),
     ],
 )
 def test_what_cannot_be_read_is_told(text: str, words: str) -> None:
@@ -112,6 +115,7 @@ def test_a_file_is_checked_as_words_are(tmp_path: Path, content: bytes, words: s
         ("tokenizer", "--model"),
         ("dtype", "--dtype"),
         ("device", "--device"),
+        ("hf_config_path", "--model"),
         ("max_model_len", "--max-model-len"),
         ("max-num-seqs", "--max-running"),
         ("--max-num-batched-tokens", "--token-budget"),
@@ -143,11 +147,15 @@ def test_what_a_flag_of_ours_sets_is_refused_with_that_flag(key: str, flag: str)
         ("ec_transfer_config={}", "pdmesh moves KV"),
         ("logits_processors=mine", "pdmesh samples"),
         ("logprobs_mode=processed_logits", "logprobs are those of the raw distribution"),
+        ("kv_offloading_size=1", "--dram-cache and --ssd-cache keep KV below the pool"),
+        ("decode_context_parallel_size=2", "tensor_parallel_size is served"),
         ("speculative_config={}", "speculative decoding is not supported"),
+        ("spec_method=ngram", "speculative decoding is not supported"),
         ("enable_lora=yes", "LoRA is not supported"),
         ("trust_remote_code=yes", "code from a model folder is never run"),
         ("pipeline_parallel_size=2", "tensor_parallel_size is served"),
         ("data_parallel_size=2", "start more workers instead"),
+        ("nnodes=2", "ranks are processes of this host"),
         ("enable_expert_parallel=yes", "steps in lock-step"),
         ("distributed_executor_backend=ray", "ranks are processes of this host"),
         ("load_format=dummy", "safetensors alone are loaded"),
@@ -224,6 +232,14 @@ def test_a_block_is_one_that_vllms_kernels_can_have(
     assert block_size_of(config, is_cpu=is_cpu, has_latent_kv=has_latent_kv) == wanted
 
 
+def test_what_makes_another_function_of_a_folder_makes_another_model() -> None:
+    """And nothing else does: neither speed, nor what is said twice in another order."""
+    assert changes_of_the_model(read_arguments("enforce_eager=true tensor_parallel_size=2")) == ""
+    one = changes_of_the_model({"hf_overrides": {"a": 1, "b": 2}, "quantization": "fp8"})
+    assert one == changes_of_the_model({"quantization": "fp8", "hf_overrides": {"b": 2, "a": 1}})
+    assert one != changes_of_the_model({"quantization": "fp8", "hf_overrides": {"b": 2, "a": 2}})
+
+
 def test_an_argument_that_vllm_has_not_is_told_with_one_like_it() -> None:
     """But never with one that is refused."""
     known = {"quantization", "enforce_eager", "max_num_seqs"}
@@ -244,6 +260,17 @@ def test_an_argument_that_vllm_has_not_is_told_with_one_like_it() -> None:
         (
             "Try increasing `gpu_memory_utilization` or decreasing `max_model_len`.",
             "Try increasing --gpu-memory-share or decreasing --max-model-len.",
+        ),
+        (
+            "1 validation error for VllmConfig\n  Value error, 4 heads. [type=value_error, "
+            "input_value=ArgsKwargs((), {}), input_type=ArgsKwargs]\n    For further information "
+            "visit https://errors.pydantic.dev/2/v/value_error",
+            "4 heads.",
+        ),
+        (
+            "1 validation error for ModelConfig\nenforce_eager\n  Input should be a valid boolean "
+            "[type=bool_parsing, input_value='maybe', input_type=str]",
+            "enforce_eager Input should be a valid boolean",
         ),
         ("its model has a dtype", "its model has a dtype"),
         ("my_max_model_lens", "my_max_model_lens"),
