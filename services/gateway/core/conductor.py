@@ -27,6 +27,9 @@ SAME = 0.1
 Gateways that decide at once then choose apart (bench/conductor: a lower mean TTFT than with 0.05 or
 none)."""
 
+FEW = 8
+"""So many workers are looked at one by one, which is quicker than by columns."""
+
 NO_ROOM_S = 1000.0
 """Added to the score of a decode worker that would have to make room first."""
 
@@ -105,9 +108,8 @@ class Conductor(Local):
         """Return seconds; tokens and shares, where not every worker's speed is known and
         believed."""
         scores, terms, place = _prompt_scores(request, sides)
-        soonest = sides.prefills[place]
-        if len(sides.decodes) > 1 or soonest.incarnation != sides.decodes[0].incarnation:
-            return Scores(scores, _answer_scores(request, sides, soonest), terms)
+        if len(sides.decodes) > 1:
+            return Scores(scores, _answer_scores(request, sides, sides.prefills[place]), terms)
         return Scores(scores, _taken_shares(sides), terms)
 
 
@@ -115,12 +117,13 @@ def _prompt_scores(
     request: RouteRequest, sides: Sides
 ) -> tuple[Sequence[float], Sequence[PromptTerms], int]:
     """Return the workers' scores, what each is made of, and the place of the least."""
-    # With one worker nobody needs columns, and numpy is not imported for its first request.
-    if len(sides.prefills) > 1 or request.fetches is not None:
+    workers = sides.prefills
+    if len(workers) > FEW or request.fetches is not None:
         return _scores_in_columns(request, sides)
-    (worker,) = sides.prefills
-    terms = _terms_of(worker, request, is_s=worker.is_predictable)
-    return [terms.score], [terms], 0
+    is_s = all(worker.is_predictable for worker in workers)
+    terms = [_terms_of(worker, request, is_s=is_s) for worker in workers]
+    scores = [it.score for it in terms]
+    return scores, terms, scores.index(min(scores))
 
 
 def _scores_in_columns(
@@ -153,9 +156,9 @@ def _scores_in_columns(
 
 def _taken_shares(sides: Sides) -> Sequence[float]:
     """Return the decode workers' shares of blocks that are taken."""
-    if len(sides.decodes) > 1:
+    if len(sides.decodes) > FEW:
         return sides.in_columns()[1].shares()
-    return [sides.decodes[0].reserved_share]
+    return [worker.reserved_share for worker in sides.decodes]
 
 
 def _terms_of(worker: Worker, request: RouteRequest, *, is_s: bool) -> PromptTerms:
@@ -204,10 +207,32 @@ def _compute_s(worker: Worker, cached: int, num_tokens: int) -> float:
 def _answer_scores(request: RouteRequest, sides: Sides, prefill: Worker) -> Sequence[float]:
     """Return the seconds a token that an answer would take on each decode worker; where they are
     not known of each, the shares of blocks that are taken."""
+    num_tokens, num_output = request.num_tokens, _num_output(request)
+    if len(sides.decodes) <= FEW:
+        if not all(worker.is_step_predictable for worker in sides.decodes):
+            return _taken_shares(sides)
+        return [_answer_s(worker, request, prefill) for worker in sides.decodes]
     _, side = sides.in_columns()
-    columns, num_tokens = side.answers(), request.num_tokens
-    num_output = max(1, request.num_output_tokens or request.max_new_tokens)
+    columns = side.answers()
     missing = num_tokens - side.cached(request.cached, num_tokens)
     seconds = columns.step_s(num_tokens, NO_ROOM_S)
     seconds += missing * (sides.decodes[0].layout.token_bytes / num_output) * side.byte_s(prefill)
     return side.numbers(seconds) if side.are_known(seconds) else side.shares()
+
+
+def _answer_s(worker: Worker, request: RouteRequest, prefill: Worker) -> float:
+    """Return the same of one."""
+    num_tokens = request.num_tokens
+    context = worker.reserved_tokens + num_tokens
+    seconds = worker.status.answer_steps.seconds(worker.num_answers + 1, context)
+    if context >= worker.capacity_tokens:
+        seconds += NO_ROOM_S
+    if (speed := prefill.status.speeds.get(worker.incarnation, 0.0)) > 0.0:
+        hit = request.cached.get(worker.place, NOTHING)
+        num_bytes = (num_tokens - min(hit.tokens, num_tokens)) * worker.layout.token_bytes
+        seconds += num_bytes / speed / _num_output(request)
+    return seconds
+
+
+def _num_output(request: RouteRequest) -> int:
+    return max(1, request.num_output_tokens or request.max_new_tokens)

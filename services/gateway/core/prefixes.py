@@ -52,6 +52,10 @@ class HashedPrompt:
         self.keys: dict[int, Keys] = {}
         """Those of its granules, by their tokens, as far as somebody has asked."""
 
+    def has(self, num_tokens: int) -> bool:
+        """Whether it has so many tokens."""
+        return len(self.column) >= 4 * num_tokens
+
     def hashes(self, model_key: bytes, every: int) -> list[bytes]:
         """Return the hashes of its prefixes of so many tokens, twice, three times as many..."""
         return prefix_hashes(root_hash(model_key, self.salt), self.column, every)
@@ -145,8 +149,8 @@ class Prefixes:
     # --- one prompt ------------------------------------------------------------------------------
 
     def cached(self, prompt: HashedPrompt, now: float) -> Holdings | None:
-        """Return what each worker has of a prompt. None: with one worker there is no choice, and
-        nobody looks."""
+        """Return what each worker has of a prompt. None: with one worker there is no choice, a
+        prompt shorter than a granule is told of by nobody; so nobody looks."""
         found = self.found(prompt, now)
         if found is not None:
             finest = min(self._strides)
@@ -156,7 +160,7 @@ class Prefixes:
     def found(self, prompt: HashedPrompt, now: float) -> Holdings | None:
         """The same for who only asks: it is no prompt more."""
         index = self.index
-        if index is None or len(self._workers) < 2:
+        if index is None or len(self._workers) < 2 or not prompt.has(min(self._strides)):
             return None
         found = {
             stride: index.match(self._keys(prompt, stride), stride, now) for stride in self._strides
@@ -176,8 +180,9 @@ class Prefixes:
 
     def chosen(self, prompt: HashedPrompt, worker: Worker, num_cached: int, due: float) -> None:
         """A decision sends the prompt there, where it will be computed by then."""
-        if self.index is not None and worker.incarnation in self._workers:
-            stride = self._stride(worker)
+        if self.index is None or worker.incarnation not in self._workers:
+            return
+        if prompt.has(stride := self._stride(worker)):
             keys = self._keys(prompt, stride)
             self.index.expect(worker.place, keys, num_cached // stride, due)
 

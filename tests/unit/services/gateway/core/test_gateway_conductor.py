@@ -10,15 +10,20 @@ from typing import Any
 
 import pytest
 
+from services.gateway.core import conductor
 from services.gateway.core.decision_record import record_of
 from services.gateway.core.decision_record import replay as decide_again
 from services.gateway.core.fetches import FIRST_FETCH_S, FetchTimes, Hit, OffersOf
 from services.gateway.core.holdings import Holdings
 from services.gateway.core.peer_table import PeerTable
+from services.gateway.core.prefixes import HashedPrompt
+from services.gateway.core.router import Router
 from services.gateway.core.routing import POLICIES, RouteDecision, route
 from services.gateway.core.sides import RouteRequest
 from services.gateway.core.worker import Role
 from shared.ids import Incarnation, StreamId
+from shared.kv.prefix_hash import UNIT
+from shared.messages.columns import pack_u32
 from shared.predict.step_time import StepFit
 from tests.unit.services.gateway.core.test_gateway_routing import LAYOUT, a_mesh
 
@@ -250,7 +255,7 @@ def test_colocated_workers_decisions_come_out_of_their_records(num: int, is_know
 def test_columns_say_what_the_fits_say(seed: int) -> None:
     """Every part of a fit counts, and the steps that a prompt is cut into, as for one alone."""
     chance = random.Random(seed)
-    table = a_mesh(num_prefill=5, num_decode=4)
+    table = a_mesh(num_prefill=conductor.FEW + 1, num_decode=conductor.FEW + 1)
     for worker in table.workers:
         fits = (
             StepFit(chance.uniform(0.001, 0.1), chance.random() / 1e3, chance.random() / 1e6, 100)
@@ -277,6 +282,70 @@ def test_columns_say_what_the_fits_say(seed: int) -> None:
         context = worker.reserved_tokens + 1_000
         step_s = worker.status.answer_steps.seconds(worker.num_answers + 1, context)
         assert score == pytest.approx(step_s)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_few_workers_score_one_by_one_as_by_columns(
+    is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The quicker way for a handful: the same scores and pairs, also of what lies below a pool,
+    without room, and without a speed."""
+    chance = random.Random(4)
+    for _ in range(50):
+        table = a_known_mesh([chance.random() for _ in range(4)], num_decode=4)
+        for worker in table.workers:
+            fits = (
+                StepFit(chance.uniform(0.01, 0.1), chance.random() / 1e3, chance.random() / 1e6, 9)
+                for _ in range(2)
+            )
+            status = replace(
+                worker.status,
+                **dict(zip(("prompt_steps", "answer_steps"), fits, strict=True)),
+                dram_token_s=1e-5,
+                reserved_blocks=chance.randrange(worker.num_blocks + 1),
+                speeds={it: FAST * chance.randrange(2) for it in worker.status.speeds},
+            )
+            table.report(worker, status, 0.0)
+        if not is_known:
+            for worker in table.workers[0], table.workers[-1]:
+                bare = replace(worker.status, prompt_steps=StepFit(), answer_steps=StepFit())
+                table.report(worker, bare, 0.0)
+        hits = {place: Hit(chance.randrange(900), in_dram=64) for place in range(0, 8, 2)}
+        request = RouteRequest(num_tokens=1_000, max_new_tokens=10, cached=hits)
+        found: list[RouteDecision] = []
+        for few in (conductor.FEW, 0):
+            monkeypatch.setattr(conductor, "FEW", few)
+            decision = route(POLICIES["conductor"](), request, table.sides, 0.5)
+            assert decision is not None
+            found.append(decision)
+        one, other = found
+        assert one.places == other.places
+        assert list(one.scores.prefills) == pytest.approx(list(other.scores.prefills))
+        assert list(one.scores.decodes) == pytest.approx(list(other.scores.decodes))
+        for terms, others in zip(one.scores.terms, other.scores.terms, strict=True):
+            assert tuple(terms) == pytest.approx(tuple(others))
+
+
+def test_one_pair_and_a_short_prompt_need_no_columns_and_no_index(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where there is no choice, and where no worker can have told of the prompt, nobody looks:
+    three quarters of a small mesh's decision were that."""
+    table = a_known_mesh([0.0])
+    router = Router(POLICIES["conductor"](), table, index_bytes=1 << 20)
+    assert router.prefixes is not None
+    for worker in table.workers:
+        router.prefixes.joined(worker)
+    asked: list[int] = []
+    monkeypatch.setattr(
+        router.prefixes.index, "match", lambda keys, *_: asked.append(len(keys)) or Holdings.of({})
+    )
+    for num_tokens in (1, UNIT - 1, UNIT):
+        prompt = HashedPrompt(pack_u32(range(num_tokens)), b"")
+        request = RouteRequest(num_tokens=num_tokens, max_new_tokens=10, prompt=prompt)
+        assert router.route(request, 0.0, 0.5).decision is not None
+    assert asked == [1]
+    assert table._columns is None
 
 
 def test_while_a_speed_is_unknown_tokens_are_compared() -> None:
