@@ -113,7 +113,7 @@ class KvEnds:
             if order.task is not Task.PROMPT or order.peer is None:
                 continue
             pushes.append(order.key)
-            if row.start and sequence in plan.admitted:
+            if 0 < row.start == sequence.num_cached_tokens:  # its first row
                 self._plan_span(order.key, 0, row.start, is_cached=True)
             self._plan_span(order.key, row.start, row.stop, is_cached=False)
         return pushes

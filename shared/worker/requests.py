@@ -388,12 +388,12 @@ class Requests:
             metrics.cached_tokens.inc(sequence.num_cached_tokens)
 
     def announce(self, plan: StepPlan) -> Sequence[PushHandle]:
-        """See ``StepSink``. A prefix found in the cache goes first."""
+        """See ``StepSink``. A prefix found in the cache goes first, with the first row: that may
+        come later than the blocks, for a step's budget depends on where the row begins."""
         if not self._prompts or not plan.num_prefill_tokens:
             return ()
         assert self._pusher is not None
         failpoint("prefill.before_first_frame")
-        admitted = set(map(id, plan.admitted))
         spans: list[PlannedSpan] = []
         for sequence, row in zip(plan.sequences, plan.rows, strict=True):
             if not sequence.is_prefill_only:
@@ -402,7 +402,7 @@ class Requests:
             note(Moment.PLANNED, request.order.key.request_id, start=row.start, stop=row.stop)
             if request.push is None:
                 continue
-            if id(sequence) in admitted and row.start > 0:
+            if 0 < row.start == sequence.num_cached_tokens:
                 request.push.span(0, row.start, is_cached=True)
             spans.append((request.push, row.start, row.stop))
         self._pusher.step_planned(spans, self._step_seconds(plan))

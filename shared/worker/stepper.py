@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn, Protocol
 
 from shared.engine.worker import BegunStep, ComputeRunner, StepDone
-from shared.errors import MeshError
+from shared.errors import MeshError, Retry, WorkerLost
 from shared.failpoints import failpoint
 from shared.schedule.plan import Failure, NewToken, StepPlan
 from shared.schedule.scheduler import Scheduler
@@ -126,7 +126,8 @@ class Stepper:
     async def run(self) -> NoReturn:
         """Step until cancelled.
 
-        Raises EngineFailed: the sink has been told; the process should end.
+        Raises EngineFailed, or another error that no request is to blame for: the sink has been
+        told, and what it holds may be computed elsewhere; the process should end.
         """
         try:
             while True:
@@ -137,7 +138,8 @@ class Stepper:
                     continue
                 await self._step()
         except MeshError as error:
-            self._sink.fail_all(error)
+            is_bug = error.retry is Retry.NEVER
+            self._sink.fail_all(WorkerLost(f"a worker ended: {error}") if is_bug else error)
             raise
         finally:
             self._withdraw()

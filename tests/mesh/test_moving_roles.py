@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ import pytest
 from services.gateway.core.pools import Pool, pool_of
 from services.gateway.core.worker import Role
 from shared import wire
-from shared.engine.fake import FakeTiming
+from shared.engine.fake import FakeEngine, FakeTiming
 from shared.errors import DeadlinePassed, InvalidRequest, NotFound, WorkerLost
+from shared.predict.step_time import attended
 from shared.rpc.methods import CHANGE_ROLE
+from shared.step import StepRow
 from tests.support.calls import call_unary
 from tests.support.storm import storm
 from tests.support.tiers import few
@@ -29,6 +32,13 @@ EITHER: dict[str, Any] = {
     "decode": {"movable": True},
 }
 SLOW = FakeTiming(base_s=0.01, prefill_token_s=0.0005)
+
+
+class DeepIsDear(FakeEngine):
+    """A microsecond for each position that a token attends to."""
+
+    def step_seconds(self, rows: Sequence[StepRow]) -> float:
+        return super().step_seconds(rows) + 1e-6 * sum(attended(it.start, it.stop) for it in rows)
 
 
 def pools(mesh: WholeMesh, gateway: int = 0) -> list[str]:
@@ -80,6 +90,19 @@ async def test_a_spike_of_prompts_borrows_the_token_pool_and_lets_it_go() -> Non
         assert len({a.receipt["prefill"] for a in answers}) > 1  # others computed prompts, too
         await all_home(mesh)
         assert pools(mesh) == ["prompt", "token", "token"]
+
+
+@virtual_time
+async def test_a_prompt_that_begins_deep_in_the_cache_gets_its_first_row_a_step_later() -> None:
+    """Beside answers a step's budget is time: tokens cost more the deeper they lie, so there may be
+    room for a prompt's beginning, and none for where this one goes on. What it has of the cache is
+    pushed all the same."""
+    sizes = {"num_prefill": 2, "num_decode": 2, "num_blocks": 2048}
+    async with whole_mesh(**EITHER, **sizes, timing=SLOW, engine=DeepIsDear) as mesh:
+        prompts = [a_prompt(1500, seed=1) + a_prompt(30, seed=10 + i) for i in range(28)]
+        answers = await ask_all(mesh, prompts, 12)
+        assert [answer.error for answer in answers] == [None] * 28
+        assert [answer.token_ids for answer in answers] == [expected(it, 12) for it in prompts]
 
 
 @virtual_time

@@ -24,6 +24,7 @@ from shared.errors import (
     DeadlinePassed,
     IncompatiblePeer,
     InvalidRequest,
+    InvariantViolated,
     Overloaded,
     ShuttingDown,
     WorkerLost,
@@ -335,6 +336,27 @@ async def test_a_worker_that_joins_late_takes_a_waiting_request() -> None:
             await asyncio.sleep(0.2)
             await mesh.start_worker("decode")
         assert asked.result().token_ids == expected(a_prompt(40), 6)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@virtual_time
+async def test_a_bug_that_ends_a_worker_costs_no_answer(role: str) -> None:
+    """What its steps held was not at fault, and is answered elsewhere, as after a kill."""
+    async with whole_mesh(num_prefill=2, num_decode=2, timing=SLOW) as mesh:
+        running = (mesh.prefills if role == "prefill" else mesh.decodes)[0]
+
+        def broken(_: object) -> None:
+            raise InvariantViolated("a count does not hold")
+
+        prompts = [a_prompt(40, seed=i) for i in range(6)]
+        async with asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(mesh.ask(prompt, 12)) for prompt in prompts]
+            await asyncio.sleep(0.05)
+            running.worker.requests.announce = broken
+        assert isinstance(running.error, InvariantViolated)
+        answers = [task.result() for task in asked]
+        assert [answer.error for answer in answers] == [None] * 6
+        assert [answer.token_ids for answer in answers] == [expected(it, 12) for it in prompts]
 
 
 @virtual_time
