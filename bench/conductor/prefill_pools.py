@@ -23,11 +23,10 @@ from services.cli.bench.workload import BLOCK_TOKENS, Ask
 from services.gateway.core.fetches import FetchOrder
 from services.gateway.core.peer_table import PeerTable
 from services.gateway.core.prefixes import HashedPrompt, PrefixReports
-from services.gateway.core.router import Router
+from services.gateway.core.router import SMALL_SURPRISE, Router
 from services.gateway.core.routing import POLICIES, RouteDecision
 from services.gateway.core.sides import RouteRequest
 from services.gateway.core.worker import Role, Worker, WorkerStatus
-from services.gateway.workers.cluster import SMALL_SURPRISE
 from services.planner.core.fetch import ATTENTION_OPS, DEVICE_FLOPS, LINEAR_OPS
 from services.planner.core.kv_size import PUBLISHED
 from services.sim.clock import WIRE_S, EventClock

@@ -23,6 +23,7 @@ from typing import NamedTuple
 from services.gateway.core import admission
 from services.gateway.core.admission import Admission, Admit, TurnAway
 from services.gateway.core.dispatcher import BlamePair, Dispatcher, Effect, LookForPair, Send
+from services.gateway.core.expectations import Outcome
 from services.gateway.core.lifecycle import CancelLeg, End, Leg, Lifecycle, Reroute
 from services.gateway.core.overload import Overload, OverloadMode
 from services.gateway.core.prefixes import HashedPrompt
@@ -260,33 +261,34 @@ class CoreMesh(Members):
         self._perform(self._admission.leave(answer.key, self.clock.now))
 
     def _learn(self, answer: CoreAnswer) -> None:
-        """Tell predictions what came of them: see ``PredictionWatcher``."""
-        expectations, came = self.router.expectations, answer.computed
-        if answer.error is None:
-            expectations.ended(len(answer.prompt), answer.life.num_output_tokens)
-        if came is None or answer.life.num_attempts > 1 or not answer.token_times:
+        """Hold what was expected of it against what came of it."""
+        if not answer.decisions:
             return
-        decision = answer.decisions[-1]
-        if came.fetched_tokens and decision.fetch is not None:
-            expectations.fetches.fetched(
-                decision.fetch.source,
-                decision.prefill,
-                num_bytes=came.fetched_bytes,
-                seconds=came.fetch_s,
-            )
-        if came.cached_tokens:
-            return
-        ttft_s, waited_s = answer.token_times[0] - answer.asked_at, answer.sent_at - answer.asked_at
-        handover_s = ttft_s - waited_s - came.queue_s - came.compute_s
-        expectations.handed_over(handover_s, is_colocated=decision.is_colocated)
-        if decision.prediction is not None:
-            predicted_s = waited_s + decision.prediction.ttft_s
-            is_believed = expectations.answered(
-                decision.prefill, predicted_s=predicted_s, actual_s=ttft_s, now=self.clock.now
-            )
-            worker = self.table.get(decision.prefill)
-            if is_believed is not None and worker is not None:
-                worker.is_believed = is_believed
+        decision, times = answer.decisions[-1], answer.token_times
+        came, waited_s = (
+            answer.computed or PromptTimes(0.0, 0.0, 0),
+            answer.sent_at - answer.asked_at,
+        )
+        ttft_s = times[0] - answer.asked_at if times else None
+        self.router.learn(
+            Outcome(
+                prefill=decision.prefill,
+                decode=decision.decode,
+                is_whole=answer.error is None,
+                num_attempts=answer.life.num_attempts,
+                prompt_tokens=len(answer.prompt),
+                output_tokens=answer.life.num_output_tokens,
+                ttft_s=ttft_s,
+                predicted_ttft_s=decision.prediction and waited_s + decision.prediction.ttft_s,
+                handover_s=(ttft_s or 0.0) - waited_s - came.queue_s - came.compute_s,
+                cached_tokens=came.cached_tokens,
+                predicted_cached_tokens=decision.num_cached,
+                fetched_from=decision.fetch and decision.fetch.source,
+                fetched_bytes=came.fetched_bytes,
+                fetch_s=came.fetch_s,
+            ),
+            self.clock.now,
+        )
 
     def _lost(self, member: Member, error: MeshError) -> None:
         for answer in list(self._answers.values()):

@@ -64,6 +64,27 @@ class Prediction(NamedTuple):
         )
 
 
+class Outcome(NamedTuple):
+    """What came of an answer that is over, of its last attempt. handover_s: of its token 1; ttft_s
+    None = it has none. fetched_from: whom the prompt's worker was told to fetch from, None =
+    nobody."""
+
+    prefill: Incarnation
+    decode: Incarnation
+    is_whole: bool
+    num_attempts: int
+    prompt_tokens: int
+    output_tokens: int
+    ttft_s: float | None
+    predicted_ttft_s: float | None
+    handover_s: float
+    cached_tokens: int
+    predicted_cached_tokens: int
+    fetched_from: Incarnation | None = None
+    fetched_bytes: int = 0
+    fetch_s: float = 0.0
+
+
 @dataclass(slots=True)
 class _Record:
     """Errors of one worker's predictions. errors: with the time of each."""

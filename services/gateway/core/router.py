@@ -9,13 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from services.gateway.core.expectations import Expectations
+from services.gateway.core.expectations import Expectations, Outcome
 from services.gateway.core.fetches import NOTHING, OffersOf
 from services.gateway.core.peer_table import PeerTable
 from services.gateway.core.prefixes import Prefixes
 from services.gateway.core.rendezvous import affinity_of
 from services.gateway.core.routing import PairWanted, RouteDecision, RoutingPolicy, find_pair
 from services.gateway.core.sides import RouteRequest
+
+SMALL_SURPRISE = 0.05
+"""Share of a prompt that may be cached without having been expected (indices know granules, caches
+have blocks) in an answer by which predictions are judged."""
 
 
 class Routed(NamedTuple):
@@ -88,3 +92,35 @@ class Router:
             due = now if prediction is None else now + prediction.ttft_s
             self.prefixes.chosen(prompt, prefill, hit.tokens, due)
         return Routed(decision._replace(prediction=prediction), pairs)
+
+    def learn(self, came: Outcome, now: float) -> bool | None:
+        """Hold what was expected of an answer against what came of it. Returns whether the prompt's
+        worker is to be believed from now on; None = as before.
+
+        Another attempt was not promised, nor more or less in the prefix cache than was thought:
+        such answers say nothing of a worker's predictions.
+        """
+        expectations = self.expectations
+        if came.is_whole:
+            expectations.ended(came.prompt_tokens, came.output_tokens)
+        if came.num_attempts > 1 or came.ttft_s is None:
+            return None
+        # Without a source it waited for what another prompt had sent, whose client has left.
+        if came.fetched_bytes and came.fetched_from is not None:
+            expectations.fetches.fetched(
+                came.fetched_from, came.prefill, num_bytes=came.fetched_bytes, seconds=came.fetch_s
+            )
+        surprise = abs(came.cached_tokens - came.predicted_cached_tokens)
+        if surprise > SMALL_SURPRISE * came.prompt_tokens:
+            return None
+        is_colocated = came.prefill == came.decode
+        expectations.handed_over(came.handover_s, is_colocated=is_colocated)
+        worker, predicted_s = self._table.get(came.prefill), came.predicted_ttft_s
+        if worker is None or predicted_s is None:
+            return None
+        is_believed = expectations.answered(
+            came.prefill, predicted_s=predicted_s, actual_s=came.ttft_s, now=now
+        )
+        if is_believed is not None:
+            worker.is_believed = is_believed
+        return is_believed

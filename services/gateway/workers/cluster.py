@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.gateway.core.admission import AdmissionStatistics
-from services.gateway.core.expectations import Expectations
+from services.gateway.core.expectations import Expectations, Outcome
 from services.gateway.core.peer_table import PeerTable
 from services.gateway.core.pools import pool_at_home, pool_of
 from services.gateway.core.prefixes import Prefixes
@@ -35,11 +35,6 @@ from shared.telemetry.tracing import CANCELLED
 
 HOT_PREFIXES = 5
 """Most that are told."""
-
-
-SMALL_SURPRISE = 0.05
-"""Share of a prompt that may be cached without having been expected (indices know granules, caches
-have blocks) in an answer by which predictions are judged."""
 
 
 class WindowWatcher(AnswerWatcher):
@@ -100,32 +95,25 @@ class PredictionWatcher(AnswerWatcher):
         )
 
     def ended(self, now: float, receipt: Receipt, error: str) -> None:
-        """See ``AnswerWatcher``. Another attempt was not promised, nor more or less in the prefix
-        cache than was thought: such answers say nothing of a worker's predictions."""
-        expectations = self._members.expectations
-        if not error:
-            expectations.ended(receipt.prompt_tokens, receipt.output_tokens)
-        # Without a source it waited for what another prompt had sent, whose client has left.
-        if receipt.fetched_tokens and receipt.fetched_from and receipt.attempts == 1:
-            expectations.fetches.fetched(
-                Incarnation(int(receipt.fetched_from, 16)),
-                Incarnation(int(receipt.prefill, 16)),
-                num_bytes=receipt.fetched_bytes,
-                seconds=receipt.fetch_s,
+        """See ``AnswerWatcher``."""
+        self._members.learn(
+            Outcome(
+                prefill=Incarnation(int(receipt.prefill or "0", 16)),
+                decode=Incarnation(int(receipt.decode or "0", 16)),
+                is_whole=not error,
+                num_attempts=receipt.attempts,
+                prompt_tokens=receipt.prompt_tokens,
+                output_tokens=receipt.output_tokens,
+                ttft_s=receipt.ttft_s,
+                predicted_ttft_s=receipt.predicted_ttft_s,
+                handover_s=receipt.handover_s,
+                cached_tokens=receipt.cached_tokens,
+                predicted_cached_tokens=receipt.predicted_cached_tokens,
+                fetched_from=Incarnation(int(receipt.fetched_from or "0", 16)) or None,
+                fetched_bytes=receipt.fetched_bytes,
+                fetch_s=receipt.fetch_s,
             )
-        if receipt.ttft_s is None or receipt.attempts > 1:
-            return
-        surprise = abs(receipt.cached_tokens - receipt.predicted_cached_tokens)
-        if surprise > SMALL_SURPRISE * receipt.prompt_tokens:
-            return
-        is_colocated = receipt.prefill == receipt.decode
-        expectations.handed_over(receipt.handover_s, is_colocated=is_colocated)
-        if receipt.predicted_ttft_s is not None:
-            self._members.judge(
-                Incarnation(int(receipt.prefill, 16)),
-                predicted_s=receipt.predicted_ttft_s,
-                actual_s=receipt.ttft_s,
-            )
+        )
 
 
 def cluster_body(

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 
 import structlog
 
-from services.gateway.core.expectations import WRONG
+from services.gateway.core.expectations import WRONG, Outcome
 from services.gateway.core.fetches import Hit
 from services.gateway.core.peer_table import OwnModel, PeerTable
 from services.gateway.core.pools import HomeOrder, change_home, is_confirmed
@@ -259,23 +259,15 @@ class Membership:
         """Return with whom this worker is to pair up, and has not been told yet."""
         return self._pairs.pop(incarnation, [])
 
-    def judge(self, prefill: Incarnation, *, predicted_s: float, actual_s: float) -> None:
-        """Token 1 of a prompt that was computed whole came after ``actual_s``."""
-        worker, now = self.table.get(prefill), asyncio.get_running_loop().time()
-        if worker is None:
-            return
-        is_believed = self.expectations.answered(
-            prefill, predicted_s=predicted_s, actual_s=actual_s, now=now
-        )
-        if is_believed is None:
-            return
-        worker.is_believed = is_believed
+    def learn(self, came: Outcome) -> None:
+        """An answer is over: predictions are held against it."""
+        is_believed = self.router.learn(came, asyncio.get_running_loop().time())
         if is_believed:
-            _log.info("predictions come true again: routed by them", worker=prefill)
-        else:
+            _log.info("predictions come true again: routed by them", worker=came.prefill)
+        elif is_believed is not None:
             reason = f"half of the last minute's were off by more than {WRONG:.0%}"
             _log.warning(
-                "predictions are wrong: routed by load alone", worker=prefill, reason=reason
+                "predictions are wrong: routed by load alone", worker=came.prefill, reason=reason
             )
 
     # --- requests -------------------------------------------------------------------------------

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from services.gateway.core.expectations import LEAST_ANSWERS, WRONG_S, Expectations
+from services.gateway.core.expectations import LEAST_ANSWERS, WRONG_S, Expectations, Outcome
+from services.gateway.core.peer_table import PeerTable
+from services.gateway.core.router import Router
+from services.gateway.core.routing import POLICIES
 from services.gateway.core.worker import Role, Worker, WorkerStatus
 from shared.ids import Incarnation, StreamId
 from shared.predict.step_time import StepFit
@@ -132,3 +136,40 @@ def test_a_few_bad_answers_say_nothing() -> None:
     assert expectations.error_p50(W, at) is None
     expectations.left(W)
     assert expectations.error_p50(W, at) is None
+
+
+CAME = Outcome(
+    prefill=W,
+    decode=Incarnation(2),
+    is_whole=True,
+    num_attempts=1,
+    prompt_tokens=100,
+    output_tokens=7,
+    ttft_s=1.0,
+    predicted_ttft_s=1.2,
+    handover_s=0.02,
+    cached_tokens=4,
+    predicted_cached_tokens=0,
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_judged"),
+    [
+        ({}, True),
+        ({"cached_tokens": 6}, False),  # more of it was cached than was thought
+        ({"predicted_cached_tokens": 10}, False),
+        ({"num_attempts": 2}, False),
+        ({"ttft_s": None}, False),
+        ({"predicted_ttft_s": None}, False),
+    ],
+)
+def test_an_answer_judges_what_was_promised(change: dict[str, Any], is_judged: bool) -> None:
+    """And nothing that another attempt, or a surprise in a cache, has made of it."""
+    table = PeerTable()
+    table.join(a_worker(Role.PREFILL, 1))
+    router = Router(POLICIES["least_loaded"](), table, index_bytes=1 << 20)
+    for _ in range(LEAST_ANSWERS):
+        assert router.learn(CAME._replace(**change), 1.0) is None
+    error = router.expectations.error_p50(W, 1.0)
+    assert error == (pytest.approx(0.2) if is_judged else None)
