@@ -490,10 +490,6 @@ class CoreWorker:
     def release(self, job: SimJob) -> None:
         """Nothing writes the blocks of a lease any more."""
         self.catch_up()
-        lease = job.its_lease
-        is_quarantined = lease.state is LeaseState.QUARANTINED
-        end = self.leases.end_quarantine if is_quarantined else self.leases.release
-        effects = end(lease, now=self.clock.now)
-        is_clean = job.life.state is LifeState.RECEIVING
-        self.handle(job, LifeEvent.CANCELLED if is_clean else LifeEvent.SETTLED)
+        effects = self.leases.settled(job.its_lease, now=self.clock.now)
+        self.handle(job, LifeEvent.SETTLED)
         self.do_leases(effects)

@@ -240,15 +240,8 @@ class Reservations:
     def release(self, key: TransferKey) -> None:
         """See ``LeaseBook``."""
         request = self._answers[key]
-        lease = _lease_of(request)
-        if lease.state is LeaseState.QUARANTINED:
-            effects = self._leases.end_quarantine(lease, now=loop_time())
-        else:
-            effects = self._leases.release(lease, now=loop_time())
-        if request.life.state is LifeState.RECEIVING:  # a clean end: nothing had to be decoded
-            self._handle(request, LifeEvent.CANCELLED)
-        else:
-            self._handle(request, LifeEvent.SETTLED)
+        effects = self._leases.settled(_lease_of(request), now=loop_time())
+        self._handle(request, LifeEvent.SETTLED)
         self._perform_leases(effects)
 
 

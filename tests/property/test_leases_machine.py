@@ -182,10 +182,7 @@ class LeasesMachine(RuleBasedStateMachine):
         if lease is None:
             return
         self.writing.remove(lease)
-        if lease.state is LeaseState.QUARANTINED:
-            self.perform(self.leases.end_quarantine(lease, now=self.now))
-        else:
-            self.perform(self.leases.release(lease, now=self.now))
+        self.perform(self.leases.settled(lease, now=self.now))
 
     # --- time and others ---------------------------------------------------------------------
 
@@ -274,7 +271,7 @@ class LeasesMachine(RuleBasedStateMachine):
                 self.writing.remove(lease)
                 if lease.state is LeaseState.ABORTING:
                     self.leases.begin_quarantine(lease)
-                self.perform(self.leases.end_quarantine(lease, now=self.now))
+                self.perform(self.leases.settled(lease, now=self.now))
         self.counts_hold()
         assert self.pool.num_held == 0
         for lease in self.known:

@@ -131,8 +131,8 @@ class RefuseOpen:
 
 @dataclass(frozen=True, slots=True)
 class AbortReceive:
-    """Abort the receiver of an open lease, then call ``begin_quarantine`` and later
-    ``end_quarantine``, or only ``release`` if nothing can write its blocks any more."""
+    """Abort the receiver of an open lease; call ``begin_quarantine`` while something may still
+    write its blocks, and ``settled`` when nothing can."""
 
     lease: Lease
     error: MeshError

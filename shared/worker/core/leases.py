@@ -164,7 +164,7 @@ class Leases:
     def release(self, lease: Lease, *, now: float) -> list[Effect]:
         """Free the blocks: nothing can write them any more and nobody needs them. Allowed twice.
 
-        Raises LocalProtocolError: it is quarantined; only ``end_quarantine`` ends that.
+        Raises LocalProtocolError: it is quarantined; only ``settled`` ends that.
         """
         if lease.state in (LeaseState.JOINED, LeaseState.RELEASED):
             return []
@@ -177,10 +177,11 @@ class Leases:
         """The receive is aborted but its operations are not settled: nobody gets these blocks."""
         lease.move(LeaseEvent.UNSETTLED)
 
-    def end_quarantine(self, lease: Lease, *, now: float) -> list[Effect]:
-        """Every operation of the receive is settled and no scatter runs: free the blocks."""
+    def settled(self, lease: Lease, *, now: float) -> list[Effect]:
+        """Every operation of the receive is settled and no scatter runs: free the blocks, also
+        those in quarantine. Allowed twice."""
         if lease.state is not LeaseState.QUARANTINED:
-            raise LocalProtocolError(f"a {lease.state.value} lease is not in quarantine")
+            return self.release(lease, now=now)
         self._end(lease, LeaseEvent.SETTLED)
         return self.grant_waiting(now=now)
 

@@ -123,6 +123,8 @@ MOVES: dict[tuple[LifeState, LifeEvent], Move] = {
     (_S.COMPUTING, _E.ENDED): Move(_S.CLOSING, LifeOutcome.DONE),
     (_S.RECEIVING, _E.BEGUN): Move(_S.RUNNING),
     (_S.RECEIVING, _E.KEPT): Move(_S.CLOSED, LifeOutcome.DONE),
+    # A clean end of the transfer: nothing has to be decoded here.
+    (_S.RECEIVING, _E.SETTLED): Move(_S.CLOSED, LifeOutcome.CANCELLED),
     (_S.RUNNING, _E.ENDED): Move(_S.CLOSING, LifeOutcome.DONE),
     (_S.PUSHING, _E.PUSHED): Move(_S.CLOSED, LifeOutcome.DONE),
     **{(state, _E.FAILED): Move(_S.CLOSING, LifeOutcome.FAILED) for state in _LIVE},
@@ -195,7 +197,7 @@ class Life:
         computes = before in (LifeState.QUEUED, LifeState.COMPUTING, LifeState.RUNNING)
         if computes and move.outcome is not LifeOutcome.DONE:
             effects.append(StopCompute())
-        if before is LifeState.RECEIVING and move.outcome is not LifeOutcome.DONE:
+        if before is LifeState.RECEIVING and move.to is LifeState.CLOSING:
             effects.append(CancelLease(error or LeaseLost("cancelled", code="cancelled")))
         if self._has_push and move.to is LifeState.CLOSING:
             effects.append(AbortPush(error))

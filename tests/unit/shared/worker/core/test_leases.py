@@ -366,7 +366,7 @@ def test_cancelling_an_open_lease_aborts_its_receive(desk: Desk) -> None:
     assert desk.leases.statistics().num_quarantined_blocks == 7
     with pytest.raises(LocalProtocolError):
         desk.leases.release(lease, now=0.0)
-    assert desk.leases.end_quarantine(lease, now=0.5) == [GrantLease(waiter)]
+    assert desk.leases.settled(lease, now=0.5) == [GrantLease(waiter)]
     assert lease.state is LeaseState.RELEASED
 
 
@@ -386,7 +386,7 @@ def test_a_quarantined_block_may_be_cached_by_nobody(desk: Desk) -> None:
     assert desk.pool.statistics().num_cached == 0
 
 
-@pytest.mark.parametrize("move", ["join", "begin_quarantine", "end_quarantine"])
+@pytest.mark.parametrize("move", ["join", "begin_quarantine"])
 def test_moves_out_of_order_are_our_bugs(desk: Desk, move: str) -> None:
     """A lease that is not open has no receive to end."""
     lease, _ = desk.reserve()
@@ -394,7 +394,6 @@ def test_moves_out_of_order_are_our_bugs(desk: Desk, move: str) -> None:
         {
             "join": lambda: desk.leases.join(lease, 1),
             "begin_quarantine": lambda: desk.leases.begin_quarantine(lease),
-            "end_quarantine": lambda: desk.leases.end_quarantine(lease, now=0.0),
         }[move]()
 
 

@@ -88,6 +88,14 @@ def test_an_answer_goes_well() -> None:
     assert life.outcome is LifeOutcome.DONE
 
 
+def test_an_answer_that_needs_no_kv_goes_without_a_word() -> None:
+    """Its transfer ends cleanly: the prompt's worker had the only token that was wanted."""
+    life = a_life(Task.ANSWER)
+    assert life.handle(_E.SETTLED) == [Close()]
+    assert life.outcome is LifeOutcome.CANCELLED
+    assert life.handle(_E.CANCELLED) == []
+
+
 def test_a_whole_request_goes_well() -> None:
     """Its prompt's first token, then one a step; nothing is transferred."""
     life = a_life(Task.WHOLE, _E.ADMITTED, _E.BEGUN)
