@@ -23,7 +23,7 @@ from typing import NamedTuple
 from services.gateway.core import admission
 from services.gateway.core.admission import Admission, Admit, TurnAway
 from services.gateway.core.dispatcher import BlamePair, Dispatcher, Effect, LookForPair, Send
-from services.gateway.core.expectations import Outcome
+from services.gateway.core.expectations import EndedAnswer
 from services.gateway.core.lifecycle import CancelLeg, End, Leg, Lifecycle, Reroute
 from services.gateway.core.overload import Overload, OverloadMode
 from services.gateway.core.prefixes import HashedPrompt
@@ -271,7 +271,7 @@ class CoreMesh(Members):
         )
         ttft_s = times[0] - answer.asked_at if times else None
         self.router.learn(
-            Outcome(
+            EndedAnswer(
                 prefill=decision.prefill,
                 decode=decision.decode,
                 is_whole=answer.error is None,

@@ -64,8 +64,8 @@ class Prediction(NamedTuple):
         )
 
 
-class Outcome(NamedTuple):
-    """What came of an answer that is over, of its last attempt. handover_s: of its token 1; ttft_s
+class EndedAnswer(NamedTuple):
+    """An answer that is over, as its last attempt was. handover_s: of its token 1; ttft_s
     None = it has none. fetched_from: whom the prompt's worker was told to fetch from, None =
     nobody."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from services.gateway.core.expectations import Expectations, Outcome
+from services.gateway.core.expectations import EndedAnswer, Expectations
 from services.gateway.core.fetches import NOTHING, OffersOf
 from services.gateway.core.peer_table import PeerTable
 from services.gateway.core.prefixes import Prefixes
@@ -93,7 +93,7 @@ class Router:
             self.prefixes.chosen(prompt, prefill, hit.tokens, due)
         return Routed(decision._replace(prediction=prediction), pairs)
 
-    def learn(self, came: Outcome, now: float) -> bool | None:
+    def learn(self, came: EndedAnswer, now: float) -> bool | None:
         """Hold what was expected of an answer against what came of it. Returns whether the prompt's
         worker is to be believed from now on; None = as before.
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.gateway.core.admission import AdmissionStatistics
-from services.gateway.core.expectations import Expectations, Outcome
+from services.gateway.core.expectations import EndedAnswer, Expectations
 from services.gateway.core.peer_table import PeerTable
 from services.gateway.core.pools import pool_at_home, pool_of
 from services.gateway.core.prefixes import Prefixes
@@ -97,7 +97,7 @@ class PredictionWatcher(AnswerWatcher):
     def ended(self, now: float, receipt: Receipt, error: str) -> None:
         """See ``AnswerWatcher``."""
         self._members.learn(
-            Outcome(
+            EndedAnswer(
                 prefill=Incarnation(int(receipt.prefill or "0", 16)),
                 decode=Incarnation(int(receipt.decode or "0", 16)),
                 is_whole=not error,

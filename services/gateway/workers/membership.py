@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 
 import structlog
 
-from services.gateway.core.expectations import WRONG, Outcome
+from services.gateway.core.expectations import WRONG, EndedAnswer
 from services.gateway.core.fetches import Hit
 from services.gateway.core.peer_table import OwnModel, PeerTable
 from services.gateway.core.pools import HomeOrder, change_home, is_confirmed
@@ -259,7 +259,7 @@ class Membership:
         """Return with whom this worker is to pair up, and has not been told yet."""
         return self._pairs.pop(incarnation, [])
 
-    def learn(self, came: Outcome) -> None:
+    def learn(self, came: EndedAnswer) -> None:
         """An answer is over: predictions are held against it."""
         is_believed = self.router.learn(came, asyncio.get_running_loop().time())
         if is_believed:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.core.expectations import LEAST_ANSWERS, WRONG_S, Expectations, Outcome
+from services.gateway.core.expectations import LEAST_ANSWERS, WRONG_S, EndedAnswer, Expectations
 from services.gateway.core.peer_table import PeerTable
 from services.gateway.core.router import Router
 from services.gateway.core.routing import POLICIES
@@ -138,7 +138,7 @@ def test_a_few_bad_answers_say_nothing() -> None:
     assert expectations.error_p50(W, at) is None
 
 
-CAME = Outcome(
+CAME = EndedAnswer(
     prefill=W,
     decode=Incarnation(2),
     is_whole=True,
