@@ -8,7 +8,7 @@ import os
 import random
 import signal
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,14 +159,27 @@ async def gone(mesh: ProcessMesh, pids: Sequence[int]) -> None:
     await mesh.until(are_gone)
 
 
-def meetings() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("pdmesh-ranks-*"))
+@pytest.fixture
+def own_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where workers keep temporary files; a short name, since sockets are among them."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Path(folder)
 
 
-async def test_a_rank_that_dies_ends_its_worker_and_no_answer() -> None:
+async def nothing_is_left(mesh: ProcessMesh, folder: Path) -> None:
+    """Wait until no file, socket or shared memory of a worker is there; some have a process that
+    sees to it."""
+
+    async def is_so() -> bool:
+        return not [*folder.iterdir(), *Path("/dev/shm").glob("pdmesh-ranks-*")]
+
+    await mesh.until(is_so)
+
+
+async def test_a_rank_that_dies_ends_its_worker_and_no_answer(own_folder: Path) -> None:
     """Two ranks prefill for one that decodes, and say what one rank says. With one of them gone the
     worker says so in one line and ends with all its processes; its prompts move."""
-    before = meetings()
     async with process_mesh("vllm") as mesh:
         # Nothing is left to a profile of the machine: two ranks on two cores would measure long.
         told = {"batch_tokens": 256, "transfer_mode": "layerwise"}
@@ -190,21 +203,25 @@ async def test_a_rank_that_dies_ends_its_worker_and_no_answer() -> None:
         assert len(errors) == 1, errors
         assert "rank" in errors[0]
         await gone(mesh, processes)
-    assert meetings() == before
+    await nothing_is_left(mesh, own_folder)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-async def test_a_worker_that_is_told_to_end_leaves_nothing(ranks: int) -> None:
-    """SIGTERM: it drains, its ranks end, and so does the folder where they met."""
-    before = meetings()
+@pytest.mark.parametrize(
+    ("ranks", "number"), [(1, signal.SIGKILL), (2, signal.SIGTERM), (2, signal.SIGKILL)]
+)
+async def test_a_worker_that_ends_leaves_nothing(
+    ranks: int, number: signal.Signals, own_folder: Path
+) -> None:
+    """Told to or killed: its ranks end, and no file, socket or shared memory stays."""
     async with process_mesh("vllm") as mesh:
         await mesh.start_gateway()
         arguments = f"{EAGER} tensor_parallel_size={ranks}"
         worker = await mesh.add("decode", **(VLLM | {"vllm_args": arguments}))
         processes = children_of(worker.pid)
-        await worker.stop()
+        worker.send(number)
+        assert await worker.ended() == (0 if number is signal.SIGTERM else -number)
         await gone(mesh, processes)
-    assert meetings() == before
+    await nothing_is_left(mesh, own_folder)
 
 
 @pytest.mark.parametrize(
@@ -225,12 +242,13 @@ async def test_a_worker_that_is_told_to_end_leaves_nothing(ranks: int) -> None:
     ],
 )
 async def test_a_start_that_cannot_be_is_one_line(
-    settings: dict[str, Any], code: int, words: list[str]
+    settings: dict[str, Any], code: int, words: list[str], own_folder: Path
 ) -> None:
-    """And the exit code of its kind; nobody waits for a gateway first."""
+    """And the exit code of its kind; nobody waits for a gateway first, and no file stays."""
     async with process_mesh("vllm") as mesh:
         await mesh.start_gateway()
         await require_refused(await mesh.start("decode", **(VLLM | settings)), code, *words)
+    await nothing_is_left(mesh, own_folder)
 
 
 async def test_without_a_compiler_the_flag_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import os
 import shutil
@@ -71,14 +70,15 @@ def load_vllm(
     if config.threads:
         torch.set_num_threads(max(1, config.threads // num_ranks))
     with contextlib.ExitStack() as stack:
-        meeting = _meeting(stack) if num_ranks > 1 else None
+        meeting = Path(tempfile.mkdtemp(prefix="pdmesh-ranks-"))  # this user's alone
+        stack.callback(_leave, meeting)
         events = None
-        if meeting is not None:
+        if num_ranks > 1:
             events = LayerEvents(meeting, num_ranks)
             stack.callback(events.close)
-        wanted = _configured(files, config, arguments, device, meeting)
+        wanted = _configured(files, config, arguments, device, meeting if events else None)
         STEP.has_engine = True  # whether or not it can be made: vLLM keeps what it has begun
-        core = _core(wanted, begins)
+        core = _core(wanted, begins, meeting)
         stack.callback(core.shutdown)
         group = _only_group(core, folder)
         layout = _layout(wanted, group)
@@ -89,7 +89,7 @@ def load_vllm(
             pools = DevicePools(STEP.pools, layout)
             streams = CudaStreams(layout.num_layers, device)
         else:
-            ranks = [STEP.pools] if meeting is None else map_pools(meeting, num_ranks)
+            ranks = [STEP.pools] if events is None else map_pools(meeting, num_ranks)
             pools = HostPools(ranks, layout, has_packed_keys=layout.parts == 2)
         compiled = "eager" if wanted.model_config.enforce_eager else "compiled"
         facts = {
@@ -106,8 +106,9 @@ def load_vllm(
                 "vllm's latent attention on a CPU is for trying things out: its answers depend on "
                 "what else is in a step"
             )
-        if events is not None and meeting is not None:
-            events.watch(functools.partial(_end_without_ranks, meeting))
+        _leave(meeting)
+        if events is not None:
+            events.watch(_end_without_ranks)
             stack.callback(events.watch, None)  # from here on they may end
         return VllmEngine(
             core,
@@ -157,7 +158,7 @@ def _require_possible(
         )
 
 
-def _end_without_ranks(meeting: Path) -> None:
+def _end_without_ranks() -> None:
     """A rank has ended. The others wait for it without end, and vLLM for them, so no error would
     reach anybody: the process ends here, and its requests move."""
     _log.error(
@@ -165,15 +166,15 @@ def _end_without_ranks(meeting: Path) -> None:
         error="a rank of this worker has ended (out of memory?), and with it the worker",
         error_type=EngineFailed.__name__,
     )
-    shutil.rmtree(meeting, ignore_errors=True)
     os._exit(1)
 
 
-def _meeting(stack: contextlib.ExitStack) -> Path:
-    """A folder of this user's alone, where ranks say where their KV is."""
-    folder = Path(tempfile.mkdtemp(prefix="pdmesh-ranks-"))
-    stack.callback(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+def _leave(meeting: Path) -> None:
+    """All have met, and nothing needs its name any more: so nothing stays behind, whatever ends a
+    worker, in a folder or in shared memory."""
+    shutil.rmtree(meeting, ignore_errors=True)
+    for shared in Path("/dev/shm").glob(f"{meeting.name}-*"):
+        shared.unlink(missing_ok=True)
 
 
 def _configured(
@@ -255,10 +256,14 @@ def _require_served(model: Any, files: ModelFolder) -> None:
         )
 
 
-def _core(wanted: Any, begins: Callable[[str], None]) -> Any:
+def _core(wanted: Any, begins: Callable[[str], None], meeting: Path) -> Any:
     from vllm.v1.engine.core import EngineCore
-    from vllm.v1.executor import Executor
+    from vllm.v1.executor import Executor, multiproc_executor, uniproc_executor
 
+    # Else its sockets, and its file, after which ranks name their shared memory, stay for ever.
+    os.environ.setdefault("VLLM_RPC_BASE_PATH", str(meeting))
+    for executor in (multiproc_executor, uniproc_executor):
+        executor.get_file_store_init_method = lambda: f"file://{meeting}/{meeting.name}"
     eager = wanted.model_config.enforce_eager
     begins("vllm: loading weights" + ("" if eager else ", compiling (a minute or more)"))
     try:
