@@ -41,14 +41,16 @@ class OutputLengths:
         return len(self._tenants)
 
     def ended(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Take in a whole answer."""
+        """Take in a whole answer. tenant: '' = of nobody in particular."""
         bucket = num_prompt_tokens.bit_length()
+        self._everybody.add(bucket, num_output_tokens)
+        if not tenant:
+            return
         of_tenant = self._tenants.pop(tenant, None) or _Tenant()
         self._tenants[tenant] = of_tenant
         if len(self._tenants) > MAX_TENANTS:
             self._tenants.popitem(last=False)
-        for each in (of_tenant, self._everybody):
-            each.add(bucket, num_output_tokens)
+        of_tenant.add(bucket, num_output_tokens)
 
     def quantile(self, tenant: str, num_prompt_tokens: int, share: float) -> float | None:
         """Return how long the shorter ``share`` of such answers are at most: of this tenant and

@@ -105,8 +105,6 @@ class Worker:
     """Orders that wait here for their first step."""
     reported_at: float = field(init=False, default=0.0)
     """Loop time of the report."""
-    view: WorkerView = field(init=False)
-    """All of it at once, and never changed: made anew instead."""
     changed: dict[int, Worker] = field(
         default_factory=dict["int", "Worker"], repr=False, compare=False
     )
@@ -123,6 +121,8 @@ class Worker:
     _num_unseen: int = field(init=False, default=0)
     _free_at: float | None = field(init=False, default=None)
     """None = not added up since the last change."""
+    _view: WorkerView | None = field(init=False, default=None)
+    """Likewise."""
     _is_timed: tuple[bool, bool] = field(init=False, default=(False, False))
     """Whether it reports step times: of prompts, of answers."""
 
@@ -171,6 +171,22 @@ class Worker:
         return -(-num_tokens // self.block_size)
 
     # --- load -----------------------------------------------------------------------------------
+
+    @property
+    def view(self) -> WorkerView:
+        """All that follows at once, and never changed: made anew instead."""
+        if self._view is None:
+            self._view = WorkerView(
+                self.status,
+                self.reported_at,
+                self.pending_tokens,
+                self.reserved_blocks,
+                self.num_queued,
+                self._num_prompts,
+                self.num_answers,
+                self._is_believed,
+            )
+        return self._view
 
     @property
     def is_believed(self) -> bool:
@@ -255,9 +271,11 @@ class Worker:
         """An order's prompt is computed. Idempotent."""
         order = self.orders[session].get(stream_id)
         if order is not None and order.num_tokens:
-            self._add(session, stream_id, order, -1)
-            order.num_tokens = 0
-            self._add(session, stream_id, order, 1)
+            num_tokens, order.num_tokens = order.num_tokens, 0
+            if stream_id > self.status.seen.get(session, 0):
+                self.pending_tokens -= num_tokens
+                self._num_unseen -= 1
+                self._conclude()
 
     def ended(self, session: Role, stream_id: StreamId) -> None:
         """An order asks for nothing any more. Idempotent."""
@@ -306,7 +324,7 @@ class Worker:
 
     def _conclude(self) -> None:
         status, num_unseen = self.status, self._num_unseen
-        self._free_at = None
+        self._free_at = self._view = None
         self.changed[self.bit] = self
         # On an idle worker the first of those that the report has not seen begins at once.
         is_idle = not (status.num_running or status.num_waiting)
@@ -317,13 +335,3 @@ class Worker:
         self.home = self.role if home is None or home not in self.serves else home
         num_foreign = self.num_answers if self.home is Role.PREFILL else self._num_prompts
         self.has_foreign = num_foreign > 0 and len(self.serves) > 1
-        self.view = WorkerView(
-            status,
-            self.reported_at,
-            self.pending_tokens,
-            self.reserved_blocks,
-            self.num_queued,
-            self._num_prompts,
-            self.num_answers,
-            self._is_believed,
-        )
