@@ -3,6 +3,7 @@
     python -m bench.gateway.run                   # 5 repetitions, writes results/
     python -m bench.gateway.run --quick           # one repetition, under a minute
     python -m bench.gateway.run --streams 10000   # only this: so many streams at once, none lost
+    python -m bench.gateway.run --growth          # only this: many workers, many streams
     python -m bench.gateway.run --tls             # only this: what TLS costs
     python -m bench.gateway.run --beside ../old   # only this: beside another checkout, in turns
 
@@ -20,6 +21,7 @@ import os
 import resource
 import sys
 import tempfile
+import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +54,9 @@ OTHER_TREE = "other tree"
 LIMIT_US = 8.0
 ADDED_MS = 0.25
 MANY = 10_000
+PAIRS = 2, 64
+STREAMS = 64, 5_000
+IDLE_S = 4.0
 NOT_WORSE = 1.1
 """No peer may be better by more than this factor in any row."""
 
@@ -363,6 +368,72 @@ async def many_streams(record: Record, count: int) -> None:
     record.goal(7, f"streams open at once, of {count}", figures["most_open"], ">=", count)
 
 
+# --- growth ---------------------------------------------------------------------------------------
+
+
+async def growth(record: Record, repetitions: int) -> None:
+    """What a request, a token and a second without either cost with few workers and with many, in
+    turns; then a token of few streams and of many."""
+    loads = [
+        load for load in LOADS if load.connections == 64 and (load.is_paced or load.kind == "unary")
+    ]
+    async with tools() as (programs, words, log):
+        cores = Cores.of_this_machine()
+        client = Client(programs["client"], words, cores)
+        async with contextlib.AsyncExitStack() as stack:
+            few, many = [
+                await stack.enter_async_context(
+                    our_gateway(programs, words, cores, log, name=f"{num} + {num}", num_pairs=num)
+                )
+                for num in PAIRS
+            ]
+            await asyncio.sleep(5.0)  # all have joined, and sessions to all are up
+            found: dict[str, dict[str, list[float]]] = {}
+            for repetition in range(repetitions):
+                for subject in (few, many) if repetition % 2 else (many, few):
+                    spent_s, began_at = subject.cpu_s(), time.monotonic()
+                    await asyncio.sleep(IDLE_S)
+                    share = (subject.cpu_s() - spent_s) / (time.monotonic() - began_at)
+                    told = {"idle, % of a core": 100 * share}
+                    for load in loads:
+                        figures = await client.run(
+                            subject, load, warm_s=1.0, window_s=load.window_s
+                        )
+                        told |= {f"{load.name}, CPU us": figures[name] for name in load.figures}
+                    for what, figure in told.items():
+                        found.setdefault(what, {}).setdefault(subject.name, []).append(figure)
+        for what, by_name in found.items():
+            grown(
+                record,
+                f"{what}, {many.name} workers over {few.name}",
+                by_name,
+                (few.name, many.name),
+                1.3,
+            )
+        by_count: dict[str, list[float]] = {}
+        async with our_gateway(programs, words, cores, log, step_ms=1000) as ours:
+            for _ in range(repetitions):
+                for count in STREAMS:
+                    load = Load(f"{count} streams", "stream", count, 64, True, 8.0, _TOKEN)
+                    figures = await client.run(ours, load, warm_s=4.0, window_s=load.window_s)
+                    by_count.setdefault(load.name, []).append(figures["cpu_us_per_token"])
+        least, most = STREAMS
+        what = f"a token a second, CPU us, {most} streams over {least}"
+        grown(record, what, by_count, list(by_count), 1.5)
+
+
+def grown(
+    record: Record, what: str, found: dict[str, list[float]], names: Sequence[str], limit: float
+) -> None:
+    """Note two figures, in the order of their names, and how much more the second is."""
+    less, more = map(found.__getitem__, names)
+    ratio = ratios(more, less)
+    told = {name: spread(found[name]) for name in names}
+    record.rows.append({"load": what, "subjects": told, "ratio": ratio})
+    print(what, *(f"{name}: {it['median']:.3g}" for name, it in told.items()), sep="; ", flush=True)
+    record.goal(7, what, ratio, "<=", limit)
+
+
 # --- TLS ------------------------------------------------------------------------------------------
 
 
@@ -424,6 +495,7 @@ def main() -> None:
     parser.add_argument(
         "--streams", type=int, default=0, metavar="N", help="only this many at once"
     )
+    parser.add_argument("--growth", action="store_true", help="only many workers, many streams")
     parser.add_argument("--tls", action="store_true", help="only what TLS costs")
     parser.add_argument(
         "--beside", type=Path, metavar="TREE", help="only beside the gateway of another checkout"
@@ -436,6 +508,10 @@ def main() -> None:
     if chosen.streams:
         asyncio.run(many_streams(record, chosen.streams))
         record.finish(write=False)
+        return
+    if chosen.growth:
+        asyncio.run(growth(record, repetitions))
+        record.finish()
         return
     if chosen.tls:
         asyncio.run(tls_cost(record, repetitions))

@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 
@@ -37,7 +37,6 @@ from shared.worker_status import WorkerStatus
 HERE = Path(__file__).parent
 STEP_MS = 50
 MODEL = "m"
-_INCARNATIONS = {Role.PREFILL: Incarnation(11), Role.DECODE: Incarnation(12)}
 _START_WITHIN_S = 60.0
 
 
@@ -69,6 +68,11 @@ class Subject:
         """Have the mocks send one token a step, or as fast as they are read."""
         for pid in self.backends:
             os.kill(pid, signal.SIGUSR1 if is_paced else signal.SIGUSR2)
+
+    def cpu_s(self) -> float:
+        """Time on a core of all threads of its processes."""
+        folders = [it for pid in self.pids for it in Path(f"/proc/{pid}/task").iterdir()]
+        return sum(int((it / "schedstat").read_text().split()[0]) for it in folders) / 1e9
 
     def memory_mib(self) -> float:
         """Resident memory of its processes."""
@@ -175,22 +179,15 @@ async def our_gateway(
     log: Path,
     *,
     step_ms: int = STEP_MS,
+    num_pairs: int = 1,
     name: str = "pdmesh",
     settings: Mapping[str, str] = MappingProxyType({}),
     tree: Path = PROJECT,
 ) -> AsyncGenerator[Subject]:
-    """Start a gateway with a mock pair of workers. settings: variables more. tree: whose gateway.
-    ``ready_s``: from exec until ``/ready`` says that a pair is usable, the pair's joining
-    included."""
-    http_port, grpc_port, mesh_port, prefill_port, decode_port = free_ports(5)
-    ports = {Role.PREFILL: prefill_port, Role.DECODE: decode_port}
-    mesh = [
-        programs["mesh"],
-        *map(str, ports.values()),
-        *map(str, _INCARNATIONS.values()),
-        words,
-        str(step_ms),
-    ]
+    """Start a gateway with mock pairs of workers, all paired with all. settings: variables more.
+    tree: whose gateway. ``ready_s``: from exec until ``/ready`` says that a pair is usable, the
+    pair's joining included."""
+    http_port, grpc_port, mesh_port = free_ports(3)
     environ = {
         "PDMESH_HTTP_PORT": str(http_port),
         "PDMESH_GRPC_PORT": str(grpc_port),
@@ -198,24 +195,48 @@ async def our_gateway(
         "PDMESH_MODEL_NAME": MODEL,
         "PDMESH_MAX_RUNNING": "16384",
         "PDMESH_REQUEST_TIMEOUT_S": "0",
+        "PYTHONPATH": str(tree),
         **settings,
     }
     scheme = "https" if "PDMESH_TLS_CERT" in settings else "http"
-    async with process(mesh, cores.others, log) as mock:
+    async with contextlib.AsyncExitStack() as stack:
+        workers: list[MockWorker] = []
+        mocks: list[int] = []
+        for _ in range(num_pairs):
+            first = len(workers) + 11
+            pair = [
+                MockWorker(role, Incarnation(first + idx), port)
+                for idx, (role, port) in enumerate(zip(Role, free_ports(2), strict=True))
+            ]
+            mesh = [
+                programs["mesh"],
+                *(str(worker.port) for worker in pair),
+                *(str(worker.incarnation) for worker in pair),
+                *(words, str(step_ms)),
+            ]
+            mocks.append((await stack.enter_async_context(process(mesh, cores.others, log))).pid)
+            workers += pair
         began_at = time.monotonic()
         command = [sys.executable, "-P", "-m", "services.gateway"]
-        environ["PYTHONPATH"] = str(tree)
         async with (
             process(command, cores.tested, log, environ, tree) as gateway,
-            joined(Address("127.0.0.1", mesh_port), ports),
+            joined(Address("127.0.0.1", mesh_port), workers),
         ):
             await wait_until(http_port, "/ready", gateway, poll_s=0.01, scheme=scheme)
             ready_s = time.monotonic() - began_at
-            yield Subject(name, http_port, (gateway.pid,), (mock.pid,), ready_s)
+            yield Subject(name, http_port, (gateway.pid,), tuple(mocks), ready_s)
+
+
+class MockWorker(NamedTuple):
+    """One worker of a mock pair; ``Role`` has prefill first, as ``mesh.c`` wants its ports."""
+
+    role: Role
+    incarnation: Incarnation
+    port: int
 
 
 @contextlib.asynccontextmanager
-async def joined(gateway: Address, ports: dict[Role, int]) -> AsyncGenerator[None]:
+async def joined(gateway: Address, workers: Sequence[MockWorker]) -> AsyncGenerator[None]:
     """Join the mock workers with production's registration for the length of the block."""
     folder = ModelFolder(resolve_model("demo"))
     spec = ModelSpec(
@@ -227,18 +248,19 @@ async def joined(gateway: Address, ports: dict[Role, int]) -> AsyncGenerator[Non
         dtype="float32",
     )
     # Only prefill names decode: a decode worker that names itself would prefill, too.
+    decodes = frozenset(it.incarnation for it in workers if it.role is Role.DECODE)
     loads = {
-        Role.PREFILL: WorkerStatus(paired=frozenset({_INCARNATIONS[Role.DECODE]})),
+        Role.PREFILL: WorkerStatus(paired=decodes),
         Role.DECODE: WorkerStatus(free_blocks=1 << 20),
     }
 
-    def registration(role: Role) -> Registration:
+    def registration(worker: MockWorker) -> Registration:
         announcement = Announcement(
-            role=role,
-            incarnation=_INCARNATIONS[role],
+            role=worker.role,
+            incarnation=worker.incarnation,
             spec=spec,
             layout=KvLayout(dtype="float32", num_layers=2, num_kv_heads=1, head_dim=8),
-            address=Address("127.0.0.1", ports[role]),
+            address=Address("127.0.0.1", worker.port),
             num_blocks=1 << 20,
             block_size=16,
         )
@@ -246,11 +268,11 @@ async def joined(gateway: Address, ports: dict[Role, int]) -> AsyncGenerator[Non
             network=TcpNetwork(),
             gateways=[gateway],
             announcement=announcement,
-            load=lambda: loads[role],
+            load=lambda: loads[worker.role],
         )
 
     async with asyncio.TaskGroup() as tasks:
-        runs = [tasks.create_task(registration(role).run()) for role in Role]
+        runs = [tasks.create_task(registration(worker).run()) for worker in workers]
         yield
         for run in runs:
             run.cancel()

@@ -23,6 +23,9 @@ Receives = TypeVar("Receives", covariant=True)
 
 MAX_OUTBOX = 10_000
 
+TIMER_S = 0.001
+"""By which a timer may come early."""
+
 
 class RawStream(Protocol[Sends, Receives]):
     """Either side of a call. ``send_nowait`` and ``receive_nowait`` do at once what needs no wait;
@@ -71,8 +74,10 @@ class HeartbeatStream(Generic[Out, In]):
         self._peer = peer
         self._on_suspect = on_suspect
         self._is_suspect = False
-        loop = asyncio.get_running_loop()
+        loop = self._loop = asyncio.get_running_loop()
         self._liveness = Liveness(loop.time(), rule)
+        self._beat_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
         self._outbox: deque[Out] = deque()
         self._has_mail = asyncio.Event()
         self._end: asyncio.Future[MeshError] = loop.create_future()
@@ -80,7 +85,7 @@ class HeartbeatStream(Generic[Out, In]):
     @property
     def silence_s(self) -> float:
         """Seconds since the peer was heard."""
-        return self._liveness.silence_s(asyncio.get_running_loop().time())
+        return self._liveness.silence_s(self._loop.time())
 
     def send(self, message: Out, *, at_once: bool = True) -> None:
         """Send a message, or queue it, in order; after the end it is dropped.
@@ -100,10 +105,13 @@ class HeartbeatStream(Generic[Out, In]):
         except MeshError as error:
             self.close(error)
             return
-        self._outbox.append(message)
-        self._has_mail.set()
+        self._queue(message)
         if len(self._outbox) > MAX_OUTBOX:
             self.close(WorkerLost(f"the {self._peer} left {MAX_OUTBOX} messages unread"))
+
+    def _queue(self, message: Out) -> None:
+        self._outbox.append(message)
+        self._has_mail.set()
 
     @property
     def is_over(self) -> bool:
@@ -121,33 +129,35 @@ class HeartbeatStream(Generic[Out, In]):
         on_message: called for every message, heartbeats too; a MeshError it raises ends the stream.
         Cancelling it ends the stream, too.
         """
+        now = self._loop.time()
+        self._beat_at = now + self._liveness.rule.interval_s
+        self._sleep(now)
         try:
             with plain_errors():
                 async with TaskGroup() as tasks:
                     tasks.create_task(self._write())
                     tasks.create_task(self._read(on_message))
-                    tasks.create_task(self._watch())
-                    # An end is an error like those of the three loops: whichever comes first ends
+                    # An end is an error like those of the two loops: whichever comes first ends
                     # the others.
                     raise await self._end
         except MeshError as error:
             self.close(error)
             return error
         finally:
+            if self._timer is not None:
+                self._timer.cancel()
             self.close(WorkerLost("the stream was cancelled"))
 
     async def _write(self) -> None:
         while True:
-            try:
-                async with asyncio.timeout(self._liveness.rule.interval_s):
-                    await self._has_mail.wait()
-            except TimeoutError:
-                await self._send_next(self._heartbeat)
+            await self._has_mail.wait()
             # Cleared before the outbox is emptied: what is queued during a send sets it again.
             self._has_mail.clear()
             while self._outbox:
-                await self._send_next(self._outbox.popleft())
-                self._on_sent()
+                message = self._outbox.popleft()
+                await self._send_next(message)
+                if message is not self._heartbeat:
+                    self._on_sent()
 
     async def _send_next(self, message: Out) -> None:
         self._is_sending = True
@@ -155,9 +165,8 @@ class HeartbeatStream(Generic[Out, In]):
         self._is_sending = False  # one that failed ends the stream: nothing may follow it
 
     async def _read(self, on_message: Callable[[In], None]) -> None:
-        loop = asyncio.get_running_loop()
         while (message := await self._stream.receive()) is not None:
-            self._liveness.heard(loop.time())
+            self._liveness.heard(self._loop.time())
             self._suspect(False)
             # What came in one read is taken without a wait, which would be a turn of the loop for
             # each.
@@ -166,21 +175,39 @@ class HeartbeatStream(Generic[Out, In]):
                 message = self._stream.receive_nowait()
         raise WorkerLost(f"the {self._peer} ended the stream")
 
-    async def _watch(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            wake_at = self._liveness.next_check_at(loop.time())
-            await asyncio.sleep(wake_at - loop.time())
-            now = loop.time()
-            # This loop may have stood still itself: what it has not read is not the peer's silence.
-            self._liveness.slept(wake_at, now)
-            state = self._liveness.state(now)
-            self._suspect(state is not PeerState.ALIVE)
-            if state is PeerState.DEAD:
-                silence_s = self._liveness.silence_s(now)
-                raise WorkerLost(
-                    f"the {self._peer} was silent for {silence_s:.1f} s", code="silent"
-                )
+    # Timers and no tasks: a gateway has hundreds of streams, and each beats five times a second.
+
+    def _sleep(self, now: float) -> None:
+        at = min(self._beat_at, self._liveness.next_check_at(now))
+        self._timer = self._loop.call_at(at, self._wake, at)
+
+    def _wake(self, at: float) -> None:
+        """Judge the peer by its silence, and beat."""
+        if self._end.done():
+            return
+        now = self._loop.time()
+        # This loop may have stood still itself: what it has not read is not the peer's silence.
+        self._liveness.slept(at, now)
+        state = self._liveness.state(now)
+        self._suspect(state is not PeerState.ALIVE)
+        if state is PeerState.DEAD:
+            silence_s = self._liveness.silence_s(now)
+            words = f"the {self._peer} was silent for {silence_s:.1f} s"
+            self.close(WorkerLost(words, code="silent"))
+            return
+        if now >= self._beat_at - TIMER_S:
+            self._beat_at = now + self._liveness.rule.interval_s
+            self._beat()
+        self._sleep(now)
+
+    def _beat(self) -> None:
+        if self._outbox or self._is_sending:
+            return  # what waits is heard as well
+        try:
+            if not self._stream.send_nowait(self._heartbeat):
+                self._queue(self._heartbeat)
+        except MeshError as error:
+            self.close(error)
 
     def _suspect(self, is_suspect: bool) -> None:
         if is_suspect is not self._is_suspect:
