@@ -46,11 +46,8 @@ async def require_refused(process: ServiceProcess, code: int, *words: str) -> No
         ("prefill", {"model": "/no/such/folder"}, EXIT_FAILED, "no model folder"),
         ("gateway", {"model": "{empty}"}, EXIT_FAILED, "config.json"),
         ("decode", {"model": "{empty}"}, EXIT_FAILED, "config.json"),
-        ("gateway", {"policy": "best"}, EXIT_BAD_CONFIG, "--policy"),
         ("gateway", {"max_running": "many"}, EXIT_BAD_CONFIG, "PDMESH_MAX_RUNNING"),
         ("gateway", {"api_keys": "/no/such/file"}, EXIT_BAD_CONFIG, "/no/such/file"),
-        ("gateway", {"grpc_port": "70000"}, EXIT_BAD_CONFIG, "--grpc-port"),
-        ("decode", {"block_size": "-3"}, EXIT_BAD_CONFIG, "--block-size"),
         ("decode", {"gateway": "nowhere:x"}, EXIT_BAD_CONFIG, "gateway"),
         ("prefill", {"transfer_mode": "fast"}, EXIT_BAD_CONFIG, "--transfer-mode"),
         ("gateway", {"http_port": "{port}"}, EXIT_FAILED, "in use"),
@@ -93,7 +90,7 @@ async def test_a_worker_of_another_model_is_refused_and_the_mesh_goes_on() -> No
 
 
 @pytest.mark.torch
-async def test_a_worker_with_another_dtype_or_model_folder_is_refused(tmp_path: Path) -> None:
+async def test_a_worker_with_another_dtype_or_model_is_refused(tmp_path: Path) -> None:
     """A pair that cannot exchange KV never comes to be."""
     pytest.importorskip("torch")
     from tests.support.checkpoints import make_checkpoint
@@ -104,15 +101,13 @@ async def test_a_worker_with_another_dtype_or_model_folder_is_refused(tmp_path: 
             workers = [
                 await mesh.start("prefill", dtype="float32"),
                 await mesh.start("decode", dtype="bfloat16"),
-                await mesh.start("decode", model=tmp_path),
             ]
-            await require_refused(workers[2], EXIT_FAILED, "config.json")
 
             async def is_one_left() -> bool:
                 return sum(worker.is_alive for worker in workers) == 1
 
             await mesh.until(is_one_left)
-            (late,) = [worker for worker in workers[:2] if not worker.is_alive]
+            (late,) = [worker for worker in workers if not worker.is_alive]
             await require_refused(
                 late, EXIT_FAILED, "float32", "bfloat16", "--dtype", "set [mesh] dtype = '"
             )
