@@ -225,12 +225,11 @@ class CoreMesh(Members):
             order = CoreOrder(stream_id, TASKS[leg], key, item, peer, send.wait_s, its_prefix)
             answer.legs[leg] = SentLeg(incarnation, stream_id, key)
             self._by_stream[stream_id] = (answer, send.attempt, leg)
-            num_tokens = len(send.token_ids)
-            member.worker.sent(
+            member.worker.ordered(
                 _side(leg),
                 stream_id,
-                num_tokens=0 if leg is Leg.DECODE else num_tokens,
-                num_blocks=member.worker.blocks_for(num_tokens + (leg is not Leg.PREFILL)),
+                len(send.token_ids),
+                computes=leg is not Leg.DECODE,
                 now=now,
                 num_cached=decision.num_cached,
             )

@@ -245,6 +245,27 @@ class Worker:
             self.reported_at = now
         self._add_up()
 
+    def ordered(
+        self,
+        session: Role,
+        stream_id: StreamId,
+        num_tokens: int,
+        *,
+        computes: bool,
+        now: float,
+        num_cached: int = 0,
+    ) -> None:
+        """An order for a prompt of so many tokens went out. computes: it is computed here. Who goes
+        on with the answer has room for its first token, too."""
+        self.sent(
+            session,
+            stream_id,
+            num_tokens=num_tokens if computes else 0,
+            num_blocks=self.blocks_for(num_tokens + (session is Role.DECODE)),
+            now=now,
+            num_cached=num_cached,
+        )
+
     def sent(
         self,
         session: Role,
@@ -255,7 +276,7 @@ class Worker:
         now: float = 0.0,
         num_cached: int = 0,
     ) -> None:
-        """An order went out; ids of a session only grow."""
+        """See ``ordered``; ids of a session only grow."""
         order = OpenOrder(
             num_tokens,
             num_blocks,

@@ -113,19 +113,14 @@ class WorkerSession:
     ) -> StreamId:
         """Send a prompt under a new stream id; events come to ``leg`` until its end, a failure or
         ``cancel``. num_cached: of it need not be computed, as far as is known."""
-        num_tokens = len(order.token_ids) // 4
-        num_blocks = self.worker.blocks_for(num_tokens)
-        order.stream_id = stream_id = self._attach(leg, num_tokens, num_blocks, num_cached)
+        order.stream_id = stream_id = self._attach(leg, len(order.token_ids) // 4, num_cached)
         self._post(wire.PrefillCommand(start=order))
         return stream_id
 
     def reserve(self, leg: LegEvents, order: wire.Reserve, *, num_cached: int = 0) -> StreamId:
         """Ask for room under a new stream id; events come likewise. If the order names this very
         worker as its prefill worker (it is colocated), it computes the prompt, too."""
-        num_tokens = len(order.token_ids) // 4
-        num_prompt = num_tokens if leg.leg is Leg.WHOLE else 0
-        num_blocks = self.worker.blocks_for(num_tokens + 1)
-        order.stream_id = stream_id = self._attach(leg, num_prompt, num_blocks, num_cached)
+        order.stream_id = stream_id = self._attach(leg, len(order.token_ids) // 4, num_cached)
         self._post(wire.DecodeCommand(reserve=order))
         return stream_id
 
@@ -138,21 +133,15 @@ class WorkerSession:
         else:
             self._post(wire.DecodeCommand(cancel=wire.CancelDecode(stream_id=stream_id)))
 
-    def _attach(
-        self, leg: LegEvents, num_tokens: int, num_blocks: int, num_cached: int
-    ) -> StreamId:
+    def _attach(self, leg: LegEvents, num_tokens: int, num_cached: int) -> StreamId:
         """Open a leg, which counts as the worker's load until its report has seen it."""
         stream_id = StreamId(self._next_stream_id)
         self._next_stream_id += 1
         self._legs[stream_id] = leg
         now = asyncio.get_running_loop().time()
-        self.worker.sent(
-            self._role,
-            stream_id,
-            num_tokens=num_tokens,
-            num_blocks=num_blocks,
-            now=now,
-            num_cached=num_cached,
+        computes = leg.leg is not Leg.DECODE
+        self.worker.ordered(
+            self._role, stream_id, num_tokens, computes=computes, now=now, num_cached=num_cached
         )
         return stream_id
 
