@@ -99,6 +99,10 @@ class TracePrompt(HashedPrompt):
         ids = ask.block_ids[: ask.num_input // BLOCK_TOKENS]
         self.blocks = [hashlib.sha256(it.to_bytes(8, "little")).digest() for it in ids]
 
+    def has(self, num_tokens: int) -> bool:
+        """See ``HashedPrompt``."""
+        return len(self.blocks) * BLOCK_TOKENS >= num_tokens
+
     def hashes(self, model_key: bytes, every: int) -> list[bytes]:
         """See ``HashedPrompt``: of the granules of a block, only the last one is ever looked at."""
         return [it for it in self.blocks for _ in range(BLOCK_TOKENS // every)]
