@@ -179,7 +179,7 @@ def _fault(rows: Sequence[Row], _: Mapping[str, float]) -> Cells | None:
 HEADLINES: Final = (
     Headline(1, "decode steps: 16 answers at 512 tokens", "engine", _decode),
     Headline(2, "a prompt of 1,024 tokens", "engine", _prefill),
-    Headline(4, "KV over shared memory, frames of 8 MiB", "transfer", _transfer),
+    Headline(4, "8 MiB written into shared memory, nothing copied out", "transfer", _transfer),
     Headline(5, "what a push leaves exposed, 32 layers of 4 MiB", "overlap", _overlap),
     Headline(6, "token 1 from prefill to the client, under load", "handover", _first_token),
     Headline(7, "the gateway's CPU a token, 1,024 paced streams", "gateway", _token_cpu),

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 
 from bench.record import run
+from bench.transfer.end import done, say
 from bench.transfer.pairs import WINDOW
+from bench.transfer.served_end import Sink, Source
 from shared.transfer.frames import HEADER_BYTES
-from shared.transport.base import Outcome
 from shared.transport.ucxx import UcxEndpoint, UcxTransport, open_ucx
 from shared.worker.process import SWITCH_INTERVAL_S
 
@@ -28,7 +29,8 @@ from shared.worker.process import SWITCH_INTERVAL_S
 async def serve(how: str) -> None:
     """Obey the parent: open, connect, then send or receive batches.
 
-    how: "windows" or "messages" of host memory, or "cuda": messages of the first device's.
+    how: "windows" or "messages" of host memory, "served" (``served_end.py``), or "cuda": messages
+    of the first device's.
     """
     new_buffer, prepare = host_buffer, None
     if how == "cuda":
@@ -44,9 +46,21 @@ async def serve(how: str) -> None:
     buffers: dict[int, Any] = {}
     keys: dict[int, str] = {}
     windows: dict[str, np.ndarray | None] = {"": None}
+    sinks: dict[int, Sink] = {}
+    sources: dict[int, Source] = {}
     while line := await reader.readline():
         job = json.loads(line)
         num_bytes = job["num_bytes"]
+        if how == "served" and job["end"] == "receive":
+            if num_bytes not in sinks:
+                sinks = {num_bytes: await Sink.open(transport, num_bytes, WINDOW)}
+            await sinks[num_bytes].receive(transport, endpoint, job)
+            continue
+        if how == "served":
+            if num_bytes not in sources:
+                sources = {num_bytes: await Source.open(endpoint, job["posted"], num_bytes)}
+            await send_served(transport, endpoint, sources[num_bytes], job)
+            continue
         if num_bytes not in buffers:
             buffers[num_bytes], keys[num_bytes] = new_buffer(num_bytes), ""
             if how == "windows" and job["end"] == "receive":
@@ -60,6 +74,8 @@ async def serve(how: str) -> None:
         await send(transport, endpoint, buffers[num_bytes], windows[key], job)
     buffers.clear()
     windows.clear()
+    sinks.clear()
+    sources.clear()
     pipe.close()
     await transport.close()
 
@@ -163,23 +179,30 @@ async def send(
     say({"seconds": took_s, "each": times, "cores": cores, "lane": lane})
 
 
+async def send_served(
+    transport: UcxTransport, endpoint: UcxEndpoint, source: Source, job: dict[str, Any]
+) -> None:
+    """Send a batch as the mesh does; say the same."""
+    times: list[float] = []
+    began_at, cpu_began = time.perf_counter(), time.process_time()
+    if job["is_latency"]:
+        for idx in range(job["count"]):
+            sent_at = time.perf_counter()
+            await source.send(transport, endpoint, job, idx, idx + 1)
+            times.append(time.perf_counter() - sent_at)
+    else:
+        await source.send(transport, endpoint, job, 0, job["count"])
+    took_s = time.perf_counter() - began_at
+    cores = (time.process_time() - cpu_began) / took_s
+    say({"seconds": took_s, "each": times, "cores": cores, "lane": "sysv"})
+
+
 def settle(buffer: Any) -> None:
     """Wait until what was written to a device's memory is there: UCX knows no streams."""
     if not isinstance(buffer, np.ndarray):
         import torch
 
         torch.cuda.synchronize(buffer.device)
-
-
-async def done(operation: Any) -> None:
-    """Wait for an operation; anything but success ends the measurement."""
-    if await operation.settled() is not Outcome.DONE:
-        sys.exit(f"{operation}")
-
-
-def say(answer: Any) -> None:
-    """Answer the parent."""
-    print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":

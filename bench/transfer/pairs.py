@@ -141,8 +141,8 @@ class Pair:
 
 
 def our_pair(environment: Mapping[str, str], cores: Cores, how: str) -> Pair:
-    """Our Transport. how: "windows" where processes share memory, "messages", or "cuda": messages
-    of a device's memory."""
+    """Our Transport. how: "windows" where processes share memory, "messages", "served": windows as
+    the mesh uses them, or "cuda": messages of a device's memory."""
     return Pair([sys.executable, "-m", "bench.transfer.our_end"], environment, cores, how)
 
 

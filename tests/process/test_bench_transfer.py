@@ -10,7 +10,8 @@ import pytest
 
 pytest.importorskip("libucx")
 
-from bench.transfer.pairs import copying_pair, ucx_root, without_ucx, written_buffers
+from bench.transfer.pairs import copying_pair, our_pair, ucx_root, without_ucx, written_buffers
+from shared.transport.settings import UcxSettings
 
 MESSAGE_MIB = 64
 
@@ -55,6 +56,21 @@ def test_a_plain_copy_arrives_in_the_other_process() -> None:
     pair = copying_pair("cpu", (-1, -1))
     try:
         assert pair.stream(1 << 20, 4)["gb_per_s"] > 0
+        assert len(pair.one_by_one(1 << 20, 3)) == 3
+    finally:
+        pair.close()
+
+
+@pytest.mark.ucx
+def test_frames_as_the_mesh_moves_them_are_verified_and_placed() -> None:
+    """More than there are windows, so that each waits for its window to be free again; the
+    receiver checks digests and its pool."""
+    environment = without_ucx()
+    UcxSettings(tls="sysv,self").apply_to(environment)
+    pair = our_pair(environment, (-1, -1), "served")
+    try:
+        assert pair.stream(1 << 20, 80)["gb_per_s"] > 0
+        assert pair.stream(64 << 20, 5)["gb_per_s"] > 0
         assert len(pair.one_by_one(1 << 20, 3)) == 3
     finally:
         pair.close()
