@@ -208,14 +208,14 @@ class _OneAnswer(Answers):
 
     def _take(self, tokens: Tokens) -> bool:
         """See ``Take``."""
+        if self._choice.is_done:
+            return True  # after a stop string, of which the mesh knows nothing, more comes
         sink = self._sink
         if sink is None or self._arrived or not sink.has_room():
             self._arrived += tokens
             return len(self._arrived) >= self._fewest
         delta = self._choice.take(tokens)
         sink.write(delta)
-        if delta.finish_reason:
-            self._sink = None  # after a stop string, of which the mesh knows nothing, more comes
         return bool(delta.finish_reason)
 
     async def next(self) -> list[TextDelta]:

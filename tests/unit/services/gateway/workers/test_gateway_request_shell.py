@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from services.gateway.core.lifecycle import Leg
-from services.gateway.front.answers import HELD_TOKENS, Answers, Choice, open_answers
+from services.gateway.front.answers import HELD_TOKENS, Answers, Choice, TextDelta, open_answers
 from services.gateway.mesh import GenerationRequest, Take, Tokens
 from services.gateway.workers.delivery import Delivery
 from services.gateway.workers.session import RequestShell
@@ -19,7 +19,7 @@ from services.gateway.workers.timeline import Timeline
 from shared.errors import WorkerLost
 from shared.ids import RequestId
 from shared.request import AnswerToken, FinishReason, SamplingParams
-from tests.support.tiny_tokenizer import tiny_text_model
+from tests.support.tiny_tokenizer import tiny_text_model, tiny_tokenizer
 from tests.unit.services.gateway.core.test_gateway_admission import an_admission
 
 REQUEST = GenerationRequest(
@@ -64,26 +64,32 @@ class OneRequest:
 
 
 @asynccontextmanager
-async def an_answer() -> AsyncGenerator[tuple[RequestShell, Answers]]:
+async def an_answer(stop: tuple[str, ...] = ()) -> AsyncGenerator[tuple[RequestShell, Answers]]:
     """A running answer of which nobody reads a part."""
     mesh: Any = OneRequest()
     text = tiny_text_model()
-    choice = Choice(index=0, prompt_idx=0, request=REQUEST, text=text.new_answer(REQUEST.sampling))
+    answer_text = text.new_answer(REQUEST.sampling, stop=stop)
+    choice = Choice(index=0, prompt_idx=0, request=REQUEST, text=answer_text)
     async with open_answers(mesh, [choice]) as answers:
         answers.hold()
         yield mesh.shell, answers
     text.close()
 
 
-def arrive(shell: RequestShell, position: int, finish: FinishReason = FinishReason.NONE) -> None:
+def arrive(
+    shell: RequestShell,
+    position: int,
+    finish: FinishReason = FinishReason.NONE,
+    token_id: int = 0,
+) -> None:
     """Bring a token."""
-    token = AnswerToken(position, position, finish)
+    token = AnswerToken(position, token_id or position, finish)
     shell.apply(shell.lifecycle.token_arrived(0, Leg.WHOLE, token))
 
 
-async def step(shell: RequestShell, position: int) -> None:
+async def step(shell: RequestShell, position: int, token_id: int = 0) -> None:
     """Bring a token, and deliver it at the end of the loop's turn."""
-    arrive(shell, position)
+    arrive(shell, position, token_id=token_id)
     await asyncio.sleep(0)
 
 
@@ -131,6 +137,34 @@ async def test_who_reads_no_part_is_woken_for_many_tokens_or_the_end() -> None:
         assert await next_positions(answers) is None
         arrive(shell, HELD_TOKENS + 1, FinishReason.STOP)
         assert await next_positions(answers) == [HELD_TOKENS, HELD_TOKENS + 1]
+        assert await answers.next() == []
+
+
+class OpenSink:
+    """Takes all that it is given."""
+
+    def __init__(self) -> None:
+        self.written: list[str] = []
+
+    def has_room(self) -> bool:
+        return True
+
+    def write(self, delta: TextDelta) -> None:
+        self.written.append(delta.text)
+
+
+async def test_nothing_follows_a_stop_string_whoever_told_it() -> None:
+    """The mesh knows of none, so tokens come until the consumer has left: here it has had the
+    answer's end from ``next``, and writes it to its client."""
+    the, other = (tiny_tokenizer().token_to_id(token) for token in ("the", "and"))
+    async with an_answer(stop=("e",)) as (shell, answers):
+        sink = OpenSink()
+        await step(shell, 0, the)
+        (delta,) = await answers.next()
+        assert (delta.text, delta.finish_reason) == ("th", FinishReason.STOP)
+        answers.write_to(sink)
+        await step(shell, 1, other)
+        assert sink.written == []
         assert await answers.next() == []
 
 

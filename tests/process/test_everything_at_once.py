@@ -1,0 +1,203 @@
+"""Many kinds of requests at once over real processes and the bundled model, with small pools, tiers
+and roles that move, while workers are killed and stopped: every answer is the one that an
+undisturbed worker gives.
+
+What features do alone is shown elsewhere; this looks for what they do to each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiohttp
+import pytest
+
+from tests.support.grammars import PERSON, needs_library
+from tests.support.process_mesh import ProcessMesh, process_mesh
+from tests.support.service_process import ServiceProcess
+
+pytestmark = [pytest.mark.process, pytest.mark.ucx, needs_library]
+
+AT_ONCE = 10
+ANSWERED_WITHIN_S = 120.0
+WORDS = ("stream", "token", "cache", "worker", "river", "green", "seven", "fox", "12", "code")
+LENGTHS = (60, 200, 400, 700)
+"""Words of the system prompts, with which prompts begin alike."""
+
+PARAMETERS = {"type": "object", "properties": {"k": {"type": "integer"}}, "required": ["k"]}
+TOOL = {"type": "function", "function": {"name": "f", "strict": True, "parameters": PARAMETERS}}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+
+
+class Mesh(NamedTuple):
+    """A kind of mesh. workers: their roles; every, gateway: settings. has_tiers: below the pool."""
+
+    workers: tuple[str, ...]
+    every: dict[str, Any]
+    gateway: dict[str, Any]
+    has_tiers: bool = False
+
+
+MESHES = {
+    "apart, with tiers": Mesh(("prefill",) * 3 + ("decode",) * 2, {}, {}, True),
+    "either": Mesh(("prefill", "prefill", "decode", "decode"), {"movable": True}, {}),
+    "either, by pools": Mesh(
+        ("prefill", "prefill", "decode", "decode"), {"movable": True}, {"policy": "splitwise"}
+    ),
+    "together": Mesh(("decode",) * 3, {"colocated": True}, {}, True),
+}
+
+
+class Request(NamedTuple):
+    """One request."""
+
+    path: str
+    body: dict[str, Any]
+
+
+def a_request(number: int) -> Request:
+    """Return one of them, by its number."""
+    chance = random.Random(number)
+
+    def words(num: int, source: random.Random = chance) -> str:
+        return " ".join(source.choice(WORDS) for _ in range(num))
+
+    length = chance.choice(LENGTHS)
+    system, question = words(length, random.Random(length)), words(chance.randrange(3, 40))
+    body: dict[str, Any] = {
+        "max_tokens": chance.choice([1, 2, 8, 24, 60]),
+        "temperature": chance.choice([0.0, 0.0, 0.9]),
+        "seed": number,
+    }
+    if chance.random() < 0.2:
+        body["n"] = 2
+    if chance.random() < 0.2:
+        body["frequency_penalty"] = 0.5
+    match chance.choice(["completion", "chat", "chat", "turn", "json", "tool"]):
+        case "completion":
+            logprobs = chance.choice([None, 1])
+            return Request(
+                "/v1/completions", body | {"prompt": f"{system} {question}", "logprobs": logprobs}
+            )
+        case "json":
+            body |= {"response_format": FORMAT, "max_tokens": 120}
+        case "tool":
+            body |= {"tools": [TOOL], "tool_choice": "required", "max_tokens": 60}
+        case "turn":
+            turns = [("assistant", words(20)), ("user", words(8))]
+            body["messages"] = [{"role": role, "content": text} for role, text in turns]
+        case _:
+            body |= {"logprobs": True, "top_logprobs": 2, "stop": [" the"]}
+    first = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+    return Request("/v1/chat/completions", body | {"messages": first + body.get("messages", [])})
+
+
+def told(body: dict[str, Any]) -> Any:
+    """Return what of an answer may not differ: all but names, times and what was cached."""
+    usage = body["usage"]
+    for choice in body["choices"]:
+        for call in choice.get("message", {}).get("tool_calls") or []:
+            del call["id"]
+    return body["choices"], usage["prompt_tokens"], usage["completion_tokens"]
+
+
+async def ask(session: aiohttp.ClientSession, url: str, number: int) -> Any:
+    """Ask and return what may not differ; a refusal is an error."""
+    request = a_request(number)
+    async with session.post(url + request.path, json=request.body) as response:
+        body = await response.json()
+        assert response.status == 200, body
+        return told(body)
+
+
+async def ask_all(url: str, numbers: Iterator[int], told_of: dict[int, list[Any]]) -> None:
+    """Ask for these, some at once."""
+    limit = aiohttp.ClientTimeout(total=ANSWERED_WITHIN_S)
+    async with aiohttp.ClientSession(timeout=limit) as session, asyncio.TaskGroup() as tasks:
+
+        async def some() -> None:
+            for number in numbers:
+                told_of.setdefault(number, []).append(await ask(session, url, number))
+
+        for _ in range(AT_ONCE):
+            tasks.create_task(some())
+
+
+async def disturb(
+    mesh: ProcessMesh, url: str, workers: list[ServiceProcess], kind: Mesh, again: dict[str, Any]
+) -> None:
+    """Kill, stop and move workers, one after the other, until cancelled."""
+    chance = random.Random(1)
+    while True:
+        await asyncio.sleep(chance.uniform(1.0, 3.0))
+        worker = chance.choice(workers)
+        match chance.choice(["kill", "stop", "move"]):
+            case "kill":
+                role = worker.name.split("-")[0]
+                await worker.kill()
+                workers.remove(worker)
+                workers.append(await mesh.add(role, **again))
+            case "stop":
+                worker.send(signal.SIGSTOP)
+                await asyncio.sleep(chance.choice([0.3, 3.0]))
+                worker.send(signal.SIGCONT)
+            case _ if kind.every.get("movable"):
+                async with aiohttp.ClientSession() as session:
+                    async with session.get(f"{url}/cluster") as response:
+                        known = [it["incarnation"] for it in (await response.json())["workers"]]
+                    home = {"role": chance.choice(["prompt", "token"])}
+                    moved = f"{url}/cluster/workers/{chance.choice(known)}/role"
+                    async with session.post(moved, json=home) as response:
+                        await response.read()  # refused where it is the last of its role
+
+
+async def has_pairs(mesh: ProcessMesh, gateway: ServiceProcess) -> bool:
+    """Whether it takes requests."""
+    return (await mesh.gauges(gateway))["pairs"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "num_requests", "times"),
+    [
+        pytest.param("either, by pools", 40, 3, marks=pytest.mark.timeout(400)),
+        *(
+            pytest.param(name, 200, 8, marks=[pytest.mark.timeout(1800), pytest.mark.nightly])
+            for name in MESHES
+        ),
+    ],
+)
+async def test_every_answer_is_the_undisturbed_one(
+    tmp_path: Path, name: str, num_requests: int, times: int
+) -> None:
+    """Each is asked for several times, by ten clients at once, while workers come and go."""
+    kind = MESHES[name]
+    again = {**kind.every, "num_blocks": 300}
+    if kind.has_tiers:
+        again |= {"dram_cache": 40_000_000, "ssd_cache": tmp_path, "ssd_cache_size": 200_000_000}
+    async with process_mesh("torch") as mesh:
+        alone = await mesh.start_gateway(max_wait_s=60.0)
+        await mesh.add("decode", colocated=True)
+        await mesh.paired(alone, 1)
+        due: dict[int, list[Any]] = {}
+        url = f"http://127.0.0.1:{alone.facts['http_port']}"
+        await ask_all(url, iter(range(num_requests)), due)
+        mesh.gateway_names.clear()
+        gateway = await mesh.start_gateway(max_wait_s=60.0, **kind.gateway)
+        url = f"http://127.0.0.1:{gateway.facts['http_port']}"
+        with mesh.explained():
+            workers = [await mesh.add(role, **again) for role in kind.workers]
+            await mesh.until(lambda: has_pairs(mesh, gateway))
+            numbers = [*range(num_requests)] * times
+            random.Random(2).shuffle(numbers)
+            got: dict[int, list[Any]] = {}
+            async with asyncio.TaskGroup() as tasks:
+                disturbing = tasks.create_task(disturb(mesh, url, workers, kind, again))
+                await ask_all(url, iter(numbers), got)
+                disturbing.cancel()
+            for number, (right,) in due.items():
+                assert got[number] == [right] * times, a_request(number)
