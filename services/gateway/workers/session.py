@@ -55,6 +55,7 @@ class _LegShell:
 
     def token(self, token: AnswerToken) -> None:
         request = self._request
+        # An answer that ends with its first token takes nothing of decode: nobody need be asked.
         if request.asks_again and not token.finish_reason and request.is_refused_now():
             return
         request.apply(request.lifecycle.token_arrived(self._attempt, self.leg, token))
