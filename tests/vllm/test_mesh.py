@@ -177,9 +177,17 @@ async def nothing_is_left(mesh: ProcessMesh, folder: Path) -> None:
     await mesh.until(is_so)
 
 
-async def test_a_rank_that_dies_ends_its_worker_and_no_answer(own_folder: Path) -> None:
-    """Two ranks prefill for one that decodes, and say what one rank says. With one of them gone the
-    worker says so in one line and ends with all its processes; its prompts move."""
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)]
+)
+async def test_a_rank_that_dies_ends_its_worker_and_no_answer(
+    number: signal.Signals, own_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks prefill for one that decodes, and say what one rank says. With one of them gone, or
+    silent for longer than vLLM waits, the worker says so in one line and ends with all its
+    processes; its prompts move."""
+    if number is signal.SIGSTOP:
+        monkeypatch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "10")
     async with process_mesh("vllm") as mesh:
         # Nothing is left to a profile of the machine: two ranks on two cores would measure long.
         told = {"batch_tokens": 256, "transfer_mode": "layerwise"}
@@ -196,7 +204,7 @@ async def test_a_rank_that_dies_ends_its_worker_and_no_answer(own_folder: Path) 
         asking = asyncio.ensure_future(  # noqa: TID251 - ended below
             ask_all(mesh, gateway, prompts())
         )
-        os.kill(workers[-1], signal.SIGKILL)
+        os.kill(workers[-1], number)
         assert [one.tokens for one in await asking] == alone
         assert await ranks.ended() != 0
         errors = [line for line in ranks.log if '"level":"error"' in line]

@@ -24,7 +24,7 @@ from shared.engine.vllm.plugins import STEP
 from shared.engine.vllm.pools import Pools
 from shared.engine.vllm.ranks import LayerEvents
 from shared.engine.vllm.rows import FIRST_BLOCK, Rows
-from shared.errors import LocalProtocolError
+from shared.errors import EngineFailed, LocalProtocolError
 from shared.kv.layout import KvLayout
 from shared.model_spec import ModelSpec
 from shared.step import RowResult, StepRow
@@ -88,6 +88,8 @@ class VllmEngine(DeviceEngine):
             with DeviceFailures("a step"), self._streams.computing():
                 output = self._run(plan, on_layer)
                 results = self._rows.results(rows, output)
+        except TimeoutError as error:
+            raise EngineFailed("a rank of this worker is silent, and with it the worker") from error
         except BaseException:
             self._rows.forget()
             raise
