@@ -37,7 +37,7 @@ from bench.transfer.run import LANES, congestion_control
 from shared.address import Address
 from shared.engine.worker import ThreadCompute
 from shared.errors import MeshError
-from shared.ids import Incarnation, MeshPeer, RequestId
+from shared.ids import Incarnation, LeaseToken, MeshPeer, RequestId
 from shared.rpc.tcp import TcpNetwork
 from shared.transfer.messages import TransferKey
 from shared.transfer.plan import DEFAULT_GROUP_BYTES, TransferMode
@@ -164,9 +164,9 @@ class Prefill:
         if mode == "compute":
             await self._compute.step([], lambda num_layers: None)
             return {"compute_s": self._engine.last_layer_at - began_at}
+        request_id = RequestId(next(self._numbers).to_bytes(16, "little"))
         handle = self._pusher.begin(
-            RequestId(next(self._numbers).to_bytes(16, "little")),
-            0,
+            TransferKey(request_id, 0, LeaseToken(bytes(16))),
             DECODE,
             num_tokens=self._num_tokens,
             block_table=lambda: self._table,
