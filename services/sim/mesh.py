@@ -13,10 +13,11 @@ Every call below belongs to a core, or carries out one of its effects.
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,13 +25,15 @@ from services.gateway.core import admission
 from services.gateway.core.admission import Admission, Admit, TurnAway
 from services.gateway.core.dispatcher import BlamePair, Dispatcher, Effect, LookForPair, Send
 from services.gateway.core.expectations import EndedAnswer
+from services.gateway.core.fetches import Hit
 from services.gateway.core.lifecycle import CancelLeg, End, Leg, Lifecycle, Reroute
 from services.gateway.core.overload import Overload, OverloadMode
 from services.gateway.core.prefixes import HashedPrompt
 from services.gateway.core.routing import RouteDecision
+from services.gateway.core.sides import NO_HITS
 from services.gateway.core.speeds import ReportedSpeeds
 from services.gateway.core.tenants import Terms
-from services.gateway.core.worker import Role
+from services.gateway.core.worker import Role, Worker
 from services.sim.clock import WIRE_S, CountedBytes, CountedChances
 from services.sim.engine import SimEngine
 from services.sim.members import Member, Members
@@ -78,6 +81,8 @@ class CoreAnswer:
     token_times: TokenTimes = field(default_factory=TokenTimes)
     sent_at: float = 0.0
     computed: PromptTimes | None = None
+    hashed: HashedPrompt | None = None
+    asks_again: bool = False
 
 
 class CoreMesh(Members):
@@ -133,16 +138,31 @@ class CoreMesh(Members):
         dispatcher = Dispatcher(
             life, deadline_at=None, pair_wait_s=10.0, failover_wait_s=5.0, prompt=hashed
         )
-        answer = CoreAnswer(key, prompt, life, dispatcher, asked_at=self.clock.now)
+        answer = CoreAnswer(key, prompt, life, dispatcher, asked_at=self.clock.now, hashed=hashed)
         self._answers[key] = answer
         return answer
 
     def admit(self, answer: CoreAnswer, terms: Terms = ANY) -> None:
         """Let it in, now or when its turn comes."""
         key, num_tokens, now = answer.key, len(answer.prompt), self.clock.now
-        self._perform(self._admission.arrive(key, now, terms=terms, num_tokens=num_tokens))
+        answer.asks_again = self.overload.mode is not OverloadMode.OFF and terms.tpot_s < math.inf
+        self._perform(
+            self._admission.arrive(
+                key,
+                now,
+                terms=terms,
+                num_tokens=num_tokens,
+                cached=lambda now: self._found(answer, now),
+            )
+        )
         if not (answer.is_over or answer.decisions or answer.search):
             self.clock.at(now + self._max_wait_s, self._tick_admission)
+
+    def _found(self, answer: CoreAnswer, now: float) -> Mapping[int, Hit]:
+        prefixes, hashed = self.router.prefixes, answer.hashed
+        if hashed is None or prefixes is None:
+            return NO_HITS
+        return prefixes.found(hashed, now) or NO_HITS
 
     def _tick_admission(self) -> None:
         self._perform(self._admission.tick(self.clock.now))
@@ -166,6 +186,7 @@ class CoreMesh(Members):
                 case AnswerToken():
                     answer.token_ids.append(effect.token_id)
                     answer.token_times.append(self.clock.now)
+                    self._emitted(answer, 1)
                 case CancelLeg(leg):
                     self._cancel(answer, leg)
                 case Reroute():
@@ -181,6 +202,25 @@ class CoreMesh(Members):
                     self._send(answer, effect)
                 case End(error):
                     self._end(answer, error)
+
+    def _emitted(self, answer: CoreAnswer, num_tokens: int) -> None:
+        cached = 0 if answer.computed is None else answer.computed.cached_tokens
+        self._admission.emitted(answer.key, num_tokens, self.clock.now, cached_tokens=cached)
+
+    def _is_refused_now(self, answer: CoreAnswer) -> bool:
+        """Ask admission once more, now that the prompt is computed; whether that was the end."""
+        answer.asks_again = False
+        taker = self._taker(answer)
+        if taker is None:
+            return False
+        refusals = self._admission.prompt_computed(answer.key, taker, self.clock.now)
+        self._perform(refusals)
+        return bool(refusals)
+
+    def _taker(self, answer: CoreAnswer) -> Worker | None:
+        """Return who computes its answer, None if one token is all."""
+        leg = answer.legs.get(Leg.DECODE) or answer.legs.get(Leg.WHOLE)
+        return leg and self.members[leg.worker].worker
 
     def _search(self, answer: CoreAnswer, search: LookForPair) -> None:
         answer.search = search
@@ -240,6 +280,12 @@ class CoreMesh(Members):
                     member.core.take(order)
 
             self.clock.send(arrive)
+        taker = self._taker(answer)
+        if taker is not None:
+            first = self.members[decision.prefill].worker
+            self._admission.dispatched(
+                answer.key, first, taker, now, num_cached=decision.num_cached
+            )
 
     def _cancel(self, answer: CoreAnswer, leg: Leg) -> None:
         sent = answer.legs[leg]
@@ -328,6 +374,8 @@ class CoreMesh(Members):
                 if word.what == "first":
                     worker.computed(_side(leg), word.stream_id)
                     answer.computed = answer.computed or word.prompt
+                if answer.asks_again and not new.finish_reason and self._is_refused_now(answer):
+                    return
                 if new.finish_reason and leg is not Leg.PREFILL:
                     self._close(word.stream_id)
                 token = AnswerToken(new.index, new.token_id, new.finish_reason)
@@ -344,6 +392,7 @@ class CoreMesh(Members):
         if answer.life.many_arrived(attempt, leg, new.index, tokens):
             answer.token_ids += tokens
             answer.token_times.extend(steps, self.clock.wire_s)
+            self._emitted(answer, steps.num)
         else:
             for idx, token_id in enumerate(tokens, new.index):
                 token = AnswerToken(idx, token_id, FinishReason.NONE)

@@ -13,9 +13,12 @@ from collections.abc import Callable
 
 import pytest
 
+from services.gateway.core.overload import OverloadMode
 from services.gateway.core.pools import Pool, home_of
+from services.gateway.core.tenants import Terms
 from services.sim.mesh import CoreAnswer, CoreMesh
-from shared.errors import InvalidRequest, WorkerLost
+from shared.errors import InvalidRequest, WorkerLost, WouldBeLate
+from shared.predict.step_time import MIN_STEPS, StepFit
 from shared.request import SamplingParams
 from tests.support.core_mesh import MODEL, core_mesh
 from tests.support.fake_reference import fake_answer
@@ -205,3 +208,35 @@ def test_two_runs_are_one() -> None:
         return mesh.clock.now, [answer.token_ids for answer in answers], [*decisions]
 
     assert played() == played()
+
+
+def test_tokens_of_an_answer_are_its_tenant_s_too() -> None:
+    """Whoever gets long answers waits until the other has had as much."""
+    mesh = core_mesh(max_running=1)
+    for kind in ("prefill", "decode"):
+        mesh.start(kind)
+    mesh.settle()
+    long, short = Terms(tenant="long"), Terms(tenant="short")
+    answers = {
+        name: [mesh.ask(PROMPT, terms, max_tokens=most) for _ in range(4)]
+        for name, terms, most in (("long", long, 60), ("short", short, 2))
+    }
+    mesh.run(over(*answers["long"], *answers["short"]))
+    second, last = answers["long"][1], answers["short"][-1]
+    assert last.sent_at < second.sent_at
+    require_nothing_left(mesh)
+
+
+def test_at_the_second_stage_an_answer_is_refused_that_its_prompt_was_computed_for() -> None:
+    """``--overload stage`` looks at decode when the first token is there, and hands nothing on."""
+    mesh, known = core_mesh(), StepFit(constant_s=0.002, num_steps=MIN_STEPS)
+    for kind in ("prefill", "decode"):
+        mesh.start(kind).engine.fits = lambda: (known, known)
+    mesh.settle()
+    mesh.run(over(mesh.ask(PROMPT, max_tokens=40)))  # after which reports tell what steps take
+    mesh.overload.mode = OverloadMode.STAGE
+    answer = mesh.ask(PROMPT, Terms(tpot_s=1e-9), max_tokens=12)
+    mesh.run(over(answer))
+    assert isinstance(answer.error, WouldBeLate)
+    assert (len(answer.decisions), answer.token_ids) == (1, [])
+    require_nothing_left(mesh)
