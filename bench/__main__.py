@@ -105,7 +105,9 @@ def newest_goals(runs: list[tuple[Path, dict[str, Any]]]) -> list[Measured]:
 def draw(question: str) -> None:
     """Draw the pictures of a question's results again."""
     pictures_of = getattr(importlib.import_module(f"bench.{question}.run"), "pictures_of", None)
-    for path, content in results(PROJECT / "bench" / question) if pictures_of is not None else []:
+    if pictures_of is None:
+        return
+    for path, content in results(PROJECT / "bench" / question):
         save(pictures_of(content["rows"]), path)
         print(f"drawn beside {path.relative_to(PROJECT)}")
 

@@ -196,7 +196,7 @@ def make_model(folder: Path) -> None:
     tokenizer = Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json"))
     texts = [tokenizer.decode([token_id]) for token_id in range(VOCAB)]
     no_text = [token_id for token_id, text in enumerate(texts) if not text or "\ufffd" in text]
-    model = transformers.LlamaForCausalLM(config)
+    model: Any = transformers.LlamaForCausalLM(config)
     with torch.no_grad():
         model.lm_head.weight[no_text] = 0.0  # logits of 0, below the best of a thousand others
     model.to(torch.bfloat16).save_pretrained(folder)

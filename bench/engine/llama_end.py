@@ -12,7 +12,7 @@ import random
 import sys
 import time
 
-import llama_cpp as lc
+import llama_cpp as lc  # pyright: ignore[reportMissingImports]
 import numpy as np
 
 
@@ -57,6 +57,7 @@ class End:
 
     def prefill(self, prompt: list[int], row: int) -> int:
         """Compute a prompt in pieces of 512; return the next token."""
+        part = prompt
         for start in range(0, len(prompt), 512):
             part = prompt[start : start + 512]
             is_last = start + 512 >= len(prompt)
@@ -104,7 +105,7 @@ def main() -> None:
                 took.append(time.perf_counter() - began_at)
                 position += 1
             answer = {"seconds": took}
-        elif job["do"] == "prefill":
+        else:  # prefill
             end.open(1, job["tokens"] + 1)
             took = []
             for _ in range(job["times"] + 1):

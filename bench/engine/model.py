@@ -10,6 +10,7 @@ import json
 import struct
 import sys
 from pathlib import Path
+from typing import Any
 
 VOCAB = 32_000
 MAX_LEN = 8192
@@ -44,13 +45,14 @@ def make(folder: Path, sizes: dict[str, int] = SIZES) -> None:
 
     transformers.logging.disable_progress_bar()
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**sizes, bos_token_id=None, eos_token_id=None)
-    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    shape: dict[str, Any] = {**sizes, "bos_token_id": None, "eos_token_id": None}
+    written: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
+    written.to(torch.bfloat16).save_pretrained(folder)
 
 
 def convert(folder: Path, target: Path, sizes: dict[str, int]) -> None:
     """Write the same weights as GGUF; matrices stay bfloat16."""
-    import gguf
+    import gguf  # pyright: ignore[reportMissingImports]
     import numpy as np
 
     writer = gguf.GGUFWriter(str(target), "llama")

@@ -270,7 +270,7 @@ def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="few cases, no peer that compiles")
     parser.add_argument("--size", choices=model.MODELS, default="125m", help="parameters")
     parser.add_argument(

@@ -16,7 +16,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import vllm
+import vllm  # pyright: ignore[reportMissingImports]
 
 
 def main() -> None:
@@ -72,7 +72,7 @@ def main() -> None:
                 took.append(time.perf_counter() - began_at)
                 assert len(outputs) == len(running)
             answer = {"seconds": took}
-        elif job["do"] == "prefill":
+        else:  # prefill
             if running:
                 engine.abort_request(running)
                 running = []

@@ -39,12 +39,12 @@ class Span(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """The device waited between two pieces. us: all such gaps together; count: how many."""
+    """The device waited between two pieces. us: all such gaps together; num: how many."""
 
     after: str
     before: str
     us: float
-    count: int
+    num: int
 
 
 def busy_and_gaps(spans: Iterable[Span]) -> tuple[float, list[Gap]]:
@@ -112,7 +112,7 @@ def measure(asked: argparse.Namespace, record: Record, folder: Path) -> None:
             print(f"decode batch {batch} at {CONTEXT}: the device works {share:.3f} of the time")
             for gap in per_step:
                 names = f"{gap.after[:50]} -> {gap.before[:50]}"
-                print(f"  {gap.us:9.1f} us a step idle, {gap.count} times: {names}")
+                print(f"  {gap.us:9.1f} us a step idle, {gap.num} times: {names}")
         took: dict[int, list[float]] = {}
         for _ in range(asked.repetitions):
             for length in LENGTHS:

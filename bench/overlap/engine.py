@@ -20,7 +20,7 @@ _MATRIX = 384
 
 
 class ModelledEngine:
-    """Keeps the ``Engine`` contract, for one prompt at a time.
+    """Keeps what pushing needs of the ``Engine`` contract, for one prompt at a time.
 
     products_per_layer: matrix products that stand for one layer's compute; see ``calibrate``.
     last_layer_at: when the newest step's last layer was computed (perf_counter).
@@ -71,7 +71,7 @@ class ModelledEngine:
         """xxh3 over a prompt's KV in wire layout, then forget it."""
         out = np.empty(num_tokens * self.layout.token_bytes, np.uint8)
         self.gather(table, 0, num_tokens, 0, self.layout.num_layers, out)
-        return xxhash.xxh3_64_intdigest(memoryview(out))
+        return xxhash.xxh3_64_intdigest(out.data)
 
     def clear(self) -> None:
         """Zero the pool."""

@@ -91,14 +91,16 @@ class OpenHouse:
 
 async def serve_decode(num_tokens: int) -> None:
     """Receive until standard input ends; each line asks for the digest of what is in the pool."""
-    engine = ModelledEngine(num_layers=NUM_LAYERS, num_tokens=num_tokens, seed=None)
-    compute, transport = ThreadCompute(engine, name="decode"), await open_ucx()
+    modelled = ModelledEngine(num_layers=NUM_LAYERS, num_tokens=num_tokens, seed=None)
+    engine: Any = modelled
+    transport: Any = await open_ucx()
+    compute = ThreadCompute(engine, name="decode")
     random_bytes = random.Random(1).randbytes
     receiver = KvReceiver(
         engine=engine,
         compute=compute,
         transport=transport,
-        leases=OpenHouse(engine, num_tokens),
+        leases=OpenHouse(modelled, num_tokens),
         random_bytes=random_bytes,
     )
     pairs = PairTable(
@@ -200,10 +202,13 @@ async def measure(
     )  # fmt: skip
     assert decode.stdin is not None
     assert decode.stdout is not None
-    engine = ModelledEngine(num_layers=NUM_LAYERS, num_tokens=num_tokens, seed=1, kv_share=kv_share)
+    engine: Any = ModelledEngine(
+        num_layers=NUM_LAYERS, num_tokens=num_tokens, seed=1, kv_share=kv_share
+    )
     expected = engine.digest(engine.block_table(), num_tokens)
     engine.calibrate(layer_s)
-    compute, transport = ThreadCompute(engine, name="prefill"), await open_ucx()
+    transport: Any = await open_ucx()
+    compute = ThreadCompute(engine, name="prefill")
     pusher = Pusher(engine=engine, compute=compute)
     paired = asyncio.Event()
     pairs = PairTable(

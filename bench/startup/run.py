@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from bench.record import PROJECT, Record, ratios, spread
 from shared.engine import huge_pages
@@ -55,8 +56,8 @@ def make_model(folder: Path, mib: int) -> None:
         num_attention_heads=HEADS,
         num_key_value_heads=KV_HEADS,
     )
-    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
-    model.save_pretrained(folder, max_shard_size="100GB")
+    model: Any = transformers.LlamaForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(folder, max_shard_size="100GB")
 
 
 def back_memory(num_bytes: int) -> None:

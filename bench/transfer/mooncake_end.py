@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 import numpy as np
-from mooncake.engine import TransferEngine
+from mooncake.engine import TransferEngine  # pyright: ignore[reportMissingImports]
 
 WINDOW = 32
 MAX_BYTES = 64 << 20

@@ -13,7 +13,7 @@ import sys
 import time
 from typing import Any
 
-import nixl_cu12 as nixl
+import nixl_cu12 as nixl  # pyright: ignore[reportMissingImports]
 import numpy as np
 
 WINDOW = 32
