@@ -75,6 +75,8 @@ def note(record: Record, what: str, took: dict[str, list[float]], bound: float) 
         row[name] = {"ms": spread([1e3 * one for one in seconds])}
     record.rows.append(row)
     record.goal(12, f"over vllm, {what}: x vllm's time", share, "<=", bound)
+    if not record.is_quick:
+        record.save()  # a run of the large model is long, and may be cut
     times = "   ".join(f"{name} {row[name]['ms']['median']:.2f} ms" for name in took)
     print(f"{what:28} {times}   x {share['median']:.3f}", flush=True)
 
