@@ -17,7 +17,7 @@ import math
 import sys
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,12 +25,10 @@ from services.gateway.core import admission
 from services.gateway.core.admission import Admission, Admit, TurnAway
 from services.gateway.core.dispatcher import BlamePair, Dispatcher, Effect, LookForPair, Send
 from services.gateway.core.expectations import EndedAnswer
-from services.gateway.core.fetches import Hit
 from services.gateway.core.lifecycle import CancelLeg, End, Leg, Lifecycle, Reroute
 from services.gateway.core.overload import Overload, OverloadMode
 from services.gateway.core.prefixes import HashedPrompt
 from services.gateway.core.routing import RouteDecision
-from services.gateway.core.sides import NO_HITS
 from services.gateway.core.speeds import ReportedSpeeds
 from services.gateway.core.tenants import Terms
 from services.gateway.core.worker import Role, Worker
@@ -152,17 +150,11 @@ class CoreMesh(Members):
                 now,
                 terms=terms,
                 num_tokens=num_tokens,
-                cached=lambda now: self._found(answer, now),
+                cached=lambda now: self.router.cached(answer.hashed, now),
             )
         )
         if not (answer.is_over or answer.decisions or answer.search):
             self.clock.at(now + self._max_wait_s, self._tick_admission)
-
-    def _found(self, answer: CoreAnswer, now: float) -> Mapping[int, Hit]:
-        prefixes, hashed = self.router.prefixes, answer.hashed
-        if hashed is None or prefixes is None:
-            return NO_HITS
-        return prefixes.found(hashed, now) or NO_HITS
 
     def _tick_admission(self) -> None:
         self._perform(self._admission.tick(self.clock.now))

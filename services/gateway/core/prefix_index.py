@@ -61,9 +61,7 @@ class Indexed(StrEnum):
     LEARNING = "learning"  # a snapshot is on its way
     KNOWN = "known"  # at its last report the index was equal to its pool
     LEFT_OUT = "left out"  # --index-memory-mib is full; asked again when there is room
-    UNPROVED = (
-        "unproved"  # several snapshots in a row were not what it has, so nothing of it counts
-    )
+    UNPROVED = "unproved"  # snapshot after snapshot was wrong: nothing that it tells counts
 
 
 class _Known:

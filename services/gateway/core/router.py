@@ -6,16 +6,16 @@ It joins the policy, the peer table, the index of prefixes and what is predicted
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from services.gateway.core.expectations import EndedAnswer, Expectations
-from services.gateway.core.fetches import NOTHING, OffersOf
+from services.gateway.core.fetches import NOTHING, Hit, OffersOf
 from services.gateway.core.peer_table import PeerTable
-from services.gateway.core.prefixes import Prefixes
+from services.gateway.core.prefixes import HashedPrompt, Prefixes
 from services.gateway.core.rendezvous import affinity_of
 from services.gateway.core.routing import PairWanted, RouteDecision, RoutingPolicy, find_pair
-from services.gateway.core.sides import RouteRequest
+from services.gateway.core.sides import NO_HITS, RouteRequest
 
 SMALL_SURPRISE = 0.05
 """Share of a prompt that may be cached without having been expected (indices know granules, caches
@@ -53,6 +53,12 @@ class Router:
     def needs_prompt(self) -> bool:
         """Whether the policy goes by ``RouteRequest.prompt``."""
         return self._policy.needs_affinity or self._policy.needs_prefixes
+
+    def cached(self, prompt: HashedPrompt | None, now: float) -> Mapping[int, Hit]:
+        """Return what workers have of a prompt, by their places, as far as the policy knows."""
+        if prompt is None or self.prefixes is None:
+            return NO_HITS
+        return self.prefixes.found(prompt, now) or NO_HITS
 
     def route(self, request: RouteRequest, now: float, random: float) -> Routed:
         """Choose a pair. random: see ``RoutingPolicy``."""

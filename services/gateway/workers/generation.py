@@ -274,7 +274,7 @@ class GatewayMesh:
                 num_tokens=len(request.token_ids),
                 arrived_at=request.arrived_at,
                 deadline_at=request.deadline_at,
-                cached=lambda now: self._members.cached(prompt, now),
+                cached=lambda now: self._members.router.cached(prompt, now),
             )
             self._apply(effects)
             if not turn.is_settled:

@@ -10,18 +10,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 import structlog
 
 from services.gateway.core.expectations import WRONG, EndedAnswer
-from services.gateway.core.fetches import Hit
 from services.gateway.core.peer_table import OwnModel, PeerTable
 from services.gateway.core.pools import HomeOrder, change_home, is_confirmed
 from services.gateway.core.prefixes import LEFT_OUT, UNPROVED, HashedPrompt, PrefixReports
 from services.gateway.core.router import Router
 from services.gateway.core.routing import RouteDecision, RoutingPolicy
-from services.gateway.core.sides import NO_HITS, RouteRequest
+from services.gateway.core.sides import RouteRequest
 from services.gateway.core.worker import Role, Worker, WorkerStatus
 from services.gateway.workers.peers import WorkerSession
 from shared.errors import DeadlinePassed, WorkerLost
@@ -275,12 +274,6 @@ class Membership:
     def prompt(self, token_ids: Sequence[int], salt: bytes) -> HashedPrompt | None:
         """See ``RouteRequest``; None where the policy does not go by it."""
         return HashedPrompt(pack_u32(token_ids), salt) if self.router.needs_prompt else None
-
-    def cached(self, prompt: HashedPrompt | None, now: float) -> Mapping[int, Hit]:
-        """Return what workers have of a prompt, by their places, as far as the policy knows."""
-        if prompt is None or self.prefixes is None:
-            return NO_HITS
-        return self.prefixes.found(prompt, now) or NO_HITS
 
     def route(self, request: RouteRequest) -> RouteDecision | None:
         """Choose a pair, or None if none can take the request now."""
