@@ -35,7 +35,7 @@ from services.gateway.text.text_model import TextModel
 from services.gateway.workers.answer_metrics import AnswerMetrics
 from services.gateway.workers.delivery import DELIVERIES_A_TURN, Delivery
 from services.gateway.workers.peers import WorkerSession
-from services.gateway.workers.session import RequestShell, _LegShell
+from services.gateway.workers.session import LegShell, RequestShell
 from services.gateway.workers.timeline import Timeline
 from shared import wire
 from shared.ids import Incarnation, RequestId, StreamId
@@ -142,7 +142,7 @@ class Walk:
             max_attempts=1, pair_wait_s=1.0, failover_wait_s=1.0,
         )  # fmt: skip
         shell.lifecycle.dispatched(is_whole=True)
-        self._session._legs[stream_id] = _LegShell(shell, 0, Leg.WHOLE, self._session)
+        self._session._legs[stream_id] = LegShell(shell, 0, Leg.WHOLE, self._session)
         return shell
 
     def step(self) -> wire.DecodeEvent:

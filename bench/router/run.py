@@ -35,8 +35,8 @@ from services.gateway.core.peer_table import PeerTable
 from services.gateway.core.prefix_index import PrefixIndex
 from services.gateway.core.prefixes import HashedPrompt
 from services.gateway.core.router import Router
-from services.gateway.core.routing import POLICIES, RouteDecision, RoutingPolicy, route
-from services.gateway.core.sides import RouteRequest
+from services.gateway.core.routing import POLICIES, RouteDecision, route
+from services.gateway.core.sides import RouteRequest, RoutingPolicy
 from services.gateway.core.worker import Role, Worker, WorkerStatus
 from services.gateway.workers.membership import Membership, membership
 from services.gateway.workers.registry import Registry, read_announcement

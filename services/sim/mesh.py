@@ -13,7 +13,6 @@ Every call below belongs to a core, or carries out one of its effects.
 from __future__ import annotations
 
 import itertools
-import math
 import sys
 from array import array
 from collections import deque
@@ -31,7 +30,7 @@ from services.gateway.core.prefixes import HashedPrompt
 from services.gateway.core.routing import RouteDecision
 from services.gateway.core.speeds import ReportedSpeeds
 from services.gateway.core.tenants import Terms
-from services.gateway.core.worker import Role, Worker
+from services.gateway.core.worker import Role
 from services.sim.clock import WIRE_S, CountedBytes, CountedChances
 from services.sim.engine import SimEngine
 from services.sim.members import Member, Members
@@ -80,7 +79,6 @@ class CoreAnswer:
     sent_at: float = 0.0
     computed: PromptTimes | None = None
     hashed: HashedPrompt | None = None
-    asks_again: bool = False
 
 
 class CoreMesh(Members):
@@ -143,7 +141,6 @@ class CoreMesh(Members):
     def admit(self, answer: CoreAnswer, terms: Terms = ANY) -> None:
         """Let it in, now or when its turn comes."""
         key, num_tokens, now = answer.key, len(answer.prompt), self.clock.now
-        answer.asks_again = self.overload.mode is not OverloadMode.OFF and terms.tpot_s < math.inf
         self._perform(
             self._admission.arrive(
                 key,
@@ -201,18 +198,9 @@ class CoreMesh(Members):
 
     def _is_refused_now(self, answer: CoreAnswer) -> bool:
         """Ask admission once more, now that the prompt is computed; whether that was the end."""
-        answer.asks_again = False
-        taker = self._taker(answer)
-        if taker is None:
-            return False
-        refusals = self._admission.prompt_computed(answer.key, taker, self.clock.now)
+        refusals = self._admission.prompt_computed(answer.key, self.clock.now)
         self._perform(refusals)
         return bool(refusals)
-
-    def _taker(self, answer: CoreAnswer) -> Worker | None:
-        """Return who computes its answer, None if one token is all."""
-        leg = answer.legs.get(Leg.DECODE) or answer.legs.get(Leg.WHOLE)
-        return leg and self.members[leg.worker].worker
 
     def _search(self, answer: CoreAnswer, search: LookForPair) -> None:
         answer.search = search
@@ -272,11 +260,10 @@ class CoreMesh(Members):
                     member.core.take(order)
 
             self.clock.send(arrive)
-        taker = self._taker(answer)
-        if taker is not None:
-            first = self.members[decision.prefill].worker
+        if decision.decode in send.legs.values():
+            first, taker = self.members[decision.prefill], self.members[decision.decode]
             self._admission.dispatched(
-                answer.key, first, taker, now, num_cached=decision.num_cached
+                answer.key, first.worker, taker.worker, now, num_cached=decision.num_cached
             )
 
     def _cancel(self, answer: CoreAnswer, leg: Leg) -> None:
@@ -366,8 +353,8 @@ class CoreMesh(Members):
                 if word.what == "first":
                     worker.computed(_side(leg), word.stream_id)
                     answer.computed = answer.computed or word.prompt
-                if answer.asks_again and not new.finish_reason and self._is_refused_now(answer):
-                    return
+                    if not new.finish_reason and self._is_refused_now(answer):
+                        return
                 if new.finish_reason and leg is not Leg.PREFILL:
                     self._close(word.stream_id)
                 token = AnswerToken(new.index, new.token_id, new.finish_reason)

@@ -39,15 +39,15 @@ class Reports:
                 self._check(members.session(incarnation, worker.role))
                 self.num_reports += 1
 
-        attach = WorkerSession._attach
+        send = WorkerSession.send
 
-        def attached(session: WorkerSession, *order: Any) -> StreamId:
-            stream_id = attach(session, *order)
+        def sent(session: WorkerSession, *order: Any, **more: Any) -> StreamId:
+            stream_id = send(session, *order, **more)
             self._check(session)
             return stream_id
 
         monkeypatch.setattr(Membership, "update", watched)
-        monkeypatch.setattr(WorkerSession, "_attach", attached)
+        monkeypatch.setattr(WorkerSession, "send", sent)
 
     def _check(self, session: WorkerSession) -> None:
         worker = session.worker

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.core.sides import EachAlone, Places, RouteRequest, Scores, Sides
+from services.gateway.core.sides import Places, RouteRequest, RoutingPolicy, Scores, Sides
 from shared.address import Address
 from shared.ids import Incarnation, MeshPeer
 from tests.support.whole_mesh import Answer, WholeMesh, whole_mesh
@@ -22,12 +22,11 @@ EITHER: dict[str, Any] = {
 }
 
 
-class Chosen(EachAlone):
+class Chosen(RoutingPolicy):
     """A policy that wants one pair, and takes any that is made if that one is not."""
 
     name = "chosen"
     moves_roles = True
-    memory: Any = None
 
     def __init__(self, prefill: RunningWorker, decode: RunningWorker) -> None:
         self.pair = prefill.incarnation, decode.incarnation

@@ -12,8 +12,7 @@ from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
 from services.gateway.core.decision_record import replay
-from services.gateway.core.prefix_index import Indexed
-from services.gateway.core.prefixes import LEFT_OUT
+from services.gateway.core.prefixes import Indexed
 from services.gateway.http.cluster_bodies import Explanation
 from services.gateway.workers.mesh_metrics import register_mesh_metrics
 from services.gateway.workers.registry import Registry
@@ -156,7 +155,7 @@ async def test_an_index_that_is_full_says_so_once() -> None:
         assert {*told} == {it.incarnation for it in mesh.prefills}
         assert len(told) == 2
         places = [members.table.get(it).place for it in told]
-        assert {members.prefixes.index.state(it).value for it in places} == {LEFT_OUT}
+        assert {members.prefixes.index.state(it).value for it in places} == {Indexed.LEFT_OUT}
 
 
 @virtual_time

@@ -227,7 +227,7 @@ class OverloadMesh:
         prefill.worker.ended(Role.PREFILL, stream_id)
         self._next_prompt(prefill)
         outcome = self.outcomes[key]
-        refusals = self.admission.prompt_computed(key, decode.worker, self.now)
+        refusals = self.admission.prompt_computed(key, self.now)
         if refusals:
             outcome.wasted_s = seconds
             decode.worker.ended(Role.DECODE, stream_id)

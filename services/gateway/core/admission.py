@@ -16,15 +16,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from services.gateway.core.fair_queue import FairQueue, QueuedRequest
-from services.gateway.core.fetches import Hit
-from services.gateway.core.overload import Forecast, Overload, OverloadMode, late
+from services.gateway.core.overload import Cached, Forecast, Overload, OverloadMode, late
 from services.gateway.core.sides import NO_HITS, Sides
 from services.gateway.core.tenants import Tenants, Terms
 from services.gateway.core.worker import Worker
 from shared.errors import DeadlinePassed, MeshError, Overloaded
-
-Cached = Callable[[float], Mapping[int, Hit]]
-"""What workers have of a prompt at a time, by their places."""
 
 REASONS = ("queue_full", "queue_timeout", "deadline", "slo_ttft", "slo_tbt", "slo_both")
 """Codes of what admission refuses, but for a gateway that shuts down."""
@@ -66,7 +62,7 @@ class AdmissionStatistics:
 @dataclass(slots=True)
 class _Request:
     """A request in the gateway. arrived_at: from when its time to the first token counts. cached:
-    what workers have of its prompt at a time."""
+    what workers have of its prompt at a time. decode: where its last attempt was sent."""
 
     key: bytes
     terms: Terms
@@ -75,7 +71,7 @@ class _Request:
     deadline_at: float
     cached: Cached
     queued: QueuedRequest | None = None
-    is_sent: bool = False
+    decode: Worker | None = None
     has_begun: bool = False
 
 
@@ -139,12 +135,12 @@ class Admission:
         if now >= request.deadline_at:
             error = DeadlinePassed("the deadline passed before the request was admitted")
             return [self._refused(request, error)]
-        has_place = not self._queue and self._has_place(terms.tenant)
-        if terms.has_limit:
-            queue_s = 0.0 if has_place else self._queue.num_ahead(terms.priority) * self._gap_s
-            would_be_late = self._would_be_late(request, now, queue_s=queue_s)
-            if would_be_late is not None:
-                return [self._refused(request, would_be_late)]
+        is_full = len(self._running) >= self._max_running
+        has_place = not (self._queue or is_full) and self._may_run(terms.tenant)
+        queue_s = 0.0 if has_place else self._queue.num_ahead(terms.priority) * self._gap_s
+        would_be_late = self._would_be_late(request, now, queue_s=queue_s)
+        if would_be_late is not None:
+            return [self._refused(request, would_be_late)]
         if has_place:
             self._queue.pass_by(terms.tenant)
             return [self._admit(request)]
@@ -162,16 +158,15 @@ class Admission:
         """An attempt of a request that runs was sent to this pair; see ``Overload``."""
         request = self._running.get(key)
         if request is not None:
-            request.is_sent = True
-            num_tokens = request.num_tokens
+            request.decode, num_tokens = decode, request.num_tokens
             self._overload.dispatched(key, prefill, decode, num_tokens, now, num_cached=num_cached)
 
-    def prompt_computed(self, key: bytes, decode: Worker, now: float) -> list[TurnAway]:
-        """Its first token is there, and has not been handed on."""
+    def prompt_computed(self, key: bytes, now: float) -> list[TurnAway]:
+        """The first token of its attempt is there, and has not been handed on."""
         request = self._running.get(key)
-        if request is None or request.has_begun:
+        if request is None or request.has_begun or request.decode is None:
             return []
-        error = self._overload.refusal_at_decode(request.terms, decode, now)
+        error = self._overload.refusal_at_decode(request.terms, request.decode, now)
         return [] if error is None else [self._refused(request, error)]
 
     def emitted(self, key: bytes, num_tokens: int, now: float, *, cached_tokens: int) -> None:
@@ -194,7 +189,7 @@ class Admission:
         request = self._running.pop(key, None)
         if request is not None:
             self._num_of_tenant[request.terms.tenant] -= 1
-            if not (request.is_sent or request.has_begun):  # no pair was found for it
+            if request.decode is None and not request.has_begun:  # no pair was found for it
                 self._queue.charge(request.terms.tenant, prompt_tokens=-request.num_tokens)
             self._overload.ended(key, now)
             if self._queue:
@@ -226,9 +221,6 @@ class Admission:
         return AdmissionStatistics(len(self._running), len(self._waiting), dict(self._refusals))
 
     # --- inside ---------------------------------------------------------------------------------
-
-    def _has_place(self, tenant: str) -> bool:
-        return len(self._running) < self._max_running and self._may_run(tenant)
 
     def _may_run(self, tenant: str) -> bool:
         most = self.tenants.tenant(tenant).max_running
@@ -271,15 +263,13 @@ class Admission:
         return effects
 
     def _would_be_late(self, request: _Request, now: float, *, queue_s: float) -> MeshError | None:
-        if not request.terms.has_limit or self._overload.mode is OverloadMode.OFF:
-            return None
         return self._overload.refusal(
             request.terms,
             request.num_tokens,
             self._sides(),
             now,
             waited_s=now - request.arrived_at + queue_s,
-            cached=request.cached(now),
+            cached=request.cached,
         )
 
     def _waited_too_long(self, request: _Request, now: float) -> TurnAway:

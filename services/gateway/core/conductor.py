@@ -9,14 +9,13 @@ from operator import attrgetter
 from services.gateway.core.fetches import NOTHING, Fetches
 from services.gateway.core.sides import (
     AllPromptTerms,
-    InTurn,
     Places,
     PromptTerms,
     RouteRequest,
     Scores,
     Sides,
 )
-from services.gateway.core.turns import least
+from services.gateway.core.turns import InTurn, least
 from services.gateway.core.worker import Worker
 
 MOST_SINKS = 4
@@ -52,7 +51,7 @@ class LeastLoaded(InTurn):
         prefills, partners, decodes = sides.prefills, sides.partners, sides.decodes
         shortest = least(scores.prefills, range(len(prefills)), self.equal)
         if sides.is_whole:
-            prefill = self._turns.longest_ago(prefills, shortest)
+            prefill = self.longest_ago(prefills, shortest)
             emptiest = least(scores.decodes, range(len(decodes)), self.equal)
         else:
             reached = 0
@@ -62,11 +61,11 @@ class LeastLoaded(InTurn):
             if len(shortest) > 1:
                 best = sum(decodes[place].bit for place in emptiest)
                 shortest = [place for place in shortest if partners[place] & best]
-            prefill = self._turns.longest_ago(prefills, shortest)
+            prefill = self.longest_ago(prefills, shortest)
             mask = partners[prefill]
             emptiest = [place for place in emptiest if decodes[place].bit & mask]
-        decode = self._turns.longest_ago(decodes, emptiest)
-        self._turns.chosen(prefills[prefill].incarnation, decodes[decode].incarnation)
+        decode = self.longest_ago(decodes, emptiest)
+        self.chosen(prefills[prefill].incarnation, decodes[decode].incarnation)
         return prefill, decode
 
 

@@ -12,13 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from dataclasses import replace as dataclass_replace
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from services.gateway.core.fetches import NOTHING, Fetch, Hit
 from services.gateway.core.pools import pool_of
 from services.gateway.core.routing import POLICIES, RouteDecision, Seen
-from services.gateway.core.sides import RouteRequest, Sides
-from services.gateway.core.turns import Memory
+from services.gateway.core.sides import PromptTerms, RouteRequest, Sides
 from services.gateway.core.worker import Role, Worker, WorkerStatus
 from shared.address import Address
 from shared.errors import InvalidRequest
@@ -35,24 +34,26 @@ def record_of(decision: RouteDecision, *, attempt: int, at_s: float) -> Record:
     seen, sides = decision.seen, decision.sides
     if seen is None:
         raise InvalidRequest("this decision was made without a record of what it saw")
-    request, prediction = seen.request, decision.prediction
+    request, prediction, memory = seen.request, decision.prediction, seen.memory
     return {
         "attempt": attempt,
         "policy": decision.policy,
         "random": seen.random,
-        "memory": _memory_to_json(seen.memory),
+        "memory": {_hex(it): turn for it, turn in memory.items()}
+        if isinstance(memory, Mapping)
+        else memory,
         "num_tokens": request.num_tokens,
         "max_new_tokens": request.max_new_tokens,
         "avoid": [_hex(it) for it in sorted(request.avoid)],
         "num_output_tokens": request.num_output_tokens,
         "affinity": f"{request.affinity:016x}",
         "fetchable_tokens": 0 if request.fetches is None else request.fetches.most_tokens,
-        "layout": _layout_of(sides),
+        "layout": asdict(sides.decodes[0].layout),
         "hand_over_speeds": _speeds_of(decision),
         "prefill": _hex(decision.prefill),
         "decode": _hex(decision.decode),
         "prefills": [
-            {**row, "terms": terms and {**terms._asdict(), "source": _hex_or_none(terms.source)}}
+            {**row, "terms": terms and _terms_to_json(terms)}
             for row, terms in zip_longest(
                 _side(sides.prefills, seen, decision.scores.prefills, at_s),
                 decision.scores.terms,
@@ -64,9 +65,8 @@ def record_of(decision: RouteDecision, *, attempt: int, at_s: float) -> Record:
     }
 
 
-def _layout_of(sides: Sides) -> Record | None:
-    """What a token's KV takes: of the KV that would have to be handed over."""
-    return asdict(sides.decodes[0].layout) if sides.decodes else None
+def _terms_to_json(terms: PromptTerms) -> Record:
+    return terms._asdict() | {"source": _hex(terms.source) if terms.source else None}
 
 
 def _speeds_of(decision: RouteDecision) -> list[float]:
@@ -137,7 +137,7 @@ def replay(record: Mapping[str, Any]) -> Replay:
     """
     try:
         return _replay(record)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
         raise InvalidRequest(
             f"this is no decision's record ({type(error).__name__}: {error}): save one with "
             "`pdmesh explain REQUEST_ID --json`",
@@ -152,7 +152,10 @@ def _replay(record: Mapping[str, Any]) -> Replay:
             f"this release has no policy {name!r}, only {', '.join(POLICIES)}", code="no_record"
         )
     policy = POLICIES[name]()
-    policy.memory = _memory_from_json(record["memory"])
+    memory = policy.memory = record["memory"]
+    if isinstance(memory, Mapping):
+        turns = cast("Mapping[str, int]", memory)
+        policy.memory = {Incarnation(int(name, 16)): turn for name, turn in turns.items()}
     bits: dict[str, int] = {}
     prefills: list[Worker] = [_worker(it, bits) for it in record["prefills"]]
     by_name = {
@@ -275,22 +278,6 @@ def _hit_to_json(hit: Hit) -> Record:
 
 def _hit_from_json(it: Mapping[str, Any]) -> Hit:
     return Hit(it["cached_tokens"], *(it.get(name, 0) for name in Hit._fields[1:]))
-
-
-def _memory_to_json(memory: Memory) -> Any:
-    if not isinstance(memory, Mapping):
-        return memory
-    return {_hex(incarnation): turn for incarnation, turn in memory.items()}
-
-
-def _memory_from_json(memory: Mapping[str, int] | int | None) -> Memory:
-    if isinstance(memory, Mapping):
-        return {Incarnation(int(name, 16)): int(turn) for name, turn in memory.items()}
-    return None if memory is None else int(memory)
-
-
-def _hex_or_none(incarnation: int) -> str | None:
-    return _hex(incarnation) if incarnation else None
 
 
 def _hex(incarnation: int) -> str:

@@ -21,7 +21,7 @@ from services.gateway.core.worker import Worker
 from shared.ids import Incarnation
 from shared.predict.output_length import OutputLengths
 from shared.predict.quantiles import RunningQuantiles
-from shared.predict.transfer import KvLink, TransferTimes
+from shared.predict.transfer import TransferTimes
 
 WRONG = 0.3
 """A worker's predictions are wrong while half of them are off by more than this share."""
@@ -150,12 +150,6 @@ class Expectations:
         known."""
         length = self.lengths.quantile("", num_tokens, 0.5)
         return None if length is None else int(length)
-
-    def transferred(
-        self, source: Incarnation, sink: Incarnation, lane: str, *, num_bytes: int, seconds: float
-    ) -> None:
-        """KV of an attempt has moved."""
-        self.transfers.observe(KvLink(source, sink, lane), num_bytes, seconds)
 
     def ended(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """An answer is whole."""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from services.gateway.core.worker import Worker
 from shared.ids import Incarnation
-from shared.kv.prefix_hash import UNIT
 from shared.predict.transfer import KvLink, TransferTimes
 
 if TYPE_CHECKING:
@@ -61,17 +60,6 @@ class FetchOrder(NamedTuple):
 
 LEAST_FETCH_S = 0.1
 """What every fetch may take: predictions of short ones are not worth much."""
-
-
-def fetch_order(fetch: Fetch, queue_s: float, num_tokens: int) -> FetchOrder:
-    """Return what to ask for. While the prompt waits for its turn it may wait for the prefix, too;
-    beyond that for twice as long as was predicted. queue_s: until its turn. num_tokens: of the
-    prompt. The source has as many as is known of it, and perhaps some of the next granule."""
-    return FetchOrder(
-        fetch.source,
-        min(fetch.num_tokens + UNIT, num_tokens),
-        max(queue_s, 2 * fetch.seconds) + LEAST_FETCH_S,
-    )
 
 
 class Fetches(Protocol):

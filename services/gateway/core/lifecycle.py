@@ -125,18 +125,14 @@ class Lifecycle:
         self.state = State.WAITING
         self.finish_reason = FinishReason.NONE
         self.num_dropped = 0
+        self.num_attempts = 0
+        """Dispatches so far."""
         self._prompt = prompt
         self._sampling = sampling
         self._max_attempts = max_attempts
         self._output: list[int] = []
         self._early: dict[int, AnswerToken] = {}
         self._attempt: _Attempt | None = None
-        self._num_attempts = 0
-
-    @property
-    def num_attempts(self) -> int:
-        """Dispatches so far."""
-        return self._num_attempts
 
     @property
     def num_output_tokens(self) -> int:
@@ -161,7 +157,7 @@ class Lifecycle:
     @property
     def needs_decode(self) -> bool:
         """Whether a decode worker takes part: not if the next token must be the last."""
-        return self._sampling.max_tokens - len(self._output) > 1
+        return self.num_tokens_left > 1
 
     @property
     def sampling(self) -> SamplingParams:
@@ -180,8 +176,8 @@ class Lifecycle:
             legs = [Leg.WHOLE]
         else:
             legs = [Leg.PREFILL, Leg.DECODE] if self.needs_decode else [Leg.PREFILL]
-        self._attempt = _Attempt(self._num_attempts, legs, len(self._output))
-        self._num_attempts += 1
+        self._attempt = _Attempt(self.num_attempts, legs, len(self._output))
+        self.num_attempts += 1
         return self._attempt.number
 
     def token_arrived(self, attempt: int, leg: Leg, token: AnswerToken) -> list[Effect]:
@@ -285,7 +281,7 @@ class Lifecycle:
         may_be_over = current.has_joined or (lost and is_deciding)
         if leg is Leg.PREFILL and current.has_first_token and may_be_over:
             return []
-        if error.retry is Retry.NEVER or self._num_attempts >= self._max_attempts:
+        if error.retry is Retry.NEVER or self.num_attempts >= self._max_attempts:
             return self._end(Event.GIVEN_UP, _for_client(error))
         effects: list[Effect] = [CancelLeg(other) for other in current.open_legs]
         self._attempt = None
@@ -296,7 +292,7 @@ class Lifecycle:
         avoid = (Leg.PREFILL, Leg.DECODE) if is_either else (leg,)
         return [*effects, Reroute(error, avoid)]
 
-    def fail(self, error: MeshError) -> list[Effect]:
+    def fail(self, error: MeshError | None) -> list[Effect]:
         """The shell gives up: deadline, no pair left, drain. No effect after the end."""
         if (self.state, Event.GIVEN_UP) in IGNORED:
             return []
@@ -304,9 +300,7 @@ class Lifecycle:
 
     def cancel(self) -> list[Effect]:
         """The client is gone; valid in every state, no effect after the end."""
-        if (self.state, Event.GIVEN_UP) in IGNORED:
-            return []
-        return self._end(Event.GIVEN_UP, None)
+        return self.fail(None)
 
     # --- inside -------------------------------------------------------------------------------
 
@@ -334,7 +328,7 @@ class Lifecycle:
         return [*effects, End(error)]
 
 
-def _for_client(error: MeshError) -> MeshError:
+def _for_client(error: MeshError | None) -> MeshError | None:
     """Translate what only workers say into what clients are told."""
     if isinstance(error, NoBlocks):
         return Overloaded(error.message, code="no_blocks", retry_after_s=1.0)

@@ -23,7 +23,7 @@ has a token. Pure: ``now`` is an argument, seconds come from a ``Predictor``.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol
@@ -34,6 +34,9 @@ from services.gateway.core.tenants import Terms
 from services.gateway.core.worker import Worker
 from shared.errors import WouldBeLate
 from shared.ids import Incarnation
+
+Cached = Callable[[float], Mapping[int, Hit]]
+"""What workers have of a prompt at a time, by their places; asked only where it counts."""
 
 MOST_ANSWERS = 1 << 16
 """No batch is larger."""
@@ -157,14 +160,14 @@ class Overload:
         now: float,
         *,
         waited_s: float,
-        cached: Mapping[int, Hit] = NO_HITS,
+        cached: Cached = lambda now: NO_HITS,
     ) -> WouldBeLate | None:
         """Return why a prompt is not worth computing now, or None. waited_s: what of its time is
-        gone, and what it will wait before it is sent. cached: see ``RouteRequest``."""
+        gone, and what it will wait before it is sent."""
         if self.mode is OverloadMode.OFF or not terms.has_limit or not sides:
             return None
         forecast = self.forecast(
-            num_tokens, sides, now, waited_s=waited_s, tpot_s=terms.tpot_s, cached=cached
+            num_tokens, sides, now, waited_s=waited_s, tpot_s=terms.tpot_s, cached=cached(now)
         )
         if self.mode is OverloadMode.STAGE:
             forecast = forecast._replace(tbt_s=0.0)

@@ -14,8 +14,8 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from services.gateway.core.peer_table import PeerTable
-from services.gateway.core.sides import InTurn, Places, RouteRequest, Scores, Sides
-from services.gateway.core.turns import least
+from services.gateway.core.sides import Places, RouteRequest, Scores, Sides
+from services.gateway.core.turns import InTurn, least
 from services.gateway.core.worker import Role, Worker
 from shared.errors import InvalidRequest, NotFound
 from shared.home import Home
@@ -70,7 +70,7 @@ class Splitwise(InTurn):
             decode = self._decode(request, sides, scores, sides.partners_of(prefill))
         if prefill is None or decode is None:
             prefill, decode = self._one_for_both(sides, scores, prefill)
-        self._turns.chosen(sides.prefills[prefill].incarnation, sides.decodes[decode].incarnation)
+        self.chosen(sides.prefills[prefill].incarnation, sides.decodes[decode].incarnation)
         return prefill, decode
 
     def _prefill(self, request: RouteRequest, sides: Sides, scores: Scores) -> int | None:
@@ -108,7 +108,7 @@ class Splitwise(InTurn):
     def _least(
         self, scores: Sequence[float], workers: Sequence[Worker], places: Sequence[int]
     ) -> int:
-        return self._turns.longest_ago(workers, least(scores, places))
+        return self.longest_ago(workers, least(scores, places))
 
 
 def _by_pool(

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from enum import StrEnum
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -27,6 +26,7 @@ from numpy.typing import NDArray
 
 from services.gateway.core.holdings import Column, Holdings
 from services.gateway.core.key_table import Keys, KeyTable, Numbers
+from services.gateway.core.prefixes import Indexed
 from shared.errors import RemoteProtocolError
 from shared.kv.journal import KvChanges, Tier
 
@@ -52,16 +52,6 @@ EXPECTED_S = 2.0
 EXPECTED_PROMPTS, EXPECTED_GRANULES = 1 << 12, 1 << 17
 """Decisions whose granules are expected at once, and these granules; of more the oldest are
 forgotten."""
-
-
-class Indexed(StrEnum):
-    """How far the index knows a worker."""
-
-    SILENT = "silent"  # it tells nothing, or not yet; one of an older release never will
-    LEARNING = "learning"  # a snapshot is on its way
-    KNOWN = "known"  # at its last report the index was equal to its pool
-    LEFT_OUT = "left out"  # --index-memory-mib is full; asked again when there is room
-    UNPROVED = "unproved"  # snapshot after snapshot was wrong: nothing that it tells counts
 
 
 class _Known:

@@ -6,6 +6,7 @@ worker for prompts nobody is asked for anything, and no prompt is hashed.
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 from services.gateway.core.hot_prefixes import HotPrefix, HotPrefixes
@@ -20,8 +21,14 @@ if TYPE_CHECKING:
     from services.gateway.core.prefix_index import PrefixIndex
 
 
-LEFT_OUT, UNPROVED = "left out", "unproved"
-"""Of ``Indexed``, without the file that defines it, which imports numpy."""
+class Indexed(StrEnum):
+    """How far the index knows a worker."""
+
+    SILENT = "silent"  # it tells nothing, or not yet; one of an older release never will
+    LEARNING = "learning"  # a snapshot is on its way
+    KNOWN = "known"  # at its last report the index was equal to its pool
+    LEFT_OUT = "left out"  # --index-memory-mib is full; asked again when there is room
+    UNPROVED = "unproved"  # snapshot after snapshot was wrong: nothing that it tells counts
 
 
 class PrefixReports(NamedTuple):
@@ -76,11 +83,11 @@ class Prefixes:
         self._to_ask: set[Incarnation] = set()
         self._strides: dict[int, set[int]] = {}
 
-    def known(self, worker: Worker) -> tuple[str, int] | None:
+    def known(self, worker: Worker) -> tuple[Indexed, int] | None:
         """Return how far a worker is known, and how many of its prefixes; None = nobody asks it."""
         if self.index is None or worker.incarnation not in self._workers:
             return None
-        return self.index.state(worker.place).value, self.index.num_granules(worker.place)
+        return self.index.state(worker.place), self.index.num_granules(worker.place)
 
     def take_ask(self, incarnation: Incarnation) -> PrefixReports | None:
         """Return what a worker is to be asked for now; None = nothing new."""
@@ -112,7 +119,8 @@ class Prefixes:
         if everybody:
             self._asked = size
         for each in list(self._workers.values()) if everybody else [worker]:
-            self._ask(each, self.index)
+            self.index.asked(each.place)
+            self._to_ask.add(each.incarnation)
         self._group()
         return True
 
@@ -123,10 +131,6 @@ class Prefixes:
             self._group()
             if self.index is not None:
                 self.index.drop(worker.place)
-
-    def _ask(self, worker: Worker, index: PrefixIndex) -> None:
-        index.asked(worker.place)
-        self._to_ask.add(worker.incarnation)
 
     def _group(self) -> None:
         """Sort the workers by the strides of what they tell, and by place."""
@@ -141,10 +145,10 @@ class Prefixes:
         """A worker told what it has; returns whether it is to be asked again."""
         if self.index is None or worker.incarnation not in self._workers:
             return False
-        if not self.index.apply(worker.place, changes):
-            return False
-        self._to_ask.add(worker.incarnation)
-        return True
+        is_asked = self.index.apply(worker.place, changes)
+        if is_asked:
+            self._to_ask.add(worker.incarnation)
+        return is_asked
 
     # --- one prompt ------------------------------------------------------------------------------
 

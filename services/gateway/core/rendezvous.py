@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from operator import attrgetter
 
-from services.gateway.core.sides import EachAlone, Places, RouteRequest, Scores, Sides
-from services.gateway.core.turns import Memory
+from services.gateway.core.sides import Places, RouteRequest, RoutingPolicy, Scores, Sides
 from services.gateway.core.worker import Worker
 
 KEY_TOKENS = 256
@@ -33,12 +32,11 @@ def affinity_of(column: bytes, salt: bytes) -> int:
     return int.from_bytes(digest, "little")
 
 
-class BoundedHash(EachAlone):
+class BoundedHash(RoutingPolicy):
     """See the module. Loads are prompt tokens for prefill and reserved tokens for decode."""
 
     name = "hash"
     needs_affinity = True
-    memory: Memory = None
     score_prefill = staticmethod(attrgetter("pending_tokens"))
     score_decode = staticmethod(attrgetter("reserved_tokens"))
 

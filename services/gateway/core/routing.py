@@ -14,25 +14,26 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from heapq import nsmallest
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from services.gateway.core.conductor import Conductor, LeastLoaded, Local
 from services.gateway.core.expectations import Prediction
-from services.gateway.core.fetches import Fetch, FetchOrder, fetch_order
+from services.gateway.core.fetches import LEAST_FETCH_S, Fetch, FetchOrder
 from services.gateway.core.peer_table import PeerTable
 from services.gateway.core.pools import Splitwise, pool_of
 from services.gateway.core.rendezvous import BoundedHash
 from services.gateway.core.sides import (
-    EachAlone,
+    Memory,
     Places,
     PromptTerms,
     RouteRequest,
+    RoutingPolicy,
     Scores,
     Sides,
 )
-from services.gateway.core.turns import Memory
 from services.gateway.core.worker import Worker, WorkerView
 from shared.ids import Incarnation
+from shared.kv.prefix_hash import UNIT
 
 MAX_RECORDED = 8
 """Candidates of a side in a decision's record."""
@@ -87,16 +88,6 @@ class RouteDecision(NamedTuple):
         return _best(self.scores.decodes, self.sides.decodes)
 
     @property
-    def num_prefills(self) -> int:
-        """How many there were."""
-        return len(self.scores.prefills)
-
-    @property
-    def num_decodes(self) -> int:
-        """How many there were."""
-        return len(self.scores.decodes)
-
-    @property
     def terms(self) -> PromptTerms | None:
         """What the prefill worker's score is made of; None = it is no sum."""
         terms = self.scores.terms
@@ -117,12 +108,20 @@ class RouteDecision(NamedTuple):
         return Fetch(it.source, it.cached_tokens, it.fetch)
 
     def fetch_order(self, num_tokens: int) -> FetchOrder | None:
-        """Return what the prompt's worker is to be told to fetch. num_tokens: of the prompt."""
+        """Return what the prompt's worker is to be told to fetch. num_tokens: of the prompt.
+
+        The source has as many as is known of it, and perhaps some of the next granule. While the
+        prompt waits for its turn it may wait for the prefix, too; beyond that for twice as long as
+        was predicted."""
         fetch, expected = self.fetch, self.prediction
         if fetch is None:
             return None
         queue_s = 0.0 if expected is None else expected.queue_s + expected.own_s
-        return fetch_order(fetch, queue_s, num_tokens)
+        return FetchOrder(
+            fetch.source,
+            min(fetch.num_tokens + UNIT, num_tokens),
+            max(queue_s, 2 * fetch.seconds) + LEAST_FETCH_S,
+        )
 
     @property
     def is_colocated(self) -> bool:
@@ -137,9 +136,9 @@ class RouteDecision(NamedTuple):
             "decode": f"{self.decode:016x}",
             "prefill_pool": self.prefill_pool,
             "decode_pool": self.decode_pool,
-            "num_prefills": self.num_prefills,
+            "num_prefills": len(self.scores.prefills),
             "prefills": [_candidate_body(candidate) for candidate in self.prefills],
-            "num_decodes": self.num_decodes,
+            "num_decodes": len(self.scores.decodes),
             "decodes": [_candidate_body(candidate) for candidate in self.decodes],
         }
 
@@ -148,83 +147,24 @@ def _candidate_body(candidate: Candidate) -> dict[str, Any]:
     return {"worker": f"{candidate.worker:016x}", "score": round(candidate.score, 4)}
 
 
-class RoutingPolicy(Protocol):
-    """Chooses among workers that can all take the request; never called with empty sides."""
-
-    name: str
-    moves_roles: bool
-    """Whether it borrows workers from the other side. All others leave workers that serve both
-    roles to their home, unless nobody is there."""
-
-    needs_affinity: bool
-    """Whether it looks at ``RouteRequest.affinity``."""
-
-    needs_prefixes: bool
-    """Whether it looks at ``RouteRequest.cached``."""
-
-    fetches: bool
-    """Whether it has prefixes sent from one worker's cache to another: looks at
-    ``RouteRequest.fetches``."""
-
-    def scores(self, request: RouteRequest, sides: Sides) -> Scores:
-        """Return what this policy compares (``EachAlone``: the same for every request)."""
-        ...
-
-    @property
-    def memory(self) -> Memory:
-        """What it keeps from one decision to the next; set to what a record has, it decides as
-        then."""
-        ...
-
-    @memory.setter
-    def memory(self, memory: Memory) -> None: ...
-
-    def choose(self, request: RouteRequest, sides: Sides, scores: Scores, random: float) -> Places:
-        """Return a prefill worker and one of its partners. random: uniform in [0, 1), drawn by
-        the shell for this decision."""
-        ...
-
-
-def _nothing(worker: Worker) -> float:
-    """The score of a policy that compares nothing."""
-    return 0.0
-
-
-class RoundRobin(EachAlone):
+class RoundRobin(RoutingPolicy):
     """Each role in turn, each with its own counter, so that 2 x 2 workers see all four pairs."""
 
     name = "round_robin"
-    score_prefill = staticmethod(_nothing)
-    score_decode = staticmethod(_nothing)
-
-    def __init__(self) -> None:
-        self._num_decisions = 0
-
-    @property
-    def memory(self) -> Memory:
-        """See ``RoutingPolicy``."""
-        return self._num_decisions
-
-    @memory.setter
-    def memory(self, memory: Memory) -> None:
-        self._num_decisions = memory if isinstance(memory, int) else 0
+    memory: int = 0
 
     def choose(self, request: RouteRequest, sides: Sides, scores: Scores, random: float) -> Places:
         """Return the next pair."""
-        turn = self._num_decisions
-        self._num_decisions += 1
-        round_number, prefill = divmod(turn, len(sides.prefills))
+        round_number, prefill = divmod(self.memory, len(sides.prefills))
+        self.memory += 1
         partners = sides.partners_of(prefill)
         return prefill, partners[round_number % len(partners)]
 
 
-class Random(EachAlone):
+class Random(RoutingPolicy):
     """Any pair with equal probability."""
 
     name = "random"
-    memory: Memory = None
-    score_prefill = staticmethod(_nothing)
-    score_decode = staticmethod(_nothing)
 
     def choose(self, request: RouteRequest, sides: Sides, scores: Scores, random: float) -> Places:
         """Return a random pair."""
@@ -237,7 +177,7 @@ class Random(EachAlone):
         return prefill, sides.partners_of(prefill)[pick]
 
 
-class TwoChoices(EachAlone):
+class TwoChoices(RoutingPolicy):
     """The less loaded of two random workers, as in Mitzenmacher, "The power of two choices" (2001);
     of decode workers, two partners of the prefill worker.
 
@@ -245,7 +185,6 @@ class TwoChoices(EachAlone):
     """
 
     name = "p2c"
-    memory: Memory = None
     score_prefill = staticmethod(attrgetter("pending_tokens"))
     score_decode = staticmethod(attrgetter("reserved_share"))
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 from services.gateway.core.fetches import Fetches, Hit
 from services.gateway.core.prefixes import HashedPrompt
-from services.gateway.core.turns import Memory, Turns
 from services.gateway.core.worker import Worker, WorkerView
 from shared.ids import Incarnation
 
@@ -108,39 +107,52 @@ class Scores(NamedTuple):
     terms: Sequence[PromptTerms] = ()
 
 
-class EachAlone:
-    """A policy to which a worker's score is the same for every request, and all that most policies
-    have in common."""
+Memory = Mapping[Incarnation, int] | int | None
+"""What a policy keeps from one decision to the next: a number of each worker, a counter, or
+nothing."""
 
+
+def nothing(worker: Worker) -> float:
+    """The score of a policy that compares nothing."""
+    return 0.0
+
+
+class RoutingPolicy:
+    """Chooses among workers that can all take the request; never called with empty sides."""
+
+    name: str
     moves_roles = False
+    """Whether it borrows workers from the other side. All others leave workers that serve both
+    roles to their home, unless nobody is there."""
+
     needs_affinity = False
+    """Whether it looks at ``RouteRequest.affinity``."""
+
     needs_prefixes = False
+    """Whether it looks at ``RouteRequest.cached``."""
+
     fetches = False
-    score_prefill: Callable[[Worker], float]
-    score_decode: Callable[[Worker], float]
+    """Whether it has prefixes sent from one worker's cache to another: looks at
+    ``RouteRequest.fetches``."""
+
+    score_prefill: Callable[[Worker], float] = staticmethod(nothing)
+    score_decode: Callable[[Worker], float] = staticmethod(nothing)
+
+    memory: Any = None
+    """A ``Memory``: never changed, but set anew; set to what a record has, it decides as then."""
 
     def scores(self, request: RouteRequest, sides: Sides) -> Scores:
-        """See ``RoutingPolicy``."""
+        """Return what this policy compares: by itself each worker alone, the same for every
+        request."""
         return Scores(
             list(map(self.score_prefill, sides.prefills)),
             list(map(self.score_decode, sides.decodes)),
         )
 
-
-class InTurn(EachAlone):
-    """One whose ties go to the worker that was chosen longest ago."""
-
-    def __init__(self) -> None:
-        self._turns = Turns()
-
-    @property
-    def memory(self) -> Memory:
-        """See ``RoutingPolicy``."""
-        return self._turns.memory
-
-    @memory.setter
-    def memory(self, memory: Memory) -> None:
-        self._turns.memory = memory
+    def choose(self, request: RouteRequest, sides: Sides, scores: Scores, random: float) -> Places:
+        """Return a prefill worker and one of its partners. random: uniform in [0, 1), drawn by
+        the shell for this decision."""
+        raise NotImplementedError
 
 
 @dataclass(slots=True)

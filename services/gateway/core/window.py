@@ -10,9 +10,11 @@ what it is told of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import add
 from typing import NamedTuple
+
+from shared.predict.transfer import KvLink
 
 SECONDS = 60
 """How far back the window looks: the running second and the 59 before it."""
@@ -66,14 +68,6 @@ class Histogram:
         return 0.0
 
 
-class Pair(NamedTuple):
-    """Who sent KV to whom, and by which lane. prefill, decode: incarnations."""
-
-    prefill: int
-    decode: int
-    lane: str
-
-
 @dataclass(slots=True)
 class Transfers:
     """What one pair moved. exposed_s: how long decode still waited after token 1 was known."""
@@ -84,8 +78,7 @@ class Transfers:
     exposed_s: Histogram = field(default_factory=Histogram)
 
 
-@dataclass(slots=True)
-class ReadPrompts:
+class ReadPrompts(NamedTuple):
     """Tokens of the prompts of one worker, of these how many its prefix cache had, and of these how
     many another worker had sent for that prompt, and how many came from memory and disk below the
     pool."""
@@ -95,6 +88,10 @@ class ReadPrompts:
     num_fetched: int = 0
     num_dram: int = 0
     num_ssd: int = 0
+
+    def plus(self, more: ReadPrompts) -> ReadPrompts:
+        """Return the tokens of both."""
+        return ReadPrompts(*map(add, self, more))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,7 +105,7 @@ class _Counts:
     num_unlisted_transfers: int = 0
     ttft_s: Histogram = field(default_factory=Histogram)
     itl_s: Histogram = field(default_factory=Histogram)
-    transfers: dict[Pair, Transfers] = field(default_factory=lambda: {})
+    transfers: dict[KvLink, Transfers] = field(default_factory=lambda: {})
     prompts: dict[int, ReadPrompts] = field(default_factory=lambda: {})
 
 
@@ -161,10 +158,10 @@ class LastMinute:
         """An answer is over whose prompt this worker had."""
         prompts = self._second(now).prompts
         if worker in prompts or len(prompts) < MAX_READERS:
-            _add(prompts, worker, prompt)
+            prompts[worker] = prompts.get(worker, ReadPrompts()).plus(prompt)
 
     def transferred(
-        self, now: float, pair: Pair, *, num_bytes: int, transfer_s: float, exposed_s: float
+        self, now: float, pair: KvLink, *, num_bytes: int, transfer_s: float, exposed_s: float
     ) -> None:
         """All KV of a prompt has arrived."""
         second = self._second(now)
@@ -188,7 +185,8 @@ class LastMinute:
             output_tokens_each_s=[0] * (SECONDS - 1),
         )
         # Oldest first, so that pairs come in the order in which they were first seen.
-        for second in sorted(self._live(newest), key=lambda second: second.number):
+        live = (second for second in self._ring if newest - SECONDS < second.number <= newest)
+        for second in sorted(live, key=lambda second: second.number):
             summary.num_ended += second.num_ended
             summary.num_failed += second.num_failed
             summary.num_output_tokens += second.num_output_tokens
@@ -206,11 +204,8 @@ class LastMinute:
                 total.gb_per_s.merge(transfers.gb_per_s)
                 total.exposed_s.merge(transfers.exposed_s)
             for worker, read in second.prompts.items():
-                _add(summary.prompts, worker, read)
+                summary.prompts[worker] = summary.prompts.get(worker, ReadPrompts()).plus(read)
         return summary
-
-    def _live(self, newest: int) -> Iterable[_Second]:
-        return (second for second in self._ring if newest - SECONDS < second.number <= newest)
 
     def _second(self, now: float) -> _Second:
         number = int(now)
@@ -218,12 +213,3 @@ class LastMinute:
         if second.number != number:
             second = self._ring[number % SECONDS] = _Second(number=number)
         return second
-
-
-def _add(prompts: dict[int, ReadPrompts], worker: int, more: ReadPrompts) -> None:
-    read = prompts.setdefault(worker, ReadPrompts())
-    read.num_tokens += more.num_tokens
-    read.num_cached += more.num_cached
-    read.num_fetched += more.num_fetched
-    read.num_dram += more.num_dram
-    read.num_ssd += more.num_ssd

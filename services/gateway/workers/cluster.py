@@ -19,7 +19,6 @@ from services.gateway.core.window import (
     SECONDS,
     Histogram,
     LastMinute,
-    Pair,
     ReadPrompts,
     Summary,
     Transfers,
@@ -30,6 +29,7 @@ from services.gateway.workers.membership import Membership
 from services.gateway.workers.timeline import AnswerWatcher, Transfer
 from shared.address import Address
 from shared.ids import Incarnation
+from shared.predict.transfer import KvLink
 from shared.telemetry.lifetime import Receipt
 from shared.telemetry.tracing import CANCELLED
 
@@ -37,11 +37,12 @@ HOT_PREFIXES = 5
 """Most that are told."""
 
 
-class WindowWatcher(AnswerWatcher):
-    """Feeds the window from every answer's timeline."""
+class MeshWatcher(AnswerWatcher):
+    """Feeds the window from every answer's timeline, and tells predictions what came of them."""
 
-    def __init__(self, window: LastMinute) -> None:
+    def __init__(self, window: LastMinute, members: Membership) -> None:
         self._window = window
+        self._members = members
 
     def first_token(
         self, now: float, *, ttft_s: float, prompt_tokens: int, cached_tokens: int
@@ -55,12 +56,11 @@ class WindowWatcher(AnswerWatcher):
 
     def transferred(self, now: float, decision: RouteDecision, transfer: Transfer) -> None:
         """See ``AnswerWatcher``."""
+        link = KvLink(decision.prefill, decision.decode, transfer.lane)
+        num_bytes, seconds = transfer.num_bytes, transfer.transfer_s
+        self._members.expectations.transfers.observe(link, num_bytes, seconds)
         self._window.transferred(
-            now,
-            Pair(decision.prefill, decision.decode, transfer.lane),
-            num_bytes=transfer.num_bytes,
-            transfer_s=transfer.transfer_s,
-            exposed_s=transfer.exposed_s,
+            now, link, num_bytes=num_bytes, transfer_s=seconds, exposed_s=transfer.exposed_s
         )
 
     def ended(self, now: float, receipt: Receipt, error: str) -> None:
@@ -76,26 +76,6 @@ class WindowWatcher(AnswerWatcher):
                 receipt.ssd_tokens,
             )
             self._window.read(now, worker, prompt)
-
-
-class PredictionWatcher(AnswerWatcher):
-    """Tells the mesh's predictions what came of them."""
-
-    def __init__(self, members: Membership) -> None:
-        self._members = members
-
-    def transferred(self, now: float, decision: RouteDecision, transfer: Transfer) -> None:
-        """See ``AnswerWatcher``."""
-        self._members.expectations.transferred(
-            decision.prefill,
-            decision.decode,
-            transfer.lane,
-            num_bytes=transfer.num_bytes,
-            seconds=transfer.transfer_s,
-        )
-
-    def ended(self, now: float, receipt: Receipt, error: str) -> None:
-        """See ``AnswerWatcher``."""
         self._members.learn(
             EndedAnswer(
                 prefill=Incarnation(int(receipt.prefill or "0", 16)),
@@ -189,6 +169,7 @@ def worker_body(
     status = worker.status
     read = prompts.get(worker.incarnation, ReadPrompts())
     known = None if prefixes is None else prefixes.known(worker)
+    error = expectations.error_p50(worker.incarnation, now)
     return {
         "incarnation": _hex(worker.incarnation),
         "role": worker.home.value,
@@ -213,7 +194,7 @@ def worker_body(
             "queue_s": round(sum(worker.wait_s(now)), 6),
             "prompt_step_error": round(status.prompt_steps.error_p50, 4),
             "answer_step_error": round(status.answer_steps.error_p50, 4),
-            "ttft_error": _rounded(expectations.error_p50(worker.incarnation, now)),
+            "ttft_error": None if error is None else round(error, 4),
         },
         "prompts": {
             "tokens": read.num_tokens,
@@ -222,15 +203,15 @@ def worker_body(
             "dram_tokens": read.num_dram,
             "ssd_tokens": read.num_ssd,
         },
-        "prefixes": known and {"state": known[0], "count": known[1]},
+        "prefixes": known and {"state": known[0].value, "count": known[1]},
         "paired": sorted(_hex(incarnation) for incarnation in status.paired),
     }
 
 
-def _transfers_body(pair: Pair, transfers: Transfers) -> dict[str, Any]:
+def _transfers_body(pair: KvLink, transfers: Transfers) -> dict[str, Any]:
     return {
-        "prefill": _hex(pair.prefill),
-        "decode": _hex(pair.decode),
+        "prefill": _hex(pair.source),
+        "decode": _hex(pair.destination),
         "lane": pair.lane,
         "count": transfers.count,
         "bytes": transfers.num_bytes,
@@ -244,10 +225,6 @@ def _percentiles(histogram: Histogram, *percents: int) -> dict[str, float] | Non
     if not histogram.count:
         return None
     return {f"p{percent}": round(histogram.percentile(percent), 6) for percent in percents}
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)
 
 
 def _hex(incarnation: int) -> str:

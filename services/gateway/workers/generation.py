@@ -7,7 +7,6 @@ may come in is decided by the admission core, and what happens then by ``session
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 import time
 from collections.abc import Iterable, Mapping
@@ -23,8 +22,7 @@ from services.gateway.core.tenants import Tenants, Terms
 from services.gateway.core.window import LastMinute
 from services.gateway.mesh import GenerationRequest, ServedModel, Take
 from services.gateway.workers.cluster import (
-    PredictionWatcher,
-    WindowWatcher,
+    MeshWatcher,
     cluster_body,
     worker_body,
 )
@@ -107,7 +105,7 @@ class GatewayMesh:
         if config.planner != "off":
             self.planner = Planner(config, members, self._overload, self._started_at)
             watchers = (*watchers, self.planner)
-        self._watchers = (*watchers, WindowWatcher(self._window), PredictionWatcher(members))
+        self._watchers = (*watchers, MeshWatcher(self._window, members))
         self._delivery = Delivery(self._watchers)
         self._is_draining = False
         self._idle = asyncio.Event()
@@ -143,7 +141,9 @@ class GatewayMesh:
 
     @property
     def not_ready_reason(self) -> str:
-        return "the gateway is shutting down" if self._is_draining else self._members.why_not_ready
+        if self._is_draining:
+            return "the gateway is shutting down"
+        return self._members.table.why_not_ready()
 
     @property
     def statistics(self) -> AdmissionStatistics:
@@ -250,7 +250,6 @@ class GatewayMesh:
             timeline,
             self._delivery,
             self._admission,
-            asks_again=self._config.overload != OverloadMode.OFF and terms.tpot_s < math.inf,
             max_attempts=self._config.max_attempts,
             pair_wait_s=self._config.max_wait_s,
             failover_wait_s=self._config.failover_wait_s,

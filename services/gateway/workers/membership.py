@@ -17,7 +17,7 @@ import structlog
 from services.gateway.core.expectations import WRONG, EndedAnswer
 from services.gateway.core.peer_table import OwnModel, PeerTable
 from services.gateway.core.pools import HomeOrder, change_home, is_confirmed
-from services.gateway.core.prefixes import LEFT_OUT, UNPROVED, HashedPrompt, PrefixReports
+from services.gateway.core.prefixes import HashedPrompt, Indexed
 from services.gateway.core.router import Router
 from services.gateway.core.routing import RouteDecision, RoutingPolicy
 from services.gateway.core.sides import RouteRequest
@@ -33,9 +33,11 @@ from shared.runtime.groups import TaskGroup, plain_errors
 
 _log = structlog.get_logger(__name__)
 
-TAKEN_BY_QUEUE = {
-    LEFT_OUT: "no room for a worker's prefixes (raise --index-memory-mib)",
-    UNPROVED: "a worker's prefixes are never what it says of them (is its release another?)",
+TAKEN_BY_QUEUE: dict[Indexed | None, str] = {
+    Indexed.LEFT_OUT: "no room for a worker's prefixes (raise --index-memory-mib)",
+    Indexed.UNPROVED: (
+        "a worker's prefixes are never what it says of them (is its release another?)"
+    ),
 }
 
 CONFIRM_S = 3.0
@@ -46,17 +48,13 @@ class News:
     """Something that may change again and again; who waits, waits for the next time."""
 
     def __init__(self) -> None:
-        self._next = asyncio.Event()
-
-    @property
-    def next(self) -> asyncio.Event:
+        self.next = asyncio.Event()
         """Set once, at the next change; take a fresh one, before looking, for the change after."""
-        return self._next
 
     def tell(self) -> None:
         """It has changed: wake everybody who waits."""
-        self._next.set()
-        self._next = asyncio.Event()
+        self.next.set()
+        self.next = asyncio.Event()
 
 
 class Membership:
@@ -155,21 +153,17 @@ class Membership:
         """A worker told of its cache."""
         if self.prefixes is None:
             return
-        before, _ = self.prefixes.known(worker) or ("", 0)
+        before, _ = self.prefixes.known(worker) or (None, 0)
         if self.prefixes.told(worker, changes):
-            if before != LEFT_OUT:
+            if before is not Indexed.LEFT_OUT:
                 _log.warning("prefixes differ: asked for all of them", worker=worker.incarnation)
             self.directives.tell()
-        now, _ = self.prefixes.known(worker) or ("", 0)
-        if now in TAKEN_BY_QUEUE and now != before:
+        now, _ = self.prefixes.known(worker) or (None, 0)
+        if now in TAKEN_BY_QUEUE and now is not before:
             _log.warning(
                 f"{TAKEN_BY_QUEUE[now]}: it is taken by its queue alone",
                 worker=worker.incarnation,
             )
-
-    def take_ask(self, incarnation: Incarnation) -> PrefixReports | None:
-        """Return what a worker is to tell of its cache, and has not been asked yet."""
-        return None if self.prefixes is None else self.prefixes.take_ask(incarnation)
 
     def pair_failed(self, prefill: Incarnation, decode: Incarnation) -> None:
         """See ``PeerTable``."""
@@ -305,19 +299,9 @@ class Membership:
         return len(self.table)
 
     @property
-    def num_legs(self) -> int:
-        """Legs of requests that have not ended at their workers."""
-        return sum(session.num_legs for session in self._sessions.values())
-
-    @property
     def num_pairs(self) -> int:
         """Pairs that take new work."""
         return self.table.sides.num_pairs
-
-    @property
-    def why_not_ready(self) -> str:
-        """One sentence, '' when ready."""
-        return self.table.why_not_ready()
 
 
 @contextlib.asynccontextmanager

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -26,7 +26,9 @@ from shared.rpc.heartbeat_stream import HeartbeatStream
 from shared.rpc.methods import DECODE_SESSION, PREFILL_SESSION
 from shared.rpc.network import Address, Network
 from shared.rpc.stream import ClientStream, open_stream
-from shared.schedule.plan import PromptTimes
+
+if TYPE_CHECKING:
+    from services.gateway.workers.session import LegShell
 
 _log = structlog.get_logger(__name__)
 
@@ -34,38 +36,6 @@ _REASONS = tuple(FinishReason)
 """By their numbers: a column's are checked."""
 
 _REDIAL_S = (0.05, 0.2, 0.5, 1.0)
-
-
-class LegEvents(Protocol):
-    """One leg of one attempt, as the session calls it; every call is on the loop and returns at
-    once."""
-
-    @property
-    def leg(self) -> Leg: ...
-
-    def token(self, token: AnswerToken) -> None:
-        """A token arrived."""
-        ...
-
-    def prefilled(self, times: PromptTimes) -> None:
-        """Prefill's own times and cache hits, with its token (``token`` follows)."""
-        ...
-
-    def pushed(self, event: wire.PrefillDone) -> None:
-        """Prefill has nothing left to do."""
-        ...
-
-    def granted(self, event: wire.Granted) -> None:
-        """Decode reserved the blocks."""
-        ...
-
-    def joined(self, event: wire.Joined) -> None:
-        """Decode has all KV."""
-        ...
-
-    def failed(self, error: MeshError, *, lost: bool) -> None:
-        """The worker reported a failure, or is gone."""
-        ...
 
 
 class WorkerSession:
@@ -90,7 +60,7 @@ class WorkerSession:
         self._hello = codec.own_hello(wire.Role.GATEWAY, incarnation)
         self._on_change = on_change
         self._role = role
-        self._legs: dict[StreamId, LegEvents] = {}
+        self._legs: dict[StreamId, LegShell] = {}
         self._control: HeartbeatStream[Any, Any] | None = None
         self._next_stream_id = 1
         self._num_failures = 0
@@ -108,20 +78,29 @@ class WorkerSession:
 
     # --- what requests do -----------------------------------------------------------------------
 
-    def start_prefill(
-        self, leg: LegEvents, order: wire.StartPrefill, *, num_cached: int = 0
+    def send(
+        self, leg: LegShell, order: wire.StartPrefill | wire.Reserve, *, num_cached: int = 0
     ) -> StreamId:
-        """Send a prompt under a new stream id; events come to ``leg`` until its end, a failure or
-        ``cancel``. num_cached: of it need not be computed, as far as is known."""
-        order.stream_id = stream_id = self._attach(leg, len(order.token_ids) // 4, num_cached)
-        self._post(wire.PrefillCommand(start=order))
-        return stream_id
+        """Send a prompt, or ask for room, under a new stream id; events come to ``leg`` until its
+        end, a failure or ``cancel``. It counts as the worker's load until its report has seen it.
 
-    def reserve(self, leg: LegEvents, order: wire.Reserve, *, num_cached: int = 0) -> StreamId:
-        """Ask for room under a new stream id; events come likewise. If the order names this very
-        worker as its prefill worker (it is colocated), it computes the prompt, too."""
-        order.stream_id = stream_id = self._attach(leg, len(order.token_ids) // 4, num_cached)
-        self._post(wire.DecodeCommand(reserve=order))
+        num_cached: of the prompt need not be computed, as far as is known.
+        """
+        order.stream_id = stream_id = StreamId(self._next_stream_id)
+        self._next_stream_id += 1
+        self._legs[stream_id] = leg
+        self.worker.ordered(
+            self._role,
+            stream_id,
+            len(order.token_ids) // 4,
+            computes=leg.leg is not Leg.DECODE,
+            now=asyncio.get_running_loop().time(),
+            num_cached=num_cached,
+        )
+        if isinstance(order, wire.StartPrefill):
+            self._post(wire.PrefillCommand(start=order))
+        else:
+            self._post(wire.DecodeCommand(reserve=order))
         return stream_id
 
     def cancel(self, stream_id: StreamId) -> None:
@@ -133,19 +112,7 @@ class WorkerSession:
         else:
             self._post(wire.DecodeCommand(cancel=wire.CancelDecode(stream_id=stream_id)))
 
-    def _attach(self, leg: LegEvents, num_tokens: int, num_cached: int) -> StreamId:
-        """Open a leg, which counts as the worker's load until its report has seen it."""
-        stream_id = StreamId(self._next_stream_id)
-        self._next_stream_id += 1
-        self._legs[stream_id] = leg
-        now = asyncio.get_running_loop().time()
-        computes = leg.leg is not Leg.DECODE
-        self.worker.ordered(
-            self._role, stream_id, num_tokens, computes=computes, now=now, num_cached=num_cached
-        )
-        return stream_id
-
-    def _close(self, stream_id: StreamId) -> LegEvents | None:
+    def _close(self, stream_id: StreamId) -> LegShell | None:
         """Forget a leg and its load; None if it is not open."""
         leg = self._legs.pop(stream_id, None)
         if leg is not None:
@@ -236,7 +203,6 @@ class WorkerSession:
                 silence_s=self.silence_s,
                 at_s=asyncio.get_running_loop().time(),
             )
-        if is_suspect:
             self.worker.silent.add(self._role)
         else:
             self.worker.silent.discard(self._role)
@@ -292,8 +258,7 @@ class WorkerSession:
         self.worker.computed(self._role, stream_id)
         if leg.leg is Leg.WHOLE and token.finish_reason is not FinishReason.NONE:
             self._close(stream_id)  # of a prefill leg PrefillDone is the last word
-        leg.prefilled(times)
-        leg.token(token)
+        leg.first_token(token, times)
 
     def _on_failed(self, stream_id: int, error: wire.Error | None) -> None:
         leg = self._close(StreamId(stream_id))
@@ -307,7 +272,7 @@ class WorkerSession:
         columns = codec.step_columns_from_wire(step)
         ids, positions, token_ids, reasons, logprobs = columns
         rows = zip(ids, positions, token_ids, reasons, logprobs or [None] * len(ids), strict=True)
-        legs: dict[Any, LegEvents] = self._legs
+        legs: dict[Any, LegShell] = self._legs
         for stream_id, position, token_id, reason, row_logprobs in rows:
             leg = legs.get(stream_id)
             if leg is not None:

@@ -116,8 +116,8 @@ class Registry:
             return
         for peer in self._members.take_pairs(worker.incarnation):
             yield wire.GatewayDirective(pair=_peer(peer))
-        ask = self._members.take_ask(worker.incarnation)
-        if ask is not None:
+        prefixes = self._members.prefixes
+        if prefixes is not None and (ask := prefixes.take_ask(worker.incarnation)) is not None:
             yield wire.GatewayDirective(kv=wire.AskKv(**ask._asdict()))
         home = self._members.take_home(worker.incarnation)
         if home is not None:

@@ -17,8 +17,7 @@ from services.gateway.core.admission import Admission
 from services.gateway.core.dispatcher import BlamePair, Dispatcher, Effect, LookForPair, Send
 from services.gateway.core.lifecycle import CancelLeg, End, Leg, Lifecycle, Reroute
 from services.gateway.core.prefixes import HashedPrompt
-from services.gateway.core.routing import RouteDecision
-from services.gateway.core.worker import Role, Worker
+from services.gateway.core.worker import Role
 from services.gateway.mesh import GenerationRequest, Take
 from services.gateway.workers.delivery import Delivery
 from services.gateway.workers.membership import Membership
@@ -33,8 +32,9 @@ from shared.request import AnswerToken, FinishReason
 from shared.schedule.plan import PromptTimes
 
 
-class _LegShell:
-    """One leg of one attempt: passes events on with their attempt's number."""
+class LegShell:
+    """One leg of one attempt: passes its worker's events on with the attempt's number. Sessions
+    call it on the loop; every call returns at once."""
 
     def __init__(
         self, request: RequestShell, attempt: int, leg: Leg, session: WorkerSession
@@ -45,51 +45,46 @@ class _LegShell:
         self.session = session
         self.stream_id = StreamId(0)
 
-    @property
-    def worker(self) -> Worker:
-        return self.session.worker
-
-    def cancel(self) -> None:
-        """Stop the worker's part."""
-        self.session.cancel(self.stream_id)
-
     def token(self, token: AnswerToken) -> None:
+        """A token arrived."""
         request = self._request
-        # An answer that ends with its first token takes nothing of decode: nobody need be asked.
-        if request.asks_again and not token.finish_reason and request.is_refused_now():
-            return
         request.apply(request.lifecycle.token_arrived(self._attempt, self.leg, token))
 
-    def prefilled(self, times: PromptTimes) -> None:
+    def first_token(self, token: AnswerToken, times: PromptTimes) -> None:
+        """The token of the prompt, with prefill's own times and cache hits."""
         self._request.timeline.prefilled(times)
+        # An answer that ends with its first token takes nothing of decode: nobody need be asked.
+        if token.finish_reason or not self._request.is_refused_now():
+            self.token(token)
 
     def pushed(self, event: wire.PrefillDone) -> None:
+        """Prefill has nothing left to do."""
         self._request.timeline.pushed(
             Transfer(event.bytes_sent, event.transfer_s, event.exposed_s, event.lane, event.mode)
         )
         self._request.lifecycle.prefill_done(self._attempt)
 
     def granted(self, event: wire.Granted) -> None:
+        """Decode reserved the blocks."""
         self._request.timeline.granted(cached_tokens=event.cached_tokens, wait_s=event.wait_s)
         self._request.apply(self._request.lifecycle.granted(self._attempt))
 
     def joined(self, event: wire.Joined) -> None:
+        """Decode has all KV."""
         self._request.timeline.joined(
             num_bytes=event.bytes_received, receive_s=event.receive_s, lane=event.lane
         )
         self._request.lifecycle.joined(self._attempt)
 
     def failed(self, error: MeshError, *, lost: bool) -> None:
+        """The worker reported a failure, or is gone."""
         self._request.apply(
             self._request.lifecycle.leg_failed(self._attempt, self.leg, error, lost=lost)
         )
 
 
 class RequestShell:
-    """One running answer (the ``Generation`` of ``mesh.py``), from ``dispatch`` to ``leave``.
-
-    asks_again: admission is asked once more when the first token is there.
-    """
+    """One running answer (the ``Generation`` of ``mesh.py``), from ``dispatch`` to ``leave``."""
 
     def __init__(
         self,
@@ -100,7 +95,6 @@ class RequestShell:
         delivery: Delivery,
         admission: Admission,
         *,
-        asks_again: bool = False,
         max_attempts: int,
         pair_wait_s: float,
         failover_wait_s: float,
@@ -119,7 +113,6 @@ class RequestShell:
         )
         self._delivery = delivery
         self._admission = admission
-        self.asks_again = asks_again
         self._pending: list[AnswerToken] = []  # have arrived in this turn of the loop
         self._take: Take | None = take
         self._is_called = False  # who waits, by ``take``
@@ -130,7 +123,7 @@ class RequestShell:
         self._end: End | None = None
         self._search: LookForPair | None = None
         self._reroute: Reroute | None = None
-        self._legs: dict[Leg, _LegShell] = {}
+        self._legs: dict[Leg, LegShell] = {}
 
     # --- the client's side ----------------------------------------------------------------------
 
@@ -205,12 +198,8 @@ class RequestShell:
 
     def is_refused_now(self) -> bool:
         """Ask admission once more, now that the prompt is computed; whether that was the end."""
-        self.asks_again = False
-        leg = self._legs.get(Leg.DECODE) or self._legs.get(Leg.WHOLE)
-        if leg is None:
-            return False
         now = asyncio.get_running_loop().time()
-        refusals = self._admission.prompt_computed(self._request.request_id, leg.worker, now)
+        refusals = self._admission.prompt_computed(self._request.request_id, now)
         for refusal in refusals:
             self.fail(refusal.error)
         return bool(refusals)
@@ -238,7 +227,7 @@ class RequestShell:
                 async with asyncio.timeout_at(search.until):
                     await changed.wait()
             except TimeoutError:
-                self.apply(self._dispatcher.wait_over(self._membership.why_not_ready))
+                self.apply(self._dispatcher.wait_over(self._membership.table.why_not_ready()))
         return False
 
     def _send(self, send: Send) -> None:
@@ -258,36 +247,33 @@ class RequestShell:
             "trace_context": self.timeline.dispatched(decision, has_decode=has_decode),
             "lease_token": self._membership.new_lease_token(),
         }
-        prefix = _prefix_of(decision, len(send.token_ids))
+        fetch = decision.fetch_order(len(send.token_ids))
+        prefix = fetch and wire.PrefixSource(
+            incarnation=fetch.worker, num_tokens=fetch.num_tokens, wait_s=fetch.wait_s
+        )
+        num_cached = decision.num_cached
         self._legs = {}
-        if Leg.PREFILL in legs:
-            leg = self._leg(Leg.PREFILL, attempt, decision.prefill)
-            decode = legs.get(Leg.DECODE, Incarnation(0))
-            start = wire.StartPrefill(**order, decode_incarnation=decode, prefix=prefix)
-            leg.stream_id = leg.session.start_prefill(leg, start, num_cached=decision.num_cached)
-        if Leg.DECODE in legs or Leg.WHOLE in legs:
-            kind = Leg.WHOLE if decision.is_colocated else Leg.DECODE
-            leg = self._leg(kind, attempt, decision.decode)
-            prefill, wait_s = decision.prefill, send.wait_s
-            reserve = wire.Reserve(
-                **order,
-                prefill_incarnation=prefill,
-                wait_s=wait_s,
-                prefix=prefix if kind is Leg.WHOLE else None,
-            )
-            leg.stream_id = leg.session.reserve(leg, reserve, num_cached=decision.num_cached)
-            first = self._legs.get(Leg.PREFILL, leg).worker
+        for kind, worker in legs.items():
+            side = Role.PREFILL if kind is Leg.PREFILL else Role.DECODE
+            session = self._membership.session(worker, side)
+            leg = self._legs[kind] = LegShell(self, attempt, kind, session)
+            if kind is Leg.PREFILL:
+                decode = legs.get(Leg.DECODE, Incarnation(0))
+                message = wire.StartPrefill(**order, decode_incarnation=decode, prefix=prefix)
+            else:
+                message = wire.Reserve(
+                    **order,
+                    prefill_incarnation=decision.prefill,
+                    wait_s=send.wait_s,
+                    prefix=prefix if kind is Leg.WHOLE else None,
+                )
+            leg.stream_id = session.send(leg, message, num_cached=num_cached)
+        if decision.decode in legs.values():
+            workers = [leg.session.worker for leg in self._legs.values()]
             now = asyncio.get_running_loop().time()
             self._admission.dispatched(
-                self._request.request_id, first, leg.worker, now, num_cached=decision.num_cached
+                self._request.request_id, workers[0], workers[-1], now, num_cached=num_cached
             )
-
-    def _leg(self, leg: Leg, attempt: int, worker: Incarnation) -> _LegShell:
-        """Return a leg of a new attempt."""
-        side = Role.PREFILL if leg is Leg.PREFILL else Role.DECODE
-        shell = _LegShell(self, attempt, leg, self._membership.session(worker, side))
-        self._legs[leg] = shell
-        return shell
 
     # --- effects --------------------------------------------------------------------------------
 
@@ -299,7 +285,7 @@ class RequestShell:
                     self._pending.append(effect)
                     self._delivery.due(self)
                 case CancelLeg(leg):
-                    self._legs[leg].cancel()
+                    self._legs[leg].session.cancel(self._legs[leg].stream_id)
                 case Reroute():
                     self._reroute = effect
                     self.timeline.attempt_failed(effect.error)
@@ -341,12 +327,3 @@ class RequestShell:
             self._deadline.cancel()
         self._legs = {}
         self._take = None
-
-
-def _prefix_of(decision: RouteDecision, num_tokens: int) -> wire.PrefixSource | None:
-    order = decision.fetch_order(num_tokens)
-    if order is None:
-        return None
-    return wire.PrefixSource(
-        incarnation=order.worker, num_tokens=order.num_tokens, wait_s=order.wait_s
-    )

@@ -14,6 +14,7 @@ from services.gateway.core.routing import POLICIES
 from services.gateway.core.worker import Role, Worker, WorkerStatus
 from shared.ids import Incarnation, StreamId
 from shared.predict.step_time import StepFit
+from shared.predict.transfer import KvLink
 from tests.unit.services.gateway.core.test_gateway_routing import a_worker
 
 FIT = StepFit(constant_s=0.1, token_s=0.01, num_steps=100)
@@ -57,9 +58,8 @@ def test_transfers_and_lengths_join_once_they_are_known() -> None:
     expectations, decode, prefill = Expectations(), a_worker(Role.DECODE, 2), a_prefill()
     for number in range(1, 20):
         num_bytes = number * prefill.layout.token_bytes
-        expectations.transferred(
-            prefill.incarnation, decode.incarnation, "tcp", num_bytes=num_bytes, seconds=number
-        )
+        link = KvLink(prefill.incarnation, decode.incarnation, "tcp")
+        expectations.transfers.observe(link, num_bytes, number)
         expectations.ended(90, 7)
     expected = expectations.predict(prefill, decode, 90, 1.0)
     assert expected is not None

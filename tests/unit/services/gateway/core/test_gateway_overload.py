@@ -69,8 +69,10 @@ def test_what_a_cache_has_need_not_be_computed() -> None:
     overload, terms = Overload(OverloadMode.EARLY, SPEED), Terms(ttft_s=1.0)
 
     def is_refused(tokens: int) -> bool:
-        cached = {second.place: Hit(tokens)}
-        return overload.refusal(terms, 3000, at, 0.0, waited_s=0.0, cached=cached) is not None
+        refusal = overload.refusal(
+            terms, 3000, at, 0.0, waited_s=0.0, cached=lambda now: {second.place: Hit(tokens)}
+        )
+        return refusal is not None
 
     assert is_refused(1999)
     assert not is_refused(2000)

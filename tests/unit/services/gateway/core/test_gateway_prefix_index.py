@@ -10,7 +10,8 @@ import pytest
 
 from services.gateway.core.fetches import Hit
 from services.gateway.core.key_table import Keys
-from services.gateway.core.prefix_index import EXPECTED_GRANULES, Indexed, PrefixIndex
+from services.gateway.core.prefix_index import EXPECTED_GRANULES, PrefixIndex
+from services.gateway.core.prefixes import Indexed
 from shared.errors import RemoteProtocolError
 from shared.kv.journal import KvChanges, TierChanges
 

@@ -113,7 +113,7 @@ def test_least_loaded_joins_the_shortest_queue() -> None:
     )
     assert decision.prefills == (Candidate(0, Incarnation(2)), Candidate(500, Incarnation(1)))
     assert [candidate.worker for candidate in decision.decodes] == [101, 100]
-    assert (decision.num_prefills, decision.num_decodes) == (2, 2)
+    assert (len(decision.scores.prefills), len(decision.scores.decodes)) == (2, 2)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -189,7 +189,7 @@ def test_a_decision_keeps_the_best_few_of_each_side() -> None:
         POLICIES["least_loaded"](), RouteRequest(num_tokens=1, max_new_tokens=1), table.sides, 0.0
     )
     assert decision is not None
-    assert (decision.num_prefills, decision.num_decodes) == (20, 10)
+    assert (len(decision.scores.prefills), len(decision.scores.decodes)) == (20, 10)
     assert [candidate.score for candidate in decision.prefills] == list(range(MAX_RECORDED))
     assert [candidate.worker for candidate in decision.decodes] == list(range(100, 108))
     body = decision.as_dict()

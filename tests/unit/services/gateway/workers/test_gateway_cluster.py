@@ -17,7 +17,6 @@ from services.gateway.core.window import (
     SECONDS,
     Histogram,
     LastMinute,
-    Pair,
     ReadPrompts,
     Summary,
 )
@@ -28,16 +27,23 @@ from services.gateway.workers.cluster import cluster_body
 from shared.ids import Incarnation
 from shared.kv.layout import KvLayout
 from shared.model_spec import ModelSpec
+from shared.predict.transfer import KvLink
 from shared.version import VERSION
 from tests.support.http_client import gateway
 from tests.support.scripted_mesh import ScriptedMesh
 
 LAYOUT = KvLayout(dtype="float32", num_layers=2, num_kv_heads=2, head_dim=8)
-PAIR = Pair(0xA, 0xB, "sysv")
 WITHIN = 0.02
 
 
-def transfer(window: LastMinute, now: float, pair: Pair = PAIR, num_bytes: int = 1000) -> None:
+def a_link(source: int, destination: int, lane: str) -> KvLink:
+    return KvLink(Incarnation(source), Incarnation(destination), lane)
+
+
+PAIR = a_link(0xA, 0xB, "sysv")
+
+
+def transfer(window: LastMinute, now: float, pair: KvLink = PAIR, num_bytes: int = 1000) -> None:
     window.transferred(now, pair, num_bytes=num_bytes, transfer_s=1e-6, exposed_s=0.002)
 
 
@@ -148,7 +154,7 @@ def test_a_second_of_the_ring_is_emptied_before_its_next_use() -> None:
 def test_transfers_are_told_apart_by_pair_and_lane() -> None:
     """Counts and bytes are exact; rates come from the bytes and the time of each."""
     window = LastMinute(0.0)
-    other = Pair(0xA, 0xB, "tcp")
+    other = a_link(0xA, 0xB, "tcp")
     transfer(window, 1.0, num_bytes=4000)
     transfer(window, 2.0, num_bytes=1000)
     transfer(window, 2.0, other)
@@ -165,12 +171,12 @@ def test_pairs_beyond_the_bound_are_counted_together() -> None:
     """A second keeps at most MAX_PAIRS pairs, and says how many transfers it did not list."""
     window = LastMinute(0.0)
     for number in range(MAX_PAIRS + 5):
-        transfer(window, 1.0, Pair(number, 0xB, "tcp"))
-    transfer(window, 1.0, Pair(0, 0xB, "tcp"))
+        transfer(window, 1.0, a_link(number, 0xB, "tcp"))
+    transfer(window, 1.0, a_link(0, 0xB, "tcp"))
     summary = window.summary(1.5)
     assert len(summary.transfers) == MAX_PAIRS
     assert summary.num_unlisted_transfers == 5
-    assert summary.transfers[Pair(0, 0xB, "tcp")].count == 2
+    assert summary.transfers[a_link(0, 0xB, "tcp")].count == 2
 
 
 def test_the_window_agrees_with_a_list_of_everything() -> None:

@@ -10,17 +10,25 @@ from typing import Any, cast
 
 import pytest
 
+from services.gateway.core.admission import Admission, Admit
 from services.gateway.core.lifecycle import Leg
+from services.gateway.core.overload import Overload, OverloadMode
+from services.gateway.core.routing import NOBODY
+from services.gateway.core.speeds import ReportedSpeeds
+from services.gateway.core.tenants import Terms
+from services.gateway.core.worker import Role, Worker
 from services.gateway.front.answers import HELD_TOKENS, Answers, Choice, TextDelta, open_answers
 from services.gateway.mesh import GenerationRequest, Take, Tokens
 from services.gateway.workers.delivery import Delivery
-from services.gateway.workers.session import RequestShell
+from services.gateway.workers.session import LegShell, RequestShell
 from services.gateway.workers.timeline import Timeline
-from shared.errors import WorkerLost
+from shared.errors import WorkerLost, WouldBeLate
 from shared.ids import RequestId
 from shared.request import AnswerToken, FinishReason, SamplingParams
+from shared.schedule.plan import PromptTimes
 from tests.support.tiny_tokenizer import tiny_text_model, tiny_tokenizer
 from tests.unit.services.gateway.core.test_gateway_admission import an_admission
+from tests.unit.services.gateway.core.test_gateway_routing import a_worker
 
 REQUEST = GenerationRequest(
     request_id=RequestId(bytes(16)),
@@ -33,7 +41,7 @@ REQUEST = GenerationRequest(
 )
 
 
-def a_shell(take: Take) -> RequestShell:
+def a_shell(take: Take, admission: Admission | None = None) -> RequestShell:
     """A request that was dispatched to a colocated worker."""
     shell = RequestShell(
         REQUEST,
@@ -41,7 +49,7 @@ def a_shell(take: Take) -> RequestShell:
         cast("Any", None),
         Timeline(0.0),
         Delivery(),
-        an_admission(),
+        admission or an_admission(),
         max_attempts=1,
         pair_wait_s=1.0,
         failover_wait_s=1.0,
@@ -176,6 +184,41 @@ async def test_who_reads_no_part_hears_of_a_failure() -> None:
         assert await next_positions(answers) == [0]
         with pytest.raises(WorkerLost):
             await answers.next()
+
+
+async def test_who_is_refused_early_is_asked_about_again_whoever_says_so_and_when() -> None:
+    """The planner has requests refused that would be late, of a gateway that was not told to: one
+    whose answer would be too slow ends as its prompt is computed."""
+    overload = Overload(OverloadMode.OFF, Slow())
+    admission = Admission(
+        max_running=1, max_waiting=0, max_wait_s=1.0, overload=overload, sides=lambda: NOBODY
+    )
+    shell = a_shell(lambda tokens: True, admission)
+    key, worker, session = REQUEST.request_id, a_worker(Role.DECODE, 1), Session()
+    assert admission.arrive(key, 0.0, terms=Terms(tpot_s=0.1)) == [Admit(key)]
+    admission.dispatched(key, worker, worker, 0.0)
+    leg = shell._legs[Leg.WHOLE] = LegShell(shell, 0, Leg.WHOLE, cast("Any", session))
+    overload.mode = OverloadMode.EARLY
+    leg.first_token(AnswerToken(0, 5, FinishReason.NONE), PromptTimes(0.0, 0.0, 0))
+    with pytest.raises(WouldBeLate):
+        await shell.wait()
+    assert session.num_cancelled == 1
+
+
+class Slow(ReportedSpeeds):
+    """A second a step."""
+
+    def step_s(self, worker: Worker, num_answers: int) -> float:
+        return 1.0
+
+
+class Session:
+    """A worker's session, which is told to stop."""
+
+    num_cancelled = 0
+
+    def cancel(self, stream_id: int) -> None:
+        self.num_cancelled += 1
 
 
 async def test_an_event_without_effect_wakes_nobody() -> None:
