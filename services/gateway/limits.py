@@ -292,6 +292,7 @@ def sampling_params(
                 model, num_prompt_tokens, max_tokens, param=form.max_tokens_param
             )
     temperature = _number(form.temperature, "temperature", defaults, 1.0)
+    top_p = defaults.get("top_p", 1.0) if form.top_p is None else form.top_p
     # -1 is the other customary way to say "off".
     given = defaults.get("top_k", 0) if form.top_k is None else form.top_k
     top_k = _integer(int(given), "top_k")
@@ -300,7 +301,7 @@ def sampling_params(
         min_tokens=checked_int(form.min_tokens or 0, 0, max_tokens, param="min_tokens"),
         temperature=0.0 if temperature < GREEDY_BELOW else temperature,
         top_k=0 if top_k >= model.vocab_size else max(top_k, 0),
-        top_p=_above_zero(form.top_p, "top_p", defaults),
+        top_p=checked_above_zero(top_p, ABOVE_ZERO["top_p"], param="top_p"),
         min_p=_number(form.min_p, "min_p", defaults, 0.0),
         repetition_penalty=_number(form.repetition_penalty, "repetition_penalty", defaults, 1.0),
         presence_penalty=_number(form.presence_penalty, "presence_penalty", {}, 0.0),
@@ -353,12 +354,6 @@ def _number(
     if value is None:
         value = defaults.get(param)
     return otherwise if value is None else checked_range(value, *NUMBERS[param], param=param)
-
-
-def _above_zero(value: float | None, param: str, defaults: Mapping[str, float]) -> float:
-    if value is None:
-        value = defaults.get(param)
-    return 1.0 if value is None else checked_above_zero(value, ABOVE_ZERO[param], param=param)
 
 
 def _checked_logprobs(value: int | None, param: str) -> int | None:

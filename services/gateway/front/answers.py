@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -22,6 +22,7 @@ from services.gateway.mesh import Generation, GenerationRequest, Mesh, Tokens
 from services.gateway.text.detokenizer import AnswerText
 from shared.errors import InvariantViolated, MeshError
 from shared.request import AnswerToken, FinishReason, TokenLogprobs
+from shared.runtime.groups import TaskGroup, plain_errors
 
 HELD_TOKENS = 64
 """So many tokens become text at once where nobody reads a part of an answer: waking a task costs
@@ -284,8 +285,8 @@ def open_answers(mesh: Mesh, choices: Sequence[Choice]) -> AbstractAsyncContextM
 @asynccontextmanager
 async def _open_many(mesh: Mesh, choices: Sequence[Choice]) -> AsyncGenerator[Answers]:
     answers = _ManyAnswers(choices)
-    try:
-        async with asyncio.TaskGroup() as group:
+    with plain_errors():
+        async with TaskGroup() as group:
             tasks = [
                 group.create_task(answers.run(choice, mesh), name=f"answer-{choice.index}")
                 for choice in choices
@@ -293,18 +294,3 @@ async def _open_many(mesh: Mesh, choices: Sequence[Choice]) -> AsyncGenerator[An
             yield answers
             for task in tasks:
                 task.cancel()
-    except BaseExceptionGroup as failures:
-        raise _first(failures) from None
-
-
-def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the failure to tell: the first typed one, else the first."""
-    leaves: list[BaseException] = []
-    groups = [failures]
-    while groups:
-        for failure in groups.pop(0).exceptions:
-            if isinstance(failure, BaseExceptionGroup):
-                groups.append(cast("BaseExceptionGroup[BaseException]", failure))
-            else:
-                leaves.append(failure)
-    return next((leaf for leaf in leaves if isinstance(leaf, MeshError)), leaves[0])

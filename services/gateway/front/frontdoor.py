@@ -172,11 +172,12 @@ class FrontDoor:
         hold = key.quota.take(asyncio.get_running_loop().time()) if is_metered else None
         return replace(caller, key=key, hold=hold)
 
-    def deadline_at(self, caller: Caller, timeout_s: float | None) -> float | None:
-        """Return when a call must be over. timeout_s: the client's own, None = it has none.
+    def deadline_at(self, caller: Caller, timeout: str | None) -> float | None:
+        """Return when a call must be over. timeout: the client's own, as its header has it.
 
-        Raises InvalidRequest: out of range.
+        Raises InvalidRequest: no number, or out of range.
         """
+        timeout_s = _number(timeout, "x-request-timeout", "seconds")
         if timeout_s is None:
             return caller.deadline_at
         checked = limits.checked_above_zero(timeout_s, limits.MAX_TIMEOUT_S, param="timeout")
@@ -355,11 +356,6 @@ def asked_by(headers: Mapping[str, str]) -> Asked:
         _number(ttft, "x-ttft-ms", "milliseconds"),
         _number(tpot, "x-tpot-ms", "milliseconds"),
     )
-
-
-def checked_timeout(text: str | None, *, param: str) -> float | None:
-    """Parse a timeout header in seconds; None if absent. Raises InvalidRequest."""
-    return _number(text, param, "seconds")
 
 
 def _number(text: str | None, param: str, unit: str) -> float | None:

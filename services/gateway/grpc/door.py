@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from services.gateway import limits
 from services.gateway.front.answers import TextDelta, TokenCounts, open_answers
@@ -32,7 +32,6 @@ from shared.telemetry.moments import Moment, note
 
 _NO_PARAMS = wire.GenerateParams()
 
-T = TypeVar("T")
 GenerateStream = ServerStream[wire.GenerateRequest, wire.GenerateResponse]
 
 
@@ -54,7 +53,7 @@ class Inference:
     async def generate(self, stream: GenerateStream) -> None:
         """Stream one answer."""
         with self._recorded(stream, GENERATE.path) as call:
-            await self._ended(call, lambda: self._generate(stream, call))
+            await self._generate(stream, call)
 
     async def tokenize(
         self,
@@ -63,7 +62,19 @@ class Inference:
     ) -> wire.TokenizeResponse:
         """Ids of a text or of rendered messages."""
         with self._recorded(stream, TOKENIZE.path) as call:
-            return await self._ended(call, lambda: self._tokenize(request, stream, call))
+            self._admit(stream, call)
+            model = self._front.model(request.model)
+            text = request.text
+            if bool(text) == bool(request.messages):
+                raise InvalidRequest("give either text or messages", param="text")
+            special = request.add_special_tokens
+            if request.messages:
+                rendering = _rendering(request.rendering, add_special=special)
+                prompt = await self._front.chat_prompt(_messages(request.messages), rendering)
+                ids: Sequence[int] = prompt.token_ids
+            else:
+                ids = await self._front.text.encode(text, add_special_tokens=special)
+            return wire.TokenizeResponse(token_ids=pack_u32(ids), max_model_len=model.max_model_len)
 
     async def list_models(
         self,
@@ -71,24 +82,15 @@ class Inference:
         stream: ServerStream[wire.ListModelsRequest, wire.ListModelsResponse],
     ) -> wire.ListModelsResponse:
         """The model served, if a worker has brought one."""
-
-        async def answer() -> wire.ListModelsResponse:
-            self._admit(stream, call, label="", is_metered=False)
+        with self._recorded(stream, LIST_MODELS.path, is_traced=False) as call:
+            self._admit(stream, call, is_metered=False)
             model = self._front.mesh.model
             if model is None:
                 return wire.ListModelsResponse()
-            return wire.ListModelsResponse(
-                models=[
-                    wire.ModelInfo(
-                        name=model.name,
-                        vocab_size=model.vocab_size,
-                        max_model_len=model.max_model_len,
-                    )
-                ]
+            info = wire.ModelInfo(
+                name=model.name, vocab_size=model.vocab_size, max_model_len=model.max_model_len
             )
-
-        with recorded(self._front, LIST_MODELS.path, stream.metadata) as call:
-            return await self._ended(call, answer)
+            return wire.ListModelsResponse(models=[info])
 
     async def change_role(
         self,
@@ -96,46 +98,43 @@ class Inference:
         stream: ServerStream[wire.ChangeRoleRequest, wire.ChangeRoleResponse],
     ) -> wire.ChangeRoleResponse:
         """Change what a worker is when nothing is asked of it."""
-
-        async def answer() -> wire.ChangeRoleResponse:
-            self._admit(stream, call, label="", is_metered=False, right=ROLES)
+        with self._recorded(stream, CHANGE_ROLE.path, is_traced=False) as call:
+            self._admit(stream, call, is_metered=False, right=ROLES)
             worker = await self._front.mesh.change_role(request.worker, request.role)
             return wire.ChangeRoleResponse(
                 worker=worker["incarnation"], home=worker["home"], pool=worker["pool"]
             )
 
-        with recorded(self._front, CHANGE_ROLE.path, stream.metadata) as call:
-            return await self._ended(call, answer)
-
     # --- what they share ------------------------------------------------------------------------
 
-    def _recorded(self, stream: ServerStream[Any, Any], path: str) -> AbstractContextManager[Call]:
-        return recorded(self._front, path, stream.metadata, span_name=path[1:])
-
-    async def _ended(self, call: Call, work: Callable[[], Awaitable[T]]) -> T:
-        """Note how the call ended; ``shared/rpc`` turns the error into a status."""
-        try:
-            result = await work()
-        except MeshError as error:
-            call.outcome = error.type
-            raise
-        except asyncio.CancelledError:
-            deadline_at = call.caller.deadline_at
-            if deadline_at is not None and asyncio.get_running_loop().time() >= deadline_at:
-                call.outcome = DeadlinePassed.type  # ``shared/rpc`` watches it, and says so
-            raise
-        except Exception:
-            call.outcome = "internal"
-            raise
-        call.outcome = "ok"
-        return result
+    @contextmanager
+    def _recorded(
+        self, stream: ServerStream[Any, Any], path: str, *, is_traced: bool = True
+    ) -> Generator[Call]:
+        """Open a call and note how it ended; ``shared/rpc`` turns the error into a status."""
+        span_name = path[1:] if is_traced else ""
+        with recorded(self._front, path, stream.metadata, span_name=span_name) as call:
+            try:
+                yield call
+            except MeshError as error:
+                call.outcome = error.type
+                raise
+            except asyncio.CancelledError:
+                deadline_at = call.caller.deadline_at
+                if deadline_at is not None and asyncio.get_running_loop().time() >= deadline_at:
+                    call.outcome = DeadlinePassed.type  # ``shared/rpc`` watches it, and says so
+                raise
+            except Exception:
+                call.outcome = "internal"
+                raise
+            call.outcome = "ok"
 
     def _admit(
         self,
         stream: ServerStream[Any, Any],
         call: Call,
         *,
-        label: str,
+        label: str = "",
         is_metered: bool = True,
         right: str = "",
     ) -> None:
@@ -154,22 +153,6 @@ class Inference:
         )
         for name, value in call.headers.items():
             stream.set_trailer(name, value)
-
-    async def _tokenize(
-        self, request: wire.TokenizeRequest, stream: ServerStream[Any, Any], call: Call
-    ) -> wire.TokenizeResponse:
-        self._admit(stream, call, label="")
-        model = self._front.model(request.model)
-        text = request.text
-        if bool(text) == bool(request.messages):
-            raise InvalidRequest("give either text or messages", param="text")
-        if request.messages:
-            rendering = _rendering(request.rendering, add_special=request.add_special_tokens)
-            prompt = await self._front.chat_prompt(_messages(request.messages), rendering)
-            ids: Sequence[int] = prompt.token_ids
-        else:
-            ids = await self._front.text.encode(text, add_special_tokens=request.add_special_tokens)
-        return wire.TokenizeResponse(token_ids=pack_u32(ids), max_model_len=model.max_model_len)
 
     # --- Generate -------------------------------------------------------------------------------
 

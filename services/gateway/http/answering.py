@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from services.gateway.front.answers import Answers, Choice, TextDelta, TokenCounts, open_answers
 from services.gateway.front.calls import Call, typed
-from services.gateway.front.frontdoor import Form, FrontDoor, Prompt, asked_by
+from services.gateway.front.frontdoor import Form, FrontDoor, asked_by
 from services.gateway.http.connection import HttpRequest
 from services.gateway.http.messages import Response, json_response
 from services.gateway.http.openai_answers import AnswerHead
@@ -33,7 +33,6 @@ class AskedChat(NamedTuple):
     model: ServedModel
     form: Form
     use: ToolUse | None
-    prompt: Prompt
     choices: list[Choice]
     new_parser: Callable[[], AnswerParser] | None
 
@@ -90,7 +89,7 @@ async def asked_chat(
     prompt = await front.chat_prompt(messages_for_template(body.messages), body.rendering)
     choices = front.choices(call.caller, model, [prompt], form)
     new_parser = parser_maker(body, use, form, prompt, front)
-    return AskedChat(model, form, use, prompt, choices, new_parser)
+    return AskedChat(model, form, use, choices, new_parser)
 
 
 async def answered(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -185,21 +186,16 @@ class HttpDoor:
 
     async def cluster(self, _: HttpRequest, call: Call) -> Response:
         """Tell of workers, load and the last minute's traffic."""
-        view = {"version": VERSION, **self._front.mesh.cluster()}
-        headers = {**call.headers, "Cache-Control": "no-store"}
-        return json_response(msgspec.convert(view, Cluster), headers=headers)
+        return _told({"version": VERSION, **self._front.mesh.cluster()}, Cluster, call)
 
     async def recent(self, _: HttpRequest, call: Call) -> Response:
         """Tell the last requests as receipts, and the workers that they met."""
-        view = {"version": VERSION, **self._front.mesh.recent()}
-        headers = {**call.headers, "Cache-Control": "no-store"}
-        return json_response(msgspec.convert(view, RecentRequests), headers=headers)
+        return _told({"version": VERSION, **self._front.mesh.recent()}, RecentRequests, call)
 
     async def explain(self, request: HttpRequest, call: Call) -> Response:
         """Tell why one of the last requests went where it went."""
-        told = self._front.mesh.explain(request.parameters["request_id"])
-        headers = {**call.headers, "Cache-Control": "no-store"}
-        return json_response(msgspec.convert(told, Explanation), headers=headers)
+        found = self._front.mesh.explain(request.parameters["request_id"])
+        return _told(found, Explanation, call)
 
     async def change_role(self, request: HttpRequest, call: Call) -> Response:
         """Change what a worker is when nothing is asked of it; what it has in hand goes on."""
@@ -335,6 +331,12 @@ class HttpDoor:
             receipt=body.wants_receipt,
         )
         return await answered(self._front, request, call, choices, answer_format, wants)
+
+
+def _told(view: dict[str, Any], shape: type[msgspec.Struct], call: Call) -> Response:
+    """What the mesh says of itself now; ``shape`` is what ``/openapi.json`` says of it."""
+    headers = {**call.headers, "Cache-Control": "no-store"}
+    return json_response(msgspec.convert(view, shape), headers=headers)
 
 
 def _model_card(model: ServedModel) -> bodies.ModelCard:

@@ -35,11 +35,6 @@ class KeptResponse(NamedTuple):
         return _MESSAGES.decode(self.conversation)
 
 
-def kept_response(body: bytes, conversation: list[Message]) -> KeptResponse:
-    """Return a response as it is kept."""
-    return KeptResponse(body, _encode(conversation))
-
-
 @dataclass(slots=True)
 class _OwnResponses:
     responses: OrderedDict[str, KeptResponse] = field(
@@ -65,12 +60,11 @@ class KeptResponses:
         self._tenants: dict[bytes, _OwnResponses] = {}
         self.num_bytes = 0
 
-    def has_room(self, kept: KeptResponse) -> bool:
-        """Whether it may be kept at all."""
-        return kept.num_bytes <= self._max_tenant_bytes
-
-    def keep(self, tenant: bytes, name: str, kept: KeptResponse) -> None:
-        """Keep a response for which there is room."""
+    def keep(self, tenant: bytes, name: str, body: bytes, conversation: list[Message]) -> bool:
+        """Keep a response, unless it is too large: return whether it is kept."""
+        kept = KeptResponse(body, _encode(conversation))
+        if kept.num_bytes > self._max_tenant_bytes:
+            return False
         own = self._tenants.setdefault(tenant, _OwnResponses())
         own.responses[name] = kept
         own.num_bytes += kept.num_bytes
@@ -80,6 +74,7 @@ class KeptResponses:
         while self.num_bytes > self._max_bytes:
             largest = max(self._tenants, key=lambda one: self._tenants[one].num_bytes)
             self._forget(largest, next(iter(self._tenants[largest].responses)))
+        return True
 
     def find(self, tenant: bytes, name: str, *, param: str) -> KeptResponse:
         """Return a tenant's response; it counts as used now. Raises NotFound, of an earlier one, as

@@ -9,7 +9,7 @@ from services.gateway.front.calls import Call
 from services.gateway.front.frontdoor import FrontDoor
 from services.gateway.http.answering import Wants, answered, asked_chat, head_of_answer
 from services.gateway.http.connection import HttpRequest
-from services.gateway.http.kept_responses import KeptResponses, kept_response
+from services.gateway.http.kept_responses import KeptResponses
 from services.gateway.http.messages import Response, json_response
 from services.gateway.http.openai_forms import Message
 from services.gateway.http.responses_answers import ResponsesFormat, response_before
@@ -58,10 +58,7 @@ class ResponsesDoor:
         head = head_of_answer(call, asked.model, "resp_")
 
         def keep(answer: bytes, message: Message) -> bool:
-            kept = kept_response(answer, [*conversation, message])
-            if has_room := self._kept.has_room(kept):
-                self._kept.keep(tenant, head.id, kept)
-            return has_room
+            return self._kept.keep(tenant, head.id, answer, [*conversation, message])
 
         answer_format = ResponsesFormat(
             head,

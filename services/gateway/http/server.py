@@ -20,7 +20,7 @@ import msgspec
 from services.gateway import limits
 from services.gateway.front.auth import ROLES
 from services.gateway.front.calls import Call, recorded, typed
-from services.gateway.front.frontdoor import FrontDoor, checked_timeout
+from services.gateway.front.frontdoor import FrontDoor
 from services.gateway.http.anthropic_answers import AnthropicError
 from services.gateway.http.bodies import ErrorBody
 from services.gateway.http.connection import HttpRequest
@@ -153,9 +153,8 @@ class Routes:
                     is_metered=route.policy is Policy.METERED,
                     right=ROLES if route.policy is Policy.ROLES else "",
                 )
-            timeout_s = checked_timeout(headers.get("X-Request-Timeout"), param="x-request-timeout")
             label = limits.label_or_none(headers.get("X-Request-Id", ""))
-            deadline_at = front.deadline_at(caller, timeout_s)
+            deadline_at = front.deadline_at(caller, headers.get("X-Request-Timeout"))
             if label or deadline_at != caller.deadline_at:
                 call.caller = replace(caller, label=label, deadline_at=deadline_at)
             response = await route.handler(request, call)

@@ -7,14 +7,14 @@ Several spellings of one wish are known, and one request has one wish: two are r
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 
 from services.gateway import limits
 from services.gateway.http import field_rules as fields
 from services.gateway.http.unserved_fields import UnservedFields, unsupported
-from services.gateway.text.grammars import MAX_CHOICES, Structure, one_wish, parsed_json
+from services.gateway.text.grammars import MAX_CHOICES, Kind, Structure, one_wish, parsed_json
 
 JsonSchema = Annotated[
     dict[str, Any] | bool | str, fields.rule("A JSON schema, or its text.", minProperties=0)
@@ -139,17 +139,16 @@ def _wishes(body: StructuredFields) -> Iterator[Structure]:
         yield _json(body.guided_json, "guided_json", spaces)
     if body.json_schema is not None:
         yield _json(body.json_schema, "json_schema")
-    texts: tuple[tuple[Literal["regex", "grammar"], str, str | None], ...] = (
+    values: tuple[tuple[Kind, str, Any], ...] = (
         ("regex", "guided_regex", body.guided_regex),
         ("grammar", "guided_grammar", body.guided_grammar),
         ("regex", "regex", body.regex),
         ("grammar", "ebnf", body.ebnf),
+        ("choice", "guided_choice", body.guided_choice),
     )
-    for kind, name, text in texts:
-        if text is not None:
-            yield Structure(kind=kind, value=text, param=name)
-    if body.guided_choice is not None:
-        yield Structure(kind="choice", value=body.guided_choice, param="guided_choice")
+    for kind, name, value in values:
+        if value is not None:
+            yield Structure(kind=kind, value=value, param=name)
     if body.structural_tag is not None:
         yield _tags_of_text(body.structural_tag, "structural_tag")
 
@@ -180,12 +179,10 @@ def _structured(asked: StructuredOutputs) -> Iterator[Structure]:
         yield _json(asked.json, name + "json", spaces)
     if asked.json_object:
         yield _json({"type": "object"}, name + "json_object", spaces)
-    if asked.regex is not None:
-        yield Structure(kind="regex", value=asked.regex, param=name + "regex")
-    if asked.grammar is not None:
-        yield Structure(kind="grammar", value=asked.grammar, param=name + "grammar")
-    if asked.choice is not None:
-        yield Structure(kind="choice", value=asked.choice, param=name + "choice")
+    kinds: tuple[Kind, ...] = ("regex", "grammar", "choice")
+    for kind in kinds:
+        if (value := getattr(asked, kind)) is not None:
+            yield Structure(kind=kind, value=value, param=name + kind)
     if asked.structural_tag is not None:
         yield _tags_of_text(asked.structural_tag, name + "structural_tag")
 

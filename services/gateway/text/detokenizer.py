@@ -10,32 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import Protocol
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel, DecodeStream
 
+from services.gateway.text.tool_calls import num_begun
 from shared.request import AnswerToken, FinishReason
 
 PROMPT_TAIL = 8
 """Prompt tokens that an answer's decoder starts from, where the answer continues the prompt's text:
 decoders in the style of sentencepiece drop the space before the first word they see."""
-
-
-class Detokenizer(Protocol):
-    """Decodes one answer.
-
-    A piece is given out only when all bytes of its characters are there; what is still incomplete
-    at the end comes out of ``flush`` as U+FFFD, as in a full decode.
-    """
-
-    def step(self, token_id: int) -> str:
-        """Return the text that this token completes, often ''."""
-        ...
-
-    def flush(self) -> str:
-        """Return what ``step`` still holds back; call once, at the end."""
-        ...
 
 
 class WholeTexts(dict[int, "str | None"]):
@@ -68,7 +52,9 @@ class WholeTexts(dict[int, "str | None"]):
 
 
 class ByteDetokenizer:
-    """A ``Detokenizer`` where tokens are bytes: only those of unfinished characters are decoded.
+    """Decodes one answer where tokens are bytes: only those of unfinished characters are decoded.
+
+    A piece is given out only when all bytes of its characters are there.
 
     prompt_tail: the prompt's last tokens, when the answer continues its text. If they end inside a
     character the answer finishes it.
@@ -85,7 +71,7 @@ class ByteDetokenizer:
             self._unfinished, self._told = [], ""
 
     def step(self, token_id: int) -> str:
-        """See ``Detokenizer``."""
+        """Return the text that this token completes, often ''."""
         if not self._unfinished:
             text = self._whole[token_id]
             if text is not None:
@@ -95,7 +81,8 @@ class ByteDetokenizer:
         return "" if text.endswith("\ufffd") else self._give_out(text)
 
     def flush(self) -> str:
-        """See ``Detokenizer``."""
+        """Return what ``step`` still holds back, with U+FFFD for what is incomplete, as in a full
+        decode; call once, at the end."""
         return self._give_out(self._whole.decode(self._unfinished)) if self._unfinished else ""
 
     def _give_out(self, text: str) -> str:
@@ -107,7 +94,7 @@ class ByteDetokenizer:
 
 
 class StreamDetokenizer:
-    """A ``Detokenizer`` for any tokenizer, by the library's stream.
+    """Decodes one answer of any tokenizer likewise, by the library's stream.
 
     prompt_tail: the prompt's last tokens, when the answer continues its text.
     """
@@ -127,7 +114,7 @@ class StreamDetokenizer:
         return DecodeStream(ids=ids or None, skip_special_tokens=self._skip_special)
 
     def step(self, token_id: int) -> str:
-        """See ``Detokenizer``."""
+        """See ``ByteDetokenizer``."""
         self._ids.append(token_id)
         try:
             piece = self._stream.step(self._tokenizer, token_id)
@@ -142,7 +129,7 @@ class StreamDetokenizer:
         return piece or ""
 
     def flush(self) -> str:
-        """See ``Detokenizer``."""
+        """See ``ByteDetokenizer``."""
         if not self._is_pending:
             return ""
         before = len(self._decode(self._tail)) if self._tail else 0
@@ -151,6 +138,9 @@ class StreamDetokenizer:
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special)
+
+
+Detokenizer = ByteDetokenizer | StreamDetokenizer
 
 
 class StopMatcher:
@@ -164,19 +154,11 @@ class StopMatcher:
     def __init__(self, stop: Sequence[str], *, include: bool = False) -> None:
         self._stop = tuple(stop)
         self._include = include
-        self._most_held = max((len(text) for text in stop), default=1) - 1
         self._held = ""
-
-    @property
-    def has_stop(self) -> bool:
-        """Whether there is anything to find."""
-        return bool(self._stop)
 
     def feed(self, piece: str) -> tuple[str, str | None]:
         """Return (text that is safe to give out, the stop string found or None); feed nothing after
         a match."""
-        if not self._stop:
-            return piece, None
         text = self._held + piece
         found: tuple[int, int, str] | None = None
         for stop in self._stop:
@@ -187,7 +169,7 @@ class StopMatcher:
             end, start, stop = found
             self._held = ""
             return text[: end if self._include else start], stop
-        num_held = self._num_to_hold(text)
+        num_held = max((num_begun(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held], None
 
@@ -195,13 +177,6 @@ class StopMatcher:
         """Return the held text: it was no stop string after all."""
         held, self._held = self._held, ""
         return held
-
-    def _num_to_hold(self, text: str) -> int:
-        for length in range(min(self._most_held, len(text)), 0, -1):
-            tail = text[-length:]
-            if any(stop.startswith(tail) for stop in self._stop):
-                return length
-        return 0
 
 
 class AnswerText:
@@ -227,7 +202,8 @@ class AnswerText:
         self._detokenizer = detokenizer
         self._step_of = detokenizer.step
         self._matcher = StopMatcher(stop, include=include_stop)
-        self._is_plain = not stop
+        self.has_stop = bool(stop)
+        """Whether text can end the answer: there are stop strings."""
         self._stop_token_ids = frozenset(stop_token_ids)
         self._min_tokens = min_tokens
         self._include_stop = include_stop
@@ -235,16 +211,11 @@ class AnswerText:
         self.finish_reason = FinishReason.NONE
         self.stop_reason: str | int | None = None
 
-    @property
-    def has_stop(self) -> bool:
-        """Whether text can end the answer: there are stop strings."""
-        return self._matcher.has_stop
-
     def feed(self, tokens: Sequence[AnswerToken]) -> str:
         """Take tokens, at least one, and return the text that they give; the answer may be over
         then."""
         finish_reason = tokens[-1].finish_reason
-        if not finish_reason and self._is_plain:
+        if not finish_reason and not self.has_stop:
             self.num_tokens += len(tokens)
             if len(tokens) == 1:
                 return self._step_of(tokens[0].token_id)

@@ -271,16 +271,16 @@ class _Ends:
         ref = self._refs.get(id(parts))
         if ref is not None and not self._known.get(ref, True):
             return False
-        if not all(map(self.of, _list(parts.get("allOf")))):
+        if not all(map(self.of, as_list(parts.get("allOf")))):
             return False
         for name in ("anyOf", "oneOf"):
-            choices = _list(parts.get(name))
+            choices = as_list(parts.get(name))
             if choices and not any(map(self.of, choices)):
                 return False
         if "const" in parts or "enum" in parts:
             return True
         kinds = parts.get("type")
-        kinds = [kinds] if isinstance(kinds, str) else _list(kinds)
+        kinds = [kinds] if isinstance(kinds, str) else as_list(kinds)
         if not kinds or any(kind in _SCALARS for kind in kinds if isinstance(kind, str)):
             # Without a type other kinds of values match as well, whatever an object must have.
             return True
@@ -291,13 +291,13 @@ class _Ends:
     def _object_ends(self, parts: Mapping[str, Any]) -> bool:
         properties = parts.get("properties")
         known = cast("dict[str, Any]", properties) if isinstance(properties, dict) else {}
-        required = [key for key in _list(parts.get("required")) if isinstance(key, str)]
+        required = [key for key in as_list(parts.get("required")) if isinstance(key, str)]
         return all(self.of(known[key]) for key in required if key in known)
 
     def _array_ends(self, parts: Mapping[str, Any]) -> bool:
         least = parts.get("minItems", 0)
         least = max(least, 0) if isinstance(least, int) else least
-        first = _list(parts.get("prefixItems"))
+        first = as_list(parts.get("prefixItems"))
         num_first = min(len(first), least) if isinstance(least, int) else 0
         if not all(map(self.of, first[:num_first])):
             return False
@@ -354,5 +354,6 @@ def _joined(base: str, ref: str) -> str:
         return ref
 
 
-def _list(value: Any) -> list[Any]:
+def as_list(value: Any) -> list[Any]:
+    """Return a list, and of what is none an empty one."""
     return cast("list[Any]", value) if isinstance(value, list) else []

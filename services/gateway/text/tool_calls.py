@@ -101,7 +101,10 @@ class ToolParser:
     def _of_value(self, value: Any) -> list[Said] | None:
         """The calls of a JSON value, None = it is no call of ours."""
         calls = cast("list[Any]", value) if isinstance(value, list) else [value]
-        read = [self._read(one) for one in calls]
+        return self._of_read([self._read(one) for one in calls])
+
+    def _of_read(self, read: Sequence[tuple[str, Any] | None]) -> list[Said] | None:
+        """The calls of names and arguments, None = there is none, or one is none of ours."""
         if not read or None in read:
             return None
         return [self._whole(*one) for one in read if one is not None]
@@ -247,9 +250,7 @@ class PythonicParser(WholeJsonParser):
             read = [self._call_of(part) for part in parts]
         except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
             return None
-        if not read or None in read:
-            return None
-        return [self._whole(*one) for one in read if one is not None]
+        return self._of_read(read)
 
     def _call_of(self, part: ast.expr) -> tuple[str, Any] | None:
         if not isinstance(part, ast.Call) or part.args:

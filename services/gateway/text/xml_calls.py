@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, cast
 from urllib.parse import unquote
 
+from services.gateway.text.schemas import as_list
 from services.gateway.text.tool_calls import Said, ToolParser, num_begun, read_json
 
 MAX_HEAD = 128
@@ -173,16 +174,16 @@ def _types(schema: Any, root: Any) -> set[str]:
             continue
         seen.add(id(cast("Any", part)))
         fields = cast("dict[str, Any]", part)
-        kind, values = fields.get("type"), _list(fields.get("enum"))
+        kind, values = fields.get("type"), as_list(fields.get("enum"))
         if "const" in fields:
             values = [fields["const"]]
         if kind is not None:
-            types.update(str(one) for one in (_list(kind) or [kind]))
+            types.update(str(one) for one in (as_list(kind) or [kind]))
         elif values:
             types.update(_KINDS[type(value)] for value in values)
         else:
             for key in ("anyOf", "oneOf", "allOf"):
-                waiting += _list(fields.get(key))
+                waiting += as_list(fields.get(key))
             waiting.append(_target(fields.get("$ref"), root))
     return types
 
@@ -196,10 +197,6 @@ def _target(ref: Any, root: Any) -> Any:
         name = unquote(step).replace("~1", "/").replace("~0", "~")
         target = cast("dict[str, Any]", target).get(name) if isinstance(target, dict) else None
     return target
-
-
-def _list(value: Any) -> list[Any]:
-    return cast("list[Any]", value) if isinstance(value, list) else []
 
 
 def _value(text: str, types: frozenset[str]) -> str:

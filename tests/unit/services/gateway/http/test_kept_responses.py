@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from services.gateway.http.kept_responses import KeptResponses, kept_response
+from services.gateway.http.kept_responses import KeptResponses
 from services.gateway.http.openai_forms import Message
 from shared.errors import InvalidRequest, NotFound
 
-A_KIB = kept_response(b"x" * 1000, [Message("user", "y")])
+ANSWER = b"x" * 1000, [Message("user", "y")]
+SIZE = 1000 + len(msgspec.json.encode(ANSWER[1]))
 
 
 def names(kept: KeptResponses, tenant: bytes) -> list[str]:
@@ -26,7 +28,7 @@ def names(kept: KeptResponses, tenant: bytes) -> list[str]:
 def test_a_response_is_its_tenants_alone() -> None:
     """Another key finds nothing, by the same name."""
     kept = KeptResponses(1 << 20)
-    kept.keep(b"a", "r0", A_KIB)
+    kept.keep(b"a", "r0", *ANSWER)
     assert kept.find(b"a", "r0", param="response_id").messages == [Message("user", "y")]
     with pytest.raises(InvalidRequest) as missing:
         kept.find(b"b", "r0", param="previous_response_id")
@@ -39,28 +41,28 @@ def test_what_was_used_longest_ago_goes_first() -> None:
     """By count and by bytes."""
     for kept in (
         KeptResponses(1 << 20, max_responses=2),
-        KeptResponses(1 << 20, max_tenant_bytes=2 * A_KIB.num_bytes),
+        KeptResponses(1 << 20, max_tenant_bytes=2 * SIZE),
     ):
-        kept.keep(b"a", "r0", A_KIB)
-        kept.keep(b"a", "r1", A_KIB)
+        kept.keep(b"a", "r0", *ANSWER)
+        kept.keep(b"a", "r1", *ANSWER)
         kept.find(b"a", "r0", param="response_id")
-        kept.keep(b"a", "r2", A_KIB)
+        kept.keep(b"a", "r2", *ANSWER)
         assert names(kept, b"a") == ["r0", "r2"]
 
 
 def test_who_has_most_makes_room_for_the_others() -> None:
     """One tenant's many responses push out none of another's few."""
-    kept = KeptResponses(4 * A_KIB.num_bytes)
-    kept.keep(b"few", "r0", A_KIB)
+    kept = KeptResponses(4 * SIZE)
+    kept.keep(b"few", "r0", *ANSWER)
     for number in range(8):
-        kept.keep(b"many", f"r{number}", A_KIB)
+        kept.keep(b"many", f"r{number}", *ANSWER)
     assert names(kept, b"few") == ["r0"]
     assert names(kept, b"many") == ["r5", "r6", "r7"]
-    assert kept.num_bytes == 4 * A_KIB.num_bytes
+    assert kept.num_bytes == 4 * SIZE
 
 
 def test_what_is_larger_than_all_room_is_not_kept() -> None:
     """Nor is anything where there is no room at all."""
-    assert not KeptResponses(A_KIB.num_bytes - 1).has_room(A_KIB)
-    assert not KeptResponses(0).has_room(A_KIB)
-    assert KeptResponses(A_KIB.num_bytes).has_room(A_KIB)
+    assert not KeptResponses(SIZE - 1).keep(b"a", "r0", *ANSWER)
+    assert not KeptResponses(0).keep(b"a", "r0", *ANSWER)
+    assert KeptResponses(SIZE).keep(b"a", "r0", *ANSWER)
