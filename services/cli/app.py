@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from cyclopts import App, CycloptsError, Group, Parameter, UnusedCliTokensError
 
@@ -65,7 +65,7 @@ def completion(
     install: Annotated[
         bool, Parameter(negative="", show_env_var=False, show_default=False)
     ] = False,
-) -> int:
+) -> None:
     """Print the script that completes commands and flags in a shell, or install it.
 
     Parameters
@@ -75,35 +75,44 @@ def completion(
     install
         Write it where the shell looks, and for bash and zsh a line into the shell's start file.
     """
-    if not install:
+    if install:
+        path = app.install_completion(shell=shell)
+        print(f"written to {path}: a new {shell} completes pdmesh")
+    else:
         print(app.generate_completion(shell=shell))
-        return EXIT_OK
-    path = app.install_completion(shell=shell)
-    print(f"written to {path}: a new {shell} completes pdmesh")
-    return EXIT_OK
 
 
-app.command(demo, group=LOCAL, help_epilogue=help_texts.DEMO, sort_key=1)
-app.command(up, group=LOCAL, help_epilogue=help_texts.UP, sort_key=2)
-app.command(doctor, group=LOCAL, help_epilogue=help_texts.DOCTOR, sort_key=3)
-app.command(profile, group=LOCAL, help_epilogue=help_texts.PROFILE, sort_key=4)
-app.command(tour, group=LOCAL, help_epilogue="", sort_key=5)
-app.command(gateway, group=SERVICES, help_epilogue=help_texts.GATEWAY, sort_key=1)
-app.command(prefill, group=SERVICES, help_epilogue=help_texts.PREFILL, sort_key=2)
-app.command(decode, group=SERVICES, help_epilogue=help_texts.DECODE, sort_key=3)
-app.command(chat, group=CLIENT, help_epilogue=help_texts.CHAT, sort_key=1)
-app.command(generate, group=CLIENT, help_epilogue=help_texts.GENERATE, sort_key=2)
-app.command(models, group=CLIENT, help_epilogue=help_texts.MODELS, sort_key=3)
-app.command(top, group=CLIENT, help_epilogue=help_texts.TOP, sort_key=4)
-app.command(role, group=CLIENT, help_epilogue=help_texts.ROLE, sort_key=5)
-app.command(explain, group=CLIENT, help_epilogue=help_texts.EXPLAIN, sort_key=6)
-app.command(bench, group=CLIENT, help_epilogue=help_texts.BENCH, sort_key=7)
-app.command(completion, group=OTHER, help_epilogue=help_texts.COMPLETION)
-app.command(hash_api_key, name="hash-key", group=OTHER, help_epilogue=help_texts.HASH_KEY)
-app.command(make_secret, name="secret", group=OTHER, help_epilogue=help_texts.SECRET)
-app.command(version, group=OTHER, help_epilogue="")
+COMMANDS: Final = (
+    (LOCAL, {"demo": demo, "up": up, "doctor": doctor, "profile": profile, "tour": tour}),
+    (SERVICES, {"gateway": gateway, "prefill": prefill, "decode": decode}),
+    (
+        CLIENT,
+        {
+            "chat": chat,
+            "generate": generate,
+            "models": models,
+            "top": top,
+            "role": role,
+            "explain": explain,
+            "bench": bench,
+        },
+    ),
+    (
+        OTHER,
+        {
+            "completion": completion,
+            "config": config,
+            "hash-key": hash_api_key,
+            "secret": make_secret,
+            "version": version,
+        },
+    ),
+)
+for group, commands in COMMANDS:
+    for place, (name, command) in enumerate(commands.items()):
+        help_epilogue = help_texts.examples(name)
+        app.command(command, name=name, group=group, help_epilogue=help_epilogue, sort_key=place)
 app.command("services.cli.plan.app:plan_app", name="plan", group=PLANS, help=help_texts.PLAN_IS)
-app.command(config, group=OTHER, help_epilogue=help_texts.CONFIG)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -135,9 +144,5 @@ def _wrong(error: CycloptsError) -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"pdmesh: {_one_line(message)}", file=sys.stderr)
+    print(f"pdmesh: {' '.join(message.split())}", file=sys.stderr)
     return code
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())

@@ -8,7 +8,6 @@ the answer while it comes and the line while it is typed.
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
@@ -20,7 +19,7 @@ from rich.text import Text
 
 from services.cli.client import DEFAULT_URL, NO_ACCESS, Access, UrlFlag, require_url
 from services.cli.generate import SAMPLING, Answer, shown, stream_answer
-from services.cli.interrupts import Interrupts
+from services.cli.interrupts import EXIT_INTERRUPTED, Interrupts
 from services.cli.models import NONE_YET, fetch_models
 from services.cli.receipt import receipt_table
 from shared.config import DEMO_MODEL
@@ -172,9 +171,7 @@ class _Dialogue:
                     break
                 continue
             code = self._turn(line)
-            if code not in (EXIT_OK, 128 + signal.SIGINT):
-                return code
-            if code and not sys.stdin.isatty():
+            if code and (code != EXIT_INTERRUPTED or not sys.stdin.isatty()):
                 return code
         return self._code
 
@@ -186,15 +183,11 @@ class _Dialogue:
             print(shown(piece), end="", flush=True)
             is_mid_line = not piece.endswith("\n")
 
-        async def main() -> int:
-            await self._talk.ask(text, show)
-            return EXIT_OK
-
+        code, failure = EXIT_OK, None
         try:
-            code = Interrupts().run(main)
-            failure = None
+            code = Interrupts().run(lambda: self._talk.ask(text, show))
         except MeshError as error:
-            code, failure = EXIT_OK, error
+            failure = error
         if is_mid_line:
             print(flush=True)
         if failure is not None:

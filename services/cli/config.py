@@ -24,7 +24,6 @@ from shared.config import (
     ServiceConfig,
 )
 from shared.quantity import unit_of, write_quantity
-from shared.runtime.service import EXIT_OK
 from shared.settings import (
     MESH,
     ROLES,
@@ -67,21 +66,20 @@ def config(
         ),
     ] = False,
     as_json: JsonFlag = False,
-) -> int:
+) -> None:
     """Print the configuration that the services would run with, and where each value is from.
 
     It is checked like at a start.
     """
     if example:
         print(example_file(), end="")
-        return EXIT_OK
+        return
     environment = with_config_file(file)
     settings: dict[str, dict[str, Setting]] = {}
     for role, kind in ROLES.items():
         read_config(kind, environment)
         settings[role] = read_settings(kind, environment)
     _print(settings, as_json)
-    return EXIT_OK
 
 
 def example_file() -> str:

@@ -8,6 +8,10 @@ were lost, stale or misplaced on its way from prefill to decode, the code would 
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
+import tempfile
+from collections.abc import Callable, Generator
 from contextlib import aclosing
 from pathlib import Path
 
@@ -16,7 +20,6 @@ from rich.console import Console
 from services.cli.flags import CannotRun
 from services.cli.generate import Answer, stream_answer
 from services.cli.interrupts import Interrupts
-from services.cli.kept_log import log_kept_on_failure
 from services.cli.receipt import receipt_table
 from services.cli.sources import ConfigFlag, with_config_file
 from services.cli.status import StatusView, status_view
@@ -60,7 +63,7 @@ def demo(*, file: ConfigFlag = None) -> int:
     services = plan_mesh(DEMO, with_config_file(file)).services
     services[0].env |= OPEN_DOORS
 
-    async def main(log: Path) -> int:
+    async def main(log: Path) -> None:
         with contextlib.ExitStack() as start:
             view = start.enter_context(status_view(console, is_transient=True))
             shown: list[StatusView] = [view]
@@ -75,7 +78,7 @@ def demo(*, file: ConfigFlag = None) -> int:
                 await wait_for_pair(mesh.http_url, PAIR_WITHIN_S)
                 shown.clear()
                 start.close()
-                return await _ask(mesh, console)
+                await _show_answer(mesh, console)
 
     console.print("starting a gateway, a prefill worker and a decode worker")
     with log_kept_on_failure("demo", console) as log:
@@ -85,19 +88,45 @@ def demo(*, file: ConfigFlag = None) -> int:
     return code
 
 
-async def _ask(mesh: LocalMesh, console: Console) -> int:
+async def _show_answer(mesh: LocalMesh, console: Console) -> None:
     console.print(f"prompt: {PROMPT}\n")
     console.print("answer: ", end="")
-    answer = Answer()
-    body = {"messages": [{"role": "user", "content": PROMPT}], "temperature": 0, "max_tokens": 32}
-    text = ""
-    async with aclosing(stream_answer(mesh.http_url, body, answer)) as pieces:
-        async for piece in pieces:
-            text += piece
-            console.print(piece, end="", markup=False)
+    show = functools.partial(console.print, end="", markup=False)
+    _, answer = await ask(mesh.http_url, PROMPT, EXPECTED, show)
     console.print("\n")
     console.print(receipt_table(answer.receipt, answer.usage))
     console.print()
-    if EXPECTED not in text:
-        raise CannotRun(f"the answer is wrong, it should contain {EXPECTED}: please report this")
-    return EXIT_OK
+
+
+async def ask(
+    url: str, prompt: str, expected: str = "", show: Callable[[str], None] = lambda piece: None
+) -> tuple[str, Answer]:
+    """Return the text of an answer, and what came beside it. Raises CannotRun: expected is not in
+    it. MeshError: see ``stream_answer``."""
+    text, answer = "", Answer()
+    body = {"messages": [{"role": "user", "content": prompt}], "temperature": 0, "max_tokens": 32}
+    async with aclosing(stream_answer(url, body, answer)) as pieces:
+        async for piece in pieces:
+            text += piece
+            show(piece)
+    if expected not in text:
+        raise CannotRun(f"the answer is wrong, it should contain {expected}: please report this")
+    return text, answer
+
+
+@contextlib.contextmanager
+def log_kept_on_failure(command: str, console: Console) -> Generator[Path]:
+    """Make a log file for the length of the block. An error keeps it and says where it is; an
+    interrupt does not."""
+    descriptor, name = tempfile.mkstemp(prefix=f"pdmesh-{command}-", suffix=".log")
+    os.close(descriptor)
+    log = Path(name)
+    try:
+        yield log
+    except Exception:
+        console.print(f"logs: {log}")
+        raise
+    except BaseException:
+        log.unlink()
+        raise
+    log.unlink()

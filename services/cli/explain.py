@@ -10,7 +10,6 @@ from typing import Annotated, Any
 from urllib.parse import quote
 
 import orjson
-from cyclopts import Parameter
 
 from services.cli.client import (
     DEFAULT_URL,
@@ -20,6 +19,7 @@ from services.cli.client import (
     ask_once,
     require_url,
 )
+from services.cli.sources import PLAIN
 from services.cli.words import print_json
 from services.gateway.core.decision_record import replay as decide_again
 from shared.errors import InvalidRequest
@@ -29,15 +29,13 @@ LIMIT_S = 10.0
 MOST_SHOWN = 8
 """Workers of a side; those with the lowest scores."""
 
-_unset = Parameter(show_env_var=False)
-
 
 def explain(
-    request: Annotated[str, _unset],
+    request: Annotated[str, PLAIN],
     /,
     *,
-    replay: Annotated[bool, _unset] = False,
-    json: Annotated[bool, _unset] = False,
+    replay: Annotated[bool, PLAIN] = False,
+    json: Annotated[bool, PLAIN] = False,
     url: UrlFlag = DEFAULT_URL,
     access: Access = NO_ACCESS,
 ) -> int:

@@ -28,7 +28,6 @@ from services.cli.flags import require
 from services.cli.interrupts import run_interruptible
 from services.cli.receipt import receipt_table
 from shared.errors import WorkerLost
-from shared.runtime.service import EXIT_OK
 
 MAX_EVENT_BYTES = 4 << 20
 
@@ -84,7 +83,7 @@ def generate(
     body: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     body |= {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
 
-    async def main() -> int:
+    async def main() -> None:
         answer = Answer()
         has_begun = False
         try:
@@ -96,9 +95,7 @@ def generate(
             if has_begun:
                 print(flush=True)
         if receipt and answer.receipt:
-            console = Console(stderr=True)
-            console.print(receipt_table(answer.receipt, answer.usage))
-        return EXIT_OK
+            Console(stderr=True).print(receipt_table(answer.receipt, answer.usage))
 
     return run_interruptible(main)
 

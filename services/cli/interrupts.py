@@ -6,9 +6,11 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Final
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
+Main = Callable[[], Coroutine[Any, Any, None]]
 
 
 class Interrupts:
@@ -21,20 +23,17 @@ class Interrupts:
         self.at_once: Callable[[], None] = lambda: None
 
     def run(
-        self,
-        main: Callable[[], Coroutine[Any, Any, int]],
-        *,
-        new_loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
+        self, main: Main, *, new_loop: Callable[[], asyncio.AbstractEventLoop] | None = None
     ) -> int:
         """Run ``main`` on a fresh loop, asyncio's own if ``new_loop`` makes none; the first signal
         cancels it.
 
-        Returns its exit code, or 128 + the signal's number (Ctrl-C: 130). Its errors are raised.
+        Returns 0, or 128 + the signal's number (Ctrl-C: 130). Its errors are raised.
         """
         with asyncio.Runner(loop_factory=new_loop) as runner:
             return runner.run(self._run(main))
 
-    async def _run(self, main: Callable[[], Coroutine[Any, Any, int]]) -> int:
+    async def _run(self, main: Main) -> int:
         loop = asyncio.get_running_loop()
         task = asyncio.current_task()
         assert task is not None
@@ -50,7 +49,8 @@ class Interrupts:
         for number in SIGNALS:
             loop.add_signal_handler(number, on_signal, number)
         try:
-            return await main()
+            await main()
+            return 0
         except asyncio.CancelledError:
             if not self.received:
                 raise
@@ -61,11 +61,9 @@ class Interrupts:
 
 
 def run_interruptible(
-    main: Callable[[], Coroutine[Any, Any, int]],
-    *,
-    new_loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
+    main: Main, *, new_loop: Callable[[], asyncio.AbstractEventLoop] | None = None
 ) -> int:
     """Run a command that owns nothing (``Interrupts.run``): the second signal ends the process."""
     interrupts = Interrupts()
-    interrupts.at_once = lambda: os._exit(128 + signal.SIGINT)
+    interrupts.at_once = lambda: os._exit(EXIT_INTERRUPTED)
     return interrupts.run(main, new_loop=new_loop)

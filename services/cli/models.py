@@ -18,7 +18,6 @@ from services.cli.client import (
 )
 from services.cli.sources import JsonFlag
 from services.cli.words import print_json
-from shared.runtime.service import EXIT_OK
 
 ANSWERS_WITHIN_S: Final = 10.0
 
@@ -30,23 +29,22 @@ def models(
     url: UrlFlag = DEFAULT_URL,
     access: Access = NO_ACCESS,
     as_json: JsonFlag = False,
-) -> int:
+) -> None:
     """Show what a running gateway serves: the name for clients, and the longest context."""
     require_url(url)
     answer = asyncio.run(fetch_models(url, access))
     if as_json:
         print_json(answer)
-        return EXIT_OK
+        return
     if not answer["data"]:
         print(NONE_YET)
-        return EXIT_OK
+        return
     table = Table(box=None, padding=(0, 3, 0, 0))
     table.add_column("model")
     table.add_column("longest context", justify="right")
     for model in answer["data"]:
         table.add_row(str(model["id"]), f"{model.get('max_model_len', 0):,} tokens")
     Console(highlight=False, soft_wrap=True).print(table)
-    return EXIT_OK
 
 
 async def fetch_models(url: str, access: Access) -> Any:

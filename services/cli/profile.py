@@ -66,9 +66,8 @@ def profile(
 
     measured: list[KeptProfile] = []
 
-    async def main() -> int:
+    async def main() -> None:
         measured.append(await profile_machine(config, is_forced=force))
-        return EXIT_OK
 
     if code := run_interruptible(main):
         return code
@@ -93,9 +92,8 @@ def _profile_steps(config: PrefillConfig, output: Path, limit_s: float, *, as_js
 
     measured: list[StepProfile] = []
 
-    async def main() -> int:
+    async def main() -> None:
         measured.append(await profile_steps(config, limit_s=limit_s))
-        return EXIT_OK
 
     if code := run_interruptible(main):
         return code

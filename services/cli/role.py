@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
 import orjson
-from cyclopts import Parameter
 
 from services.cli.client import (
     DEFAULT_URL,
@@ -20,16 +19,15 @@ from services.cli.client import (
     refusal,
     require_url,
 )
+from services.cli.sources import PLAIN
 from shared.errors import InvalidRequest
 
 LIMIT_S = 10.0
 
-_unset = Parameter(show_env_var=False)
-
 
 def role(
-    worker: Annotated[str, _unset],
-    home: Annotated[Literal["prompt", "token"], _unset],
+    worker: Annotated[str, PLAIN],
+    home: Annotated[Literal["prompt", "token"], PLAIN],
     /,
     *,
     url: UrlFlag = DEFAULT_URL,

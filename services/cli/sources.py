@@ -15,6 +15,9 @@ from cyclopts.config import Env
 from shared.config import PrefillConfig
 from shared.settings import CONFIG_VARIABLE, PREFIX, ROLES, read_settings, text_of
 
+PLAIN: Final = Parameter(show_env_var=False)
+QUIET: Final = Parameter(show_env_var=False, negative="", show_default=False)
+
 ConfigFlag = Annotated[
     Path | None,
     Parameter(
@@ -26,12 +29,7 @@ ConfigFlag = Annotated[
 ]
 """The parameter ``file`` of every command that starts a service."""
 
-JsonFlag = Annotated[
-    bool,
-    Parameter(
-        name="--json", negative="", show_env_var=False, show_default=False, help="Print JSON."
-    ),
-]
+JsonFlag = Annotated[bool, QUIET, Parameter(name="--json", help="Print JSON.")]
 """The parameter ``as_json`` of every command that has something to tell programs."""
 
 

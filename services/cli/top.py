@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import sys
 import termios
 import tty
@@ -27,10 +26,10 @@ from services.cli.client import (
     require_url,
 )
 from services.cli.flags import require
-from services.cli.interrupts import run_interruptible
+from services.cli.interrupts import EXIT_INTERRUPTED, run_interruptible
 from services.cli.sources import JsonFlag
 from services.cli.top_view import frame
-from services.cli.words import print_json
+from services.cli.words import plain_console, print_json
 from shared.errors import MeshError
 from shared.runtime.service import EXIT_OK
 
@@ -72,25 +71,22 @@ def top(
         f"--interval must be {SHORTEST_INTERVAL_S:g}..{LONGEST_INTERVAL_S:g} seconds",
         param="interval",
     )
-    console = Console(highlight=False)
+    console = plain_console(140)
     if once or as_json or not console.is_terminal:
         return run_interruptible(lambda: _print_once(url, access, as_json, console))
     code = run_interruptible(lambda: _watch(url, access, interval, console))
-    return EXIT_OK if code == 128 + signal.SIGINT else code
+    return EXIT_OK if code == EXIT_INTERRUPTED else code
 
 
-async def _print_once(url: str, access: Access, as_json: bool, console: Console) -> int:
+async def _print_once(url: str, access: Access, as_json: bool, console: Console) -> None:
     view = await ask_once(access, url, "/cluster", limit_s=ANSWERS_WITHIN_S)
     if as_json:
         print_json(view)
     else:
-        if not console.is_terminal and "COLUMNS" not in os.environ:
-            console.width = 140  # nobody's window: wide enough to keep its lines whole
         console.print(frame(url, view, width=console.width))
-    return EXIT_OK
 
 
-async def _watch(url: str, access: Access, interval_s: float, console: Console) -> int:
+async def _watch(url: str, access: Access, interval_s: float, console: Console) -> None:
     leave = asyncio.Event()
     view: Any = None
     async with open_session(access) as session:
@@ -105,7 +101,6 @@ async def _watch(url: str, access: Access, interval_s: float, console: Console) 
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(interval_s):
                         await leave.wait()
-    return EXIT_OK
 
 
 @contextlib.contextmanager

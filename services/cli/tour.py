@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -20,17 +20,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from services.cli.demo import DEMO, EXPECTED, PROMPT
-from services.cli.flags import CannotRun
-from services.cli.generate import Answer, stream_answer
+from services.cli.demo import DEMO, EXPECTED, PROMPT, ask, log_kept_on_failure
+from services.cli.generate import Answer
 from services.cli.interrupts import Interrupts
-from services.cli.kept_log import log_kept_on_failure
 from services.cli.receipt import receipt_table
 from services.cli.tour_stops import ROOT, STOPS, Stop, place_of
 from services.cli.up import OPEN_DOORS, PAIR_WITHIN_S, plan_mesh
+from services.cli.words import plain_console
 from services.local import LocalMesh, Service, local_mesh, wait_for_pair
 from shared.errors import InvariantViolated
-from shared.runtime.service import EXIT_OK
 
 STEP_TOKENS: Final = 96
 """Small steps, so that the prompt takes more than one."""
@@ -51,8 +49,6 @@ INTRO: Final = (
     "clock of this machine. Steps of {tokens} tokens and frames of one layer, so that there is "
     "something to see; another request before it has warmed the mesh up.\n"
 )
-PLAIN_WIDTH: Final = 120
-"""Columns where there is no terminal to ask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +80,14 @@ def tour() -> int:
     Every stop names the core that decides and the shell that acts, as file:line of this
     installation.
     """
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = PLAIN_WIDTH
+    console = plain_console(120)
     interrupts = Interrupts()
 
     def change(mesh: LocalMesh) -> None:
         interrupts.at_once = mesh.kill
 
-    async def main(log: Path) -> int:
+    async def main(log: Path) -> None:
         show(await walk(log, on_change=change), console)
-        return EXIT_OK
 
     console.print("starting a gateway, a prefill worker and a decode worker\n")
     with log_kept_on_failure("tour", console) as log:
@@ -110,11 +103,8 @@ async def walk(log: Path, *, on_change: Callable[[LocalMesh], None] | None = Non
     mesh_block = local_mesh(_services(), log=log, restart=False, drain_s=5, on_change=on_change)
     async with mesh_block as mesh:
         await wait_for_pair(mesh.http_url, PAIR_WITHIN_S)
-        await _ask(mesh.http_url, WARM_UP, Answer())
-        answer = Answer()
-        text = await _ask(mesh.http_url, PROMPT, answer)
-    if EXPECTED not in text:
-        raise CannotRun(f"the answer is wrong, it should contain {EXPECTED}: please report this")
+        await ask(mesh.http_url, WARM_UP)
+        text, answer = await ask(mesh.http_url, PROMPT, EXPECTED)
     # Read after the end of the mesh, so that the last release is in it.
     return Walk(happenings(_lines_of(log)), text, answer)
 
@@ -127,12 +117,6 @@ def _services() -> list[Service]:
     for service in services:
         service.env |= SETTINGS
     return services
-
-
-async def _ask(url: str, prompt: str, answer: Answer) -> str:
-    body = {"messages": [{"role": "user", "content": prompt}], "temperature": 0, "max_tokens": 32}
-    async with aclosing(stream_answer(url, body, answer)) as pieces:
-        return "".join([piece async for piece in pieces])
 
 
 def _lines_of(log: Path) -> list[dict[str, Any]]:
@@ -152,14 +136,12 @@ def happenings(lines: Sequence[dict[str, Any]]) -> tuple[Happening, ...]:
     last = max(arrivals, key=lambda line: line["at_s"])
     ours = [line for line in moments if line["request_id"] == last["request_id"]]
     ours.sort(key=lambda line: line["at_s"])
-    counts: dict[str, int] = {}
-    for line in ours:
-        counts[line["event"]] = counts.get(line["event"], 0) + 1
-    seen: dict[str, int] = {}
+    counts = Counter(line["event"] for line in ours)
+    seen: Counter[str] = Counter()
     found: list[Happening] = []
     for line in ours:
         event = line["event"]
-        seen[event] = seen.get(event, 0) + 1
+        seen[event] += 1
         stop = stops[event]
         at_s = line["at_s"] - last["at_s"]
         facts = stop.facts.format_map(line)

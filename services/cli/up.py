@@ -209,7 +209,7 @@ def up(
         if plan.crowding:
             view.say(plan.crowding)
 
-        async def main() -> int:
+        async def main() -> None:
             def change(mesh: LocalMesh) -> None:
                 interrupts.at_once = mesh.kill
                 view.show(mesh)
@@ -225,7 +225,6 @@ def up(
                 await wait_for_pair(mesh.ready_url, PAIR_WITHIN_S)
                 _say_ready(view, mesh, has_keys=plan.gateway.has_keys)
                 await asyncio.Event().wait()
-            return EXIT_OK
 
         interrupts.on_first = lambda: view.say(
             "stopping when what is in hand is finished; Ctrl-C again: at once"

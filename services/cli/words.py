@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from typing import Any, Final
 
 import orjson
+from rich.console import Console
 from rich.table import Table
 
 _UNITS: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
@@ -13,6 +16,22 @@ _UNITS: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 def print_json(value: Any) -> None:
     """Print it for programs; what JSON does not know as text."""
     print(orjson.dumps(value, default=str, option=orjson.OPT_INDENT_2).decode())
+
+
+def plain_console(width: int = 160) -> Console:
+    """Return the console of results: as wide as the terminal, or as a page that nobody's window
+    holds."""
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = width
+    return console
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Print sentences, each as one line however long."""
+    console = plain_console()
+    for line in lines:
+        console.print(line, soft_wrap=True)
 
 
 def plain_table(*heads: str, left: str | None = None) -> Table:

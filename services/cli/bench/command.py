@@ -13,7 +13,7 @@ from services.cli.bench.flags import BenchFlags, UrlsFlag
 from services.cli.client import DEFAULT_URL, NO_ACCESS, Access, require_url
 from services.cli.interrupts import run_interruptible
 from services.cli.sources import JsonFlag
-from services.cli.words import print_json
+from services.cli.words import plain_console, print_json
 from shared.runtime.service import EXIT_FAILED, EXIT_OK
 
 _OUTPUT: Final = Group("Output", sort_key=5)
@@ -48,25 +48,20 @@ def bench(
     from services.cli.bench.measurement import Measurement
     from services.cli.bench.open_loop import new_event_loop
     from services.cli.bench.report import build_report, require_folder, write_report
-    from services.cli.bench.view import report_view, terminal
+    from services.cli.bench.view import report_view
 
     if output is not None:
         require_folder(output)
     measurement = Measurement(url or (DEFAULT_URL,), source, flags, access)
     progress = Console(stderr=True, highlight=False)
-
-    async def main() -> int:
-        await measurement.go(progress)
-        return EXIT_OK
-
-    code = run_interruptible(main, new_loop=new_event_loop)
+    code = run_interruptible(lambda: measurement.go(progress), new_loop=new_event_loop)
     if not any(run.records for run in measurement.runs):
         return code
     report = build_report(measurement)
     if as_json:
         print_json(report)
     else:
-        terminal().print(report_view(report))
+        plain_console(140).print(report_view(report))
     if output is not None:
         write_report(report, measurement.runs, output)
         print(f"written to {output}: report.svg, report.json, requests.csv", file=sys.stderr)

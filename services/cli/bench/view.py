@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Final
 
@@ -16,7 +15,6 @@ from rich.text import Text
 from services.cli.bench.records import MISSED, Run
 
 INTERVAL_S: Final = 0.5
-WIDTH: Final = 140
 METRICS: Final = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_s": "ITL", "e2e_s": "E2E"}
 COLUMNS: Final = ("p50", "p90", "p95", "p99", "max")
 
@@ -55,14 +53,6 @@ async def progress_of(run: Run, console: Console, title: str) -> AsyncGenerator[
             yield
         finally:
             watching.cancel()
-
-
-def terminal() -> Console:
-    """Return where a report goes; a table that nobody's window holds gets the width it needs."""
-    console = Console(highlight=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = WIDTH
-    return console
 
 
 def report_view(report: Mapping[str, Any]) -> RenderableType:

@@ -62,9 +62,8 @@ def doctor(
         require_url(gateway, "--gateway")
     sections: Sections = {}
 
-    async def main() -> int:
+    async def main() -> None:
         sections.update(await examine(gateway, access, wants_vllm=engine == "vllm"))
-        return EXIT_OK
 
     console = Console(highlight=False, soft_wrap=True)
     with Console(stderr=True).status("looking") as status:

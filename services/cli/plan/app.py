@@ -3,11 +3,15 @@ command shall wait for numpy and the simulator."""
 
 from __future__ import annotations
 
-from typing import Final
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Final
 
 from cyclopts import App
 
 from services.cli import help_texts
+from services.cli.interrupts import EXIT_INTERRUPTED
 from services.cli.plan.distserve import distserve
 from services.cli.plan.fleet import fleet
 from services.cli.plan.kv import kv
@@ -24,26 +28,53 @@ from services.cli.sources import SOURCES
 plan_app: Final = App(
     name="plan",
     help=help_texts.PLAN_IS,
-    help_epilogue=help_texts.PLAN,
+    help_epilogue=help_texts.examples("plan"),
     config=SOURCES,
 )
 paper_app: Final = App(
     name="paper",
     help="A paper's figures, ours beside them, what differs and why.",
-    help_epilogue=help_texts.PLAN_PAPER,
+    help_epilogue=help_texts.examples("plan paper"),
     config=SOURCES,
 )
+PLANS: Final = {
+    "simulate": simulate,
+    "compare": compare,
+    "fleet": fleet,
+    "map": pd_map,
+    "verify": verify,
+    "watch": watch,
+    "kv": kv,
+}
+PAPERS: Final = {
+    "distserve": distserve,
+    "distserve-placement": distserve_placement,
+    "splitwise": splitwise,
+    "mooncake": mooncake,
+    "muxserve": muxserve,
+    "orca": orca,
+    "sarathi": sarathi,
+    "pope": pope,
+    "founding": founding,
+}
+
+
+def _interruptible(command: Callable[..., int | None]) -> Callable[..., int | None]:
+    """Let Ctrl-C end a command that computes and has nothing to show yet with a word."""
+
+    @wraps(command)
+    def run(*args: Any, **kwargs: Any) -> int | None:
+        try:
+            return command(*args, **kwargs)
+        except KeyboardInterrupt:
+            print("pdmesh: interrupted, with nothing to show yet", file=sys.stderr)
+            return EXIT_INTERRUPTED
+
+    return run
+
+
 plan_app.command(paper_app)
-plan_app.command(simulate, help_epilogue=help_texts.PLAN_SIMULATE)
-plan_app.command(compare, help_epilogue=help_texts.PLAN_COMPARE)
-plan_app.command(fleet, help_epilogue=help_texts.PLAN_FLEET)
-plan_app.command(pd_map, name="map", help_epilogue=help_texts.PLAN_MAP)
-plan_app.command(verify, help_epilogue=help_texts.PLAN_VERIFY)
-plan_app.command(watch, help_epilogue=help_texts.PLAN_WATCH)
-plan_app.command(kv, help_epilogue=help_texts.PLAN_KV)
-paper_app.command(distserve, help_epilogue=help_texts.PLAN_DISTSERVE)
-paper_app.command(distserve_placement, help_epilogue=help_texts.PLAN_PLACEMENT)
-paper_app.command(splitwise, help_epilogue=help_texts.PLAN_SPLITWISE)
-paper_app.command(mooncake, help_epilogue=help_texts.PLAN_MOONCAKE)
-for command in (muxserve, orca, sarathi, pope, founding):
-    paper_app.command(command, help_epilogue="")
+for app, path, commands in ((plan_app, "plan", PLANS), (paper_app, "plan paper", PAPERS)):
+    for name, command in commands.items():
+        help_epilogue = help_texts.examples(f"{path} {name}")
+        app.command(_interruptible(command), name=name, help_epilogue=help_epilogue)

@@ -8,18 +8,9 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import Parameter
-
-from services.cli.plan.view import (
-    interruptible,
-    plain_console,
-    progress,
-    require_writable,
-    show_tables,
-    write_result,
-)
-from services.cli.sources import JsonFlag
-from services.cli.words import print_json
+from services.cli.plan.view import progress, require_writable, show_tables, write_result
+from services.cli.sources import PLAIN, JsonFlag
+from services.cli.words import plain_console, print_json
 from services.planner.core.placement import quantile
 from services.planner.core.prefill_queue import queue_tables
 from services.planner.distserve_data import (
@@ -36,24 +27,20 @@ from services.planner.distserve_data import (
 )
 from services.sim.baselines.distserve import DistServeSim, Fidelity, Latency
 from shared.errors import InvalidRequest
-from shared.runtime.service import EXIT_OK
-
-_PLAIN = Parameter(show_env_var=False)
 
 
-@interruptible
 def distserve(
     *,
-    requests: Annotated[Path | None, _PLAIN] = None,
-    model: Annotated[str, _PLAIN] = "opt-13b",
-    system: Annotated[System, _PLAIN] = "distserve",
-    prefill: Annotated[str, _PLAIN] = "2,1",
-    decode: Annotated[str, _PLAIN] = "1,1",
-    data: Annotated[Path | None, _PLAIN] = None,
-    out: Annotated[Path | None, _PLAIN] = None,
-    fidelity: Annotated[Fidelity, _PLAIN] = "runs",
+    requests: Annotated[Path | None, PLAIN] = None,
+    model: Annotated[str, PLAIN] = "opt-13b",
+    system: Annotated[System, PLAIN] = "distserve",
+    prefill: Annotated[str, PLAIN] = "2,1",
+    decode: Annotated[str, PLAIN] = "1,1",
+    data: Annotated[Path | None, PLAIN] = None,
+    out: Annotated[Path | None, PLAIN] = None,
+    fidelity: Annotated[Fidelity, PLAIN] = "runs",
     as_json: JsonFlag = False,
-) -> int:
+) -> None:
     """DistServe (OSDI'24): its simulator by its rules, exact to the printed decimals.
 
     With --requests: what every request of the file would feel. Without: its closed forms of a
@@ -85,7 +72,7 @@ def distserve(
         if out is not None:
             raise InvalidRequest("--out needs --requests FILE.csv: there is nothing to write")
         show_tables(queue_tables(), as_json=as_json)
-        return EXIT_OK
+        return
     if data is None:
         raise InvalidRequest("--requests needs --data DIR: the folder with the coefficient files")
     if out is not None:
@@ -120,7 +107,7 @@ def distserve(
     if as_json:
         told = {"model": model, "system": system, "instances": where, "num_requests": len(given)}
         print_json({**told, **felt, "against_file": against, "num_steps": sim.num_steps})
-        return EXIT_OK
+        return
     rate = f"{len(given) / duration_s:.2f} requests/s" if duration_s else "all at once"
     console = plain_console()
     console.print(f"{model} {system} {where}: {len(given)} requests, {rate}")
@@ -137,7 +124,6 @@ def distserve(
     console.print(f"{fidelity}: {sim.num_steps} steps in {sim.num_events} events, {took_s:.2f} s")
     if out is not None:
         print(f"written to {out}", file=sys.stderr)
-    return EXIT_OK
 
 
 def _percentiles(values: list[float]) -> dict[str, float]:

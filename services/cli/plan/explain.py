@@ -3,12 +3,13 @@ the time model is another."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
 
 from services.cli.bench.search import RateSearch
 from services.cli.plan.sim_flags import MOST_REQUESTS, SimFlags
+from services.cli.plan.view import counted, progress
 from services.planner.core.fleet import neighbours
 from services.planner.core.limits import Limit, binding_limit
 from services.planner.core.mesh_text import MeshShape
@@ -18,13 +19,13 @@ TOLERANCE: Final = 0.05
 MOST_RUNS: Final = 12
 """Of a search for the rate that still attains."""
 
-VARIANTS: Final[Mapping[str, Mapping[str, float]]] = {
-    "rate -20 %": {"rate": 0.8},
-    "rate +20 %": {"rate": 1.2},
-    "lengths -20 %": {"scale_lengths": 0.8},
-    "lengths +20 %": {"scale_lengths": 1.2},
-    "times -20 %": {"slower": 0.8},
-    "times +20 %": {"slower": 1.2},
+VARIANTS: Final = {
+    "rate -20 %": ("rate", 0.8),
+    "rate +20 %": ("rate", 1.2),
+    "lengths -20 %": ("scale_lengths", 0.8),
+    "lengths +20 %": ("scale_lengths", 1.2),
+    "times -20 %": ("slower", 0.8),
+    "times +20 %": ("slower", 1.2),
 }
 
 LONGER: Final = 4
@@ -53,39 +54,38 @@ class Explained:
         felt = None if run is None else run.felt
         return cls(limit=None if felt is None else binding_limit(felt))
 
-    def facts(self) -> dict[str, Any]:
-        """Return it for programs."""
-        return asdict(self)
 
-
-def num_runs(shape: MeshShape, *, has_runner_up: bool) -> int:
+def num_runs(shape: MeshShape, *, has_runner_up: bool = False) -> int:
     """Return how many simulations ``explain`` takes at most."""
     others = len(neighbours(shape)) if has_runner_up else 0
     return len(VARIANTS) + NUM_SEEDS + LONGER + MOST_RUNS + others
 
 
 def explain(
-    flags: SimFlags,
-    run: MeshRun,
-    found: Explained,
-    *,
-    has_runner_up: bool = True,
-    one_more: Callable[[], None] = lambda: None,
+    flags: SimFlags, run: MeshRun, found: Explained, *, has_runner_up: bool = False
 ) -> None:
     """Find out more of a mesh, and fill it in as it is found; Ctrl-C leaves what is there."""
-    shape = run.shape
+    num = num_runs(run.shape, has_runner_up=has_runner_up)
+    with progress(f"what if, of {run.shape}", num) as on_progress:
+        _explain(flags, run.shape, found, has_runner_up, counted(on_progress))
+
+
+def _explain(
+    flags: SimFlags,
+    shape: MeshShape,
+    found: Explained,
+    has_runner_up: bool,
+    one_more: Callable[[], None],
+) -> None:
     others = {f"seed {flags.seed + n}": {"seed": flags.seed + n} for n in range(1, NUM_SEEDS + 1)}
     if LONGER * flags.num_requests <= MOST_REQUESTS:
         others[f"{LONGER} x the requests"] = {"num_requests": LONGER * flags.num_requests}
-    for name, factors in VARIANTS.items():
-        changes = {
-            key: factor if key == "slower" else getattr(flags, key) * factor
-            for key, factor in factors.items()
-        }
+    variants = {
+        name: {key: factor if key == "slower" else getattr(flags, key) * factor}
+        for name, (key, factor) in VARIANTS.items()
+    }
+    for name, changes in (variants | others).items():
         found.sensitivity[name] = flags.variant(**changes).run(shape).attained or 0.0
-        one_more()
-    for name, change in others.items():
-        found.sensitivity[name] = flags.variant(**change).run(shape).attained or 0.0
         one_more()
     found.most_rate = goodput(flags, shape, flags.rate, one_more=one_more)
     found.headroom = found.most_rate / flags.rate

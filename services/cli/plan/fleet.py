@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 from cyclopts import Parameter
 
-from services.cli.plan.explain import MOST_RUNS, Explained, explain, goodput, lines, num_runs
+from services.cli.plan.explain import MOST_RUNS, Explained, explain, goodput, lines
 from services.cli.plan.sim_flags import SimFlags
 from services.cli.plan.sim_report import begin_report, draw_lines, report_files
-from services.cli.plan.view import (
-    EXIT_INTERRUPTED,
-    counted,
-    interruptible,
-    plain_console,
-    progress,
-    say_how_long,
-    say_interrupted,
-)
-from services.cli.sources import JsonFlag
-from services.cli.words import plain_table, print_json
+from services.cli.plan.view import Kept, counted, progress, say_how_long
+from services.cli.sources import PLAIN, QUIET, JsonFlag
+from services.cli.words import plain_console, plain_table, print_json, print_lines
 from services.planner.core.bounds import WorkerBound
 from services.planner.core.fleet import (
     MeshOffer,
@@ -36,10 +28,7 @@ from services.planner.core.mesh_text import DEGREES, MeshShape, Unit
 from services.planner.mesh_run import MeshRun
 from shared.errors import InvalidRequest
 from shared.predict.roofline import DEVICES
-from shared.runtime.service import EXIT_FAILED, EXIT_OK
 
-_PLAIN: Final = Parameter(show_env_var=False, negative="")
-_QUIET: Final = Parameter(show_env_var=False, negative="", show_default=False)
 FEW_DEVICES: Final = 16
 MOST_DEVICES: Final = 128
 
@@ -69,13 +58,13 @@ class FleetFlags:
         Whether workers for prompts and answers alike are among them.
     """
 
-    devices: Annotated[str, _QUIET] = ""
-    tp: Annotated[str, _PLAIN] = "1"
-    price: Annotated[str, _QUIET] = ""
-    watts: Annotated[bool, _PLAIN] = False
-    max_devices: Annotated[int | None, _QUIET] = None
-    budget: Annotated[float | None, _QUIET] = None
-    mixed: Annotated[bool, Parameter(show_env_var=False)] = True
+    devices: Annotated[str, QUIET] = ""
+    tp: Annotated[str, PLAIN] = "1"
+    price: Annotated[str, QUIET] = ""
+    watts: Annotated[bool, PLAIN, Parameter(negative="")] = False
+    max_devices: Annotated[int | None, QUIET] = None
+    budget: Annotated[float | None, QUIET] = None
+    mixed: Annotated[bool, PLAIN] = True
 
     def units(self, flags: SimFlags) -> list[Unit]:
         """Return what a worker may be. Raises InvalidRequest."""
@@ -160,16 +149,15 @@ class _Found:
     search: Search = field(default_factory=Search)
     run: MeshRun | None = None
     explained: Explained = field(default_factory=Explained)
-    is_whole: bool = False
+    kept: Kept = field(default_factory=Kept)
 
 
-@interruptible
 def fleet(
     *,
     flags: SimFlags = SimFlags(),  # noqa: B008  (frozen)
     fleet_flags: FleetFlags = FleetFlags(),
-    what_if: Annotated[bool, Parameter(show_env_var=False)] = True,
-    output: Annotated[Path | None, _QUIET] = None,
+    what_if: Annotated[bool, PLAIN] = True,
+    output: Annotated[Path | None, QUIET] = None,
     as_json: JsonFlag = False,
 ) -> int:
     """Find the cheapest mesh that attains, or the best goodput for a budget of devices, euros or
@@ -200,15 +188,11 @@ def fleet(
     if fleet_flags.max_devices is None and budget is not None and most == MOST_DEVICES:
         print(f"no mesh has more than {most} devices here, whatever the budget", file=sys.stderr)
     found = _Found()
-    try:
+    with found.kept:
         _search(flags, fleet_flags, offers, units, found)
         if what_if and found.search.chosen is not None:
-            _explain(flags, found)
-        found.is_whole = True
-    except KeyboardInterrupt:
-        pass
-    code = EXIT_OK if found.search.chosen is not None else EXIT_FAILED
-    code = code if found.is_whole else EXIT_INTERRUPTED
+            assert found.run is not None
+            explain(flags.variant(rate=found.run.rate), found.run, found.explained)
     facts = _facts(flags, price, found, len(offers))
     if output is not None and found.run is not None:
         report_files(flags, [found.run], output, facts)
@@ -221,9 +205,9 @@ def fleet(
         )
     if as_json:
         print_json(facts)
-        return code
-    _show(flags, fleet_flags, price, found, bounds)
-    return code
+    else:
+        _show(flags, fleet_flags, price, found, bounds)
+    return found.kept.exit_code(is_good=found.search.chosen is not None)
 
 
 def _search(
@@ -270,16 +254,6 @@ def _search(
         found.explained = Explained.of(found.run)
 
 
-def _explain(flags: SimFlags, found: _Found) -> None:
-    run = found.run
-    assert run is not None
-    num = num_runs(run.shape, has_runner_up=False)
-    with progress(f"what if, of {run.shape}", num) as on_progress:
-        at_rate = flags.variant(rate=run.rate)
-        step = counted(on_progress)
-        explain(at_rate, run, found.explained, has_runner_up=False, one_more=step)
-
-
 def _facts(flags: SimFlags, price: Price, found: _Found, num_offers: int) -> dict[str, Any]:
     search = found.search
 
@@ -297,12 +271,12 @@ def _facts(flags: SimFlags, price: Price, found: _Found, num_offers: int) -> dic
         "chosen": told(search.chosen),
         "runner_up": told(search.runner_up),
         "cost_unit": price.unit,
-        "is_whole": found.is_whole,
+        "is_whole": found.kept.is_whole,
         "num_offers": num_offers,
         "num_ruled_out": search.num_ruled_out,
         "tried": [told(one) for one, _ in search.tried],
         "run": None if found.run is None else flags.variant(rate=found.run.rate).facts(found.run),
-        "what_if": found.explained.facts(),
+        "what_if": asdict(found.explained),
     }
 
 
@@ -331,8 +305,7 @@ def _show(
         console.print("nothing was found that attains" + _why_nothing(flags, bounds, found))
         if found.run is not None:
             console.print(f"{found.run.shape} attains {found.run.attained or 0:.1%}")
-        for line in lines(found.explained, flags):
-            console.print(line, soft_wrap=True)
+        print_lines(lines(found.explained, flags))
     else:
         chosen, second = search.chosen, search.runner_up
         console.print(
@@ -345,18 +318,12 @@ def _show(
             if second
             else "runner-up: none within these limits that is not the chosen one and more"
         )
-        for line in lines(found.explained, flags):
-            console.print(line, soft_wrap=True)
-        for source in flags.sources(chosen.shape):
-            console.print(f"times: {source}", soft_wrap=True)
-        for word in flags.warnings(chosen.shape):
-            console.print(word, soft_wrap=True)
+        print_lines([*lines(found.explained, flags), *flags.about_times([chosen.shape])])
     console.print(f"{len(search.tried)} simulated, {search.num_ruled_out} ruled out")
-    say_interrupted(is_whole=found.is_whole)
 
 
 def _why_nothing(flags: SimFlags, bounds: dict[Unit, WorkerBound], found: _Found) -> str:
-    if not found.is_whole:
+    if not found.kept.is_whole:
         return " yet"
     best = max(bounds.values(), key=lambda it: min(it.prompts, it.answers))
     return (

@@ -5,19 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Final
 
-from cyclopts import Parameter
 from rich.table import Table
 
-from services.cli.plan.view import interruptible, plain_console
-from services.cli.sources import JsonFlag
-from services.cli.words import print_json
+from services.cli.plan.view import require_ranges
+from services.cli.sources import PLAIN, JsonFlag
+from services.cli.words import plain_console, print_json
 from services.planner.core.fetch import DEVICE_FLOPS, exposed, fetch_pays_from, prefill_flops
 from services.planner.core.kv_size import KvShape, link_need, move_s, read_link
 from services.planner.model_kv import kv_shape
 from shared.errors import InvalidRequest
-from shared.runtime.service import EXIT_OK
 
-_PLAIN: Final = Parameter(show_env_var=False)
 _MOST_TOKENS: Final = 100_000_000
 
 FLAGGED: Final = (
@@ -28,20 +25,19 @@ FLAGGED: Final = (
 """What the founding documents have wrong of sizes and times; `pdmesh plan paper founding`."""
 
 
-@interruptible
 def kv(
-    model: Annotated[str, _PLAIN],
+    model: Annotated[str, PLAIN],
     /,
     *,
-    tokens: Annotated[int, _PLAIN] = 8192,
-    link: Annotated[str, _PLAIN] = "25GB/s",
-    device: Annotated[str, _PLAIN] = "a800",
-    devices: Annotated[int, _PLAIN] = 8,
-    efficiency: Annotated[float, _PLAIN] = 1.0,
-    kv_bytes: Annotated[float | None, _PLAIN] = None,
-    rate: Annotated[float, _PLAIN] = 1.0,
+    tokens: Annotated[int, PLAIN] = 8192,
+    link: Annotated[str, PLAIN] = "25GB/s",
+    device: Annotated[str, PLAIN] = "a800",
+    devices: Annotated[int, PLAIN] = 8,
+    efficiency: Annotated[float, PLAIN] = 1.0,
+    kv_bytes: Annotated[float | None, PLAIN] = None,
+    rate: Annotated[float, PLAIN] = 1.0,
     as_json: JsonFlag = False,
-) -> int:
+) -> None:
     """Size and travel time of a context's KV, and whether to fetch it or compute it anew.
 
     Parameters
@@ -66,15 +62,13 @@ def kv(
     rate
         Requests a second that the link must carry.
     """
-    for flag, is_right, rule in (
+    require_ranges(
         ("--tokens", 1 <= tokens <= _MOST_TOKENS, f"1..{_MOST_TOKENS}"),
         ("--devices", 1 <= devices <= 1_000_000, "1..1000000"),
         ("--efficiency", 0 < efficiency <= 1, "above 0 and at most 1"),
         ("--kv-bytes", kv_bytes is None or 0 < kv_bytes <= 16, "above 0 and at most 16"),
         ("--rate", 0 < rate < 1e9, "above 0"),
-    ):
-        if not is_right:
-            raise InvalidRequest(f"{flag} must be {rule}")
+    )
     if device.lower() not in DEVICE_FLOPS:
         raise InvalidRequest(f"--device must be one of {', '.join(DEVICE_FLOPS)}, not {device!r}")
     bandwidth = read_link(link)
@@ -85,9 +79,8 @@ def kv(
     facts = _facts(shape, tokens, bandwidth, flops, rate)
     verdict = "fetch" if bandwidth > facts["fetch_pays_from"] else "recompute"
     if as_json:
-        told = {"model": shape.name, **facts, "verdict": verdict}
-        print_json(told)
-        return EXIT_OK
+        print_json({"model": shape.name, **facts, "verdict": verdict})
+        return
     where = f"{devices} x {device} at {efficiency:.0%} of the peak"
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, value, meaning in (
@@ -111,7 +104,6 @@ def kv(
     console.print("\nflagged in the founding documents (pdmesh plan paper founding):", style="dim")
     for line in FLAGGED:
         console.print(f"  {line}", style="dim")
-    return EXIT_OK
 
 
 def _facts(

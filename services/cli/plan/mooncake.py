@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated
 
 import orjson
 from cyclopts import Parameter
 
-from services.cli.plan.view import interruptible, progress, show_tables
-from services.cli.sources import JsonFlag
-from services.planner.core.cache_replay import POLICIES, Later, Policy, Replayed, replay
+from services.cli.plan.view import progress, show_tables
+from services.cli.sources import PLAIN, JsonFlag
+from services.planner.core.cache_replay import POLICIES, Later, Policy, replay
 from services.planner.core.mooncake import (
     FAST25_CAPACITIES,
     FAST25_HIT_RATES,
@@ -24,21 +25,17 @@ from services.planner.paper_runs import mooncake_scheduling_tables
 from services.planner.rows import first_of
 from services.sim.baselines.mooncake import PrefixRequest
 from shared.errors import InvalidRequest
-from shared.runtime.service import EXIT_OK
-
-_PLAIN: Final = Parameter(show_env_var=False)
 
 
-@interruptible
 def mooncake(
     *,
-    replay_file: Annotated[Path | None, Parameter(name="--replay", show_env_var=False)] = None,
-    policy: Annotated[Policy, _PLAIN] = "lru",
-    blocks: Annotated[str, _PLAIN] = "inf",
-    later: Annotated[Later, _PLAIN] = "evicted",
-    data: Annotated[Path | None, _PLAIN] = None,
+    replay_file: Annotated[Path | None, PLAIN, Parameter(name="--replay")] = None,
+    policy: Annotated[Policy, PLAIN] = "lru",
+    blocks: Annotated[str, PLAIN] = "inf",
+    later: Annotated[Later, PLAIN] = "evicted",
+    data: Annotated[Path | None, PLAIN] = None,
     as_json: JsonFlag = False,
-) -> int:
+) -> None:
     """Mooncake (arXiv 2407.00079, FAST'25): when a fetch pays, and what one global cache hits.
 
     With --replay: the share of a trace's blocks that a cache of so many blocks would have had,
@@ -65,7 +62,7 @@ def mooncake(
             raise InvalidRequest("--policy and --blocks need --replay TRACE.jsonl: what is hit?")
         measured = [] if data is None else [*_scheduling(data), *_hit_rates(data)]
         show_tables([*mooncake_tables(), *measured], as_json=as_json)
-        return EXIT_OK
+        return
     capacity = _capacity(blocks)
     trace = read_mooncake(replay_file)
     if trace.num_odd:
@@ -78,15 +75,15 @@ def mooncake(
         cache = POLICIES[policy](capacity, later)
         found = replay((line.hash_ids for line in trace.lines), cache, on_progress)
     if as_json:
-        print(orjson.dumps(_record(found, policy, capacity)).decode())
-        return EXIT_OK
+        told = {"policy": policy, "blocks": capacity, "hit_rate": found.hit_rate}
+        print(orjson.dumps(told | asdict(found)).decode())
+        return
     print(f"hit rate {found.hit_rate:.4f}")
     print(
         f"{policy}, {blocks} blocks: {found.num_hits:,} of {found.num_blocks:,} blocks of "
         f"{found.num_requests:,} requests; {found.num_distinct:,} distinct, "
         f"{found.num_evicted:,} evicted"
     )
-    return EXIT_OK
 
 
 def _trace_path(folder: Path, name: str) -> Path:
@@ -131,16 +128,3 @@ def _capacity(blocks: str) -> int | None:
     if not digits.isascii() or not digits.isdigit() or int(digits) < 1:
         raise InvalidRequest(f"--blocks must be a whole number from 1, or inf, not {blocks!r}")
     return int(digits)
-
-
-def _record(found: Replayed, policy: Policy, capacity: int | None) -> dict[str, object]:
-    return {
-        "policy": policy,
-        "blocks": capacity,
-        "hit_rate": found.hit_rate,
-        "num_hits": found.num_hits,
-        "num_blocks": found.num_blocks,
-        "num_requests": found.num_requests,
-        "num_distinct": found.num_distinct,
-        "num_evicted": found.num_evicted,
-    }

@@ -4,42 +4,27 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Final
-
-from cyclopts import Parameter
+from typing import Annotated
 
 from services.cli.plan.explain import Explained, explain, lines, num_runs
 from services.cli.plan.sim_flags import SimFlags
 from services.cli.plan.sim_report import begin_report, draw_map, report_files
-from services.cli.plan.view import (
-    EXIT_INTERRUPTED,
-    counted,
-    interruptible,
-    plain_console,
-    progress,
-    say_how_long,
-    say_interrupted,
-)
-from services.cli.sources import JsonFlag
-from services.cli.words import plain_table, print_json
+from services.cli.plan.view import Kept, counted, progress, say_how_long
+from services.cli.sources import PLAIN, QUIET, JsonFlag
+from services.cli.words import plain_console, plain_table, print_json, print_lines
 from services.planner.core.fleet import pairs
 from services.planner.core.mesh_text import MeshPart, MeshShape, Unit
 from services.planner.mesh_run import MeshRun
 from shared.errors import InvalidRequest
-from shared.runtime.service import EXIT_OK
-
-_PLAIN: Final = Parameter(show_env_var=False, negative="")
-_QUIET: Final = Parameter(show_env_var=False, negative="", show_default=False)
 
 
-@interruptible
 def pd_map(
-    workers: Annotated[int, _PLAIN] = 6,
+    workers: Annotated[int, PLAIN] = 6,
     /,
     *,
     flags: SimFlags = SimFlags(),  # noqa: B008  (frozen)
-    what_if: Annotated[bool, Parameter(show_env_var=False)] = True,
-    output: Annotated[Path | None, _QUIET] = None,
+    what_if: Annotated[bool, PLAIN] = True,
+    output: Annotated[Path | None, QUIET] = None,
     as_json: JsonFlag = False,
 ) -> int:
     """Show which numbers of prefill and decode workers attain, and what mixed ones do.
@@ -65,23 +50,20 @@ def pd_map(
     cells: dict[tuple[int, int], MeshRun] = {}
     mixed: list[MeshRun] = []
     places = pairs(workers)
-    is_whole = True
     run_s = flags.trial_s(MeshShape.of(MeshPart(1, "P"), MeshPart(1, "D")), requests)
     num = len(places) + workers
-    num_more = num_runs(MeshShape.of(MeshPart(1, "M")), has_runner_up=False) if what_if else 0
+    num_more = num_runs(MeshShape.of(MeshPart(1, "M"))) if what_if else 0
     say_how_long(num + num_more, run_s, "fewer workers or --num-requests shorten it")
-    try:
-        with progress("P:D map", num) as on_progress:
-            step = counted(on_progress)
-            for num_prefill, other in places:
-                shape = MeshShape.of(MeshPart(num_prefill, "P"), MeshPart(other, "D"))
-                cells[num_prefill, other] = flags.run(shape, requests)
-                step()
-            for num_mixed in range(1, workers + 1):
-                mixed.append(flags.run(MeshShape.of(MeshPart(num_mixed, "M")), requests))
-                step()
-    except KeyboardInterrupt:
-        is_whole = False
+    kept = Kept()
+    with kept, progress("P:D map", num) as on_progress:
+        step = counted(on_progress)
+        for num_prefill, other in places:
+            shape = MeshShape.of(MeshPart(num_prefill, "P"), MeshPart(other, "D"))
+            cells[num_prefill, other] = flags.run(shape, requests)
+            step()
+        for num_mixed in range(1, workers + 1):
+            mixed.append(flags.run(MeshShape.of(MeshPart(num_mixed, "M")), requests))
+            step()
     runs = [*cells.values(), *mixed]
     ranked = sorted(
         runs, key=lambda run: (not run.attains, run.shape.num_workers, -(run.attained or 0.0))
@@ -89,15 +71,11 @@ def pd_map(
     good = [run for run in ranked if run.attains]
     least, second = (*good, None, None)[:2]
     found = Explained.of(least)
-    if what_if and is_whole and least is not None:
-        try:
-            with progress(f"what if, of {least.shape}", num_more) as on_progress:
-                explain(flags, least, found, has_runner_up=False, one_more=counted(on_progress))
-        except KeyboardInterrupt:
-            is_whole = False
+    if what_if and kept.is_whole and least is not None:
+        with kept:
+            explain(flags, least, found)
     if second is not None:
         found.runner_up = str(second.shape), second.attained or 0.0
-    code = EXIT_OK if is_whole else EXIT_INTERRUPTED
     facts = {
         "cells": [
             {"prefill": num, "decode": other, "attainment": run.attained}
@@ -105,10 +83,10 @@ def pd_map(
         ],
         "mixed": [{"mixed": run.shape.num_workers, "attainment": run.attained} for run in mixed],
         "fewest": None if least is None else str(least.shape),
-        "what_if": found.facts(),
+        "what_if": asdict(found),
         "impossible": impossible,
         "limits": {str(run.shape): asdict(run.felt) for run in runs if run.felt is not None},
-        "is_whole": is_whole,
+        "is_whole": kept.is_whole,
     }
     if output is not None and runs:
         report_files(flags, ranked[:3], output, facts)
@@ -118,7 +96,7 @@ def pd_map(
             draw_map(output / "map.svg", title, shares)
     if as_json:
         print_json(facts)
-        return code
+        return kept.exit_code()
     console = plain_console()
     console.print(
         f"share within TTFT {flags.slo_ttft} and TPOT {flags.slo_tpot} of {len(requests)} requests "
@@ -133,14 +111,11 @@ def pd_map(
     console.print(table)
     if least is not None:
         console.print(f"fewest workers that attain {flags.attainment:.0%}: {least.shape}")
-        for line in lines(found, flags):
-            console.print(line, soft_wrap=True)
+        print_lines(lines(found, flags))
     else:
         console.print(f"no mesh of at most {workers} workers attains {flags.attainment:.0%}")
-    for line in impossible:
-        console.print(line, soft_wrap=True)
-    say_interrupted(is_whole=is_whole)
-    return code
+    print_lines(impossible)
+    return kept.exit_code()
 
 
 def _share(run: MeshRun | None) -> str:

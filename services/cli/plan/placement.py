@@ -6,20 +6,12 @@ import time
 from pathlib import Path
 from typing import Annotated, Final
 
-from cyclopts import Parameter
 from rich.table import Table
 
 from services.cli.plan.times_flags import read_slo
-from services.cli.plan.view import (
-    EXIT_INTERRUPTED,
-    interruptible,
-    plain_console,
-    progress,
-    say_how_long,
-    say_interrupted,
-)
-from services.cli.sources import JsonFlag
-from services.cli.words import plain_table, print_json
+from services.cli.plan.view import Kept, progress, require_ranges, say_how_long
+from services.cli.sources import PLAIN, JsonFlag
+from services.cli.words import plain_console, plain_table, print_json, print_lines
 from services.planner.core.bounds import unmeetable
 from services.planner.core.placement import (
     MOST_RATE,
@@ -32,31 +24,28 @@ from services.planner.core.placement import (
 from services.planner.distserve_data import DistServeData, read_requests
 from services.planner.distserve_place import Demand, Placer
 from shared.errors import InvalidRequest
-from shared.runtime.service import EXIT_FAILED, EXIT_OK
 
-_PLAIN: Final = Parameter(show_env_var=False)
 _SHOWN: Final = 8
 _RATES: Final = 5
 """Tried of each placement: bisections of 0 to 5 until 0.25."""
 _TRIAL_REQUESTS: Final = 60
 
 
-@interruptible
 def distserve_placement(
     *,
-    requests: Annotated[Path, _PLAIN],
-    data: Annotated[Path, _PLAIN],
-    model: Annotated[str, _PLAIN] = "opt-13b",
-    affinity: Annotated[Affinity, _PLAIN] = "low",
-    nodes: Annotated[int, _PLAIN] = 1,
-    gpus: Annotated[int, _PLAIN] = 4,
-    slo_ttft: Annotated[str, _PLAIN] = "200ms",
-    slo_tpot: Annotated[str, _PLAIN] = "100ms",
-    target: Annotated[float, _PLAIN] = 0.9,
-    success: Annotated[Success, _PLAIN] = "each",
-    rate: Annotated[float, _PLAIN] = 10.0,
-    num_requests: Annotated[int, _PLAIN] = 300,
-    seed: Annotated[int, _PLAIN] = 0,
+    requests: Annotated[Path, PLAIN],
+    data: Annotated[Path, PLAIN],
+    model: Annotated[str, PLAIN] = "opt-13b",
+    affinity: Annotated[Affinity, PLAIN] = "low",
+    nodes: Annotated[int, PLAIN] = 1,
+    gpus: Annotated[int, PLAIN] = 4,
+    slo_ttft: Annotated[str, PLAIN] = "200ms",
+    slo_tpot: Annotated[str, PLAIN] = "100ms",
+    target: Annotated[float, PLAIN] = 0.9,
+    success: Annotated[Success, PLAIN] = "each",
+    rate: Annotated[float, PLAIN] = 10.0,
+    num_requests: Annotated[int, PLAIN] = 300,
+    seed: Annotated[int, PLAIN] = 0,
     as_json: JsonFlag = False,
 ) -> int:
     """DistServe's placement (OSDI'24, algorithms 1 and 2) for the lengths of a file of requests.
@@ -95,15 +84,13 @@ def distserve_placement(
     seed
         Of lengths and arrivals.
     """
-    for flag, is_right, rule in (
+    require_ranges(
         ("--nodes", 1 <= nodes <= 64, "1..64"),
         ("--gpus", 1 <= gpus <= 64, "1..64"),
         ("--target", 0 < target <= 1, "above 0 and at most 1"),
         ("--rate", 0 < rate < 1e9, "above 0"),
         ("--num-requests", 2 <= num_requests <= 1_000_000, "2..1000000"),
-    ):
-        if not is_right:
-            raise InvalidRequest(f"{flag} must be {rule}")
+    )
     slo = read_slo(slo_ttft, slo_tpot)
     goal = LatencyGoal(slo.ttft_s * 1000, slo.tpot_s * 1000, target)
     lengths = [(one.arrival.prompt_len, one.arrival.output_len) for one in read_requests(requests)]
@@ -124,23 +111,19 @@ def distserve_placement(
     say_how_long(len(candidates) * _RATES, trial_s, "--num-requests, --nodes, --gpus shorten it")
     found: list[Placed] = []
     apart: tuple[Replicas, ...] | None = None
-    is_whole = True
-    try:
+    kept = Kept()
+    with kept:
         with progress(f"{len(candidates)} placements", len(candidates)) as on_progress:
             for placed in placer.together(candidates):
                 found.append(placed)
                 on_progress(len(found))
         if affinity == "high":
             apart = placer.apart(nodes * gpus, rate)
-    except KeyboardInterrupt:
-        is_whole = False
     ranked = sorted(found, key=lambda one: one.rank, reverse=True)
     attains = bool(ranked and ranked[0].rate_per_gpu)
     impossible: list[str] = []
-    if is_whole and not attains:
+    if kept.is_whole and not attains:
         impossible = unmeetable(slo, placer.alone(candidates), target)
-    code = EXIT_OK if attains else EXIT_FAILED
-    code = code if is_whole else EXIT_INTERRUPTED
     if as_json:
         told = [
             {
@@ -150,19 +133,17 @@ def distserve_placement(
             }
             for it in ranked
         ]
-        print_json(
-            {"placements": told, "apart": apart, "impossible": impossible, "is_whole": is_whole}
-        )
-        return code
+        facts = {"placements": told, "apart": apart, "impossible": impossible}
+        print_json(facts | {"is_whole": kept.is_whole})
+        return kept.exit_code(is_good=attains)
     console = plain_console()
     console.print(
         f"{model}, {nodes} x {gpus} GPUs, {affinity} affinity, TTFT {slo_ttft}, TPOT {slo_tpot}, "
         f"{target:.0%}, success {success}: {len(found)} of {len(candidates)} placements"
     )
     console.print(_table(ranked[:_SHOWN], rate))
-    for line in impossible:
-        console.print(line, soft_wrap=True)
-    if is_whole and not attains and not impossible:
+    print_lines(impossible)
+    if kept.is_whole and not attains and not impossible:
         lowest = MOST_RATE / 2**_RATES
         console.print(f"nothing attains, not at {lowest:.2g} requests/s a GPU either")
     for name, one in zip(("prefill", "decode"), apart or (), strict=False):
@@ -170,8 +151,7 @@ def distserve_placement(
             f"algorithm 1, {name} by itself: {one.num} x {one.degree}, "
             f"{one.rate:.2f} requests/s each"
         )
-    say_interrupted(is_whole=is_whole)
-    return code
+    return kept.exit_code(is_good=attains)
 
 
 def _table(ranked: list[Placed], rate: float) -> Table:

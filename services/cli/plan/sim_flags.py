@@ -14,6 +14,7 @@ from cyclopts import Parameter
 from services.cli.bench.sources import SHAPES, read_trace
 from services.cli.bench.workload import BLOCK_TOKENS, Ask, Fit, Load, Source, plan
 from services.cli.plan.times_flags import TimesFlags, read_slo
+from services.cli.sources import PLAIN
 from services.gateway.core.routing import POLICIES
 from services.planner.core.bounds import (
     AskedLengths,
@@ -43,8 +44,6 @@ MOST_ANSWERS: Final = 20_000
 
 TRIAL_REQUESTS: Final = 60
 """Of the run that tells how quick this machine simulates."""
-
-_PLAIN: Final = Parameter(show_env_var=False)
 
 
 @Parameter(name="*")
@@ -87,20 +86,20 @@ class SimFlags:
         Of lengths and arrivals: equal seeds give equal runs.
     """
 
-    workload: Annotated[str, _PLAIN] = "azure-conv"
-    rate: Annotated[float, _PLAIN] = 1.0
-    num_requests: Annotated[int, _PLAIN] = 500
-    scale_lengths: Annotated[float, _PLAIN] = 1.0
-    policy: Annotated[str, _PLAIN] = "least_loaded"
-    block_size: Annotated[int, _PLAIN] = 16
-    token_budget: Annotated[int, _PLAIN] = 0
-    max_running: Annotated[int, _PLAIN] = 256
-    link: Annotated[str, _PLAIN] = "25GB/s"
-    slo_ttft: Annotated[str, _PLAIN] = "1s"
-    slo_tpot: Annotated[str, _PLAIN] = "100ms"
-    attainment: Annotated[float, _PLAIN] = 0.9
-    fidelity: Annotated[Literal["runs", "exact"], _PLAIN] = "runs"
-    seed: Annotated[int, _PLAIN] = 0
+    workload: Annotated[str, PLAIN] = "azure-conv"
+    rate: Annotated[float, PLAIN] = 1.0
+    num_requests: Annotated[int, PLAIN] = 500
+    scale_lengths: Annotated[float, PLAIN] = 1.0
+    policy: Annotated[str, PLAIN] = "least_loaded"
+    block_size: Annotated[int, PLAIN] = 16
+    token_budget: Annotated[int, PLAIN] = 0
+    max_running: Annotated[int, PLAIN] = 256
+    link: Annotated[str, PLAIN] = "25GB/s"
+    slo_ttft: Annotated[str, PLAIN] = "1s"
+    slo_tpot: Annotated[str, PLAIN] = "100ms"
+    attainment: Annotated[float, PLAIN] = 0.9
+    fidelity: Annotated[Literal["runs", "exact"], PLAIN] = "runs"
+    seed: Annotated[int, PLAIN] = 0
     times: TimesFlags = TimesFlags()  # noqa: RUF009  (frozen)
 
     def check(self) -> None:
@@ -256,6 +255,11 @@ class SimFlags:
         """Return where times come from."""
         found = [self.times.unit(part.unit).times.source for part in shape.parts]
         return list(dict.fromkeys(found))
+
+    def about_times(self, shapes: Sequence[MeshShape]) -> list[str]:
+        """Return in sentences where the times of the first come from, and all warnings."""
+        warnings = {word: None for shape in shapes for word in self.warnings(shape)}
+        return [*(f"times: {source}" for source in self.sources(shapes[0])), *warnings]
 
     def facts(self, run: MeshRun) -> dict[str, Any]:
         """Return a run for programs; nothing in it depends on this machine."""

@@ -3,50 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Final
-
-from cyclopts import Parameter
+from typing import Annotated, Final, NamedTuple
 
 from services.cli.plan.explain import Explained, explain, lines, num_runs
 from services.cli.plan.sim_flags import QS, SimFlags, latencies
-from services.cli.plan.sim_report import begin_report, draw_lines, report_files
-from services.cli.plan.view import (
-    EXIT_INTERRUPTED,
-    counted,
-    interruptible,
-    plain_console,
-    progress,
-    say_how_long,
-    say_interrupted,
-)
-from services.cli.sources import JsonFlag
-from services.cli.words import plain_table, print_json
+from services.cli.plan.sim_report import Row, begin_report, draw_lines, report_files
+from services.cli.plan.view import Kept, progress, say_how_long
+from services.cli.sources import PLAIN, QUIET, JsonFlag
+from services.cli.words import plain_console, plain_table, print_json, print_lines
 from services.planner.core.mesh_text import MeshShape, read_mesh
 from services.planner.mesh_run import MeshRun
-from services.sim.open_loop import SimRequest
 from shared.errors import InvalidRequest
-from shared.runtime.service import EXIT_FAILED, EXIT_OK
-
-_PLAIN: Final = Parameter(show_env_var=False, negative="")
-_QUIET: Final = Parameter(show_env_var=False, negative="", show_default=False)
 
 RATES: Final = (0.5, 0.75, 1.0, 1.25, 1.5)
 """Of the rate asked for: the points of the picture of attainment over rate."""
 
-OutputFlag = Annotated[Path | None, _QUIET]
-WhatIfFlag = Annotated[bool, Parameter(show_env_var=False)]
+OutputFlag = Annotated[Path | None, QUIET]
+WhatIfFlag = Annotated[bool, PLAIN]
 
 
-@interruptible
 def simulate(
-    mesh: Annotated[str, _PLAIN],
+    mesh: Annotated[str, PLAIN],
     /,
     *,
     flags: SimFlags = SimFlags(),  # noqa: B008  (frozen)
     what_if: WhatIfFlag = True,
     output: OutputFlag = None,
-    beside: Annotated[list[Path] | None, _QUIET] = None,
+    beside: Annotated[list[Path] | None, QUIET] = None,
     as_json: JsonFlag = False,
 ) -> int:
     """Simulate a mesh: pdmesh's own cores (admission, routing, leases, schedulers, transfers) under
@@ -68,34 +53,17 @@ def simulate(
         Folders of pdmesh bench's or of earlier plans' reports, drawn into the same picture.
     """
     shape = read_mesh(mesh)
-    flags.check()
-    rows = begin_report(output, beside)
-    units = [part.unit for part in shape.parts]
-    impossible = flags.impossible(units)
-    requests = flags.requests(units)
-    num = num_runs(shape, has_runner_up=True) if what_if else 0
-    _say_how_long(flags, [shape], requests, num, is_drawn=output is not None)
-    with progress(f"{shape}, {flags.rate:g} requests/s", len(requests)) as on_progress:
-        run = flags.run(shape, requests, on_progress=on_progress)
-    found = Explained.of(run)
-    is_whole = True
+    done = _simulated(flags, [shape], output, beside, what_if=what_if, has_runner_up=True)
+    (run,), found = done.runs, done.found
+    facts = flags.facts(run) | {"impossible": done.impossible}
     if what_if:
-        try:
-            with progress("what if", num) as on_progress:
-                explain(flags, run, found, one_more=counted(on_progress))
-        except KeyboardInterrupt:
-            is_whole = False
-    facts = flags.facts(run) | {"impossible": impossible}
-    if what_if:
-        facts["what_if"] = found.facts()
+        facts["what_if"] = asdict(found)
     if output is not None:
-        report_files(flags, [run], output, {"runs": [facts]}, rows)
+        report_files(flags, [run], output, {"runs": [facts]}, done.rows)
         _draw_rates(flags, [run], output)
-    code = EXIT_OK if run.is_served else EXIT_FAILED
-    code = code if is_whole else EXIT_INTERRUPTED
     if as_json:
         print_json(facts)
-        return code
+        return done.kept.exit_code(is_good=run.is_served)
     console = plain_console()
     console.print(
         f"{shape}, {flags.policy}: {run.num_requests} requests of {flags.workload} at "
@@ -111,22 +79,18 @@ def simulate(
     )
     if run.errors:
         console.print(f"not served: {_errors(run)}")
-    for line in (*lines(found, flags), *impossible):
-        console.print(line, soft_wrap=True)
-    _say_times(flags, [run])
-    say_interrupted(is_whole=is_whole)
-    return code
+    print_lines([*lines(found, flags), *done.impossible, *_times(flags, [run])])
+    return done.kept.exit_code(is_good=run.is_served)
 
 
-@interruptible
 def compare(
-    meshes: Annotated[list[str], _PLAIN],
+    meshes: Annotated[list[str], PLAIN],
     /,
     *,
     flags: SimFlags = SimFlags(),  # noqa: B008  (frozen)
     what_if: WhatIfFlag = True,
     output: OutputFlag = None,
-    beside: Annotated[list[Path] | None, _QUIET] = None,
+    beside: Annotated[list[Path] | None, QUIET] = None,
     as_json: JsonFlag = False,
 ) -> int:
     """Simulate several meshes with the same requests, and say which serves most within the limits.
@@ -147,47 +111,19 @@ def compare(
     shapes = list(dict.fromkeys(map(read_mesh, meshes)))
     if len(shapes) < 2:
         raise InvalidRequest("compare wants two meshes at least: 4M 2P+2D")
-    flags.check()
-    rows = begin_report(output, beside)
-    units = [part.unit for shape in shapes for part in shape.parts]
-    impossible = flags.impossible(units)
-    requests = flags.requests(units)
-    num = num_runs(shapes[0], has_runner_up=False) if what_if else 0
-    _say_how_long(flags, shapes, requests, num, is_drawn=output is not None)
-    runs: list[MeshRun] = []
-    is_whole = True
-    try:
-        for shape in shapes:
-            with progress(f"{shape}, {flags.rate:g} requests/s", len(requests)) as on_progress:
-                runs.append(flags.run(shape, requests, on_progress=on_progress))
-    except KeyboardInterrupt:
-        is_whole = False
-    ranked = sorted(
-        runs, key=lambda run: (run.attained or 0.0, run.goodput, -_most_used(run)), reverse=True
-    )
-    found = Explained.of(ranked[0] if ranked else None)
-    if what_if and is_whole:
-        try:
-            with progress(f"what if, of {ranked[0].shape}", num) as on_progress:
-                step = counted(on_progress)
-                explain(flags, ranked[0], found, has_runner_up=False, one_more=step)
-        except KeyboardInterrupt:
-            is_whole = False
-    code = EXIT_OK if is_whole else EXIT_INTERRUPTED
-    facts = [flags.facts(run) | {"impossible": impossible} for run in ranked]
-    if output is not None and runs:
-        report_files(flags, runs, output, {"runs": facts, "best": found.facts()}, rows)
-        _draw_rates(flags, runs, output)
+    done = _simulated(flags, shapes, output, beside, what_if=what_if)
+    ranked, found = done.runs, done.found
+    facts = [flags.facts(run) | {"impossible": done.impossible} for run in ranked]
+    if output is not None:
+        report_files(flags, ranked, output, {"runs": facts, "best": asdict(found)}, done.rows)
+        _draw_rates(flags, ranked, output)
     if as_json:
         print_json(facts)
-        return code
+        return done.kept.exit_code()
     console = plain_console()
-    if not runs:
-        console.print("no mesh was simulated to its end")
-        return code
     console.print(
-        f"{len(requests)} requests of {flags.workload} at {flags.rate:g}/s, {flags.policy}, seed "
-        f"{flags.seed}; TTFT {flags.slo_ttft}, TPOT {flags.slo_tpot}"
+        f"{ranked[0].num_requests} requests of {flags.workload} at {flags.rate:g}/s, "
+        f"{flags.policy}, seed {flags.seed}; TTFT {flags.slo_ttft}, TPOT {flags.slo_tpot}"
     )
     head = ("mesh", "attained", "good/s a worker", "TTFT p50", "p99", "TPOT p50", "p99")
     table = plain_table(*head, "not served", left="mesh")
@@ -196,24 +132,53 @@ def compare(
     console.print(table)
     if len(ranked) > 1:
         console.print(_first_of(*ranked[:2]))
-    for line in (*lines(found, flags), *impossible):
-        console.print(line, soft_wrap=True)
-    _say_times(flags, runs)
-    say_interrupted(is_whole=is_whole)
-    return code
+    print_lines([*lines(found, flags), *done.impossible, *_times(flags, ranked)])
+    return done.kept.exit_code()
 
 
-def _say_how_long(
+class _Simulated(NamedTuple):
+    """runs: of each mesh, the best first. found: of that. impossible: limits that nobody can keep.
+    rows: what comes into their picture."""
+
+    runs: list[MeshRun]
+    found: Explained
+    impossible: list[str]
+    rows: list[Row]
+    kept: Kept
+
+
+def _simulated(
     flags: SimFlags,
     shapes: Sequence[MeshShape],
-    requests: Sequence[SimRequest],
-    num_more: int,
+    output: Path | None,
+    beside: Sequence[Path] | None,
     *,
-    is_drawn: bool,
-) -> None:
-    num = len(shapes) * (len(RATES) if is_drawn else 1) + num_more
+    what_if: bool,
+    has_runner_up: bool = False,
+) -> _Simulated:
+    flags.check()
+    rows = begin_report(output, beside)
+    units = [part.unit for shape in shapes for part in shape.parts]
+    impossible = flags.impossible(units)
+    requests = flags.requests(units)
+    num = len(shapes) * (1 if output is None else len(RATES))
+    num += num_runs(shapes[0], has_runner_up=has_runner_up) if what_if else 0
     run_s = max(flags.trial_s(shape, requests) for shape in shapes)
     say_how_long(num, run_s, "--no-what-if leaves most of them out, --num-requests shortens each")
+    runs: list[MeshRun] = []
+    kept = Kept()
+    with kept:
+        for shape in shapes:
+            with progress(f"{shape}, {flags.rate:g} requests/s", len(requests)) as on_progress:
+                runs.append(flags.run(shape, requests, on_progress=on_progress))
+    if not runs:
+        raise KeyboardInterrupt
+    runs.sort(key=lambda it: (it.attained or 0.0, it.goodput, -_most_used(it)), reverse=True)
+    found = Explained.of(runs[0])
+    if what_if and kept.is_whole:
+        with kept:
+            explain(flags, runs[0], found, has_runner_up=has_runner_up)
+    return _Simulated(runs, found, impossible, rows, kept)
 
 
 def _row(run: MeshRun) -> list[str]:
@@ -258,19 +223,13 @@ def _draw_rates(flags: SimFlags, runs: Sequence[MeshRun], folder: Path) -> None:
     draw_lines(path, title, ("requests/s", "attained"), found, goal=flags.attainment)
 
 
-def _say_times(flags: SimFlags, runs: Sequence[MeshRun]) -> None:
-    console = plain_console()
-    for run in runs[:1]:
-        for source in flags.sources(run.shape):
-            console.print(f"times: {source}", soft_wrap=True)
-    told: dict[str, Any] = {word: None for run in runs for word in flags.warnings(run.shape)}
-    for word in told:
-        console.print(word, soft_wrap=True)
+def _times(flags: SimFlags, runs: Sequence[MeshRun]) -> list[str]:
     took_s = sum(run.took_s for run in runs)
-    console.print(
+    return [
+        *flags.about_times([run.shape for run in runs]),
         f"{flags.fidelity}: {sum(run.num_events for run in runs):,} events in {took_s:.1f} s, "
-        f"{sum(run.num_requests for run in runs) / took_s:,.0f} requests simulated a second"
-    )
+        f"{sum(run.num_requests for run in runs) / took_s:,.0f} requests simulated a second",
+    ]
 
 
 def _ms(seconds: float) -> str:

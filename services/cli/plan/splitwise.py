@@ -7,17 +7,8 @@ import time
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-from cyclopts import Parameter
-
-from services.cli.plan.view import (
-    EXIT_INTERRUPTED,
-    interruptible,
-    progress,
-    say_how_long,
-    say_interrupted,
-    show_tables,
-)
-from services.cli.sources import JsonFlag
+from services.cli.plan.view import Kept, progress, require_ranges, say_how_long, show_tables
+from services.cli.sources import PLAIN, JsonFlag
 from services.planner.core.paper_table import PaperRow, PaperTable
 from services.planner.core.provisioning import (
     A100,
@@ -46,9 +37,8 @@ from services.sim.baselines.splitwise import (
 )
 from services.sim.baselines.splitwise_times import MeasuredRun, prediction_error
 from shared.errors import InvalidRequest
-from shared.runtime.service import EXIT_FAILED, EXIT_OK
+from shared.runtime.service import EXIT_OK
 
-_PLAIN: Final = Parameter(show_env_var=False)
 _OVERLAP: Final = 10
 """Their model of layer-wise transfers that are 90 % hidden: ten times the bandwidth."""
 _SPLITS: Final = 5
@@ -56,19 +46,18 @@ _SPLITS: Final = 5
 Transfer = Literal["layer-wise", "serialized", "as-coded"]
 
 
-@interruptible
 def splitwise(
     *,
-    data: Annotated[Path | None, _PLAIN] = None,
-    model: Annotated[Literal["bloom-176b", "llama2-70b"], _PLAIN] = "bloom-176b",
-    workload: Annotated[Literal["code", "conv"], _PLAIN] = "code",
-    design: Annotated[Literal["AA", "HH", "HA", "HHcap"], _PLAIN] = "HH",
-    rate: Annotated[float, _PLAIN] = 70.0,
-    duration: Annotated[float, _PLAIN] = 120.0,
-    transfer: Annotated[Transfer, _PLAIN] = "layer-wise",
-    most_prompt: Annotated[int, _PLAIN] = 39,
-    most_token: Annotated[int, _PLAIN] = 69,
-    seed: Annotated[int, _PLAIN] = 0,
+    data: Annotated[Path | None, PLAIN] = None,
+    model: Annotated[Literal["bloom-176b", "llama2-70b"], PLAIN] = "bloom-176b",
+    workload: Annotated[Literal["code", "conv"], PLAIN] = "code",
+    design: Annotated[Literal["AA", "HH", "HA", "HHcap"], PLAIN] = "HH",
+    rate: Annotated[float, PLAIN] = 70.0,
+    duration: Annotated[float, PLAIN] = 120.0,
+    transfer: Annotated[Transfer, PLAIN] = "layer-wise",
+    most_prompt: Annotated[int, PLAIN] = 39,
+    most_token: Annotated[int, PLAIN] = 69,
+    seed: Annotated[int, PLAIN] = 0,
     as_json: JsonFlag = False,
 ) -> int:
     """Splitwise (ISCA'24): equal power, its performance model, machines for a rate under nine SLOs.
@@ -102,14 +91,12 @@ def splitwise(
     seed
         Of lengths and arrivals.
     """
-    for flag, is_right, rule in (
+    require_ranges(
         ("--rate", 0 < rate < 1e6, "above 0"),
         ("--duration", 0 < duration < 1e6, "above 0"),
         ("--most-prompt", 1 <= most_prompt <= 1000, "1..1000"),
         ("--most-token", 1 <= most_token <= 1000, "1..1000"),
-    ):
-        if not is_right:
-            raise InvalidRequest(f"{flag} must be {rule}")
+    )
     tables = [_power()]
     if data is None:
         show_tables(tables, as_json=as_json)
@@ -145,16 +132,13 @@ def splitwise(
         return not reasons[num_prompt, num_token]
 
     found: list[Provisioned] = []
-    is_whole = True
-    with progress(f"{model}, {workload}, {design}", most_prompt + most_token) as on_progress:
-        try:
-            began = time.perf_counter()
-            is_fine(most_prompt, most_token)
-            run_s = time.perf_counter() - began
-            say_how_long(most_prompt + most_token, run_s, "--duration, --most-prompt shorten it")
-            found.extend(provision((prompt_type, token_type), most_prompt, most_token, is_fine))
-        except KeyboardInterrupt:
-            is_whole = False
+    kept = Kept()
+    with kept, progress(f"{model}, {workload}, {design}", most_prompt + most_token) as on_progress:
+        began = time.perf_counter()
+        is_fine(most_prompt, most_token)
+        run_s = time.perf_counter() - began
+        say_how_long(most_prompt + most_token, run_s, "--duration, --most-prompt shorten it")
+        found.extend(provision((prompt_type, token_type), most_prompt, most_token, is_fine))
     title = f"Splitwise: {design}, {model}, {workload}, {rate:g} requests/s, {transfer} transfers"
     is_theirs = (design, model, workload, rate) == ("HH", "bloom-176b", "code", 70)
     frontier = _frontier(title, found, "27P + 3T" if is_theirs else "")
@@ -163,10 +147,7 @@ def splitwise(
         words = f"{most_prompt}P + {most_token}T do not keep the limits: {limits}"
         frontier = PaperTable(title, (), [words])
     show_tables([*tables, frontier], as_json=as_json)
-    say_interrupted(is_whole=is_whole)
-    if not is_whole:
-        return EXIT_INTERRUPTED
-    return EXIT_OK if found else EXIT_FAILED
+    return kept.exit_code(is_good=bool(found))
 
 
 def _power() -> PaperTable:

@@ -9,6 +9,7 @@ from typing import Annotated, Final
 
 from cyclopts import Parameter
 
+from services.cli.sources import PLAIN, QUIET
 from services.planner.core.kv_size import KvShape, kv_of_bytes
 from services.planner.core.mesh_text import Unit
 from services.planner.distserve_data import DistServeData
@@ -31,9 +32,6 @@ DEFAULT_KV_TOKENS: Final = 60_000
 TIMES: Final = ("opt-13b-a100", "fake", "distserve", "splitwise")
 SPLITWISE_NAMES: Final = {"llama-2-70b": "llama2-70b"}
 """Of published models: how Splitwise's file calls one that has another name here."""
-
-_PLAIN: Final = Parameter(show_env_var=False)
-_QUIET: Final = Parameter(show_env_var=False, show_default=False)
 
 
 @Parameter(name="*")
@@ -69,17 +67,17 @@ class TimesFlags:
         Factor of all times: what if the model is wrong by so much?
     """
 
-    times: Annotated[str | None, _QUIET] = None
-    profile: Annotated[Path | None, _QUIET] = None
-    device: Annotated[str | None, _QUIET] = None
-    data: Annotated[Path | None, _QUIET] = None
-    model: Annotated[str | None, _QUIET] = None
-    kv_tokens: Annotated[int | None, _QUIET] = None
-    base: Annotated[str | None, _QUIET] = None
-    prompt_token: Annotated[str | None, _QUIET] = None
-    decode_row: Annotated[str | None, _QUIET] = None
-    context_token: Annotated[str | None, _QUIET] = None
-    slower: Annotated[float, _PLAIN] = 1.0
+    times: Annotated[str | None, QUIET] = None
+    profile: Annotated[Path | None, QUIET] = None
+    device: Annotated[str | None, QUIET] = None
+    data: Annotated[Path | None, QUIET] = None
+    model: Annotated[str | None, QUIET] = None
+    kv_tokens: Annotated[int | None, QUIET] = None
+    base: Annotated[str | None, QUIET] = None
+    prompt_token: Annotated[str | None, QUIET] = None
+    decode_row: Annotated[str | None, QUIET] = None
+    context_token: Annotated[str | None, QUIET] = None
+    slower: Annotated[float, PLAIN] = 1.0
 
     def check(self) -> None:
         """Raise InvalidRequest, with what is allowed."""

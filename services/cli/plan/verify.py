@@ -18,15 +18,9 @@ from services.cli.client import DEFAULT_URL, NO_ACCESS, Access, UrlFlag
 from services.cli.plan.seen import SeenTraffic, ask_gateway, read_seen, seen_by_gateway
 from services.cli.plan.sim_report import begin_report, plain, seen_run, simulated_run
 from services.cli.plan.times_flags import TimesFlags, read_slo, seconds
-from services.cli.plan.view import (
-    interruptible,
-    plain_console,
-    progress,
-    require_writable,
-    write_result,
-)
-from services.cli.sources import JsonFlag
-from services.cli.words import plain_table, print_json
+from services.cli.plan.view import progress, require_writable, write_result
+from services.cli.sources import PLAIN, QUIET, JsonFlag
+from services.cli.words import plain_console, plain_table, print_json, print_lines
 from services.gateway.core.routing import POLICIES
 from services.planner.core.kv_size import kv_of_bytes, read_link
 from services.planner.core.mesh_text import MeshPart, MeshShape, Unit, read_mesh
@@ -48,9 +42,6 @@ from shared.predict.step_time import StepFit
 from shared.predict.times import TimeModel
 from shared.runtime.service import EXIT_FAILED, EXIT_OK
 from shared.telemetry.definitions import Slo, percentile
-
-_QUIET: Final = Parameter(show_env_var=False, show_default=False)
-_PLAIN: Final = Parameter(show_env_var=False)
 
 LETTERS: Final = {"prefill": "P", "decode": "D", "colocated": "M"}
 QUICKEST: Final = 10
@@ -88,15 +79,15 @@ class VerifyFlags:
         Limit of the mean time of an output token.
     """
 
-    last: Annotated[str | None, _QUIET] = None
-    run: Annotated[int | None, _QUIET] = None
-    mesh: Annotated[str | None, _QUIET] = None
-    policy: Annotated[str | None, _QUIET] = None
-    wire: Annotated[str | None, _QUIET] = None
-    link: Annotated[str | None, _QUIET] = None
-    batch_tokens: Annotated[int, _PLAIN] = 0
-    slo_ttft: Annotated[str, _PLAIN] = "1s"
-    slo_tpot: Annotated[str, _PLAIN] = "100ms"
+    last: Annotated[str | None, QUIET] = None
+    run: Annotated[int | None, QUIET] = None
+    mesh: Annotated[str | None, QUIET] = None
+    policy: Annotated[str | None, QUIET] = None
+    wire: Annotated[str | None, QUIET] = None
+    link: Annotated[str | None, QUIET] = None
+    batch_tokens: Annotated[int, PLAIN] = 0
+    slo_ttft: Annotated[str, PLAIN] = "1s"
+    slo_tpot: Annotated[str, PLAIN] = "100ms"
     times: TimesFlags = TimesFlags()  # noqa: RUF009  (frozen)
 
     def check(self) -> None:
@@ -136,14 +127,13 @@ class Verified(NamedTuple):
     notes: list[str]
 
 
-@interruptible
 def verify(
-    source: Annotated[Path | None, _QUIET] = None,
+    source: Annotated[Path | None, QUIET] = None,
     /,
     *,
     flags: VerifyFlags = VerifyFlags(),
-    keep: Annotated[Path | None, _QUIET] = None,
-    output: Annotated[Path | None, _QUIET] = None,
+    keep: Annotated[Path | None, QUIET] = None,
+    output: Annotated[Path | None, QUIET] = None,
     url: UrlFlag = DEFAULT_URL,
     access: Access = NO_ACCESS,
     as_json: JsonFlag = False,
@@ -406,8 +396,7 @@ def _show(found: Verified) -> None:
         f"a message is under way for {time_text(found.setting.wire_s)}, the gateway itself takes "
         f"{time_text(found.door_s)} for a request"
     )
-    for note in found.notes:
-        console.print(note, soft_wrap=True)
+    print_lines(found.notes)
 
 
 def _write(found: Verified, facts: dict[str, Any], flags: VerifyFlags, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""How plans are shown: tables, progress where somebody looks, and the end by Ctrl-C."""
+"""How plans are shown: tables, progress where somebody looks, and what Ctrl-C leaves."""
 
 from __future__ import annotations
 
@@ -6,63 +6,52 @@ import contextlib
 import dataclasses
 import itertools
 import os
-import signal
 import sys
 from collections.abc import Callable, Generator, Iterable
-from functools import wraps
 from pathlib import Path
-from typing import Final, ParamSpec
+from typing import Final
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from services.cli.words import print_json
+from services.cli.interrupts import EXIT_INTERRUPTED
+from services.cli.words import plain_console, print_json
 from services.planner.core.paper_table import PaperTable
 from shared.errors import InvalidRequest
+from shared.runtime.service import EXIT_FAILED, EXIT_OK
 
-EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 SHORT_S: Final = 45.0
 """No word is said of what takes less."""
 
-PLAIN_WIDTH: Final = 160
-"""Where nobody's window says how wide."""
 
+class Kept:
+    """What a search finds is kept: Ctrl-C ends the block and not the command."""
 
-P = ParamSpec("P")
+    is_whole = True
 
+    def __enter__(self) -> None: ...
 
-def interruptible(command: Callable[P, int]) -> Callable[P, int]:
-    """Let Ctrl-C end a command that computes and has nothing to show yet: with a word, and 130."""
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        is_interrupted = kind is KeyboardInterrupt
+        self.is_whole = self.is_whole and not is_interrupted
+        return is_interrupted
 
-    @wraps(command)
-    def run(*args: P.args, **kwargs: P.kwargs) -> int:
-        try:
-            return command(*args, **kwargs)
-        except KeyboardInterrupt:
-            print("pdmesh: interrupted, with nothing to show yet", file=sys.stderr)
+    def exit_code(self, *, is_good: bool = True) -> int:
+        """Say, after what was found, whether Ctrl-C came before its end."""
+        if not self.is_whole:
+            print("pdmesh: interrupted: this is what was found", file=sys.stderr)
             return EXIT_INTERRUPTED
-
-    return run
-
-
-def plain_console() -> Console:
-    """Return the console of results: as wide as the terminal, or as a page."""
-    console = Console(highlight=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = PLAIN_WIDTH
-    return console
+        return EXIT_OK if is_good else EXIT_FAILED
 
 
 def show_tables(tables: Iterable[PaperTable], *, as_json: bool = False) -> None:
     """Print papers' tables, ours beside theirs."""
-    found = list(tables)
     if as_json:
-        rows = [dataclasses.asdict(table) for table in found]
-        print_json(rows)
+        print_json([dataclasses.asdict(table) for table in tables])
         return
     console = plain_console()
-    for paper in found:
+    for paper in tables:
         table = Table(title=paper.title, title_justify="left", box=None, pad_edge=False)
         table.add_column("")
         table.add_column("theirs", justify="right")
@@ -71,9 +60,7 @@ def show_tables(tables: Iterable[PaperTable], *, as_json: bool = False) -> None:
         for row in paper.rows:
             table.add_row(row.what, row.theirs or "–", row.ours_text, row.why)
         console.print(table)
-        for note in paper.notes:
-            console.print(note)
-        console.print()
+        console.print(*paper.notes, "", sep="\n")
 
 
 @contextlib.contextmanager
@@ -87,6 +74,13 @@ def progress(title: str, total: int) -> Generator[Callable[[int], None]]:
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(title, total=total)
         yield lambda done: bar.update(task, completed=done)
+
+
+def require_ranges(*flags: tuple[str, bool, str]) -> None:
+    """Raise InvalidRequest, with what is allowed, for the first flag that is not right."""
+    for flag, is_right, rule in flags:
+        if not is_right:
+            raise InvalidRequest(f"{flag} must be {rule}")
 
 
 def require_writable(flag: str, path: Path) -> None:
@@ -124,12 +118,6 @@ def say_how_long(num_runs: int, run_s: float, shorter: str) -> None:
         f"at most {num_runs} simulations, about {text}: {shorter}; Ctrl-C keeps what was found",
         soft_wrap=True,
     )
-
-
-def say_interrupted(*, is_whole: bool) -> None:
-    """Say after what was found that Ctrl-C came before its end."""
-    if not is_whole:
-        print("pdmesh: interrupted: this is what was found", file=sys.stderr)
 
 
 def counted(on_progress: Callable[[int], None]) -> Callable[[], None]:

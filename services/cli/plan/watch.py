@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, NamedTuple
@@ -22,12 +21,12 @@ from services.cli.client import (
     open_session,
     require_url,
 )
-from services.cli.interrupts import run_interruptible
+from services.cli.interrupts import EXIT_INTERRUPTED, run_interruptible
 from services.cli.plan.seen import ANSWERS_WITHIN_S, read_body
 from services.cli.plan.times_flags import read_slo
 from services.cli.plan.verify import LETTERS
-from services.cli.plan.view import plain_console
-from services.cli.sources import JsonFlag
+from services.cli.sources import PLAIN, JsonFlag
+from services.cli.words import plain_console
 from services.gateway.core.autoscaler import decide
 from services.gateway.core.need import Limits
 from services.gateway.core.scaling import (
@@ -53,7 +52,6 @@ SHORTEST_S: Final = 0.5
 LONGEST_S: Final = 3600.0
 
 _LOOKS: Final = Parameter(group=Group("Output", sort_key=1), show_env_var=False)
-_PLAIN: Final = Parameter(show_env_var=False)
 
 WHO: Final = {
     Kind.PREFILL: "TTFT, by the prefill workers",
@@ -79,10 +77,10 @@ class WatchFlags:
         Most workers of all kinds together; 0 = as many as it takes.
     """
 
-    slo_ttft: Annotated[str, _PLAIN] = "2s"
-    slo_tpot: Annotated[str, _PLAIN] = "100ms"
-    attainment: Annotated[float, _PLAIN] = 0.95
-    max_workers: Annotated[int, _PLAIN] = 0
+    slo_ttft: Annotated[str, PLAIN] = "2s"
+    slo_tpot: Annotated[str, PLAIN] = "100ms"
+    attainment: Annotated[float, PLAIN] = 0.95
+    max_workers: Annotated[int, PLAIN] = 0
 
     def rules(self) -> Rules:
         """Return what ``decide`` goes by. Raises InvalidRequest."""
@@ -130,7 +128,7 @@ def watch(
     if not SHORTEST_S <= interval <= LONGEST_S:
         raise InvalidRequest(f"--interval must be {SHORTEST_S:g}..{LONGEST_S:g} seconds")
 
-    async def follow() -> int:
+    async def follow() -> None:
         said, console = LookLines(plain_console(), as_json), Console(stderr=True, highlight=False)
         watcher, trouble = Watcher(rules), ""
         async with open_session(access) as session:
@@ -146,11 +144,11 @@ def watch(
                         trouble = error.message
                         console.print(f"{trouble}. Trying again …", soft_wrap=True)
                 if once:
-                    return EXIT_OK
+                    return
                 await asyncio.sleep(interval)
 
     code = run_interruptible(follow)
-    return EXIT_OK if code == 128 + signal.SIGINT else code
+    return EXIT_OK if code == EXIT_INTERRUPTED else code
 
 
 class Watcher:

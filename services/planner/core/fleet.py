@@ -82,7 +82,6 @@ class Search:
     chosen: MeshOffer | None = None
     runner_up: MeshOffer | None = None
     num_ruled_out: int = 0
-    is_whole: bool = False
 
     def goodput_of(self, candidate: MeshOffer) -> float:
         """Return what it was found to attain."""
@@ -120,7 +119,6 @@ def cheapest(
         else:
             search.runner_up = one
             break
-    search.is_whole = True
 
 
 def best_goodput(
@@ -150,7 +148,6 @@ def best_goodput(
             search.runner_up, search.chosen = search.chosen, one
         elif found > second:
             search.runner_up = one
-    search.is_whole = True
 
 
 def _has_room(shape: MeshShape, within: Collection[MeshShape]) -> bool:

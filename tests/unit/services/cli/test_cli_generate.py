@@ -160,7 +160,7 @@ def test_the_first_signal_cleans_up_and_the_second_ends_at_once() -> None:
     interrupts.on_first = lambda: told.append("first")
     interrupts.at_once = is_killed.set
 
-    async def command() -> int:
+    async def command() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         try:
             await asyncio.Event().wait()
@@ -169,7 +169,6 @@ def test_the_first_signal_cleans_up_and_the_second_ends_at_once() -> None:
             os.kill(os.getpid(), signal.SIGINT)
             await is_killed.wait()
             told.append("clean")
-        return 0
 
     assert interrupts.run(command) == 130
     assert told == ["first", "cleanup", "clean"]
@@ -178,12 +177,11 @@ def test_the_first_signal_cleans_up_and_the_second_ends_at_once() -> None:
 def test_the_exit_code_tells_the_signal_and_errors_are_raised() -> None:
     """128 + its number; an error of the command is the command's."""
 
-    async def waits() -> int:
+    async def waits() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.Event().wait()
-        return 0
 
-    async def fails() -> int:
+    async def fails() -> None:
         raise ModelError("no")
 
     assert Interrupts().run(waits) == 128 + signal.SIGTERM
