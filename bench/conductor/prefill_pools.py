@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any
 
 from services.cli.bench.workload import BLOCK_TOKENS, Ask
-from services.gateway.core.fetches import FetchOrder
 from services.gateway.core.peer_table import PeerTable
 from services.gateway.core.prefixes import HashedPrompt, PrefixReports
 from services.gateway.core.router import SMALL_SURPRISE, Router
@@ -39,6 +38,7 @@ from shared.kv.pool import BlockPool, BlockTable
 from shared.kv.prefix_hash import PrefixChain
 from shared.model_spec import ModelSpec
 from shared.predict.step_time import StepFit
+from shared.transfer.orders import PrefixAt
 
 SHAPE = PUBLISHED["llama-3-70b"]
 LAYOUT = KvLayout(
@@ -273,7 +273,7 @@ class PrefillWorker:
 
     # --- prefixes --------------------------------------------------------------------------------
 
-    def _fetch(self, prompt: Prompt, wanted: FetchOrder) -> _PrefixFetch | None:
+    def _fetch(self, prompt: Prompt, wanted: PrefixAt) -> _PrefixFetch | None:
         num_tokens = min(wanted.num_tokens, prompt.most_cached) // BLOCK_TOKENS * BLOCK_TOKENS
         if num_tokens <= prompt.num_expected:
             return None

@@ -39,6 +39,7 @@ from shared.engine.worker import ThreadCompute
 from shared.errors import MeshError
 from shared.ids import Incarnation, LeaseToken, MeshPeer, RequestId
 from shared.rpc.tcp import TcpNetwork
+from shared.transfer.effects import HandOver
 from shared.transfer.messages import TransferKey
 from shared.transfer.plan import DEFAULT_GROUP_BYTES, TransferMode
 from shared.transport.settings import UcxSettings
@@ -46,7 +47,7 @@ from shared.transport.ucxx import open_ucx
 from shared.worker.pairs import PairTable
 from shared.worker.process import SWITCH_INTERVAL_S
 from shared.worker.pusher import Pusher
-from shared.worker.receiver import KvReceiver, LeaseTerms, ReceiveStats
+from shared.worker.receiver import KvReceiver, LeaseTerms
 
 NUM_LAYERS = 32
 KV_SHARE = 0.15
@@ -76,7 +77,7 @@ class OpenHouse:
     def source_lost(self, source: Incarnation, error: MeshError) -> None:
         pass
 
-    def placed(self, key: TransferKey, first_token: int, stats: ReceiveStats) -> None:
+    def placed(self, receive: HandOver) -> None:
         pass
 
     def failed(self, key: TransferKey, error: MeshError) -> None:
@@ -188,7 +189,7 @@ class Prefill:
             "mode": stats.mode,
             "frames": stats.num_frames,
             "lane": stats.lane,
-            "gb_per_s": stats.gbytes_per_s,
+            "gb_per_s": stats.num_bytes / stats.transfer_s / 1e9,
         }
 
 

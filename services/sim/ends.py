@@ -7,7 +7,7 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from services.sim.clock import CountedBytes
-from services.sim.orders import CoreOrder, SimJob, WorkerSize
+from services.sim.orders import SimJob, WorkerSize
 from shared.errors import DeadlinePassed, InvariantViolated, MeshError, TransferFailed
 from shared.ids import Incarnation, StreamId
 from shared.kv.layout import KvLayout
@@ -16,6 +16,7 @@ from shared.schedule.plan import StepPlan
 from shared.transfer import effects as transfer
 from shared.transfer.effects import ReceiverEffect, SenderEffect
 from shared.transfer.messages import LinkId, Pull, SinkMessage, SourceMessage, TransferKey
+from shared.transfer.orders import Order
 from shared.transfer.plan import FrameRule, PushMode
 from shared.transfer.receivers import Receivers, TagRanges
 from shared.transfer.senders import Senders
@@ -109,8 +110,9 @@ class KvEnds:
         """Tell the sinks what a step computes of their prompts; returns whose these are."""
         pushes: list[TransferKey] = []
         for sequence, row in zip(plan.sequences, plan.rows, strict=True):
-            order = self._worker.job_of(sequence).order
-            if order.task is not Task.PROMPT or order.peer is None:
+            job = self._worker.job_of(sequence)
+            order = job.order
+            if job.life.task is not Task.PROMPT or order.peer is None:
                 continue
             pushes.append(order.key)
             if 0 < row.start == sequence.num_cached_tokens:  # its first row
@@ -262,7 +264,7 @@ class KvEnds:
         elif not self._worker.leases.open(job.lease, source):
             self._receivers.must_wait(key, now, is_reserved=True)
         else:
-            lease, is_prefix = job.lease, job.order.task is Task.PREFIX
+            lease, is_prefix = job.lease, job.life.task is Task.PREFIX
             num, skip = lease.num_tokens, lease.skip_tokens
             self.do(self._receivers.attached(key, num, skip, now, is_prefix=is_prefix))
 
@@ -283,7 +285,7 @@ class KvEnds:
         worker, lease = self._worker, job.its_lease
         if lease.state is not LeaseState.OPEN:
             worker.release(job)  # cancelled in the same instant
-        elif job.order.task is Task.PREFIX:
+        elif job.life.task is Task.PREFIX:
             worker.catch_up()
             cached = lease.skip_tokens
             effects = worker.leases.keep(lease, num_tokens, now=self._clock.now)
@@ -307,8 +309,8 @@ class KvEnds:
     def _start_fetch(self, fetch: PrefixFetch[SimJob]) -> None:
         key = fetch.pull.key
         self._bringing[key] = fetch
-        order = CoreOrder(StreamId(0), Task.PREFIX, key, fetch.item, fetch.source, fetch.wait_s)
-        self._worker.take(order)
+        order = Order(StreamId(0), key, fetch.item, fetch.source, wait_s=fetch.wait_s)
+        self._worker.take(Task.PREFIX, order)
         self._clock.after(fetch.wait_s, lambda: self._fetch_is_late(key))
 
     def prefix_granted(self, key: TransferKey) -> None:

@@ -116,15 +116,7 @@ class DoneWork:
     num_rows: int = 0
     most_held: int = 0
 
-    def note(self, seconds: float, num_rows: int, num_held: int) -> None:
-        """Take in one step."""
-        self.busy_s += seconds
-        self.num_steps += 1
-        self.num_rows += num_rows
-        if num_held > self.most_held:
-            self.most_held = num_held
-
-    def note_many(self, seconds: float, num_steps: int, num_rows: int, num_held: int) -> None:
+    def note(self, seconds: float, num_rows: int, num_held: int, num_steps: int = 1) -> None:
         """Take in equal steps: seconds of all of them, rows of each, blocks at their end."""
         self.busy_s += seconds
         self.num_steps += num_steps

@@ -34,7 +34,7 @@ from services.gateway.core.worker import Role
 from services.sim.clock import WIRE_S, CountedBytes, CountedChances
 from services.sim.engine import SimEngine
 from services.sim.members import Member, Members
-from services.sim.orders import CoreOrder, Word, WorkerSize
+from services.sim.orders import Word, WorkerSize
 from services.sim.token_times import TokenTimes
 from services.sim.worker import CoreWorker
 from shared.errors import MeshError
@@ -44,6 +44,7 @@ from shared.model_spec import ModelSpec
 from shared.request import AnswerToken, FinishReason, SamplingParams, WorkItem
 from shared.schedule.plan import PromptTimes
 from shared.transfer.messages import TransferKey
+from shared.transfer.orders import Order
 from shared.worker.core.life import Task
 
 ANY = Terms()
@@ -242,7 +243,7 @@ class CoreMesh(Members):
             stream_id = StreamId(next(self._stream_ids))
             peer = send.legs.get(Leg.DECODE if leg is Leg.PREFILL else Leg.PREFILL)
             its_prefix = None if leg is Leg.DECODE else prefix
-            order = CoreOrder(stream_id, TASKS[leg], key, item, peer, send.wait_s, its_prefix)
+            order = Order(stream_id, key, item, peer, wait_s=send.wait_s, prefix=its_prefix)
             answer.legs[leg] = SentLeg(incarnation, stream_id, key)
             self._by_stream[stream_id] = (answer, send.attempt, leg)
             member.worker.ordered(
@@ -254,10 +255,10 @@ class CoreMesh(Members):
                 num_cached=decision.num_cached,
             )
 
-            def arrive(member: Member = member, order: CoreOrder = order, leg: Leg = leg) -> None:
+            def arrive(member: Member = member, order: Order = order, leg: Leg = leg) -> None:
                 if member.core.is_alive:
                     member.has_heard[_side(leg)] = order.stream_id
-                    member.core.take(order)
+                    member.core.take(TASKS[leg], order)
 
             self.clock.send(arrive)
         if decision.decode in send.legs.values():

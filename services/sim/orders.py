@@ -7,14 +7,13 @@ from typing import NamedTuple
 
 from services.sim.token_times import StepEnds
 from shared.errors import MeshError
-from shared.ids import Incarnation, StreamId
-from shared.request import WorkItem
+from shared.ids import StreamId
 from shared.schedule.plan import NewToken, PromptTimes
 from shared.schedule.sequence import Sequence
-from shared.transfer.messages import TransferKey
+from shared.transfer.orders import Order
 from shared.worker.core.lease import Lease
 from shared.worker.core.life import Life, Task
-from shared.worker.core.prefixes import Fetched, NamedSource, PrefixFetch
+from shared.worker.core.prefixes import Fetched, PrefixFetch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,26 +34,12 @@ class WorkerSize:
     link_bytes_s: float = 0.0
 
 
-class CoreOrder(NamedTuple):
-    """What a gateway asks of a worker. peer: at the other end of its KV, if that moves. prefix: to
-    be fetched first."""
-
-    stream_id: StreamId
-    task: Task
-    key: TransferKey
-    item: WorkItem
-    peer: Incarnation | None
-    wait_s: float
-    prefix: NamedSource | None = None
-
-
 class Word(NamedTuple):
     """What a worker tells the gateway of an order; what: the event's name. prompt: how ``first``
     came. steps: those of ``run``, of the first of which ``token`` is; the last has its finish
     reason."""
 
     stream_id: StreamId
-    task: Task
     what: str
     token: NewToken | None = None
     error: MeshError | None = None
@@ -71,7 +56,7 @@ class SimJob:
     prefix: what its prompt waits for; fetched: what came. told_until: of its worker's equal steps,
     how many the gateway knows of; -1 = of all that it has a token of."""
 
-    order: CoreOrder
+    order: Order
     life: Life
     taken_at: float
     started_at: float = 0.0

@@ -14,12 +14,13 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable
+from typing import Any
 
 from services.sim.clock import EventClock
 from services.sim.ends import KvEnds
 from services.sim.engine import DoneWork, SimEngine
 from services.sim.equal_steps import MOST_SKIPPED, EqualSteps
-from services.sim.orders import CoreOrder, SimJob, Word, WorkerSize, slot_of
+from services.sim.orders import SimJob, Word, WorkerSize, slot_of
 from services.sim.token_times import StepEnds
 from shared.errors import MeshError
 from shared.ids import Incarnation
@@ -35,6 +36,7 @@ from shared.schedule.runs import num_blocks_for
 from shared.schedule.scheduler import SchedulePolicy, Scheduler
 from shared.schedule.sequence import Sequence
 from shared.transfer.messages import TransferKey
+from shared.transfer.orders import Order
 from shared.worker.core.lease import (
     AbortReceive,
     GrantLease,
@@ -130,14 +132,14 @@ class CoreWorker:
 
     # --- orders -----------------------------------------------------------------------------------
 
-    def take(self, order: CoreOrder) -> None:
+    def take(self, task: Task, order: Order) -> None:
         """Begin an order."""
         self.catch_up()
         now, key = self.clock.now, order.key
-        life = Life(order.task, has_push=order.task is Task.PROMPT and order.peer is not None)
-        job = self.jobs[key, slot_of(order.task)] = SimJob(order, life, now)
-        self._count(order.task, 1)
-        if order.task in (Task.ANSWER, Task.PREFIX):
+        life = Life(task, has_push=task is Task.PROMPT and order.peer is not None)
+        job = self.jobs[key, slot_of(task)] = SimJob(order, life, now)
+        self._count(task, 1)
+        if task in (Task.ANSWER, Task.PREFIX):
             assert order.peer is not None
             job.lease, effects = self.leases.reserve(
                 key, order.item, order.peer, now=now, wait_s=order.wait_s
@@ -148,7 +150,7 @@ class CoreWorker:
             return
         job.sequence = Sequence(order.item)
         self._jobs_of[job.sequence] = job
-        if order.task is Task.WHOLE:
+        if task is Task.WHOLE:
             self.scheduler.add(job.sequence)
         else:
             self.scheduler.add_prefill(job.sequence)
@@ -193,7 +195,7 @@ class CoreWorker:
         for effect in job.life.handle(event, error):
             match effect:
                 case ReportFailed(why):
-                    if job.order.task is Task.PREFIX:
+                    if job.life.task is Task.PREFIX:
                         self.ends.fetch_ended(key)
                     else:
                         self._say(job, "failed", error=why)
@@ -214,7 +216,7 @@ class CoreWorker:
                     self._close(job)
 
     def _close(self, job: SimJob) -> None:
-        task = job.order.task
+        task = job.life.task
         del self.jobs[job.order.key, slot_of(task)]
         self._count(task, -1)
         if task is Task.PREFIX:
@@ -231,10 +233,8 @@ class CoreWorker:
         self.do_leases(self.leases.grant_waiting(now=self.clock.now))
         self.step()
 
-    def _say(
-        self, job: SimJob, what: str, token: NewToken | None = None, error: MeshError | None = None
-    ) -> None:
-        self._tell(self, Word(job.order.stream_id, job.order.task, what, token, error))
+    def _say(self, job: SimJob, what: str, token: NewToken | None = None, **more: Any) -> None:
+        self._tell(self, Word(job.order.stream_id, what, token, **more))
 
     # --- leases -----------------------------------------------------------------------------------
 
@@ -245,7 +245,7 @@ class CoreWorker:
             match effect:
                 case GrantLease(lease):
                     assert job is not None
-                    if job.order.task is Task.PREFIX:
+                    if job.life.task is Task.PREFIX:
                         self.ends.prefix_granted(lease.key)
                     else:
                         self._say(job, "granted")
@@ -326,7 +326,7 @@ class CoreWorker:
             self._say(job, "token", token)
         if token.finish_reason is not FinishReason.NONE:
             self.handle(job, LifeEvent.ENDED)
-        elif is_first and job.order.task is Task.WHOLE:
+        elif is_first and job.life.task is Task.WHOLE:
             self.handle(job, LifeEvent.BEGUN)
         elif is_first and job.order.peer is None:
             self.handle(job, LifeEvent.ENDED)
@@ -341,8 +341,7 @@ class CoreWorker:
             token.sequence.num_cached_tokens,
             *job.fetched,
         )
-        order = job.order
-        self._tell(self, Word(order.stream_id, order.task, "first", token, prompt=prompt))
+        self._say(job, "first", token, prompt=prompt)
 
     # --- steps of which nothing is to be decided --------------------------------------------------
 
@@ -406,7 +405,7 @@ class CoreWorker:
         times = run.ends[:num_steps]
         ended = self.scheduler.advance([[1] * num_steps] * run.num_rows)
         self._run_ends.extend(times)
-        self.work.note_many(times[-1] - run.began_at, num_steps, run.num_rows, self.pool.num_held)
+        self.work.note(times[-1] - run.began_at, run.num_rows, self.pool.num_held, num_steps)
         run.began_at = times[-1]
         del run.ends[:num_steps]
         jobs = [self._jobs_of[sequence] for sequence in ended]
@@ -430,7 +429,7 @@ class CoreWorker:
             assert sequence is not None
             index = sequence.num_output_tokens - steps.num
             first = NewToken(sequence, 1, index, finish_reason, None, ())
-            self._tell(self, Word(job.order.stream_id, job.order.task, "run", first, steps=steps))
+            self._say(job, "run", first, steps=steps)
 
     # --- looking at it ----------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ from shared.request import (
 )
 from shared.schedule.plan import NewToken, PromptTimes
 from shared.transfer.messages import TransferKey
+from shared.transfer.orders import Order, PrefixAt
 from shared.version import VERSION
 
 Number = TypeVar("Number", int, float)
@@ -53,33 +54,6 @@ _LAST_REASON = int(max(FinishReason))  # they are numbered without gaps
 _NAN = math.nan
 _PROMPT_TIMES = attrgetter(*PromptTimes._fields)
 _TRACE_CONTEXT = re.compile("00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
-
-
-class PrefixAt(NamedTuple):
-    """Who has KV of a prompt's first tokens; worth waiting for so many seconds."""
-
-    worker: Incarnation
-    num_tokens: int
-    wait_s: float
-
-
-class Order(NamedTuple):
-    """A checked ``StartPrefill`` or ``Reserve``: one attempt, as its worker is told of it.
-
-    peer: the worker at the other end of its KV; of a prompt None = no KV is pushed. wait_s: how
-    long a reservation may wait for blocks. deadline_s: seconds left, None = no limit.
-    trace_context: see ``tracing.TraceSpan.context``. prefix: to be fetched before the prompt is
-    computed.
-    """
-
-    stream_id: StreamId
-    key: TransferKey
-    item: WorkItem
-    peer: Incarnation | None
-    deadline_s: float | None = None
-    wait_s: float = 0.0
-    trace_context: str = ""
-    prefix: PrefixAt | None = None
 
 
 class StepColumns(NamedTuple):

@@ -239,13 +239,3 @@ class Machine(Generic[State, Event]):
     def is_over(self) -> bool:
         """Whether nothing can happen any more."""
         return not self._table[self.state]
-
-
-def sender_machine() -> Machine[SenderState, SenderEvent]:
-    """The source's end of one transfer, before it is opened."""
-    return Machine(SENDER_TABLE, SenderState.NEW)
-
-
-def receiver_machine() -> Machine[ReceiverState, ReceiverEvent]:
-    """The sink's end of one transfer, just granted."""
-    return Machine(RECEIVER_TABLE, ReceiverState.RESERVED)

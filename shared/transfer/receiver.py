@@ -26,7 +26,7 @@ from shared.transfer.effects import (
     SendReply,
     VerifyAndPlace,
 )
-from shared.transfer.machine import ReceiverEvent, ReceiverState, receiver_machine
+from shared.transfer.machine import RECEIVER_TABLE, Machine, ReceiverEvent, ReceiverState
 from shared.transfer.messages import (
     Abort,
     Ack,
@@ -76,7 +76,7 @@ class Receiver:
         self._timing = timing
         self._effects = effects
         self._free_slots = free_slots
-        self._machine = receiver_machine()
+        self._machine = Machine(RECEIVER_TABLE, ReceiverState.RESERVED)
         self._frames: list[Frame] = []
         self._last_span: Span | None = None
         self._next_start = 0

@@ -121,7 +121,8 @@ class Receivers:
         self._queue: OrderedDict[TransferKey, Receiver] = OrderedDict()
         self._effects: list[ReceiverEffect] = []
         self._num_late = 0
-        self._next_tick_at: float | None = None
+        self.next_tick_at: float | None = None
+        """No deadline passes before this; None = there is none. May be earlier than needed."""
 
     # --- links ---
 
@@ -275,7 +276,7 @@ class Receivers:
 
     def tick(self, now: float) -> list[ReceiverEffect]:
         """Look at the clock; needed at ``next_tick_at``, harmless at any time."""
-        self._next_tick_at = None
+        self.next_tick_at = None
         for key, waiting in list(self._waiting.items()):
             if waiting.expires_at is not None and now >= waiting.expires_at:
                 late = LeaseLost("no reservation came for this transfer", code="open_expired")
@@ -287,11 +288,6 @@ class Receivers:
             receiver.tick(now)
             self._settle(receiver)
         return self._take(now)
-
-    @property
-    def next_tick_at(self) -> float | None:
-        """No deadline passes before this; None = there is none. May be earlier than needed."""
-        return self._next_tick_at
 
     # --- looking ---
 
@@ -372,9 +368,9 @@ class Receivers:
 
     def _note_deadline(self, deadline_at: float | None) -> None:
         if deadline_at is not None and (
-            self._next_tick_at is None or deadline_at < self._next_tick_at
+            self.next_tick_at is None or deadline_at < self.next_tick_at
         ):
-            self._next_tick_at = deadline_at
+            self.next_tick_at = deadline_at
 
     def _take(self, now: float) -> list[ReceiverEffect]:
         credited: dict[TransferKey, Receiver] = {}

@@ -10,6 +10,8 @@ Pure: it knows no buffer, no block table and no socket; ``now`` is an argument.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from shared.errors import (
     LocalProtocolError,
     MeshError,
@@ -25,7 +27,7 @@ from shared.transfer.effects import (
     SenderTiming,
     SendMessage,
 )
-from shared.transfer.machine import SenderEvent, SenderState, sender_machine
+from shared.transfer.machine import SENDER_TABLE, Machine, SenderEvent, SenderState
 from shared.transfer.messages import (
     Abort,
     Ack,
@@ -42,17 +44,15 @@ from shared.transfer.messages import (
 from shared.transfer.plan import MAX_FRAMES, Frame, FrameRule, PushMode, plan_frames
 
 
+@dataclass(slots=True, eq=False)
 class _SpanState:
     """A planned span. num_ready: layers whose frames may go."""
 
-    __slots__ = ("is_computed", "mode", "num_ready", "start", "stop")
-
-    def __init__(self, start: int, stop: int, mode: PushMode) -> None:
-        self.start = start
-        self.stop = stop
-        self.mode = mode
-        self.num_ready = 0
-        self.is_computed = False
+    start: int
+    stop: int
+    mode: PushMode
+    num_ready: int = 0
+    is_computed: bool = False
 
 
 class Sender:
@@ -80,7 +80,7 @@ class Sender:
         self._num_tokens = num_tokens
         self._timing = timing
         self._effects = effects
-        self._machine = sender_machine()
+        self._machine = Machine(SENDER_TABLE, SenderState.NEW)
         self._spans: list[_SpanState] = []
         self._frames: list[Frame] = []
         self._span_of_frame: list[_SpanState] = []
@@ -92,7 +92,8 @@ class Sender:
         self._commit_token: int | None = None
         self._error: MeshError | None = None
         self._is_needed = True
-        self._is_ended = False
+        self.is_ended = False
+        """Whether the caller has been told the end; sends may still settle."""
         self._progress_at = 0.0
 
     # --- what others may ask ---
@@ -118,11 +119,6 @@ class Sender:
         return self._machine.is_over
 
     @property
-    def is_ended(self) -> bool:
-        """Whether the caller has been told the end; sends may still settle."""
-        return self._is_ended
-
-    @property
     def num_frames(self) -> int:
         """Frames known so far; all of them once the transfer is committed."""
         return len(self._frames)
@@ -140,12 +136,8 @@ class Sender:
     @property
     def can_send(self) -> bool:
         """Whether the next frame waits for nothing but a staging slot."""
-        if self.state not in (SenderState.PUSHING, SenderState.COMMITTING):
-            return False
-        if self._next_frame >= min(self._credit, len(self._frames)):
-            return False
-        frame = self._frames[self._next_frame]
-        return self._span_of_frame[self._next_frame].num_ready >= frame.last_layer
+        is_pushing = self.state in (SenderState.PUSHING, SenderState.COMMITTING)
+        return is_pushing and self._next_frame < self._credit and self._is_written
 
     @property
     def deadline_at(self) -> float | None:
@@ -158,7 +150,7 @@ class Sender:
                     self._in_flight
                     or self._acked < self._next_frame
                     or self.state is SenderState.COMMITTING
-                    or self._is_starved
+                    or (self._is_written and self._next_frame >= self._credit)
                 )
                 return self._progress_at + self._timing.stall_s if is_owed else None
             case SenderState.FINISHING | SenderState.ABORTING:
@@ -172,13 +164,12 @@ class Sender:
         return len(self._peer_slots)
 
     @property
-    def _is_starved(self) -> bool:
-        """Whether a frame is ready and the sink gives no credit for it."""
+    def _is_written(self) -> bool:
+        """Whether there is a next frame, and its layers are written."""
         idx = self._next_frame
-        return (
-            self._credit <= idx < len(self._frames)
-            and self._span_of_frame[idx].num_ready >= self._frames[idx].last_layer
-        )
+        if idx >= len(self._frames):
+            return False
+        return self._span_of_frame[idx].num_ready >= self._frames[idx].last_layer
 
     # --- events of the step loop ---
 
@@ -207,8 +198,7 @@ class Sender:
         span = _SpanState(start, stop, mode)
         self._spans.append(span)
         if is_cached:
-            span.is_computed = True
-            span.num_ready = self._rule.layout.num_layers
+            self._computed(span)
         if self.state is SenderState.PUSHING:
             self._announce(span)
 
@@ -223,8 +213,7 @@ class Sender:
         """The newest span's step is over: all its layers are written."""
         self._machine.step(SenderEvent.LAYERS_READY)
         if self._spans:
-            self._spans[-1].is_computed = True
-            self._spans[-1].num_ready = self._rule.layout.num_layers
+            self._computed(self._spans[-1])
 
     def commit(self, first_token: int, now: float) -> None:
         """Every span is planned and computed, and the next token is sampled.
@@ -269,15 +258,13 @@ class Sender:
             if grant != self._grant:
                 raise RemoteProtocolError("the peer granted one transfer twice, differently")
             return
+        self._grant = grant
         if withdrawn:
-            self._grant = grant
             self._say_abort(self._error)
             return
         if grant.skip_tokens > self._num_tokens:
             # The table has moved to PUSHING: the transfer is aborted from there, under its id.
-            self._grant = grant
             raise RemoteProtocolError("the peer says it has more tokens than there are")
-        self._grant = grant
         self._progress_at = now
         for span in self._spans:
             self._announce(span)
@@ -311,7 +298,7 @@ class Sender:
         if ack.frames > self._acked:
             self._acked = ack.frames
             self._made_progress(now)
-        if self.state is SenderState.FINISHING and not self._is_ended:
+        if self.state is SenderState.FINISHING and not self.is_ended:
             self._progress_at = now
             self._end()
             self._drain()
@@ -390,6 +377,10 @@ class Sender:
 
     # --- inside ---
 
+    def _computed(self, span: _SpanState) -> None:
+        span.is_computed = True
+        span.num_ready = self._rule.layout.num_layers
+
     def _announce(self, span: _SpanState) -> None:
         grant = self._grant
         assert grant is not None
@@ -437,6 +428,6 @@ class Sender:
             self._end()
 
     def _end(self) -> None:
-        if not self._is_ended:
-            self._is_ended = True
+        if not self.is_ended:
+            self.is_ended = True
             self._effects.append(EndTransfer(self.key, self._error, self._is_needed))

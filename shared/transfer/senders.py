@@ -63,7 +63,8 @@ class Senders:
         self._queue: OrderedDict[TransferKey, Sender] = OrderedDict()
         self._effects: list[SenderEffect] = []
         self._num_late = 0
-        self._next_tick_at: float | None = None
+        self.next_tick_at: float | None = None
+        """No deadline passes before this; None = there is none. May be earlier than needed."""
 
     # --- links ---
 
@@ -180,16 +181,11 @@ class Senders:
 
     def tick(self, now: float) -> list[SenderEffect]:
         """Look at the clock; needed at ``next_tick_at``, harmless at any time."""
-        self._next_tick_at = None
+        self.next_tick_at = None
         for sender in list(self._senders.values()):
             sender.tick(now)
             self._settle(sender)
         return self._take(now)
-
-    @property
-    def next_tick_at(self) -> float | None:
-        """No deadline passes before this; None = there is none. May be earlier than needed."""
-        return self._next_tick_at
 
     # --- looking ---
 
@@ -265,9 +261,9 @@ class Senders:
             self._queue[sender.key] = sender
         deadline_at = sender.deadline_at
         if deadline_at is not None and (
-            self._next_tick_at is None or deadline_at < self._next_tick_at
+            self.next_tick_at is None or deadline_at < self.next_tick_at
         ):
-            self._next_tick_at = deadline_at
+            self.next_tick_at = deadline_at
 
     def _may_have_slot(self, sender: Sender) -> bool:
         return not sender.is_prefix or self._num_prefix_slots < self._most_prefix_slots

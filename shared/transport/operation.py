@@ -18,47 +18,28 @@ class PendingOperation:
     """The loop's side of a send or receive. Made, settled and awaited on one loop; never on another
     thread."""
 
-    __slots__ = ("_outcome", "_waiters", "error")
+    __slots__ = ("_is_settled", "error", "outcome")
 
     def __init__(self) -> None:
-        self._outcome: Outcome | None = None
-        self._waiters: list[asyncio.Future[Outcome]] | None = None
+        self.outcome: Outcome | None = None
         self.error = ""
-
-    @property
-    def outcome(self) -> Outcome | None:
-        return self._outcome
+        self._is_settled = asyncio.Event()
 
     async def settled(self) -> Outcome:
         """Wait until settled; returns at once, without a turn of the loop, if it already is."""
-        if self._outcome is not None:
-            return self._outcome
-        waiter: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        if self._waiters is None:
-            self._waiters = [waiter]
-        else:
-            self._waiters.append(waiter)
-        try:
-            return await waiter
-        finally:
-            if self._outcome is None and self._waiters is not None:
-                self._waiters.remove(waiter)  # our wait was cancelled; the operation goes on
+        await self._is_settled.wait()
+        assert self.outcome is not None
+        return self.outcome
 
     def settle(self, outcome: Outcome, error: str = "") -> None:
         """Give the buffer back, or keep it for ever. Only the transport calls this, on the loop,
         once."""
-        if self._outcome is not None:
-            return
-        self._outcome = outcome
-        self.error = error
-        if self._waiters is not None:
-            for waiter in self._waiters:
-                if not waiter.done():
-                    waiter.set_result(outcome)
-            self._waiters = None
+        if self.outcome is None:
+            self.outcome, self.error = outcome, error
+            self._is_settled.set()
 
     def __repr__(self) -> str:
-        state = self._outcome.value if self._outcome is not None else "in flight"
+        state = self.outcome.value if self.outcome is not None else "in flight"
         return f"<{type(self).__name__} {state}{': ' + self.error if self.error else ''}>"
 
 

@@ -103,7 +103,8 @@ class TagApi:
     """Tag messages of one worker. One thread only, and all buffers must outlive their requests."""
 
     def __init__(self, worker_handle: int, on_complete: OnComplete) -> None:
-        self._lib, self._ucs, self._libc = _load()
+        self._lib = declared("libucp.so.0", _UCP)
+        self._ucs, self._libc = declared("libucs.so.0", _UCS), declared(None, _LIBC)
         self._worker = worker_handle
         self._on_complete = on_complete
         free = self._lib.ucp_request_free
@@ -239,34 +240,35 @@ class TagApi:
         return self._lib.ucs_status_string(status).decode()
 
 
-def _load() -> tuple[Any, Any, Any]:
-    lib = ctypes.PyDLL(
-        "libucp.so.0"
-    )  # already in the process: resolved by soname, not searched for
-    lib.ucp_tag_send_nbx.argtypes = (c_void_p, c_void_p, c_size_t, c_uint64, c_void_p)
-    lib.ucp_tag_send_nbx.restype = c_void_p
-    lib.ucp_tag_recv_nbx.argtypes = (c_void_p, c_void_p, c_size_t, c_uint64, c_uint64, c_void_p)
-    lib.ucp_tag_recv_nbx.restype = c_void_p
-    lib.ucp_tag_probe_nb.argtypes = (c_void_p, c_uint64, c_uint64, c_int, c_void_p)
-    lib.ucp_tag_probe_nb.restype = c_void_p
-    lib.ucp_tag_msg_recv_nbx.argtypes = (c_void_p, c_void_p, c_size_t, c_void_p, c_void_p)
-    lib.ucp_tag_msg_recv_nbx.restype = c_void_p
-    lib.ucp_request_cancel.argtypes = (c_void_p, c_void_p)
-    lib.ucp_request_cancel.restype = None
-    lib.ucp_request_free.argtypes = (c_void_p,)
-    lib.ucp_request_free.restype = None
-    lib.ucp_ep_close_nbx.argtypes = (c_void_p, c_void_p)
-    lib.ucp_ep_close_nbx.restype = c_void_p
-    lib.ucp_ep_query.argtypes = (c_void_p, c_void_p)
-    lib.ucp_ep_query.restype = c_int8
-    lib.ucs_status_string.argtypes = (c_int8,)
-    lib.ucs_status_string.restype = c_char_p
-    lib.ucp_ep_print_info.argtypes = lib.ucp_worker_print_info.argtypes = (c_void_p, c_void_p)
-    lib.ucp_ep_print_info.restype = lib.ucp_worker_print_info.restype = None
-    ucs = ctypes.PyDLL("libucs.so.0")
-    ucs.ucs_global_opts_get_value.argtypes = (c_char_p, c_char_p, c_size_t)
-    ucs.ucs_global_opts_set_value.argtypes = (c_char_p, c_char_p)
-    libc = ctypes.PyDLL(None)
-    libc.open_memstream.argtypes, libc.open_memstream.restype = (c_void_p, c_void_p), c_void_p
-    libc.fclose.argtypes = libc.free.argtypes = (c_void_p,)
-    return lib, ucs, libc
+def declared(library: str | None, functions: tuple[tuple[str, Any, tuple[Any, ...]], ...]) -> Any:
+    """Return a library, whose calls keep the GIL, with what these functions return and take. It is
+    in the process already: resolved by soname, not searched for."""
+    found = ctypes.PyDLL(library)
+    for name, returns, takes in functions:
+        function = getattr(found, name)
+        function.restype, function.argtypes = returns, takes
+    return found
+
+
+_UCP = (
+    ("ucp_tag_send_nbx", c_void_p, (c_void_p, c_void_p, c_size_t, c_uint64, c_void_p)),
+    ("ucp_tag_recv_nbx", c_void_p, (c_void_p, c_void_p, c_size_t, c_uint64, c_uint64, c_void_p)),
+    ("ucp_tag_probe_nb", c_void_p, (c_void_p, c_uint64, c_uint64, c_int, c_void_p)),
+    ("ucp_tag_msg_recv_nbx", c_void_p, (c_void_p, c_void_p, c_size_t, c_void_p, c_void_p)),
+    ("ucp_request_cancel", None, (c_void_p, c_void_p)),
+    ("ucp_request_free", None, (c_void_p,)),
+    ("ucp_ep_close_nbx", c_void_p, (c_void_p, c_void_p)),
+    ("ucp_ep_query", c_int8, (c_void_p, c_void_p)),
+    ("ucs_status_string", c_char_p, (c_int8,)),
+    ("ucp_ep_print_info", None, (c_void_p, c_void_p)),
+    ("ucp_worker_print_info", None, (c_void_p, c_void_p)),
+)
+_UCS = (
+    ("ucs_global_opts_get_value", c_int, (c_char_p, c_char_p, c_size_t)),
+    ("ucs_global_opts_set_value", c_int, (c_char_p, c_char_p)),
+)
+_LIBC = (
+    ("open_memstream", c_void_p, (c_void_p, c_void_p)),
+    ("fclose", c_int, (c_void_p,)),
+    ("free", None, (c_void_p,)),
+)

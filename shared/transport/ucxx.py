@@ -103,12 +103,8 @@ class UcxEndpoint(PumpEndpoint):
         super().__init__()
         self._pump = pump
         self._on_lost = on_lost
-        self._is_alive = True
+        self.alive = True
         self._closed: asyncio.Future[None] | None = None
-
-    @property
-    def alive(self) -> bool:
-        return self._is_alive
 
     def send(self, buffer: Buffer, num_bytes: int, tag: int) -> UcxOperation:
         """Order a send; on an endpoint that is closed or lost the operation settles as FAILED.
@@ -135,7 +131,7 @@ class UcxEndpoint(PumpEndpoint):
         An operation that UCX does not settle within a second after the abort is ABANDONED: what it
         pinned is kept to the end of the process.
         """
-        self._is_alive = False
+        self.alive = False
         if self._closed is None:
             self._closed = self._pump.loop.create_future()
             self._pump.order(self._pump.close_endpoint, (self, self._closed))
@@ -143,8 +139,8 @@ class UcxEndpoint(PumpEndpoint):
 
     def report_lost(self, _unused: object, _also_unused: object) -> None:
         """Tell the owner, on the loop, unless it closed the endpoint itself meanwhile."""
-        if self._is_alive:
-            self._is_alive = False
+        if self.alive:
+            self.alive = False
             self._on_lost()
 
 
@@ -153,12 +149,8 @@ class UcxTransport:
 
     def __init__(self, pump: Pump, address: bytes) -> None:
         self._pump = pump
-        self._address = address
+        self.address = address
         self._closed: asyncio.Future[None] | None = None
-
-    @property
-    def address(self) -> bytes:
-        return self._address
 
     @property
     def num_endpoints(self) -> int:

@@ -24,6 +24,7 @@ from typing import Any
 from shared.errors import TransferFailed
 from shared.transport.address import seal, unseal
 from shared.transport.base import Buffer, Window
+from shared.transport.ucp import declared
 
 _MAGIC = b"UCXW"
 _PLACE = struct.Struct("<QQ")  # address and length, in the owner's process; UCX's key follows
@@ -63,7 +64,7 @@ class WindowApi:
     """Windows of one UCX context: our own, and those of peers that we have mapped."""
 
     def __init__(self, context_handle: int, on_release: OnRelease) -> None:
-        self._lib = _load()
+        self._lib = declared("libucp.so.0", _UCP)
         self._context = context_handle
         self._on_release = on_release
         self.num_live = 0
@@ -78,16 +79,15 @@ class WindowApi:
         if self._lib.ucp_mem_map(self._context, byref(wanted), byref(handle)) or not handle.value:
             return None
         attr, packed, size = _MemoryAttr(field_mask=_ATTR_ADDRESS), c_void_p(), c_size_t()
-        if self._lib.ucp_mem_query(handle, byref(attr)) or self._lib.ucp_rkey_pack(
-            self._context, handle, byref(packed), byref(size)
+        if (
+            self._lib.ucp_mem_query(handle, byref(attr))
+            or not _is_segment(attr.address, num_bytes)
+            or self._lib.ucp_rkey_pack(self._context, handle, byref(packed), byref(size))
         ):
             self._lib.ucp_mem_unmap(self._context, handle)
             return None
         key = ctypes.string_at(packed.value or 0, size.value)
         self._lib.ucp_rkey_buffer_release(packed)
-        if not _is_segment(attr.address, num_bytes):
-            self._lib.ucp_mem_unmap(self._context, handle)
-            return None
         memory = self._memory_at(attr.address, num_bytes, self._free, handle.value)
         return Window(memory, seal(_MAGIC, _PLACE.pack(attr.address, num_bytes) + key))
 
@@ -145,22 +145,13 @@ def _is_segment(pointer: int, num_bytes: int) -> bool:
     return False
 
 
-def _load() -> Any:
-    lib = ctypes.PyDLL("libucp.so.0")  # already in the process: resolved by soname
-    lib.ucp_mem_map.argtypes = (c_void_p, c_void_p, c_void_p)
-    lib.ucp_mem_map.restype = c_int8
-    lib.ucp_mem_query.argtypes = (c_void_p, c_void_p)
-    lib.ucp_mem_query.restype = c_int8
-    lib.ucp_mem_unmap.argtypes = (c_void_p, c_void_p)
-    lib.ucp_mem_unmap.restype = c_int8
-    lib.ucp_rkey_pack.argtypes = (c_void_p, c_void_p, c_void_p, c_void_p)
-    lib.ucp_rkey_pack.restype = c_int8
-    lib.ucp_rkey_buffer_release.argtypes = (c_void_p,)
-    lib.ucp_rkey_buffer_release.restype = None
-    lib.ucp_ep_rkey_unpack.argtypes = (c_void_p, c_char_p, c_void_p)
-    lib.ucp_ep_rkey_unpack.restype = c_int8
-    lib.ucp_rkey_ptr.argtypes = (c_void_p, c_uint64, c_void_p)
-    lib.ucp_rkey_ptr.restype = c_int8
-    lib.ucp_rkey_destroy.argtypes = (c_void_p,)
-    lib.ucp_rkey_destroy.restype = None
-    return lib
+_UCP = (
+    ("ucp_mem_map", c_int8, (c_void_p, c_void_p, c_void_p)),
+    ("ucp_mem_query", c_int8, (c_void_p, c_void_p)),
+    ("ucp_mem_unmap", c_int8, (c_void_p, c_void_p)),
+    ("ucp_rkey_pack", c_int8, (c_void_p, c_void_p, c_void_p, c_void_p)),
+    ("ucp_rkey_buffer_release", None, (c_void_p,)),
+    ("ucp_ep_rkey_unpack", c_int8, (c_void_p, c_char_p, c_void_p)),
+    ("ucp_rkey_ptr", c_int8, (c_void_p, c_uint64, c_void_p)),
+    ("ucp_rkey_destroy", None, (c_void_p,)),
+)

@@ -17,7 +17,6 @@ from shared.errors import MeshError, RemoteProtocolError
 from shared.home import Role
 from shared.ids import Incarnation, StreamId
 from shared.messages import codec
-from shared.messages.codec import Order
 from shared.messages.message_codec import MAX_MESSAGE_BYTES
 from shared.rpc.first_token import first_token_to_wire, require_sendable
 from shared.rpc.gateway_session import (
@@ -27,9 +26,10 @@ from shared.rpc.gateway_session import (
 )
 from shared.rpc.methods import DECODE_SESSION, PREFILL_SESSION
 from shared.schedule.plan import NewToken, PromptTimes
+from shared.transfer.effects import HandOver
+from shared.transfer.orders import Order
 from shared.worker.core.life import Task
 from shared.worker.pusher import PushStats
-from shared.worker.receiver import ReceiveStats
 from shared.worker.request import Request
 from shared.worker.requests import Requests
 
@@ -148,13 +148,13 @@ class SessionRequests:
         granted = wire.Granted(stream_id=stream_id, cached_tokens=cached_tokens, wait_s=wait_s)
         self._session.send(wire.DecodeEvent(granted=granted))
 
-    def joined(self, stream_id: StreamId, stats: ReceiveStats, lane: str) -> None:
+    def joined(self, stream_id: StreamId, receive: HandOver, lane: str) -> None:
         """See ``AskingGateway``."""
         joined = wire.Joined(
             stream_id=stream_id,
-            bytes_received=stats.num_bytes,
-            num_frames=stats.num_frames,
-            receive_s=stats.receive_s,
+            bytes_received=receive.num_bytes,
+            num_frames=receive.num_frames,
+            receive_s=receive.receive_s,
             lane=lane,
         )
         self._session.send(wire.DecodeEvent(joined=joined))

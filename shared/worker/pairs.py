@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import structlog
 
@@ -36,6 +35,7 @@ from shared.rpc.service import ServerStream, Servicer, bind
 from shared.rpc.stream import open_stream
 from shared.runtime.effect_loop import EffectLoop
 from shared.runtime.loops import loop_time
+from shared.telemetry.worker import PairSpeed
 from shared.transfer.messages import Abort, Commit, LinkId, Open, Span
 from shared.transfer.plan import DEFAULT_MAX_FRAME_BYTES
 from shared.transport.base import Endpoint, Transport
@@ -47,17 +47,6 @@ from shared.worker.link import LinkSink, LinkSource, PairLink
 _log = structlog.get_logger(__name__)
 
 MAX_WARM = 32
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairStatistics:
-    """One way out of this worker. gbytes_per_s: 1e9 bytes a second, from the canary, then from
-    pushes."""
-
-    incarnation: Incarnation
-    name: str
-    lane: str
-    gbytes_per_s: float
 
 
 class PairTable:
@@ -155,15 +144,10 @@ class PairTable:
         """Why no pair may be used although there was a partner; '' otherwise."""
         return "" if self._links else self._refusal
 
-    def statistics(self) -> list[PairStatistics]:
+    def statistics(self) -> list[PairSpeed]:
         """One record for each way out, ordered by name."""
         return [
-            PairStatistics(
-                incarnation=link.peer,
-                name=link.name,
-                lane=link.lane_out,
-                gbytes_per_s=link.bytes_per_s / 1e9,
-            )
+            PairSpeed(decode=link.name, lane=link.lane_out, bytes_per_s=link.bytes_per_s)
             for link in sorted(self._links.values(), key=lambda link: link.name)
             if link.goes_out
         ]

@@ -14,15 +14,16 @@ import structlog
 from shared.errors import MeshError
 from shared.ids import RandomBytes, StreamId
 from shared.kv.pool import BlockPool, BlockTable
-from shared.messages.codec import Order
 from shared.runtime.loops import loop_time
 from shared.schedule.plan import NewToken, PromptTimes
 from shared.schedule.scheduler import Scheduler
+from shared.transfer.effects import HandOver
 from shared.transfer.messages import Pull
+from shared.transfer.orders import Order
 from shared.worker.core.prefixes import ComingPrefixes, PrefixFetch
 from shared.worker.link import PairLink
 from shared.worker.pusher import Pusher, PushHandle, PushStats
-from shared.worker.receiver import KvReceiver, ReceiveStats
+from shared.worker.receiver import KvReceiver
 from shared.worker.request import Request
 
 _log = structlog.get_logger(__name__)
@@ -44,9 +45,9 @@ class _Asker:
         self._cached_tokens = cached_tokens
         self._ask()
 
-    def joined(self, stream_id: StreamId, stats: ReceiveStats, lane: str) -> None:
+    def joined(self, stream_id: StreamId, receive: HandOver, lane: str) -> None:
         """See ``AskingGateway``."""
-        self._on_end(max(0, stats.num_tokens - self._cached_tokens), stats.num_bytes)
+        self._on_end(max(0, receive.num_tokens - self._cached_tokens), receive.num_bytes)
 
     def failed(self, stream_id: StreamId, error: MeshError) -> None:
         """See ``AskingGateway``: the prompt is computed."""

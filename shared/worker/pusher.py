@@ -75,11 +75,6 @@ class PushStats:
     mode: str = "none"
 
     @property
-    def gbytes_per_s(self) -> float:
-        """1e9 bytes per second over ``transfer_s``; 0 if nothing was sent."""
-        return self.num_bytes / self.transfer_s / 1e9 if self.transfer_s > 0 else 0.0
-
-    @property
     def overlap(self) -> float:
         """Share of ``transfer_s`` that the step hid, 0 to 1."""
         return max(0.0, 1.0 - self.exposed_s / self.transfer_s) if self.transfer_s > 0 else 0.0

@@ -76,17 +76,6 @@ class NoTermsYet(Enum):
     NO_ROOM = "no room"  # the open waits as long as its reservation does
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReceiveStats:
-    """One finished receive. receive_s: first frame announced until last frame placed. num_tokens:
-    as ``HandOver``."""
-
-    num_bytes: int
-    num_frames: int
-    receive_s: float
-    num_tokens: int = 0
-
-
 class LeaseBook(Protocol):
     """What the receiver asks of the lease side. All calls come on the loop and return at once.
 
@@ -108,7 +97,7 @@ class LeaseBook(Protocol):
         The others were reported by ``failed``."""
         ...
 
-    def placed(self, key: TransferKey, first_token: int, stats: ReceiveStats) -> None:
+    def placed(self, receive: HandOver) -> None:
         """All KV is verified and in the blocks: the sequence may join the batch. The blocks are
         the lease's again."""
         ...
@@ -274,13 +263,7 @@ class KvReceiver:
                     self._attach(key, source)
             case HandOver(key=key):
                 del self._block_tables[key]
-                stats = ReceiveStats(
-                    num_bytes=effect.num_bytes,
-                    num_frames=effect.num_frames,
-                    receive_s=effect.receive_s,
-                    num_tokens=effect.num_tokens,
-                )
-                self._leases.placed(key, effect.first_token, stats)
+                self._leases.placed(effect)
             case ReportFailure(key=key, error=error):
                 self._leases.failed(key, error)
             case QuarantineLease(key=key):

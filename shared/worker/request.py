@@ -10,16 +10,16 @@ from typing import NamedTuple, Protocol
 
 from shared.errors import MeshError
 from shared.ids import StreamId
-from shared.messages.codec import Order
 from shared.schedule.plan import NewToken, PromptTimes
 from shared.schedule.sequence import Sequence as TokenSequence
 from shared.telemetry.moments import Moment, note
 from shared.telemetry.tracing import Phases, TraceSpan, Value
+from shared.transfer.effects import HandOver
+from shared.transfer.orders import Order
 from shared.worker.core.lease import Lease
 from shared.worker.core.life import Life, Task
 from shared.worker.core.prefixes import Fetched, PrefixFetch
 from shared.worker.pusher import PushHandle, PushStats
-from shared.worker.receiver import ReceiveStats
 
 _NOTHING = Fetched()
 
@@ -43,7 +43,7 @@ class AskingGateway(Protocol):
         """Room is promised."""
         ...
 
-    def joined(self, stream_id: StreamId, stats: ReceiveStats, lane: str) -> None:
+    def joined(self, stream_id: StreamId, receive: HandOver, lane: str) -> None:
         """All KV is placed: tokens of an answer follow from the next step on. lane: what carried
         it."""
         ...

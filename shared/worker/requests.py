@@ -19,7 +19,6 @@ from shared.errors import DeadlinePassed, LeaseLost, MeshError, RemoteProtocolEr
 from shared.failpoints import failpoint
 from shared.ids import StreamId
 from shared.kv.pool import BlockPool
-from shared.messages.codec import Order
 from shared.model_spec import ModelSpec
 from shared.request import FinishReason
 from shared.runtime.groups import TaskGroup, plain_errors
@@ -32,6 +31,7 @@ from shared.telemetry.moments import Moment, note
 from shared.telemetry.tracing import CANCELLED, NO_TRACER, Phases, Tracer
 from shared.telemetry.worker import DecodeMetrics, PrefillMetrics
 from shared.transfer.messages import TransferKey
+from shared.transfer.orders import Order
 from shared.worker.core.leases import Leases
 from shared.worker.core.life import (
     AbortPush,

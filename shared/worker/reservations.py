@@ -17,7 +17,7 @@ from shared.runtime.loops import loop_time
 from shared.schedule.sequence import Sequence as TokenSequence
 from shared.telemetry.moments import Moment, note
 from shared.telemetry.worker import DecodeMetrics
-from shared.transfer.effects import MAX_RESERVE_WAIT_S
+from shared.transfer.effects import MAX_RESERVE_WAIT_S, HandOver
 from shared.transfer.messages import TransferKey
 from shared.worker.core.lease import (
     AbortReceive,
@@ -30,7 +30,7 @@ from shared.worker.core.lease import (
 from shared.worker.core.lease import Effect as LeaseEffect
 from shared.worker.core.leases import Leases
 from shared.worker.core.life import LifeEvent, LifeState, Task
-from shared.worker.receiver import KvReceiver, LeaseTerms, NoTermsYet, ReceiveStats
+from shared.worker.receiver import KvReceiver, LeaseTerms, NoTermsYet
 from shared.worker.request import Request
 
 
@@ -57,7 +57,7 @@ class Reservations:
         self._answers = answers
         self._vocab_size = vocab_size
         self._metrics = metrics
-        self._decide = handle
+        self._handle = handle
         self._joined = joined
         self._on_change = on_change
         self._timer: asyncio.TimerHandle | None = None
@@ -86,15 +86,12 @@ class Reservations:
         lease = _lease_of(request)
         self._perform_leases(self._leases.cancel(lease, error, now=loop_time()))
         if lease.state is LeaseState.RELEASED:
-            self._handle(request, LifeEvent.SETTLED)
+            self._handle(request, LifeEvent.SETTLED, None)
 
     def close(self) -> None:
         """Stop the clock."""
         if self._timer is not None:
             self._timer.cancel()
-
-    def _handle(self, request: Request, event: LifeEvent, error: MeshError | None = None) -> None:
-        self._decide(request, event, error)
 
     def _perform_leases(self, effects: Iterable[LeaseEffect]) -> None:
         for effect in effects:
@@ -111,14 +108,14 @@ class Reservations:
 
     def _granted(self, request: Request, lease: Lease) -> None:
         if request.task is not Task.PREFIX:
-            self._tell_granted(request, lease)
+            self._count_granted(request, lease)
         request.gateway.granted(
             request.order.stream_id, cached_tokens=lease.skip_tokens, wait_s=lease.wait_s
         )
         self._arm(lease.expires_at)
         self._lease_changed(lease)
 
-    def _tell_granted(self, request: Request, lease: Lease) -> None:
+    def _count_granted(self, request: Request, lease: Lease) -> None:
         request.phases.turn(
             "decode.receive", loop_time(), {"pdmesh.cached_tokens": lease.skip_tokens}
         )
@@ -179,21 +176,21 @@ class Reservations:
         """See ``LeaseBook``."""
         self._perform_leases(self._leases.lose_source(source, error, now=loop_time()))
 
-    def placed(self, key: TransferKey, first_token: int, stats: ReceiveStats) -> None:
+    def placed(self, receive: HandOver) -> None:
         """See ``LeaseBook``."""
-        request = self._answers[key]
+        request, first_token = self._answers[receive.key], receive.first_token
         lease = _lease_of(request)
         if lease.state is not LeaseState.OPEN:
             # Cancelled in the same instant: nothing writes the blocks any more, and nobody wants
             # them.
-            self.release(key)
+            self.release(receive.key)
             return
         if request.task is Task.PREFIX:
             assert self.receiver is not None
-            effects = self._leases.keep(lease, stats.num_tokens, now=loop_time())
+            effects = self._leases.keep(lease, receive.num_tokens, now=loop_time())
             lane = self.receiver.lane_from(lease.source)
-            request.gateway.joined(request.order.stream_id, stats, lane)
-            self._handle(request, LifeEvent.KEPT)
+            request.gateway.joined(request.order.stream_id, receive, lane)
+            self._handle(request, LifeEvent.KEPT, None)
             self._perform_leases(effects)
             return
         if first_token >= self._vocab_size:
@@ -207,23 +204,23 @@ class Reservations:
         failpoint("decode.before_join")
         self._joined(request, self._leases.join(lease, first_token))
         # What follows must not hold the step up: the stepper has its turn of the loop before it.
-        asyncio.get_running_loop().call_soon(self._tell_joined, request, lease, stats)
+        asyncio.get_running_loop().call_soon(self._tell_joined, request, lease, receive)
 
-    def _tell_joined(self, request: Request, lease: Lease, stats: ReceiveStats) -> None:
+    def _tell_joined(self, request: Request, lease: Lease, receive: HandOver) -> None:
         if request.life.state is LifeState.CLOSED:
             return  # cancelled in the same instant: its last word is said
         assert self.receiver is not None
         lane = self.receiver.lane_from(lease.source)
-        if stats.num_bytes:
-            self._metrics.transfer_bytes.labels(lane).inc(stats.num_bytes)
-            self._metrics.transfer_seconds.labels(lane).observe(stats.receive_s)
+        if receive.num_bytes:
+            self._metrics.transfer_bytes.labels(lane).inc(receive.num_bytes)
+            self._metrics.transfer_seconds.labels(lane).observe(receive.receive_s)
         request.phases.turn(
             "decode.steps",
             loop_time(),
-            {"pdmesh.bytes": stats.num_bytes, "pdmesh.receive_s": stats.receive_s},
+            {"pdmesh.bytes": receive.num_bytes, "pdmesh.receive_s": receive.receive_s},
         )
-        request.gateway.joined(request.order.stream_id, stats, lane)
-        note(Moment.JOINED, request.order.key.request_id, num_frames=stats.num_frames)
+        request.gateway.joined(request.order.stream_id, receive, lane)
+        note(Moment.JOINED, request.order.key.request_id, num_frames=receive.num_frames)
         self._on_change()
 
     def failed(self, key: TransferKey, error: MeshError) -> None:
@@ -241,7 +238,7 @@ class Reservations:
         """See ``LeaseBook``."""
         request = self._answers[key]
         effects = self._leases.settled(_lease_of(request), now=loop_time())
-        self._handle(request, LifeEvent.SETTLED)
+        self._handle(request, LifeEvent.SETTLED, None)
         self._perform_leases(effects)
 
 

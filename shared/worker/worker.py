@@ -30,7 +30,6 @@ from shared.telemetry.trace_export import tracing
 from shared.telemetry.tracing import Tracer
 from shared.telemetry.worker import (
     DecodeMetrics,
-    PairSpeed,
     PrefillMetrics,
     WorkerHoldings,
     WorkerMetrics,
@@ -167,7 +166,7 @@ class MeshWorker:
             self._open_shells(profile, compute, transport, tracer)
             metrics = self._home_metrics
             metrics.holdings = lambda: self._holdings(transport)
-            self.prompt_metrics.pairs = self._pair_speeds
+            self.prompt_metrics.pairs = self.pairs.statistics
             with contextlib.ExitStack() as stack:
                 loops = [self.stepper.run, self.requests.run, self.pairs.run]
                 servicers = [door.sessions.servicer for door in self.doors]
@@ -438,9 +437,3 @@ class MeshWorker:
             free_slots=free_slots,
             tasks=len(asyncio.all_tasks()),
         )
-
-    def _pair_speeds(self) -> list[PairSpeed]:
-        return [
-            PairSpeed(decode=pair.name, lane=pair.lane, bytes_per_s=pair.gbytes_per_s * 1e9)
-            for pair in self.pairs.statistics()
-        ]

@@ -17,8 +17,6 @@ from shared.transfer.machine import (
     ReceiverState,
     SenderEvent,
     SenderState,
-    receiver_machine,
-    sender_machine,
 )
 
 ENDS: list[Any] = [
@@ -89,11 +87,3 @@ def test_memory_in_use_can_only_end_drained():
         leaving = {e for e, to in row.items() if to is ReceiverState.FREED}
         settling = state in (ReceiverState.ABORTING, ReceiverState.QUARANTINED)
         assert leaving == ({ReceiverEvent.DRAINED} if settling else set())
-
-
-def test_machines_start_where_a_transfer_starts():
-    """The sender is new, the receiver granted; neither is over."""
-    assert sender_machine().state is SenderState.NEW
-    assert receiver_machine().state is ReceiverState.RESERVED
-    assert not sender_machine().is_over
-    assert Machine(SENDER_TABLE, SenderState.LOST).is_over

@@ -14,16 +14,17 @@ from collections.abc import Callable, Sequence
 from shared.errors import MeshError
 from shared.ids import Incarnation, StreamId
 from shared.kv.pool import BlockPool
-from shared.messages.codec import Order
 from shared.request import FinishReason, SamplingParams, WorkItem
 from shared.schedule.plan import NewToken
 from shared.schedule.sequence import Sequence as TokenSequence
 from shared.telemetry.worker import DecodeMetrics, PrefillMetrics
+from shared.transfer.effects import HandOver
 from shared.transfer.messages import TransferKey
+from shared.transfer.orders import Order
 from shared.worker.core.lease import LeasePolicy, LeaseState
 from shared.worker.core.leases import Leases
 from shared.worker.core.life import Task
-from shared.worker.receiver import KvReceiver, LeaseTerms, NoTermsYet, ReceiveStats
+from shared.worker.receiver import KvReceiver, LeaseTerms, NoTermsYet
 from shared.worker.request import Request
 from shared.worker.requests import Requests
 from shared.worker.reservations import Reservations
@@ -71,8 +72,8 @@ class WatchedBook:
     def source_lost(self, source: Incarnation, error: MeshError) -> None:
         self._book.source_lost(source, error)
 
-    def placed(self, key: TransferKey, first_token: int, stats: ReceiveStats) -> None:
-        self._book.placed(key, first_token, stats)
+    def placed(self, receive: HandOver) -> None:
+        self._book.placed(receive)
 
     def failed(self, key: TransferKey, error: MeshError) -> None:
         self._book.failed(key, error)
@@ -166,7 +167,7 @@ class LedgerEnd:
     def granted(self, stream_id: StreamId, *, cached_tokens: int, wait_s: float) -> None:
         """See ``AskingGateway``; so are the next four."""
 
-    def joined(self, stream_id: StreamId, stats: ReceiveStats, lane: str) -> None:
+    def joined(self, stream_id: StreamId, receive: HandOver, lane: str) -> None:
         self.num_placed += 1
 
     def step_tokens(self, tokens: Sequence[tuple[StreamId, NewToken]]) -> None:

@@ -20,11 +20,12 @@ from shared.address import Address
 from shared.errors import MeshError, TransferFailed
 from shared.ids import Incarnation, LeaseToken, MeshPeer, RequestId
 from shared.profile.machine import UNMEASURED, MachineProfile
+from shared.transfer.effects import HandOver
 from shared.transfer.messages import TransferKey
 from shared.transport.base import Transport
 from shared.worker.pairs import PairTable
 from shared.worker.pusher import Pusher, PushHandle
-from shared.worker.receiver import KvReceiver, LeaseTerms, NoTermsYet, ReceiveStats
+from shared.worker.receiver import KvReceiver, LeaseTerms, NoTermsYet
 from tests.support.memory_network import MemoryFabric, MemoryNetwork
 from tests.support.stamped_kv import Blocks, StampedKv
 from tests.support.virtual_loop import run_virtual
@@ -150,11 +151,12 @@ class DecodeEnd:
             self._note("lost", key)
             self.cancel(key)
 
-    def placed(self, key: TransferKey, first_token: int, stats: ReceiveStats) -> None:
+    def placed(self, receive: HandOver) -> None:
+        key = receive.key
         lease = self.leases[key]
         assert lease.state == "attached"
         assert lease.blocks is not None
-        assert first_token == request_of(key) % 1000
+        assert receive.first_token == request_of(key) % 1000
         lease.state = "placed"
         self.num_placed += 1
         self._note("placed", key)

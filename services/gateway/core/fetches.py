@@ -50,14 +50,6 @@ class Fetch(NamedTuple):
     seconds: float
 
 
-class FetchOrder(NamedTuple):
-    """What a prompt's worker is to fetch first, and how long that is worth waiting for."""
-
-    worker: Incarnation
-    num_tokens: int
-    wait_s: float
-
-
 LEAST_FETCH_S = 0.1
 """What every fetch may take: predictions of short ones are not worth much."""
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from services.gateway.core.conductor import Conductor, LeastLoaded, Local
 from services.gateway.core.expectations import Prediction
-from services.gateway.core.fetches import LEAST_FETCH_S, Fetch, FetchOrder
+from services.gateway.core.fetches import LEAST_FETCH_S, Fetch
 from services.gateway.core.peer_table import PeerTable
 from services.gateway.core.pools import Splitwise, pool_of
 from services.gateway.core.rendezvous import BoundedHash
@@ -34,6 +34,7 @@ from services.gateway.core.sides import (
 from services.gateway.core.worker import Worker, WorkerView
 from shared.ids import Incarnation
 from shared.kv.prefix_hash import UNIT
+from shared.transfer.orders import PrefixAt
 
 MAX_RECORDED = 8
 """Candidates of a side in a decision's record."""
@@ -107,7 +108,7 @@ class RouteDecision(NamedTuple):
             return None
         return Fetch(it.source, it.cached_tokens, it.fetch)
 
-    def fetch_order(self, num_tokens: int) -> FetchOrder | None:
+    def fetch_order(self, num_tokens: int) -> PrefixAt | None:
         """Return what the prompt's worker is to be told to fetch. num_tokens: of the prompt.
 
         The source has as many as is known of it, and perhaps some of the next granule. While the
@@ -117,7 +118,7 @@ class RouteDecision(NamedTuple):
         if fetch is None:
             return None
         queue_s = 0.0 if expected is None else expected.queue_s + expected.own_s
-        return FetchOrder(
+        return PrefixAt(
             fetch.source,
             min(fetch.num_tokens + UNIT, num_tokens),
             max(queue_s, 2 * fetch.seconds) + LEAST_FETCH_S,

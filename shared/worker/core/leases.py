@@ -9,6 +9,8 @@ whom comes back as effects (reliability I1, fault 18).
 
 from __future__ import annotations
 
+from collections import Counter
+
 from shared.errors import (
     InvariantViolated,
     LeaseLost,
@@ -279,25 +281,18 @@ class Leases:
 
     def statistics(self) -> LeaseStatistics:
         """Return all gauges and counters at once."""
-        num_granted = num_open = num_quarantined = num_live_blocks = num_quarantined_blocks = 0
+        num, num_blocks = Counter[LeaseState](), Counter[LeaseState]()
         for lease in self._leases.values():
-            num_blocks = len(lease.table.blocks) if lease.table is not None else 0
-            if lease.state is LeaseState.GRANTED:
-                num_granted += 1
-                num_live_blocks += num_blocks
-            elif lease.state is LeaseState.OPEN:
-                num_open += 1
-                num_live_blocks += num_blocks
-            elif lease.state is not LeaseState.WAITING:
-                num_quarantined += 1
-                num_quarantined_blocks += num_blocks
+            num[lease.state] += 1
+            num_blocks[lease.state] += len(lease.block_table)
+        quarantined = (LeaseState.ABORTING, LeaseState.QUARANTINED)
         return LeaseStatistics(
             num_waiting=len(self._waiting),
-            num_granted=num_granted,
-            num_open=num_open,
-            num_quarantined=num_quarantined,
-            num_live_blocks=num_live_blocks,
-            num_quarantined_blocks=num_quarantined_blocks,
+            num_granted=num[LeaseState.GRANTED],
+            num_open=num[LeaseState.OPEN],
+            num_quarantined=sum(num[state] for state in quarantined),
+            num_live_blocks=num_blocks[LeaseState.GRANTED] + num_blocks[LeaseState.OPEN],
+            num_quarantined_blocks=sum(num_blocks[state] for state in quarantined),
             num_reserved_blocks=self._num_reserved_blocks,
             num_freed_blocks=self._num_freed_blocks,
             num_joined_blocks=self._num_joined_blocks,

@@ -148,19 +148,10 @@ class Life:
     def __init__(self, task: Task, *, has_push: bool = False) -> None:
         self.task = task
         receives = task in (Task.ANSWER, Task.PREFIX)
-        self._state = LifeState.RECEIVING if receives else LifeState.QUEUED
-        self._outcome: LifeOutcome | None = None
-        self._has_push = has_push
-
-    @property
-    def state(self) -> LifeState:
-        """Where it stands."""
-        return self._state
-
-    @property
-    def outcome(self) -> LifeOutcome | None:
+        self.state = LifeState.RECEIVING if receives else LifeState.QUEUED
+        self.outcome: LifeOutcome | None = None
         """How it ended; None while that is open."""
-        return self._outcome
+        self._has_push = has_push
 
     def handle(self, event: LifeEvent, error: MeshError | None = None) -> list[Effect]:
         """Move by the table and return what to do, in order.
@@ -168,21 +159,21 @@ class Life:
         error: why, for FAILED and CANCELLED. Events that come too late for a decided request are
         ignored; raises LocalProtocolError: the table has no such move.
         """
-        before = self._state
+        before = self.state
         if (before, event) in IGNORED:
             return []
         move = MOVES.get((before, event))
         if move is None or (event is LifeEvent.SAMPLED and not self._has_push):
             raise LocalProtocolError(f"{event.value} is not allowed on a {before.value} request")
-        self._state = move.to
+        self.state = move.to
         effects: list[Effect] = []
         if move.outcome is not None:
-            self._outcome = move.outcome
+            self.outcome = move.outcome
             effects += self._decide(before, move, error)
             has_transfer = self._has_push or before is LifeState.RECEIVING
-            if self._state is LifeState.CLOSING and not has_transfer:
-                self._state = LifeState.CLOSED
-        if self._state is LifeState.CLOSED:
+            if self.state is LifeState.CLOSING and not has_transfer:
+                self.state = LifeState.CLOSED
+        if self.state is LifeState.CLOSED:
             effects.append(Close())
         return effects
 
@@ -204,4 +195,4 @@ class Life:
         return effects
 
     def __repr__(self) -> str:
-        return f"<Life of a {self.task.value}: {self._state.value}>"
+        return f"<Life of a {self.task.value}: {self.state.value}>"

@@ -156,7 +156,8 @@ class Pairs:
         pair.num_failed = 0
         warm = {peer for peer, it in self._pairs.items() if self._is_warm(peer, it)}
         effects: list[Effect] = []
-        for spare in [it for it in idle if it in warm and it != peer][: self._excess(len(warm))]:
+        excess = max(0, len(warm) - self._max_warm)
+        for spare in [it for it in idle if it in warm and it != peer][:excess]:
             self._pairs[spare].wanted_until = 0.0
             effects.append(LetGo(spare))
         return effects
@@ -214,6 +215,3 @@ class Pairs:
     def _is_warm(self, peer: Incarnation, pair: _Pair) -> bool:
         """Whether it is here because it was needed once: one of those that are bounded."""
         return pair.state is PairState.READY and pair.is_ours and peer not in self._standing
-
-    def _excess(self, num_warm: int) -> int:
-        return max(0, num_warm - self._max_warm)

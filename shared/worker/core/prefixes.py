@@ -17,7 +17,8 @@ from shared.kv.prefix_hash import UNIT
 from shared.request import SamplingParams, WorkItem
 from shared.schedule.scheduler import Scheduler
 from shared.schedule.sequence import Sequence
-from shared.transfer.messages import Pull, TransferKey
+from shared.transfer.messages import Pull
+from shared.transfer.orders import Order, PrefixAt
 
 _ONE_TOKEN = SamplingParams(max_tokens=1)
 """A prefix has no answer: it takes no room to grow."""
@@ -32,32 +33,6 @@ class Fetched(NamedTuple):
     num_bytes: int = 0
 
 
-class NamedSource(Protocol):
-    """Who has KV of a prompt's first tokens; worth waiting for so many seconds."""
-
-    @property
-    def worker(self) -> Incarnation: ...
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    @property
-    def wait_s(self) -> float: ...
-
-
-class PromptOrder(Protocol):
-    """What was ordered."""
-
-    @property
-    def key(self) -> TransferKey: ...
-
-    @property
-    def item(self) -> WorkItem: ...
-
-    @property
-    def prefix(self) -> NamedSource | None: ...
-
-
 class QueuedPrompt(Protocol):
     """A prompt that is queued. prefix: what it waits for; fetched: what came."""
 
@@ -66,7 +41,7 @@ class QueuedPrompt(Protocol):
     fetched: Fetched
 
     @property
-    def order(self) -> PromptOrder: ...
+    def order(self) -> Order: ...
 
 
 PromptT = TypeVar("PromptT", bound=QueuedPrompt)
@@ -155,7 +130,7 @@ class ComingPrefixes(Generic[PromptT]):
                 self._start(fetch)
 
     def _new(
-        self, prompt: PromptT, prefix: NamedSource, num_tokens: int, now: float
+        self, prompt: PromptT, prefix: PrefixAt, num_tokens: int, now: float
     ) -> PrefixFetch[PromptT]:
         order = prompt.order
         key = order.key._replace(token=new_lease_token(self._random_bytes))
