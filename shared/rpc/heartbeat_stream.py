@@ -100,6 +100,7 @@ class HeartbeatStream(Generic[Out, In]):
             # window.
             may_pass = at_once and not self._outbox and not self._is_sending
             if may_pass and self._stream.send_nowait(message):
+                self._note_sent()
                 self._on_sent()
                 return
         except MeshError as error:
@@ -108,6 +109,10 @@ class HeartbeatStream(Generic[Out, In]):
         self._queue(message)
         if len(self._outbox) > MAX_OUTBOX:
             self.close(WorkerLost(f"the {self._peer} left {MAX_OUTBOX} messages unread"))
+
+    def _note_sent(self) -> None:
+        """Whatever left is heard as a heartbeat would be."""
+        self._beat_at = self._loop.time() + self._liveness.rule.interval_s
 
     def _queue(self, message: Out) -> None:
         self._outbox.append(message)
@@ -129,9 +134,8 @@ class HeartbeatStream(Generic[Out, In]):
         on_message: called for every message, heartbeats too; a MeshError it raises ends the stream.
         Cancelling it ends the stream, too.
         """
-        now = self._loop.time()
-        self._beat_at = now + self._liveness.rule.interval_s
-        self._sleep(now)
+        self._note_sent()  # the handshake
+        self._sleep(self._loop.time())
         try:
             with plain_errors():
                 async with TaskGroup() as tasks:
@@ -162,6 +166,7 @@ class HeartbeatStream(Generic[Out, In]):
     async def _send_next(self, message: Out) -> None:
         self._is_sending = True
         await self._stream.send(message)
+        self._note_sent()
         self._is_sending = False  # one that failed ends the stream: nothing may follow it
 
     async def _read(self, on_message: Callable[[In], None]) -> None:
@@ -196,11 +201,11 @@ class HeartbeatStream(Generic[Out, In]):
             self.close(WorkerLost(words, code="silent"))
             return
         if now >= self._beat_at - TIMER_S:
-            self._beat_at = now + self._liveness.rule.interval_s
             self._beat()
         self._sleep(now)
 
     def _beat(self) -> None:
+        self._note_sent()
         if self._outbox or self._is_sending:
             return  # what waits is heard as well
         try:

@@ -688,6 +688,24 @@ async def test_a_silent_peer_ends_the_stream():
 
 
 @in_virtual_time
+async def test_no_heartbeat_is_sent_where_a_message_was():
+    """A beat comes an interval after whatever was sent last."""
+    peer = Peer()
+    peer.can_send_nowait = True
+    stream = peer.stream()
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(stream.run(lambda message: None))
+        for number in range(4):
+            await asyncio.sleep(0.15)
+            stream.send(str(number))
+        await asyncio.sleep(0.19)
+        assert peer.sent == ["0", "1", "2", "3"]
+        await asyncio.sleep(0.02)
+        assert peer.sent[4:] == ["beat"]
+        await running
+
+
+@in_virtual_time
 async def test_a_peer_that_does_not_read_ends_the_stream():
     """The outbox is bounded; nobody waits for it."""
     peer = Peer()
