@@ -28,7 +28,7 @@ from shared.config import (
     WorkerConfig,
 )
 from shared.engine.vllm.release import release
-from shared.engine.vllm.settings import read_arguments
+from shared.engine.vllm.settings import read_arguments, require_effect
 from shared.errors import InvalidRequest, MeshError
 from shared.quantity import read_quantity, unit_of
 from shared.rpc.tls import MeshTls, TlsFiles, server_context
@@ -170,10 +170,11 @@ def require_door_files(config: GatewayConfig) -> None:
 
 def require_worker_modules(config: WorkerConfig) -> None:
     """Raise CannotRun, with the command that helps, if this is an installation for gateways, and
-    InvalidRequest for --vllm-args that no worker would take."""
+    InvalidRequest for settings that no worker on vLLM would take."""
     wanted = _WORKER_MODULES if config.engine == "fake" else (*_TORCH_MODULES, *_WORKER_MODULES)
     missing = [module for module in wanted if find_spec(module) is None]
     if config.engine == "vllm":
+        require_effect(config)
         read_arguments(config.vllm_args)
         release()
     if missing:

@@ -5,6 +5,7 @@ Imports torch only for the torch engine.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -80,17 +81,26 @@ def load_engine(config: WorkerConfig, begins: Callable[[str], None] = lambda _: 
 
 def _vllm(config: WorkerConfig, folder: Path, begins: Callable[[str], None]) -> Engine:
     from shared.engine.vllm.release import prepare_environment, release, silence_start
-    from shared.engine.vllm.settings import is_eager, num_ranks, read_arguments
+    from shared.engine.vllm.settings import is_eager, num_ranks, read_arguments, require_effect
 
     installed = release()
+    require_effect(config)
     arguments = read_arguments(config.vllm_args)
     ranks = num_ranks(arguments)
-    prepare_environment(config.threads // ranks, ranks, is_eager=is_eager(arguments))
+    threads = threads_of_a_rank(config.threads, ranks)
+    prepare_environment(threads, ranks, is_eager=is_eager(arguments))
     silence_start()
     begins("importing vllm")
     from shared.engine.vllm.load import load_vllm
 
     return load_vllm(folder, config, arguments, installed, begins)
+
+
+def threads_of_a_rank(asked: int, num_ranks: int) -> int:
+    """Return CPU threads of each of vLLM's processes; 0 = OpenMP's own variable says it."""
+    if not asked and "OMP_NUM_THREADS" in os.environ:
+        return 0
+    return max(1, _num_threads(asked) // num_ranks)
 
 
 def _kernels_to_compile(config: WorkerConfig, folder: ModelFolder) -> tuple[str, str] | None:

@@ -89,7 +89,10 @@ class VllmEngine(DeviceEngine):
                 output = self._run(plan, on_layer)
                 results = self._rows.results(rows, output)
         except TimeoutError as error:
-            raise EngineFailed("a rank of this worker is silent, and with it the worker") from error
+            raise EngineFailed(
+                "a rank of this worker is silent for longer than a step may take (300 s, or "
+                "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS), and with it ends the worker"
+            ) from error
         except BaseException:
             self._rows.forget()
             raise

@@ -13,7 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import structlog
 import torch
@@ -29,7 +29,7 @@ from shared.engine.vllm import settings
 from shared.engine.vllm.engine import VllmEngine
 from shared.engine.vllm.plugins import RANKS, STEP
 from shared.engine.vllm.pools import DevicePools, HostPools, Pools
-from shared.engine.vllm.ranks import LayerEvents, map_pools
+from shared.engine.vllm.ranks import LayerEvents, map_pools, why_failed, write_logging
 from shared.engine.vllm.release import find_compiler
 from shared.engine.weights import Checkpoint
 from shared.errors import EngineFailed, MeshError, ModelError
@@ -67,8 +67,7 @@ def load_vllm(
     num_ranks = settings.num_ranks(arguments)
     device = resolve_device(config.device)
     _require_possible(config, arguments, device, num_ranks)
-    if config.threads:
-        torch.set_num_threads(max(1, config.threads // num_ranks))
+    num_threads = torch.get_num_threads() * num_ranks
     with contextlib.ExitStack() as stack:
         meeting = Path(tempfile.mkdtemp(prefix="pdmesh-ranks-"))  # this user's alone
         stack.callback(_leave, meeting)
@@ -79,7 +78,7 @@ def load_vllm(
         wanted = _configured(files, config, arguments, device, meeting if events else None)
         STEP.has_engine = True  # whether or not it can be made: vLLM keeps what it has begun
         core = _core(wanted, begins, meeting)
-        stack.callback(core.shutdown)
+        stack.callback(_end, core)
         group = _only_group(core, folder)
         layout = _layout(wanted, group)
         spec = _spec(files, wanted, arguments, release)
@@ -94,7 +93,7 @@ def load_vllm(
         compiled = "eager" if wanted.model_config.enforce_eager else "compiled"
         facts = {
             "kernels": f"vllm {release}, {compiled}",
-            "threads": str(config.threads or torch.get_num_threads()),
+            "threads": str(num_threads),
             "torch": torch.__version__,
             "ranks": str(num_ranks),
         }
@@ -185,6 +184,8 @@ def _configured(
     meeting: Path | None,
 ) -> Any:
     """Return vLLM's configuration for our settings. Raises ModelError: it refuses them."""
+    from vllm.config.logging import LoggingConfig
+    from vllm.config.model import ModelImpl
     from vllm.engine.arg_utils import EngineArgs
 
     is_cpu = device.type == "cpu"
@@ -225,13 +226,25 @@ def _configured(
         config, is_cpu=is_cpu, has_latent_kv="kv_lora_rank" in files.text_config
     )
     settings.require_known(arguments, {field.name for field in dataclasses.fields(EngineArgs)})
+    settings.require_choice(arguments, "model_impl", get_args(ModelImpl))
     try:
         made = EngineArgs(**common | dict(arguments)).create_engine_config()
     except MeshError:
         raise
     except Exception as error:
         raise ModelError(f"vLLM refuses this model or --vllm-args: {_told(error)}") from error
+    backend = made.attention_config.backend
+    if is_cpu and backend is not None and not backend.name.startswith("CPU_"):
+        raise ModelError(
+            f"--vllm-args: the attention backend {backend.name} is of another device, and on a CPU "
+            "vLLM has one of its own: name none",
+            code="vllm_backend",
+        )
     _require_served(made.model_config, files)
+    if meeting is not None and not made.logging_config.configure_logging:
+        made.logging_config = LoggingConfig(
+            configure_logging=True, pylogging_config_file=write_logging(meeting)
+        )
     return made
 
 
@@ -269,10 +282,20 @@ def _core(wanted: Any, begins: Callable[[str], None], meeting: Path) -> Any:
     try:
         with DeviceFailures("starting vLLM"):
             return EngineCore(wanted, Executor.get_class(wanted), log_stats=False)
-    except MeshError:
-        raise
     except Exception as error:
-        raise ModelError(f"vLLM cannot load this model: {_told(error)}") from error
+        why = settings.in_our_words(why_failed(meeting))
+        if not why and isinstance(error, MeshError):
+            raise
+        raise ModelError(f"vLLM cannot load this model: {why or _told(error)}") from error
+
+
+def _end(core: Any) -> None:
+    """Do what ``EngineCore.shutdown`` does, but for collecting garbage: the process ends anyway."""
+    from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
+
+    core.model_executor.shutdown()
+    destroy_model_parallel()
+    destroy_distributed_environment()
 
 
 def _told(error: Exception) -> str:
@@ -283,7 +306,6 @@ def _only_group(core: Any, folder: Path) -> Any:
     """Return the specification of the one kind of KV. Raises ModelError: there are several."""
     groups = core.scheduler.kv_cache_config.kv_cache_groups
     if len(groups) != 1:
-        core.shutdown()
         raise ModelError(
             f"{folder}: its layers keep {len(groups)} kinds of KV, and a block here is one kind",
             code="vllm_model",

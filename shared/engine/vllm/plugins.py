@@ -10,6 +10,7 @@ ranks. So what they share is ``STEP``, one a process.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -215,6 +216,11 @@ class LayerTap(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return KVConnectorMetadata()
+
+    def shutdown(self) -> None:
+        # vLLM has just made all objects known to the collector again, and would go through them
+        # several times: seconds in which an idle worker only ended.
+        gc.freeze()
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

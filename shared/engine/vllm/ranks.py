@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import selectors
 import signal
@@ -24,6 +25,7 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
@@ -38,6 +40,7 @@ _EVENT = struct.Struct("<BHI")
 """rank, layer, step."""
 
 _SOCKET = "layers"
+_FAILED = "failed-{}"
 _RANK_FILE = "rank-{}.json"
 _DTYPES = {
     str(dtype): dtype
@@ -102,6 +105,48 @@ class RankEnd:
     def tell(self, step: int, layer: int) -> None:
         """This rank has written a layer's KV of a step."""
         self._socket.send(_EVENT.pack(self._rank, layer, step))
+
+
+class RankErrors(logging.StreamHandler[TextIO]):
+    """Takes vLLM's errors in a rank's process: the first one is left where the ranks meet, for the
+    worker to say in its own line. Once all have met, errors go to standard error."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self._place = Path(folder) / _FAILED.format(os.getpid())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        text = record.getMessage() if error is None else str(error) or type(error).__name__
+        try:
+            with self._place.open("x") as file:
+                file.write(text)
+        except FileExistsError:
+            pass
+        except OSError:
+            super().emit(record)
+
+
+def write_logging(folder: Path) -> str:
+    """Write down how ranks log, for ``logging.config.dictConfig``, and return the file."""
+    handlers: dict[str, dict[str, str]] = {
+        "errors": {"()": f"{__name__}.RankErrors", "folder": str(folder), "level": "ERROR"}
+    }
+    level = "ERROR"
+    if logging.getLogger().isEnabledFor(logging.DEBUG):
+        handlers["all"] = {"class": "logging.StreamHandler"}
+        level = "DEBUG"
+    logger = {"level": level, "handlers": [*handlers], "propagate": False}
+    known = {"version": 1, "disable_existing_loggers": False}
+    file = folder / "logging.json"
+    file.write_text(json.dumps({**known, "handlers": handlers, "loggers": {"vllm": logger}}))
+    return str(file)
+
+
+def why_failed(folder: Path) -> str:
+    """Return the first error of the rank that failed first; '' = none has said one."""
+    found = sorted(folder.glob(_FAILED.format("*")), key=lambda file: file.stat().st_mtime_ns)
+    return found[0].read_text() if found else ""
 
 
 def map_pools(folder: Path, num_ranks: int) -> list[list[torch.Tensor]]:

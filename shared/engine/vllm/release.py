@@ -55,7 +55,7 @@ def find_compiler() -> str:
 def prepare_environment(num_threads: int, num_ranks: int, *, is_eager: bool) -> None:
     """Set what vLLM, torch and OpenMP read at their import; variables that somebody set stay.
 
-    num_threads: CPU threads of a rank, 0 = OpenMP's choice. is_eager: nothing is compiled.
+    num_threads: CPU threads of a rank, 0 = as OMP_NUM_THREADS says. is_eager: nothing is compiled.
     Raises ModelError: one that somebody set leaves our sampler no place.
     """
     settings = {
@@ -77,7 +77,7 @@ def prepare_environment(num_threads: int, num_ranks: int, *, is_eager: bool) -> 
         # answer, or never where there is no compiler.
         settings["TORCH_COMPILE_DISABLE"] = "1"
     if num_threads:
-        settings["OMP_NUM_THREADS"] = str(num_threads)
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)
     for name, value in settings.items():
         os.environ.setdefault(name, value)
     if os.environ[_RUNNER] != settings[_RUNNER]:
@@ -95,4 +95,7 @@ def silence_start() -> None:
         return
     for name in ("vllm", "torch._library.triton"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    # Ranks hear of it by their environment.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
+    os.environ.setdefault("TORCH_LOGS", "-torch._library.triton")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\..*")

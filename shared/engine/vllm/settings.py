@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ _OURS: Mapping[str, str] = {
     "model": "--model",
     "model_weights": "--model",
     "hf_config_path": "--model",
-    "tokenizer": "--model",
+    **dict.fromkeys(("revision", "code_revision", "tokenizer"), "--model"),
     "dtype": "--dtype",
     "device": "--device",
     "device_ids": "--device",
@@ -87,9 +88,17 @@ _REFUSED: Mapping[str, str] = {
         ("distributed_executor_backend", "nnodes", "node_rank"), "ranks are processes of this host"
     ),
     "load_format": "safetensors alone are loaded",
-    "skip_tokenizer_init": "the gateway has the tokenizer",
+    **dict.fromkeys(
+        ("skip_tokenizer_init", "tokenizer_mode", "tokenizer_revision"),
+        "the gateway has the tokenizer",
+    ),
+    **dict.fromkeys(
+        ("generation_config", "override_generation_config"), "requests say how to sample"
+    ),
 }
 """What does not go together with what pdmesh does, and why."""
+
+_OF_TORCH = frozenset({"kernels", "cuda_graphs", "max_graph_rows"})
 
 _CHANGES_THE_MODEL = (
     "hf_overrides",
@@ -132,6 +141,16 @@ def read_arguments(text: str) -> dict[str, Any]:
     return _checked(found)
 
 
+def require_effect(config: WorkerConfig) -> None:
+    """Raise InvalidRequest for a setting of our own engine, which would be without effect."""
+    for it in fields(config):
+        if it.name in _OF_TORCH and getattr(config, it.name) != it.default:
+            flag = it.name.replace("_", "-")
+            raise InvalidRequest(
+                f"--{flag} has no effect with --engine vllm: leave it out", param=it.name
+            )
+
+
 def require_known(arguments: Iterable[str], known: AbstractSet[str]) -> None:
     """Raise InvalidRequest for the first argument that vLLM's engine does not take. known: those
     that it takes."""
@@ -140,6 +159,12 @@ def require_known(arguments: Iterable[str], known: AbstractSet[str]) -> None:
             alike = get_close_matches(key, [*(known - _OURS.keys() - _REFUSED.keys())], 1)
             hint = f"; did you mean {alike[0]}?" if alike else ""
             raise _wrong(f"vLLM's engine takes no {key}{hint}")
+
+
+def require_choice(arguments: Mapping[str, Any], key: str, choices: Sequence[str]) -> None:
+    """Raise InvalidRequest for a word that vLLM would take for another one without telling."""
+    if arguments.get(key) not in (None, *choices):
+        raise _wrong(f"{key} must be one of {', '.join(choices)}, not {arguments[key]!r}")
 
 
 def changes_of_the_model(arguments: Mapping[str, Any]) -> str:
@@ -152,7 +177,8 @@ def in_our_words(text: str) -> str:
     """Return the first lines of what vLLM says that say something, with our flags for its
     arguments; pydantic, which checks those, adds how it came to its verdict."""
     lines = [
-        re.sub(r"^Value error, | \[type=.*\]$", "", line.strip()) for line in text.splitlines()
+        re.sub(r"^Value error, | \[type=.*\]$| Supported architectures: .*$", "", line.strip())
+        for line in text.splitlines()
     ]
     noise = re.compile(r"For further information|\d+ validation errors? for |$")
     text = " ".join([line for line in lines if not noise.match(line)][:3])[:600]

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from shared.config import PrefillConfig
+from shared.config import DecodeConfig, PrefillConfig
+from shared.engine import load as loading
 from shared.engine.vllm import release as releases
 from shared.engine.vllm.settings import (
     block_size_of,
@@ -19,6 +20,8 @@ from shared.engine.vllm.settings import (
     is_eager,
     num_ranks,
     read_arguments,
+    require_choice,
+    require_effect,
     require_known,
 )
 from shared.errors import InvalidRequest, ModelError
@@ -36,7 +39,7 @@ from shared.errors import InvalidRequest, ModelError
                                                       "kv_cache_dtype": "fp8_e5m2"}),
         ("cpu_offload_gb=0.5 max_logprobs=null", {"cpu_offload_gb": 0.5, "max_logprobs": None}),
         ("""compilation_config='{"level": 3}'""", {"compilation_config": {"level": 3}}),
-        ("quantization='' revision=a=b", {"quantization": "", "revision": "a=b"}),
+        ("quantization='' config_format=a=b", {"quantization": "", "config_format": "a=b"}),
         ("a=1 # the rest is for people: b=2", {"a": 1}),
         ("a=1\n\n  b='two words'", {"a": 1, "b": "two words"}),
     ],
@@ -160,6 +163,7 @@ def test_what_a_flag_of_ours_sets_is_refused_with_that_flag(key: str, flag: str)
         ("distributed_executor_backend=ray", "ranks are processes of this host"),
         ("load_format=dummy", "safetensors alone are loaded"),
         ("skip_tokenizer_init=no", "the gateway has the tokenizer"),
+        ("generation_config=/x", "requests say how to sample"),
     ],
 )
 def test_what_fights_with_the_mesh_is_refused_with_the_reason(argument: str, why: str) -> None:
@@ -250,6 +254,23 @@ def test_an_argument_that_vllm_has_not_is_told_with_one_like_it() -> None:
         require_known(["max_num_seq"], known)
 
 
+def test_a_word_that_vllm_would_read_as_another_is_refused() -> None:
+    """It takes any model_impl that it does not know for its own choice."""
+    require_choice({}, "model_impl", ["auto", "vllm"])
+    require_choice({"model_impl": "vllm"}, "model_impl", ["auto", "vllm"])
+    with pytest.raises(InvalidRequest, match="model_impl must be one of auto, vllm, not 'none'"):
+        require_choice({"model_impl": "none"}, "model_impl", ["auto", "vllm"])
+
+
+@pytest.mark.parametrize("flag", [{"kernels": "native"}, {"cuda_graphs": False},
+                                  {"max_graph_rows": 8}])  # fmt: skip
+def test_what_our_own_engine_alone_knows_is_refused(flag: dict[str, Any]) -> None:
+    """It would be without effect, silently."""
+    with pytest.raises(InvalidRequest, match="has no effect with --engine vllm"):
+        require_effect(DecodeConfig(model="demo", engine="vllm", **flag))
+    require_effect(DecodeConfig(model="demo", engine="vllm", threads=2))
+
+
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
@@ -271,6 +292,10 @@ def test_an_argument_that_vllm_has_not_is_told_with_one_like_it() -> None:
             "1 validation error for ModelConfig\nenforce_eager\n  Input should be a valid boolean "
             "[type=bool_parsing, input_value='maybe', input_type=str]",
             "enforce_eager Input should be a valid boolean",
+        ),
+        (
+            "Model architectures ['X'] are not supported for now. Supported architectures: ['Y']",
+            "Model architectures ['X'] are not supported for now.",
         ),
         ("its model has a dtype", "its model has a dtype"),
         ("my_max_model_lens", "my_max_model_lens"),
@@ -334,14 +359,34 @@ def test_variables_that_somebody_set_stay(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(os, "environ", {"VLLM_NO_USAGE_STATS": "0"})
     releases.prepare_environment(3, 1, is_eager=False)
     assert os.environ["VLLM_NO_USAGE_STATS"] == "0"
-    assert os.environ["OMP_NUM_THREADS"] == "3"
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert "TORCH_COMPILE_DISABLE" not in os.environ
     monkeypatch.setattr(os, "environ", {})
-    releases.prepare_environment(0, 2, is_eager=True)
-    assert "OMP_NUM_THREADS" not in os.environ
+    releases.prepare_environment(1, 2, is_eager=True)
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
     assert os.environ["TORCH_COMPILE_DISABLE"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("asked", "said", "ranks", "taken"),
+    [
+        (0, None, 1, "6"),  # the cores that are granted
+        (0, None, 2, "3"),
+        (0, None, 8, "1"),
+        (0, "5", 2, "5"),
+        (4, "5", 2, "2"),  # --threads is for all ranks
+        (1, None, 2, "1"),
+    ],
+)
+def test_a_rank_computes_with_its_part_of_the_cores(
+    asked: int, said: str | None, ranks: int, taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As our own engine: those of its control group, unless a flag or OpenMP's variable says
+    another number."""
+    monkeypatch.setattr(loading, "num_cores", lambda: 6)
+    monkeypatch.setattr(os, "environ", {} if said is None else {"OMP_NUM_THREADS": said})
+    releases.prepare_environment(loading.threads_of_a_rank(asked, ranks), ranks, is_eager=True)
+    assert os.environ["OMP_NUM_THREADS"] == taken
 
 
 def test_the_model_runner_that_has_no_place_for_our_sampler_is_refused(
