@@ -16,10 +16,10 @@ import pytest
 
 from shared.engine.torch_engine import TorchEngine
 from shared.model_folder import DEMO_FOLDER
-from shared.runtime.service import EXIT_BAD_CONFIG, EXIT_FAILED
+from shared.runtime.service import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
 from tests.process.test_refused_starts import require_refused
 from tests.support.engine_driver import Driver, greedy
-from tests.support.process_mesh import Answer, ProcessMesh, process_mesh
+from tests.support.process_mesh import Answer, ProcessMesh, a_prompt, process_mesh
 from tests.support.service_process import ServiceProcess
 from tests.vllm.conftest import EAGER
 
@@ -98,6 +98,50 @@ async def test_killed_and_stopped_workers_cost_no_token() -> None:
                 running.append(await mesh.add(role, **VLLM))
                 await mesh.paired(gateway, 4)
         await mesh.home([gateway], running)
+
+
+async def test_a_prompt_that_is_given_up_and_a_worker_that_drains_leave_nothing() -> None:
+    """A client goes amid its prompt's chunks, whose KV travels already: both ends have all blocks
+    again. Then a decode worker is told to end amid 20 answers: it finishes its own, new ones go
+    elsewhere, all have the same text, and its exit code is 0."""
+    told = {"token_budget": 64, "batch_tokens": 64, "transfer_mode": "layerwise"}
+    async with process_mesh("vllm") as mesh:
+        with mesh.explained():
+            workers = [("prefill", VLLM | told), ("decode", VLLM), ("decode", VLLM)]
+            gateway, running = await a_mesh(mesh, {}, *workers)
+            prefill, *decodes = running
+            prompt = a_prompt(1900)
+
+            async def is_amid() -> bool:
+                sender, *receivers = [await mesh.gauges(one) for one in running]
+                return sender["step_tokens_total"] > 0 and any(
+                    one["kv_blocks:reserved"] and one["transfers_open"] for one in receivers
+                )
+
+            async with asyncio.TaskGroup() as tasks:
+                asking = tasks.create_task(mesh.ask(gateway, prompt, NUM_TOKENS))
+                await mesh.until(is_amid)
+                asking.cancel()
+            await mesh.home([gateway], running)
+            assert (await mesh.gauges(prefill))["step_tokens_total"] < len(prompt)
+
+            asked = prompts()
+            want = [one.tokens for one in await ask_all(mesh, gateway, asked)]
+            begun = asyncio.Event()
+            async with asyncio.TaskGroup() as tasks:
+                first = tasks.create_task(ask_all(mesh, gateway, asked, begun))
+                await begun.wait()
+                busy = [(await mesh.gauges(one))["requests_running"] for one in decodes]
+                leaver = decodes[busy.index(max(busy))]
+                leaver.send(signal.SIGTERM)
+                await leaver.said('"stopping"')
+                late = tasks.create_task(ask_all(mesh, gateway, asked))
+            assert max(busy) > 0
+            for answers in (first.result(), late.result()):
+                assert [one.tokens for one in answers] == want
+            assert await leaver.ended() == EXIT_OK
+            running.remove(leaver)
+            await mesh.home([gateway], running)
 
 
 @pytest.fixture(scope="module")
@@ -240,9 +284,12 @@ async def test_a_worker_that_ends_leaves_nothing(
         ({"vllm_args": f"{EAGER} quantisation=x"}, EXIT_BAD_CONFIG, ["did you mean quantization"]),
         ({"vllm_args": "/no/such/file"}, EXIT_BAD_CONFIG, ["/no/such/file"]),
         ({"vllm_args": EAGER, "exact": "1"}, EXIT_FAILED, ["--exact"]),
+        ({"vllm_args": f"{EAGER} model_impl=odd"}, EXIT_BAD_CONFIG, ["model_impl must be one of"]),
+        ({"vllm_args": EAGER, "kernels": "native"}, EXIT_BAD_CONFIG, ["--kernels has no effect"]),
         ({"vllm_args": EAGER, "block_size": 17}, EXIT_BAD_CONFIG, ["--block-size", "32"]),
         (
-            {"vllm_args": EAGER, "kv_gib": 100000, "num_blocks": 0},
+            # Its ranks find out, and the worker says it.
+            {"vllm_args": f"{EAGER} tensor_parallel_size=2", "kv_gib": 100000, "num_blocks": 0},
             EXIT_FAILED,
             ["memory", "Decrease --kv-gib,"],
         ),

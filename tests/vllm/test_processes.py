@@ -4,6 +4,7 @@ environment whose vLLM is missing or another one."""
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from shared.runtime.service import EXIT_BAD_CONFIG, EXIT_FAILED
 from tests.process.test_profile import profile
 from tests.process.test_refused_starts import require_refused
+from tests.support.command import pdmesh
 from tests.support.house import ROOT
 from tests.support.process_mesh import Answer, ProcessMesh, process_mesh
 from tests.support.service_process import ServiceProcess
@@ -84,7 +86,7 @@ async def test_a_mesh_on_vllm_says_what_a_mesh_on_our_engine_says(
     known: dict[str, list[list[str]]],
 ) -> None:
     """In float32, greedy, drawn and with penalties, one at a time and all at once, each pushed
-    layer by layer; and then nothing is held."""
+    layer by layer; then nothing is held, and the planner replays it all by vLLM's step times."""
     ours = await of_our_engine(known)
     async with process_mesh("vllm") as mesh:
         with mesh.explained():
@@ -96,6 +98,13 @@ async def test_a_mesh_on_vllm_says_what_a_mesh_on_our_engine_says(
                 alone = await mesh.ask(gateway, prompt, NUM_TOKENS, cache_salt="b", **kind)
                 assert (alone.text, alone.tokens) == (before.text, before.tokens)
             await mesh.home([gateway], workers)
+            url = f"http://127.0.0.1:{gateway.facts['http_port']}"
+            async with pdmesh("plan", "verify", "--url", url, "--json") as command:
+                await command.ended()
+            replayed = json.loads(command.out)
+            assert (replayed["mesh"], replayed["num_requests"]) == ("1P+1D", 2 * len(together))
+            predicted = {it["name"]: it["predicted"] for it in replayed["figures"]}
+            assert min(predicted["TTFT p50"], predicted["TPOT p50"]) > 0
 
 
 async def test_one_rank_may_feed_two(known: dict[str, list[list[str]]]) -> None:
