@@ -24,7 +24,6 @@ from prometheus_client import CollectorRegistry
 from services.gateway.core.admission import Admission
 from services.gateway.core.lifecycle import Leg
 from services.gateway.core.overload import Overload, OverloadMode
-from services.gateway.core.speeds import ReportedSpeeds
 from services.gateway.core.worker import Role
 from services.gateway.front.answers import Choice, open_answers
 from services.gateway.http.answering import _Chunks
@@ -108,7 +107,7 @@ class Walk:
         self._watchers = watchers
         self._admission = Admission(
             max_running=1, max_waiting=0, max_wait_s=1.0, sides=NOBODY,
-            overload=Overload(OverloadMode.OFF, ReportedSpeeds()),
+            overload=Overload(OverloadMode.OFF),
         )  # fmt: skip
         self._position = 0
 

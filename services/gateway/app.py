@@ -17,8 +17,7 @@ from collections.abc import Callable, Mapping
 from services.gateway.core.peer_table import OwnModel
 from services.gateway.core.routing import POLICIES
 from services.gateway.front.auth import KeyRing
-from services.gateway.front.client_metrics import ClientMetrics
-from services.gateway.front.frontdoor import FrontDoor
+from services.gateway.front.frontdoor import ClientMetrics, FrontDoor
 from services.gateway.front.quota import KeyLimits
 from services.gateway.grpc.door import Inference
 from services.gateway.http.door import serve_http, serve_metrics

@@ -117,7 +117,7 @@ class Mesh(Protocol):
 
     def recent(self) -> dict[str, Any]:
         """Return the last requests as receipts, and the mesh that they met, JSON-ready: see
-        ``recent.py``."""
+        ``cluster.py``."""
         ...
 
     def explain(self, request_id: str) -> dict[str, Any]:

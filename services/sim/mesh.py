@@ -28,7 +28,6 @@ from services.gateway.core.lifecycle import CancelLeg, End, Leg, Lifecycle, Rero
 from services.gateway.core.overload import Overload, OverloadMode
 from services.gateway.core.prefixes import HashedPrompt
 from services.gateway.core.routing import RouteDecision
-from services.gateway.core.speeds import ReportedSpeeds
 from services.gateway.core.tenants import Terms
 from services.gateway.core.worker import Role
 from services.sim.clock import WIRE_S, CountedBytes, CountedChances
@@ -103,7 +102,7 @@ class CoreMesh(Members):
         long a message is under way. skips: see ``CoreWorker``."""
         super().__init__(spec, layout, new_engine, size, policy=policy, wire_s=wire_s, skips=skips)
         self._chance = CountedChances(7)
-        self.overload = Overload(OverloadMode.OFF, ReportedSpeeds())
+        self.overload = Overload(OverloadMode.OFF)
         self._admission = Admission(
             max_running=max_running,
             max_waiting=max_waiting,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.gateway.core.admission import Admission, Admit, Effect, TurnAway
-from services.gateway.core.overload import Overload, OverloadMode
+from services.gateway.core.overload import Overload, OverloadMode, ReportedSpeeds
 from services.gateway.core.sides import Sides
 from services.gateway.core.tenants import Tenants, Terms
 from services.gateway.core.worker import Role, Worker, WorkerStatus
@@ -26,8 +26,8 @@ from tests.unit.services.gateway.core.test_gateway_routing import a_worker
 
 
 @dataclass
-class Speed:
-    """The analytic workers, and the ``Predictor`` that knows their formulas."""
+class Speed(ReportedSpeeds):
+    """The analytic workers, whose formulas are known instead of reported."""
 
     prompt_tokens_per_s: float = 8000.0
     base_s: float = 0.02

@@ -13,8 +13,7 @@ from services.gateway.core.expectations import Expectations
 from services.gateway.core.peer_table import PeerTable
 from services.gateway.core.window import LastMinute
 from services.gateway.front.auth import KeyRing
-from services.gateway.front.client_metrics import ClientMetrics
-from services.gateway.front.frontdoor import FrontDoor
+from services.gateway.front.frontdoor import ClientMetrics, FrontDoor
 from services.gateway.http.door import serve_http
 from services.gateway.mesh import Generation, GenerationRequest, ServedModel, Take, Tokens
 from services.gateway.text.text_model import TextModel

@@ -17,7 +17,7 @@ still count at once; load by those that run alone, as in the paper, swings. *Wil
 answers that run and of those whose prompts will be computed by then, the part that will not have
 ended, exp(-time / mean). (The paper gives each answer the mean time; at long answers and long
 queues that forgets all that outlast it.) Only a request with a limit can be refused, and none that
-has a token. Pure: ``now`` is an argument, seconds come from a ``Predictor``.
+has a token. Pure: ``now`` is an argument, seconds come from ``ReportedSpeeds``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from services.gateway.core.fetches import NOTHING, Hit
 from services.gateway.core.sides import NO_HITS, Sides
@@ -59,20 +59,30 @@ class OverloadMode(StrEnum):
     PREDICTED = "predicted"
 
 
-class Predictor(Protocol):
-    """What is known of workers' speed, in seconds; 0 = nothing, so that nobody is refused."""
+class ReportedSpeeds:
+    """How fast workers are, in seconds, by what they report of their own steps; 0 = nothing is
+    known, or its predictions have not come true lately, so that nobody is refused."""
 
     def queue_s(self, worker: Worker, now: float) -> float:
         """Until a prompt that is sent there now begins."""
-        ...
+        return sum(worker.wait_s(now)) if worker.is_predictable else 0.0
 
     def prompt_s(self, worker: Worker, num_tokens: int, num_cached: int = 0) -> float:
-        """From then until what its cache does not have is computed."""
-        ...
+        """From then until what its cache does not have is computed; its last token always is."""
+        if not worker.is_predictable:
+            return 0.0
+        status = worker.status
+        num_cached = min(num_cached, num_tokens - 1)
+        return status.prompt_steps.prompt_seconds(num_cached, num_tokens, status.step_tokens)
 
     def step_s(self, worker: Worker, num_answers: int) -> float:
-        """One step of so many answers: the time between their tokens. Grows with their number."""
-        ...
+        """One step of so many answers, the time between their tokens, with as much context as those
+        that it holds have. Grows with their number."""
+        steps = worker.status.answer_steps
+        if not steps.is_known:
+            return 0.0
+        context = worker.reserved_tokens / worker.num_answers if worker.num_answers else 0.0
+        return steps.seconds(num_answers, round(num_answers * context))
 
 
 class Forecast(NamedTuple):
@@ -96,9 +106,9 @@ class _AnswerInHand:
 class Overload:
     """The answers in hand, and what follows from them for the next one."""
 
-    def __init__(self, mode: OverloadMode, predictor: Predictor) -> None:
+    def __init__(self, mode: OverloadMode, speeds: ReportedSpeeds | None = None) -> None:
         self.mode = mode
-        self._predictor = predictor
+        self._speeds = speeds or ReportedSpeeds()
         self._answers: dict[Hashable, _AnswerInHand] = {}
         self._on: dict[Incarnation, dict[Hashable, _AnswerInHand]] = {}
         self._mean_s = math.inf
@@ -119,7 +129,7 @@ class Overload:
         if self.mode is OverloadMode.OFF:
             return
         self._forget(key)
-        expected_s = self._predictor.queue_s(prefill, now) + self._predictor.prompt_s(
+        expected_s = self._speeds.queue_s(prefill, now) + self._speeds.prompt_s(
             prefill, num_tokens, num_cached
         )
         answer = _AnswerInHand(decode.incarnation, now + expected_s)
@@ -178,7 +188,7 @@ class Overload:
         if self.mode is OverloadMode.OFF or terms.tpot_s == math.inf:
             return None
         num_answers = self._num_running(decode)
-        tbt_s = self._predictor.step_s(decode, num_answers + 1)
+        tbt_s = self._speeds.step_s(decode, num_answers + 1)
         if tbt_s <= terms.tpot_s:
             return None
         retry_s = self._retry_s(decode, num_answers, terms.tpot_s, now)
@@ -195,21 +205,21 @@ class Overload:
         cached: Mapping[int, Hit] = NO_HITS,
     ) -> Forecast:
         """Return what a prompt that is sent now would see at the pair that serves it soonest."""
-        predictor = self._predictor
+        speeds = self._speeds
         best_s, place = math.inf, 0
         for idx, worker in enumerate(sides.prefills):
             num_cached = cached.get(worker.place, NOTHING).tokens
-            prompt_s = predictor.prompt_s(worker, num_tokens, num_cached)
-            ttft_s = predictor.queue_s(worker, now) + prompt_s
+            prompt_s = speeds.prompt_s(worker, num_tokens, num_cached)
+            ttft_s = speeds.queue_s(worker, now) + prompt_s
             if ttft_s < best_s:
                 best_s, place = ttft_s, idx
-        queue_s = waited_s + predictor.queue_s(sides.prefills[place], now)
+        queue_s = waited_s + speeds.queue_s(sides.prefills[place], now)
         tbt_s, chosen, num_answers = math.inf, sides.decodes[0], 0
         for idx in sides.partners_of(place):
             worker = sides.decodes[idx]
             is_early = self.mode is not OverloadMode.PREDICTED
             num = worker.num_answers if is_early else self._num_in(worker, now, best_s)
-            step_s = predictor.step_s(worker, num + 1)
+            step_s = speeds.step_s(worker, num + 1)
             if step_s < tbt_s:
                 tbt_s, chosen, num_answers = step_s, worker, num
         retry_s = 0.0
@@ -239,7 +249,7 @@ class Overload:
         low, high = 0, MOST_ANSWERS
         while low < high:  # the most answers whose steps keep it
             middle = (low + high + 1) // 2
-            if self._predictor.step_s(decode, middle) <= tpot_s:
+            if self._speeds.step_s(decode, middle) <= tpot_s:
                 low = middle
             else:
                 high = middle - 1

@@ -208,7 +208,6 @@ class _OneAnswer(Answers):
         await stay.__aexit__(kind, failure, traceback)
 
     def _take(self, tokens: Tokens) -> bool:
-        """See ``Take``."""
         if self._choice.is_done:
             return True  # after a stop string, of which the mesh knows nothing, more comes
         sink = self._sink

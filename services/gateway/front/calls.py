@@ -1,5 +1,9 @@
-"""One call in progress, over HTTP or gRPC: what its log line and its metrics will say when it is
-over."""
+"""One call in progress, over HTTP or gRPC: what its log line, its metrics and its span will say
+when it is over.
+
+Spans have OpenTelemetry's words where it has some (semantic conventions for generative AI, HTTP and
+RPC): counts, settings and ids, never a client's text.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,10 @@ import structlog
 from services.gateway import limits
 from services.gateway.front.answers import Answers
 from services.gateway.front.frontdoor import Caller, FrontDoor
-from services.gateway.front.span_attributes import answer_attributes, route_attributes
 from shared.errors import InvariantViolated, MeshError
 from shared.log import is_informing, log_often
 from shared.telemetry.moments import Moment, note
+from shared.telemetry.tracing import Value
 
 log: Any = structlog.get_logger("gateway.calls")
 
@@ -103,9 +107,9 @@ def recorded(
 
 def _end_span(front: FrontDoor, route: str, call: Call) -> None:
     span, model = call.caller.span, front.mesh.model
-    span.set({"pdmesh.request_id": call.request_id, **route_attributes(route, call.status)})
+    span.set({"pdmesh.request_id": call.request_id, **_route_attributes(route, call.status)})
     if call.answers is not None and model is not None:
-        span.set(answer_attributes(route, model.name, call.answers, call.first_token_s))
+        span.set(_answer_attributes(route, model.name, call.answers, call.first_token_s))
     span.end(error="" if call.outcome == "ok" else call.outcome)
 
 
@@ -120,3 +124,55 @@ def typed(failure: Exception, call: Call) -> MeshError:
         return failure
     log.error("internal error", request_id=call.request_id, exc_info=failure)
     return InvariantViolated(f"internal error; its log has request id {call.request_id}")
+
+
+_OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+    "/v1/completions": "text_completion",
+    "/pdmesh.v1.Inference/Generate": "text_completion",
+}
+
+
+def _route_attributes(route: str, status: int) -> dict[str, Value]:
+    """Return what a span says of its protocol. status: of HTTP, 0 = none was sent."""
+    service, _, method = route[1:].partition("/")
+    if service.startswith("pdmesh."):
+        return {"rpc.system": "grpc", "rpc.service": service, "rpc.method": method}
+    attributes: dict[str, Value] = {"http.request.method": "POST", "http.route": route}
+    if status:
+        attributes["http.response.status_code"] = status
+    return attributes
+
+
+def _answer_attributes(
+    route: str, model: str, answers: Answers, first_token_s: float | None
+) -> dict[str, Value]:
+    """Return what a span says of the answers that were asked for. model: ours, not the client's
+    word for it."""
+    choices, usage = answers.choices, answers.usage
+    sampling = choices[0].request.sampling
+    attributes: dict[str, Value] = {
+        "gen_ai.provider.name": "pdmesh",
+        "gen_ai.request.model": model,
+        "gen_ai.response.model": model,
+        "gen_ai.request.max_tokens": sampling.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.usage.input_tokens": usage.prompt_tokens,
+        "gen_ai.usage.output_tokens": usage.completion_tokens,
+        "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+        "gen_ai.response.finish_reasons": tuple(
+            choice.finish_reason.name.lower() for choice in choices if choice.is_done
+        ),
+    }
+    if route in _OPERATIONS:
+        attributes["gen_ai.operation.name"] = _OPERATIONS[route]
+    if sampling.top_k:
+        attributes["gen_ai.request.top_k"] = sampling.top_k
+    if len(choices) > 1:
+        attributes["gen_ai.request.choice.count"] = len(choices)
+    if first_token_s is not None:
+        attributes["gen_ai.response.time_to_first_chunk"] = first_token_s
+    return attributes

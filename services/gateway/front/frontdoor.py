@@ -14,10 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from prometheus_client import CollectorRegistry, Gauge
+
 from services.gateway import limits
 from services.gateway.front.answers import Choice
 from services.gateway.front.auth import NOBODY, ApiKey, KeyRing, tenant_salt
-from services.gateway.front.client_metrics import ClientMetrics
 from services.gateway.front.quota import Hold
 from services.gateway.limits import SamplingForm
 from services.gateway.mesh import GenerationRequest, Mesh, ServedModel
@@ -30,6 +31,7 @@ from shared.config import GatewayConfig
 from shared.errors import NotFound, Overloaded
 from shared.ids import RandomBytes, RequestId, new_request_id
 from shared.telemetry.moments import Moment, note
+from shared.telemetry.tallies import Counts
 from shared.telemetry.tracing import NO_SPAN, NO_TRACER, Tracer, TraceSpan
 from shared.tenants import NOTHING_ASKED, Asked
 
@@ -102,6 +104,25 @@ class Rendering:
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
     add_special_tokens: bool = False
     tools: Sequence[Mapping[str, Any]] | None = None
+
+
+class ClientMetrics:
+    """What both doors feed; rendered by ``/metrics`` from ``registry``."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry if registry is not None else CollectorRegistry()
+        self.requests = Counts(
+            "pdmesh_gateway_requests",
+            "Calls by route and how they ended (ok, cancelled, or the error type)",
+            ["route", "outcome"],
+            registry=self.registry,
+        )
+        self.num_running = 0
+        Gauge(
+            "pdmesh_gateway_requests_running",
+            "Calls in progress, this scrape among them",
+            registry=self.registry,
+        ).set_function(lambda: self.num_running)
 
 
 class FrontDoor:

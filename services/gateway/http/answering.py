@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
-from services.gateway.front.answers import Answers, Choice, TextDelta, TokenCounts, open_answers
+from services.gateway.front.answers import Answers, Choice, TextDelta, open_answers
 from services.gateway.front.calls import Call, typed
 from services.gateway.front.frontdoor import Form, FrontDoor, asked_by
 from services.gateway.http.connection import HttpRequest
+from services.gateway.http.item_answers import ItemFormat
 from services.gateway.http.messages import Response, json_response
-from services.gateway.http.openai_answers import AnswerHead
+from services.gateway.http.openai_answers import AnswerFormat, AnswerHead
 from services.gateway.http.openai_forms import ChatBody, messages_for_template
 from services.gateway.http.sse import EventStream
 from services.gateway.http.tool_answers import AnswerParser, parser_maker, use_tools
 from services.gateway.http.tool_fields import ToolUse
 from services.gateway.mesh import ServedModel
-from shared.errors import MeshError
 from shared.log import is_debugging
 from shared.telemetry.moments import Moment, note
 
@@ -45,31 +45,8 @@ class Wants(NamedTuple):
     receipt: bool
 
 
-class Format(Protocol):
-    """Writes one request's answers. continuous_usage: whether ``chunks`` wants counts."""
-
-    continuous_usage: bool
-
-    def chunks(self, delta: TextDelta, usage: TokenCounts | None) -> bytes:
-        """Return the events of a delta, b'' if it shows nothing yet."""
-        ...
-
-    def closing(self, usage: TokenCounts | None, receipts: Sequence[dict[str, Any]]) -> bytes:
-        """Return the last events of a stream that went well."""
-        ...
-
-    def failed(self, error: MeshError) -> bytes:
-        """Return the last events of a stream that broke."""
-        ...
-
-    def body(
-        self,
-        deltas: Sequence[TextDelta],
-        usage: TokenCounts,
-        receipts: Sequence[dict[str, Any]],
-    ) -> bytes:
-        """Return the whole answer, from all of its deltas."""
-        ...
+Format = AnswerFormat | ItemFormat
+"""Writes one request's answers, whole or as events."""
 
 
 def head_of_answer(call: Call, model: ServedModel, prefix: str) -> AnswerHead:
@@ -169,6 +146,5 @@ class _Chunks:
         return chunks
 
     def write(self, delta: TextDelta) -> None:
-        """See ``DeltaSink``."""
         if chunks := self.of(delta):
             self._write(chunks)

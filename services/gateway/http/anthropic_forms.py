@@ -15,9 +15,8 @@ import msgspec
 
 from services.gateway import limits
 from services.gateway.http import field_rules as fields
-from services.gateway.http.chat_pieces import ChatPieces
 from services.gateway.http.openai_forms import ChatBody, ContentPart, Message, SamplingBody
-from services.gateway.http.places import Places
+from services.gateway.http.places import ChatPieces, Places
 from services.gateway.http.structured_fields import JsonSchema, NamedSchema, ResponseFormat
 from services.gateway.http.tool_fields import (
     MAX_TOOLS,

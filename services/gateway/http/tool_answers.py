@@ -140,7 +140,6 @@ class ToolChatFormat(ChatFormat):
         self._parsers = [new_parser() for _ in range(options["num_choices"])]
 
     def chunks(self, delta: TextDelta, usage: TokenCounts | None) -> bytes:
-        """See ``AnswerFormat``."""
         choice, parser = delta.choice, self._parsers[delta.choice]
         counts = None if usage is None else bodies.UsageBody.of(usage)
         said = parser.feed(delta.text)

@@ -4,7 +4,7 @@ computes a thread hears nobody.
 
 This module is both ends: ``GrammarProcess`` in the gateway, ``main`` in the child
 (``python -m services.gateway.text.grammar_process``), which forks for each grammar. Between them:
-four bytes of length, then bytes.
+a line of JSON each way.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import os
 import resource
 import select
 import signal
-import struct
 import subprocess
 import sys
 import threading
@@ -33,9 +32,6 @@ GIVE_UP_S = 3.0
 
 STARTS_WITHIN_S = 30.0
 MAX_MEMORY_BYTES = 2 << 30
-
-_LENGTH = struct.Struct("<I")
-_LIMIT = struct.Struct("<d")
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -90,12 +86,12 @@ class GrammarProcess:
         assert child.stdin is not None
         assert child.stdout is not None
         try:
-            _send(child.stdin, _LIMIT.pack(self._limit_s) + grammar.encode())
+            _send(child.stdin, msgspec.json.encode((self._limit_s, grammar)))
             if not select.select([child.stdout], [], [], self._give_up_s)[0]:
                 self._end()
                 return TOO_SLOW
-            return msgspec.json.decode(_receive(child.stdout), type=Verdict)
-        except (OSError, EOFError):
+            return msgspec.json.decode(child.stdout.readline(), type=Verdict)
+        except (OSError, msgspec.DecodeError):  # half a line, or none
             self._end()
             why = "its client left" if self._is_given_up else "the process that checks it ended"
             return Verdict(why, is_lasting=False)
@@ -119,8 +115,7 @@ class GrammarProcess:
             )
         assert child.stdout is not None
         if select.select([child.stdout], [], [], STARTS_WITHIN_S)[0]:
-            with contextlib.suppress(EOFError):
-                _receive(child.stdout)  # it is there: its start does not count
+            child.stdout.readline()  # it is there: its start does not count
         return child
 
     def _end(self) -> None:
@@ -168,9 +163,9 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     tokenizer = byte_tokenizer()
     _send(sys.stdout.buffer, b"")
-    with contextlib.suppress(EOFError, BrokenPipeError):
-        while True:
-            _send(sys.stdout.buffer, _answer(_receive(sys.stdin.buffer), tokenizer))
+    with contextlib.suppress(BrokenPipeError):
+        for line in sys.stdin.buffer:
+            _send(sys.stdout.buffer, _answer(line, tokenizer))
 
 
 def _answer(asked: bytes, tokenizer: object) -> bytes:
@@ -179,10 +174,9 @@ def _answer(asked: bytes, tokenizer: object) -> bytes:
     fork = os.fork()
     if fork == 0:
         try:
-            (limit_s,) = _LIMIT.unpack_from(asked)
+            limit_s, grammar = msgspec.json.decode(asked, type=tuple[float, str])
             signal.setitimer(signal.ITIMER_PROF, limit_s)  # its signal ends this process
-            verdict = verdict_of(asked[_LIMIT.size :].decode(), tokenizer)
-            os.write(write_end, msgspec.json.encode(verdict))
+            os.write(write_end, msgspec.json.encode(verdict_of(grammar, tokenizer)))
         finally:  # a MemoryError is the parent's to tell, by the empty pipe
             os._exit(0)
     os.close(write_end)
@@ -200,21 +194,9 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
         os.killpg(child.pid, signal.SIGKILL)
 
 
-def _send(pipe: IO[bytes], data: bytes) -> None:
-    pipe.write(_LENGTH.pack(len(data)) + data)
+def _send(pipe: IO[bytes], line: bytes) -> None:
+    pipe.write(line + b"\n")
     pipe.flush()
-
-
-def _receive(pipe: IO[bytes]) -> bytes:
-    (length,) = _LENGTH.unpack(_exactly(pipe, _LENGTH.size))
-    return _exactly(pipe, length)
-
-
-def _exactly(pipe: IO[bytes], size: int) -> bytes:
-    data = pipe.read(size)
-    if len(data) < size:
-        raise EOFError
-    return data
 
 
 if __name__ == "__main__":

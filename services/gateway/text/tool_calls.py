@@ -19,8 +19,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 from typing import Any, NamedTuple, NoReturn, cast
 
-from services.gateway.text.json_value import JsonValue
-
 _HEAD = re.compile(
     r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)'
 )
@@ -37,6 +35,45 @@ class Said(NamedTuple):
     call: int = -1
     name: str = ""
     is_thought: bool = False
+
+
+class JsonValue:
+    """Finds where a JSON value ends that comes in pieces."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._is_escaped = False
+        self._has_begun = False
+
+    def take(self, text: str) -> int | None:
+        """Return how much of ``text`` belongs to the value, None = all, and it goes on."""
+        for index, char in enumerate(text):
+            if self._in_string:
+                if self._is_escaped:
+                    self._is_escaped = False
+                elif char == "\\":
+                    self._is_escaped = True
+                elif char == '"':
+                    self._in_string = False
+                    if not self._depth:
+                        return index + 1
+            elif char == '"':
+                self._in_string = self._has_begun = True
+            elif char in "{[":
+                self._depth += 1
+                self._has_begun = True
+            elif char in "}]":
+                if not self._depth:
+                    return index  # of a number, at the end of what it stands in
+                self._depth -= 1
+                if not self._depth:
+                    return index + 1
+            elif not self._depth:
+                if char in ", \n" and self._has_begun:
+                    return index
+                self._has_begun = self._has_begun or not char.isspace()
+        return None
 
 
 class ToolParser:
@@ -365,11 +402,9 @@ class ThoughtParser:
 
     @property
     def is_within_call(self) -> bool:
-        """See ``ToolParser``."""
         return self._after is not None and self._after.is_within_call
 
     def feed(self, text: str) -> list[Said]:
-        """See ``ToolParser``."""
         self._held += text
         if not self._is_decided:
             start = self._held.lstrip()
@@ -396,7 +431,6 @@ class ThoughtParser:
         return _thought(sure)
 
     def finish(self) -> list[Said]:
-        """See ``ToolParser``."""
         if self._is_thinking:
             held, self._held = self._held, ""
             return _thought(held)

@@ -57,7 +57,6 @@ class XmlParser(ToolParser):
 
     @property
     def is_within_call(self) -> bool:
-        """See ``ToolParser``."""
         return self._is_open
 
     def _said(self, *, is_over: bool) -> Iterator[Said]:

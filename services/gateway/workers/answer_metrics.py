@@ -127,7 +127,6 @@ class AnswerMetrics(AnswerWatcher):
     def first_token(
         self, now: float, *, ttft_s: float, prompt_tokens: int, cached_tokens: int
     ) -> None:
-        """See ``AnswerWatcher``."""
         self._time_to_first_token.observe(ttft_s)
         self._prompt_length.observe(prompt_tokens)
         self._prompt_tokens.add(prompt_tokens)
@@ -135,18 +134,15 @@ class AnswerMetrics(AnswerWatcher):
         self._tokens.add(1)
 
     def later_tokens(self, now: float, num_tokens: int, gap_s: float) -> None:
-        """See ``AnswerWatcher``."""
         self._tokens.add(num_tokens)
         # Tokens that came together share their gap equally.
         self._gaps.observe(gap_s / num_tokens, num_tokens)
 
     def transferred(self, now: float, decision: RouteDecision, transfer: Transfer) -> None:
-        """See ``AnswerWatcher``."""
         self._transfer_bytes.add(transfer.num_bytes, transfer.lane)
         self._transfer_exposed.labels(transfer.lane).observe(transfer.exposed_s)
 
     def ended(self, now: float, receipt: Receipt, error: str) -> None:
-        """See ``AnswerWatcher``."""
         self._attempts.add(receipt.attempts)
         self._fetched_tokens.add(receipt.fetched_tokens)
         for tier, num_tokens in receipt.cached_by_tier.items():

@@ -1,4 +1,5 @@
-"""The mesh at this moment, JSON-ready: what ``GET /cluster`` answers and live views show.
+"""The mesh at this moment, JSON-ready: what ``GET /cluster`` answers and live views show; and its
+last requests as receipts (``GET /cluster/requests``), which plans are held against.
 
 Workers are told as they reported themselves last; requests and transfers are this gateway's own,
 of the last minute. Nothing here decides.
@@ -6,7 +7,8 @@ of the last minute. Nothing here decides.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from services.gateway.core.admission import AdmissionStatistics
@@ -15,6 +17,7 @@ from services.gateway.core.peer_table import PeerTable
 from services.gateway.core.pools import pool_at_home, pool_of
 from services.gateway.core.prefixes import Prefixes
 from services.gateway.core.routing import RouteDecision
+from services.gateway.core.scaling import is_first, seen_workers
 from services.gateway.core.window import (
     SECONDS,
     Histogram,
@@ -26,7 +29,7 @@ from services.gateway.core.window import (
 from services.gateway.core.worker import Role, Worker
 from services.gateway.mesh import ServedModel
 from services.gateway.workers.membership import Membership
-from services.gateway.workers.timeline import AnswerWatcher, Transfer
+from services.gateway.workers.timeline import AnswerWatcher, Timeline, Transfer
 from shared.address import Address
 from shared.ids import Incarnation
 from shared.predict.transfer import KvLink
@@ -47,15 +50,12 @@ class MeshWatcher(AnswerWatcher):
     def first_token(
         self, now: float, *, ttft_s: float, prompt_tokens: int, cached_tokens: int
     ) -> None:
-        """See ``AnswerWatcher``."""
         self._window.first_token(now, ttft_s, prompt_tokens)
 
     def later_tokens(self, now: float, num_tokens: int, gap_s: float) -> None:
-        """See ``AnswerWatcher``."""
         self._window.later_tokens(now, num_tokens, gap_s)
 
     def transferred(self, now: float, decision: RouteDecision, transfer: Transfer) -> None:
-        """See ``AnswerWatcher``."""
         link = KvLink(decision.prefill, decision.decode, transfer.lane)
         num_bytes, seconds = transfer.num_bytes, transfer.transfer_s
         self._members.expectations.transfers.observe(link, num_bytes, seconds)
@@ -64,7 +64,6 @@ class MeshWatcher(AnswerWatcher):
         )
 
     def ended(self, now: float, receipt: Receipt, error: str) -> None:
-        """See ``AnswerWatcher``."""
         self._window.ended(now, has_failed=error not in ("", CANCELLED))
         if receipt.ttft_s is not None:
             worker = int(receipt.prefill, 16)
@@ -205,6 +204,53 @@ def worker_body(
         },
         "prefixes": known and {"state": known[0].value, "count": known[1]},
         "paired": sorted(_hex(incarnation) for incarnation in status.paired),
+    }
+
+
+def recent_body(
+    members: Membership,
+    timelines: Iterable[Timeline],
+    *,
+    model: str,
+    policy: str,
+    started_at: float,
+    now: float,
+) -> dict[str, Any]:
+    """Return the body: see ``RecentRequests`` of ``http/cluster_bodies.py``. started_at, now: loop
+    time."""
+    workers, expectations = members.table.workers, members.expectations
+    speeds = [speed for worker in workers for speed in worker.status.speeds.values() if speed > 0]
+    return {
+        "now_s": round(now - started_at, 6),
+        "model": model,
+        "policy": policy,
+        "decides": is_first(members.incarnation, workers),
+        "handover_s": {
+            "pair": expectations.handover_s(is_colocated=False),
+            "colocated": expectations.handover_s(is_colocated=True),
+        },
+        "link_bytes_s": statistics.median(speeds) if speeds else 0.0,
+        "workers": [
+            {
+                "incarnation": f"{seen.incarnation:016x}",
+                "address": seen.address,
+                "kind": seen.kind.value,
+                "moves": seen.moves,
+                "draining": seen.is_draining,
+                "age_s": round(seen.age_s, 6),
+                "held": seen.num_held,
+                "queue_s": round(seen.queue_s, 6),
+                "prompt_steps": seen.prompt_steps._asdict(),
+                "answer_steps": seen.answer_steps._asdict(),
+                "blocks": worker.num_blocks,
+                "block_size": worker.block_size,
+                "step_tokens": worker.status.step_tokens,
+                "token_bytes": worker.layout.token_bytes,
+                "taken": worker.status.num_taken,
+            }
+            for worker, seen in zip(workers, seen_workers(workers, now), strict=True)
+        ],
+        "requests": [timeline.told(started_at) for timeline in timelines],
     }
 
 

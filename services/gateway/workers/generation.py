@@ -17,19 +17,18 @@ from typing import Any
 from services.gateway.core.admission import Admission, AdmissionStatistics, Admit, Effect, TurnAway
 from services.gateway.core.overload import Overload, OverloadMode
 from services.gateway.core.prefixes import HashedPrompt
-from services.gateway.core.speeds import ReportedSpeeds
 from services.gateway.core.tenants import Tenants, Terms
 from services.gateway.core.window import LastMinute
 from services.gateway.mesh import GenerationRequest, ServedModel, Take
 from services.gateway.workers.cluster import (
     MeshWatcher,
     cluster_body,
+    recent_body,
     worker_body,
 )
 from services.gateway.workers.delivery import Delivery
 from services.gateway.workers.membership import Membership
 from services.gateway.workers.planning import Planner
-from services.gateway.workers.recent import recent_body
 from services.gateway.workers.session import RequestShell
 from services.gateway.workers.timeline import AnswerWatcher, Timeline
 from shared.config import GatewayConfig
@@ -100,7 +99,7 @@ class GatewayMesh:
         self._created = int(time.time())
         self._started_at = asyncio.get_running_loop().time()
         self._window = LastMinute(self._started_at)
-        self._overload = Overload(OverloadMode(config.overload), ReportedSpeeds())
+        self._overload = Overload(OverloadMode(config.overload))
         self.planner: Planner | None = None
         if config.planner != "off":
             self.planner = Planner(config, members, self._overload, self._started_at)

@@ -145,7 +145,6 @@ class RequestShell:
             raise
 
     async def wait(self) -> bool:
-        """See ``Generation``."""
         while True:
             if self._failure is not None:
                 raise self._failure

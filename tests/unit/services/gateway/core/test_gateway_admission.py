@@ -7,7 +7,6 @@ import pytest
 from services.gateway.core.admission import Admission, Admit, Effect, TurnAway
 from services.gateway.core.overload import Overload, OverloadMode
 from services.gateway.core.sides import Sides
-from services.gateway.core.speeds import ReportedSpeeds
 from services.gateway.core.tenants import Tenants, Terms
 from shared.errors import DeadlinePassed, InvalidRequest, Overloaded, ShuttingDown
 from shared.tenants import Asked, Tenant
@@ -19,7 +18,7 @@ def an_admission(running: int = 1, waiting: int = 2, **tenants: Tenant) -> Admis
         max_running=running,
         max_waiting=waiting,
         max_wait_s=2.0,
-        overload=Overload(OverloadMode.OFF, ReportedSpeeds()),
+        overload=Overload(OverloadMode.OFF),
         sides=lambda: Sides([], [], []),
         tenants=Tenants(tenants),
     )

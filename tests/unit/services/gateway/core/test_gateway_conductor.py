@@ -18,7 +18,7 @@ from services.gateway.core.holdings import Holdings
 from services.gateway.core.peer_table import PeerTable
 from services.gateway.core.prefixes import HashedPrompt
 from services.gateway.core.router import Router
-from services.gateway.core.routing import POLICIES, RouteDecision, route
+from services.gateway.core.routing import POLICIES, RouteDecision
 from services.gateway.core.sides import RouteRequest
 from services.gateway.core.worker import Role
 from shared.ids import Incarnation, StreamId
@@ -26,6 +26,7 @@ from shared.kv.prefix_hash import UNIT
 from shared.messages.columns import pack_u32
 from shared.predict.step_time import StepFit
 from tests.unit.services.gateway.core.test_gateway_routing import LAYOUT, a_mesh
+from tests.unit.services.gateway.core.test_gateway_routing import decide as decided
 
 FIT = StepFit(constant_s=0.0, token_s=0.001, num_steps=100)
 """1,000 tokens a second."""
@@ -72,8 +73,7 @@ def decide(
         fetches=offers or None,
         **more,
     )
-    decision = route(POLICIES[policy](), request, table.sides, 0.5)
-    assert decision is not None
+    decision = decided(policy, table, 0.5, request)
     record = json.loads(json.dumps(record_of(decision, attempt=0, at_s=0.0)))
     assert decide_again(record).differences == []
     return decision
@@ -315,9 +315,7 @@ def test_few_workers_score_one_by_one_as_by_columns(
         found: list[RouteDecision] = []
         for few in (conductor.FEW, 0):
             monkeypatch.setattr(conductor, "FEW", few)
-            decision = route(POLICIES["conductor"](), request, table.sides, 0.5)
-            assert decision is not None
-            found.append(decision)
+            found.append(decided("conductor", table, 0.5, request))
         one, other = found
         assert one.places == other.places
         assert list(one.scores.prefills) == pytest.approx(list(other.scores.prefills))

@@ -63,6 +63,14 @@ class Room:
         return self.dispatcher.attempt_failed(reroute, silence_s=silence_s, now=now)
 
 
+def running(*, max_tokens: int = 8) -> Room:
+    """One whose first attempt was sent at once."""
+    room = Room(max_tokens=max_tokens)
+    room.dispatcher.begin(0.0)
+    room.sent()
+    return room
+
+
 def looked(effects: list[Effect]) -> LookForPair:
     """The only effect."""
     (search,) = effects
@@ -109,9 +117,7 @@ def test_one_leg_where_one_is_enough(
 
 def test_who_failed_is_avoided_and_the_silence_counts() -> None:
     """The client has waited through it already; what it has is not computed for it again."""
-    room = Room()
-    room.dispatcher.begin(0.0)
-    room.sent()
+    room = running()
     room.life.granted(0)
     room.life.token_arrived(0, Leg.PREFILL, AnswerToken(0, 7))
     search = looked(room.fail(Leg.DECODE, WorkerLost("gone"), now=5.0, silence_s=1.0, lost=True))
@@ -128,9 +134,7 @@ def test_who_failed_is_avoided_and_the_silence_counts() -> None:
 
 def test_a_pair_is_blamed_when_one_says_that_the_other_failed_it() -> None:
     """Both are avoided: who is to blame cannot be known."""
-    room = Room()
-    room.dispatcher.begin(0.0)
-    room.sent()
+    room = running()
     blame, search = room.fail(Leg.PREFILL, PeerError("decode is silent"), lost=False)
     assert blame == BlamePair(P, D)
     assert isinstance(search, LookForPair)
@@ -139,9 +143,7 @@ def test_a_pair_is_blamed_when_one_says_that_the_other_failed_it() -> None:
 
 def test_nobody_is_blamed_for_an_attempt_with_one_leg() -> None:
     """There was no pair."""
-    room = Room(max_tokens=1)
-    room.dispatcher.begin(0.0)
-    room.sent()
+    room = running(max_tokens=1)
     search = looked(room.fail(Leg.PREFILL, PeerError("whoever"), lost=False))
     assert search.request.avoid == {P}
 
@@ -149,9 +151,7 @@ def test_nobody_is_blamed_for_an_attempt_with_one_leg() -> None:
 def test_room_is_waited_for_once_however_many_are_asked() -> None:
     """The first wait goes on; with next to nothing left of it the client hears that there is no
     room."""
-    room = Room()
-    room.dispatcher.begin(0.0)
-    room.sent()
+    room = running()
     search = looked(room.fail(Leg.DECODE, NoBlocks("full"), now=6.0, lost=False))
     assert search.until == PAIR_WAIT_S
     assert room.sent(now=7.0).wait_s == 3.0
@@ -181,9 +181,7 @@ def test_nobody_came(deadline_at: float | None, why: str, expected: str) -> None
 
 def test_nobody_for_another_attempt_says_why_the_last_one_failed() -> None:
     """That no pair came is only what followed."""
-    room = Room()
-    room.dispatcher.begin(0.0)
-    room.sent()
+    room = running()
     looked(room.fail(Leg.DECODE, WorkerLost("its host burnt"), lost=True))
     assert error_of(room.dispatcher.wait_over("")).message == "its host burnt"
 

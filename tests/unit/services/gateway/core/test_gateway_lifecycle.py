@@ -34,6 +34,14 @@ def a_request(max_tokens: int = 4, **sampling: object) -> Lifecycle:
     return Lifecycle((1, 2, 3), params, max_attempts=3)
 
 
+def dispatched(
+    max_tokens: int = 4, *, is_whole: bool = False, **sampling: object
+) -> tuple[Lifecycle, int]:
+    """A request and its first attempt, which is under way."""
+    life = a_request(max_tokens, **sampling)
+    return life, life.dispatched(is_whole=is_whole)
+
+
 def token(
     position: int, token_id: int = 7, finish: FinishReason = FinishReason.NONE
 ) -> AnswerToken:
@@ -42,24 +50,21 @@ def token(
 
 def test_tokens_of_both_legs_leave_in_order() -> None:
     """A decode token that overtakes prefill's first token waits for it."""
-    life = a_request()
-    attempt = life.dispatched()
+    life, attempt = dispatched()
     assert life.token_arrived(attempt, Leg.DECODE, token(1)) == []
     assert life.token_arrived(attempt, Leg.PREFILL, token(0)) == [token(0), token(1)]
 
 
 def test_the_first_token_waits_until_decode_has_room() -> None:
     """An answer that has begun could not be refused any more."""
-    life = a_request()
-    attempt = life.dispatched()
+    life, attempt = dispatched()
     assert life.token_arrived(attempt, Leg.PREFILL, token(0)) == []
     assert life.granted(attempt) == [token(0)]
 
 
 def test_without_room_the_held_token_is_dropped_with_its_attempt() -> None:
     """The retry computes it again, from the prompt alone."""
-    life = a_request()
-    attempt = life.dispatched()
+    life, attempt = dispatched()
     life.token_arrived(attempt, Leg.PREFILL, token(0))
     effects = life.leg_failed(attempt, Leg.DECODE, NoBlocks("full"), lost=False)
     assert [type(effect) for effect in effects] == [CancelLeg, Reroute]
@@ -68,8 +73,7 @@ def test_without_room_the_held_token_is_dropped_with_its_attempt() -> None:
 
 def test_prefill_lost_before_a_grant_is_retried_at_once() -> None:
     """Decode, which has no room yet, has nothing of the answer."""
-    life = a_request()
-    attempt = life.dispatched()
+    life, attempt = dispatched()
     life.token_arrived(attempt, Leg.PREFILL, token(0))
     effects = life.leg_failed(attempt, Leg.PREFILL, LOST, lost=True)
     assert effects == [CancelLeg(Leg.DECODE), Reroute(LOST, (Leg.PREFILL,))]
@@ -77,8 +81,7 @@ def test_prefill_lost_before_a_grant_is_retried_at_once() -> None:
 
 def test_the_last_token_ends_the_request_and_cancels_what_is_open() -> None:
     """A finish reason is followed by the end; the prefill leg, still pushing, is told to stop."""
-    life = a_request()
-    attempt = life.dispatched()
+    life, attempt = dispatched()
     last = token(0, finish=FinishReason.STOP)
     effects = life.token_arrived(attempt, Leg.PREFILL, last)
     assert effects == [last, CancelLeg(Leg.PREFILL), CancelLeg(Leg.DECODE), End(None)]
@@ -87,8 +90,7 @@ def test_the_last_token_ends_the_request_and_cancels_what_is_open() -> None:
 
 def test_nothing_follows_the_end() -> None:
     """Late tokens, failures and cancels of a finished request have no effect."""
-    life = a_request(max_tokens=1)
-    attempt = life.dispatched()
+    life, attempt = dispatched(max_tokens=1)
     life.token_arrived(attempt, Leg.PREFILL, token(0, finish=FinishReason.LENGTH))
     assert life.token_arrived(attempt, Leg.DECODE, token(1)) == []
     assert life.leg_failed(attempt, Leg.PREFILL, LOST, lost=True) == []
@@ -98,8 +100,7 @@ def test_nothing_follows_the_end() -> None:
 
 def test_a_lost_decode_worker_means_another_attempt_with_the_tokens_so_far() -> None:
     """The next attempt computes prompt plus sent tokens, and old tokens are fenced off."""
-    life = a_request(max_tokens=8)
-    first = life.dispatched()
+    life, first = dispatched(max_tokens=8)
     life.granted(first)
     life.token_arrived(first, Leg.PREFILL, token(0, 10))
     life.prefill_done(first)
@@ -116,8 +117,7 @@ def test_a_lost_decode_worker_means_another_attempt_with_the_tokens_so_far() -> 
 
 def test_prefill_lost_before_its_token_cancels_decode_and_retries() -> None:
     """Without token 1 the attempt cannot go on."""
-    life = a_request()
-    attempt = life.dispatched()
+    life, attempt = dispatched()
     assert life.leg_failed(attempt, Leg.PREFILL, LOST, lost=True) == [
         CancelLeg(Leg.DECODE),
         Reroute(LOST, (Leg.PREFILL,)),
@@ -126,8 +126,7 @@ def test_prefill_lost_before_its_token_cancels_decode_and_retries() -> None:
 
 def test_prefill_lost_after_its_token_leaves_the_verdict_to_decode() -> None:
     """All KV may have arrived: decode joins, or fails the attempt itself."""
-    life = a_request()
-    attempt = life.dispatched()
+    life, attempt = dispatched()
     life.granted(attempt)
     life.token_arrived(attempt, Leg.PREFILL, token(0))
     assert life.leg_failed(attempt, Leg.PREFILL, LOST, lost=True) == []
@@ -136,8 +135,7 @@ def test_prefill_lost_after_its_token_leaves_the_verdict_to_decode() -> None:
 
 def test_prefill_lost_with_its_token_on_the_way_is_retried_though_decode_has_all_kv() -> None:
     """Decode may run ahead to the end: without token 0 its tokens cannot leave."""
-    life = a_request()
-    attempt = life.dispatched()
+    life, attempt = dispatched()
     life.joined(attempt)
     for early in (token(1), token(2)):
         assert life.token_arrived(attempt, Leg.DECODE, early) == []
@@ -208,8 +206,7 @@ def test_one_token_needs_no_decode_worker() -> None:
 
 def test_prompt_logprobs_are_asked_for_once() -> None:
     """A retry that already has tokens does not compute the prompt's logprobs again."""
-    life = a_request(prompt_logprobs=0)
-    attempt = life.dispatched()
+    life, attempt = dispatched(prompt_logprobs=0)
     assert life.sampling.prompt_logprobs == 0
     life.granted(attempt)
     life.token_arrived(attempt, Leg.PREFILL, token(0))
@@ -227,8 +224,7 @@ def test_dispatching_twice_is_our_own_bug() -> None:
 
 def test_a_duplicated_token_is_dropped() -> None:
     """The same index twice reaches the client once."""
-    life = a_request()
-    attempt = life.dispatched()
+    life, attempt = dispatched()
     life.granted(attempt)
     life.token_arrived(attempt, Leg.PREFILL, token(0))
     assert life.token_arrived(attempt, Leg.DECODE, token(0)) == []
@@ -237,8 +233,7 @@ def test_a_duplicated_token_is_dropped() -> None:
 
 def test_a_colocated_worker_is_one_leg_with_nothing_to_wait_for() -> None:
     """Its tokens leave at once, and its last one leaves nothing to cancel."""
-    life = a_request(max_tokens=2)
-    attempt = life.dispatched(is_whole=True)
+    life, attempt = dispatched(max_tokens=2, is_whole=True)
     assert life.token_arrived(attempt, Leg.WHOLE, token(0)) == [token(0)]
     last = token(1, finish=FinishReason.LENGTH)
     assert life.token_arrived(attempt, Leg.WHOLE, last) == [last, End(None)]
@@ -246,8 +241,7 @@ def test_a_colocated_worker_is_one_leg_with_nothing_to_wait_for() -> None:
 
 def test_a_colocated_worker_that_fails_is_the_only_one_to_avoid() -> None:
     """Whatever it says, nobody else was there; a pair may take over."""
-    life = a_request()
-    attempt = life.dispatched(is_whole=True)
+    life, attempt = dispatched(is_whole=True)
     life.token_arrived(attempt, Leg.WHOLE, token(0))
     error = TransferFailed("no")
     assert life.leg_failed(attempt, Leg.WHOLE, error, lost=False) == [Reroute(error, (Leg.WHOLE,))]

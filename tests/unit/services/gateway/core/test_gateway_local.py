@@ -11,12 +11,12 @@ from services.gateway.core.decision_record import record_of
 from services.gateway.core.decision_record import replay as decide_again
 from services.gateway.core.fetches import Hit
 from services.gateway.core.peer_table import PeerTable
-from services.gateway.core.routing import POLICIES, route
+from services.gateway.core.routing import POLICIES
 from services.gateway.core.sides import RouteRequest
 from services.gateway.core.worker import Role
 from shared.ids import Incarnation
 from shared.predict.step_time import StepFit
-from tests.unit.services.gateway.core.test_gateway_routing import a_mesh
+from tests.unit.services.gateway.core.test_gateway_routing import a_mesh, decide
 
 FIT = StepFit(constant_s=0.001, token_s=0.001, num_steps=100)
 """1,000 tokens a second."""
@@ -41,8 +41,7 @@ def chosen(table: PeerTable, num_tokens: int, cached: dict[int, int]) -> int:
             if (worker := table.get(Incarnation(incarnation))) is not None
         },
     )
-    decision = route(POLICIES["local"](), request, table.sides, 0.5)
-    assert decision is not None
+    decision = decide("local", table, 0.5, request)
     record = json.loads(json.dumps(record_of(decision, attempt=0, at_s=0.0)))
     assert decide_again(record).differences == []
     return int(decision.prefill)
@@ -76,5 +75,5 @@ def test_the_same_for_all_is_taken_in_turn() -> None:
         max_new_tokens=1,
         cached={worker.place: Hit(512, 512) for worker in table.all(Role.PREFILL)},
     )
-    decisions = [route(policy, request, table.sides, 0.5) for _ in range(6)]
-    assert sorted(it.prefill for it in decisions if it is not None) == [1, 1, 2, 2, 3, 3]
+    decisions = [decide(policy, table, 0.5, request) for _ in range(6)]
+    assert sorted(it.prefill for it in decisions) == [1, 1, 2, 2, 3, 3]

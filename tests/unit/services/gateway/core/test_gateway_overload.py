@@ -8,9 +8,8 @@ import pytest
 
 from services.gateway.core.admission import Admission, Admit
 from services.gateway.core.fetches import Hit
-from services.gateway.core.overload import Overload, OverloadMode
+from services.gateway.core.overload import Overload, OverloadMode, ReportedSpeeds
 from services.gateway.core.sides import Sides
-from services.gateway.core.speeds import ReportedSpeeds
 from services.gateway.core.tenants import Terms
 from services.gateway.core.worker import Role, WorkerStatus
 from shared.errors import WouldBeLate
@@ -99,7 +98,7 @@ def test_who_has_no_limit_and_where_nothing_is_known_nobody_is_refused() -> None
     """Also if nobody could take the request: that is not for admission to say."""
     assert refused("predicted", sides(pending=10**6, answers=500)) is None
     assert refused("predicted", Sides([], [], []), ttft_s=0.001) is None
-    overload = Overload(OverloadMode.PREDICTED, ReportedSpeeds())
+    overload = Overload(OverloadMode.PREDICTED)
     at = sides(pending=10**6, answers=500)
     assert overload.refusal(Terms(ttft_s=0.1, tpot_s=0.1), 9000, at, 0.0, waited_s=0.0) is None
 

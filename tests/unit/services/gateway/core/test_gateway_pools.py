@@ -21,13 +21,13 @@ from services.gateway.core.pools import (
     is_confirmed,
     pool_of,
 )
-from services.gateway.core.routing import POLICIES, RouteDecision, route
+from services.gateway.core.routing import POLICIES
 from services.gateway.core.sides import RouteRequest
 from services.gateway.core.worker import Role, Worker, WorkerStatus
 from shared.errors import InvalidRequest, NotFound
 from shared.home import Home
 from shared.ids import Incarnation, StreamId
-from tests.unit.services.gateway.core.test_gateway_routing import a_worker
+from tests.unit.services.gateway.core.test_gateway_routing import a_worker, decide
 
 BOTH = (Role.PREFILL, Role.DECODE)
 REQUEST = RouteRequest(num_tokens=100, max_new_tokens=60)
@@ -57,16 +57,8 @@ def a_mesh_of(*pools: Where, **load: list[int]) -> PeerTable:
     return table
 
 
-def decide(
-    table: PeerTable, request: RouteRequest = REQUEST, policy: str = "splitwise"
-) -> RouteDecision:
-    decision = route(POLICIES[policy](), request, table.sides, 0.0)
-    assert decision is not None
-    return decision
-
-
 def chosen(table: PeerTable, request: RouteRequest = REQUEST) -> tuple[int, int]:
-    decision = decide(table, request)
+    decision = decide("splitwise", table, request=request)
     return decision.prefill, decision.decode
 
 
@@ -194,7 +186,7 @@ def test_a_long_home_and_a_long_mixed_pool_borrow_from_the_tokens() -> None:
 def test_a_worker_borrowed_for_the_prompt_may_be_the_one_for_the_answer() -> None:
     """It is in the token pool still when its decode side is looked for: one worker does both."""
     table = a_mesh_of("prompt", "token", pending_tokens=[9000, 0], num_waiting=[1, 0])
-    decision = decide(table)
+    decision = decide("splitwise", table, request=REQUEST)
     assert (decision.prefill, decision.decode) == (2, 2)
     assert decision.is_colocated
 
@@ -289,8 +281,8 @@ def test_idle_workers_take_turns() -> None:
     """Ties go to the one chosen longest ago."""
     table = a_mesh_of("prompt", "prompt", "token", "token")
     policy = POLICIES["splitwise"]()
-    pairs = [route(policy, REQUEST, table.sides, 0.0) for _ in range(4)]
-    assert [p and (p.prefill, p.decode) for p in pairs] == [(1, 3), (2, 4), (1, 3), (2, 4)]
+    pairs = [decide(policy, table, request=REQUEST) for _ in range(4)]
+    assert [(p.prefill, p.decode) for p in pairs] == [(1, 3), (2, 4), (1, 3), (2, 4)]
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -345,16 +337,16 @@ def test_other_policies_leave_everybody_at_home_unless_nobody_is(policy: str) ->
     """A worker that serves both stands on its home's side alone; a worker to avoid, or one that is
     too small, is a reason to look further."""
     table = a_mesh_of("prompt", "token", pending_tokens=[9000, 0], num_waiting=[9, 0])
-    decision = decide(table, policy=policy)
+    decision = decide(policy, table, request=REQUEST)
     assert (decision.prefill, decision.decode) == (1, 2)
     assert (len(decision.prefills), len(decision.decodes)) == (1, 1)
 
     away = RouteRequest(num_tokens=100, max_new_tokens=60, avoid=frozenset({Incarnation(1)}))
-    decision = decide(table, away, policy)
+    decision = decide(policy, table, request=away)
     assert (decision.prefill, decision.decode) == (2, 2)
     table.leave(Incarnation(2))
-    assert decide(table, policy=policy).is_colocated
-    assert decide(table, away, policy).is_colocated
+    assert decide(policy, table, request=REQUEST).is_colocated
+    assert decide(policy, table, request=away).is_colocated
 
 
 def test_a_colocated_worker_of_one_role_is_at_home_on_both_sides() -> None:
@@ -363,7 +355,7 @@ def test_a_colocated_worker_of_one_role_is_at_home_on_both_sides() -> None:
     colocated = a_worker(Role.DECODE, 9)
     table.join(colocated)
     table.report(colocated, WorkerStatus(paired=frozenset({Incarnation(9)})))
-    decision = decide(table, policy="least_loaded")
+    decision = decide("least_loaded", table, request=REQUEST)
     assert (decision.prefill, decision.decode) == (9, 9)
     assert len(decision.prefills) == len(decision.decodes) == 2
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
 from services.gateway.core.peer_table import OwnModel, PeerTable
-from services.gateway.core.routing import MAX_RECORDED, POLICIES, Candidate, route
-from services.gateway.core.sides import RouteRequest
+from services.gateway.core.routing import MAX_RECORDED, POLICIES, Candidate, RouteDecision, route
+from services.gateway.core.sides import RouteRequest, RoutingPolicy
 from services.gateway.core.worker import Role, Worker, WorkerStatus
 from shared.config import RoutingPolicyName
 from shared.errors import IncompatiblePeer
@@ -20,6 +20,7 @@ from shared.kv.layout import KvLayout
 from shared.model_spec import ModelSpec
 
 LAYOUT = KvLayout(dtype="float32", num_layers=2, num_kv_heads=2, head_dim=8)
+REQUEST = RouteRequest(num_tokens=10, max_new_tokens=5)
 
 
 def a_worker(role: Role, incarnation: int, **changes: object) -> Worker:
@@ -54,6 +55,20 @@ def a_mesh(num_prefill: int = 2, num_decode: int = 2) -> PeerTable:
     return table
 
 
+def decide(
+    policy: str | RoutingPolicy,
+    table: PeerTable,
+    draw: float = 0.0,
+    request: RouteRequest = REQUEST,
+    **fields: Any,
+) -> RouteDecision:
+    """One decision, of a fresh policy if it is named. fields: of the request."""
+    made = POLICIES[policy]() if isinstance(policy, str) else policy
+    decision = route(made, request._replace(**fields), table.sides, draw)
+    assert decision is not None
+    return decision
+
+
 def pairs_of(table: PeerTable) -> list[tuple[int, int]]:
     """Every pair that may be chosen, in joining order."""
     sides = table.sides
@@ -70,9 +85,7 @@ def pairs_chosen(policy_name: str, table: PeerTable, n: int) -> Counter[tuple[in
     policy = POLICIES[policy_name]()
     chosen: Counter[tuple[int, int]] = Counter()
     for i in range(n):
-        request = RouteRequest(num_tokens=10, max_new_tokens=5)
-        decision = route(policy, request, table.sides, (i * 0.37) % 1)
-        assert decision is not None
+        decision = decide(policy, table, (i * 0.37) % 1)
         chosen[(decision.prefill, decision.decode)] += 1
     return chosen
 
@@ -100,13 +113,7 @@ def test_least_loaded_joins_the_shortest_queue() -> None:
     busy_decode, idle_decode = table.all(Role.DECODE)
     busy_prefill.report(replace(busy_prefill.status, pending_tokens=500))
     busy_decode.report(replace(busy_decode.status, reserved_blocks=10))
-    decision = route(
-        POLICIES["least_loaded"](),
-        RouteRequest(num_tokens=1, max_new_tokens=1),
-        table.sides,
-        0.0,
-    )
-    assert decision is not None
+    decision = decide("least_loaded", table)
     assert (decision.prefill, decision.decode) == (
         idle_prefill.incarnation,
         idle_decode.incarnation,
@@ -159,8 +166,7 @@ def test_two_sides_choose_as_the_list_of_all_pairs_would(seed: int) -> None:
     policy = POLICIES["least_loaded"]()
     last_chosen: Counter[int] = Counter()
     for turn in range(1, 8):
-        decision = route(policy, request, table.sides, 0.0)
-        assert decision is not None
+        decision = decide(policy, table, request=request)
         want = min(
             pairs,
             key=lambda pair: (
@@ -174,8 +180,7 @@ def test_two_sides_choose_as_the_list_of_all_pairs_would(seed: int) -> None:
         last_chosen |= {worker.incarnation: turn for worker in want}
     reached: Counter[tuple[int, int]] = Counter()
     for pick in range(len(pairs)):
-        decision = route(POLICIES["random"](), request, table.sides, (pick + 0.5) / len(pairs))
-        assert decision is not None
+        decision = decide("random", table, (pick + 0.5) / len(pairs), request)
         reached[decision.prefill, decision.decode] += 1
     assert reached == {(p.incarnation, d.incarnation): 1 for p, d in pairs}
 
@@ -185,10 +190,7 @@ def test_a_decision_keeps_the_best_few_of_each_side() -> None:
     table = a_mesh(num_prefill=20, num_decode=10)
     for idx, worker in enumerate(table.all(Role.PREFILL)):
         worker.report(replace(worker.status, pending_tokens=(7 * idx) % 20))
-    decision = route(
-        POLICIES["least_loaded"](), RouteRequest(num_tokens=1, max_new_tokens=1), table.sides, 0.0
-    )
-    assert decision is not None
+    decision = decide("least_loaded", table)
     assert (len(decision.scores.prefills), len(decision.scores.decodes)) == (20, 10)
     assert [candidate.score for candidate in decision.prefills] == list(range(MAX_RECORDED))
     assert [candidate.worker for candidate in decision.decodes] == list(range(100, 108))
@@ -233,14 +235,9 @@ def test_a_report_of_load_changes_nobodys_usability() -> None:
 def test_a_worker_that_failed_is_avoided_while_another_is_there() -> None:
     """With a spare it is left out; alone it is used again."""
     table = a_mesh(num_prefill=1)
-    request = RouteRequest(num_tokens=1, max_new_tokens=1, avoid=frozenset({Incarnation(100)}))
     for _ in range(3):
-        decision = route(POLICIES["round_robin"](), request, table.sides, 0.0)
-        assert decision is not None
-        assert decision.decode == 101
-    everyone = frozenset(Incarnation(i) for i in (1, 100, 101))
-    request = RouteRequest(num_tokens=1, max_new_tokens=1, avoid=everyone)
-    assert route(POLICIES["random"](), request, table.sides, 0.0) is not None
+        assert decide("round_robin", table, avoid=frozenset({Incarnation(100)})).decode == 101
+    decide("random", table, avoid=frozenset(Incarnation(i) for i in (1, 100, 101)))
 
 
 def test_only_pairs_whose_canary_crossed_are_used() -> None:
@@ -267,9 +264,7 @@ def test_a_colocated_worker_is_a_pair_with_itself() -> None:
     table.join(idle)
     assert pairs_of(table) == [(1, 1), (2, 2)]
     assert table.why_not_ready() == ""
-    request = RouteRequest(num_tokens=10, max_new_tokens=1)
-    decision = route(POLICIES["least_loaded"](), request, table.sides, 0.0)
-    assert decision is not None
+    decision = decide("least_loaded", table)
     assert decision.is_colocated
     assert decision.decode == idle.incarnation
 

@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 
 from services.gateway.core.peer_table import PeerTable
 from services.gateway.core.rendezvous import BOUND, affinity_of
-from services.gateway.core.routing import POLICIES, RouteDecision, route
-from services.gateway.core.sides import RouteRequest
+from services.gateway.core.routing import POLICIES
 from services.gateway.core.worker import Role
 from shared.ids import StreamId
 from shared.messages.columns import pack_u32
-from tests.unit.services.gateway.core.test_gateway_routing import a_mesh
+from tests.unit.services.gateway.core.test_gateway_routing import a_mesh, decide
 
 KEYS = st.integers(0, 2**64 - 1)
 DRAWS = st.floats(0, 1, exclude_max=True)
@@ -30,14 +29,6 @@ def loaded(prefills: list[int], decodes: list[int]) -> PeerTable:
     for worker, blocks in zip(table.all(Role.DECODE), decodes, strict=True):
         worker.report(replace(worker.status, reserved_blocks=blocks))
     return table
-
-
-def decide(name: str, table: PeerTable, draw: float = 0.0, **request: int) -> RouteDecision:
-    """One decision of a fresh policy."""
-    asked = {"num_tokens": 10, "max_new_tokens": 5} | request
-    decision = route(POLICIES[name](), RouteRequest(**asked), table.sides, draw)  # type: ignore[arg-type]
-    assert decision is not None
-    return decision
 
 
 def test_p2c_takes_the_less_loaded_of_two() -> None:
@@ -109,9 +100,7 @@ def test_one_hot_prefix_does_not_drown_its_worker() -> None:
     table, policy = loaded([0] * 5, [0]), POLICIES["hash"]()
     pending: dict[int, int] = defaultdict(int)
     for number in range(200):
-        request = RouteRequest(num_tokens=100, max_new_tokens=5, affinity=7)
-        decision = route(policy, request, table.sides, 0.5)
-        assert decision is not None
+        decision = decide(policy, table, num_tokens=100, affinity=7)
         worker = table.get(decision.prefill)
         assert worker is not None
         worker.sent(Role.PREFILL, StreamId(number + 1), num_tokens=100, num_blocks=1)

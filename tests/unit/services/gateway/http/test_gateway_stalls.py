@@ -9,11 +9,16 @@ import pytest
 
 from services.gateway import limits
 from services.gateway.front.calls import Call
-from services.gateway.http.connection import BUFFER_BYTES, Connection, HttpRequest, listen
+from services.gateway.http.connection import (
+    BUFFER_BYTES,
+    Connection,
+    HttpRequest,
+    listen,
+    unless_stalled,
+)
 from services.gateway.http.messages import Response
 from services.gateway.http.server import Policy, Route, Routes
 from services.gateway.http.sse import EventStream
-from services.gateway.http.stalls import unless_stalled
 from shared.errors import DeadlinePassed
 from shared.rpc.network import Address
 from tests.support.http_client import raw_connection

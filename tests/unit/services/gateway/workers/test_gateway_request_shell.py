@@ -12,9 +12,8 @@ import pytest
 
 from services.gateway.core.admission import Admission, Admit
 from services.gateway.core.lifecycle import Leg
-from services.gateway.core.overload import Overload, OverloadMode
+from services.gateway.core.overload import Overload, OverloadMode, ReportedSpeeds
 from services.gateway.core.routing import NOBODY
-from services.gateway.core.speeds import ReportedSpeeds
 from services.gateway.core.tenants import Terms
 from services.gateway.core.worker import Role, Worker
 from services.gateway.front.answers import HELD_TOKENS, Answers, Choice, TextDelta, open_answers
