@@ -98,7 +98,7 @@ class Gateway:
             )
             metrics = ClientMetrics()
             answers = AnswerMetrics(metrics.registry)
-            keys = KeyRing.read(
+            keys = KeyRing(
                 config.api_keys,
                 plain_key=config.api_key,
                 limits=KeyLimits(

@@ -36,7 +36,7 @@ async def test_refusals_are_the_clients_own_exceptions(
     ]
     task = tmp_path / "task.json"
     mesh = ScriptedMesh(failing_after("the", WorkerLost("gone")))
-    async with http_gateway(mesh, KeyRing.read(keys)) as url:
+    async with http_gateway(mesh, KeyRing(keys)) as url:
         task.write_text(json.dumps({"url": url, "key": "ka", "asks": asks}))
         words = await run_client_well(
             *(client_bin("anthropic") / "python", PINS / "anthropic_refusals_client.py", task),

@@ -218,7 +218,7 @@ async def test_api_keys(stubs: Any, tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text(hash_key("alice", "secret"))
     async with (
-        grpc_gateway(ScriptedMesh(), KeyRing.read(path)) as address,
+        grpc_gateway(ScriptedMesh(), KeyRing(path)) as address,
         grpc.aio.insecure_channel(address) as channel,
     ):
         assert await read(Client(channel, stubs, "secret").start(text="a"))

@@ -197,7 +197,7 @@ async def test_api_keys(tmp_path: Any) -> None:
     """The client's key is checked, and its absence is an AuthenticationError."""
     path = tmp_path / "keys"
     path.write_text(hash_key("alice", "secret"))
-    async with http_gateway(ScriptedMesh(), KeyRing.read(path)) as url:
+    async with http_gateway(ScriptedMesh(), KeyRing(path)) as url:
         for key, is_known in (("secret", True), ("wrong", False)):
             async with AsyncOpenAI(base_url=url + "/v1", api_key=key, max_retries=0) as client:
                 if is_known:

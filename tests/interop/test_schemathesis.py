@@ -48,7 +48,7 @@ async def test_the_document_is_true(client_bin: Callable[[str], Path], tmp_path:
     client = client_bin("schemathesis")
     path = tmp_path / "keys"
     path.write_text(hash_key("alice", "secret"))
-    async with http_gateway(ScriptedMesh(), KeyRing.read(path)) as url:
+    async with http_gateway(ScriptedMesh(), KeyRing(path)) as url:
         # The scripted mesh has no members to tell of.
         options = ("--exclude-path", "/cluster", "-n", "30")
         words = await run(client, url, tmp_path, *options, key="secret")

@@ -50,7 +50,7 @@ class Chosen(RoutingPolicy):
 
 def choose(mesh: WholeMesh, prefill: RunningWorker, decode: RunningWorker) -> None:
     """Have the gateway want this pair from now on."""
-    mesh.gateways[0].members.router._policy = Chosen(prefill, decode)
+    mesh.gateways[0].members.router.policy = Chosen(prefill, decode)
 
 
 def pair_of(answer: Answer) -> tuple[str, str]:

@@ -126,7 +126,7 @@ async def test_with_keys_the_page_asks_for_one_and_keeps_it_in_the_tab(
     """The page itself loads without a key; what it shows needs one; a wrong one is said to be."""
     path = tmp_path / "keys"
     path.write_text(hash_key("alice", "secret"))
-    tab = await visit(await serve(ScriptedMesh(), KeyRing.read(path)))
+    tab = await visit(await serve(ScriptedMesh(), KeyRing(path)))
     tab.expected.append(f"{FAILED}: the server responded with a status of 401")
     await tab.open("locked")
     page = tab.page

@@ -42,16 +42,14 @@ class Holdings(Mapping[int, Hit]):
     def __getitem__(self, place: int) -> Hit:
         if place >= len(self.tokens) or not self.tokens[place]:
             raise KeyError(place)
-        return Hit(*(int(column[place]) for column in (self.tokens, self.in_pool, *self._tiers())))
+        columns = (self.tokens, self.in_pool, *(self._below or ()))
+        return Hit(*(int(column[place]) for column in columns))
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.tokens.nonzero()[0].tolist())
 
     def __len__(self) -> int:
         return int(np.count_nonzero(self.tokens))
-
-    def _tiers(self) -> tuple[Column, ...]:
-        return self._below or ()
 
     def below(self) -> list[int]:
         """Return the places that have some of it below their pools."""

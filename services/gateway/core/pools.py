@@ -8,7 +8,7 @@ again. Nobody commands it and nobody leads: each gateway computes the same from 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from operator import attrgetter
 from typing import NamedTuple
@@ -64,33 +64,44 @@ class Splitwise(InTurn):
 
     def choose(self, request: RouteRequest, sides: Sides, scores: Scores, random: float) -> Places:
         """Return the pair. Who prefers a pool that nobody in reach is in finds the next one."""
-        prefill = self._prefill(request, sides, scores)
+        prefills, decodes = sides.prefills, sides.decodes
+        prefill = self._from_pools(
+            prefills,
+            scores.prefills,
+            range(len(prefills)),
+            Role.PREFILL,
+            lambda worker: not _is_long(worker, request),
+        )
         decode = None
         if prefill is not None:
-            decode = self._decode(request, sides, scores, sides.partners_of(prefill))
+            decode = self._from_pools(
+                decodes,
+                scores.decodes,
+                sides.partners_of(prefill),
+                Role.DECODE,
+                lambda worker: _has_room(worker, request),
+            )
         if prefill is None or decode is None:
             prefill, decode = self._one_for_both(sides, scores, prefill)
-        self.chosen(sides.prefills[prefill].incarnation, sides.decodes[decode].incarnation)
+        self.chosen(prefills[prefill].incarnation, decodes[decode].incarnation)
         return prefill, decode
 
-    def _prefill(self, request: RouteRequest, sides: Sides, scores: Scores) -> int | None:
-        places = range(len(sides.prefills))
-        at_home, mixed, away = _by_pool(sides.prefills, places, Role.PREFILL)
-        for pool in filter(None, (at_home, mixed)):
-            place = self._least(scores.prefills, sides.prefills, pool)
-            if not _is_long(sides.prefills[place], request):
-                return place
-        return self._least(scores.prefills, sides.prefills, away) if away else None
-
-    def _decode(
-        self, request: RouteRequest, sides: Sides, scores: Scores, places: Sequence[int]
+    def _from_pools(
+        self,
+        workers: Sequence[Worker],
+        scores: Sequence[float],
+        places: Sequence[int],
+        side: Role,
+        takes: Callable[[Worker], bool],
     ) -> int | None:
-        at_home, mixed, away = _by_pool(sides.decodes, places, Role.DECODE)
+        """Return the least loaded of the first pool whose least loaded ``takes`` the request, else
+        of those that would have to be borrowed; None = there is nobody to borrow."""
+        at_home, mixed, away = _by_pool(workers, places, side)
         for pool in filter(None, (at_home, mixed)):
-            place = self._least(scores.decodes, sides.decodes, pool)
-            if _has_room(sides.decodes[place], request):
+            place = self._least(scores, workers, pool)
+            if takes(workers[place]):
                 return place
-        return self._least(scores.decodes, sides.decodes, away) if away else None
+        return self._least(scores, workers, away) if away else None
 
     def _one_for_both(self, sides: Sides, scores: Scores, prefill: int | None) -> Places:
         """Return the shortest queue of all twice. If nobody can do both, the pair stays apart and

@@ -37,22 +37,13 @@ class Router:
         self.prefixes = (
             Prefixes(index_bytes, of_everybody=policy.fetches) if policy.needs_prefixes else None
         )
-        self._policy = policy
+        self.policy = policy
         self._table = table
-
-    @property
-    def borrows(self) -> bool:
-        """Whether workers that may be either take the other role's work."""
-        return self._policy.moves_roles
-
-    @borrows.setter
-    def borrows(self, on: bool) -> None:
-        self._policy.moves_roles = on
 
     @property
     def needs_prompt(self) -> bool:
         """Whether the policy goes by ``RouteRequest.prompt``."""
-        return self._policy.needs_affinity or self._policy.needs_prefixes
+        return self.policy.needs_affinity or self.policy.needs_prefixes
 
     def cached(self, prompt: HashedPrompt | None, now: float) -> Mapping[int, Hit]:
         """Return what workers have of a prompt, by their places, as far as the policy knows."""
@@ -62,7 +53,7 @@ class Router:
 
     def route(self, request: RouteRequest, now: float, random: float) -> Routed:
         """Choose a pair. random: see ``RoutingPolicy``."""
-        policy, prompt, offers = self._policy, request.prompt, None
+        policy, prompt, offers = self.policy, request.prompt, None
         if prompt is not None:
             found = None if self.prefixes is None else self.prefixes.cached(prompt, now)
             if policy.fetches and found:

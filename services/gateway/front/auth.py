@@ -71,38 +71,34 @@ NOBODY = ApiKey(name="-", digest=b"", cache_salt=b"", quota=Quota(KeyLimits()), 
 
 
 class KeyRing:
-    """All keys of a gateway. An empty ring lets everybody in, as ``NOBODY``."""
+    """All keys of a gateway. An empty ring lets everybody in, as ``NOBODY``.
 
-    def __init__(self, keys: Sequence[ApiKey] = ()) -> None:
-        self._keys = tuple(keys)
-        self._plain = self._keys
-        self._path: Path | None = None
-        self._watched = WatchedFiles()
-        self._limits = KeyLimits()
+    path: of the key file. plain_key: one key more, as clients send it. limits: of keys whose line
+    says nothing else.
+    Raises InvalidRequest: see ``read_keys``.
+    """
 
-    @classmethod
-    def read(
-        cls, path: Path | None, *, plain_key: str = "", limits: KeyLimits | None = None
-    ) -> KeyRing:
-        """Read a key file. plain_key: one key more, as clients send it. limits: of keys whose line
-        says nothing else.
+    def __init__(
+        self,
+        path: Path | None = None,
+        *,
+        plain_key: str = "",
+        limits: KeyLimits = KeyLimits(),  # noqa: B008
+    ) -> None:
+        self._path, self._limits = path, limits
+        self._plain = [_plain_key(plain_key, limits)] if plain_key else []
+        self._watched = WatchedFiles(path)
+        self._keys = self._all_keys()
 
-        Raises InvalidRequest: see ``read_keys``.
-        """
-        ring = cls([_plain_key(plain_key, limits or KeyLimits())] if plain_key else ())
-        if path is not None:
-            ring._path, ring._limits = path, limits or KeyLimits()
-            ring._watched = WatchedFiles(path)
-            ring._keys = ring._all_keys(path)
-        return ring
+    def _all_keys(self) -> Sequence[ApiKey]:
+        if self._path is None:
+            return self._plain
+        return *self._plain, *read_keys(self._path, self._limits)
 
-    def _all_keys(self, path: Path) -> tuple[ApiKey, ...]:
-        return *self._plain, *read_keys(path, self._limits)
-
-    def _reload(self, path: Path) -> None:
+    def _reload(self) -> None:
         """Take the file's keys; a key that was there before keeps what it has used up."""
         try:
-            found = self._all_keys(path)
+            found = self._all_keys()
         except InvalidRequest as error:
             _log.error("the old API keys stay in use", error=error.message, param=error.param)
             return
@@ -133,7 +129,7 @@ class KeyRing:
         Raises Unauthorized.
         """
         if self._path is not None and self._watched.have_changed():
-            self._reload(self._path)
+            self._reload()
         if not self._keys:
             return NOBODY
         scheme, _, token = (authorization or "").partition(" ")

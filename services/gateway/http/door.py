@@ -19,16 +19,24 @@ from services.gateway.front.calls import Call
 from services.gateway.front.frontdoor import FrontDoor, Prompt, asked_by
 from services.gateway.http import bodies
 from services.gateway.http.answering import Wants, answered, asked_chat, head_of_answer
-from services.gateway.http.anthropic_door import AnthropicDoor
+from services.gateway.http.anthropic_answers import (
+    AnthropicError,
+    InputTokens,
+    MessageBody,
+    MessagesFormat,
+)
+from services.gateway.http.anthropic_forms import CountTokensBody, MessagesBody, chat_of
 from services.gateway.http.cluster_bodies import Cluster, ClusterWorker, Explanation, RecentRequests
 from services.gateway.http.connection import HttpRequest, listen
-from services.gateway.http.cors import AllowedOrigins
+from services.gateway.http.item_answers import NamedEvent
+from services.gateway.http.kept_responses import KeptResponses
 from services.gateway.http.messages import Response, json_response
 from services.gateway.http.openai_answers import AnswerFormat, CompletionFormat
 from services.gateway.http.openai_forms import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    Message,
     RoleBody,
     StreamOptions,
     TokenizeBody,
@@ -36,8 +44,15 @@ from services.gateway.http.openai_forms import (
 )
 from services.gateway.http.openapi import openapi_document
 from services.gateway.http.page_files import page_routes
-from services.gateway.http.responses_door import ResponsesDoor
-from services.gateway.http.server import Policy, Route, Routes, read_body
+from services.gateway.http.responses_answers import (
+    DeletedResponse,
+    ResponseBody,
+    ResponseEvent,
+    ResponsesFormat,
+    response_before,
+)
+from services.gateway.http.responses_forms import ResponsesBody, turn_of
+from services.gateway.http.server import AllowedOrigins, Policy, Route, Routes, read_body
 from services.gateway.http.tool_answers import chat_format
 from services.gateway.http.unserved_fields import refuse_unserved
 from services.gateway.mesh import ServedModel
@@ -48,11 +63,15 @@ from shared.version import VERSION
 
 _CHAT = msgspec.json.Decoder(ChatBody)
 _COMPLETION = msgspec.json.Decoder(CompletionBody)
+_RESPONSES = msgspec.json.Decoder(ResponsesBody)
+_MESSAGES = msgspec.json.Decoder(MessagesBody)
+_COUNT_TOKENS = msgspec.json.Decoder(CountTokensBody)
 _TOKENIZE = msgspec.json.Decoder(TokenizeBody)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
 _ROLE = msgspec.json.Decoder(RoleBody)
 
 _NO_OPTIONS = StreamOptions()
+_KEPT = "/v1/responses/{response_id}"
 
 
 def serve_http(
@@ -67,7 +86,7 @@ def serve_http(
 ) -> AbstractAsyncContextManager[Address]:
     """Serve HTTP until the block ends; see ``connection.listen``.
 
-    origins: whose pages may ask, too (``cors.py``).
+    origins: whose pages may ask, too.
     """
     others = AllowedOrigins(origins) if origins else None
     return listen(
@@ -93,8 +112,7 @@ class HttpDoor:
 
     def __init__(self, front: FrontDoor) -> None:
         self._front = front
-        self._responses = ResponsesDoor(front)
-        self._anthropic = AnthropicDoor(front)
+        self._kept = KeptResponses(front.config.response_memory_mib << 20)
         self._document: tuple[ServedModel | None, bytes] | None = None
 
     def routes(self) -> tuple[Route, ...]:
@@ -132,8 +150,27 @@ class HttpDoor:
                 *(bodies.Completion, _COMPLETION, bodies.CompletionChunk),
                 needs_workers=True,
             ),
-            *self._responses.routes(),
-            *self._anthropic.routes(),
+            Route(
+                *("POST", "/v1/responses", Policy.METERED, self.respond),
+                *(ResponseBody, _RESPONSES, ResponseEvent),
+                ends_with_done=False,
+                needs_workers=True,
+            ),
+            Route("GET", _KEPT, Policy.KEY, self.tell_response, ResponseBody),
+            Route("DELETE", _KEPT, Policy.KEY, self.forget_response, DeletedResponse),
+            Route(
+                *("POST", "/v1/messages", Policy.METERED, self.message),
+                *(MessageBody, _MESSAGES, NamedEvent),
+                ends_with_done=False,
+                needs_workers=True,
+                error=AnthropicError,
+            ),
+            Route(
+                *("POST", "/v1/messages/count_tokens", Policy.METERED, self.count_tokens),
+                *(InputTokens, _COUNT_TOKENS),
+                needs_workers=True,
+                error=AnthropicError,
+            ),
             Route(
                 *("POST", "/tokenize", Policy.METERED, self.tokenize, bodies.Tokens, _TOKENIZE),
                 needs_workers=True,
@@ -301,6 +338,63 @@ class HttpDoor:
             continuous_usage=bool(options.continuous_usage_stats),
         )
         return await self._answer(request, call, body, choices, answer_format)
+
+    async def respond(self, request: HttpRequest, call: Call) -> Response | None:
+        """Answer a chat as OpenAI's newer API does, whole or as a stream of events."""
+        body = await read_body(request, call, _RESPONSES)
+        tenant = call.caller.key.cache_salt
+        earlier: list[Message] = []
+        if (previous := body.previous_response_id) is not None:
+            earlier = self._kept.find(tenant, previous, param="previous_response_id").messages
+        chat, places, conversation = turn_of(body, earlier)
+        with places.told():
+            asked = await asked_chat(self._front, request, call, chat)
+        head = head_of_answer(call, asked.model, "resp_")
+
+        def keep(answer: bytes, message: Message) -> bool:
+            return self._kept.keep(tenant, head.id, answer, [*conversation, message])
+
+        answer_format = ResponsesFormat(
+            head,
+            self._front.text,
+            asked.new_parser,
+            response=response_before(head, body, asked.choices[0].request.sampling),
+            keep=None if body.store is False else keep,
+        )
+        wants = Wants(stream=bool(body.stream), usage=True, receipt=chat.wants_receipt)
+        return await answered(self._front, request, call, asked.choices, answer_format, wants)
+
+    async def tell_response(self, request: HttpRequest, call: Call) -> Response:
+        """Tell a response that is kept."""
+        name, tenant = request.parameters["response_id"], call.caller.key.cache_salt
+        kept = self._kept.find(tenant, name, param="response_id")
+        return json_response(kept.body, headers=call.headers)
+
+    async def forget_response(self, request: HttpRequest, call: Call) -> Response:
+        """Forget a response."""
+        name, tenant = request.parameters["response_id"], call.caller.key.cache_salt
+        self._kept.delete(tenant, name, param="response_id")
+        return json_response(DeletedResponse(name), headers=call.headers)
+
+    async def message(self, request: HttpRequest, call: Call) -> Response | None:
+        """Answer a chat as Anthropic's API does, whole or as a stream of events."""
+        body = await read_body(request, call, _MESSAGES)
+        chat, places = chat_of(body)
+        with places.told():
+            asked = await asked_chat(self._front, request, call, chat)
+        head = head_of_answer(call, asked.model, "msg_")
+        answer_format = MessagesFormat(head, self._front.text, asked.new_parser)
+        wants = Wants(stream=bool(body.stream), usage=True, receipt=chat.wants_receipt)
+        return await answered(self._front, request, call, asked.choices, answer_format, wants)
+
+    async def count_tokens(self, request: HttpRequest, call: Call) -> Response:
+        """Count the tokens of a body of /v1/messages."""
+        body = await read_body(request, call, _COUNT_TOKENS)
+        chat, places = chat_of(body)
+        with places.told():
+            asked = await asked_chat(self._front, request, call, chat)
+        num_tokens = len(asked.choices[0].request.token_ids)
+        return json_response(InputTokens(num_tokens), headers=call.headers)
 
     async def _echo(self, choice: Choice, prompt: Prompt) -> tuple[Sequence[int], str]:
         ids = choice.request.token_ids

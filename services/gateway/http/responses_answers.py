@@ -6,10 +6,13 @@ Format: https://platform.openai.com/docs/api-reference/responses and .../respons
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
 
 from services.gateway.front.answers import TokenCounts
-from services.gateway.http import responses_bodies as bodies
+from services.gateway.http.bodies import Receipt
 from services.gateway.http.item_answers import Item, ItemFormat, NamedEvent, arguments_of, encode
 from services.gateway.http.openai_answers import AnswerHead
 from services.gateway.http.openai_forms import Message
@@ -20,6 +23,198 @@ from services.gateway.text.text_model import TextModel
 from shared.errors import MeshError
 from shared.request import FinishReason, SamplingParams
 from shared.rpc.status import openai_error_body
+
+Status = Literal["completed", "incomplete", "failed", "in_progress"]
+
+
+class OutputText(msgspec.Struct, kw_only=True):
+    """Text of a message."""
+
+    type: Literal["output_text"] = "output_text"
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[Any] = []
+
+
+class ReasoningText(msgspec.Struct, kw_only=True):
+    """Text of thinking."""
+
+    type: Literal["reasoning_text"] = "reasoning_text"
+    text: str
+
+
+class OutputMessage(msgspec.Struct, kw_only=True):
+    """What the model said."""
+
+    id: str
+    type: Literal["message"] = "message"
+    status: Status
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputText]
+
+
+class OutputCall(msgspec.Struct, kw_only=True):
+    """A call of a tool that the model asks for. arguments: a JSON object as text."""
+
+    id: str
+    type: Literal["function_call"] = "function_call"
+    status: Status
+    call_id: str
+    name: str
+    arguments: str
+
+
+class OutputReasoning(msgspec.Struct, kw_only=True):
+    """What the model thought. summary: none is made."""
+
+    id: str
+    type: Literal["reasoning"] = "reasoning"
+    status: Status
+    summary: list[Any] = []
+    content: list[ReasoningText]
+
+
+OutputItem = OutputMessage | OutputCall | OutputReasoning
+_ITEM = msgspec.Meta(extra_json_schema={"type": "object", "required": ["id", "type", "status"]})
+
+
+class InputDetails(msgspec.Struct):
+    """cached_tokens: those whose KV was not computed again."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputDetails(msgspec.Struct):
+    """reasoning_tokens: of the thinking, with its last mark."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(msgspec.Struct):
+    """Tokens of the input and of the answer."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+    @classmethod
+    def of(cls, counts: TokenCounts, num_thought_tokens: int) -> ResponseUsage:
+        """Return the counts as this protocol tells them."""
+        return cls(
+            counts.prompt_tokens,
+            InputDetails(counts.cached_tokens),
+            counts.completion_tokens,
+            OutputDetails(num_thought_tokens),
+            counts.prompt_tokens + counts.completion_tokens,
+        )
+
+
+class Incomplete(msgspec.Struct):
+    """Why an answer ends in its midst."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseFault(msgspec.Struct):
+    """What broke an answer that had begun."""
+
+    code: str
+    message: str
+
+
+class ResponseBody(msgspec.Struct, kw_only=True):
+    """A response. store: whether it is kept here, for previous_response_id."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: Status
+    background: Literal[False] = False
+    error: ResponseFault | None = None
+    incomplete_details: Incomplete | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: None = None
+    metadata: dict[str, Any]
+    model: str
+    output: list[Annotated[Any, _ITEM]]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: dict[str, Any]
+    service_tier: Literal["default"] = "default"
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[Any]
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponseUsage | None = None
+    receipt: Receipt | UnsetType = UNSET
+
+
+class DeletedResponse(msgspec.Struct):
+    """A response that is forgotten now."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
+
+# --- events ---------------------------------------------------------------------------------------
+
+
+class ResponseEvent(NamedEvent, kw_only=True):
+    """One event of a stream; the kinds have more fields, as OpenAI's have them."""
+
+    sequence_number: int
+
+
+class WholeEvent(ResponseEvent, kw_only=True):
+    """response.created, in_progress, completed, incomplete, failed."""
+
+    response: ResponseBody
+
+
+class ItemEvent(ResponseEvent, kw_only=True):
+    """response.output_item.added and done."""
+
+    output_index: int
+    item: OutputItem
+
+
+class PartEvent(ResponseEvent, kw_only=True):
+    """response.content_part.added and done."""
+
+    item_id: str
+    output_index: int
+    content_index: int = 0
+    part: OutputText | ReasoningText
+
+
+class TextEvent(ResponseEvent, kw_only=True):
+    """response.output_text and reasoning_text, delta and done."""
+
+    item_id: str
+    output_index: int
+    content_index: int = 0
+    delta: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    logprobs: list[Any] | UnsetType = UNSET
+
+
+class ArgumentsEvent(ResponseEvent, kw_only=True):
+    """response.function_call_arguments.delta and done."""
+
+    item_id: str
+    output_index: int
+    delta: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
 
 Keep = Callable[[bytes, Message], bool]
 """Takes the response and its answer as a message; returns whether it is kept."""
@@ -36,13 +231,13 @@ class ResponsesFormat(ItemFormat):
         text: TextModel,
         new_parser: Callable[[], AnswerParser] | None,
         *,
-        response: bodies.ResponseBody,
+        response: ResponseBody,
         keep: Keep | None,
     ) -> None:
         super().__init__(head, text, new_parser)
         self._response = response
         self._keep = keep
-        self._output: list[bodies.OutputItem] = []
+        self._output: list[OutputItem] = []
         self._num_events = 0
 
     # --- streams --------------------------------------------------------------------------------
@@ -54,7 +249,7 @@ class ResponsesFormat(ItemFormat):
     def began(self, item: Item) -> Iterator[NamedEvent]:
         shown = self._shown(item, "in_progress", "")
         self._output.append(shown)
-        if not isinstance(shown, bodies.OutputCall):
+        if not isinstance(shown, OutputCall):
             shown.content = []
         yield self._item_event("added", item, shown)
         if item.kind != "call":
@@ -62,7 +257,7 @@ class ResponsesFormat(ItemFormat):
 
     def grew(self, item: Item, text: str) -> NamedEvent:
         if item.kind == "call":
-            return bodies.ArgumentsEvent(
+            return ArgumentsEvent(
                 **self._place("response.function_call_arguments.delta", item), delta=text
             )
         return self._text_event("delta", item, delta=text)
@@ -71,7 +266,7 @@ class ResponsesFormat(ItemFormat):
         text = item.text
         if item.kind == "call":
             where = self._place("response.function_call_arguments.done", item)
-            yield bodies.ArgumentsEvent(**where, name=item.name, arguments=text)
+            yield ArgumentsEvent(**where, name=item.name, arguments=text)
         else:
             yield self._text_event("done", item, text=text)
             yield self._part_event("done", item, text)
@@ -88,7 +283,7 @@ class ResponsesFormat(ItemFormat):
     def breaking(self, error: MeshError) -> NamedEvent:
         told = openai_error_body(error)["error"]
         self._response.status = "failed"
-        self._response.error = bodies.ResponseFault(told["code"], told["message"])
+        self._response.error = ResponseFault(told["code"], told["message"])
         if self._output:  # the last item is on its way
             cut = self.items[-1]
             self._output[-1] = self._shown(cut, "incomplete", cut.text)
@@ -108,9 +303,9 @@ class ResponsesFormat(ItemFormat):
         is_cut = self.finish_reason is FinishReason.LENGTH
         response.status = "incomplete" if is_cut else "completed"
         if is_cut:
-            response.incomplete_details = bodies.Incomplete("max_output_tokens")
+            response.incomplete_details = Incomplete("max_output_tokens")
         response.output = self._output
-        response.usage = bodies.ResponseUsage.of(usage, self.num_thought_tokens)
+        response.usage = ResponseUsage.of(usage, self.num_thought_tokens)
         response.store = self._keep is not None
         if receipts:
             response.receipt = receipts[0]
@@ -140,17 +335,17 @@ class ResponsesFormat(ItemFormat):
         answer = self._head.id.rpartition("_")[2]
         return f"{_PREFIXES[item.kind]}_{answer}{item.index:02x}"
 
-    def _shown(self, item: Item, status: bodies.Status, text: str) -> bodies.OutputItem:
+    def _shown(self, item: Item, status: Status, text: str) -> OutputItem:
         name = self._id(item)
         match item.kind:
             case "text":
-                content = [bodies.OutputText(text=text)]
-                return bodies.OutputMessage(id=name, status=status, content=content)
+                content = [OutputText(text=text)]
+                return OutputMessage(id=name, status=status, content=content)
             case "thought":
-                thought = [bodies.ReasoningText(text=text)]
-                return bodies.OutputReasoning(id=name, status=status, content=thought)
+                thought = [ReasoningText(text=text)]
+                return OutputReasoning(id=name, status=status, content=thought)
             case "call":
-                return bodies.OutputCall(
+                return OutputCall(
                     id=name, status=status, call_id=item.id, name=item.name, arguments=text
                 )
 
@@ -167,12 +362,12 @@ class ResponsesFormat(ItemFormat):
         }
 
     def _whole_event(self, name: str) -> NamedEvent:
-        return bodies.WholeEvent(
+        return WholeEvent(
             type=f"response.{name}", sequence_number=self._number(), response=self._response
         )
 
-    def _item_event(self, name: str, item: Item, shown: bodies.OutputItem) -> NamedEvent:
-        return bodies.ItemEvent(
+    def _item_event(self, name: str, item: Item, shown: OutputItem) -> NamedEvent:
+        return ItemEvent(
             type=f"response.output_item.{name}",
             sequence_number=self._number(),
             output_index=item.index,
@@ -181,23 +376,23 @@ class ResponsesFormat(ItemFormat):
 
     def _part_event(self, name: str, item: Item, text: str) -> NamedEvent:
         is_thought = item.kind == "thought"
-        part = (bodies.ReasoningText if is_thought else bodies.OutputText)(text=text)
-        return bodies.PartEvent(**self._place(f"response.content_part.{name}", item), part=part)
+        part = (ReasoningText if is_thought else OutputText)(text=text)
+        return PartEvent(**self._place(f"response.content_part.{name}", item), part=part)
 
     def _text_event(self, name: str, item: Item, **said: Any) -> NamedEvent:
         if item.kind == "thought":
-            return bodies.TextEvent(**self._place(f"response.reasoning_text.{name}", item), **said)
+            return TextEvent(**self._place(f"response.reasoning_text.{name}", item), **said)
         where = self._place(f"response.output_text.{name}", item)
-        return bodies.TextEvent(**where, **said, logprobs=[])
+        return TextEvent(**where, **said, logprobs=[])
 
 
 def response_before(
     head: AnswerHead, body: ResponsesBody, sampling: SamplingParams
-) -> bodies.ResponseBody:
+) -> ResponseBody:
     """Return the response to a body before there is an answer. sampling: as workers get it."""
     text = None if body.text is None else body.text.format
     effort = body.reasoning.effort if body.reasoning is not None else body.reasoning_effort
-    return bodies.ResponseBody(
+    return ResponseBody(
         id=head.id,
         created_at=head.created,
         status="in_progress",

@@ -66,7 +66,7 @@ class Planner(AnswerWatcher):
         self._members = members
         self._overload = overload
         self._refuses = overload.mode is not OverloadMode.OFF
-        self._borrows = members.router.borrows
+        self._borrows = members.router.policy.moves_roles
         self._memory = Memory()
         self._said: tuple[object, ...] = ()
         self.traffic = TrafficMeter(limits.ttft_s, limits.tpot_s, started_at)
@@ -109,7 +109,7 @@ class Planner(AnswerWatcher):
             case RefuseEarly(on):
                 self._overload.mode = OverloadMode.EARLY if on else OverloadMode.OFF
             case Borrow(on):
-                self._members.router.borrows = on
+                self._members.router.policy.moves_roles = on
             case MoveHome(worker, to):
                 try:
                     await self._members.change_home(worker, _HOMES[to])

@@ -323,7 +323,7 @@ def test_a_made_key_opens_a_gateway_with_the_printed_line(
     out, err = capsys.readouterr()
     (tmp_path / "keys").write_text(out)
     key = err.split()[-1]
-    assert KeyRing.read(tmp_path / "keys").check(f"Bearer {key}").name == "alice"
+    assert KeyRing(tmp_path / "keys").check(f"Bearer {key}").name == "alice"
 
 
 def test_a_key_from_stdin_is_hashed_and_not_shown(

@@ -58,7 +58,7 @@ async def test_sampling_reaches_the_gateway_and_what_is_not_given_does_not() -> 
 async def test_a_refusal_is_the_gateways_own_words(tmp_path: Path) -> None:
     """With the remedy where a key is missing."""
     (tmp_path / "keys").write_text(hash_key("alice", "secret"))
-    async with http_gateway(ScriptedMesh(), KeyRing.read(tmp_path / "keys")) as url:
+    async with http_gateway(ScriptedMesh(), KeyRing(tmp_path / "keys")) as url:
         with pytest.raises(GatewayRefused, match="PDMESH_API_KEY"):
             await said(url, HI)
         with pytest.raises(GatewayRefused, match="max_tokens"):

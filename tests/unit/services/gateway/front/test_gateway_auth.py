@@ -19,7 +19,7 @@ def ring_of(tmp_path: Path, text: str) -> KeyRing:
     """Read a key file with this text."""
     path = tmp_path / "keys"
     path.write_text(text)
-    return KeyRing.read(path)
+    return KeyRing(path)
 
 
 def test_a_known_key_is_let_in_by_name(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_only_a_key_with_the_right_may_change_roles(tmp_path: Path) -> None:
 def test_without_keys_everybody_may_change_roles() -> None:
     """Who asks none for a key asks none for a right; the key of --api-key has none."""
     KeyRing().check(None).require(ROLES)
-    plain = KeyRing.read(None, plain_key="k").check("Bearer k")
+    plain = KeyRing(None, plain_key="k").check("Bearer k")
     with pytest.raises(Forbidden):
         plain.require(ROLES)
 
@@ -93,7 +93,7 @@ def test_a_key_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_bytes(b"\x89PNG\xff")
     with pytest.raises(InvalidRequest, match="not a text file"):
-        KeyRing.read(path)
+        KeyRing(path)
 
 
 def test_a_malformed_line_is_named_but_not_shown(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_a_line_says_its_keys_limits(tmp_path: Path) -> None:
         f"{hash_key('b', 'k2', 'team')}   concurrent_requests=9 # few\n"
     )
     (tmp_path / "keys").write_text(text)
-    ring = KeyRing.read(tmp_path / "keys", limits=KeyLimits(requests_per_minute=7))
+    ring = KeyRing(tmp_path / "keys", limits=KeyLimits(requests_per_minute=7))
     assert ring.check("Bearer k1").quota.limits == own
     assert ring.check("Bearer k2").quota.limits == KeyLimits(
         requests_per_minute=7, concurrent_requests=9
@@ -203,17 +203,17 @@ def test_a_limit_that_is_not_understood_is_refused(tmp_path: Path, more: str) ->
 
 def test_one_plain_key_needs_no_file(tmp_path: Path) -> None:
     """It may stand beside a file, in which nobody may have its name."""
-    ring = KeyRing.read(None, plain_key="secret", limits=KeyLimits(concurrent_requests=3))
+    ring = KeyRing(None, plain_key="secret", limits=KeyLimits(concurrent_requests=3))
     assert ring.check("Bearer secret").quota.limits.concurrent_requests == 3
     with pytest.raises(Unauthorized):
         ring.check("Bearer other")
     path = tmp_path / "keys"
     path.write_text(hash_key("alice", "k1"))
-    both = KeyRing.read(path, plain_key="secret")
+    both = KeyRing(path, plain_key="secret")
     assert {both.check(f"Bearer {key}").name for key in ("secret", "k1")} == {"api-key", "alice"}
     path.write_text(hash_key("api-key", "k1"))
     with pytest.raises(InvalidRequest, match="second key of this name"):
-        KeyRing.read(path, plain_key="secret")
+        KeyRing(path, plain_key="secret")
 
 
 def test_a_changed_file_counts_from_the_next_call_on(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_a_changed_file_counts_from_the_next_call_on(tmp_path: Path) -> None:
     few = KeyLimits(requests_per_minute=1)
     path = tmp_path / "keys"
     path.write_text(f"{hash_key('a', 'k1', limits=few)}\n{hash_key('b', 'k2')}\n")
-    ring = KeyRing.read(path)
+    ring = KeyRing(path)
     ring.check("Bearer k1").quota.take(100.0)
     path.write_text(f"{hash_key('a', 'k1', limits=few)}\n{hash_key('c', 'k3')} # new\n")
     with pytest.raises(QuotaExceeded):
@@ -240,7 +240,7 @@ def test_a_broken_change_keeps_the_old_keys_and_is_one_line(
     says file and line once, never what stands there."""
     path = tmp_path / "keys"
     path.write_text(hash_key("a", "k1"))
-    ring = KeyRing.read(path)
+    ring = KeyRing(path)
     if broken is None:
         path.unlink()
     else:

@@ -271,7 +271,7 @@ async def test_keys_are_checked_on_every_method(tmp_path: Path) -> None:
     """Default deny: no method of the service is open."""
     path = tmp_path / "keys"
     path.write_text(hash_key("alice", "secret"))
-    front = front_door(ScriptedMesh(), keys=KeyRing.read(path))
+    front = front_door(ScriptedMesh(), keys=KeyRing(path))
     door = Inference(front)
     for key, is_known in (("Bearer secret", True), ("Bearer wrong", False), ("", False)):
         stream = cast(
@@ -294,7 +294,7 @@ async def test_a_key_that_may_only_ask_changes_no_role_over_grpc(tmp_path: Path)
     """The same right as over HTTP."""
     path = tmp_path / "keys"
     path.write_text(hash_key("alice", "secret"))
-    front = front_door(ScriptedMesh(), keys=KeyRing.read(path))
+    front = front_door(ScriptedMesh(), keys=KeyRing(path))
     stream = cast("Any", FakeStream(None, metadata={"authorization": "Bearer secret"}))
     order = wire.ChangeRoleRequest(worker="a1", role="token")
     with pytest.raises(Forbidden, match="hash-key NAME --may roles"):

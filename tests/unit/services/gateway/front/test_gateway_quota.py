@@ -27,7 +27,7 @@ def ring(tmp_path: Path, **limits: int) -> KeyRing:
     """Alice has these limits; Bob has none."""
     path = tmp_path / "keys"
     path.write_text(f"{hash_key('alice', 'a', limits=KeyLimits(**limits))}\n{hash_key('bob', 'b')}")
-    return KeyRing.read(path)
+    return KeyRing(path)
 
 
 def test_a_minutes_worth_may_come_at_once_and_comes_back_evenly() -> None:

@@ -246,7 +246,7 @@ async def test_errors_have_their_own_shape(tmp_path: Path) -> None:
     """Wherever they come from, with the types that this protocol has."""
     path = tmp_path / "keys"
     path.write_text(hash_key("a", "ka"))
-    async with gateway("", keys=KeyRing.read(path)) as here:
+    async with gateway("", keys=KeyRing(path)) as here:
         ask = MessagesAsker(here).ask
         status, body = await ask()
         assert (status, body["type"]) == (401, "error")

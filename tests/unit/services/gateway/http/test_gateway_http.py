@@ -59,7 +59,7 @@ async def test_with_keys_every_route_but_the_probes_needs_one(tmp_path: Path) ->
     """Default deny: no route can be reached around the guard."""
     path = tmp_path / "keys"
     path.write_text(hash_key("alice", "secret"))
-    async with gateway(ScriptedMesh(), KeyRing.read(path)) as client:
+    async with gateway(ScriptedMesh(), KeyRing(path)) as client:
         for (method, route), policy in ROUTES.items():
             target = route.replace("{name:.+}", "tiny").replace("{worker}", "a")
             status, headers, body = await client.ask(method, target)
@@ -82,7 +82,7 @@ async def test_a_key_that_may_only_ask_changes_no_role(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text(f"{hash_key('alice', 'k1')}\n{hash_key('ops', 'k2', may='roles')}")
     target = "/cluster/workers/00000000000000a1/role"
-    async with gateway(ScriptedMesh(), KeyRing.read(path)) as client:
+    async with gateway(ScriptedMesh(), KeyRing(path)) as client:
         for body in ({"role": "token"}, {}):
             status, _, said = await client.ask(
                 "POST", target, json=body, headers={"Authorization": "Bearer k1"}
@@ -101,7 +101,7 @@ async def test_a_key_decides_the_cache_salt(tmp_path: Path) -> None:
     path.write_text(hash_key("alice", "secret", "team"))
     mesh = ScriptedMesh()
     headers = {"Authorization": "Bearer secret"}
-    async with gateway(mesh, KeyRing.read(path)) as client:
+    async with gateway(mesh, KeyRing(path)) as client:
         for salt in (None, "mine"):
             body = {"prompt": "a", "cache_salt": salt}
             await client.post("/v1/completions", body, headers=headers)

@@ -245,7 +245,7 @@ async def test_logs_hold_no_text_and_no_key(tmp_path: Path) -> None:
     headers = {"Authorization": "Bearer canary-key", "X-Request-Id": "my-label"}
     fields = {"prompt": "canary prompt", "stop": ["canary stop"], "cache_salt": "canary-salt"}
     with structlog.testing.capture_logs() as records:
-        async with gateway(mesh, KeyRing.read(path)) as client:
+        async with gateway(mesh, KeyRing(path)) as client:
             for wrong in ({}, {"temperature": "canary"}, {"model": "canary"}):
                 body = {**fields, **wrong}
                 await client.ask("POST", "/v1/completions", json=body, headers=headers)

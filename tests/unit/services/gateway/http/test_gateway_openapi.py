@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from services.gateway.front.auth import KeyRing, hash_key
-from services.gateway.http import anthropic_answers, anthropic_door, bodies, door, responses_door
+from services.gateway.http import anthropic_answers, bodies, door
 from services.gateway.http.door import HttpDoor
 from services.gateway.http.openapi import PARTS_OF_THE_PAGE, openapi_document
 from services.gateway.http.server import Route
@@ -95,7 +95,7 @@ async def test_the_document_is_served_with_what_the_gateway_knows(
     path = tmp_path / "keys"
     path.write_text(hash_key("alice", "secret"))
     mesh = ScriptedMesh(model=None)
-    keys = KeyRing.read(path) if has_keys else None
+    keys = KeyRing(path) if has_keys else None
     headers = {"Authorization": "Bearer secret"}
     async with gateway(mesh, keys) as client:
         _, _, before = await client.ask("GET", "/openapi.json", headers=headers)
@@ -127,9 +127,9 @@ def test_every_field_that_is_parsed_is_described_and_no_other() -> None:
     decoders = {
         CHAT: door._CHAT,
         COMPLETIONS: door._COMPLETION,
-        RESPONSES: responses_door.RESPONSES,
-        MESSAGES: anthropic_door.MESSAGES,
-        f"{MESSAGES}/count_tokens": anthropic_door.COUNT_TOKENS,
+        RESPONSES: door._RESPONSES,
+        MESSAGES: door._MESSAGES,
+        f"{MESSAGES}/count_tokens": door._COUNT_TOKENS,
         "/tokenize": door._TOKENIZE,
         "/detokenize": door._DETOKENIZE,
         "/cluster/workers/{worker}/role": door._ROLE,

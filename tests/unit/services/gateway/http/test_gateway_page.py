@@ -39,7 +39,7 @@ async def test_every_file_is_served_with_its_type_and_the_policy(tmp_path: Path)
     keys = tmp_path / "keys"
     keys.write_text(hash_key("alice", "secret"))
     async with (
-        http_gateway(ScriptedMesh(), KeyRing.read(keys)) as url,
+        http_gateway(ScriptedMesh(), KeyRing(keys)) as url,
         aiohttp.ClientSession() as session,
     ):
         for name, text in FILES.items():

@@ -219,7 +219,7 @@ async def test_another_keys_response_is_not_found(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     lines = [hash_key("a", "ka", "one"), hash_key("b", "kb", "one"), hash_key("c", "kc")]
     path.write_text("\n".join(lines))
-    async with gateway("x", keys=KeyRing.read(path)) as here:
+    async with gateway("x", keys=KeyRing(path)) as here:
         asker = Asker(here)
         headers = {"Authorization": "Bearer ka"}
         async with here.session.post(asker.url, json={"input": "a"}, headers=headers) as response:

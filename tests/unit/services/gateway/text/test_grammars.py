@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -291,8 +292,7 @@ async def test_a_verdict_is_remembered() -> None:
 async def test_what_was_checked_before_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """While others' grammars take their time, as many as may wait."""
     monkeypatch.setattr("services.gateway.text.grammars.MAX_WAITING", 1)
-    grammars = Grammars()
-    try:
+    with closing(Grammars()) as grammars:
         wanted = asked({"type": "integer", "maximum": 10**30})
         known = await grammars.checked(wanted)
         async with asyncio.TaskGroup() as tasks:
@@ -302,8 +302,6 @@ async def test_what_was_checked_before_waits_for_nobody(monkeypatch: pytest.Monk
             assert not slow.done()
             with pytest.raises(Overloaded):
                 await grammars.checked(asked(PERSON))
-    finally:
-        grammars.close()
 
 
 @needs_library
@@ -312,8 +310,7 @@ async def test_a_flood_of_slow_grammars_delays_none_that_is_quick(
 ) -> None:
     """Each gets its moment; what takes longer waits for its like, and too many are refused."""
     monkeypatch.setattr("services.gateway.text.grammars.MAX_WAITING", 4)
-    grammars = Grammars()
-    try:
+    with closing(Grammars()) as grammars:
         await grammars.checked(asked(PERSON))  # the process is there
         flood = [{"anyOf": [PATTERNS, {"const": index}]} for index in range(4)]
         async with asyncio.TaskGroup() as tasks:
@@ -324,8 +321,6 @@ async def test_a_flood_of_slow_grammars_delays_none_that_is_quick(
             assert not any(one.done() for one in slow[1:])
             with pytest.raises(Overloaded):
                 await grammars.checked(asked(PATTERNS))
-    finally:
-        grammars.close()
     assert all("too long" in one.result().message for one in slow)
 
 
@@ -333,21 +328,17 @@ async def test_a_flood_of_slow_grammars_delays_none_that_is_quick(
 @pytest.mark.parametrize(("limit_s", "give_up_s"), [(0.5, 60), (60, 0.5)])
 def test_a_check_ends_by_its_own_processor_time(limit_s: float, give_up_s: float) -> None:
     """A machine with nothing else to do is not kept busy for as long as a busy one may need."""
-    process = GrammarProcess(limit_s, give_up_s=give_up_s)
-    try:
+    with closing(GrammarProcess(limit_s, give_up_s=give_up_s)) as process:
         began_at = time.monotonic()
         assert "too long" in process.check(a_grammar(PATTERNS)).fault
         assert time.monotonic() - began_at < 30
         assert not process.check(a_grammar(PERSON)).fault
-    finally:
-        process.close()
 
 
 @needs_library
 async def test_what_compiles_for_ever_is_ended() -> None:
     """It is refused in time, and the next grammar is checked."""
-    grammars = Grammars()
-    try:
+    with closing(Grammars()) as grammars:
         await grammars.checked(asked(PERSON))
         began_at = time.monotonic()
         error = await refused(PATTERNS, by=grammars)
@@ -355,8 +346,6 @@ async def test_what_compiles_for_ever_is_ended() -> None:
         assert time.monotonic() - began_at < 10
         await grammars.checked(asked({"type": "null"}))
         assert "too long" in (await refused(PATTERNS, by=grammars)).message  # remembered
-    finally:
-        grammars.close()
 
 
 @needs_library
@@ -364,8 +353,7 @@ async def test_what_compiles_for_ever_is_ended() -> None:
 async def test_a_client_that_leaves_takes_its_check_along(is_first: bool) -> None:
     """Whether it was being checked or waited to be: who comes next is answered at once, and the
     grammar is not called bad for it."""
-    grammars = Grammars()
-    try:
+    with closing(Grammars()) as grammars:
         await grammars.checked(asked(PERSON))  # the process is there
         async with asyncio.TaskGroup() as tasks:
             first, second = (tasks.create_task(refused(PATTERNS, by=grammars)) for _ in range(2))
@@ -378,15 +366,12 @@ async def test_a_client_that_leaves_takes_its_check_along(is_first: bool) -> Non
                 assert time.monotonic() - began_at < GIVE_UP_S / 2
         assert first.cancelled()
         assert is_first or "too long" in second.result().message
-    finally:
-        grammars.close()
 
 
 @needs_library
 async def test_clients_that_leave_at_once_cost_the_next_no_new_process() -> None:
     """Their check ends by itself sooner than a process starts."""
-    grammars = Grammars()
-    try:
+    with closing(Grammars()) as grammars:
         await grammars.checked(asked(PERSON))  # the process is there
         quick: Any = grammars._quick  # pyright: ignore[reportPrivateUsage]
         child = quick._process._child
@@ -396,43 +381,34 @@ async def test_clients_that_leave_at_once_cost_the_next_no_new_process() -> None
             leaves.cancel()
         assert await grammars.checked(asked({"type": "null"}))
         assert quick._process._child is child
-    finally:
-        grammars.close()
 
 
 @needs_library
 def test_giving_up_what_is_not_checked_ends_nothing() -> None:
     """A check that is over cannot be given up any more: its process stays."""
-    process = GrammarProcess()
-    try:
+    with closing(GrammarProcess()) as process:
         assert not process.check(a_grammar(PERSON)).fault
         process.give_up()
         assert not process.check(a_grammar({"type": "null"})).fault
-    finally:
-        process.close()
 
 
 @needs_library
 async def test_few_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """While one takes its time others are told to come again."""
     monkeypatch.setattr("services.gateway.text.grammars.MAX_WAITING", 1)
-    grammars = Grammars()
-    try:
+    with closing(Grammars()) as grammars:
         async with asyncio.TaskGroup() as tasks:
             first = tasks.create_task(grammars.checked(asked(PERSON)))
             await asyncio.sleep(0)
             with pytest.raises(Overloaded):
                 await grammars.checked(asked(PERSON))
         assert first.result()
-    finally:
-        grammars.close()
 
 
 @needs_library
 async def test_a_check_that_dies_ends_no_other() -> None:
     """As the library does where memory ends."""
-    process = GrammarProcess(limit_s=60, give_up_s=60)
-    try:
+    with closing(GrammarProcess(limit_s=60, give_up_s=60)) as process:
         assert not process.check(a_grammar(PERSON)).fault
         child: Any = process._child  # pyright: ignore[reportPrivateUsage]
         forks = Path(f"/proc/{child.pid}/task/{child.pid}/children")
@@ -444,8 +420,6 @@ async def test_a_check_that_dies_ends_no_other() -> None:
         assert "memory" in dies.result().fault
         assert not process.check(a_grammar({"type": "null"})).fault
         assert process._child is child  # pyright: ignore[reportPrivateUsage]
-    finally:
-        process.close()
 
 
 @needs_library

@@ -371,7 +371,7 @@ async def test_the_route_needs_a_key_and_is_never_cached(tmp_path: Path) -> None
     """GET /cluster tells addresses and load: with keys, only to who has one."""
     path = tmp_path / "keys"
     path.write_text(hash_key("alice", "secret"))
-    async with gateway(ScriptedMesh(), KeyRing.read(path)) as client:
+    async with gateway(ScriptedMesh(), KeyRing(path)) as client:
         status, _, body = await client.ask("GET", "/cluster")
         assert (status, body["error"]["code"]) == (401, "missing_api_key")
         key = {"Authorization": "Bearer secret"}
