@@ -54,6 +54,16 @@ def parse_events(data: bytes) -> list[Any]:
     return events
 
 
+def parse_named_events(data: bytes) -> list[Any]:
+    """Parse a whole stream of events that are named as their data says."""
+    events: list[Any] = []
+    for event in data.removesuffix(b"\n\n").decode().split("\n\n"):
+        name, text = event.split("\n")
+        events.append(json.loads(text.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
 @asynccontextmanager
 async def gateway(mesh: ScriptedMesh, keys: KeyRing | None = None) -> AsyncGenerator[Client]:
     """Serve a scripted mesh and connect to it."""

@@ -238,14 +238,16 @@ async def http_gateway(
     mesh: ScriptedMesh,
     keys: KeyRing | None = None,
     *,
-    stall_s: float = 10.0,
     tls: ServerTls | None = None,
+    origins: frozenset[str] = frozenset(),
+    **options: Any,
 ) -> AsyncGenerator[str]:
-    """Serve a scripted mesh over HTTP on a free port; gives the base URL."""
-    front = front_door(mesh, keys=keys, stall_s=stall_s)
+    """Serve a scripted mesh over HTTP on a free port; gives the base URL. options: of its front
+    door."""
+    front = front_door(mesh, keys=keys, **options)
     try:
         here = Address("127.0.0.1", 0)
-        async with serve_http(front, here, drain_s=5, tls=tls) as address:
+        async with serve_http(front, here, drain_s=5, tls=tls, origins=origins) as address:
             yield f"{'https' if tls else 'http'}://{address}"
     finally:
         front.text.close()

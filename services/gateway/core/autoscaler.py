@@ -22,7 +22,7 @@ changed. Pure.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from services.gateway.core.need import (
@@ -97,21 +97,22 @@ LEAST_JUDGED = 30
 
 def decide(seen: MeshSeen, memory: Memory, rules: Rules, now: float) -> Decision:
     """Return what is to be done now."""
-    present = _count(seen.workers)
+    here = [worker for worker in seen.workers if not worker.is_draining]
+    present = _count(here)
     memory = _note_start(memory, present, now)
-    why = _why_hold(seen)
+    why = _why_hold(here, seen.traffic)
     if why:
         memory = replace(memory, needs=(), level_at=None, short_since={}, calm_since=now)
         return Decision(memory, wanted=memory.targets, hold=why)
-    return _Look(seen, memory, rules, now, present).decide()
+    return _Look(seen, here, memory, rules, now, present).decide()
 
 
-def _count(workers: Iterable[WorkerSeen]) -> dict[Kind, int]:
-    """Draining workers are none; neither role is left out while the other is there."""
-    here = [worker.kind for worker in workers if not worker.is_draining]
-    if Kind.COLOCATED in here and len(set(here)) == 1:
-        return {Kind.COLOCATED: len(here)}
-    return {kind: here.count(kind) for kind in Kind if kind is not Kind.COLOCATED or kind in here}
+def _count(here: Sequence[WorkerSeen]) -> dict[Kind, int]:
+    """Neither role is left out while the other is there."""
+    kinds = [worker.kind for worker in here]
+    if set(kinds) == {Kind.COLOCATED}:
+        return {Kind.COLOCATED: len(kinds)}
+    return {it: kinds.count(it) for it in Kind if it is not Kind.COLOCATED or it in kinds}
 
 
 def _note_start(memory: Memory, present: Numbers, now: float) -> Memory:
@@ -124,8 +125,7 @@ def _note_start(memory: Memory, present: Numbers, now: float) -> Memory:
     return replace(memory, present=present, startup_s=took_s)
 
 
-def _why_hold(seen: MeshSeen) -> str:
-    here = [worker for worker in seen.workers if not worker.is_draining]
+def _why_hold(here: Sequence[WorkerSeen], traffic: Traffic | None) -> str:
     kinds = {worker.kind for worker in here}
     if not here:
         return "no worker has joined"
@@ -133,7 +133,7 @@ def _why_hold(seen: MeshSeen) -> str:
         return "colocated workers stand beside prefill and decode workers: plan for one kind alone"
     if Kind.COLOCATED not in kinds and len(kinds) < 2:
         return "a role has no worker"
-    if seen.traffic is None:
+    if traffic is None:
         return "too little has been asked yet to tell the load"
     oldest_s = max(worker.age_s for worker in here)
     if oldest_s > STALE_S:
@@ -148,10 +148,16 @@ def _why_hold(seen: MeshSeen) -> str:
 
 
 class _Look:
-    """One decision under way."""
+    """One decision under way. here: who does not drain."""
 
     def __init__(
-        self, seen: MeshSeen, memory: Memory, rules: Rules, now: float, present: dict[Kind, int]
+        self,
+        seen: MeshSeen,
+        here: Sequence[WorkerSeen],
+        memory: Memory,
+        rules: Rules,
+        now: float,
+        present: dict[Kind, int],
     ) -> None:
         assert seen.traffic is not None
         self.seen, self.memory, self.rules, self.now = seen, memory, rules, now
@@ -162,7 +168,6 @@ class _Look:
         self.reasons = dict(memory.reasons)
         self.jumped_at = memory.jumped_at
         self.limit = ""
-        here = [worker for worker in seen.workers if not worker.is_draining]
         self.here = here
         self.answer_steps, self.capacity = answering(here)
         self.queue_s = sum(worker.queue_s for worker in here)
@@ -420,11 +425,11 @@ class _Look:
 
     def _orders(self, memory: Memory, busy: Mapping[Kind, float]) -> Iterable[Order]:
         loads = ", ".join(f"{kind.value} {share:.0%}" for kind, share in busy.items())
+        why = f"the load is {loads} of what is here"
         if memory.is_refusing is not self.memory.is_refusing:
-            why = f"the load is {loads} of what is here"
             yield RefuseEarly(memory.is_refusing, why)
         if memory.is_borrowing is not self.memory.is_borrowing:
-            yield Borrow(memory.is_borrowing, f"the load is {loads} of what is here")
+            yield Borrow(memory.is_borrowing, why)
         over = {kind: num - self.targets[kind] for kind, num in self.present.items()}
         for kind, lacking in [(kind, -num) for kind, num in over.items() if num < 0]:
             why = self.reasons.get(kind, "")

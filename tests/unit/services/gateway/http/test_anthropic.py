@@ -14,6 +14,7 @@ from services.gateway.front.auth import KeyRing, hash_key
 from services.gateway.http.anthropic_forms import MESSAGES_UNSERVED
 from shared.errors import Overloaded, TooLarge, WorkerLost
 from tests.support.grammars import needs_library
+from tests.support.http_client import parse_named_events
 from tests.support.scripted_mesh import failing_after, saying
 from tests.unit.services.gateway.http.test_tools import CALL, CLOCK, WEATHER, Gateway, gateway
 
@@ -46,13 +47,7 @@ class MessagesAsker:
         body = {"messages": [ASK], "max_tokens": 400, "stream": True, **fields}
         async with self.here.session.post(self.url, json=body) as response:
             assert response.status == 200
-            text = await response.text()
-        events: list[Any] = []
-        for event in text.removesuffix("\n\n").split("\n\n"):
-            name, data = event.split("\n")
-            events.append(json.loads(data.removeprefix("data: ")))
-            assert name == f"event: {events[-1]['type']}"
-        return events
+            return parse_named_events(await response.read())
 
 
 def put_together(events: list[Any]) -> Any:

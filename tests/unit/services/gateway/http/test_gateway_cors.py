@@ -7,10 +7,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from services.gateway.http.door import serve_http
-from shared.rpc.network import Address
 from tests.support.http_client import HI
-from tests.support.scripted_mesh import ScriptedMesh, front_door
+from tests.support.scripted_mesh import ScriptedMesh, http_gateway
 
 PAGE = "https://chat.example.org"
 CHAT = "/v1/chat/completions"
@@ -20,25 +18,19 @@ async def asked(
     origins: set[str], method: str, path: str, origin: str, **options: Any
 ) -> tuple[int, dict[str, str]]:
     """Status and what the answer says to a browser that shows a page of ``origin``."""
-    front = front_door(ScriptedMesh())
     headers = {"Origin": origin, **options.pop("headers", {})}
-    try:
-        async with (
-            serve_http(front, Address("127.0.0.1", 0), origins=frozenset(origins)) as address,
-            aiohttp.ClientSession() as session,
-            session.request(
-                method, f"http://{address}{path}", headers=headers, **options
-            ) as response,
-        ):
-            await response.read()
-            said = {name.lower(): value for name, value in response.headers.items()}
-            return response.status, {
-                name.removeprefix("access-control-"): value
-                for name, value in said.items()
-                if name.startswith("access-control-")
-            }
-    finally:
-        front.text.close()
+    async with (
+        http_gateway(ScriptedMesh(), origins=frozenset(origins)) as url,
+        aiohttp.ClientSession() as session,
+        session.request(method, url + path, headers=headers, **options) as response,
+    ):
+        await response.read()
+        said = {name.lower(): value for name, value in response.headers.items()}
+        return response.status, {
+            name.removeprefix("access-control-"): value
+            for name, value in said.items()
+            if name.startswith("access-control-")
+        }
 
 
 @pytest.mark.parametrize("origins", [{PAGE}, {"https://other.org", PAGE}, {"*"}])

@@ -11,7 +11,6 @@ import aiohttp
 import pytest
 from tokenizers import processors
 
-from services.gateway.http.door import serve_http
 from services.gateway.http.openai_forms import ChatBody, CompletionBody
 from services.gateway.http.structured_fields import STRUCTURED
 from services.gateway.http.unserved_fields import UNSERVED
@@ -19,11 +18,10 @@ from services.gateway.mesh import GenerationRequest, Tokens
 from services.gateway.text.chat_template import ChatTemplate
 from services.gateway.text.text_model import TextModel
 from shared.model_folder import SpecialTokens
-from shared.rpc.network import Address
 from tests.support.grammars import HAS_LIBRARY
 from tests.support.house import ROOT
 from tests.support.http_client import HI
-from tests.support.scripted_mesh import ScriptedMesh, front_door, saying
+from tests.support.scripted_mesh import ScriptedMesh, http_gateway, saying
 from tests.support.tiny_tokenizer import TEMPLATE, tiny_tokenizer
 
 PAGE = ROOT / "docs" / "request-fields.md"
@@ -84,21 +82,17 @@ class Exchange(NamedTuple):
 async def exchange(path: str, body: dict[str, Any], **settings: Any) -> Exchange:
     """Send one body to a fresh gateway, which draws the same random numbers every time."""
     mesh, text = ScriptedMesh(script), text_model()
-    front = front_door(mesh, text=text, **{"trust_templates": True, **settings})
-    try:
-        async with (
-            serve_http(front, Address("127.0.0.1", 0), drain_s=5) as address,
-            aiohttp.ClientSession() as session,
-            session.post(f"http://{address}{path}", json=body) as response,
-        ):
-            answer = re.sub(r'"created":\d+', "", await response.text())
-            return Exchange(
-                response.status,
-                answer if response.status == 200 else json.loads(answer),
-                [(one.token_ids, one.sampling, one.cache_salt, one.asked) for one in mesh.requests],
-            )
-    finally:
-        text.close()
+    async with (
+        http_gateway(mesh, text=text, **{"trust_templates": True, **settings}) as url,
+        aiohttp.ClientSession() as session,
+        session.post(url + path, json=body) as response,
+    ):
+        answer = re.sub(r'"created":\d+', "", await response.text())
+        return Exchange(
+            response.status,
+            answer if response.status == 200 else json.loads(answer),
+            [(one.token_ids, one.sampling, one.cache_salt, one.asked) for one in mesh.requests],
+        )
 
 
 _PLAIN: dict[str, Exchange] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from services.gateway.front.auth import KeyRing, hash_key
 from services.gateway.http.responses_forms import RESPONSES_UNSERVED
 from shared.errors import Overloaded, WorkerLost
 from tests.support.grammars import needs_library
+from tests.support.http_client import parse_named_events
 from tests.support.scripted_mesh import failing_after, saying
 from tests.unit.services.gateway.http.test_tools import CALL, CLOCK, WEATHER, Gateway, gateway
 
@@ -38,12 +38,7 @@ class Asker:
         body = {"input": given, "stream": True, **fields}
         async with self.here.session.post(self.url, json=body) as response:
             assert response.status == 200
-            text = await response.text()
-        events: list[Any] = []
-        for event in text.removesuffix("\n\n").split("\n\n"):
-            name, data = event.split("\n")
-            events.append(json.loads(data.removeprefix("data: ")))
-            assert name == f"event: {events[-1]['type']}"
+            events = parse_named_events(await response.read())
         assert [event["sequence_number"] for event in events] == list(range(len(events)))
         return events
 

@@ -11,14 +11,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from services.gateway.http.door import serve_http
 from services.gateway.mesh import GenerationRequest, Tokens
 from shared.errors import InvalidRequest
 from shared.grammar import matcher
-from shared.rpc.network import Address
 from tests.support.grammars import PERSON, byte_tokenizer_once, needs_library
 from tests.support.http_client import HI
-from tests.support.scripted_mesh import ScriptedMesh, front_door, saying
+from tests.support.scripted_mesh import ScriptedMesh, http_gateway, saying
 from tests.support.tiny_tokenizer import tiny_text_model, tiny_tokenizer
 
 TEMPLATE = (
@@ -77,15 +75,11 @@ async def gateway(
     answer: str, *, template: str | None = TEMPLATE, **settings: Any
 ) -> AsyncGenerator[Gateway]:
     mesh, text = ScriptedMesh(saying(answer)), tiny_text_model(template)
-    front = front_door(mesh, text=text, **settings)
-    try:
-        async with (
-            serve_http(front, Address("127.0.0.1", 0), drain_s=5) as address,
-            aiohttp.ClientSession() as session,
-        ):
-            yield Gateway(f"http://{address}/v1/chat/completions", session, mesh)
-    finally:
-        text.close()
+    async with (
+        http_gateway(mesh, text=text, **settings) as url,
+        aiohttp.ClientSession() as session,
+    ):
+        yield Gateway(f"{url}/v1/chat/completions", session, mesh)
 
 
 async def test_a_call_whole() -> None:
