@@ -161,20 +161,19 @@ class ScaledMesh(CoreMesh):
         return super().ask(prompt, terms or self._terms, **more)
 
     def _ended(self, answer: CoreAnswer) -> None:
-        now, times = self.clock.now, answer.token_times
-        if answer.error is not None or not times:
-            if not answer.decisions:
-                self.meter.refused(now)
-            return
-        self.meter.answered(
-            now,
+        times = answer.token_times
+        self.meter.ended(
+            self.clock.now,
+            is_whole=answer.error is None,
+            has_left=False,
+            num_attempts=len(answer.decisions),
             steps=self._prompt_steps,
             step_tokens=self._step_tokens,
             num_prompt=len(answer.prompt),
             num_cached=0,
             num_output=len(times),
-            ttft_s=times[0] - answer.asked_at,
-            tpot_s=tpot(times[0], times[-1], len(times)),
+            ttft_s=times[0] - answer.asked_at if times else None,
+            tpot_s=tpot(times[0], times[-1], len(times)) if times else 0.0,
         )
 
     # --- the autoscaler ---------------------------------------------------------------------------

@@ -212,20 +212,19 @@ class Watcher:
                     meter.sent(at_s)
                 continue
             worker = here.get(told_s["prefill"])
-            if it.error:
-                if not told_s["attempts"] and it.error != CANCELLED:
-                    meter.refused(at_s)
-            elif worker is not None and told_s.get("ttft_s") is not None:
-                meter.answered(
-                    at_s,
-                    steps=StepFit(**worker.prompt_steps),  # type: ignore[arg-type]
-                    step_tokens=worker.step_tokens,
-                    num_prompt=told_s["prompt_tokens"],
-                    num_cached=told_s["cached_tokens"],
-                    num_output=told_s["output_tokens"],
-                    ttft_s=told_s["ttft_s"],
-                    tpot_s=told_s.get("tpot_s") or 0.0,
-                )
+            meter.ended(
+                at_s,
+                is_whole=not it.error,
+                has_left=it.error == CANCELLED,
+                num_attempts=told_s["attempts"],
+                steps=StepFit(**worker.prompt_steps) if worker else None,  # type: ignore[arg-type]
+                step_tokens=worker.step_tokens if worker else 0,
+                num_prompt=told_s["prompt_tokens"],
+                num_cached=told_s["cached_tokens"],
+                num_output=told_s["output_tokens"],
+                ttft_s=told_s.get("ttft_s"),
+                tpot_s=told_s.get("tpot_s") or 0.0,
+            )
         # Who is forgotten there is not told again.
         self._asked = {it.request_id for it in told.requests}
         self._ended = {it.request_id for it in told.requests if it.ended}

@@ -114,27 +114,31 @@ class TrafficMeter:
         """An attempt of one went to the workers."""
         self._second(now).num_sent += 1
 
-    def refused(self, now: float) -> None:
-        """A request was not let in."""
-        self._second(now).num_refused += 1
-
-    def answered(
+    def ended(
         self,
         now: float,
         *,
-        steps: StepFit,
+        is_whole: bool,
+        has_left: bool,
+        num_attempts: int,
+        steps: StepFit | None,
         step_tokens: int,
         num_prompt: int,
         num_cached: int,
         num_output: int,
-        ttft_s: float,
+        ttft_s: float | None,
         tpot_s: float,
     ) -> None:
-        """An answer is whole. steps, step_tokens: of who computed its prompt.
+        """A request ended. Who left early says nothing; who was never sent to workers was refused.
+        steps, step_tokens: of who computed its prompt, None = that is not known.
 
         What counts of the prompt is what it computes on an idle worker, without what was cached;
         who could not keep its limit even there is judged by nobody.
         """
+        if not is_whole and not has_left and not num_attempts:
+            self._second(now).num_refused += 1
+        if not is_whole or ttft_s is None or steps is None or not steps.is_known:
+            return
         start = min(num_cached, num_prompt - 1)
         prompt_s = steps.prompt_seconds(start, num_prompt, step_tokens)
         self._prompts.add(prompt_s)

@@ -175,19 +175,15 @@ class Planner(AnswerWatcher):
         }
 
     def ended(self, now: float, receipt: Receipt, error: str) -> None:
-        """See ``AnswerWatcher``. Who left early says nothing; who was not let in was refused."""
-        if error and not receipt.attempts and error != CANCELLED:
-            self.traffic.refused(now)
-        if error or receipt.ttft_s is None:
-            return
-        worker = self._members.table.get(Incarnation(int(receipt.prefill, 16)))
-        if worker is None or not worker.status.prompt_steps.is_known:
-            return
-        status = worker.status
-        self.traffic.answered(
+        """See ``AnswerWatcher``."""
+        worker = self._members.table.get(Incarnation(int(receipt.prefill or "0", 16)))
+        self.traffic.ended(
             now,
-            steps=status.prompt_steps,
-            step_tokens=status.step_tokens,
+            is_whole=not error,
+            has_left=error == CANCELLED,
+            num_attempts=receipt.attempts,
+            steps=worker.status.prompt_steps if worker else None,
+            step_tokens=worker.status.step_tokens if worker else 0,
             num_prompt=receipt.prompt_tokens,
             num_cached=receipt.cached_tokens,
             num_output=receipt.output_tokens,

@@ -8,7 +8,7 @@ import pytest
 
 from services.gateway.core.traffic import RECENT_SECONDS, SECONDS, Attainment, TrafficMeter
 from shared.ids import Incarnation
-from shared.predict.step_time import StepFit
+from shared.predict.step_time import MIN_STEPS, NO_FIT, StepFit
 
 WORKER = Incarnation(1)
 
@@ -17,14 +17,19 @@ def meter(num_ended: int = 10, *, ttft_s: float = 0.5, tpot_s: float = 0.01) -> 
     """One that has seen answers end, of prompts of 0.2 s."""
     made = TrafficMeter(1.0, 0.05, 0.0)
     for _ in range(num_ended):
-        answered(made, 0.2, num_prompt=400, num_output=20, ttft_s=ttft_s, tpot_s=tpot_s)
+        answered(made, 0.2, ttft_s=ttft_s, tpot_s=tpot_s)
     return made
+
+
+ANSWER: Any = {
+    "is_whole": True, "has_left": False, "num_attempts": 1, "step_tokens": 1 << 20,
+    "num_prompt": 400, "num_cached": 0, "num_output": 20, "ttft_s": 0.5, "tpot_s": 0.01,
+}  # fmt: skip
 
 
 def answered(made: TrafficMeter, prompt_s: float, **facts: Any) -> None:
     """An answer has ended whose prompt takes so long, in one step."""
-    steps = StepFit(prompt_s, 0.0, 0.0)
-    made.answered(30.0, steps=steps, step_tokens=1 << 20, num_cached=0, **facts)
+    made.ended(30.0, steps=StepFit(prompt_s, 0.0, 0.0, MIN_STEPS), **{**ANSWER, **facts})
 
 
 def test_it_says_nothing_before_it_knows() -> None:
@@ -89,10 +94,18 @@ def test_answers_are_judged_by_each_limit(
 
 
 def test_refusals_count_as_missed_and_who_had_no_chance_is_not_judged() -> None:
-    """A prompt of 2 s cannot be in time with a limit of 1 s; a minute later all is forgotten."""
+    """A prompt of 2 s cannot be in time with a limit of 1 s. Nor is who left early, what workers
+    failed at, and what nobody knows the steps of; a minute later all is forgotten."""
     made = meter()
-    made.refused(30.0)
-    answered(made, 2.0, num_prompt=4000, num_output=2, ttft_s=2.1, tpot_s=0.01)
+    for how in (
+        {"num_attempts": 0},  # refused
+        {"num_attempts": 0, "has_left": True},
+        {"num_attempts": 2, "ttft_s": None},
+    ):
+        answered(made, 0.2, is_whole=False, **how)
+    answered(made, 2.0, num_prompt=4000, num_output=2, ttft_s=2.1)
+    made.ended(30.0, steps=NO_FIT, **ANSWER)
+    made.ended(30.0, steps=None, **ANSWER)
     attained = made.attainment(31.0)
     assert (attained.num_judged, attained.num_refused) == (10, 1)
     assert attained.share == pytest.approx(10 / 11)
