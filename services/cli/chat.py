@@ -10,15 +10,14 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import aclosing
 from typing import Annotated, Any, Final
 
 from cyclopts import Group, Parameter
 from rich.console import Console
 from rich.text import Text
 
-from services.cli.client import DEFAULT_URL, NO_ACCESS, Access, UrlFlag, require_url
-from services.cli.generate import SAMPLING, Answer, shown, stream_answer
+from services.cli.client import DEFAULT_URL, NO_ACCESS, Access, UrlFlag
+from services.cli.generate import SAMPLING, Answer, print_piece, stream_answer
 from services.cli.interrupts import EXIT_INTERRUPTED, Interrupts
 from services.cli.models import NONE_YET, fetch_models
 from services.cli.receipt import receipt_table
@@ -66,21 +65,15 @@ class Conversation:
         asked = {"role": "user", "content": text}
         system = [{"role": "system", "content": self.system}] if self.system else []
         body = {**self._settings, "messages": [*system, *self.turns, asked]}
-        answer, said = Answer(), ""
-        is_stopped = False
+        answer, is_stopped = Answer(), False
         try:
-            async with aclosing(
-                stream_answer(self._url, body, answer, access=self._access)
-            ) as pieces:
-                async for piece in pieces:
-                    said += piece
-                    show(piece)
+            await stream_answer(self._url, body, answer, show, access=self._access)
         except asyncio.CancelledError:
             is_stopped = True
             raise
         finally:
-            if answer.finish_reason or (is_stopped and said):
-                self.turns += [asked, {"role": "assistant", "content": said}]
+            if answer.finish_reason or (is_stopped and answer.text):
+                self.turns += [asked, {"role": "assistant", "content": answer.text}]
                 self.last = answer
 
     def reset(self) -> None:
@@ -120,7 +113,6 @@ def chat(
     seed
         Makes sampling repeatable.
     """
-    require_url(url)
     settings = {
         "model": model, "max_tokens": max_tokens, "temperature": temperature, "seed": seed
     }  # fmt: skip
@@ -180,7 +172,7 @@ class _Dialogue:
 
         def show(piece: str) -> None:
             nonlocal is_mid_line
-            print(shown(piece), end="", flush=True)
+            print_piece(piece)
             is_mid_line = not piece.endswith("\n")
 
         code, failure = EXIT_OK, None

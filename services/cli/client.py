@@ -22,13 +22,27 @@ if TYPE_CHECKING:
 
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
 CONNECT_WITHIN_S: Final = 10.0
+ANSWERS_WITHIN_S: Final = 10.0
 
 _GATEWAY: Final = Group("Gateway", sort_key=2)
+
+
+def require_url(url: str, flag: str = "--url") -> None:
+    """Raise InvalidRequest, naming the flag, unless it is an HTTP URL."""
+    parts = urlsplit(url)
+    is_url = parts.scheme in ("http", "https") and bool(parts.netloc)
+    require(is_url, f"{flag} must be http://host:port", param=flag.removeprefix("--"))
+
+
+def _is_url(_: Any, url: str) -> None:
+    require_url(url)
+
 
 UrlFlag = Annotated[
     str,
     Parameter(
         group=_GATEWAY,
+        validator=_is_url,
         help="The gateway; of a mesh that pdmesh up started, the URL that it printed.",
     ),
 ]
@@ -74,13 +88,6 @@ class GatewayRefused(MeshError):
     type = "refused"
 
 
-def require_url(url: str, flag: str = "--url") -> None:
-    """Raise InvalidRequest, naming the flag, unless it is an HTTP URL."""
-    parts = urlsplit(url)
-    is_url = parts.scheme in ("http", "https") and bool(parts.netloc)
-    require(is_url, f"{flag} must be http://host:port", param=flag.removeprefix("--"))
-
-
 def address(url: str, path: str) -> str:
     """Return the address of a path of the gateway; the URL may end as OpenAI's clients want it."""
     return url.rstrip("/").removesuffix("/v1") + path
@@ -106,7 +113,9 @@ def open_session(
     )
 
 
-async def get_json(session: aiohttp.ClientSession, url: str, path: str, *, limit_s: float) -> Any:
+async def get_json(
+    session: aiohttp.ClientSession, url: str, path: str, *, limit_s: float = ANSWERS_WITHIN_S
+) -> Any:
     """Return what the gateway answers to a GET.
 
     Raises CannotRun: nothing listens there, or it is no gateway. GatewayRefused: its own words.
@@ -126,7 +135,9 @@ async def get_json(session: aiohttp.ClientSession, url: str, path: str, *, limit
         raise CannotRun(f"{url} is no pdmesh gateway: {path} is not JSON there") from None
 
 
-async def ask_once(access: Access, url: str, path: str, *, limit_s: float) -> Any:
+async def ask_once(
+    access: Access, url: str, path: str, *, limit_s: float = ANSWERS_WITHIN_S
+) -> Any:
     """``get_json`` over a session of its own."""
     async with open_session(access) as session:
         return await get_json(session, url, path, limit_s=limit_s)

@@ -12,7 +12,6 @@ import functools
 import os
 import tempfile
 from collections.abc import Callable, Generator
-from contextlib import aclosing
 from pathlib import Path
 
 from rich.console import Console
@@ -92,7 +91,7 @@ async def _show_answer(mesh: LocalMesh, console: Console) -> None:
     console.print(f"prompt: {PROMPT}\n")
     console.print("answer: ", end="")
     show = functools.partial(console.print, end="", markup=False)
-    _, answer = await ask(mesh.http_url, PROMPT, EXPECTED, show)
+    answer = await ask(mesh.http_url, PROMPT, EXPECTED, show)
     console.print("\n")
     console.print(receipt_table(answer.receipt, answer.usage))
     console.print()
@@ -100,18 +99,15 @@ async def _show_answer(mesh: LocalMesh, console: Console) -> None:
 
 async def ask(
     url: str, prompt: str, expected: str = "", show: Callable[[str], None] = lambda piece: None
-) -> tuple[str, Answer]:
-    """Return the text of an answer, and what came beside it. Raises CannotRun: expected is not in
-    it. MeshError: see ``stream_answer``."""
-    text, answer = "", Answer()
+) -> Answer:
+    """Return the answer to a prompt. Raises CannotRun: expected is not in it. MeshError: see
+    ``stream_answer``."""
+    answer = Answer()
     body = {"messages": [{"role": "user", "content": prompt}], "temperature": 0, "max_tokens": 32}
-    async with aclosing(stream_answer(url, body, answer)) as pieces:
-        async for piece in pieces:
-            text += piece
-            show(piece)
-    if expected not in text:
+    await stream_answer(url, body, answer, show)
+    if expected not in answer.text:
         raise CannotRun(f"the answer is wrong, it should contain {expected}: please report this")
-    return text, answer
+    return answer
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,15 +16,14 @@ from services.cli.client import (
     Access,
     UrlFlag,
     ask_once,
-    require_url,
 )
 from services.cli.sources import PLAIN
 from services.cli.words import print_json
 from services.gateway.core.decision_record import replay as decide_again
+from services.planner.rows import read_text
 from shared.errors import InvalidRequest
 from shared.runtime.service import EXIT_FAILED, EXIT_OK
 
-LIMIT_S = 10.0
 MOST_SHOWN = 8
 """Workers of a side; those with the lowest scores."""
 
@@ -55,7 +53,8 @@ def explain(
     """
     path = Path(request)
     is_kept = path.is_file() or len(path.parts) > 1
-    told = _read(path) if is_kept else asyncio.run(_ask(request, url, access))
+    kept_at = f"/cluster/requests/{quote(request, safe='')}"
+    told = _read(path) if is_kept else asyncio.run(ask_once(access, url, kept_at))
     try:
         lines = [*_lines(told)]
     except (LookupError, TypeError, ValueError, AttributeError):
@@ -79,18 +78,9 @@ def explain(
 
 def _read(path: Path) -> Any:
     try:
-        return orjson.loads(path.read_bytes())
-    except OSError as error:
-        reason = os.strerror(error.errno or 0).lower()
-        raise InvalidRequest(f"cannot read the record in {path} ({reason})") from None
+        return orjson.loads(read_text(path))
     except orjson.JSONDecodeError:
         return None  # no record, as anything else that is none
-
-
-async def _ask(request: str, url: str, access: Access) -> dict[str, Any]:
-    require_url(url)
-    path = f"/cluster/requests/{quote(request, safe='')}"
-    return await ask_once(access, url, path, limit_s=LIMIT_S)
 
 
 def _lines(told: Mapping[str, Any]) -> Iterator[str]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -21,7 +20,6 @@ from services.cli.client import (
     address,
     open_session,
     refusal,
-    require_url,
     unreachable,
 )
 from services.cli.flags import require
@@ -37,8 +35,9 @@ _OUTPUT = Parameter(group=Group("Output", sort_key=3))
 
 @dataclass(slots=True)
 class Answer:
-    """What came beside the text."""
+    """What has come so far."""
 
+    text: str = ""
     finish_reason: str = ""
     usage: dict[str, Any] = field(default_factory=dict[str, Any])
     receipt: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -75,7 +74,6 @@ def generate(
     receipt
         Show where the time went.
     """
-    require_url(url)
     if prompt is None:
         require(not sys.stdin.isatty(), "give a PROMPT, or pipe one in", param="prompt")
     text = sys.stdin.read() if prompt is None else prompt
@@ -85,14 +83,10 @@ def generate(
 
     async def main() -> None:
         answer = Answer()
-        has_begun = False
         try:
-            async with aclosing(stream_answer(url, body, answer, access=access)) as pieces:
-                async for piece in pieces:
-                    has_begun = True
-                    print(shown(piece), end="", flush=True)
+            await stream_answer(url, body, answer, print_piece, access=access)
         finally:
-            if has_begun:
+            if answer.text:
                 print(flush=True)
         if receipt and answer.receipt:
             Console(stderr=True).print(receipt_table(answer.receipt, answer.usage))
@@ -101,9 +95,14 @@ def generate(
 
 
 async def stream_answer(
-    url: str, body: Mapping[str, Any], answer: Answer, *, access: Access = NO_ACCESS
-) -> AsyncGenerator[str]:
-    """Yield the text of one generation as it arrives and fill ``answer`` in.
+    url: str,
+    body: Mapping[str, Any],
+    answer: Answer,
+    show: Callable[[str], None] = lambda piece: None,
+    *,
+    access: Access = NO_ACCESS,
+) -> None:
+    """Fill ``answer`` in as it arrives, and show each piece of its text.
 
     body: a chat body if it has messages, else one of completions.
     Raises CannotRun: nothing listens there, or it is no gateway. GatewayRefused: its own words.
@@ -129,8 +128,7 @@ async def stream_answer(
                     return
                 if event:
                     has_begun = True
-                    for piece in _read(orjson.loads(event), answer):
-                        yield piece
+                    _read(orjson.loads(event), answer, show)
         raise WorkerLost("the answer broke off: the gateway has gone")
     except aiohttp.ClientError as error:
         if has_begun:
@@ -138,24 +136,23 @@ async def stream_answer(
         raise unreachable(url, error) from None
 
 
-def shown(piece: str) -> str:
-    """Return a piece of an answer as it is, or for a terminal without control characters: no answer
+def print_piece(piece: str) -> None:
+    """Print a piece of an answer as it is, or for a terminal without control characters: no answer
     moves the cursor or speaks to the terminal."""
-    if not sys.stdout.isatty() or piece.isprintable():
-        return piece
-    return "".join(c for c in piece if c.isprintable() or c in "\n\t")
+    if sys.stdout.isatty():
+        piece = "".join(c for c in piece if c.isprintable() or c in "\n\t")
+    print(piece, end="", flush=True)
 
 
-def _read(event: Any, answer: Answer) -> list[str]:
+def _read(event: Any, answer: Answer, show: Callable[[str], None]) -> None:
     if "error" in event:
         error = event["error"]
         raise GatewayRefused(str(error.get("message", error)), code=str(error.get("code") or ""))
     answer.usage = event.get("usage") or answer.usage
     answer.receipt = event.get("receipt") or answer.receipt
-    pieces: list[str] = []
     for choice in event.get("choices", ()):
         answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
         piece = choice["delta"].get("content") if "delta" in choice else choice.get("text")
         if piece:
-            pieces.append(piece)
-    return pieces
+            answer.text += piece
+            show(piece)

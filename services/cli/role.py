@@ -9,6 +9,7 @@ from urllib.parse import quote
 import orjson
 
 from services.cli.client import (
+    ANSWERS_WITHIN_S,
     DEFAULT_URL,
     NO_ACCESS,
     Access,
@@ -17,12 +18,9 @@ from services.cli.client import (
     get_json,
     open_session,
     refusal,
-    require_url,
 )
 from services.cli.sources import PLAIN
 from shared.errors import InvalidRequest
-
-LIMIT_S = 10.0
 
 
 def role(
@@ -46,18 +44,17 @@ def role(
     home
         What it is to be when nothing is asked of it.
     """
-    require_url(url)
     moved = asyncio.run(_move(worker, home, url, access))
     print(f"{moved['incarnation']} ({moved['address']}): home {moved['home']}, now {moved['pool']}")
 
 
 async def _move(worker: str, home: str, url: str, access: Access) -> dict[str, Any]:
     async with open_session(access) as session:
-        view = await get_json(session, url, "/cluster", limit_s=LIMIT_S)
+        view = await get_json(session, url, "/cluster")
         incarnation = _named(worker, view["workers"])
         path = f"/cluster/workers/{quote(incarnation, safe='')}/role"
         async with (
-            asyncio.timeout(LIMIT_S),
+            asyncio.timeout(ANSWERS_WITHIN_S),
             session.post(address(url, path), json={"role": home}) as response,
         ):
             body = await response.read()

@@ -26,6 +26,13 @@ COLORS = {
     Phase.STOPPED: "dim",
 }
 
+FACTS = {
+    "http_port": "HTTP {}",
+    "grpc_port": "gRPC {}",
+    "mesh_port": "mesh {}",
+    "num_blocks": "{} KV blocks",
+}
+
 
 class StatusView(Protocol):
     """Shows a mesh."""
@@ -140,10 +147,7 @@ def _facts(service: Service) -> str:
         parts.append(service.part)
     if service.phase is Phase.READY:
         facts = service.facts
-        parts += [f"HTTP {facts['http_port']}"] if "http_port" in facts else []
-        parts += [f"gRPC {facts['grpc_port']}"] if "grpc_port" in facts else []
-        parts += [f"mesh {facts['mesh_port']}"] if "mesh_port" in facts else []
-        parts += [f"{facts['num_blocks']} KV blocks"] if "num_blocks" in facts else []
+        parts += [text.format(facts[name]) for name, text in FACTS.items() if name in facts]
     if service.num_restarts:
         parts.append(
             "1 restart" if service.num_restarts == 1 else f"{service.num_restarts} restarts"

@@ -23,7 +23,6 @@ from services.cli.client import (
     ask_once,
     get_json,
     open_session,
-    require_url,
 )
 from services.cli.flags import require
 from services.cli.interrupts import EXIT_INTERRUPTED, run_interruptible
@@ -65,7 +64,6 @@ def top(
     once
         Print one frame and end.
     """
-    require_url(url)
     require(
         SHORTEST_INTERVAL_S <= interval <= LONGEST_INTERVAL_S,
         f"--interval must be {SHORTEST_INTERVAL_S:g}..{LONGEST_INTERVAL_S:g} seconds",

@@ -69,7 +69,6 @@ class Walk:
     """One request's whole walk, in order of time."""
 
     happenings: tuple[Happening, ...]
-    text: str
     answer: Answer
 
 
@@ -104,9 +103,9 @@ async def walk(log: Path, *, on_change: Callable[[LocalMesh], None] | None = Non
     async with mesh_block as mesh:
         await wait_for_pair(mesh.http_url, PAIR_WITHIN_S)
         await ask(mesh.http_url, WARM_UP)
-        text, answer = await ask(mesh.http_url, PROMPT, EXPECTED)
+        answer = await ask(mesh.http_url, PROMPT, EXPECTED)
     # Read after the end of the mesh, so that the last release is in it.
-    return Walk(happenings(_lines_of(log)), text, answer)
+    return Walk(happenings(_lines_of(log)), answer)
 
 
 def _services() -> list[Service]:
@@ -164,7 +163,7 @@ def show(walked: Walk, console: Console) -> None:
             process = Text(happening.process, COLORS.get(happening.process, ""))
             table.add_row(time, process, stop.phase, _telling(happening))
     console.print(table)
-    console.print(f"\nanswer: {walked.text}\n", markup=False)
+    console.print(f"\nanswer: {walked.answer.text}\n", markup=False)
     console.print(receipt_table(walked.answer.receipt, walked.answer.usage))
     console.print("\nThe same walk as a page to read: docs/tour.md", style="dim")
 

@@ -316,12 +316,11 @@ def _crowding(workers: Sequence[PrefillConfig | DecodeConfig]) -> str:
 
 def _most_workers(config: UpConfig, gateway: GatewayConfig, num_workers: int) -> int:
     """Return for how many workers this machine is divided."""
-    if config.max_workers is not None and gateway.planner != "act":
-        require(
-            False,
-            "--max-workers is the most that --planner act may want: give that, too",
-            param="max_workers",
-        )
+    require(
+        config.max_workers is None or gateway.planner == "act",
+        "--max-workers is the most that --planner act may want: give that, too",
+        param="max_workers",
+    )
     most = gateway.max_workers or num_workers
     require(
         most >= num_workers or gateway.planner != "act",

@@ -7,19 +7,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from services.planner.core.placement import (
-    MODEL_LAYERS,
     Affinity,
     LatencyGoal,
     Placed,
     Placement,
     Replicas,
     Success,
+    best_rate,
     high_affinity,
-    low_affinity,
     placements,
     quantile,
 )
 from services.planner.distserve_data import DistServeData
+from services.planner.model_kv import kv_shape
 from services.sim.baselines.distserve import (
     DECODE_CAP_TOKENS,
     Arrival,
@@ -66,9 +66,7 @@ class Placer:
     def __init__(
         self, data: DistServeData, model: str, demand: Demand, goal: LatencyGoal, success: Success
     ) -> None:
-        if model not in MODEL_LAYERS:
-            raise InvalidRequest(f"--model must be {' or '.join(MODEL_LAYERS)}, not {model!r}")
-        self._data, self._model, self._demand = data, model, demand
+        self._demand = demand
         self._goal: LatencyGoal = goal
         self._success: Success = success
         longest = max(prompt for prompt, _ in demand.lengths)
@@ -77,6 +75,7 @@ class Placer:
             for degree in data.degrees(model)
             if (instances := data.phase(model, degree)).capacity >= longest
         }
+        self._shape = kv_shape(model)
         largest = max(prompt + output for prompt, output in demand.lengths)
         if largest > DECODE_CAP_TOKENS:
             raise InvalidRequest(
@@ -86,10 +85,9 @@ class Placer:
 
     def candidates(self, num_nodes: int, gpus_per_node: int, affinity: Affinity) -> list[Placement]:
         """Return the placements for which there are coefficients, and room for every prompt."""
-        shape = MODEL_LAYERS[self._model]
         return [
             one
-            for one in placements(shape, num_nodes, gpus_per_node, affinity)
+            for one in placements(self._shape, num_nodes, gpus_per_node, affinity)
             if one.whole_prefill in self._degrees and one.whole_decode in self._degrees
         ]
 
@@ -103,12 +101,15 @@ class Placer:
         )
 
     def together(self, candidates: Sequence[Placement]) -> Iterator[Placed]:
-        """Yield what each attains with both phases simulated together."""
+        """Yield what each attains with both phases simulated together (algorithm 2; their code
+        does the same for high affinity)."""
+        for one in candidates:
 
-        def attains(one: Placement, rate: float) -> bool:
-            return self._goal.is_met(self._run(*self._both(one), rate), self._success)
+            def attains(rate_per_gpu: float, one: Placement = one) -> bool:
+                felt = self._run(*self._both(one), rate_per_gpu * one.num_devices)
+                return self._goal.is_met(felt, self._success)
 
-        return low_affinity(candidates, attains)
+            yield Placed(one, best_rate(attains))
 
     def apart(self, most_gpus: int, rate: float) -> tuple[Replicas, Replicas] | None:
         """Place each phase by itself: no answers for prefill, prompts in no time for decode."""

@@ -10,9 +10,9 @@ from typing import Final
 from services.planner.core.adbs import Adbs, QuotaShare, QuotaUse, adapted_quota, initial_quota
 from services.planner.core.fetch import DEVICE_FLOPS, prefill_flops
 from services.planner.core.kv_size import PUBLISHED
-from services.planner.core.muxserve import MuxModel, brute_force, greedy, one_mesh_each, total
+from services.planner.core.muxserve import MuxModel, brute_force, greedy, total
 from services.planner.core.paper_table import PaperRow, PaperTable
-from services.planner.core.placement import quantile
+from services.planner.core.placement import best_rate, quantile
 from services.sim.baselines.iterations import (
     BatchPolicy,
     OrcaPolicy,
@@ -66,7 +66,7 @@ def muxserve_tables(
             continue
         published.append(total(greedy(models, 1, 4)) / best)
         exchanged.append(total(greedy(models, 1, 4, exchanges=True)) / best)
-        if apart := total(one_mesh_each(models, 1, 4)):
+        if apart := total(brute_force(models, 1, 4, shares=False)):
             gains.append(exchanged[-1] * best / apart)
     rows = [
         PaperRow("draws that any placement can hold", "", len(published), 0),
@@ -149,18 +149,15 @@ def _first_token_s(budget: int) -> float:
 
 def _capacity(budget: int, limit_s: float) -> float:
     """Return requests/s under a limit of the gaps' P99 and a median wait of 2 s."""
-    low, high = 0.0, 8.0
-    while high - low > 0.05:
-        rate = (low + high) / 2
+
+    def attains(rate: float) -> bool:
         streams = _streams(rate)
         serve(SarathiPolicy(budget), streams, step_s)
         gaps = [gap for stream in streams for gap in stream.gaps]
         waits = [stream.token_times[0] - stream.at for stream in streams]
-        if quantile(gaps, 0.99) <= limit_s and quantile(waits, 0.5) <= 2.0:
-            low = rate
-        else:
-            high = rate
-    return low
+        return quantile(gaps, 0.99) <= limit_s and quantile(waits, 0.5) <= 2.0
+
+    return best_rate(attains, 8.0, 0.05)
 
 
 _MODEL_NOTE: Final = (

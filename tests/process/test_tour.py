@@ -135,7 +135,7 @@ def test_the_command_ends_well_and_leaves_nothing(tmp_path: Path) -> None:
 def test_no_word_of_prompt_or_answer_is_in_what_was_logged(walked: Walk) -> None:
     """The tour shows the answer; the moments do not."""
     told = " ".join(happening.facts for happening in walked.happenings)
-    assert "1986" in walked.text
+    assert "1986" in walked.answer.text
     assert "library" not in told
 
 

@@ -223,25 +223,17 @@ async def _opened(
             continue
         dialect = offered if ignore_eos else replace(offered, fixes_length=False)
         endpoint = ServerEndpoint(session, url, dialect, found)
-        try:
-            endpoint.description = await _probe(endpoint, dialect)
-        except _NotUnderstood as error:
-            trouble = error.trouble
-            continue
-        return endpoint
+        told = await _probe(endpoint, dialect)
+        if isinstance(told, Description):
+            endpoint.description = told
+            return endpoint
+        trouble = told
     raise trouble
 
 
-class _NotUnderstood(Exception):
-    """This dialect is not spoken; others may be."""
-
-    def __init__(self, trouble: MeshError) -> None:
-        super().__init__(trouble.message)
-        self.trouble = trouble
-
-
-async def _probe(endpoint: ServerEndpoint, dialect: Dialect) -> Description:
-    """Ask for a few tokens; what came back says what the server makes of the dialect."""
+async def _probe(endpoint: ServerEndpoint, dialect: Dialect) -> Description | MeshError:
+    """Ask for a few tokens; what came back says what the server makes of the dialect. Returns the
+    error if it does not speak it: it may speak another."""
     prompts = one_prompt(PROBE_INPUT, seed=time.perf_counter_ns(), vocab=DEFAULT_VOCAB)
     known = endpoint.description
     body = dialect.body(known.model, prompts, 0, PROBE_OUTPUT)
@@ -257,10 +249,10 @@ async def _probe(endpoint: ServerEndpoint, dialect: Dialect) -> Description:
         trouble = GatewayRefused(f"{known.url} does not answer: {record.error}")
         if record.end is Ending.REFUSED or "HTTP 401" in record.error or "HTTP 403" in record.error:
             raise trouble
-        raise _NotUnderstood(trouble)
+        return trouble
     if dialect.takes_ids and record.num_prompt not in (0, PROBE_INPUT, PROBE_INPUT + 1):
         # It took the ids for something else, for several prompts or for text.
-        raise _NotUnderstood(GatewayRefused(f"{known.url} does not take prompts of token ids"))
+        return GatewayRefused(f"{known.url} does not take prompts of token ids")
     counts = "one a message, spread to the sum at the end" if record.num_prompt else "one a message"
     # As the server's tokenizer has it; 1 where the server does not count.
     tokens_per_word = (record.num_prompt or PROBE_INPUT) / PROBE_INPUT

@@ -24,15 +24,21 @@ SEARCH_REQUESTS: Final = 50
 """Fewest requests of a run of a search: attainment of fewer is mostly luck."""
 
 
-def _seconds(_: Any, tokens: Sequence[Token]) -> float:
-    """'500ms', '30 s', '2 min'; a bare number is seconds."""
-    text = tokens[0].value
-    if text.replace(".", "", 1).isdigit():
-        text += " s"
+def seconds(flag: str, text: str) -> float:
+    """Return a flag's time: '500ms', '30 s', '2 min'. Raises InvalidRequest."""
     try:
         return float(read_quantity(text, "s"))
     except ValueError as error:
-        raise InvalidRequest(f"{tokens[0].keyword or 'a time'} {error}") from None
+        raise InvalidRequest(f"{flag} {error}") from None
+    except OverflowError:
+        raise InvalidRequest(f"{flag} must be less than {text}") from None
+
+
+def _seconds(_: Any, tokens: Sequence[Token]) -> float:
+    """A bare number is seconds."""
+    text = tokens[0].value
+    is_bare = text.replace(".", "", 1).isdigit()
+    return seconds(tokens[0].keyword or "a time", f"{text} s" if is_bare else text)
 
 
 def _numbers(_: Any, tokens: Sequence[Token]) -> tuple[float, ...]:
@@ -175,7 +181,7 @@ class BenchFlags:
             require(value is None or value > 0, f"{flag_of(name)} must be above 0", param=name)
 
     def source(self) -> Source:
-        """Return where lengths come from. Raises TraceError."""
+        """Return where lengths come from. Raises DataError."""
         if self.trace is not None:
             return read_trace(self.trace)
         if self.synthetic == "fixed":

@@ -23,6 +23,8 @@ from services.cli.bench.search import RateSearch
 from services.cli.bench.summary import summarize
 from services.cli.bench.view import rate_text
 from services.cli.flags import CannotRun
+from services.planner.rows import read_rows as read_csv
+from shared.errors import InvalidRequest
 from shared.telemetry.definitions import Slo
 from shared.version import VERSION
 
@@ -42,6 +44,8 @@ def require_folder(output: Path) -> None:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise CannotRun(f"cannot write to --output {output} ({reason})") from None
+    if not os.access(output, os.W_OK):
+        raise CannotRun(f"cannot write to --output {output} (permission denied)")
 
 
 def build_report(measurement: Measurement) -> dict[str, Any]:
@@ -92,11 +96,8 @@ def read_rows(folder: Path, name: str) -> list[dict[str, Any]]:
 
     Raises CannotRun: there is no such report.
     """
+    columns = ("run", "rate", "end", "ttft_s", "tpot_s", "output")
     try:
-        with (folder / "requests.csv").open(newline="", encoding="utf-8") as file:
-            rows: list[dict[str, Any]] = list(csv.DictReader(file))
-        if not rows or not {"run", "rate", "end", "ttft_s", "tpot_s", "output"} <= rows[0].keys():
-            raise ValueError("it is no requests.csv of pdmesh bench")
         return [
             {
                 **row,
@@ -104,9 +105,9 @@ def read_rows(folder: Path, name: str) -> list[dict[str, Any]]:
                 "rate": float(row["rate"] or 0),
                 "output": int(row["output"]),
             }
-            for row in rows
+            for _, row in read_csv(folder / "requests.csv", columns)
         ]
-    except (OSError, ValueError) as error:
+    except (InvalidRequest, ValueError) as error:
         raise CannotRun(f"cannot read the report in {folder} ({error})") from None
 
 

@@ -25,7 +25,7 @@ from typing import Annotated, Final
 import msgspec
 
 from services.cli.bench.workload import BLOCK_TOKENS, Ask
-from shared.errors import InvalidRequest
+from services.planner.rows import DataError, read_text
 
 AZURE_COLUMNS: Final = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 MOST_TOKENS: Final = 10_000_000
@@ -116,10 +116,6 @@ SHAPES: Final = {
 """By the name that ``--synthetic`` takes; 'fixed' is made from its lengths."""
 
 
-class TraceError(InvalidRequest):
-    """A trace file cannot be used; the message says file, line and what is wrong there."""
-
-
 @dataclass(frozen=True, slots=True)
 class Trace:
     """The requests of a file, by arrival; the first arrives at 0."""
@@ -169,19 +165,14 @@ def read_trace(path: Path, *, must_be_ordered: bool = False) -> Trace:
     """Return a trace: Mooncake's if its first character is a brace, else Azure's. must_be_ordered:
     a request that arrives before the one above it is an error, too.
 
-    Raises TraceError.
+    Raises DataError.
     """
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except OSError as error:
-        raise TraceError(f"{path}: {(error.strerror or str(error)).lower()}") from None
-    except UnicodeDecodeError:
-        raise TraceError(f"{path} is not text") from None
+    lines = read_text(path).splitlines()
     is_mooncake = "".join(lines[:1]).lstrip().startswith("{")
     head = [] if is_mooncake else [name.strip() for name in next(csv.reader(lines), ())]
     if not (is_mooncake or set(AZURE_COLUMNS) <= set(head)):
         columns = ",".join(AZURE_COLUMNS)
-        raise TraceError(f"{path}:1: neither Mooncake's JSONL nor Azure's columns {columns}")
+        raise DataError(f"{path}:1: neither Mooncake's JSONL nor Azure's columns {columns}")
     rows: list[Ask] = []
     for number, line in enumerate(lines, 1):
         if not line.strip() or (head and number == 1):
@@ -189,14 +180,14 @@ def read_trace(path: Path, *, must_be_ordered: bool = False) -> Trace:
         try:
             rows.append(_azure_row(head, line) if head else _read_mooncake(line).ask())
         except ValueError as error:  # msgspec's is one, too
-            raise TraceError(f"{path}:{number}: {error}") from None
+            raise DataError(f"{path}:{number}: {error}") from None
         if must_be_ordered and len(rows) > 1 and rows[-1].due_s < rows[-2].due_s:
-            raise TraceError(
+            raise DataError(
                 f"{path}:{number}: arrives {rows[-2].due_s - rows[-1].due_s:g} s before the line "
                 "above: is this one trace, whole and in order? Sort it by time"
             )
     if not rows:
-        raise TraceError(f"{path} holds no request")
+        raise DataError(f"{path} holds no request")
     rows.sort(key=lambda ask: ask.due_s)
     first = rows[0].due_s
     return Trace(path.name, tuple(replace(ask, due_s=ask.due_s - first) for ask in rows))

@@ -4,6 +4,7 @@ one thing and judges it. Facts of torch and of UCX come from ``shared.engine.pro
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import importlib.metadata
 import os
@@ -11,13 +12,15 @@ import platform
 import resource
 import socket
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
 from services.cli.doctor.finding import Finding, absent, right, wrong
 from shared import grammar
 from shared.control_groups import granted_cores, num_cores
-from shared.errors import InvalidRequest
+from shared.engine.vllm.release import INSTALL, release
+from shared.errors import InvalidRequest, ModelError
 from shared.runtime.realtime import RealTime
 from shared.version import VERSION
 
@@ -73,6 +76,68 @@ def check_kernels(facts: Facts) -> Finding:
     if native["reason"].startswith(("this CPU", "they are")):
         return absent("CPU kernels", text)
     return wrong("CPU kernels", text, _KERNELS_REMEDY)
+
+
+def check_vllm(
+    facts: Facts,
+    *,
+    is_wanted: bool,
+    has_amx: bool,
+    has_numa: bool,
+    compiler: str,
+) -> Finding:
+    """Whether ``--engine vllm`` runs here. facts: see ``check_torch``. is_wanted: it is a fault not
+    to have it. has_amx, has_numa, compiler: what the CPU build looks at; '' = there is no C++
+    compiler."""
+    if find_spec("vllm") is None:
+        if is_wanted:
+            return wrong("vLLM", "not installed", INSTALL)
+        return absent("vLLM", f"not installed; only --engine vllm needs it: {INSTALL}")
+    try:
+        text = f"{release()}, for --engine vllm"
+    except ModelError as error:
+        return wrong("vLLM", error.message.removeprefix("--engine vllm: "), INSTALL)
+    if facts is None or facts["devices"]:
+        return right("vLLM", text)
+    faults = (
+        (
+            has_amx,
+            "this CPU has AMX, for which vLLM packs KV in a layout of its own",
+            "take --engine torch on this machine, or --engine vllm on a CPU without AMX",
+        ),
+        (
+            not has_numa,
+            "its CPU build loads libnuma, and there is none",
+            "install libnuma1 (numactl-libs)",
+        ),
+        (
+            not compiler,
+            "it compiles models, and there is no C++ compiler",
+            "install g++, or say --vllm-args enforce_eager=true",
+        ),
+    )
+    for is_so, fault, remedy in faults:
+        if is_so:
+            return wrong("vLLM", f"{text}: {fault}", remedy)
+    return right("vLLM", f"{text}, compiles with {compiler}")
+
+
+def has_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this CPU has Intel's matrix units."""
+    try:
+        flags = next(line for line in cpuinfo.read_text().splitlines() if line.startswith("flags"))
+    except (OSError, StopIteration):
+        return False
+    return "amx_tile" in flags.split()
+
+
+def has_numa() -> bool:
+    """Whether the library is here that vLLM's CPU build is linked with."""
+    try:
+        ctypes.CDLL("libnuma.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def check_grammars() -> Finding:

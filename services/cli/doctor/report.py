@@ -16,7 +16,6 @@ from rich.console import Console
 
 from services.cli.client import NO_ACCESS, Access, require_url
 from services.cli.doctor import machine_checks as checks
-from services.cli.doctor import vllm_checks
 from services.cli.doctor.finding import Finding, lines_of
 from services.cli.doctor.gateway_checks import check_gateway, is_ours
 from services.cli.interrupts import run_interruptible
@@ -104,11 +103,11 @@ async def examine(gateway: str, access: Access, *, wants_vllm: bool) -> Sections
             checks.check_kernels(torch),
             checks.check_ucx(ucx, ucx_error),
             checks.check_grammars(),
-            vllm_checks.check_vllm(
+            checks.check_vllm(
                 torch,
                 is_wanted=wants_vllm,
-                has_amx=vllm_checks.has_amx(),
-                has_numa=vllm_checks.has_numa(),
+                has_amx=checks.has_amx(),
+                has_numa=checks.has_numa(),
                 compiler=find_compiler(),
             ),
         ],

@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from services.cli.plan.explain import MOST_RUNS, Explained, explain, goodput, lines
 from services.cli.plan.sim_flags import SimFlags
 from services.cli.plan.sim_report import begin_report, draw_lines, report_files
-from services.cli.plan.view import Kept, counted, progress, say_how_long
+from services.cli.plan.view import Kept, counted, progress, require_ranges, say_how_long
 from services.cli.sources import PLAIN, QUIET, JsonFlag
 from services.cli.words import plain_console, plain_table, print_json, print_lines
 from services.planner.core.bounds import WorkerBound
@@ -76,13 +76,13 @@ class FleetFlags:
             degrees = [int(word) for word in self.tp.split(",")]
         except ValueError:
             degrees = [0]
-        if not degrees or any(degree not in DEGREES for degree in degrees):
-            known = ",".join(map(str, DEGREES))
-            raise InvalidRequest(f"--tp must be degrees out of {known}, not {self.tp!r}")
-        if self.max_devices is not None and not 1 <= self.max_devices <= MOST_DEVICES:
-            raise InvalidRequest(f"--max-devices must be 1..{MOST_DEVICES}")
-        if self.budget is not None and not 0 < self.budget < 1e9:
-            raise InvalidRequest("--budget must be above 0 and below 1e9")
+        known = f"degrees out of {','.join(map(str, DEGREES))}, not {self.tp!r}"
+        most, budget = self.max_devices, self.budget
+        require_ranges(
+            ("--tp", {*degrees} <= {*DEGREES}, known),
+            ("--max-devices", most is None or 1 <= most <= MOST_DEVICES, f"1..{MOST_DEVICES}"),
+            ("--budget", budget is None or 0 < budget < 1e9, "above 0 and below 1e9"),
+        )
         units = [Unit(name, degree) for name in names or [""] for degree in degrees]
         fitting: list[Unit] = []
         for unit in units:

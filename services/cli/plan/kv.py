@@ -11,7 +11,7 @@ from services.cli.plan.view import require_ranges
 from services.cli.sources import PLAIN, JsonFlag
 from services.cli.words import plain_console, print_json
 from services.planner.core.fetch import DEVICE_FLOPS, exposed, fetch_pays_from, prefill_flops
-from services.planner.core.kv_size import KvShape, link_need, move_s, read_link
+from services.planner.core.kv_size import KvShape, link_need, read_link
 from services.planner.model_kv import kv_shape
 from shared.errors import InvalidRequest
 
@@ -117,7 +117,7 @@ def _facts(
         "tokens": tokens,
         "token_bytes": shape.token_bytes,
         "bytes": num_bytes,
-        "move_s": move_s(num_bytes, bandwidth),
+        "move_s": num_bytes / bandwidth,
         "prefill_s": prefill_s,
         "fetch_pays_from": pays_from,
         "exposed_layerwise_s": push.layerwise_s,

@@ -12,7 +12,6 @@ from services.cli.plan.sim_report import begin_report, draw_map, report_files
 from services.cli.plan.view import Kept, counted, progress, say_how_long
 from services.cli.sources import PLAIN, QUIET, JsonFlag
 from services.cli.words import plain_console, plain_table, print_json, print_lines
-from services.planner.core.fleet import pairs
 from services.planner.core.mesh_text import MeshPart, MeshShape, Unit
 from services.planner.mesh_run import MeshRun
 from shared.errors import InvalidRequest
@@ -49,7 +48,11 @@ def pd_map(
     requests = flags.requests([Unit()])
     cells: dict[tuple[int, int], MeshRun] = {}
     mixed: list[MeshRun] = []
-    places = pairs(workers)
+    places = [
+        (num_prefill, other)
+        for num_prefill in range(1, workers)
+        for other in range(1, workers - num_prefill + 1)
+    ]
     run_s = flags.trial_s(MeshShape.of(MeshPart(1, "P"), MeshPart(1, "D")), requests)
     num = len(places) + workers
     num_more = num_runs(MeshShape.of(MeshPart(1, "M"))) if what_if else 0

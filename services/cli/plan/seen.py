@@ -4,22 +4,20 @@ wrote, or from a folder of ``pdmesh bench --output``."""
 from __future__ import annotations
 
 import asyncio
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
 import msgspec
-import orjson
 
 from services.cli.bench.endpoints import RECENT
-from services.cli.client import Access, CannotRun, ask_once, require_url
+from services.cli.client import Access, CannotRun, ask_once
 from services.gateway.http.cluster_bodies import RecentRequest, RecentRequests
 from services.planner.core.replay import SeenRequest, terms_of
+from services.planner.rows import read_json, read_rows, read_text
 from shared.errors import InvalidRequest
 
-ANSWERS_WITHIN_S: Final = 10.0
-_COLUMNS: Final = frozenset(("run", "index", "end", "due_s", "ttft_s", "tpot_s", "input", "output"))
+_COLUMNS: Final = ("run", "index", "end", "due_s", "ttft_s", "tpot_s", "input", "output")
 
 
 class SeenTraffic(NamedTuple):
@@ -38,8 +36,7 @@ class SeenTraffic(NamedTuple):
 
 def ask_gateway(url: str, access: Access) -> RecentRequests:
     """Return what a gateway tells. Raises CannotRun, GatewayRefused."""
-    require_url(url)
-    return read_body(asyncio.run(ask_once(access, url, RECENT, limit_s=ANSWERS_WITHIN_S)), url)
+    return read_body(asyncio.run(ask_once(access, url, RECENT)), url)
 
 
 def read_body(body: Any, url: str) -> RecentRequests:
@@ -111,9 +108,7 @@ def read_seen(path: Path, run: int | None, last_s: float | None) -> SeenTraffic:
     if path.is_dir():
         return _read_folder(path, run)
     try:
-        mesh = msgspec.json.decode(path.read_bytes(), type=RecentRequests)
-    except OSError as error:
-        raise InvalidRequest(f"{path}: {(error.strerror or str(error)).lower()}") from None
+        mesh = msgspec.json.decode(read_text(path), type=RecentRequests)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise InvalidRequest(
             f"{path} is neither a file of `pdmesh plan verify --keep` nor a folder of `pdmesh "
@@ -125,21 +120,17 @@ def read_seen(path: Path, run: int | None, last_s: float | None) -> SeenTraffic:
 def _read_folder(folder: Path, run: int | None) -> SeenTraffic:
     table, report = folder / "requests.csv", folder / "report.json"
     try:
-        told = orjson.loads(report.read_bytes())
-        with table.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
+        told, rows = read_json(report), list(read_rows(table, _COLUMNS))
         model, kept = str(told["endpoints"][0]["model"]), told.get("mesh")
-        if not rows or not rows[0].keys() >= _COLUMNS:
-            raise ValueError("it is no requests.csv of pdmesh bench")
-    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        runs = list(dict.fromkeys(row["run"] for _, row in rows))
+        wanted = runs[-1] if run is None else str(run)
+    except (InvalidRequest, KeyError, IndexError, TypeError) as error:
         raise InvalidRequest(
             f"{folder} is no folder of `pdmesh bench --output` ({error})"
         ) from None
-    runs = list(dict.fromkeys(row["run"] for row in rows))
-    wanted = runs[-1] if run is None else str(run)
     if wanted not in runs:
         raise InvalidRequest(f"{folder} has the runs {', '.join(runs)}, and not --run {wanted}")
-    own = [(line, row) for line, row in enumerate(rows, 2) if row["run"] == wanted]
+    own = [(line, row) for line, row in rows if row["run"] == wanted]
     found: list[SeenRequest] = []
     before, due_s = -1, 0.0
     for line, row in own:

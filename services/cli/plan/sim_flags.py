@@ -14,6 +14,7 @@ from cyclopts import Parameter
 from services.cli.bench.sources import SHAPES, read_trace
 from services.cli.bench.workload import BLOCK_TOKENS, Ask, Fit, Load, Source, plan
 from services.cli.plan.times_flags import TimesFlags, read_slo
+from services.cli.plan.view import require_ranges
 from services.cli.sources import PLAIN
 from services.gateway.core.routing import POLICIES
 from services.planner.core.bounds import (
@@ -104,23 +105,17 @@ class SimFlags:
 
     def check(self) -> None:
         """Raise InvalidRequest, with what is allowed."""
-        for flag, value, least, most in (
-            ("--num-requests", self.num_requests, 1, MOST_REQUESTS),
-            ("--block-size", self.block_size, 1, 4096),
-            ("--token-budget", self.token_budget, 0, 1 << 20),
-            ("--max-running", self.max_running, 1, 1 << 16),
-        ):
-            if not least <= value <= most:
-                raise InvalidRequest(f"{flag} must be {least}..{most}")
-        if not 0 < self.rate < 1e6:
-            raise InvalidRequest("--rate must be above 0: nothing would ever arrive")
-        if not 0 < self.attainment <= 1:
-            raise InvalidRequest("--attainment must be above 0 and at most 1")
-        if not 0.001 <= self.scale_lengths <= 1000:
-            raise InvalidRequest("--scale-lengths must be 0.001..1000")
-        if self.policy not in POLICIES:
-            known = ", ".join(POLICIES)
-            raise InvalidRequest(f"--policy must be one of {known}, not {self.policy!r}")
+        known = f"one of {', '.join(POLICIES)}, not {self.policy!r}"
+        require_ranges(
+            ("--num-requests", 1 <= self.num_requests <= MOST_REQUESTS, f"1..{MOST_REQUESTS}"),
+            ("--block-size", 1 <= self.block_size <= 4096, "1..4096"),
+            ("--token-budget", 0 <= self.token_budget <= 1 << 20, f"0..{1 << 20}"),
+            ("--max-running", 1 <= self.max_running <= 1 << 16, f"1..{1 << 16}"),
+            ("--rate", 0 < self.rate < 1e6, "above 0: nothing would ever arrive"),
+            ("--attainment", 0 < self.attainment <= 1, "above 0 and at most 1"),
+            ("--scale-lengths", 0.001 <= self.scale_lengths <= 1000, "0.001..1000"),
+            ("--policy", self.policy in POLICIES, known),
+        )
         self.times.check()
         for part in (self.slo, read_link(self.link), self._source):
             assert part is not None

@@ -3,8 +3,7 @@ so that simulated and measured requests lie in one picture."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final, cast
@@ -18,7 +17,6 @@ from services.cli.bench.report import (
     write_report,
 )
 from services.cli.bench.workload import Ask, Workload
-from services.cli.client import CannotRun
 from services.cli.plan.seen import SeenTraffic
 from services.cli.plan.sim_flags import SimFlags
 from services.planner.mesh_run import MeshRun
@@ -32,6 +30,10 @@ _START: Final = 1.0
 """Of a run, on its own clock: a record that left at 0 counts as one that did not leave."""
 
 
+Told = tuple[Sequence[tuple[float, int]], str]
+"""Of a request: when tokens came, and how many; and what it failed at, '' = nothing."""
+
+
 def simulated_run(
     name: str,
     asks: Sequence[Ask],
@@ -39,47 +41,45 @@ def simulated_run(
     label: str,
     rate: float | None,
 ) -> Run:
-    """Return simulated requests as a run that was measured; its client is never late. name: of the
-    workload. label: in the place of a URL."""
-    asks = [replace(ask, due_s=answer.asked_at) for ask, answer in zip(asks, answers, strict=False)]
-    found = Run(Workload(name=name, asks=tuple(asks), rate=rate), rate=rate, started_at=_START)
-    for index, (ask, answer) in enumerate(zip(asks, answers, strict=True)):
-        record = _record(found, ask, index, label)
-        for at in answer.token_times:
-            record.add(_START + at, 1)
-        _end(found, record, "" if answer.is_complete else answer.error or "not over")
-    return found
+    """Return simulated requests as a run that was measured. name: of the workload. label: in the
+    place of a URL."""
+    pairs = zip(asks, answers, strict=False)
+    asked = tuple(replace(ask, due_s=answer.asked_at) for ask, answer in pairs)
+    told = [
+        ([(at, 1) for at in it.token_times], "" if it.is_complete else it.error or "not over")
+        for it in answers
+    ]
+    return _as_run(Workload(name=name, asks=asked, rate=rate), label, told)
 
 
 def seen_run(seen: SeenTraffic, asks: Sequence[Ask]) -> Run:
     """Return what receipts tell as a run: an answer's first token, and the rest at its end."""
-    found = Run(Workload(name=seen.source, asks=tuple(asks)), started_at=_START)
-    for index, (ask, it) in enumerate(zip(asks, seen.requests, strict=True)):
-        record = _record(found, ask, index, seen.source)
-        if it.ttft_s is not None:
-            record.add(record.due_at + it.ttft_s, 1)
-            if it.num_output > 1:
-                record.add(record.due_at + it.e2e_s, it.num_output - 1)
-        _end(found, record, "" if it.is_whole else "it failed, or goes on")
-    return found
+    told: list[Told] = []
+    for ask, it in zip(asks, seen.requests, strict=True):
+        ttft_s, more = it.ttft_s, it.num_output - 1
+        first = [] if ttft_s is None else [(ask.due_s + ttft_s, 1)]
+        rest = [(ask.due_s + it.e2e_s, more)] if first and more > 0 else []
+        told.append((first + rest, "" if it.is_whole else "it failed, or goes on"))
+    return _as_run(Workload(name=seen.source, asks=tuple(asks)), seen.source, told)
 
 
-def _record(run: Run, ask: Ask, index: int, label: str) -> Record:
-    due_at = _START + ask.due_s
-    record = Record(ask, index, due_at, label, sent_at=due_at)
-    record.num_prompt, record.is_counted = ask.num_input, True
-    run.records.append(record)
-    return record
-
-
-def _end(run: Run, record: Record, error: str) -> None:
-    if error:
-        record.fail(Ending.FAILED, error)
-    else:
+def _as_run(workload: Workload, label: str, told: Iterable[Told]) -> Run:
+    """Its client is never late."""
+    found = Run(workload, rate=workload.rate, started_at=_START)
+    for index, (ask, (tokens, error)) in enumerate(zip(workload.asks, told, strict=True)):
+        due_at = _START + ask.due_s
+        record = Record(ask, index, due_at, label, sent_at=due_at)
+        record.num_prompt, record.is_counted = ask.num_input, True
+        for at_s, num in tokens:
+            record.add(_START + at_s, num)
         record.end = Ending.COMPLETE
-    record.ended_at = record.times[-1] if record.times else record.due_at
-    run.ended_at = max(run.ended_at, record.ended_at)
-    run.num_ended += 1
+        if error:
+            record.fail(Ending.FAILED, error)
+        record.ended_at = record.times[-1] if record.times else due_at
+        found.ended_at = max(found.ended_at, record.ended_at)
+        found.records.append(record)
+    found.num_ended = len(found.records)
+    return found
 
 
 def begin_report(folder: Path | None, beside: Sequence[Path] | None = None) -> list[Row]:
@@ -90,8 +90,6 @@ def begin_report(folder: Path | None, beside: Sequence[Path] | None = None) -> l
             raise InvalidRequest("--beside needs --output FOLDER: there is no picture without")
         return []
     require_folder(folder)
-    if not os.access(folder, os.W_OK):
-        raise CannotRun(f"cannot write to --output {folder} (permission denied)")
     return [row for path in beside or () for row in read_rows(path, path.name)]
 
 

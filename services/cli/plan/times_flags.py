@@ -9,6 +9,8 @@ from typing import Annotated, Final
 
 from cyclopts import Parameter
 
+from services.cli.bench.flags import seconds
+from services.cli.plan.view import require_ranges
 from services.cli.sources import PLAIN, QUIET
 from services.planner.core.kv_size import KvShape, kv_of_bytes
 from services.planner.core.mesh_text import Unit
@@ -16,7 +18,7 @@ from services.planner.distserve_data import DistServeData
 from services.planner.mesh_run import UnitModel
 from services.planner.model_kv import kv_shape, model_size
 from services.planner.rows import first_of
-from services.planner.splitwise_data import machine_times, read_runs, runs_of
+from services.planner.splitwise_data import machine_times, read_runs
 from services.sim.baselines.distserve_times import Degree
 from services.sim.baselines.splitwise_times import MachineTimes
 from services.sim.times import DistServeTimes, SplitwiseTimes
@@ -25,7 +27,6 @@ from shared.errors import InvalidRequest
 from shared.predict.roofline import DEVICES, DeviceSheet, RooflineTimes
 from shared.predict.times import OPT_13B_A100, AffineTimes, ScaledTimes, TimeModel
 from shared.profile.step_profile import StepProfile, read_profile
-from shared.quantity import read_quantity
 from shared.telemetry.definitions import Slo
 
 DEFAULT_KV_TOKENS: Final = 60_000
@@ -92,8 +93,13 @@ class TimesFlags:
         ]
         if len(given) > 1:
             raise InvalidRequest(f"give one time model, not {' and '.join(given)}")
-        if self.times is not None and self.times not in TIMES:
-            raise InvalidRequest(f"--times must be one of {', '.join(TIMES)}, not {self.times!r}")
+        known = f"one of {', '.join(TIMES)}, not {self.times!r}"
+        is_held = self.kv_tokens is None or 1 <= self.kv_tokens <= 1 << 30
+        require_ranges(
+            ("--times", self.times is None or self.times in TIMES, known),
+            ("--slower", 0.01 <= self.slower <= 100, "0.01..100"),
+            ("--kv-tokens", is_held, f"1..{1 << 30}"),
+        )
         if self._parts and (
             self.profile or self.device or self.times in ("distserve", "splitwise")
         ):
@@ -102,10 +108,6 @@ class TimesFlags:
             )
         if self.times in ("distserve", "splitwise") and self.data is None:
             raise InvalidRequest(f"--times {self.times} needs --data: the folder with its files")
-        if not 0.01 <= self.slower <= 100:
-            raise InvalidRequest("--slower must be 0.01..100")
-        if self.kv_tokens is not None and not 1 <= self.kv_tokens <= 1 << 30:
-            raise InvalidRequest(f"--kv-tokens must be 1..{1 << 30}")
         if self.device is not None and self.times != "splitwise":
             _device(self.device)
 
@@ -153,7 +155,6 @@ class TimesFlags:
         path = first_of(self.data, "perf_model.csv", "splitwise_sim_perf_model.csv")
         runs = read_runs(path)
         model, hardware = self._splitwise_model, self.device or "a100-80gb"
-        runs_of(runs, model, hardware)
         return machine_times(runs, model, hardware)
 
     @cached_property
@@ -228,16 +229,6 @@ class TimesFlags:
             for name in self._parts
         }
         return replace(affine, source="affine, as given", **given) if given else affine
-
-
-def seconds(flag: str, text: str) -> float:
-    """Return a flag's time. Raises InvalidRequest."""
-    try:
-        return float(read_quantity(text, "s"))
-    except ValueError as error:
-        raise InvalidRequest(f"{flag} {error}") from None
-    except OverflowError:
-        raise InvalidRequest(f"{flag} must be less than {text}") from None
 
 
 def read_slo(ttft: str, tpot: str) -> Slo:

@@ -11,14 +11,15 @@ from typing import Annotated, Any, Final, NamedTuple
 import msgspec
 from cyclopts import Parameter
 
+from services.cli.bench.flags import seconds
 from services.cli.bench.report import report_of, write_report
 from services.cli.bench.view import time_text
 from services.cli.bench.workload import Ask
 from services.cli.client import DEFAULT_URL, NO_ACCESS, Access, UrlFlag
 from services.cli.plan.seen import SeenTraffic, ask_gateway, read_seen, seen_by_gateway
 from services.cli.plan.sim_report import begin_report, plain, seen_run, simulated_run
-from services.cli.plan.times_flags import TimesFlags, read_slo, seconds
-from services.cli.plan.view import progress, require_writable, write_result
+from services.cli.plan.times_flags import TimesFlags, read_slo
+from services.cli.plan.view import progress, require_ranges, require_writable, write_result
 from services.cli.sources import PLAIN, QUIET, JsonFlag
 from services.cli.words import plain_console, plain_table, print_json, print_lines
 from services.gateway.core.routing import POLICIES
@@ -93,13 +94,17 @@ class VerifyFlags:
     def check(self) -> None:
         """Raise InvalidRequest, with what is allowed."""
         self.times.check()
-        if self.policy is not None and self.policy not in POLICIES:
-            known = ", ".join(POLICIES)
-            raise InvalidRequest(f"--policy must be one of {known}, not {self.policy!r}")
-        if not 0 <= self.batch_tokens <= 1 << 24:
-            raise InvalidRequest("--batch-tokens must be 0 (as many as a step holds) or more")
-        if self.last_s is not None and not self.last_s > 0:
-            raise InvalidRequest("--last must be above 0: nothing would be replayed")
+        known = f"one of {', '.join(POLICIES)}, not {self.policy!r}"
+        is_some = 0 <= self.batch_tokens <= 1 << 24
+        require_ranges(
+            ("--policy", self.policy is None or self.policy in POLICIES, known),
+            ("--batch-tokens", is_some, "0 (as many as a step holds) or more"),
+            (
+                "--last",
+                self.last_s is None or self.last_s > 0,
+                "above 0: nothing would be replayed",
+            ),
+        )
         assert self.slo
 
     @property
@@ -375,10 +380,11 @@ def _show(found: Verified) -> None:
     table = plain_table("", "seen", "predicted", "off by", "bar", "")
     for it in comparison.figures:
         is_share = it.name == "attainment"
-        show = _share if is_share else time_text
+        show = "{:.1%}".format if is_share else time_text
         off = f"{it.error * 100:+.1f} points" if is_share else f"{it.error:+.1%}"
         bar = f"{it.bar * 100:g} points" if is_share else f"{it.bar:.0%}"
-        table.add_row(it.name, show(it.seen), show(it.predicted), off, bar, _mark(it.is_kept))
+        mark = "✓" if it.is_kept else "✗"
+        table.add_row(it.name, show(it.seen), show(it.predicted), off, bar, mark)
     console.print(table)
     if comparison.terms:
         table = plain_table("mean of", "seen", "predicted", "off by")
@@ -423,11 +429,3 @@ def _write(found: Verified, facts: dict[str, Any], flags: VerifyFlags, folder: P
     )
     report["runs"][0]["itl_s"] = None  # receipts tell the mean of an answer's gaps alone
     write_report({**report, "verify": facts}, runs, folder)
-
-
-def _share(value: float) -> str:
-    return f"{value:.1%}"
-
-
-def _mark(is_kept: bool) -> str:
-    return "✓" if is_kept else "✗"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, NamedTuple
 
@@ -19,14 +19,14 @@ from services.cli.client import (
     UrlFlag,
     get_json,
     open_session,
-    require_url,
 )
 from services.cli.interrupts import EXIT_INTERRUPTED, run_interruptible
-from services.cli.plan.seen import ANSWERS_WITHIN_S, read_body
+from services.cli.plan.seen import read_body
 from services.cli.plan.times_flags import read_slo
 from services.cli.plan.verify import LETTERS
+from services.cli.plan.view import require_ranges
 from services.cli.sources import PLAIN, JsonFlag
-from services.cli.words import plain_console
+from services.cli.words import print_lines
 from services.gateway.core.autoscaler import decide
 from services.gateway.core.need import Limits
 from services.gateway.core.scaling import (
@@ -42,14 +42,11 @@ from services.gateway.core.scaling import (
 from services.gateway.core.traffic import TrafficMeter
 from services.gateway.http.cluster_bodies import RecentRequest, RecentRequests
 from services.planner.core.outlook import Numbers, Outlook, outlook
-from shared.errors import InvalidRequest, MeshError
+from shared.errors import MeshError
 from shared.ids import Incarnation
 from shared.predict.step_time import StepFit
 from shared.runtime.service import EXIT_OK
 from shared.telemetry.tracing import CANCELLED
-
-SHORTEST_S: Final = 0.5
-LONGEST_S: Final = 3600.0
 
 _LOOKS: Final = Parameter(group=Group("Output", sort_key=1), show_env_var=False)
 
@@ -85,10 +82,10 @@ class WatchFlags:
     def rules(self) -> Rules:
         """Return what ``decide`` goes by. Raises InvalidRequest."""
         slo = read_slo(self.slo_ttft, self.slo_tpot)
-        if not 0 < self.attainment < 1:
-            raise InvalidRequest("--attainment must be above 0 and below 1")
-        if not 0 <= self.max_workers <= 1024:
-            raise InvalidRequest("--max-workers must be 0..1024")
+        require_ranges(
+            ("--attainment", 0 < self.attainment < 1, "above 0 and below 1"),
+            ("--max-workers", 0 <= self.max_workers <= 1024, "0..1024"),
+        )
         return Rules(Limits(slo.ttft_s, slo.tpot_s, self.attainment), self.max_workers, DWELL_S)
 
 
@@ -123,22 +120,25 @@ def watch(
     once
         Look once and end.
     """
-    require_url(url)
     rules = flags.rules()
-    if not SHORTEST_S <= interval <= LONGEST_S:
-        raise InvalidRequest(f"--interval must be {SHORTEST_S:g}..{LONGEST_S:g} seconds")
+    require_ranges(("--interval", 0.5 <= interval <= 3600, "0.5..3600 seconds"))
 
     async def follow() -> None:
-        said, console = LookLines(plain_console(), as_json), Console(stderr=True, highlight=False)
+        console = Console(stderr=True, highlight=False)
         watcher, trouble = Watcher(rules), ""
+        said: list[str] | None = None
         async with open_session(access) as session:
             while True:
                 try:
-                    body = await get_json(session, url, RECENT, limit_s=ANSWERS_WITHIN_S)
-                    said.say(watcher.look(read_body(body, url)))
-                    trouble = ""
+                    body = await get_json(session, url, RECENT)
+                    look = watcher.look(read_body(body, url))
+                    if as_json:
+                        print(orjson.dumps(facts_of(look)).decode(), flush=True)
+                    else:
+                        print_lines(lines_of(look, said or ()))
+                    said, trouble = [*words_of(look)], ""
                 except MeshError as error:
-                    if not said.num_looks:
+                    if said is None:
                         raise
                     if error.message != trouble:
                         trouble = error.message
@@ -230,29 +230,6 @@ class Watcher:
         self._ended = {it.request_id for it in told.requests if it.ended}
 
 
-class LookLines:
-    """Prints looks: a line each, and what has changed since the one before."""
-
-    def __init__(self, console: Console, as_json: bool) -> None:
-        self._console = console
-        self._as_json = as_json
-        self._before: list[str] = []
-        self.num_looks = 0
-
-    def say(self, look: Look) -> None:
-        """Print one."""
-        self.num_looks += 1
-        if self._as_json:
-            print(orjson.dumps(facts_of(look)).decode(), flush=True)
-            return
-        self._console.print(_line(look), soft_wrap=True)
-        told = list(_words(look))
-        for line in told:
-            if line not in self._before:
-                self._console.print(f"    {line}", soft_wrap=True)
-        self._before = told
-
-
 def facts_of(look: Look) -> dict[str, Any]:
     """Return a look for programs."""
     decision, found = look.decision, look.outlook
@@ -291,8 +268,14 @@ def _line(look: Look) -> str:
     return f"{', '.join(parts)}: {does}"
 
 
-def _words(look: Look) -> Iterator[str]:
-    """What is said once, until it changes."""
+def lines_of(look: Look, said: Collection[str] = ()) -> list[str]:
+    """Return a look in a line, and below it what the one before has not said."""
+    new = (f"    {word}" for word in words_of(look) if word not in said)
+    return [_line(look), *new]
+
+
+def words_of(look: Look) -> Iterator[str]:
+    """Yield what is said once, until it changes."""
     decision, found = look.decision, look.outlook
     for order in decision.orders:
         yield f"would {text_of(order)}: {order.reason}"

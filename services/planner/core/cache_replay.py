@@ -9,8 +9,6 @@ full. Time plays no part. The hit rate is hits by all blocks asked for.
 from __future__ import annotations
 
 import heapq
-from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -35,86 +33,37 @@ class Replayed:
         return self.num_hits / self.num_blocks if self.num_blocks else 0.0
 
 
-class BlockCache(ABC):
-    """Which blocks are there, and which one goes. capacity: in blocks, None = all that come."""
+class BlockCache:
+    """Which blocks are there, and which one goes: the one with the fewest uses since it came in, of
+    equals by position, if it matters, then the one that was used longest ago."""
 
-    def __init__(self, capacity: int | None) -> None:
+    def __init__(self, capacity: int | None, *, counts_uses: bool = True, sign: int = 0) -> None:
+        """capacity: in blocks, None = all that come. sign: among equals those at a later position
+        go first (-1) or last (1)."""
         self._capacity = capacity
-        self.num_evicted = 0
-
-    @abstractmethod
-    def __contains__(self, block: int) -> bool: ...
-
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
-    def touch(self, block: int, position: int) -> None:
-        """Use a block that is there, or let it in; position: in its request, from 0."""
-
-    @abstractmethod
-    def evict(self) -> None:
-        """Let one block go."""
-
-    def use(self, block: int, position: int) -> None:
-        """Use a block, with room made for it: the newcomer is no candidate itself."""
-        if self._capacity is not None and block not in self and len(self) >= self._capacity:
-            self.evict()
-            self.num_evicted += 1
-        self.touch(block, position)
-
-
-class LeastRecentlyUsed(BlockCache):
-    """The block that was used longest ago goes."""
-
-    def __init__(self, capacity: int | None) -> None:
-        super().__init__(capacity)
-        self._blocks: OrderedDict[int, None] = OrderedDict()  # by last use
-
-    def __contains__(self, block: int) -> bool:
-        return block in self._blocks
-
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-    def touch(self, block: int, position: int) -> None:
-        """See BlockCache."""
-        self._blocks[block] = None
-        self._blocks.move_to_end(block)
-
-    def evict(self) -> None:
-        """See BlockCache."""
-        self._blocks.popitem(last=False)
-
-
-class LeastFrequentlyUsed(BlockCache):
-    """The block with the fewest uses since it came in goes; of equals by position, if it matters,
-    then the one that was used longest ago."""
-
-    def __init__(self, capacity: int | None, later: Later | None = None) -> None:
-        """later: blocks at a later position go first ('evicted') or last ('kept') among equals."""
-        super().__init__(capacity)
-        self._sign = {None: 0, "evicted": -1, "kept": 1}[later]
+        self._counts_uses = counts_uses
+        self._sign = sign
         self._uses: dict[int, tuple[int, int, int]] = {}
         self._heap: list[tuple[int, int, int, int]] = []
         self._clock = 0
+        self.num_evicted = 0
 
     def __contains__(self, block: int) -> bool:
         return block in self._uses
 
-    def __len__(self) -> int:
-        return len(self._uses)
-
-    def touch(self, block: int, position: int) -> None:
-        """See BlockCache."""
+    def use(self, block: int, position: int) -> None:
+        """Use a block, with room made for it: the newcomer is no candidate itself. position: in
+        its request, from 0."""
+        if self._capacity is not None and block not in self and len(self._uses) >= self._capacity:
+            self._evict()
         self._clock += 1
-        num_uses = self._uses[block][0] + 1 if block in self._uses else 1
+        num_uses = self._uses[block][0] + self._counts_uses if block in self._uses else 1
         self._uses[block] = key = (num_uses, self._sign * position, self._clock)
         if self._capacity is not None:
             heapq.heappush(self._heap, (*key, block))
 
-    def evict(self) -> None:
-        """See BlockCache."""
+    def _evict(self) -> None:
+        self.num_evicted += 1
         while True:
             *key, block = heapq.heappop(self._heap)
             if self._uses.get(block) == tuple(key):  # else it has been used since
@@ -123,9 +72,11 @@ class LeastFrequentlyUsed(BlockCache):
 
 
 POLICIES: Final[dict[Policy, Callable[[int | None, Later], BlockCache]]] = {
-    "lru": lambda capacity, later: LeastRecentlyUsed(capacity),
-    "lfu": lambda capacity, later: LeastFrequentlyUsed(capacity),
-    "length-aware": LeastFrequentlyUsed,
+    "lru": lambda capacity, later: BlockCache(capacity, counts_uses=False),
+    "lfu": lambda capacity, later: BlockCache(capacity),
+    "length-aware": lambda capacity, later: BlockCache(
+        capacity, sign=-1 if later == "evicted" else 1
+    ),
 }
 
 

@@ -185,12 +185,3 @@ def neighbours(shape: MeshShape) -> list[MeshShape]:
 def _moved(shape: MeshShape, kind: str, other: str, unit: Unit, num: int = 1) -> MeshShape:
     """Return a mesh with so many workers of one kind doing another's work."""
     return MeshShape.of(*shape.parts, MeshPart(-num, kind, unit), MeshPart(num, other, unit))
-
-
-def pairs(most: int) -> list[tuple[int, int]]:
-    """Return numbers of prefill and decode workers, each at least 1, together at most so many."""
-    return [
-        (num, other)
-        for num, other in product(range(1, most), range(1, most))
-        if num + other <= most
-    ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from services.planner.core.kv_size import PUBLISHED, KvShape, link_need, move_s
+from services.planner.core.kv_size import PUBLISHED, KvShape, link_need
 from services.planner.core.paper_table import PaperRow, PaperTable
 
 PREFILL_RPS: Final = 5.6
@@ -82,9 +82,9 @@ def _links() -> PaperTable:
     kv = 1.9e9
     need = link_need(10, kv, 0.040)
     rows = [
-        PaperRow("D0, 1.9 GB at 25 GB/s", "40 ms", move_s(kv, 25e9) * 1e3, 1, "ms",
+        PaperRow("D0, 1.9 GB at 25 GB/s", "40 ms", kv / 25e9 * 1e3, 1, "ms",
                  "WRONG: 40 ms is 1.0 GB, or 47.5 GB/s"),
-        PaperRow("D0, 1.9 GB at 25 Gb/s, if that was meant", "40 ms", move_s(kv, 25e9 / 8) * 1e3, 0,
+        PaperRow("D0, 1.9 GB at 25 Gb/s, if that was meant", "40 ms", kv / (25e9 / 8) * 1e3, 0,
                  "ms", "WRONG"),
         PaperRow("bandwidth that moves 1.9 GB in 40 ms", "", need.latency / 1e9, 1, "GB/s"),
         PaperRow("bandwidth for ten such a second", "", need.sustained / 1e9, 1, "GB/s"),

@@ -47,11 +47,6 @@ class KvShape:
         """Of one token in all layers."""
         return self.num_layers * self.layer_bytes
 
-    @property
-    def group(self) -> float:
-        """Query heads that share one KV head (GQA's ratio); 1 = MHA."""
-        return self.num_heads / self.num_kv_heads
-
 
 def kv_of_bytes(name: str, token_bytes: float) -> KvShape:
     """Return the shape of a model of which the KV of a token is known, and nothing else."""
@@ -67,11 +62,6 @@ def kv_of_bytes(name: str, token_bytes: float) -> KvShape:
     )
 
 
-def move_s(num_bytes: float, link: float) -> float:
-    """Return how long bytes take on a link of so many bytes a second."""
-    return num_bytes / link
-
-
 @dataclass(frozen=True, slots=True)
 class LinkNeed:
     """Least bandwidth, bytes/s, for two reasons; the greater counts."""
@@ -85,13 +75,13 @@ class LinkNeed:
         return max(self.sustained, self.latency)
 
 
-def link_need(rate: float, kv_bytes: float, budget_s: float, at_once: int = 1) -> LinkNeed:
-    """Return what a link must give: ``rate`` requests/s for ever, and ``at_once`` of them within
-    the part of the time to first token (or of prefill, layer-wise) that hides the transfer.
+def link_need(rate: float, kv_bytes: float, budget_s: float) -> LinkNeed:
+    """Return what a link must give: ``rate`` requests/s for ever, and one of them within the part
+    of the time to first token (or of prefill, layer-wise) that hides the transfer.
 
-    With at_once = rate * budget_s both are the same. "QPS * KV / TTFT" has the unit bytes/s^2.
+    "QPS * KV / TTFT" has the unit bytes/s^2.
     """
-    return LinkNeed(rate * kv_bytes, at_once * kv_bytes / budget_s)
+    return LinkNeed(rate * kv_bytes, kv_bytes / budget_s)
 
 
 def read_link(text: str) -> float:

@@ -65,11 +65,6 @@ class MeshShape:
         """Of all kinds."""
         return sum(part.num for part in self.parts)
 
-    @property
-    def num_devices(self) -> int:
-        """Of all workers."""
-        return sum(part.num * part.unit.tp for part in self.parts)
-
     def num_of(self, kind: str) -> int:
         """Workers of a kind."""
         return sum(part.num for part in self.parts if part.kind == kind)

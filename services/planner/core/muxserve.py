@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import combinations_with_replacement, product
+from itertools import combinations_with_replacement, permutations, product
 from typing import Final
 
 GPU_MEMORY: Final = 80e9
@@ -274,68 +274,51 @@ def improved(meshes: Sequence[ModelMesh]) -> list[ModelMesh]:
     Ours: the published greedy placement alone falls short of the best by up to a fifth.
     """
     best = list(meshes)
-    is_better = True
-    while is_better:
-        is_better = False
-        for a, b in product(range(len(best)), repeat=2):
-            for one, other in product(best[a].models, (None, *best[b].models)):
-                if a == b:
-                    continue
-                changed = _exchanged(best, a, b, one, other)
-                if changed is not None and total(changed) > total(best) + 1e-9:
-                    best, is_better = changed, True
-                    break
-            if is_better:
-                break
+    while better := next((it for it in _exchanged(best) if total(it) > total(best) + 1e-9), None):
+        best = better
     return best
 
 
-def _exchanged(
-    meshes: Sequence[ModelMesh], a: int, b: int, one: MuxModel, other: MuxModel | None
-) -> list[ModelMesh] | None:
-    changed = list(meshes)
-    left = [model for model in meshes[a].models if model is not one]
-    right = [model for model in meshes[b].models if model is not other]
-    for idx, models in ((a, left if other is None else [*left, other]), (b, [*right, one])):
-        changed[idx] = ModelMesh(meshes[idx].num_gpus)
-        for model in models:
-            if not changed[idx].can_hold(model):
-                return None
-            changed[idx] = changed[idx].with_model(model)
-    return changed
+def _exchanged(meshes: Sequence[ModelMesh]) -> Iterator[list[ModelMesh]]:
+    """Yield what becomes of meshes when a model moves, or takes the place of another."""
+    for a, b in permutations(range(len(meshes)), 2):
+        for one, other in product(meshes[a].models, (None, *meshes[b].models)):
+            left = [model for model in meshes[a].models if model is not one]
+            right = [model for model in meshes[b].models if model is not other]
+            first = _filled(meshes[a].num_gpus, left if other is None else [*left, other])
+            second = _filled(meshes[b].num_gpus, [*right, one])
+            if first is not None and second is not None:
+                changed = list(meshes)
+                changed[a], changed[b] = first, second
+                yield changed
 
 
-def brute_force(models: Sequence[MuxModel], num_nodes: int, gpus_per_node: int) -> list[ModelMesh]:
-    """Return the best of all placements; for a few models and GPUs."""
+def _filled(num_gpus: int, models: Sequence[MuxModel]) -> ModelMesh | None:
+    mesh = ModelMesh(num_gpus)
+    for model in models:
+        if not mesh.can_hold(model):
+            return None
+        mesh = mesh.with_model(model)
+    return mesh
+
+
+def brute_force(
+    models: Sequence[MuxModel], num_nodes: int, gpus_per_node: int, *, shares: bool = True
+) -> list[ModelMesh]:
+    """Return the best of all placements, for a few models and GPUs; [] = they do not fit. shares:
+    whether models may have a mesh together."""
     best: list[ModelMesh] = []
     for group in mesh_groups(num_nodes, gpus_per_node):
         for places in product(range(len(group)), repeat=len(models)):
-            meshes = [ModelMesh(size) for size in group]
-            for model, place in zip(models, places, strict=True):
-                if not meshes[place].can_hold(model):
+            if not shares and len(set(places)) < len(places):
+                continue
+            meshes: list[ModelMesh] = []
+            for idx, size in enumerate(group):
+                own = [it for it, place in zip(models, places, strict=True) if place == idx]
+                if (mesh := _filled(size, own)) is None:
                     break
-                meshes[place] = meshes[place].with_model(model)
+                meshes.append(mesh)
             else:
                 if not best or total(meshes) > total(best):
                     best = meshes
-    return best
-
-
-def one_mesh_each(
-    models: Sequence[MuxModel], num_nodes: int, gpus_per_node: int
-) -> list[ModelMesh]:
-    """Return the best placement that shares nothing; [] = there are too few GPUs."""
-    best: list[ModelMesh] = []
-    for group in mesh_groups(num_nodes, gpus_per_node):
-        for places in product(range(len(group)), repeat=len(models)):
-            if len(set(places)) < len(places):
-                continue
-            meshes = [ModelMesh(size) for size in group]
-            for model, place in zip(models, places, strict=True):
-                if meshes[place].can_hold(model):
-                    meshes[place] = meshes[place].with_model(model)
-            if sum(len(mesh.models) for mesh in meshes) == len(models) and (
-                not best or total(meshes) > total(best)
-            ):
-                best = meshes
     return best

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Final, Literal
 
+from services.planner.core.kv_size import KvShape
 from services.sim.baselines.distserve import Latency
 from services.sim.baselines.distserve_times import Degree
 
@@ -22,21 +23,6 @@ Success = Literal["joint", "each"]
 MOST_RATE: Final = 5.0
 PRECISION: Final = 0.25
 """Of their search: requests/s a GPU at most, and how near the interval's ends come."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelLayers:
-    """What bounds parallelism: tp divides the heads, all of pp together the layers."""
-
-    heads: int
-    layers: int
-
-
-MODEL_LAYERS: Final = {
-    "opt-13b": ModelLayers(40, 40),
-    "opt-66b": ModelLayers(72, 64),
-    "opt-175b": ModelLayers(96, 96),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +53,22 @@ class Placement:
 
 
 def placements(
-    model: ModelLayers, num_nodes: int, gpus_per_node: int, affinity: Affinity
+    model: KvShape, num_nodes: int, gpus_per_node: int, affinity: Affinity
 ) -> Iterator[Placement]:
-    """Yield every placement that the GPUs and the model's shape allow."""
+    """Yield every placement that the GPUs and the model's shape allow: tp divides the heads, all of
+    pp together the layers."""
     total = num_nodes * gpus_per_node
     within = total if affinity == "high" else gpus_per_node
-    tps = [tp for tp in _divisors(model.heads) if tp <= within]
-    pps = [pp for pp in _divisors(model.layers) if pp <= within]
-    across = [1] if affinity == "high" else [n for n in _divisors(model.layers) if n <= num_nodes]
+    tps = [tp for tp in _divisors(model.num_heads) if tp <= within]
+    pps = [pp for pp in _divisors(model.num_layers) if pp <= within]
+    across = (
+        [1] if affinity == "high" else [n for n in _divisors(model.num_layers) if n <= num_nodes]
+    )
     for segments, tp, pp, tp_decode, pp_decode in product(across, tps, pps, tps, pps):
         found = Placement(segments, Degree(tp, pp), Degree(tp_decode, pp_decode))
         is_within = affinity == "high" or found.num_devices // segments <= gpus_per_node
         is_divided = all(
-            model.layers % whole.pp == 0 for whole in (found.whole_prefill, found.whole_decode)
+            model.num_layers % whole.pp == 0 for whole in (found.whole_prefill, found.whole_decode)
         )
         if is_within and is_divided and found.num_devices <= total:
             yield found
@@ -145,16 +134,6 @@ class Placed:
     def rank(self) -> tuple[float, int]:
         """The higher rate a GPU wins, of equals the one with fewer GPUs."""
         return self.rate_per_gpu, -self.placement.num_devices
-
-
-def low_affinity(
-    candidates: Iterable[Placement], attains: Callable[[Placement, float], bool]
-) -> Iterator[Placed]:
-    """Yield what each candidate reaches (algorithm 2; their code does the same for high affinity:
-    both phases simulated together). attains: told a placement and requests/s of all its GPUs."""
-    for one in candidates:
-        num = one.num_devices
-        yield Placed(one, best_rate(lambda rate, one=one, num=num: attains(one, rate * num)))
 
 
 @dataclass(frozen=True, slots=True)

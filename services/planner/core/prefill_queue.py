@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 
+from services.planner.core.founding import rps_in_turn, rps_per_gpu
 from services.planner.core.paper_table import PaperRow, PaperTable
+from services.planner.core.placement import best_rate
 
 
 def waiting_s(rate: float, service_s: float) -> float:
@@ -37,27 +39,21 @@ def crossover(speedup: float) -> float:
 
     speedup: of the latter, more than 1 and less than 2.
     """
-    low, high = 0.0, speedup
-    for _ in range(100):
-        load = (low + high) / 2
-        if ttft_tensor(load, 1.0, speedup) < ttft_pipeline(load, 1.0):
-            low = load
-        else:
-            high = load
-    return low
+    return best_rate(
+        lambda load: ttft_tensor(load, 1.0, speedup) < ttft_pipeline(load, 1.0), speedup, 1e-12
+    )
 
 
 def queue_tables() -> list[PaperTable]:
     """DistServe's motivation and its queues, theirs beside ours."""
-    prefill, decode = 5.6, 10.0
-    mix = min(2 * prefill, decode) / 3
+    mix = rps_per_gpu(2, 1)
     rows = [
         PaperRow("2P + 1D, requests/s a GPU", "3.3", mix, why="theirs is rounded down"),
         PaperRow("against 1.6 of one colocated GPU under its SLOs", "2.1x", mix / 1.6, unit="x"),
         PaperRow(
             "one GPU in turn, no interference, no SLO",
             "",
-            1 / (1 / prefill + 1 / decode),
+            rps_in_turn(),
             3,
             why="more than 2P + 1D: the gain is goodput under SLOs, not throughput",
         ),

@@ -90,8 +90,6 @@ def provision(
     most_prompt: int,
     most_token: int,
     is_fine: Callable[[int, int], bool],
-    *,
-    least: tuple[int, int] = (1, 1),
 ) -> Iterator[Provisioned]:
     """Yield the clusters on the frontier: those from which no machine can be taken.
 
@@ -101,11 +99,11 @@ def provision(
     num_prompt, is_found = most_prompt, False
     if not is_fine(most_prompt, most_token):
         return
-    for num_token in range(least[1], most_token + 1):
+    for num_token in range(1, most_token + 1):
         if not is_fine(num_prompt, num_token):
             continue
         before = num_prompt
-        while num_prompt > least[0] and is_fine(num_prompt - 1, num_token):
+        while num_prompt > 1 and is_fine(num_prompt - 1, num_token):
             num_prompt -= 1
         if is_found and num_prompt == before:
             continue  # a token machine more, and not one prompt machine less
@@ -116,5 +114,5 @@ def provision(
             num_prompt * prompt_type.cost + num_token * token_type.cost,
             num_prompt * prompt_type.power + num_token * token_type.power,
         )
-        if num_prompt == least[0]:
+        if num_prompt == 1:
             return

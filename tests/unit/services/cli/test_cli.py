@@ -170,6 +170,15 @@ def test_a_child_reads_back_what_its_parent_wrote(config: ServiceConfig) -> None
         ("gateway --metrics-address nine", "--metrics-address must be host:port", 2),
         ("models --url https://127.0.0.1:1 --tls-ca /no/ca", "--tls-ca: cannot read /no/ca", 2),
         ("generate hi --url http://127.0.0.1:1", "pdmesh up", 1),
+        ("bench --rates 1,x", "must be numbers like 1,2,4", 2),
+        ("bench --rate 1 --rates 1,2", "give --rates alone", 2),
+        ("bench --rate 0", "above 0", 2),
+        ("bench --rate inf", "needs --requests", 2),
+        ("bench --slo-ttft 5parsecs", "must be a number with a unit", 2),
+        ("bench --trace /nothing/here", "no such file", 2),
+        ("bench ftp://x", "must be http://host:port", 2),
+        ("bench grpc://nobody", "must be http://host:port", 2),
+        ("bench http://127.0.0.1:9", "nothing answers", 1),
     ],
 )
 def test_what_the_user_can_mend_is_one_line_with_a_remedy(

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from services.cli.client import Access, GatewayRefused
 from services.cli.flags import CannotRun
-from services.cli.generate import Answer, shown, stream_answer
+from services.cli.generate import Answer, print_piece, stream_answer
 from services.cli.interrupts import Interrupts
 from services.cli.receipt import receipt_table
 from services.gateway.front.auth import KeyRing, hash_key
@@ -30,8 +30,10 @@ HI = {"messages": [{"role": "user", "content": "hi"}]}
 
 async def said(url: str, body: dict[str, Any], **options: Any) -> tuple[str, Answer]:
     """Stream one answer to its end."""
-    answer = Answer()
-    return "".join([piece async for piece in stream_answer(url, body, answer, **options)]), answer
+    answer, pieces = Answer(), list[str]()
+    await stream_answer(url, body, answer, pieces.append, **options)
+    assert answer.text == "".join(pieces)
+    return answer.text, answer
 
 
 @pytest.mark.parametrize("body", [HI, {"prompt": "hi"}])
@@ -117,10 +119,11 @@ def test_an_answer_speaks_to_people_and_not_to_their_terminal(
 ) -> None:
     """Control characters are left out on a terminal, and kept for a file."""
     text = "a\x1b[2Jb\tc\nd\x07é"
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
-    assert shown(text) == text
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert shown(text) == "a[2Jb\tc\ndé"
+    monkeypatch.setattr(sys, "stdout", out := io.StringIO())
+    print_piece(text)
+    monkeypatch.setattr(out, "isatty", lambda: True)
+    print_piece(text)
+    assert out.getvalue() == text + "a[2Jb\tc\ndé"
 
 
 def test_a_receipt_is_a_table_whose_phases_have_names() -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from services.planner.core.kv_size import PUBLISHED
 from services.planner.core.placement import (
-    MODEL_LAYERS,
     LatencyGoal,
-    ModelLayers,
     Placed,
     Placement,
     best_rate,
@@ -27,7 +27,7 @@ DATA = Path(__file__).parents[1] / "sim" / "data"
 
 def test_placements_by_hand() -> None:
     """Two heads, two layers, two nodes of two GPUs: few enough to list."""
-    shape = ModelLayers(2, 2)
+    shape = replace(PUBLISHED["opt-13b"], num_heads=2, num_layers=2)
     one = Degree(1, 1)
     assert list(placements(shape, 2, 2, "low")) == [Placement(1, one, one), Placement(2, one, one)]
     high = {(str(p.prefill), str(p.decode)) for p in placements(shape, 2, 2, "high")}
@@ -38,11 +38,13 @@ def test_placements_by_hand() -> None:
 @pytest.mark.parametrize("affinity", ["low", "high"])
 def test_what_bounds_placements(affinity: str) -> None:
     """Heads and layers are divided, a low-affinity segment stays on its node."""
-    shape = MODEL_LAYERS["opt-66b"]
+    shape = PUBLISHED["opt-66b"]
     found = list(placements(shape, 4, 8, "low" if affinity == "low" else "high"))
     for one in found:
-        assert shape.heads % one.prefill.tp == shape.heads % one.decode.tp == 0
-        assert shape.layers % one.whole_prefill.pp == shape.layers % one.whole_decode.pp == 0
+        assert shape.num_heads % one.prefill.tp == shape.num_heads % one.decode.tp == 0
+        assert (
+            shape.num_layers % one.whole_prefill.pp == shape.num_layers % one.whole_decode.pp == 0
+        )
         assert one.num_devices <= 32
         if affinity == "low":
             assert one.num_devices // one.segments <= 8

@@ -151,6 +151,15 @@ def test_without_matplotlib_a_report_names_the_extra(monkeypatch: pytest.MonkeyP
         bench(output=Path("report"))
 
 
+def test_a_folder_that_is_not_ours_to_write_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Minutes of measuring must not be lost."""
+    monkeypatch.setattr("services.cli.bench.report.os.access", lambda *_: False)
+    with pytest.raises(CannotRun, match="permission denied"):
+        bench(output=tmp_path)
+
+
 def test_a_report_of_nothing_but_failures_can_be_shown(tmp_path: Path) -> None:
     """No latencies, no plots of them, no crash; an endless rate is null in JSON."""
     run = a_run(a_record(0, Ending.UNREACHABLE))

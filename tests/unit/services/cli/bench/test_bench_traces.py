@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.bench.sources import TraceError, read_trace
+from services.cli.bench.sources import read_trace
 from services.cli.bench.workload import Ask
+from services.planner.rows import DataError
 
 MOONCAKE = """\
 {"timestamp": 3000, "input_length": 900, "output_length": 5, "hash_ids": [0, 1]}
@@ -70,16 +71,16 @@ def test_azure(tmp_path: Path) -> None:
 def test_the_first_wrong_line_is_named(text: str, words: str, tmp_path: Path) -> None:
     """By file and number, with what is wrong there."""
     path = written(tmp_path, text)
-    with pytest.raises(TraceError, match=words) as caught:
+    with pytest.raises(DataError, match=words) as caught:
         read_trace(path)
     assert str(path) in caught.value.message
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     """One that is not there, and one that is not text."""
-    with pytest.raises(TraceError, match="no such file"):
+    with pytest.raises(DataError, match="no such file"):
         read_trace(tmp_path / "nothing")
     path = tmp_path / "binary"
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(TraceError, match="is not text"):
+    with pytest.raises(DataError, match="is not text"):
         read_trace(path)

@@ -12,7 +12,6 @@ import pytest
 
 from services.cli import main
 from services.cli.doctor import machine_checks as checks
-from services.cli.doctor import vllm_checks
 from services.cli.doctor.finding import Finding, absent, lines_of, right, wrong
 from services.cli.doctor.gateway_checks import judge_cluster
 from services.cli.doctor.machine_checks import Facts
@@ -177,10 +176,10 @@ def test_vllm_is_judged_by_what_its_engine_will_refuse(
             raise importlib.metadata.PackageNotFoundError(name)
         return found
 
-    monkeypatch.setattr(vllm_checks, "find_spec", lambda _: object() if found else None)
+    monkeypatch.setattr(checks, "find_spec", lambda _: object() if found else None)
     monkeypatch.setattr("shared.engine.vllm.release.find_spec", lambda _: object())
     monkeypatch.setattr("shared.engine.vllm.release.metadata.version", version)
-    finding = vllm_checks.check_vllm(facts, **given)
+    finding = checks.check_vllm(facts, **given)
     assert verdict(finding) == wanted
     assert words in finding.text + finding.remedy
 
@@ -191,11 +190,11 @@ def test_what_vllms_cpu_build_needs_is_looked_for(
     """The CPU's flags, a library, a compiler by CXX or by name."""
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor : 0\nflags : fpu avx512f amx_tile amx_int8\n")
-    assert vllm_checks.has_amx(cpuinfo)
+    assert checks.has_amx(cpuinfo)
     cpuinfo.write_text("processor : 0\nflags : fpu avx512f amx_tiles\n")
-    assert not vllm_checks.has_amx(cpuinfo)
-    assert not vllm_checks.has_amx(tmp_path / "none")
-    assert isinstance(vllm_checks.has_numa(), bool)
+    assert not checks.has_amx(cpuinfo)
+    assert not checks.has_amx(tmp_path / "none")
+    assert isinstance(checks.has_numa(), bool)
     compiler = tmp_path / "clang++"
     compiler.write_text("#!/bin/sh\n")
     compiler.chmod(0o755)
@@ -272,7 +271,7 @@ def test_a_gateways_installation_is_told_so_without_a_fault(
 ) -> None:
     """Neither torch nor ucxx, and nothing is wrong with that."""
     monkeypatch.setattr("services.cli.doctor.report.find_spec", lambda _: None)
-    monkeypatch.setattr("services.cli.doctor.vllm_checks.find_spec", lambda _: None)
+    monkeypatch.setattr("services.cli.doctor.machine_checks.find_spec", lambda _: None)
     code = main(["doctor", "--json"])
     found = json.loads(capsys.readouterr().out)
     verdicts = {one["name"]: one["verdict"] for one in found["sections"]["Installation"]}
@@ -285,7 +284,7 @@ def test_the_exit_code_tells_and_a_gateway_that_is_none_is_a_fault(
 ) -> None:
     """0 = no ✗, 1 = at least one; a remedy stands below it."""
     monkeypatch.setattr("services.cli.doctor.report.find_spec", lambda _: None)
-    monkeypatch.setattr("services.cli.doctor.vllm_checks.find_spec", lambda _: None)
+    monkeypatch.setattr("services.cli.doctor.machine_checks.find_spec", lambda _: None)
     view = a_view(version=VERSION)
     view["workers"].pop()
     with StubGateway({"/cluster": view}) as gateway:

@@ -94,12 +94,6 @@ def test_a_long_search_of_placements_says_so_first(
     assert "--num-requests" in said
 
 
-def test_without_a_file_the_closed_forms_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    """Theirs beside ours."""
-    assert main(["plan", "paper", "distserve"]) == 0
-    assert "0.936" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("text", "flags", "said"),
     [

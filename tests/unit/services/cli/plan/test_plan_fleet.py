@@ -239,35 +239,6 @@ def test_a_map_has_every_pair(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(facts["mixed"]) == 4
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("--slo-ttft 5ms", "no mesh of these workers keeps TTFT 5ms"),
-        ("--slo-tpot 1ms", "no mesh of these workers keeps TPOT 1ms"),
-        ("--devices a100,h100 --model llama-3-8b", "several kinds of devices need --price"),
-        ("--devices a100,abacus", "known are a100"),
-        ("--tp 3", "--tp must be degrees out of 1,2,4,8"),
-        ("--device l4 --model llama-3-70b", "do not fit"),
-        ("--rate 0", "--rate must be above 0"),
-        ("--price a100=free --device a100", "--price must be like"),
-        ("--price a100=nan --device a100", "--price must be like"),
-        ("--price a100=2,h100=3", "--price has one price"),
-        ("--price a100=2 --device h100", "--price says nothing of h100"),
-        ("--budget nan", "--budget must be above 0"),
-        ("--budget inf", "--budget must be above 0"),
-        ("--watts", "--watts needs --device"),
-        ("--budget 0.5", "too little for any mesh"),
-    ],
-)
-def test_bad_fleets(arguments: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line, exit code 2; of limits that nobody can keep, what would be kept."""
-    assert main(["plan", "fleet", *QUICK, *arguments.split()]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert words in said
-    if "--slo" in arguments:
-        assert f"give {arguments.split()[0]}" in said
-
-
 def test_a_trace_out_of_order_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -129,19 +129,6 @@ def test_a_trace_file_is_played(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert latencies["TTFT"]["p50"] < 0.3 * latencies["TTFT"]["p99"]
 
 
-def test_a_part_of_a_trace_has_the_rate_that_is_asked_for(tmp_path: Path) -> None:
-    """Whatever the rate of the rest; requests of one instant have none."""
-    line = {"input_length": 64, "output_length": 2}
-    times = [*range(0, 5000, 1000), *range(5000, 5100, 10)]
-    path = tmp_path / "trace.jsonl"
-    path.write_text("\n".join(json.dumps({"timestamp": at, **line}) for at in times))
-    asks = SimFlags(workload=str(path), num_requests=5, rate=10).asks([Unit()])
-    assert [ask.due_s for ask in asks] == pytest.approx([0, 0.125, 0.25, 0.375, 0.5])
-    path.write_text("\n".join(json.dumps({"timestamp": 7, **line}) for _ in range(3)))
-    with pytest.raises(InvalidRequest, match="come at one instant"):
-        SimFlags(workload=str(path)).asks([Unit()])
-
-
 def test_meshes_are_compared_by_the_same_requests(capsys: pytest.CaptureFixture[str]) -> None:
     """Each row is what a run alone says; the best one is named, and stands first."""
     flags = ["--rate", "9", "--num-requests", "60", "--slo-ttft", "400ms", "--no-what-if"]
@@ -215,24 +202,3 @@ def test_meshes_that_are_none(text: str) -> None:
     words = r"P \(prefill\)|needs P and D|1\.\.256|known are tp1|one degree"
     with pytest.raises(InvalidRequest, match=words):
         read_mesh(text)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("1P+1D --rate 0", "--rate must be above 0"),
-        ("1P+1D --policy fifo", "--policy must be one of round_robin"),
-        ("1P+1D --workload nonsense", "--workload must be azure-conv, azure-code, mooncake"),
-        ("1P+1D --workload none.jsonl", "no such file"),
-        ("1P+1D --slo-ttft soon", "--slo-ttft must be a number with a unit"),
-        ("1P+1D --slo-ttft 0s", "nobody could keep 0"),
-        ("1P+1D --slo-tpot 1e400s", "--slo-tpot must be less"),
-        ("1P+1D --kv-tokens 0", "--kv-tokens must be 1.."),
-        ("1P+1D --link fast", "such as 25GB/s"),
-        ("1P+1D --beside earlier", "--beside needs --output"),
-    ],
-)
-def test_bad_input(arguments: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line, exit code 2."""
-    assert main(["plan", "simulate", *arguments.split()]) == 2
-    assert words in " ".join(capsys.readouterr().err.split())

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from services.cli import main
 from services.cli.plan.times_flags import TimesFlags
 from services.planner.core.mesh_text import Unit
 from shared.engine.fake import FakeEngine
@@ -110,31 +109,3 @@ def test_splitwises_machine_has_its_models_kv(model: str | None, tmp_path: Path)
     flags = TimesFlags(times="splitwise", data=tmp_path, model=model)
     assert flags.kv.name == "llama-2-70b"
     assert "llama2-70b on a100-80gb" in flags.unit(Unit()).times.source
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("--times fast", "--times must be one of opt-13b-a100, fake, distserve, splitwise"),
-        ("--times fake --device a100", "give one time model"),
-        ("--device tpu", "a device must be one of a100"),
-        ("--times distserve", "needs --data"),
-        ("--device l4 --model llama-3-70b", "do not fit into 1 x l4"),
-        ("--device a100 --base 3ms", "--base belongs to affine times"),
-        ("--profile none.json", "none.json: no such file"),
-        ("--slower 0", "--slower must be"),
-    ],
-)
-def test_bad_time_models(arguments: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line that says what is known, exit code 2."""
-    assert main(["plan", "simulate", "1M", "--no-what-if", *arguments.split()]) == 2
-    assert words in " ".join(capsys.readouterr().err.split())
-
-
-@pytest.mark.parametrize("words", [["1M(tp2)"], ["1M(h100)", "--base", "3ms"]])
-def test_a_time_model_of_one_device_knows_no_other(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Degrees and devices in a mesh need a model that knows them."""
-    assert main(["plan", "simulate", *words, "--no-what-if"]) == 2
-    assert "--device" in capsys.readouterr().err
