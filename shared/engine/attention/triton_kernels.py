@@ -21,7 +21,7 @@ adds exact zeros.
 """
 
 # What triton says of the types of its language changes with its version.
-# pyright: reportOperatorIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from typing import Any, NamedTuple
