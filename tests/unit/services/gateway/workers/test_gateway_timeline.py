@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,14 @@ def emit(timeline: Timeline, num_tokens: int) -> tuple[float, int]:
 
 
 PAIR = RouteDecision(policy="test", prefill=Incarnation(0xA), decode=Incarnation(0xB))
+
+
+def sent(**options: Any) -> Timeline:
+    """One that was admitted and dispatched as it came."""
+    timeline = Timeline(asyncio.get_running_loop().time(), **options)
+    timeline.admitted()
+    timeline.dispatched(PAIR, has_decode=True)
+    return timeline
 
 
 @virtual_time
@@ -54,9 +63,7 @@ async def test_phases_of_a_retried_request_add_up_to_its_ttft() -> None:
 @virtual_time
 async def test_a_retry_after_the_first_token_leaves_its_phases_alone() -> None:
     """TTFT is that of the attempt that brought the token, whatever happens later."""
-    timeline = Timeline(asyncio.get_running_loop().time())
-    timeline.admitted()
-    timeline.dispatched(PAIR, has_decode=True)
+    timeline = sent()
     await asyncio.sleep(0.3)
     timeline.prefilled(PromptTimes(0.0, 0.3, 0))
     emit(timeline, 1)
@@ -111,9 +118,7 @@ class Watcher:
 async def test_watchers_hear_of_tokens_as_they_come() -> None:
     """One hook feeds all of them: TTFT at the first token, then every gap, then the end."""
     one, two = Watcher(), Watcher()
-    timeline = Timeline(asyncio.get_running_loop().time(), prompt_tokens=7, watchers=(one, two))
-    timeline.admitted()
-    timeline.dispatched(PAIR, has_decode=True)
+    timeline = sent(prompt_tokens=7, watchers=(one, two))
     await asyncio.sleep(0.25)
     assert emit(timeline, 2) == (0.25, 1)  # who delivers tells of what follows the first
     await asyncio.sleep(0.5)
@@ -139,9 +144,7 @@ async def test_watchers_hear_how_an_answer_ended() -> None:
     left.ended(None)
     a_timeline().refused(Overloaded("full"))
     a_timeline().refused(None)
-    failed = a_timeline()
-    failed.admitted()
-    failed.dispatched(PAIR, has_decode=True)
+    failed = sent(watchers=(watcher,))
     failed.attempt_failed(WorkerLost("gone"))
     failed.ended(WorkerLost("gone"))
     assert [error for _, error in watcher.heard] == [
@@ -155,9 +158,7 @@ async def test_a_transfer_is_told_once_and_by_who_knows_more() -> None:
     """Prefill's word counts; decode's does if the answer is over before prefill has spoken."""
     for has_prefill_spoken in (True, False):
         watcher = Watcher()
-        timeline = Timeline(asyncio.get_running_loop().time(), watchers=(watcher,))
-        timeline.admitted()
-        timeline.dispatched(PAIR, has_decode=True)
+        timeline = sent(watchers=(watcher,))
         timeline.prefilled(PromptTimes(0.0, 0.0, 0))
         await asyncio.sleep(0.5)
         timeline.joined(num_bytes=1000, receive_s=0.25, lane="sysv")
@@ -174,9 +175,7 @@ async def test_a_transfer_is_told_once_and_by_who_knows_more() -> None:
 @virtual_time
 async def test_the_transfer_of_a_failed_attempt_is_not_the_next_ones() -> None:
     """A receipt names the workers of the last attempt, and only what moved between those."""
-    timeline = Timeline(asyncio.get_running_loop().time())
-    timeline.admitted()
-    timeline.dispatched(PAIR, has_decode=True)
+    timeline = sent()
     timeline.joined(num_bytes=1000, receive_s=0.25, lane="sysv")
     timeline.rerouted(WorkerLost("gone"))
     timeline.dispatched(PAIR, has_decode=True)
