@@ -15,7 +15,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from math import isfinite
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -128,6 +128,17 @@ class ToolParser:
         text, self._held = self._held[:cut], self._held[cut:]
         return text, None
 
+    def _arguments(self, value: JsonValue) -> Generator[Said, None, bool]:
+        """Take what has come of the arguments that are on their way; return whether they are
+        whole."""
+        end = value.take(self._held)
+        part, self._held = self._held[:end], "" if end is None else self._held[end:]
+        if part:
+            yield Said(part, self.num_calls - 1)
+        if end is not None:
+            self._value = None
+        return end is not None
+
     def _whole(self, name: str, arguments: Any) -> Said:
         """A call that came at once."""
         call, self.num_calls = self.num_calls, self.num_calls + 1
@@ -197,14 +208,8 @@ class HermesParser(ToolParser):
                     self._has_head, self._value = True, JsonValue()
                     self.num_calls += 1
                     yield Said("", self.num_calls - 1, name)
-            if self._value is not None:
-                end = self._value.take(self._held)
-                part, self._held = self._held[:end], "" if end is None else self._held[end:]
-                if part:
-                    yield Said(part, self.num_calls - 1)
-                if end is None:
-                    return
-                self._value = None
+            if self._value is not None and not (yield from self._arguments(self._value)):
+                return
             end = self._held.find(self.END)
             if end < 0:
                 if is_over and self._has_head:
@@ -356,13 +361,8 @@ class ListParser(ToolParser):
                 self._value = JsonValue()
                 self.num_calls += 1
                 yield Said("", self.num_calls - 1, json.loads(head[1]))
-            end = self._value.take(self._held)
-            part, self._held = self._held[:end], "" if end is None else self._held[end:]
-            if part:
-                yield Said(part, self.num_calls - 1)
-            if end is None:
+            if not (yield from self._arguments(self._value)):
                 return
-            self._value = None
 
 
 class NamedParser(ToolParser):
