@@ -159,6 +159,8 @@ class StopMatcher:
     def feed(self, piece: str) -> tuple[str, str | None]:
         """Return (text that is safe to give out, the stop string found or None); feed nothing after
         a match."""
+        if not self._stop:
+            return piece, None
         text = self._held + piece
         found: tuple[int, int, str] | None = None
         for stop in self._stop:
